@@ -6,8 +6,10 @@ nodes cannot take shows up as a hang of all, hours later and far from its cause.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from .text import listed
 
 MOST_NAMED = 5
 """Of the nodes that have the same value; the others are counted."""
@@ -44,15 +46,10 @@ def difference(trait: Trait, nodes: Iterable[NodeValue]) -> Difference | None:
         return None
     # The sort is stable: of two groups of one size the one that came first does so here.
     (usual, most), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
-    outliers = "; ".join(f"{value} on {_named(group)}" for value, group in others)
-    majority = _named(most) if len(most) == 1 else f"{len(most)} nodes"
+    outliers = "; ".join(f"{value} on {listed(group, MOST_NAMED)}" for value, group in others)
+    majority = listed(most, MOST_NAMED) if len(most) == 1 else f"{len(most)} nodes"
     sentence = f"{trait.name} differs: {usual} on {majority}, but {outliers}. {trait.advice}"
     return Difference(sentence, tuple(label for _, group in others for label in group))
-
-
-def _named(labels: Sequence[str]) -> str:
-    more = len(labels) - MOST_NAMED
-    return ", ".join(labels[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 MTU = Trait(

@@ -46,7 +46,7 @@ health/checks/rules: health/checks
 health/checks/probes: health/checks health/checks/rules
 health/checks/node: health/checks health/checks/rules health/checks/probes
 health/checks/pairs: health/checks
-health/checks/pairs/probes: health/checks/pairs
+health/checks/pairs/probes: health/checks health/checks/pairs
 health: health/checks/node
 rendezvous:
 rendezvous/liveness: rendezvous

@@ -15,22 +15,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from .... import __file__ as _package
 from ....codec import Invalid, from_plain
 from ..finding import MOST_SUMMARY, Finding, Outcome
 from ..needs import NodeNeeds
+from ..probe_process import ISOLATED, start_probe_process
 from .server import ANSWER, KILLED_S, MOST_PROBLEM, ORDER, Answered, Done, Order, Silent
 from .table import NodeCheck
 
 log = logging.getLogger(__name__)
 
-PROGRAM = "import sys; sys.path.append(sys.argv[1]); from elastic_agent.health.checks.node.server import main; main()"
-"""It needs the standard library and this package. No module of the current directory or of PYTHONPATH is imported, and
-nothing that is installed runs at its start."""
-
-_PACKAGES_PARENT = Path(_package).parents[1]
+_SERVER = f"{__name__.rpartition('.')[0]}.server"
 
 START_S = 5.0
 """How long an interpreter may take to start on a machine with too much to do."""
@@ -71,14 +66,7 @@ class CheckRun:
             return
         order = Order(tuple(check.name for check in self._checks), self._needs, self._limits_s)
         try:
-            self._process = subprocess.Popen(
-                [self._python, "-I", "-S", "-c", PROGRAM, str(_PACKAGES_PARENT)],
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._process = start_probe_process(self._python, _SERVER, self._environment, flags=ISOLATED)
             assert self._process.stdin is not None
             self._process.stdin.write(ORDER.encode(order).encode() + b"\n")
             self._process.stdin.flush()

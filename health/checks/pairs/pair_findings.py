@@ -13,6 +13,7 @@ from typing import Annotated
 
 from ....codec import AtMost, Checked
 from ..finding import Finding, Outcome
+from ..text import latency, listed, rate
 from .evidence import (
     MUCH_TOO_SLOW,
     by_all_reduce,
@@ -28,7 +29,6 @@ from .facts import NodeFacts
 from .judge import judge
 from .results import MOST_NODES, Measurement, Node, Obstacle, Reach
 from .rounds import Pair, pair_of
-from .words import latency, listed, rate
 
 MOST_LINKS = 8
 """Bad ones that get a finding each; the others share one."""
@@ -284,7 +284,7 @@ def _all_reduce(nodes: Sequence[NodeFacts], measured: Sequence[Measurement]) -> 
         show,
         advise,
         values={"median_seconds": statistics.median(took)} if took else {},
-        missing=f"not tried: no torch on {listed(without)}" if without else "not tried",
+        missing=f"not tried: no torch on {listed(without, 8)}" if without else "not tried",
     )
 
 

@@ -12,11 +12,11 @@ from typing import Annotated
 
 from ....codec import AtMost, Checked, Count
 from ..finding import Finding, Outcome
+from ..text import latency, listed
 from .clocks import OFFSET_S, clock_offsets
 from .facts import NodeFacts, compare, compare_directories
 from .pair_findings import PeerFinding, about, pair_findings
 from .results import MOST_NODES, Measurement, Node, NodeResults, Reach
-from .words import latency, listed
 
 MOST_FINDINGS = 512
 

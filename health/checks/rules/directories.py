@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ....codec import Checked, Count, Seconds, Text
 from ..finding import Finding, Outcome
-from .words import GIB, MIB, size, span
+from ..text import GIB, MIB, size, span
 
 SLOW_FSYNC_S = 0.1
 LEAST_BYTES = 16 * MIB

@@ -15,7 +15,7 @@ from typing import Annotated
 from ....codec import AtMost, Checked, Count, Seconds, Text, Within
 from ..finding import Finding, Outcome
 from ..needs import NodeNeeds
-from .words import listed, span
+from ..text import listed, span
 
 GPU_CHECKS = ("gpu-visible", "gpu-ecc", "gpu-remapped-rows", "gpu-throttling", "gpu-persistence")
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from ....codec import Checked, Count, Text
 from ..finding import Finding, Outcome
 from ..needs import NodeNeeds
-from .words import MIB, size
+from ..text import MIB, size
 
 SHARED_MEMORY = "/dev/shm"
 MEMORY = ("tmpfs", "ramfs", "devtmpfs", "")

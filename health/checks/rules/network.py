@@ -8,7 +8,7 @@ from typing import Annotated
 from ....codec import AtMost, Checked, Count, Seconds, Text
 from ..finding import Finding, Outcome
 from ..needs import NodeNeeds
-from .words import listed, span
+from ..text import listed, span
 
 SLOW_NAMES_S = 1.0
 SLOW_LINK_MBPS = 1000

@@ -14,26 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ..... import __file__ as _package
 from .....codec import Invalid, load_object
+from ...probe_process import start_probe_process
 
 MOST_BYTES = 1 << 22
 KILLED_S = 1.0
 """What SIGKILL does not end within that time hangs in the kernel, and is left."""
 
-_PROGRAM = """
-import sys
-sys.path[0:1] = []
-sys.path.append({parent!r})
-from {module} import main
-main()
-"""
-"""Python looks first in the current directory, whose modules are not to be imported here."""
-
-_PARENT = Path(_package).parents[1]
 _PROBES = __name__.rpartition(".")[0]
 
 
@@ -54,15 +43,9 @@ class Probe:
     ) -> None:
         """`name` is a module beside this one. `descriptors` are open there, too. Raises OSError."""
         self._name = name
-        self._process = subprocess.Popen(
-            [python, "-c", _PROGRAM.format(parent=str(_PARENT), module=f"{_PROBES}.{name}")],
-            env=dict(os.environ if environ is None else environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=tuple(descriptors),
-            start_new_session=True,
-        )
+        module = f"{_PROBES}.{name}"
+        environ = os.environ if environ is None else environ
+        self._process = start_probe_process(python, module, environ, descriptors=descriptors)
 
     def order(self, order: Mapping[str, Any]) -> None:
         """Once."""

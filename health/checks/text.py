@@ -1,8 +1,25 @@
-"""Rates, short times and lists as people read them."""
+"""Sizes, rates, durations and lists of names as findings show them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def size(number: float) -> str:
+    """64 MiB, 1.5 GiB."""
+    power = 0
+    while number >= 1024 and power < len(_UNITS) - 1:
+        number, power = number / 1024, power + 1
+    return f"{number:.1f}".removesuffix(".0") + f" {_UNITS[power]}"
+
+
+def span(seconds: float) -> str:
+    """In seconds or milliseconds."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 
 def rate(bytes_per_s: float) -> str:
@@ -27,7 +44,7 @@ def latency(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[str], most: int = 4) -> str:
     """The first few, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
