@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure how long a pool's coordinator takes to decide who runs what: 100 nodes, 1,000 jobs in the queue.
 
-A decision is `next_step`, with the view of the store's records that it is made from. Each case decides on the empty
+A decision is `decide`, with the view of the store's records that it is made from. Each case decides on the empty
 plan and on the plan that this gives, and keeps the slower of the two, the median of its repetitions.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_agent.pool.records import Job, Plan, PoolNode, Record
-from elastic_agent.pool.schedule import next_step
+from elastic_agent.pool.schedule import decide
 from elastic_agent.pool.view import PoolView
 from elastic_agent.rendezvous.store.interface import Change, Entry
 from report import add_options, keep, markdown, publish, ratio, spread
@@ -84,9 +84,9 @@ def _decide(view: PoolView) -> tuple[float, Plan]:
     plan = view.plan
     for _ in range(TIMES):
         begun = time.perf_counter()
-        step = next_step(view.pool(), NOW)
+        decision = decide(view.pool(), NOW)
         took.append(time.perf_counter() - begun)
-        plan = step.plan if step is not None else view.plan
+        plan = decision.plan if decision is not None else view.plan
     return statistics.median(took) * 1e3, plan
 
 

@@ -34,7 +34,7 @@ from .records import (
     run_prefix,
     short,
 )
-from .schedule import Pool, Step, next_step, wake_at
+from .schedule import Decision, Pool, decide, wake_at
 from .view import SCOPES, PoolView
 
 log = logging.getLogger(__name__)
@@ -57,23 +57,23 @@ class WriteNode:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteStep:
+class WriteDecision:
     """What the coordinator has decided: all of it, or nothing."""
 
     plan_revision: int
-    step: Step
+    decision: Decision
 
     @property
     def compares(self) -> tuple[Compare, ...]:
-        unwritten = tuple(Compare(result.key, 0) for result in self.step.results)
+        unwritten = tuple(Compare(result.key, 0) for result in self.decision.results)
         return (Compare(PLAN_KEY, self.plan_revision), *unwritten)
 
     @property
     def writes(self) -> tuple[Put | Delete, ...]:
-        writes: list[Put | Delete] = [Put(PLAN_KEY, self.step.plan.to_json())]
-        for result in self.step.results:
+        writes: list[Put | Delete] = [Put(PLAN_KEY, self.decision.plan.to_json())]
+        for result in self.decision.results:
             writes += [Put(result.key, result.to_json()), Delete(CANCELS_PREFIX + result.job)]
-        for job in self.step.forgotten:
+        for job in self.decision.forgotten:
             left = (run_prefix(job) + key for key in (WORLD_KEY, STOP_KEY))
             writes += [Delete(key) for key in (JOBS_PREFIX + job, RESULTS_PREFIX + job, *left)]
         return tuple(writes)
@@ -99,7 +99,7 @@ class PoolMember:
         rng: random.Random,
         now: float,
         wall: Callable[[], float],
-        decide: Callable[[Pool, float], Step | None] = next_step,
+        decide: Callable[[Pool, float], Decision | None] = decide,
     ) -> None:
         self.record = identity
         """As this node would have it written."""
@@ -213,8 +213,8 @@ class PoolMember:
             return WriteNode((Compare(self.record.key, self._own_revision),), self.record, self.lease)
         if not self.coordinates:
             return None
-        step = self._decide(self.view.pool(self._lost(now)), self._wall())
-        return WriteStep(self.view.plan_revision, step) if step is not None else None
+        decision = self._decide(self.view.pool(self._lost(now)), self._wall())
+        return WriteDecision(self.view.plan_revision, decision) if decision is not None else None
 
     def wake_at(self, now: float) -> float | None:
         """The instant at which there is more to do without any event."""
@@ -253,7 +253,7 @@ class PoolMember:
                 if answer.succeeded:
                     self._written = request.record
                 self._see_own(answer.entries[0], now)
-            elif isinstance(request, WriteStep) and isinstance(answer, Outcome) and not answer.succeeded:
+            elif isinstance(request, WriteDecision) and isinstance(answer, Outcome) and not answer.succeeded:
                 self.subscription = None
         except RecordInvalid as error:
             self.mismatch = str(error)

@@ -1,6 +1,6 @@
 """Which node runs which job next, given the queue and what all nodes report: the decision of the pool's coordinator.
 
-`next_step` is a pure function over frozen data: it reads no clock, no store, no process. Its rules:
+`decide` is a pure function over frozen data: it reads no clock, no store, no process. Its rules:
 
 - One queue, first come first served. A job starts when its `min_nodes` are idle at once, never with fewer.
 - A run takes idle nodes up to its `max_nodes`, while no job of the queue waits for them. It gives those beyond its
@@ -54,7 +54,7 @@ MOST_REFUSALS, REFUSAL_CHARS = 1000, 200
 MOST_RESULTS = 1000
 """The results of so many jobs are kept."""
 MOST_AT_ONCE = 16
-"""Results written, or deleted, in one step: a transaction is bounded."""
+"""Results written, or deleted, by one decision: a transaction is bounded."""
 
 
 _DECIDES = {SeatOutcome.SUCCEEDED: Outcome.SUCCEEDED, SeatOutcome.FAILED: Outcome.FAILED}
@@ -79,7 +79,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Decision:
     """What the coordinator writes, all at once."""
 
     plan: Plan
@@ -88,18 +88,18 @@ class Step:
     """Jobs of which nothing is kept any more."""
 
 
-def next_step(pool: Pool, now: float) -> Step | None:
+def decide(pool: Pool, now: float) -> Decision | None:
     """None when all is as it should be. `now` is the wall clock."""
-    table = _Table(pool, now)
-    table.fold_reports()
-    table.serve_claims()
-    table.hand_out_surplus()
-    step = Step(table.plan(), tuple(table.results), _too_old(pool.results))
-    return step if step != Step(pool.plan) else None
+    draft = _Draft(pool, now)
+    draft.fold_reports()
+    draft.serve_claims()
+    draft.hand_out_surplus()
+    decision = Decision(draft.plan(), tuple(draft.results), _too_old(pool.results))
+    return decision if decision != Decision(pool.plan) else None
 
 
 def wake_at(pool: Pool, now: float) -> float | None:
-    """The instant of the wall clock at which `next_step` may have another answer without any news."""
+    """The instant of the wall clock at which `decide` may have another answer without any news."""
     jobs = {job.job: job for job in pool.jobs}
     instants = [refusal.until for setback in pool.plan.setbacks for refusal in setback.refusals.values()]
     for run in pool.plan.runs:
@@ -112,12 +112,12 @@ def wake_at(pool: Pool, now: float) -> float | None:
 
 def why_waiting(pool: Pool, job: Job, now: float) -> str:
     """For people: what a job of the queue waits for. It is one of `pool.jobs`."""
-    table = _Table(pool, now)
-    free = [node for node in table.idle if not table.refuses(job, node)]
-    fit = table.large_enough(job)
+    draft = _Draft(pool, now)
+    free = [node for node in draft.idle if not draft.refuses(job, node)]
+    fit = draft.large_enough(job)
     cannot = _who_cannot(pool, job)
     if not fit:
-        return f"needs {counted(job.min_nodes, 'node')}; the pool has {table.usable(job)} that can run it{cannot}"
+        return f"needs {counted(job.min_nodes, 'node')}; the pool has {draft.usable(job)} that can run it{cannot}"
     ids = [one.job for one in pool.jobs if one.job == job.job or pool.plan.run_of(one.job) is None]
     if before := ids.index(job.job):
         return f"behind {counted(before, 'other job')} of the queue{cannot}"
@@ -137,7 +137,7 @@ def _who_cannot(pool: Pool, job: Job) -> str:
     return f" ({shortened((f'{name}: {reason}' for name, reason in reasons), '; ')})" if reasons else ""
 
 
-class _Table:
+class _Draft:
     """The plan while it is being changed."""
 
     def __init__(self, pool: Pool, now: float) -> None:

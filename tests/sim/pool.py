@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_agent.pool.member import Assignment, PoolMember, WriteStep
+from elastic_agent.pool.member import Assignment, PoolMember, WriteDecision
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     PLAN_KEY,
@@ -40,7 +40,7 @@ from elastic_agent.pool.records import (
     SeatEnd,
     SeatOutcome,
 )
-from elastic_agent.pool.schedule import MOST_ATTEMPTS, Pool, Step, next_step
+from elastic_agent.pool.schedule import MOST_ATTEMPTS, Decision, Pool, decide
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Compare, LeaseId, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
@@ -302,12 +302,12 @@ class PoolSimulation:
         if isinstance(request, Read):
             return self.kv.read(request.scopes, self.now)
         compares: tuple[Compare, ...] = request.compares
-        if self.bug == "the plan is written without compare" and isinstance(request, WriteStep):
+        if self.bug == "the plan is written without compare" and isinstance(request, WriteDecision):
             compares = compares[1:]
         live = self._live()
         outcome = self.kv.transact(compares, request.writes, self.now)
-        if isinstance(request, WriteStep) and outcome.succeeded:
-            self._check_step(request.step, live)
+        if isinstance(request, WriteDecision) and outcome.succeeded:
+            self._check_decision(request.decision, live)
         return outcome
 
     def _submit(self, name: str) -> None:
@@ -408,7 +408,7 @@ class PoolSimulation:
 
     # ------------------------------------------------------------ what is decided
 
-    def decide(self, pool: Pool, now: float) -> Step | None:
+    def decide(self, pool: Pool, now: float) -> Decision | None:
         """The real decision, with a bug if one is planted."""
         bug, seen = self.bug, pool
         if bug == "processes that are left do not count":
@@ -429,27 +429,27 @@ class PoolSimulation:
             seen = replace(pool, cancelled={})
         elif bug == "a node that leaves is given a seat":
             seen = replace(pool, nodes=tuple(replace(node, leaving=False) for node in pool.nodes))
-        step = next_step(seen, now)
-        if step is None:
+        decision = decide(seen, now)
+        if decision is None:
             return None
         if bug == "a seat is free as soon as it is to be left":
-            runs = tuple(replace(run, seats=run.staying) for run in step.plan.runs)
-            step = replace(step, plan=replace(step.plan, runs=runs))
+            runs = tuple(replace(run, seats=run.staying) for run in decision.plan.runs)
+            decision = replace(decision, plan=replace(decision.plan, runs=runs))
         elif bug == "a job whose nodes were lost is forgotten":
-            lost = {one.job for one in step.plan.setbacks if one.attempts}
+            lost = {one.job for one in decision.plan.setbacks if one.attempts}
             results = tuple(
                 JobResult(one, Outcome.SUCCEEDED, "", 0, 1, None, now, ())
                 for one in lost
                 if one in self.truths
             )
-            step = replace(step, results=results[:1] or step.results)
+            decision = replace(decision, results=results[:1] or decision.results)
         elif bug == "nobody seats a second attempt":
-            runs = tuple(run for run in step.plan.runs if run.attempt == 1)
-            step = replace(step, plan=replace(step.plan, runs=runs))
+            runs = tuple(run for run in decision.plan.runs if run.attempt == 1)
+            decision = replace(decision, plan=replace(decision.plan, runs=runs))
         elif bug == "the end of one node is a success":
-            results = tuple(replace(result, outcome=Outcome.SUCCEEDED) for result in step.results)
-            step = replace(step, results=results)
-        return step if step != Step(pool.plan) else None
+            results = tuple(replace(result, outcome=Outcome.SUCCEEDED) for result in decision.results)
+            decision = replace(decision, results=results)
+        return decision if decision != Decision(pool.plan) else None
 
     def _live(self) -> dict[str, PoolNode]:
         entries = self.kv.read(("nodes/",), self.now).entries
@@ -466,13 +466,13 @@ class PoolSimulation:
         )
         return [Job.from_json(entry.key, entry.value) for entry in entries]
 
-    def _check_step(self, step: Step, live: dict[str, PoolNode]) -> None:
-        before, after = self.plan, step.plan
+    def _check_decision(self, decision: Decision, live: dict[str, PoolNode]) -> None:
+        before, after = self.plan, decision.plan
         self.say(
             f"plan {[(run.job, [seat.node + '-' * seat.leaving for seat in run.seats]) for run in after.runs]}"
         )
         jobs = {job.job: job for job in self._jobs()}
-        for result in step.results:
+        for result in decision.results:
             self._check_result(result)
         self._check_seats(before, after, live)
         running = {run.job for run in before.runs}

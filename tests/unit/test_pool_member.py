@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.pool.member import DUPLICATE_TTLS, PoolMember, WriteNode, WriteStep
+from elastic_agent.pool.member import DUPLICATE_TTLS, PoolMember, WriteDecision, WriteNode
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     NODES_PREFIX,
@@ -341,10 +341,10 @@ def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -
     job = Job("x", "x", (), ("train.py",), {}, "/", 1, 1, None, WALL, "somebody")
     bench.kv.transact((), (Put(job.key, job.to_json()),), bench.now)
     a._watch()
-    step = a.member.request(bench.now)
-    assert isinstance(step, WriteStep)
+    decision = a.member.request(bench.now)
+    assert isinstance(decision, WriteDecision)
     bench.kv.transact((), (Put(PLAN_KEY, Plan(7).to_json()),), bench.now)
-    a.member.answered(step, bench.serve(step, connected=True), bench.now)
+    a.member.answered(decision, bench.serve(decision, connected=True), bench.now)
     assert a.member.subscription is None
     bench.settle()
     assert bench.plan.runs[0].seats[0].ticket == 8

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.pool.member import WriteStep
+from elastic_agent.pool.member import WriteDecision
 from elastic_agent.pool.records import (
     MAX_REASON,
     MAX_RECORD_CHARS,
@@ -32,9 +32,9 @@ from elastic_agent.pool.schedule import (
     MOST_REFUSALS,
     MOST_RESULTS,
     STEADY_S,
+    Decision,
     Pool,
-    Step,
-    next_step,
+    decide,
     wake_at,
     what_is_missing,
     why_waiting,
@@ -94,11 +94,11 @@ class Bench:
     def decide(self) -> dict[str, str]:
         """Until nothing is left to decide; the seats of each run, as `seats` shows them."""
         for _ in range(100):
-            if (step := next_step(self.pool, self.now)) is None:
+            if (decision := decide(self.pool, self.now)) is None:
                 return self.seats
-            self.plan = step.plan
-            self.results += step.results
-            self.results = [result for result in self.results if result.job not in step.forgotten]
+            self.plan = decision.plan
+            self.results += decision.results
+            self.results = [result for result in self.results if result.job not in decision.forgotten]
         raise AssertionError("the decision does not come to rest")
 
     @property
@@ -190,9 +190,9 @@ def test_every_seat_has_a_ticket_of_its_own_and_none_is_given_again() -> None:
 def test_nothing_is_decided_when_all_is_as_it_should_be() -> None:
     bench = Bench("ab", job("x", 1, 2))
     bench.decide()
-    assert next_step(bench.pool, NOW) is None
+    assert decide(bench.pool, NOW) is None
     bench.run_all()
-    assert next_step(bench.pool, NOW) is None
+    assert decide(bench.pool, NOW) is None
 
 
 # ---------------------------------------------------------------- surplus
@@ -471,14 +471,14 @@ def test_the_plan_stays_small_when_every_node_refuses_every_job() -> None:
     bench.nodes = {name: node(name) for name in names}
     reason = "the job's directory is not there on this node " * 30
     for _ in range(200):
-        step = next_step(bench.pool, bench.now)
-        assert step is not None
-        bench.plan = step.plan
+        decision = decide(bench.pool, bench.now)
+        assert decision is not None
+        bench.plan = decision.plan
         for run in bench.plan.runs:
             for seat in run.seats:
                 bench.end(seat.node, SeatOutcome.NOT_HERE, 73, reason[:MAX_REASON])
     assert sum(len(one.refusals) for one in bench.plan.setbacks) <= MOST_REFUSALS
-    assert len(WriteStep(1, Step(bench.plan)).writes) == 1
+    assert len(WriteDecision(1, Decision(bench.plan)).writes) == 1
     assert len(bench.plan.to_json()) < MAX_RECORD_CHARS / 2
 
 
@@ -567,9 +567,9 @@ def test_a_job_whose_record_is_gone_leaves_its_nodes() -> None:
 def test_so_many_results_are_written_in_one_step() -> None:
     bench = Bench("a", *(job(f"j{number}") for number in range(MOST_AT_ONCE + 4)))
     bench.cancelled = {one.job: "me" for one in bench.jobs}
-    step = next_step(bench.pool, NOW)
-    assert step is not None
-    assert len(step.results) == MOST_AT_ONCE
+    decision = decide(bench.pool, NOW)
+    assert decision is not None
+    assert len(decision.results) == MOST_AT_ONCE
     assert bench.decide() == {}
     assert len(bench.results) == MOST_AT_ONCE + 4
 
@@ -584,18 +584,18 @@ def test_a_run_whose_result_waits_for_the_next_step_gets_no_other_nodes() -> Non
     others = [job(f"j{number}") for number in range(MOST_AT_ONCE)]
     bench.jobs = [*others, *bench.jobs]
     bench.cancelled = {one.job: "me" for one in others}
-    step = next_step(bench.pool, NOW)
-    assert step is not None
-    assert [run.seats for run in step.plan.runs] == [()]
+    decision = decide(bench.pool, NOW)
+    assert decision is not None
+    assert [run.seats for run in decision.plan.runs] == [()]
     bench.decide()
     assert bench.outcomes["last"] is Outcome.UNABLE
 
 
 def test_the_oldest_results_are_forgotten() -> None:
     results = tuple(f"j{number}" for number in range(MOST_RESULTS + MOST_AT_ONCE + 2))
-    step = next_step(Pool((), (), results=results), NOW)
-    assert step == Step(Plan(), (), results[:MOST_AT_ONCE])
-    assert next_step(Pool((), (), results=results[:MOST_RESULTS]), NOW) is None
+    decision = decide(Pool((), (), results=results), NOW)
+    assert decision == Decision(Plan(), (), results[:MOST_AT_ONCE])
+    assert decide(Pool((), (), results=results[:MOST_RESULTS]), NOW) is None
 
 
 # ---------------------------------------------------------------- what a job waits for
