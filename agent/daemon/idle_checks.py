@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...health.checks.finding import Finding
+from ...health.checks.node.background import BackgroundChecks
 from ...health.checks.node.runner import CheckRun
 from ..common.events import NodeChecked
 from ..configuration.types.values import CheckMode
-from ..rendezvous_io.node_checks import NodeChecks
 
 EVERY_S = 300.0
 AGAIN_S = 30.0
@@ -33,7 +33,10 @@ class IdleChecks:
         found: Callable[[Sequence[Finding]], None] = lambda findings: None,
     ) -> None:
         """`post` takes events from any thread, `found` gets the findings of each run."""
-        self._checks = NodeChecks(mode, new_run, post)
+        self._mode = mode
+        self._checks = BackgroundChecks(
+            new_run, lambda findings: post(NodeChecked(findings)), errors=mode == "fail"
+        )
         self._found = found
         self._due_at = float("-inf") if mode != "off" else float("inf")
         self.problem = NOT_YET if mode == "fail" else ""
@@ -48,12 +51,12 @@ class IdleChecks:
 
     def suspect(self, now: float) -> None:
         """A job could not run here: the next run is due."""
-        self._due_at = min(self._due_at, now) if self._checks.mode != "off" else self._due_at
+        self._due_at = min(self._due_at, now) if self._mode != "off" else self._due_at
 
     def handle(self, event: NodeChecked, now: float) -> None:
-        failed = self._checks.ended(event)
+        failed = self._checks.ended(event.findings)
         self._found(event.findings)
-        if self._checks.mode == "fail":
+        if self._mode == "fail":
             self.problem = "; ".join(f"check {finding.check} failed: {finding.summary}" for finding in failed)
             if failed:
                 self._due_at = min(self._due_at, now + AGAIN_S)

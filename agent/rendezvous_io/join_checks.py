@@ -9,13 +9,13 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
+from ...health.checks.node.background import BackgroundChecks
 from ...health.checks.node.runner import CheckRun
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.store.requests import RetryPolicy
 from ..common.events import NodeChecked
 from ..configuration.config import CHECK
 from ..configuration.types.values import CheckMode
-from .node_checks import NodeChecks
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +35,10 @@ class JoinChecks:
         post: Callable[[NodeChecked], object],
         rng: random.Random,
     ) -> None:
-        self._checks = NodeChecks(mode, new_run, post)
-        self._rng = rng
+        self._mode, self._rng = mode, rng
+        self._checks = BackgroundChecks(
+            new_run, lambda findings: post(NodeChecked(findings)), errors=mode == "fail"
+        )
         self._checked = ""
         """The life of this node that the newest run is for."""
         self._again_at: float | None = None
@@ -45,7 +47,7 @@ class JoinChecks:
     @property
     def held_back(self) -> str:
         """Why a node may not join before it is checked; empty: it may."""
-        return CHECKING if self._checks.mode == "fail" else ""
+        return CHECKING if self._mode == "fail" else ""
 
     @property
     def pids(self) -> Sequence[int]:
@@ -55,7 +57,7 @@ class JoinChecks:
     def begin(self, incarnation: str) -> bool:
         """For a life of the node, which need not have begun. Whether a `NodeChecked` follows."""
         self._checked, self._again_at = incarnation, None
-        return self._checks.begin()
+        return self._mode != "off" and self._checks.begin()
 
     def turn(self, participant: Participant, now: float) -> float | None:
         """Begins what is due; the instant at which there is more to do."""
@@ -63,13 +65,13 @@ class JoinChecks:
         if new:
             self._failures = 0
         due = new or (self._again_at is not None and now >= self._again_at)
-        if due and not self.begin(participant.incarnation) and self._checks.mode != "off":
+        if due and not self.begin(participant.incarnation) and self._mode != "off":
             self._again_at = now + self._pause_s()  # what hung still does
         return self._again_at
 
     def handle(self, event: NodeChecked, participant: Participant, now: float) -> None:
-        failed = self._checks.ended(event)
-        if self._checks.mode != "fail" or not failed:
+        failed = self._checks.ended(event.findings)
+        if self._mode != "fail" or not failed:
             if self._failures:
                 log.info("no check of this node fails any more: it joins")
             self._failures = 0

@@ -1,28 +1,30 @@
-"""Runs of this node's checks, one at a time: a thread of its own waits for each, and logs what is wrong."""
+"""Runs this node's checks beside other work, one run at a time: a thread waits for each, and logs what is wrong."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 
-from ...health.checks.finding import Finding, Outcome, worst_first
-from ...health.checks.node.runner import CheckRun
-from ...threads import Thread
-from ..common.events import NodeChecked
-from ..configuration.types.values import CheckMode
+from ....threads import Thread
+from ..finding import Finding, Outcome, worst_first
+from .runner import CheckRun
 
 log = logging.getLogger(__name__)
 
 
-class NodeChecks:
-    """For the main thread. `post` takes a `NodeChecked` from any thread."""
+class BackgroundChecks:
+    """For the main thread. `post` takes the findings of each run, in any thread."""
 
     def __init__(
-        self, mode: CheckMode, new_run: Callable[[], CheckRun], post: Callable[[NodeChecked], object]
+        self,
+        new_run: Callable[[], CheckRun],
+        post: Callable[[tuple[Finding, ...]], object],
+        *,
+        errors: bool,
     ) -> None:
-        """`new_run` is called in the main thread, its result is used in another one. With `off` nothing ever runs."""
-        self.mode = mode
-        self._new_run, self._post = new_run, post
+        """`new_run` is called in the main thread, its result is used in another one. `errors`: what fails is logged as
+        an error, not as a warning."""
+        self._new_run, self._post, self._errors = new_run, post, errors
         self._runs: list[CheckRun] = []
         """Those whose process may still be there: a probe that hangs in the kernel stays its child."""
         self._running = False
@@ -35,20 +37,20 @@ class NodeChecks:
         return [pid for run in self._runs if (pid := run.pid) is not None]
 
     def begin(self) -> bool:
-        """Whether a `NodeChecked` follows, of this run or of the one that goes on already: not while a probe of an
-        earlier run hangs."""
+        """Whether findings follow, of this run or of the one that goes on already: not while a probe of an earlier run
+        hangs."""
         hangs = any(run.hangs and run.pid is not None for run in self._runs)
-        if self.mode != "off" and not self._running and not hangs:
+        if not self._running and not hangs:
             self._running = True
             run = self._new_run()
             self._runs = [*(run for run in self._runs if run.pid is not None), run]
             Thread(lambda: self._wait_for(run), "node-checks").start()
         return self._running
 
-    def ended(self, event: NodeChecked) -> tuple[Finding, ...]:
-        """Those that failed, worst first. To be called with each event."""
+    def ended(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+        """To be called with the findings of each run; returns those that failed."""
         self._running = False
-        return tuple(finding for finding in worst_first(event.findings) if finding.outcome is Outcome.FAIL)
+        return tuple(finding for finding in findings if finding.outcome is Outcome.FAIL)
 
     def close(self) -> None:
         self._closed = True
@@ -64,7 +66,7 @@ class NodeChecks:
         if self._closed:
             return  # it was cut short
         self._log(findings)
-        self._post(NodeChecked(findings))
+        self._post(findings)
 
     def _log(self, findings: Sequence[Finding]) -> None:
         """What is as bad as it was at the last run is logged already."""
@@ -75,7 +77,7 @@ class NodeChecks:
             if (finding.check, finding.outcome) not in self._logged:
                 failed = finding.outcome is Outcome.FAIL
                 log.log(
-                    logging.ERROR if failed and self.mode == "fail" else logging.WARNING,
+                    logging.ERROR if failed and self._errors else logging.WARNING,
                     "check %s %s: %s. To do: %s",
                     finding.check,
                     "failed" if failed else "warns",
