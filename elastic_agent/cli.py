@@ -1,7 +1,8 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version`, `--check-config` and the like, or call `run`.
 
 Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` finds what
-follows on this machine, `run` does the work and returns the exit code. A configuration with problems ends with 78,
+follows on this machine, `run` does the work and returns the exit code: of `agent/main` where there is a script, of
+`agent/daemon` where there is none. A configuration with problems ends with 78,
 or with 73 where another machine could run it, and the list of all of them, before anything is started.
 
 A *sub-command* does something else than run a job. It is one only as the very first word, so that a script
@@ -83,14 +84,14 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
 
 
 def _daemon(resolved: Resolved, *, only_check: bool) -> int:
-    """There is nothing to run. Returns the exit code."""
+    """Of a command line without a script. Returns the exit code."""
     _warn(resolved)
     if only_check:
         print("\n".join(resolved.settings.lines()))
         return ExitCode.SUCCESS
-    from .agent.daemon.run import offer
+    from .agent.daemon.run import run
 
-    return offer(resolved)
+    return run(resolved)
 
 
 def _warn(resolved: Resolved) -> None:

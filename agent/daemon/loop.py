@@ -19,7 +19,7 @@ from ..rendezvous_io.store_link import StoreLink, deliver_from_store
 from .hand_over import Become
 from .idle_checks import IdleChecks
 from .job_agent import JobAgent, JobAgentEnded, NotTaken
-from .job_words import seat_end
+from .job_command import seat_end
 from .pages import DaemonSnapshot, RunningJob
 from .standby import Standby
 

@@ -1,4 +1,4 @@
-"""An agent with nothing to run: its process becomes the daemon of this node (`agent/daemon`)."""
+"""The process of a daemon: its console, signals and service manager, around `run_daemon`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..machine.network.addresses import unique_node_id
 from ..main.process import catch_signals, log_to, take_environment, thread_failed
 from ..main.service_manager import ServiceManager
 from ..output.console import take as take_console
-from .daemon import run_daemon
+from .assembly import run_daemon
 
 log = logging.getLogger(__name__)
 
 
-def offer(resolved: Resolved) -> int:
-    """Until this node leaves the pool. Returns the exit code."""
+def run(resolved: Resolved) -> int:
+    """Returns when this node has left the pool: the exit code."""
     config = resolved.config
     name = config.node_id or unique_node_id()
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -574,7 +574,7 @@ def test_so_many_results_are_written_in_one_step() -> None:
     assert len(bench.results) == MOST_AT_ONCE + 4
 
 
-def test_a_run_whose_result_waits_for_the_next_step_gets_no_other_nodes() -> None:
+def test_a_run_whose_result_waits_for_the_next_decision_gets_no_other_nodes() -> None:
     bench = Bench("a", job("last"))
     bench.decide()
     bench.end("a", SeatOutcome.NOT_HERE)

@@ -46,7 +46,7 @@ from ...configuration.rendezvous import (
 )
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import TEXT, YES_OR_NO, Parser, duration
-from ...daemon.job_words import OF_THE_POOL
+from ...daemon.job_command import OF_THE_POOL
 from .cancel import cancel
 from .live_view import LiveView
 from .log_reader import JobLog

@@ -1,4 +1,7 @@
-"""Puts one daemon together, lets it run, and takes it apart."""
+"""Puts one daemon together, lets it run, and takes it apart.
+
+As in an agent, ports and folders are refused before anything is started, and the HTTP server answers before the store
+is found."""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import open_store, store_listener, store_options
 from .hand_over import Become
 from .idle_checks import IdleChecks
-from .job_words import agent_words, own_words
+from .job_command import agent_words, own_words
 from .loop import DaemonLoop, Ending, Services
 from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
 from .standby import Standby
