@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from ...codec import plain
 from ...health.checks.finding import Finding, Outcome, worst, worst_first
-from ...health.checks.node.runner import check_node
-from ...health.checks.node.table import wanted
+from ...health.checks.node.runner import run_checks
+from ...health.checks.node.table import checks_for
 from ...health.checks.pairs.report import PairsReport
 from ...rendezvous.text import counted
 from ..common.exits import CannotStart, CheckCode, ExitCode
@@ -105,7 +105,7 @@ def main(words: Sequence[str]) -> int:
     needs = needs_of(config, machine)
     began_at = time.monotonic()
     with one_line_errors(CheckCode.INTERRUPTED):
-        findings = check_node(wanted(needs, at_join=False), needs, environ)
+        findings = run_checks(checks_for(needs, at_join=False), needs, environ)
     if isinstance(machine.network, NotReady):
         missing = f"no network for the job: there is no {machine.network.missing}"
         findings = (*findings, Finding("interface", Outcome.FAIL, missing, machine.network.advice))

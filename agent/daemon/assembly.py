@@ -23,7 +23,7 @@ from typing import Any
 from ...health.checks.finding import Finding
 from ...health.checks.needs import NodeNeeds
 from ...health.checks.node.runner import CheckRun
-from ...health.checks.node.table import wanted
+from ...health.checks.node.table import checks_for
 from ...health.http import HealthServer
 from ...health.pool_metrics import PoolMetrics
 from ...pool.member import Assignment, PoolMember
@@ -213,7 +213,7 @@ def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoi
         gpus=gpus,
         rdma=bool(gpus and choice.rdma_ports),
     )
-    return lambda: CheckRun(wanted(needs, at_join=True), needs, environment)
+    return lambda: CheckRun(checks_for(needs, at_join=True), needs, environment)
 
 
 def _store_of_endpoint(address: str, port: int | None, purpose: str) -> socket.socket:

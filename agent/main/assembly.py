@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ... import __version__
 from ...health.checks.node.runner import CheckRun
-from ...health.checks.node.table import wanted
+from ...health.checks.node.table import checks_for
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
@@ -105,7 +105,7 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
 
 def checks_of(agent: Agent, machine: Machine) -> JoinChecks:
     needs = needs_of(agent.config, machine)
-    checks = wanted(needs, at_join=True)
+    checks = checks_for(needs, at_join=True)
     return JoinChecks(
         agent.config.check,
         lambda: CheckRun(checks, needs, agent.environment),

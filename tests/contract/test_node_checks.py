@@ -18,8 +18,8 @@ import pytest
 
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.needs import NodeNeeds
-from elastic_agent.health.checks.node.runner import CheckRun, check_node
-from elastic_agent.health.checks.node.table import BY_NAME, wanted
+from elastic_agent.health.checks.node.runner import CheckRun, run_checks
+from elastic_agent.health.checks.node.table import BY_NAME, checks_for
 from elastic_agent.health.checks.probes.gpus import KERNEL_LOG, probe_xids
 from elastic_agent.health.checks.probes.machine import probe_shared_memory
 from elastic_agent.health.checks.probes.network import probe_interface
@@ -36,7 +36,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts file sy
 
 def _find(needs: NodeNeeds, *names: str, environment: Mapping[str, str] | None = None) -> dict[str, Finding]:
     """By their names."""
-    found = check_node([BY_NAME[name] for name in names], needs, environment)
+    found = run_checks([BY_NAME[name] for name in names], needs, environment)
     return {finding.check: finding for finding in found}
 
 
@@ -309,7 +309,7 @@ def test_what_is_needed_before_a_join_takes_less_than_a_second(tmp_path: Path) -
     took = []
     for _ in range(5):  # the machine may have other things to do, but not all the time
         began = time.monotonic()
-        found = check_node(wanted(needs, at_join=True), needs)
+        found = run_checks(checks_for(needs, at_join=True), needs)
         took.append(time.monotonic() - began)
         if took[-1] < FAST_SUBSET_S:
             break

@@ -8,9 +8,9 @@ import pytest
 
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.needs import NEEDS, NodeNeeds
-from elastic_agent.health.checks.node.runner import judge
-from elastic_agent.health.checks.node.server import Answered, Silent
-from elastic_agent.health.checks.node.table import BY_NAME, NODE_CHECKS, wanted
+from elastic_agent.health.checks.node.runner import findings_of
+from elastic_agent.health.checks.node.server import ProbeAnswer, ProbeFailure
+from elastic_agent.health.checks.node.table import BY_NAME, NODE_CHECKS, checks_for
 from elastic_agent.health.checks.rules.directories import DirectoryFacts, judge_directory
 from elastic_agent.health.checks.rules.gpus import (
     GPU_CHECKS,
@@ -274,7 +274,7 @@ def test_xids(facts: XidFacts, outcome: Outcome, said: str) -> None:
 
 
 def test_a_job_without_gpus_directories_and_ports_has_fewer_checks() -> None:
-    assert [check.name for check in wanted(NodeNeeds(), at_join=False)] == [
+    assert [check.name for check in checks_for(NodeNeeds(), at_join=False)] == [
         "shared-memory",
         "open-files",
         "name-resolution",
@@ -285,8 +285,8 @@ def test_an_agent_does_not_try_its_own_ports_before_a_join() -> None:
     everything = NodeNeeds(
         checkpoint_directory="/c", log_directory="/l", interface="eth0", ports=(1, 2), gpus=("0",)
     )
-    assert wanted(everything, at_join=False) == NODE_CHECKS
-    assert set(NODE_CHECKS) - set(wanted(everything, at_join=True)) == {BY_NAME["port-range"]}
+    assert checks_for(everything, at_join=False) == NODE_CHECKS
+    assert set(NODE_CHECKS) - set(checks_for(everything, at_join=True)) == {BY_NAME["port-range"]}
 
 
 def test_no_two_checks_have_findings_of_one_name() -> None:
@@ -297,13 +297,15 @@ def test_no_two_checks_have_findings_of_one_name() -> None:
 @pytest.mark.parametrize("check", NODE_CHECKS, ids=lambda check: check.name)
 @pytest.mark.parametrize("facts", ["[]", "{}", '{"exists": "yes"}', "null", '{"absent": 1}', "[" * 5000])
 def test_garbage_is_a_finding(check: Any, facts: str) -> None:
-    (found,) = judge(check, NodeNeeds(ports=(1, 2)), Answered(check.name, 0.1, facts))[:1]
-    assert found.outcome is check.silent or (facts == "{}" and found.outcome is not OK), found
+    (found,) = findings_of(check, NodeNeeds(ports=(1, 2)), ProbeAnswer(check.name, 0.1, facts))[:1]
+    assert found.outcome is check.on_probe_failure or (facts == "{}" and found.outcome is not OK), found
 
 
 def test_a_probe_that_does_not_answer_is_a_finding_with_its_subject() -> None:
-    silent = Silent("checkpoint-directory", 5.0, "has not answered within 5 s (state D, waits in nfs_wait)")
-    assert judge(BY_NAME[silent.check], NodeNeeds(checkpoint_directory="/nfs/c"), silent) == (
+    silent = ProbeFailure(
+        "checkpoint-directory", 5.0, "has not answered within 5 s (state D, waits in nfs_wait)"
+    )
+    assert findings_of(BY_NAME[silent.check], NodeNeeds(checkpoint_directory="/nfs/c"), silent) == (
         Finding(
             "checkpoint-directory",
             FAIL,

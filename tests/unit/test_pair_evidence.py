@@ -16,7 +16,7 @@ from elastic_agent.health.checks.pairs.evidence import (
     by_latency,
     by_reach,
 )
-from elastic_agent.health.checks.pairs.judge import Verdict, judge
+from elastic_agent.health.checks.pairs.fault_location import Verdict, locate_faults
 from elastic_agent.health.checks.pairs.results import Measurement, Obstacle, Reach
 from elastic_agent.health.checks.pairs.rounds import Pair, first_round, second_round
 
@@ -45,7 +45,7 @@ def two_rounds(nodes: Sequence[str], rate: Rate, seed: int = 0) -> tuple[Verdict
     rng = random.Random(seed)
     found = [measured(1, pair, rate, rng) for pair in first_round(nodes)]
     found += [measured(2, pair, rate, rng) for pair in second_round(nodes, all_well([], found))]
-    return judge(nodes, by_bandwidth(found)), {one.pair for one in found}
+    return locate_faults(nodes, by_bandwidth(found)), {one.pair for one in found}
 
 
 @pytest.mark.parametrize("count", range(3, 17))

@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.pairs.clocks import clock_offsets
 from elastic_agent.health.checks.pairs.facts import NodeFacts, Software
-from elastic_agent.health.checks.pairs.report import PEER_CHECKS, Found, PairsReport, make_report
+from elastic_agent.health.checks.pairs.report import PEER_CHECKS, CheckResults, PairsReport, make_report
 from elastic_agent.health.checks.pairs.results import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
 from elastic_agent.health.checks.pairs.rounds import first_round, second_round
 
@@ -47,7 +47,7 @@ def found(
     blocked: Mapping[str, Obstacle] | None = None,
     measured: Iterable[Measurement] = (),
     **changes: object,
-) -> Found:
+) -> CheckResults:
     """`blocked`: by the two names, of who asks and who is asked."""
     blocked = blocked or {}
     ways = [Reach(a, b, blocked.get(a + b)) for a, b in permutations(names, 2)]
@@ -58,7 +58,7 @@ def found(
         )
         for name in names
     }
-    whole = Found(len(names), 60.0, tuple(map(a_node, names)), results)
+    whole = CheckResults(len(names), 60.0, tuple(map(a_node, names)), results)
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
@@ -224,7 +224,9 @@ def test_who_is_missing_is_said_by_who_came() -> None:
     report = make_report(found("abc", wanted=4))
     assert report.missing == 1
     assert said(report, "peer-present") == ["3 of 4 nodes came within 60 s: a, b, c"]
-    assert said(make_report(Found(2, 5.0, ())), "peer-present") == ["0 of 2 nodes came within 5 s: none"]
+    assert said(make_report(CheckResults(2, 5.0, ())), "peer-present") == [
+        "0 of 2 nodes came within 5 s: none"
+    ]
 
 
 def test_nothing_follows_from_tries_with_a_node_that_ended() -> None:
@@ -297,11 +299,11 @@ def test_a_shared_checkpoint_directory_is_found_out(
 ) -> None:
     nodes = tuple(a_node(name, file=f"file-{name}") for name in "abc")
     results = {name: NodeResults(seen=tuple(names)) for name, names in zip("abc", seen, strict=True)}
-    report = make_report(Found(3, 60.0, nodes, results))
+    report = make_report(CheckResults(3, 60.0, nodes, results))
     (sentence,) = said(report, "checkpoint-directory-shared")
     assert sentence.startswith(expected)
     assert the(report, "checkpoint-directory-shared")[0] is outcome
-    one = make_report(Found(3, 60.0, (nodes[0], a_node("b"), a_node("c")), results))
+    one = make_report(CheckResults(3, 60.0, (nodes[0], a_node("b"), a_node("c")), results))
     assert said(one, "checkpoint-directory-shared") == []
 
 

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from elastic_agent.health.checks.pairs.judge import Doubt, Verdict, judge
+from elastic_agent.health.checks.pairs.fault_location import Doubt, Verdict, locate_faults
 from elastic_agent.health.checks.pairs.rounds import (
     MOST_MEETINGS,
     Pair,
@@ -36,7 +36,7 @@ def two_rounds(
     left = [node for node in nodes if node not in gone]
     results = {pair: well for pair, well in results.items() if not set(pair) & set(gone)}
     results |= {pair: works(pair) for pair in second_round(left, results)}
-    return judge(left, results), results
+    return locate_faults(left, results), results
 
 
 def without(*bad: str) -> Works:
@@ -44,7 +44,7 @@ def without(*bad: str) -> Works:
 
 
 def all_pairs(nodes: Sequence[str], works: Works) -> Verdict:
-    return judge(nodes, {pair: works(pair) for pair in combinations(nodes, 2)})
+    return locate_faults(nodes, {pair: works(pair) for pair in combinations(nodes, 2)})
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -127,19 +127,19 @@ def test_of_two_nodes_none_is_accused() -> None:
 
 
 def test_a_node_with_one_witness_is_accused_together_with_its_link() -> None:
-    verdict = judge(["a", "b", "c"], {("a", "b"): True, ("b", "c"): False})
+    verdict = locate_faults(["a", "b", "c"], {("a", "b"): True, ("b", "c"): False})
     assert verdict == Verdict(undecided=(Doubt(("c",), (("b", "c"),)),))
 
 
 def test_two_nodes_with_the_same_only_witness_are_two_doubts() -> None:
-    verdict = judge(["a", "b", "c", "d"], {("a", "b"): True, ("b", "c"): False, ("b", "d"): False})
+    verdict = locate_faults(["a", "b", "c", "d"], {("a", "b"): True, ("b", "c"): False, ("b", "d"): False})
     assert verdict.undecided == (Doubt(("c",), (("b", "c"),)), Doubt(("d",), (("b", "d"),)))
 
 
 def test_a_node_that_met_only_a_bad_one_is_untested() -> None:
     """Whether it would pass with another is not known."""
     results = {("a", "b"): True, ("a", "x"): False, ("b", "x"): False, ("x", "y"): False}
-    assert judge(["a", "b", "x", "y"], results) == Verdict(bad_nodes=("x",), untested=("y",))
+    assert locate_faults(["a", "b", "x", "y"], results) == Verdict(bad_nodes=("x",), untested=("y",))
 
 
 @pytest.mark.parametrize("count", range(3, 17))
@@ -224,7 +224,7 @@ def test_the_order_of_the_results_changes_nothing() -> None:
         results = {pair: rng.random() < 0.6 for pair in combinations(nodes, 2) if rng.random() < 0.4}
         shuffled = list(results.items())
         rng.shuffle(shuffled)
-        one, other = judge(nodes, results), judge(nodes, dict(shuffled))
+        one, other = locate_faults(nodes, results), locate_faults(nodes, dict(shuffled))
         assert (one.bad_nodes, one.bad_links, one.parts, one.untested) == (
             other.bad_nodes,
             other.bad_links,
@@ -245,7 +245,7 @@ def test_a_network_in_two_parts_is_no_heap_of_bad_links() -> None:
 
 def test_a_failed_pair_of_two_pairs_that_passed_is_a_link_and_no_wall() -> None:
     """Of the four links between the two only one was tried."""
-    verdict = judge(["a", "b", "c", "d"], {("a", "b"): True, ("c", "d"): True, ("b", "c"): False})
+    verdict = locate_faults(["a", "b", "c", "d"], {("a", "b"): True, ("c", "d"): True, ("b", "c"): False})
     assert verdict == Verdict(bad_links=(("b", "c"),))
 
 

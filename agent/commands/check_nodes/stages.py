@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ....health.checks.pairs.evidence import all_well
 from ....health.checks.pairs.facts import NodeFacts
-from ....health.checks.pairs.report import Found, PairsReport, make_report
+from ....health.checks.pairs.report import CheckResults, PairsReport, make_report
 from ....health.checks.pairs.results import NodeResults
 from ....health.checks.pairs.rounds import Pair, first_round, ring, second_round, turns
 from ....rendezvous.text import counted
@@ -140,7 +140,7 @@ class StageDriver:
             self._round(progress, 1, first_round(progress.there))
             self._round(progress, 2, second_round(progress.there, progress.well()))
         by_name = tuple(nodes[name] for name in sorted(nodes))
-        found = Found(
+        found = CheckResults(
             self._join_wait.wanted, self._join_wait.wait_s, by_name, progress.results, progress.gone
         )
         report = make_report(found)

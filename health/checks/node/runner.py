@@ -20,7 +20,7 @@ from ....codec import Invalid, from_plain
 from ..finding import MOST_SUMMARY, Finding, Outcome
 from ..needs import NodeNeeds
 from ..probe_process import ISOLATED, start_probe_process
-from .server import ANSWER, KILLED_S, MOST_PROBLEM, ORDER, Answered, Done, Order, Silent
+from .server import ANSWER, KILLED_S, MOST_PROBLEM, REQUEST, ProbeAnswer, ProbeFailure, RunEnded, RunRequest
 from .table import NodeCheck
 
 log = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ class CheckRun:
         self._started_at = time.monotonic()
         if not self._checks:
             return
-        order = Order(tuple(check.name for check in self._checks), self._needs, self._limits_s)
+        request = RunRequest(tuple(check.name for check in self._checks), self._needs, self._limits_s)
         try:
             self._process = start_probe_process(self._python, _SERVER, self._environment, flags=ISOLATED)
             assert self._process.stdin is not None
-            self._process.stdin.write(ORDER.encode(order).encode() + b"\n")
+            self._process.stdin.write(REQUEST.encode(request).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
             self._problem = f"could not be started: {error.strerror}"
@@ -86,10 +86,11 @@ class CheckRun:
         return tuple(
             finding
             for check in self._checks
-            for finding in judge(
+            for finding in findings_of(
                 check,
                 self._needs,
-                answers.get(check.name) or Silent(check.name, lost_s, self._problem or "has given no answer"),
+                answers.get(check.name)
+                or ProbeFailure(check.name, lost_s, self._problem or "has given no answer"),
             )
         )
 
@@ -104,9 +105,9 @@ class CheckRun:
     def _limit_s(self, check: NodeCheck) -> float:
         return self._limits_s.get(check.name, check.limit_s)
 
-    def _answers(self, descriptor: int, until: float) -> dict[str, Answered | Silent]:
+    def _answers(self, descriptor: int, until: float) -> dict[str, ProbeAnswer | ProbeFailure]:
         """By check, until the last one or that instant."""
-        answers: dict[str, Answered | Silent] = {}
+        answers: dict[str, ProbeAnswer | ProbeFailure] = {}
         begun = b""
         poll = select.poll()  # select refuses descriptors from 1024 on
         poll.register(descriptor, select.POLLIN)
@@ -117,7 +118,7 @@ class CheckRun:
             *lines, begun = (begun + data).split(b"\n")
             try:
                 for answer in map(ANSWER.decode, lines):
-                    if not isinstance(answer, Done):
+                    if not isinstance(answer, RunEnded):
                         answers[answer.check] = answer
                         continue
                     self.hangs = bool(answer.left)
@@ -135,9 +136,11 @@ class CheckRun:
         return answers
 
 
-def judge(check: NodeCheck, needs: NodeNeeds, answer: Answered | Silent) -> tuple[Finding, ...]:
+def findings_of(
+    check: NodeCheck, needs: NodeNeeds, answer: ProbeAnswer | ProbeFailure
+) -> tuple[Finding, ...]:
     """Pure. Of a probe that has not answered there is one finding, of the check's own name."""
-    if isinstance(answer, Answered):
+    if isinstance(answer, ProbeAnswer):
         try:
             body = json.loads(answer.facts)
             if not isinstance(body, dict):
@@ -145,16 +148,16 @@ def judge(check: NodeCheck, needs: NodeNeeds, answer: Answered | Silent) -> tupl
             found = check.judge(from_plain(check.facts, body), needs)
         except (ValueError, RecursionError) as error:
             garbage = f"has answered with garbage: {error}"[:MOST_PROBLEM]
-            return judge(check, needs, Silent(answer.check, answer.seconds, garbage))
+            return findings_of(check, needs, ProbeFailure(answer.check, answer.seconds, garbage))
         findings = found if isinstance(found, tuple) else (found,)
         return tuple(replace(finding, seconds=answer.seconds) for finding in findings)
-    advice = "" if check.silent is Outcome.UNKNOWN else check.advice
+    advice = "" if check.on_probe_failure is Outcome.UNKNOWN else check.advice
     subject = check.subject(needs)
     summary = f"{subject}: the probe {answer.problem}" if subject else f"the probe {answer.problem}"
-    return (Finding(check.name, check.silent, summary[:MOST_SUMMARY], advice, {}, answer.seconds),)
+    return (Finding(check.name, check.on_probe_failure, summary[:MOST_SUMMARY], advice, {}, answer.seconds),)
 
 
-def check_node(
+def run_checks(
     checks: Sequence[NodeCheck], needs: NodeNeeds, environment: Mapping[str, str] | None = None
 ) -> tuple[Finding, ...]:
     """All at once, for a process that does nothing else meanwhile."""

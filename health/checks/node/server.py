@@ -1,7 +1,7 @@
 """The process that runs probes, each in a fork of its own: the other end of `runner`.
 
-The first line of standard input is an `Order`. For each check there is a line of standard output, an `Answer`, as soon
-as it is known: facts as an object, or why there are none. A probe that does not answer in its time is killed. One that
+The first line of standard input is a `RunRequest`. For each check there is a line of standard output as soon as it is
+known: a `ProbeAnswer` with facts, or a `ProbeFailure`. A probe that does not answer in its time is killed. One that
 SIGKILL does not end, because it hangs in the kernel, is waited for `KILLED_S`; then this process stays its parent, says
 so, and lives until it ends or standard input does. So the agent, which adopts orphans, never takes it for a worker's.
 
@@ -40,7 +40,7 @@ _STDIN = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Order(Checked):
+class RunRequest(Checked):
     """Which checks to run at once, and how long each may take."""
 
     checks: Annotated[tuple[Annotated[str, Text(64)], ...], AtMost(64)]
@@ -49,7 +49,7 @@ class Order(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Answered(Checked):
+class ProbeAnswer(Checked):
     check: Annotated[str, Text(64)]
     seconds: Seconds
     facts: Annotated[str, Text(MOST_FACTS)]
@@ -57,7 +57,7 @@ class Answered(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Silent(Checked):
+class ProbeFailure(Checked):
     """There are no facts. `problem` completes "the probe ..."."""
 
     check: Annotated[str, Text(64)]
@@ -66,32 +66,32 @@ class Silent(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(Checked):
+class RunEnded(Checked):
     """The last line. `left` are the processes that SIGKILL has not ended."""
 
     left: Annotated[tuple[Annotated[str, Text(256)], ...], AtMost(64)]
 
 
-ORDER = Document(Order, version=1, most_chars=1 << 17)
-ANSWER: Codec[Answered | Silent | Done] = Codec(
-    (Answered, Silent, Done), version=1, most_bytes=8 * MOST_FACTS
+REQUEST = Document(RunRequest, version=1, most_chars=1 << 17)
+ANSWER: Codec[ProbeAnswer | ProbeFailure | RunEnded] = Codec(
+    (ProbeAnswer, ProbeFailure, RunEnded), version=1, most_bytes=8 * MOST_FACTS
 )
 
 
 def main() -> None:
     """Until all that was started here has ended, or standard input has."""
-    order = ORDER.decode(sys.stdin.readline())
+    request = REQUEST.decode(sys.stdin.readline())
     forks = [
-        Fork(name, BY_NAME[name].probe, order.needs, order.limits_s.get(name, BY_NAME[name].limit_s))
-        for name in order.checks
+        ProbeFork(name, BY_NAME[name].probe, request.needs, request.limits_s.get(name, BY_NAME[name].limit_s))
+        for name in request.checks
     ]
     left = _collect(forks)
-    _say(Done(tuple(f"{fork.check}, process {fork.pid}: {fork.where()}" for fork in left)))
+    _say(RunEnded(tuple(f"{fork.check}, process {fork.pid}: {fork.where()}" for fork in left)))
     while left and not _alone(1.0):
         left = [fork for fork in left if not fork.has_ended()]
 
 
-class Fork:
+class ProbeFork:
     """One probe's process."""
 
     def __init__(
@@ -108,16 +108,16 @@ class Fork:
             _probe(probe, needs, writing)
         os.close(writing)
 
-    def read(self) -> Answered | Silent | None:
+    def read(self) -> ProbeAnswer | ProbeFailure | None:
         """What has come; None: there is more to come."""
         data = os.read(self.descriptor, _CHUNK)
         self._data += data
         if len(self._data) > MOST_FACTS:
-            return self.silent(f"has answered with more than {MOST_FACTS} bytes")
+            return self.failure(f"has answered with more than {MOST_FACTS} bytes")
         return self._answer() if not data else None
 
-    def silent(self, problem: str) -> Silent:
-        return Silent(self.check, time.monotonic() - self.began_at, problem)
+    def failure(self, problem: str) -> ProbeFailure:
+        return ProbeFailure(self.check, time.monotonic() - self.began_at, problem)
 
     def kill(self) -> None:
         os.close(self.descriptor)
@@ -141,20 +141,20 @@ class Fork:
             return "in an unknown state"
         return f"state {state}" + (f", waits in {waits_in}" if waits_in else "")
 
-    def _answer(self) -> Answered | Silent:
+    def _answer(self) -> ProbeAnswer | ProbeFailure:
         if not self._data:
-            return self.silent(self._death())
+            return self.failure(self._death())
         try:
             answer = json.loads(self._data)
         except ValueError:
             answer = None
         match answer:
             case {"facts": facts}:
-                return Answered(self.check, time.monotonic() - self.began_at, json.dumps(facts))
+                return ProbeAnswer(self.check, time.monotonic() - self.began_at, json.dumps(facts))
             case {"problem": str(problem)}:
-                return self.silent(problem)
+                return self.failure(problem)
             case _:
-                return self.silent(f"has answered with no facts: {bytes(self._data[:60])!r}")
+                return self.failure(f"has answered with no facts: {bytes(self._data[:60])!r}")
 
     def _death(self) -> str:
         """Its end of the pipe is closed, so it is ending."""
@@ -186,10 +186,10 @@ def _probe(probe: Callable[[NodeNeeds], Any], needs: NodeNeeds, writing: int) ->
         os._exit(code)
 
 
-def _collect(forks: Sequence[Fork]) -> list[Fork]:
+def _collect(forks: Sequence[ProbeFork]) -> list[ProbeFork]:
     """Says what each has found. Returns those that have not ended."""
     running = {fork.descriptor: fork for fork in forks}
-    killed: list[tuple[float, Fork]] = []
+    killed: list[tuple[float, ProbeFork]] = []
     while running:
         wait_s = min(fork.ends_at for fork in running.values()) - time.monotonic()
         readable = select.select([*running, _STDIN], [], [], max(0.0, wait_s))[0]
@@ -200,7 +200,7 @@ def _collect(forks: Sequence[Fork]) -> list[Fork]:
         answers = [(fork, fork.read()) for descriptor, fork in running.items() if descriptor in readable]
         late = [fork for fork in running.values() if time.monotonic() >= fork.ends_at]
         answers += [
-            (fork, fork.silent(f"has not answered within {fork.limit_s:g} s ({fork.where()})"))
+            (fork, fork.failure(f"has not answered within {fork.limit_s:g} s ({fork.where()})"))
             for fork in late
             if fork.descriptor not in readable
         ]
@@ -213,7 +213,7 @@ def _collect(forks: Sequence[Fork]) -> list[Fork]:
     return [fork for at, fork in killed if not _ends(fork, at + KILLED_S)]
 
 
-def _ends(fork: Fork, until: float) -> bool:
+def _ends(fork: ProbeFork, until: float) -> bool:
     while not fork.has_ended():
         if time.monotonic() >= until:
             return False
@@ -226,7 +226,7 @@ def _alone(within_s: float) -> bool:
     return bool(select.select([_STDIN], [], [], within_s)[0])
 
 
-def _say(answer: Answered | Silent | Done) -> None:
+def _say(answer: ProbeAnswer | ProbeFailure | RunEnded) -> None:
     try:
         sys.stdout.buffer.write(ANSWER.encode(answer))
         sys.stdout.buffer.flush()

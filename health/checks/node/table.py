@@ -43,10 +43,10 @@ class NodeCheck:
     needed: Callable[[NodeNeeds], object] = lambda needs: True
     """Whether this job needs it at all."""
     limit_s: float = 5.0
-    silent: Outcome = Outcome.FAIL
-    """What it means that the probe does not answer or dies."""
+    on_probe_failure: Outcome = Outcome.FAIL
+    """The outcome when the probe does not answer or dies."""
     advice: str = ""
-    """What to do then."""
+    """What to do then; not shown for an unknown outcome."""
     subject: Callable[[NodeNeeds], str] = lambda needs: ""
     """What is looked at, where the check's name does not say it."""
     findings: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ NODE_CHECKS = (
         probe=lambda needs: probe_xids(),
         judge=judge_xids,
         needed=lambda needs: needs.gpus,
-        silent=Outcome.UNKNOWN,
+        on_probe_failure=Outcome.UNKNOWN,
     ),
     NodeCheck(
         name="shared-memory",
@@ -115,7 +115,7 @@ NODE_CHECKS = (
         facts=LimitFacts,
         probe=lambda needs: probe_limits(),
         judge=judge_limits,
-        silent=Outcome.UNKNOWN,
+        on_probe_failure=Outcome.UNKNOWN,
         findings=("open-files", "locked-memory", "connection-queue"),
     ),
     NodeCheck(
@@ -123,7 +123,7 @@ NODE_CHECKS = (
         facts=NameFacts,
         probe=probe_names,
         judge=judge_names,
-        silent=Outcome.WARN,
+        on_probe_failure=Outcome.WARN,
         advice="torch looks up each peer's name, and the start of a generation waits: correct the name servers in"
         " /etc/resolv.conf, or write the nodes into /etc/hosts",
     ),
@@ -133,7 +133,7 @@ NODE_CHECKS = (
         probe=probe_interface,
         judge=judge_interface,
         needed=lambda needs: needs.interface,
-        silent=Outcome.WARN,
+        on_probe_failure=Outcome.WARN,
         advice="the kernel does not show the interface: look at dmesg for its driver",
         subject=lambda needs: needs.interface,
     ),
@@ -143,7 +143,7 @@ NODE_CHECKS = (
         probe=probe_ports,
         judge=judge_ports,
         needed=lambda needs: needs.ports is not None,
-        silent=Outcome.UNKNOWN,
+        on_probe_failure=Outcome.UNKNOWN,
         at_join=False,  # the agent has bound its ports by then, and binds no more of them meanwhile
     ),
 )
@@ -154,6 +154,6 @@ AT_JOIN = tuple(name for check in NODE_CHECKS if check.at_join for name in check
 """The findings of those before a join."""
 
 
-def wanted(needs: NodeNeeds, *, at_join: bool) -> tuple[NodeCheck, ...]:
+def checks_for(needs: NodeNeeds, *, at_join: bool) -> tuple[NodeCheck, ...]:
     """Those that this job needs. `at_join`: the fast ones that are worth it before each join."""
     return tuple(check for check in NODE_CHECKS if check.needed(needs) and (check.at_join or not at_join))

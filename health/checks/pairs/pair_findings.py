@@ -26,7 +26,7 @@ from .evidence import (
     usual_rates,
 )
 from .facts import NodeFacts
-from .judge import judge
+from .fault_location import locate_faults
 from .results import MOST_NODES, Measurement, Node, Obstacle, Reach
 from .rounds import Pair, pair_of
 
@@ -44,7 +44,7 @@ class PeerFinding(Checked):
     decided: bool = True
 
 
-def about(
+def peer_finding(
     check: str,
     outcome: Outcome,
     summary: str,
@@ -94,12 +94,12 @@ class _PairCheck:
 
 def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
     """One finding for each bad node, bad link and doubt; or that all is well."""
-    verdict = judge(names, check.results)
+    verdict = locate_faults(names, check.results)
     failed = [pair for pair, well in check.results.items() if not well]
     name = check.name
     for node in verdict.bad_nodes:
         pairs = [pair for pair in failed if node in pair]
-        yield about(
+        yield peer_finding(
             name,
             check.outcome(pairs),
             f"node {node}: {check.show(pairs, node)}",
@@ -110,10 +110,10 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
     single = links if len(links) <= MOST_LINKS else links[: MOST_LINKS - 1]
     for pair in single:
         summary = f"between {' and '.join(pair)}: {check.show([pair], None)}"
-        yield about(name, check.outcome([pair]), summary, check.advise([pair], None), links=(pair,))
+        yield peer_finding(name, check.outcome([pair]), summary, check.advise([pair], None), links=(pair,))
     if rest := links[len(single) :]:
         summary = f"and between {len(rest)} more pairs: {listed([' and '.join(pair) for pair in rest], 16)}"
-        yield about(name, check.outcome(rest), summary, check.advise(rest, None), links=rest)
+        yield peer_finding(name, check.outcome(rest), summary, check.advise(rest, None), links=rest)
     for doubt in verdict.undecided:
         if len(doubt.nodes) == 1:
             (other,) = {node for pair in doubt.pairs for node in pair} - set(doubt.nodes) or {""}
@@ -123,18 +123,22 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
         summary = f"{listed(list(doubt.nodes), 16)}: {check.show(doubt.pairs, None)}; {which}"
         advice = f"{check.advise(doubt.pairs, None)}. A check with more nodes tells which it is"
         outcome = check.outcome(doubt.pairs)
-        yield about(name, outcome, summary, advice, nodes=doubt.nodes, links=doubt.pairs, decided=False)
+        yield peer_finding(
+            name, outcome, summary, advice, nodes=doubt.nodes, links=doubt.pairs, decided=False
+        )
     if verdict.parts:
         parts = " | ".join(listed(list(part), 16) for part in verdict.parts)
         across = [pair for pair in failed if not set(pair) & set(verdict.bad_nodes)]
         summary = (
             f"the nodes are in {len(verdict.parts)} groups, and between two of them nothing passes: {parts}"
         )
-        yield about(name, check.outcome(across), summary, check.advise(across, None), links=tuple(across))
+        yield peer_finding(
+            name, check.outcome(across), summary, check.advise(across, None), links=tuple(across)
+        )
     if not check.results:
-        yield about(name, Outcome.UNKNOWN, check.missing or "not tried")
+        yield peer_finding(name, Outcome.UNKNOWN, check.missing or "not tried")
     elif verdict.well:
-        yield about(name, Outcome.OK, check.good(), values=check.values)
+        yield peer_finding(name, Outcome.OK, check.good(), values=check.values)
 
 
 def _reach(

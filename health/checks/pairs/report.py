@@ -15,7 +15,7 @@ from ..finding import Finding, Outcome
 from ..text import latency, listed
 from .clocks import OFFSET_S, clock_offsets
 from .facts import NodeFacts, compare, compare_directories
-from .pair_findings import PeerFinding, about, pair_findings
+from .pair_findings import PeerFinding, pair_findings, peer_finding
 from .results import MOST_NODES, Measurement, Node, NodeResults, Reach
 
 MOST_FINDINGS = 512
@@ -45,7 +45,7 @@ class PairsReport(Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckResults:
     """All that is known at the end. `gone` says when each node ended that did."""
 
     wanted: int
@@ -79,7 +79,7 @@ class Found:
         )
 
 
-def make_report(found: Found) -> PairsReport:
+def make_report(found: CheckResults) -> PairsReport:
     findings = (
         *_present(found),
         *_own(found.nodes),
@@ -97,7 +97,7 @@ def make_report(found: Found) -> PairsReport:
 # --- Who came
 
 
-def _present(found: Found) -> Iterator[PeerFinding]:
+def _present(found: CheckResults) -> Iterator[PeerFinding]:
     names = [node.node for node in found.nodes]
     if len(names) < found.wanted:
         summary = f"{len(names)} of {found.wanted} nodes came within {found.waited_s:g} s: {_all(names)}"
@@ -105,13 +105,13 @@ def _present(found: Found) -> Iterator[PeerFinding]:
             "look on the others whether `elastic-agent check` runs there, with the same --nodes, --rdzv-endpoint and"
             " --rdzv-id; --wait sets how long to wait"
         )
-        yield about("peer-present", Outcome.FAIL, summary, advice)
+        yield peer_finding("peer-present", Outcome.FAIL, summary, advice)
     elif not found.gone:
-        yield about("peer-present", Outcome.OK, f"all {len(names)} nodes came: {_all(names)}")
+        yield peer_finding("peer-present", Outcome.OK, f"all {len(names)} nodes came: {_all(names)}")
     for node, when in found.gone.items():
         summary = f"node {node} ended, or lost the store, {when}"
         advice = f"look at what `elastic-agent check` has printed on {node}, and whether that machine is up"
-        yield about("peer-present", Outcome.FAIL, summary, advice, nodes=(node,))
+        yield peer_finding("peer-present", Outcome.FAIL, summary, advice, nodes=(node,))
 
 
 def _own(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
@@ -126,7 +126,7 @@ def _own(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
 # --- What they have in common
 
 
-def _clocks(found: Found) -> Iterator[PeerFinding]:
+def _clocks(found: CheckResults) -> Iterator[PeerFinding]:
     offsets = clock_offsets(found.names, found.measured)
     if len(offsets) < 2:
         return
@@ -136,19 +136,19 @@ def _clocks(found: Found) -> Iterator[PeerFinding]:
     values = {"spread_seconds": spread_s}
     if not off:
         summary = f"the clocks of {len(offsets)} nodes differ by at most {latency(spread_s)}"
-        yield about("clock-between-nodes", Outcome.OK, summary, values=values)
+        yield peer_finding("clock-between-nodes", Outcome.OK, summary, values=values)
         return
     advice = "start chrony or another NTP service on all nodes: else logs cannot be compared, and certificates fail"
     if len(offsets) == 2:
         summary = f"the clocks of {' and '.join(offsets)} differ by {latency(spread_s)}"
-        yield about("clock-between-nodes", Outcome.WARN, summary, advice, values=values)
+        yield peer_finding("clock-between-nodes", Outcome.WARN, summary, advice, values=values)
         return
     words = [f"{node} is {latency(abs(by))} {'ahead' if by > 0 else 'behind'}" for node, by in off.items()]
     summary = f"clocks differ from those of most nodes: {listed(words, 8)}"
-    yield about("clock-between-nodes", Outcome.WARN, summary, advice, nodes=tuple(off), values=values)
+    yield peer_finding("clock-between-nodes", Outcome.WARN, summary, advice, nodes=tuple(off), values=values)
 
 
-def _directories(found: Found) -> Iterator[PeerFinding]:
+def _directories(found: CheckResults) -> Iterator[PeerFinding]:
     here = [node for node in found.nodes if node.node in found.names]
     answer = compare_directories(here, found.results)
     if answer is not None:

@@ -43,7 +43,7 @@ class Verdict:
         return not (self.bad_nodes or self.bad_links or self.undecided or self.parts)
 
 
-def judge(nodes: Sequence[str], results: Mapping[Pair, bool]) -> Verdict:
+def locate_faults(nodes: Sequence[str], results: Mapping[Pair, bool]) -> Verdict:
     """`results`: whether each pair that met has passed. Pairs with a node that ended meanwhile are left out of it."""
     passed = [pair for pair, well in results.items() if well]
     failed = [pair for pair, well in results.items() if not well]
