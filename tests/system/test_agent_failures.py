@@ -30,10 +30,11 @@ THREADS = (
 )
 """All that every agent has; those of stores die in tests/unit/test_threads.py."""
 
-SOME = ("last-saves", "log-files", "log-folders", "notices")
-"""Those of agents at the end of a job, with --log-dir, and with a source of notices."""
+SOME = ("last-saves", "log-files", "log-folders", "node-checks", "notices")
+"""Those of agents at the end of a job, with --log-dir, with --check, and with a source of notices."""
 
 ELSEWHERE = (
+    "check-lease",  # of `check --nodes`
     "directory-locks",
     "drain-look",
     "worker-answer",
@@ -41,6 +42,7 @@ ELSEWHERE = (
     "doing.replace(' ', '-')",
     "error-file",
     "job-agent",  # of a daemon: test_daemon.py
+    "job-folders",  # of a daemon
     "master-port",
     "name",
     "orders",
@@ -97,6 +99,7 @@ def test_an_agent_without_a_thread_that_only_some_have_ends_with_its_own_code(jo
         "a",
         f"--log-dir={job.folder / 'logs'}",
         f"--notice=file:{job.folder / 'leave'}",
+        "--check=warn",
         *(("--no-python",) if name == "last-saves" else ()),
         script=("true",) if name == "last-saves" else (RECORDER,),
         environment=planted(f"dies {name}"),
