@@ -1,4 +1,4 @@
-"""A client's connection to the host of a local store. Whoever waits on it does so with a deadline of its own."""
+"""A client's connection to the host of a local store. Each wait on it has a deadline of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import suppress
 from ...codec import Invalid
 from ..errors import StoreError, StoreMismatch, StoreRefused, StoreUnavailable
 from ..store.wire import decode_meta
+from .files import StoreFiles, user_of
 from .frames import FrameInvalid, Frames, frame
-from .place import Place, user_of
 
 _FULL_PAUSE_S = 0.02
 """Between two tries when more connect at once than the host has accepted."""
@@ -20,8 +20,8 @@ _READ_BYTES = 256 * 1024
 _MOST_BYTES = 2**32
 
 
-class Cut(StoreError):
-    """The connection ended; another one shows whether the host did."""
+class ConnectionBroken(StoreError):
+    """The connection has ended; whether the host has, a new one shows."""
 
 
 class NotHosted(StoreUnavailable):
@@ -39,7 +39,7 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        """It stands, and nothing has come that nobody has asked for."""
+        """It is connected, and nothing unasked for has come."""
         try:
             self._socket.settimeout(0.0)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -50,7 +50,8 @@ class Connection:
         return False
 
     def send(self, message: bytes, deadline: float) -> None:
-        """Raises TimeoutError and Cut: a part of the message may be on its way, and nothing can follow it."""
+        """Raises TimeoutError and ConnectionBroken: part of the message may be on its way, and nothing can
+        follow it."""
         try:
             self._until(deadline)
             self._socket.sendall(frame(message))
@@ -59,10 +60,11 @@ class Connection:
         except TimeoutError:
             raise
         except OSError as error:
-            raise Cut(str(error)) from error
+            raise ConnectionBroken(str(error)) from error
 
     def receive(self, deadline: float) -> bytes:
-        """The next message. Raises TimeoutError, after which it can be called again, Cut and StoreMismatch."""
+        """The next message. Raises TimeoutError, after which it can be called again, ConnectionBroken and
+        StoreMismatch."""
         self.meet(deadline)
         return self._take(deadline)
 
@@ -80,7 +82,7 @@ class Connection:
         return self.host
 
     def end(self) -> None:
-        """Whoever waits gets Cut."""
+        """A wait under way raises ConnectionBroken."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -93,64 +95,64 @@ class Connection:
                 self._until(deadline)
                 received = self._socket.recv(_READ_BYTES)
                 if not received:
-                    raise Cut("it was closed there")
+                    raise ConnectionBroken("it was closed there")
                 self._received.feed(received)
         except BlockingIOError as error:
             raise TimeoutError from error
         except TimeoutError:
             raise
         except (OSError, FrameInvalid) as error:
-            raise Cut(str(error)) from error
+            raise ConnectionBroken(str(error)) from error
         return message
 
     def _until(self, deadline: float) -> None:
         self._socket.settimeout(max(0.0, deadline - time.monotonic()))
 
 
-def connect(place: Place, deadline: float) -> Connection:
+def connect(files: StoreFiles, deadline: float) -> Connection:
     """To whatever process hosts the store now; it has still to introduce itself. Raises StoreUnavailable."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connected.setblocking(False)
-        _connect(connected, place, deadline)
-        _check_host(user_of(connected), place)
+        _connect(connected, files, deadline)
+        _check_host(user_of(connected), files)
     except BaseException:
         connected.close()
         raise
-    return Connection(connected, place.job)
+    return Connection(connected, files.job)
 
 
-def _check_host(uid: int, place: Place) -> None:
+def _check_host(uid: int, files: StoreFiles) -> None:
     """Root believes another user's host only in a folder that not every user could have made. Raises StoreRefused."""
     me = os.geteuid()
-    if uid in (me, 0) or (me == 0 and not place.folder.parent.stat().st_mode & stat.S_IWOTH):
+    if uid in (me, 0) or (me == 0 and not files.folder.parent.stat().st_mode & stat.S_IWOTH):
         return
     raise StoreRefused(
-        f"user {uid} hosts the store in {place.folder}: remove that folder, or name another one"
+        f"user {uid} hosts the store in {files.folder}: remove that folder, or name another one"
     )
 
 
-def _connect(connected: socket.socket, place: Place, deadline: float) -> None:
-    place.check()
+def _connect(connected: socket.socket, files: StoreFiles, deadline: float) -> None:
+    files.check()
     while True:
         try:
-            connected.connect(str(place.socket))
+            connected.connect(str(files.socket))
             return
         except BlockingIOError:
             if time.monotonic() + _FULL_PAUSE_S >= deadline:
                 raise StoreUnavailable(
-                    f"the host of the store in {place.folder} accepts no connection: it hangs"
+                    f"the host of the store in {files.folder} accepts no connection: it hangs"
                 ) from None
             time.sleep(_FULL_PAUSE_S)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NotHosted(
-                f"no agent hosts the store of pool {place.job} in {place.folder}: start elastic-agent without a script "
+                f"no agent hosts the store of pool {files.job} in {files.folder}: start elastic-agent without a script "
                 "on this machine, as the same user"
             ) from error
         except PermissionError as error:
             raise StoreRefused(
-                f"{place.folder} belongs to another user: a pool of one machine is for the user that runs its daemon, "
+                f"{files.folder} belongs to another user: a pool of one machine is for the user that runs its daemon, "
                 "and for root"
             ) from error
         except OSError as error:
-            raise StoreUnavailable(f"cannot connect to {place.socket}: {error}") from error
+            raise StoreUnavailable(f"cannot connect to {files.socket}: {error}") from error

@@ -19,7 +19,6 @@ import errno
 import logging
 import os
 import queue
-import random
 import selectors
 import socket
 import threading
@@ -28,7 +27,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 
 from ...threads import Thread
 from ..errors import Compacted, StoreClosed, StoreError, StoreUnavailable
@@ -37,7 +35,6 @@ from ..store.kv_state import KvState
 from ..store.memory import MemoryStore
 from ..store.wire import (
     PARKED_S,
-    REQUEST_LIMIT_BYTES,
     Call,
     Caller,
     CallInvalid,
@@ -55,13 +52,13 @@ from ..store.wire import (
     encode_reply,
     refusal,
 )
-from .frames import FrameInvalid, Frames, frame
-from .journal import Begun, Damaged, Ended, Journal, Leased, Line, Past, Written, parse
-from .place import HostLock, Place, process_of, start_of, user_of
+from .clients import Client, Connection, Parked
+from .files import HostLock, StoreFiles, process_of, start_of, user_of
+from .frames import FrameInvalid, frame
+from .journal import Begun, Ended, Journal, Leased, Line, Written
+from .recovery import left_s, recovered
 
 MOST_CONNECTIONS = 2048
-MOST_UNANSWERED = 64
-"""Calls of one connection; no more are read before one of them is answered."""
 REPLY_LIMIT_BYTES = 512 * 1024 * 1024
 MESSAGE_S = 10.0
 """From the first byte of a message to its last."""
@@ -69,87 +66,51 @@ FULL_PAUSE_S = 0.5
 """No connection is accepted for so long when this process has no file descriptor left."""
 DISK_S = 10.0
 """How long a thread of this process waits for the disk."""
-ENDED_S = 1.0
-"""How long the lease of a process lives on that ended with, or before, the last host: what it has started ends, too."""
-BASES, BASE_STEP = 2**20, 2**32
-"""The first host counts revisions and leases from a multiple of the step, drawn at random, and each one after it from
-the next multiple: none comes so far."""
 
 _READ_BYTES = 256 * 1024
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Parked:
-    scopes: tuple[str, ...]
-    after_revision: int
-    until: float
-
-
-@dataclass(slots=True, eq=False)
-class _Connection:
-    socket: socket.socket
-    received: Frames = field(default_factory=lambda: Frames(REQUEST_LIMIT_BYTES))
-    begun_at: float | None = None
-    """Since when there is the beginning of a message."""
-    to_send: deque[memoryview] = field(default_factory=deque)
-    parked: dict[Caller, _Parked] = field(default_factory=dict)
-    at_disk: int = 0
-    """Calls that are done, and answered when they are on disk."""
-    client: str | None = None
-    events: int = 0
-
-    @property
-    def reads(self) -> bool:
-        return not self.to_send and len(self.parked) + self.at_disk < MOST_UNANSWERED
-
-
-@dataclass(slots=True)
-class _Client:
-    link: int
-    connections: set[_Connection]
-
-
 class LocalHost(MemoryStore):
     """The store itself, in the process that hosts it."""
 
-    def __init__(self, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, files: StoreFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises HostedAlready, StoreRefused, and StoreUnavailable where the folder cannot be used."""
-        place.check()
-        self._place = place
+        files.check()
+        self._files = files
         self.dropped = 0
         """Connections that were cut, because of who they were or what they sent."""
         try:
-            self._lock = HostLock(place)
+            self._lock = HostLock(files)
             try:
-                past = _past(place)
+                past = recovered(files)
                 super().__init__(clock, KvState(base=past.base, ended=self._lease_ended))
                 self._base = past.base
                 self._leases = {one.lease: one for one in past.leases}
-                left_s = {one.lease: _left_s(one) for one in past.leases}
-                self._state.restore(past.entries, left_s, past.lease_of, clock())
+                ttl_s = {one.lease: left_s(one) for one in past.leases}
+                self._state.restore(past.entries, ttl_s, past.lease_of, clock())
                 self._journal = Journal(
-                    place.state, Begun(place.job, past.base), self._content, self._changed
+                    files.state, Begun(files.job, past.base), self._content, self._changed
                 )
-                self._listener = _listen(place)
+                self._listener = _listen(files)
             except BaseException:
                 self._lock.release()
                 raise
         except OSError as error:
             raise StoreUnavailable(
-                f"cannot host the store of pool {place.job} in {place.folder}: {error}; check the folder's permissions "
+                f"cannot host the store of pool {files.job} in {files.folder}: {error}; check the folder's permissions "
                 "and the space there, or name another one (--rdzv-endpoint local:///FOLDER)"
             ) from error
-        self._introduction = frame(encode_meta(place.job, host=uuid.uuid4().hex))
+        self._introduction = frame(encode_meta(files.job, host=uuid.uuid4().hex))
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._accepts_again_at: float | None = None
-        self._connections: set[_Connection] = set()
-        self._clients: dict[str, _Client] = {}
-        self._from_disk: deque[tuple[_Connection, Caller, Result]] = deque()
-        self._told = self._state.revision
+        self._connections: set[Connection] = set()
+        self._clients: dict[str, Client] = {}
+        self._from_disk: deque[tuple[Connection, Caller, Result]] = deque()
+        self._parked_seen = self._state.revision
         """The revision up to which parked calls were looked at."""
         self._closing, self._waking = threading.Lock(), threading.Lock()
         self._ended = False
@@ -161,25 +122,25 @@ class LocalHost(MemoryStore):
 
     def revoke(self, lease: LeaseId) -> None:
         super().revoke(lease)
-        self._look()
+        self._wake_thread()
 
     def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
         outcome, lasts = self._transact(compares, writes)
-        self._look()
+        self._wake_thread()
         if lasts:
             ended: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()
             self._journal.when_on_disk(ended.put)
             try:
                 error = ended.get(timeout=DISK_S)
             except queue.Empty:
-                raise StoreUnavailable(f"{self._place.state} is on a disk that does not answer") from None
+                raise StoreUnavailable(f"{self._files.state} is on a disk that does not answer") from None
             if error is not None:
                 raise self._not_kept(error)
         return outcome
 
     def close(self) -> None:
         super().close()
-        self._look()
+        self._wake_thread()
         self._thread.join()
         self._end()
 
@@ -188,7 +149,7 @@ class LocalHost(MemoryStore):
             lease = super().grant(ttl_s)
             self._leases[lease] = Leased(lease, ttl_s, pid, start_of(pid))
             self._journal.add(self._leases[lease])
-        self._look()  # it may expire earlier than any other
+        self._wake_thread()  # it may expire earlier than any other
         return lease
 
     def _lease_ended(self, lease: LeaseId) -> None:
@@ -220,12 +181,12 @@ class LocalHost(MemoryStore):
 
     def _not_kept(self, error: OSError) -> StoreUnavailable:
         return StoreUnavailable(
-            f"the store's host cannot keep this in {self._place.state}: {error}; make room there, or correct its "
+            f"the store's host cannot keep this in {self._files.state}: {error}; make room there, or correct its "
             "permissions; it was done, but may be lost with the host"
         )
 
-    def _look(self) -> None:
-        """Have the thread look at what has changed."""
+    def _wake_thread(self) -> None:
+        """Have the thread local-store look at what has changed."""
         with self._waking:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -235,14 +196,14 @@ class LocalHost(MemoryStore):
     def _serve(self) -> None:
         try:
             while True:
-                self._tell()
+                self._answer_parked()
                 for key, events in self._selector.select(self._idle_s()):
                     if key.fd == self._wake:
                         os.eventfd_read(self._wake)
                     elif key.fileobj is self._listener:
                         self._accept()
                     else:
-                        self._attend(key.data, events)
+                        self._advance(key.data, events)
                 self._answer_from_disk()
         except StoreClosed:
             return
@@ -269,15 +230,17 @@ class LocalHost(MemoryStore):
                 return
             uid = user_of(accepted)
             if uid not in (os.geteuid(), 0) or len(self._connections) >= MOST_CONNECTIONS:
-                self._complain(f"a connection of user {uid} was refused: {len(self._connections)} are open")
+                self._report_dropped(
+                    f"a connection of user {uid} was refused: {len(self._connections)} are open"
+                )
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            connection = _Connection(accepted)
+            connection = Connection(accepted)
             self._connections.add(connection)
             self._send(connection, self._introduction)
 
-    def _attend(self, connection: _Connection, events: int) -> None:
+    def _advance(self, connection: Connection, events: int) -> None:
         """Read what there is to read, and do what is asked."""
         if connection not in self._connections:
             return
@@ -296,7 +259,7 @@ class LocalHost(MemoryStore):
         except OSError:
             self._drop(connection)
         except (FrameInvalid, CallInvalid) as error:
-            self._complain(f"a connection of user {user_of(connection.socket)} was cut: {error}")
+            self._report_dropped(f"a connection of user {user_of(connection.socket)} was cut: {error}")
             self._drop(connection)
         except StoreClosed:
             raise
@@ -305,7 +268,7 @@ class LocalHost(MemoryStore):
             _log.exception("a call to the local store failed")
             self._drop(connection)
 
-    def _work(self, connection: _Connection) -> None:
+    def _work(self, connection: Connection) -> None:
         """Do the calls that have come whole, as many as may be answered now."""
         while connection.reads and (message := connection.received.take()) is not None:
             connection.begun_at = None
@@ -326,21 +289,21 @@ class LocalHost(MemoryStore):
             connection.begun_at = None
         elif connection.begun_at is None:
             connection.begun_at = self._clock()
-        self._await(connection)
+        self._update_selector(connection)
 
-    def _admit(self, connection: _Connection, caller: Caller) -> bool:
+    def _admit(self, connection: Connection, caller: Caller) -> bool:
         """False for a call that its client gave up on before it made others that were done: it would be too late."""
         if connection.client not in (None, caller.client):
             return False
         connection.client = caller.client
-        known = self._clients.setdefault(caller.client, _Client(caller.link, set()))
+        known = self._clients.setdefault(caller.client, Client(caller.link, set()))
         known.connections.add(connection)
         if caller.link < known.link:
             return False
         known.link = caller.link
         return True
 
-    def _do(self, connection: _Connection, caller: Caller, call: Call) -> None:
+    def _do(self, connection: Connection, caller: Caller, call: Call) -> None:
         if isinstance(call, Grant):
             result: Result = Granted(self._grant(call.ttl_s, process_of(connection.socket)))
         elif isinstance(call, LongPoll) and call.after_revision < self._base:
@@ -349,7 +312,7 @@ class LocalHost(MemoryStore):
             result = carry_out(self, call)
             if isinstance(result, Changes) and not result.changes:
                 until = self._clock() + PARKED_S
-                connection.parked[caller] = _Parked(call.scopes, call.after_revision, until)
+                connection.parked[caller] = Parked(call.scopes, call.after_revision, until)
                 return
         elif isinstance(call, Transact):
             try:
@@ -365,7 +328,7 @@ class LocalHost(MemoryStore):
                 def on_disk(error: OSError | None) -> None:
                     known = done if error is None else refusal(self._not_kept(error))
                     self._from_disk.append((connection, caller, known))
-                    self._look()
+                    self._wake_thread()
 
                 self._journal.when_on_disk(on_disk)
                 return
@@ -379,37 +342,37 @@ class LocalHost(MemoryStore):
             if connection in self._connections:
                 connection.at_disk -= 1
                 self._answer(connection, caller, result)
-                self._attend(connection, 0)  # calls may have waited for this
+                self._advance(connection, 0)  # calls may have waited for this
 
-    def _tell(self) -> None:
+    def _answer_parked(self) -> None:
         """Answer the parked calls for which something has changed, or that are due; look after what has no event."""
         now = self._clock()
         with self._changed:
             kv = self._open()
             if kv.expire(now):
                 self._changed.notify_all()
-            changed, self._told = kv.revision != self._told, kv.revision
+            changed, self._parked_seen = kv.revision != self._parked_seen, kv.revision
         for connection in list(self._connections):
             if connection.begun_at is not None and connection.begun_at + MESSAGE_S <= now:
-                self._complain(f"a message was not whole after {MESSAGE_S:g} s")
+                self._report_dropped(f"a message was not whole after {MESSAGE_S:g} s")
                 self._drop(connection)
                 continue
             answers = [
                 (caller, result)
                 for caller, parked in connection.parked.items()
                 if changed or parked.until <= now
-                if (result := self._news(parked, now)) is not None
+                if (result := self._result_for(parked, now)) is not None
             ]
             for caller, result in answers:
                 del connection.parked[caller]
                 self._answer(connection, caller, result)
             if answers:
-                self._attend(connection, 0)
+                self._advance(connection, 0)
         if self._accepts_again_at is not None and self._accepts_again_at <= now:
             self._accepts_again_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def _news(self, parked: _Parked, now: float) -> Result | None:
+    def _result_for(self, parked: Parked, now: float) -> Result | None:
         with self._changed:
             kv = self._open()
             try:
@@ -421,7 +384,7 @@ class LocalHost(MemoryStore):
             return Changes(parked.after_revision, changes)
         return None
 
-    def _answer(self, connection: _Connection, caller: Caller, result: Result) -> None:
+    def _answer(self, connection: Connection, caller: Caller, result: Result) -> None:
         encoded = encode_reply(Reply(caller.id, result))
         if len(encoded) > REPLY_LIMIT_BYTES:
             text = f"the answer has {len(encoded)} bytes, the store gives at most {REPLY_LIMIT_BYTES}"
@@ -429,15 +392,15 @@ class LocalHost(MemoryStore):
             encoded = encode_reply(Reply(caller.id, Refused(kind, text)))
         self._send(connection, frame(encoded))
 
-    def _send(self, connection: _Connection, message: bytes) -> None:
+    def _send(self, connection: Connection, message: bytes) -> None:
         connection.to_send.append(memoryview(message))
         try:
             self._flush(connection)
-            self._await(connection)
+            self._update_selector(connection)
         except OSError:
             self._drop(connection)
 
-    def _flush(self, connection: _Connection) -> None:
+    def _flush(self, connection: Connection) -> None:
         """Raises OSError."""
         waiting = connection.to_send
         with suppress(BlockingIOError):
@@ -447,8 +410,8 @@ class LocalHost(MemoryStore):
                 if not waiting[0]:
                     waiting.popleft()
 
-    def _await(self, connection: _Connection) -> None:
-        """Be called when it can be gone on with this connection."""
+    def _update_selector(self, connection: Connection) -> None:
+        """Have the selector report what this connection waits for."""
         if connection not in self._connections:
             return
         events = selectors.EVENT_WRITE if connection.to_send else 0
@@ -463,7 +426,7 @@ class LocalHost(MemoryStore):
             self._selector.register(connection.socket, events, connection)
         connection.events = events
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         if connection not in self._connections:
             return
         self._connections.discard(connection)
@@ -476,8 +439,9 @@ class LocalHost(MemoryStore):
             if not client.connections:  # no call of it can come late any more
                 del self._clients[connection.client or ""]
 
-    def _complain(self, text: str) -> None:
-        """Once aloud: any process of this user can do it as often as it likes."""
+    def _report_dropped(self, text: str) -> None:
+        """The first one as a warning, later ones for debugging: any process of this user can cause as many as it
+        likes."""
         self.dropped += 1
         _log.log(logging.WARNING if self.dropped == 1 else logging.DEBUG, "local store: %s", text)
 
@@ -495,53 +459,20 @@ class LocalHost(MemoryStore):
             self._listener.close()
             self._journal.close()
             with suppress(OSError):
-                self._place.socket.unlink()
+                self._files.socket.unlink()
             self._lock.release()
             with self._waking:
                 os.close(self._wake)
                 self._wake = -1
 
 
-def _left_s(leased: Leased) -> float:
-    """A process that is not seen from here may live."""
-    lives = not leased.pid or start_of(leased.pid) == leased.started
-    return leased.ttl_s if lives else min(leased.ttl_s, ENDED_S)
-
-
-def _past(place: Place) -> Past:
-    """What the host before has left, for one that counts above all that it has counted. Raises OSError."""
-    fresh = random.SystemRandom().randrange(BASES) * BASE_STEP
-    try:
-        past = parse(place.state.read_bytes())
-    except FileNotFoundError:
-        return Past(place.job, fresh)
-    except Damaged as damage:
-        aside = place.state.with_name(f"{place.state.name}.damaged-{time.time_ns()}")
-        place.state.rename(aside)
-        _log.error(
-            "the queue of pool %s is lost here: what its last host has left cannot be read: %s; the file was kept as "
-            "%s, and jobs that are missing from elastic-agent jobs must be submitted again",
-            place.job,
-            damage,
-            aside,
-        )
-        return Past(place.job, fresh)
-    if past.torn_bytes:
-        _log.warning(
-            "dropped the last %d bytes of %s: its host ended while it wrote them, and nothing in them was answered",
-            past.torn_bytes,
-            place.state,
-        )
-    return replace(past, base=(past.base // BASE_STEP + 1) * BASE_STEP)
-
-
-def _listen(place: Place) -> socket.socket:
-    """Raises OSError. A socket that is there belongs to a host that has ended: who has the lock has seen to that."""
+def _listen(files: StoreFiles) -> socket.socket:
+    """Raises OSError. A socket that is there belongs to a host that has ended, as this one holds the lock."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        place.socket.unlink(missing_ok=True)
-        listener.bind(str(place.socket))
-        place.socket.chmod(0o600)
+        files.socket.unlink(missing_ok=True)
+        listener.bind(str(files.socket))
+        files.socket.chmod(0o600)
         listener.listen(1024)
         listener.setblocking(False)
     except OSError:

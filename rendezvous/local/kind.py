@@ -8,7 +8,7 @@ import time
 from ..store.interface import Store
 from ..store.retry_connect import retry_connect
 from ..store.store_kind import KEEP_ALIVES_PER_TTL, Access, StoreKind
-from .place import HostedAlready, Place
+from .files import HostedAlready, StoreFiles
 
 LEAST_ANSWER_TIMEOUT_S = 0.5
 LOOKING_S = 3.0
@@ -23,9 +23,9 @@ def _connect(access: Access) -> Store:
 
     if access.lease_ttl_s is None:
         timeout_s = min(access.timeout_s, LOOKING_S)
-        return LocalStore.connect(_place(access), timeout_s, max(access.timeout_s, REQUEST_TIMEOUT_S))
+        return LocalStore.connect(_files_of(access), timeout_s, max(access.timeout_s, REQUEST_TIMEOUT_S))
     answer_timeout_s = max(LEAST_ANSWER_TIMEOUT_S, access.lease_ttl_s / KEEP_ALIVES_PER_TTL)
-    return LocalStore.connect(_place(access), access.timeout_s, answer_timeout_s)
+    return LocalStore.connect(_files_of(access), access.timeout_s, answer_timeout_s)
 
 
 def _load() -> object:
@@ -38,24 +38,24 @@ def _offer(access: Access) -> Store:
     from .host import LocalHost
     from .store import LocalStore
 
-    place, found = _place(access), list[Store]()
+    files, found = _files_of(access), list[Store]()
     answer_timeout_s = max(LEAST_ANSWER_TIMEOUT_S, (access.lease_ttl_s or 0.0) / KEEP_ALIVES_PER_TTL)
     deadline = time.monotonic() + access.timeout_s
 
     def find() -> None:
         try:
-            found.append(LocalHost(place))
+            found.append(LocalHost(files))
         except HostedAlready:
-            store = LocalStore.connect(place, _TRY_S, answer_timeout_s, take_over=lambda: LocalHost(place))
+            store = LocalStore.connect(files, _TRY_S, answer_timeout_s, take_over=lambda: LocalHost(files))
             found.append(store)
 
     retry_connect(find, deadline, random.Random())
     return found[0]
 
 
-def _place(access: Access) -> Place:
+def _files_of(access: Access) -> StoreFiles:
     assert access.folder is not None, "the configuration names one"
-    return Place(access.folder, access.job, access.lasting_folder)
+    return StoreFiles(access.folder, access.job, access.lasting_folder)
 
 
 LOCAL = StoreKind(

@@ -12,7 +12,7 @@ A client that may host (`take_over`) does so as soon as it finds that no process
 another's store, so that all goes on when that one ends. It calls this host over the socket, too.
 
 A call has a connection to itself while it is under way, and leaves it to the next one; a watch keeps its own. There are
-no threads here: whoever waits does so on its connection, with a deadline.
+no threads here: a caller waits on its connection itself, with a deadline.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from ..store.wire import (
     encode_request,
     refused,
 )
-from .connection import Connection, Cut, NotHosted, connect
-from .place import Place
+from .connection import Connection, ConnectionBroken, NotHosted, connect
+from .files import StoreFiles
 
 REQUEST_TIMEOUT_S = 5.0
 
@@ -65,9 +65,9 @@ class LocalStore(Store):
     """The client's end of a store that another process hosts. Made by `connect`."""
 
     def __init__(
-        self, place: Place, request_timeout_s: float, take_over: Callable[[], Store] | None = None
+        self, files: StoreFiles, request_timeout_s: float, take_over: Callable[[], Store] | None = None
     ) -> None:
-        self._place = place
+        self._files = files
         self._take_over = take_over
         self._taking_over = threading.Lock()
         self._own_host: Store | None = None
@@ -84,7 +84,7 @@ class LocalStore(Store):
     @classmethod
     def connect(
         cls,
-        place: Place,
+        files: StoreFiles,
         timeout_s: float,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         rng: random.Random | None = None,
@@ -97,7 +97,7 @@ class LocalStore(Store):
         Raises StoreUnavailable when `timeout_s` seconds of trying were not enough, StoreRefused and StoreMismatch at
         once.
         """
-        store = cls(place, request_timeout_s, take_over)
+        store = cls(files, request_timeout_s, take_over)
         deadline = time.monotonic() + timeout_s
         try:
             retry_connect(lambda: store._give_back(store._take(deadline)), deadline, rng or random.Random())
@@ -146,9 +146,9 @@ class LocalStore(Store):
         except TimeoutError:
             self._discard(connection)
             raise self._no_answer(self._request_timeout_s) from None
-        except Cut as error:
+        except ConnectionBroken as error:
             self._discard(connection)
-            raise self._cut(error) from error
+            raise self._broken(error) from error
         except StoreError:
             self._discard(connection)
             raise
@@ -167,13 +167,13 @@ class LocalStore(Store):
         return asked.caller.id, message
 
     def _answer(self, connection: Connection, asked: int, deadline: float) -> object:
-        """Raises TimeoutError, Cut and StoreMismatch."""
+        """Raises TimeoutError, ConnectionBroken and StoreMismatch."""
         while True:
             try:
                 reply = decode_reply(connection.receive(deadline))
             except Invalid as error:
                 raise StoreMismatch(
-                    f"the host of the store in {self._place.folder} gave an answer that cannot be read: {error}; run "
+                    f"the host of the store in {self._files.folder} gave an answer that cannot be read: {error}; run "
                     "the same version of elastic-agent as its daemon"
                 ) from error
             if reply.id == asked:
@@ -185,7 +185,7 @@ class LocalStore(Store):
         if isinstance(answer, Refused):
             raise refused(answer)
         raise StoreMismatch(
-            f"the host of the store in {self._place.folder} answered with {type(answer).__name__} where "
+            f"the host of the store in {self._files.folder} answered with {type(answer).__name__} where "
             f"{expected.__name__} was expected: run the same version of elastic-agent as its daemon"
         )
 
@@ -205,13 +205,13 @@ class LocalStore(Store):
         except TimeoutError:
             self._discard(connection)
             raise StoreUnavailable(
-                f"the host of the store in {self._place.folder} takes connections, but does not answer: it hangs"
+                f"the host of the store in {self._files.folder} takes connections, but does not answer: it hangs"
             ) from None
-        except Cut as error:
+        except ConnectionBroken as error:
             self._discard(connection)
             self._check_open()
             raise StoreUnavailable(
-                f"the host of the store in {self._place.folder} has closed the connection at once ({error}): it is "
+                f"the host of the store in {self._files.folder} has closed the connection at once ({error}): it is "
                 "about to end, or has too many of them"
             ) from error
         except StoreError:
@@ -222,11 +222,11 @@ class LocalStore(Store):
     def _open(self, deadline: float) -> Connection:
         self._check_open()
         try:
-            connection = connect(self._place, deadline)
+            connection = connect(self._files, deadline)
         except NotHosted:
             if not self._hosts_now():
                 raise
-            connection = connect(self._place, deadline)
+            connection = connect(self._files, deadline)
         with self._lock:
             self._all.add(connection)
         if self._closed:
@@ -260,15 +260,15 @@ class LocalStore(Store):
         with self._lock:
             self._link += 1
         return StoreUnavailable(
-            f"the host of the store in {self._place.folder} gave no answer for {waited_s:g} s: it hangs; what was "
+            f"the host of the store in {self._files.folder} gave no answer for {waited_s:g} s: it hangs; what was "
             "asked may have been done: read before asking again"
         )
 
-    def _cut(self, error: Cut) -> StoreError:
+    def _broken(self, error: ConnectionBroken) -> StoreError:
         if self._closed:
             return self._closed_error()
         return StoreUnavailable(
-            f"the host of the store in {self._place.folder} has closed the connection ({error}); what was asked may "
+            f"the host of the store in {self._files.folder} has closed the connection ({error}); what was asked may "
             "have been done: read before asking again"
         )
 
@@ -277,7 +277,7 @@ class LocalStore(Store):
             raise self._closed_error()
 
     def _closed_error(self) -> StoreClosed:
-        return StoreClosed(f"the store in {self._place.folder} was closed on this side")
+        return StoreClosed(f"the store in {self._files.folder} was closed on this side")
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,10 +318,10 @@ class _LocalWatch(Watch):
                     return ()
                 self._forget()
                 raise store._no_answer(PARKED_S + store._request_timeout_s) from None
-            except Cut as error:
+            except ConnectionBroken as error:
                 self._forget()
                 self._check_open()
-                raise store._cut(error) from error
+                raise store._broken(error) from error
             except StoreError:
                 self._forget()
                 raise
@@ -337,7 +337,7 @@ class _LocalWatch(Watch):
             connection.end()
 
     def _ask(self) -> _Waiting:
-        """Raises TimeoutError, Cut and StoreError."""
+        """Raises TimeoutError, ConnectionBroken and StoreError."""
         store = self._store
         asking_until = time.monotonic() + store._request_timeout_s
         self._check_open()
@@ -363,7 +363,7 @@ class _LocalWatch(Watch):
             return
         if self._host not in (None, host):
             self._forget()
-            raise Compacted(f"the store in {self._store._place.folder} has another host now")
+            raise Compacted(f"the store in {self._store._files.folder} has another host now")
         self._host = host
 
     def _forget(self) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.rendezvous.c10d.host import C10dHost
+from elastic_agent.rendezvous.local.files import StoreFiles
 from elastic_agent.rendezvous.local.host import LocalHost
-from elastic_agent.rendezvous.local.place import Place
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 ADDRESS = "127.0.0.1"
@@ -100,8 +100,8 @@ LOCAL_HOST_PROGRAM = """
 import sys
 from pathlib import Path
 from elastic_agent.rendezvous.local.host import LocalHost
-from elastic_agent.rendezvous.local.place import Place
-host = LocalHost(Place(Path(sys.argv[1]), "pool"))
+from elastic_agent.rendezvous.local.files import StoreFiles
+host = LocalHost(StoreFiles(Path(sys.argv[1]), "pool"))
 print("hosts", flush=True)
 sys.stdin.read()
 host.close()
@@ -121,19 +121,19 @@ def start_local_process(folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="session")
-def shared_local_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def shared_local_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreFiles]:
     """For all tests that do it no harm."""
     folder = tmp_path_factory.mktemp("local")
     process = start_local_process(folder)
-    yield Place(folder, "pool")
+    yield StoreFiles(folder, "pool")
     process.kill()
     process.communicate()
 
 
 @pytest.fixture(scope="session")
-def shared_local_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalHost, Place]]:
+def shared_local_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalHost, StoreFiles]]:
     """In this process, for all tests that do it no harm."""
-    place = Place(tmp_path_factory.mktemp("local"), "pool")
+    place = StoreFiles(tmp_path_factory.mktemp("local"), "pool")
     host = LocalHost(place)
     yield host, place
     host.close()
@@ -145,7 +145,7 @@ def local_host(tmp_path: Path) -> Iterator[Callable[[], LocalHost]]:
     hosts: list[LocalHost] = []
 
     def start() -> LocalHost:
-        hosts.append(LocalHost(Place(tmp_path, "pool")))
+        hosts.append(LocalHost(StoreFiles(tmp_path, "pool")))
         return hosts[-1]
 
     yield start

@@ -30,10 +30,10 @@ from elastic_agent.rendezvous.errors import (
     StoreUnavailable,
 )
 from elastic_agent.rendezvous.local import host as host_module
+from elastic_agent.rendezvous.local.files import MOST_PATH_BYTES, HostedAlready, StoreFiles
 from elastic_agent.rendezvous.local.frames import Frames, frame
 from elastic_agent.rendezvous.local.host import LocalHost
 from elastic_agent.rendezvous.local.journal import Journal
-from elastic_agent.rendezvous.local.place import MOST_PATH_BYTES, HostedAlready, Place
 from elastic_agent.rendezvous.local.store import LocalStore
 from elastic_agent.rendezvous.store.interface import Delete, Put, Store
 from elastic_agent.rendezvous.store.wire import (
@@ -58,12 +58,12 @@ Hosts = Callable[[], LocalHost]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path, "pool")
+def place(tmp_path: Path) -> StoreFiles:
+    return StoreFiles(tmp_path, "pool")
 
 
 @pytest.fixture
-def connect(place: Place) -> Iterator[Callable[..., LocalStore]]:
+def connect(place: StoreFiles) -> Iterator[Callable[..., LocalStore]]:
     with ExitStack() as ends:
 
         def client(timeout_s: float = PATIENCE_S) -> LocalStore:
@@ -75,7 +75,7 @@ def connect(place: Place) -> Iterator[Callable[..., LocalStore]]:
 
 
 @pytest.fixture
-def host_process(place: Place) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+def host_process(place: StoreFiles) -> Iterator[Callable[[], subprocess.Popen[str]]]:
     with ExitStack() as ends:
 
         def start() -> subprocess.Popen[str]:
@@ -127,7 +127,7 @@ def until_answered(work: Callable[[], object]) -> None:
 class Raw:
     """A connection on which anything may be sent."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StoreFiles) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(PATIENCE_S)
         self.socket.connect(str(place.socket))
@@ -178,7 +178,7 @@ sys.stdin.readline()
 """
 
 
-def test_of_several_that_start_at_once_one_hosts_and_the_others_meet_there(place: Place) -> None:
+def test_of_several_that_start_at_once_one_hosts_and_the_others_meet_there(place: StoreFiles) -> None:
     """Three times, the second and third with what a killed host has left behind."""
     count, rounds, starters = 0, 3, 6
     for _ in range(rounds):
@@ -228,7 +228,7 @@ for number in range(1_000_000):
 """
 
 
-def test_when_the_host_is_killed_one_of_the_others_takes_its_place(place: Place) -> None:
+def test_when_the_host_is_killed_one_of_the_others_takes_its_place(place: StoreFiles) -> None:
     with ExitStack() as ends:
         processes = []
         for number in range(4):
@@ -260,12 +260,12 @@ def test_when_the_host_is_killed_one_of_the_others_takes_its_place(place: Place)
             known = values_there(place)
 
 
-def values_there(place: Place) -> dict[str, str]:
+def values_there(place: StoreFiles) -> dict[str, str]:
     with closing(LocalStore.connect(place, PATIENCE_S)) as store:
         return values(store)
 
 
-def known_again(place: Place, before: dict[str, str], alive: set[str]) -> bool:
+def known_again(place: StoreFiles, before: dict[str, str], alive: set[str]) -> bool:
     """All of these have written since."""
     found = values_there(place)
     return all(int(found[key]) > int(before[key]) for key in alive)
@@ -283,7 +283,10 @@ def test_a_second_host_is_refused_and_harms_the_first_in_nothing(
 
 
 def test_pools_of_other_names_in_one_folder_are_others(tmp_path: Path) -> None:
-    with closing(LocalHost(Place(tmp_path, "a"))) as a, closing(LocalHost(Place(tmp_path, "b"))) as b:
+    with (
+        closing(LocalHost(StoreFiles(tmp_path, "a"))) as a,
+        closing(LocalHost(StoreFiles(tmp_path, "b"))) as b,
+    ):
         put(a, "k", "a")
         assert values(b) == {}
 
@@ -291,8 +294,8 @@ def test_pools_of_other_names_in_one_folder_are_others(tmp_path: Path) -> None:
 def test_a_path_that_is_too_long_is_refused_with_what_to_do(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * MOST_PATH_BYTES)
     for attempt in (
-        lambda: LocalHost(Place(folder, "pool")),
-        lambda: LocalStore.connect(Place(folder, "pool"), 0.1),
+        lambda: LocalHost(StoreFiles(folder, "pool")),
+        lambda: LocalStore.connect(StoreFiles(folder, "pool"), 0.1),
     ):
         with pytest.raises(StoreRefused, match="choose a shorter folder"):
             attempt()
@@ -300,10 +303,10 @@ def test_a_path_that_is_too_long_is_refused_with_what_to_do(tmp_path: Path) -> N
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match=f"cannot host the store of pool pool in {tmp_path}/none"):
-        LocalHost(Place(tmp_path / "none", "pool"))
+        LocalHost(StoreFiles(tmp_path / "none", "pool"))
 
 
-def test_where_no_host_is_a_client_gives_up_in_time_and_says_what_to_start(place: Place) -> None:
+def test_where_no_host_is_a_client_gives_up_in_time_and_says_what_to_start(place: StoreFiles) -> None:
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match="start elastic-agent without a script"):
         LocalStore.connect(place, 0.3)
@@ -313,7 +316,7 @@ def test_where_no_host_is_a_client_gives_up_in_time_and_says_what_to_start(place
 # Who may connect
 
 
-def test_files_and_socket_are_for_this_user_alone(local_host: Hosts, place: Place) -> None:
+def test_files_and_socket_are_for_this_user_alone(local_host: Hosts, place: StoreFiles) -> None:
     put(local_host(), "k", "v")
     for file in (place.socket, place.state, place.lock):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -329,7 +332,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_turned_away_even_where_folder_and_socket_would_let_it_in(open_folder: Path) -> None:
-    place = Place(open_folder, "pool")
+    place = StoreFiles(open_folder, "pool")
     attempt = (
         "import socket, sys; s = socket.socket(socket.AF_UNIX); s.settimeout(10); s.connect(sys.argv[1]);"
         "print(s.recv(100))"
@@ -360,12 +363,12 @@ def test_another_user_is_turned_away_even_where_folder_and_socket_would_let_it_i
 def test_a_client_that_may_not_enter_is_told_whose_the_pool_is(open_folder: Path) -> None:
     open_folder.chmod(0o700)
     code = (
-        "import os, sys; from pathlib import Path; from elastic_agent.rendezvous.local.place import Place\n"
+        "import os, sys; from pathlib import Path; from elastic_agent.rendezvous.local.files import StoreFiles\n"
         "from elastic_agent.rendezvous.local.store import LocalStore\n"
         "os.setuid(65534)\n"
-        "LocalStore.connect(Place(Path(sys.argv[1]), 'pool'), 5.0)"
+        "LocalStore.connect(StoreFiles(Path(sys.argv[1]), 'pool'), 5.0)"
     )
-    with closing(LocalHost(Place(open_folder, "pool"))):
+    with closing(LocalHost(StoreFiles(open_folder, "pool"))):
         done = subprocess.run(
             [sys.executable, "-c", code, str(open_folder)],
             capture_output=True,
@@ -383,9 +386,9 @@ def test_root_may_use_another_users_pool_but_not_where_anybody_can_wait_for_it(o
     folder.mkdir()
     os.chown(folder, NOBODY, NOBODY)
     code = (
-        "import os, sys; from pathlib import Path; from elastic_agent.rendezvous.local.place import Place\n"
+        "import os, sys; from pathlib import Path; from elastic_agent.rendezvous.local.files import StoreFiles\n"
         "from elastic_agent.rendezvous.local.host import LocalHost\n"
-        "os.setuid(65534); host = LocalHost(Place(Path(sys.argv[1]), 'pool')); print(flush=True); sys.stdin.read()"
+        "os.setuid(65534); host = LocalHost(StoreFiles(Path(sys.argv[1]), 'pool')); print(flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -393,12 +396,12 @@ def test_root_may_use_another_users_pool_but_not_where_anybody_can_wait_for_it(o
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "\n"
-        with closing(LocalStore.connect(Place(folder, "pool"), PATIENCE_S)) as store:
+        with closing(LocalStore.connect(StoreFiles(folder, "pool"), PATIENCE_S)) as store:
             put(store, "k", "v")
             assert values(store) == {"k": "v"}
         open_folder.chmod(0o1777)
         with pytest.raises(StoreRefused, match=f"user {NOBODY} hosts the store in {folder}"):
-            LocalStore.connect(Place(folder, "pool"), PATIENCE_S)
+            LocalStore.connect(StoreFiles(folder, "pool"), PATIENCE_S)
     finally:
         end(process)
 
@@ -423,7 +426,7 @@ def test_root_may_use_another_users_pool_but_not_where_anybody_can_wait_for_it(o
     ids=lambda sent: repr(sent[:12]),
 )
 def test_what_is_no_call_ends_its_connection_and_no_other(
-    local_host: Hosts, connect: Callable[..., LocalStore], place: Place, sent: bytes
+    local_host: Hosts, connect: Callable[..., LocalStore], place: StoreFiles, sent: bytes
 ) -> None:
     host, store = local_host(), connect()
     watch = store.watch(("",), store.read(()).revision)
@@ -438,7 +441,7 @@ def test_what_is_no_call_ends_its_connection_and_no_other(
     assert [change.key for change in watch.next(PATIENCE_S)] == ["k"]
 
 
-def test_a_call_of_another_version_is_answered(local_host: Hosts, place: Place) -> None:
+def test_a_call_of_another_version_is_answered(local_host: Hosts, place: StoreFiles) -> None:
     local_host()
     raw = Raw(place)
     call = b'{"v":99,"kind":"new","client":"%s","link":1,"id":7}' % CLIENT.encode()
@@ -449,7 +452,7 @@ def test_a_call_of_another_version_is_answered(local_host: Hosts, place: Place) 
 
 
 def test_a_message_in_pieces_is_done_and_one_that_does_not_end_is_cut(
-    local_host: Hosts, place: Place, monkeypatch: pytest.MonkeyPatch
+    local_host: Hosts, place: StoreFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_module, "MESSAGE_S", 0.5)
     host = local_host()
@@ -466,7 +469,7 @@ def test_a_message_in_pieces_is_done_and_one_that_does_not_end_is_cut(
 
 
 def test_a_client_that_does_not_read_is_not_read_and_others_are_answered(
-    local_host: Hosts, connect: Callable[..., LocalStore], place: Place
+    local_host: Hosts, connect: Callable[..., LocalStore], place: StoreFiles
 ) -> None:
     host, store = local_host(), connect()
     put(store, "k", "x" * 500_000)
@@ -483,7 +486,9 @@ def test_a_client_that_does_not_read_is_not_read_and_others_are_answered(
     assert [raw.reply().id for _ in range(8)] == list(range(8))
 
 
-def test_silent_clients_cost_nothing(host_process: Callable[[], subprocess.Popen[str]], place: Place) -> None:
+def test_silent_clients_cost_nothing(
+    host_process: Callable[[], subprocess.Popen[str]], place: StoreFiles
+) -> None:
     process = host_process()
     silent = [Raw(place) for _ in range(300)]
 
@@ -499,7 +504,7 @@ def test_silent_clients_cost_nothing(host_process: Callable[[], subprocess.Popen
 
 
 def test_more_connections_than_there_may_be_are_refused_and_the_others_live(
-    local_host: Hosts, connect: Callable[..., LocalStore], place: Place, monkeypatch: pytest.MonkeyPatch
+    local_host: Hosts, connect: Callable[..., LocalStore], place: StoreFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_module, "MOST_CONNECTIONS", 3)
     host = local_host()
@@ -514,7 +519,7 @@ def test_more_connections_than_there_may_be_are_refused_and_the_others_live(
 
 
 def test_a_process_without_file_descriptors_accepts_again_when_it_has_some(
-    local_host: Hosts, connect: Callable[..., LocalStore], place: Place
+    local_host: Hosts, connect: Callable[..., LocalStore], place: StoreFiles
 ) -> None:
     local_host()
     store = connect()
@@ -561,7 +566,7 @@ def test_a_host_that_stands_still_is_unavailable_in_time_and_used_again_when_it_
 
 
 def test_a_call_that_its_client_gave_up_on_is_not_done_after_a_later_one(
-    local_host: Hosts, place: Place
+    local_host: Hosts, place: StoreFiles
 ) -> None:
     host = local_host()
     early, late = Raw(place), Raw(place)
@@ -576,7 +581,7 @@ def test_a_call_that_its_client_gave_up_on_is_not_done_after_a_later_one(
     assert values(host) == {"k": "1"}
 
 
-def test_a_host_forgets_clients_that_have_gone(local_host: Hosts, place: Place) -> None:
+def test_a_host_forgets_clients_that_have_gone(local_host: Hosts, place: StoreFiles) -> None:
     host = local_host()
     with closing(LocalStore.connect(place, PATIENCE_S)) as store:
         put(store, "k")
@@ -630,11 +635,11 @@ def test_a_queue_outlives_the_folder_of_the_socket_where_another_one_is_to_last(
     """As that of a service does, which the machine's restart empties."""
     folder, lasting = tmp_path / "run", tmp_path / "lib"
     lasting.mkdir()
-    place = Place(folder, "pool", lasting)
+    place = StoreFiles(folder, "pool", lasting)
     for expected in ({}, {"jobs/a": "job"}):
         folder.mkdir()
         with closing(LocalHost(place)) as host:
-            with closing(LocalStore.connect(Place(folder, "pool"), PATIENCE_S)) as client:
+            with closing(LocalStore.connect(StoreFiles(folder, "pool"), PATIENCE_S)) as client:
                 assert values(client) == expected
             put(host, "jobs/a", "job")
         shutil.rmtree(folder)
@@ -644,10 +649,10 @@ def test_a_queue_outlives_the_folder_of_the_socket_where_another_one_is_to_last(
 HOLDER = """
 import sys
 from pathlib import Path
-from elastic_agent.rendezvous.local.place import Place
+from elastic_agent.rendezvous.local.files import StoreFiles
 from elastic_agent.rendezvous.local.store import LocalStore
 from elastic_agent.rendezvous.store.interface import Put
-store = LocalStore.connect(Place(Path(sys.argv[1]), "pool"), 20.0)
+store = LocalStore.connect(StoreFiles(Path(sys.argv[1]), "pool"), 20.0)
 lease = store.grant(float(sys.argv[2]))
 store.transact((), (Put(sys.argv[3], "", lease),))
 print("holds", flush=True)
@@ -656,7 +661,7 @@ sys.stdin.read()
 
 
 def test_the_next_host_waits_for_the_leases_of_those_who_live_and_not_for_the_dead(
-    host_process: Callable[[], subprocess.Popen[str]], place: Place
+    host_process: Callable[[], subprocess.Popen[str]], place: StoreFiles
 ) -> None:
     host = host_process()
     with ExitStack() as ends:
@@ -680,7 +685,7 @@ def test_the_next_host_waits_for_the_leases_of_those_who_live_and_not_for_the_de
         eventually(lambda: sorted(there()) == ["alive"])
 
 
-def test_a_lease_that_has_ended_does_not_come_back(local_host: Hosts, place: Place) -> None:
+def test_a_lease_that_has_ended_does_not_come_back(local_host: Hosts, place: StoreFiles) -> None:
     host = local_host()
     expiring, revoked = host.grant(0.1), host.grant(60.0)
     put(host, "expiring", "", expiring)
@@ -696,7 +701,7 @@ def test_a_lease_that_has_ended_does_not_come_back(local_host: Hosts, place: Pla
 
 
 def test_whatever_was_answered_before_a_kill_is_there_after_it(
-    host_process: Callable[[], subprocess.Popen[str]], place: Place
+    host_process: Callable[[], subprocess.Popen[str]], place: StoreFiles
 ) -> None:
     answered: set[str] = set()
     for round_ in range(4):
@@ -729,7 +734,7 @@ def test_whatever_was_answered_before_a_kill_is_there_after_it(
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
 def test_a_torn_last_line_is_dropped_with_a_word(
-    local_host: Hosts, place: Place, cut: int, caplog: pytest.LogCaptureFixture
+    local_host: Hosts, place: StoreFiles, cut: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = local_host()
     for number in range(3):
@@ -742,7 +747,7 @@ def test_a_torn_last_line_is_dropped_with_a_word(
 
 
 def test_a_damaged_file_is_put_aside_aloud_and_its_numbers_do_not_come_again(
-    local_host: Hosts, place: Place, caplog: pytest.LogCaptureFixture
+    local_host: Hosts, place: StoreFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = local_host()
     for number in range(5):
@@ -778,7 +783,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_thousand_jobs_do_not_write_the_whole_queue_a_thousand_times(
-    local_host: Hosts, place: Place, written: list[int], monkeypatch: pytest.MonkeyPatch
+    local_host: Hosts, place: StoreFiles, written: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fdatasync", lambda fd: None)  # a test may lie on a slow disk
     host, size = local_host(), 5000

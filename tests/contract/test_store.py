@@ -15,7 +15,7 @@ from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import REQUESTS_PER_TTL, EtcdStore
-from elastic_agent.rendezvous.local.place import Place
+from elastic_agent.rendezvous.local.files import StoreFiles
 from elastic_agent.rendezvous.local.store import LocalStore
 from elastic_agent.rendezvous.store.interface import (
     MOST_OPERATIONS,
@@ -103,7 +103,7 @@ def new_etcd_client(cluster: EtcdCluster) -> Store:
     )
 
 
-def local_client(request: pytest.FixtureRequest, place: Place) -> Store:
+def local_client(request: pytest.FixtureRequest, place: StoreFiles) -> Store:
     store = LocalStore.connect(place, PATIENCE_S, request_timeout_s=PATIENCE_S)
     request.addfinalizer(store.close)
     return store

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.pool.view import SCOPES, PoolView
-from elastic_agent.rendezvous.local.place import Place
+from elastic_agent.rendezvous.local.files import StoreFiles
 from elastic_agent.rendezvous.local.store import LocalStore
 
 from .harness import Agent, Job
@@ -134,7 +134,7 @@ class Pool:
         return self.events(what="start", job=job)
 
     def view(self) -> PoolView:
-        place = Place(self.folder / "run", "pool")
+        place = StoreFiles(self.folder / "run", "pool")
         store = LocalStore.connect(place, 30.0)
         try:
             view = PoolView()

@@ -19,8 +19,8 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the store of one pool is. Several pools may have the same folder."""
+class StoreFiles:
+    """The files of the store of one pool. Several pools may have the same folder."""
 
     folder: Path
     job: str
@@ -54,22 +54,22 @@ class HostedAlready(StoreUnavailable):
 
 
 class HostLock:
-    """Who has it hosts the store; the kernel takes it from a process that ends, however it does."""
+    """The process that holds it hosts the store; the kernel releases it with the process, however that ends."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, files: StoreFiles) -> None:
         """Raises HostedAlready and OSError."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fds = [os.open(place.lock, flags, 0o600)]
+        self._fds = [os.open(files.lock, flags, 0o600)]
         try:
             fcntl.flock(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.release()
             raise HostedAlready(
-                f"another process hosts the store of pool {place.job} in {place.folder}"
+                f"another process hosts the store of pool {files.job} in {files.folder}"
             ) from error
         with suppress(OSError):
             # systemd-tmpfiles leaves a folder alone, with all in it, while someone has a lock on it.
-            self._fds.append(os.open(place.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            self._fds.append(os.open(files.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             fcntl.flock(self._fds[1], fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def release(self) -> None:
@@ -78,12 +78,12 @@ class HostLock:
 
 
 def user_of(peer: socket.socket) -> int:
-    """Who has connected; to a client, who listens."""
+    """User id of the process at the other end."""
     return _credentials(peer)[1]
 
 
 def process_of(peer: socket.socket) -> int:
-    """0: it is not seen from here."""
+    """Process id of the other end; 0: it is in another process namespace."""
     return max(0, _credentials(peer)[0])
 
 
