@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ...codec import plain
@@ -23,14 +23,15 @@ from ...health.checks.node.table import checks_for
 from ...health.checks.pairs.report import PairsReport
 from ...rendezvous.text import counted
 from ..common.exits import CannotStart, CheckCode, ExitCode
-from ..configuration.config import HELP, ConfigError
+from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.resolve import resolve_check
+from ..configuration.reading.settings import Settings
 from ..configuration.reading.sources import read_argv
 from ..configuration.types.option import Group, Option, Source
 from ..configuration.types.parsers import MOST_NODES, duration, whole_number
 from ..configuration.types.values import NodeCounts
-from ..machine.inventory import inspect_machine, needs_of
+from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.choice import NotReady
 from ..machine.network.discovery import Network, wait_for_network
@@ -85,22 +86,16 @@ def main(words: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    count = command_line[NODES].value
     try:
-        resolved = resolve_check(command_line, os.environ, lambda: "check")
-        config, count = resolved.config, command_line[NODES].value
-        if count is not None:
-            check_meeting_place(config)
-            config = replace(config, nodes=NodeCounts(count, count))
-        machine = inspect_machine(config, environ, resources=False)
-        if count is not None and isinstance(machine.network, NotReady):
-            machine = replace(machine, network=wait_for_network(config, environ))
+        config, machine, warnings = _inspect(command_line, environ)
     except ConfigError as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
         return CheckCode.NOT_HERE if error.code is ExitCode.NOT_HERE else CheckCode.BAD_CONFIG
     except CannotStart as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
         return CheckCode.NOT_HERE
-    for warning in resolved.warnings:
+    for warning in warnings:
         print(f"elastic-agent check: warning: {warning}", file=sys.stderr)
     needs = needs_of(config, machine)
     began_at = time.monotonic()
@@ -126,11 +121,29 @@ def main(words: Sequence[str]) -> int:
     if command_line[JSON].value:
         print(as_json(name, findings, seconds) if report is None else report_as_json(report, seconds))
     else:
-        terminal = sys.stdout.isatty()
-        width = shutil.get_terminal_size().columns if terminal else _WIDEST
-        colour = terminal and not os.environ.get("NO_COLOR")
-        print("\n".join(table(whole, findings, seconds, width, colour=colour)))
+        _print_table(whole, findings, seconds)
     return CheckCode.UNFIT if worst(findings) is Outcome.FAIL else CheckCode.FIT
+
+
+def _inspect(command_line: Settings, environ: Mapping[str, str]) -> tuple[Config, Machine, Sequence[str]]:
+    """The configuration, this machine as the job sees it, and warnings. With --nodes, waits for the network. Raises
+    ConfigError and CannotStart."""
+    resolved = resolve_check(command_line, os.environ, lambda: "check")
+    config, count = resolved.config, command_line[NODES].value
+    if count is not None:
+        check_meeting_place(config)
+        config = replace(config, nodes=NodeCounts(count, count))
+    machine = inspect_machine(config, environ, resources=False)
+    if count is not None and isinstance(machine.network, NotReady):
+        machine = replace(machine, network=wait_for_network(config, environ))
+    return config, machine, resolved.warnings
+
+
+def _print_table(whole: str, findings: Sequence[Finding], seconds: float) -> None:
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else _WIDEST
+    colour = terminal and not os.environ.get("NO_COLOR")
+    print("\n".join(table(whole, findings, seconds, width, colour=colour)))
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""A node that may not join yet, because its driver has found that it is not fit: why, and what the job does meanwhile.
+"""Holds back a node whose checks have not passed: why it may not join, and what the job does meanwhile.
 
 Without a lease it has no record, is no node of the job, and watches nothing. It reads the world once after each new
 reason: so it ends with the job, and a host of the store stays for the nodes that train.
@@ -10,8 +10,8 @@ from ..records import WORLD_KEY, World
 from ..store.requests import Read
 from .node_actions import Leave
 
-LOOK = Read((WORLD_KEY,))
-"""Each one that is asked is another object, as all requests are."""
+READ_WORLD = Read((WORLD_KEY,))
+"""Its value: requests in flight are compared by identity, so each look sends an object of its own."""
 
 
 class JoinHold:
@@ -21,27 +21,27 @@ class JoinHold:
         """`first` is the reason before the driver has found anything, also for each later life of the node."""
         self._first = first
         self.why = first
-        self._look_due = False
+        self._read_due = False
         self._before: World | None = None
         self._world: World | None = None
         """As seen at the first and at the newest look."""
-        self._looked = False
+        self._seen = False
 
     def begin_again(self) -> None:
         self.why = self._first
 
     def set(self, why: str) -> None:
-        self.why, self._look_due = why, bool(why)
+        self.why, self._read_due = why, bool(why)
 
-    def question(self) -> Read | None:
+    def next_request(self) -> Read | None:
         """What to ask of the store now."""
-        due, self._look_due = self._look_due, False
-        return Read(LOOK.scopes) if due else None
+        due, self._read_due = self._read_due, False
+        return Read(READ_WORLD.scopes) if due else None
 
-    def saw(self, world: World | None) -> Leave | None:
+    def see_world(self, world: World | None) -> Leave | None:
         """What follows: a job that ends while this node is held back ends for it, too."""
-        if not self._looked:
-            self._looked, self._before = True, world
+        if not self._seen:
+            self._seen, self._before = True, world
         self._world = world
         if world is None or world.result is None:
             return None

@@ -45,7 +45,7 @@ from ..records import (
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, RetryPolicy, Subscription
 from .deadlines import Deadlines, LeaveTimes
-from .join_hold import LOOK, JoinHold
+from .join_hold import READ_WORLD, JoinHold
 from .membership_view import MembershipView, world_of
 from .node_actions import Action, Leave, LocalState, Refusal, Stay, Stop, next_action
 from .session import Session, newest
@@ -249,7 +249,7 @@ class Participant:
             return None
         if self.held_back:
             self.waiting_for = self.held_back
-            return self._hold.question()
+            return self._hold.next_request()
         if session.lease is None:
             return Grant(self._lease_ttl_s) if not self._generation else None
         if session.own_revision is None:
@@ -363,9 +363,9 @@ class Participant:
         elif isinstance(request, Evict) and isinstance(answer, Outcome):
             for gone, entry in zip(request.compares, answer.entries, strict=True):
                 session.membership.see_node(gone.key, entry, answer.revision, now)
-        elif request == LOOK and isinstance(answer, Snapshot):
+        elif request == READ_WORLD and isinstance(answer, Snapshot):
             world = next((world_of(entry, self.policy.job) for entry in answer.entries), None)
-            self._refusal = self._refusal or self._hold.saw(world)
+            self._refusal = self._refusal or self._hold.see_world(world)
         elif isinstance(request, Read) and isinstance(answer, Snapshot):
             own = next((entry for entry in answer.entries if entry.key == node_key(self.identity.node)), None)
             if WORLD_KEY not in request.scopes:
