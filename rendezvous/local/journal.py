@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ SPARE_BYTES = 1024 * 1024
 
 OnDisk: TypeAlias = Callable[[OSError | None], None]
 """Called in the thread local-disk: with None all that was added before is on disk."""
+
+_LINE_START = re.compile(rb"[0-9a-f]{8} [0-9]+ \{")
 
 _log = logging.getLogger(__name__)
 
@@ -111,26 +114,39 @@ def _decode(raw: bytes) -> tuple[int, Line]:
     return int(durable), _LINES.decode(text)
 
 
+def _durable_within(text: bytes) -> int:
+    """What a whole line says at the end of a text whose beginning cannot be read: the end of the line before it may be
+    all that has changed. 0 when there is none."""
+    for start in _LINE_START.finditer(text, 1):
+        try:
+            return _decode(text[start.start() :])[0]
+        except ValueError:
+            continue
+    return 0
+
+
 def parse(raw: bytes) -> Past:
     """Raises Damaged."""
     held, begun = _Held(), None
-    offset, torn_at = 0, None
+    offset = 0
+    torn_at: int | None = None
+    line: Line | None
     for number, text in enumerate(raw.splitlines(keepends=True), 1):
         try:
             durable, line = _decode(text)
         except Invalid as error:  # the checksum is right: another version has written it
             raise Damaged(f"line {number} is of another version: {error}") from error
         except ValueError as error:
-            torn_at = offset if torn_at is None else torn_at
             if begun is None:
                 raise Damaged(f"its first line cannot be read: {error}") from error
-        else:
-            if torn_at is not None and durable > torn_at:
-                raise Damaged(f"the line at byte {torn_at} cannot be read, and it was on disk")
-            if torn_at is None and isinstance(line, Begun):
-                begun = line
-            elif torn_at is None:
-                held.read(line)
+            torn_at = offset if torn_at is None else torn_at
+            durable, line = _durable_within(text), None
+        if torn_at is not None and durable > torn_at:
+            raise Damaged(f"the line at byte {torn_at} cannot be read, and it was on disk")
+        if torn_at is None and isinstance(line, Begun):
+            begun = line
+        elif torn_at is None and line is not None:
+            held.read(line)
         offset += len(text)
     if begun is None:
         raise Damaged("it is empty")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import pytest
@@ -106,6 +107,17 @@ def test_no_byte_that_was_on_disk_can_change_unseen(at: int, bits: int) -> None:
             parse(bytes(whole))
     else:
         assert held(parse(bytes(whole))) == entries_after(len(CHANGES) - 1)
+
+
+def test_no_end_of_a_line_that_was_on_disk_can_change_unseen() -> None:
+    """What such a change joins to one line are two, and the second says that the first was on disk."""
+    made = lines()
+    for end in itertools.accumulate(map(len, made[:-1])):
+        for bits in range(1, 256):
+            whole = bytearray(b"".join(made))
+            whole[end - 1] ^= bits
+            with pytest.raises(Damaged):
+                parse(bytes(whole))
 
 
 @pytest.mark.parametrize("broken", [2, 3, 4])
