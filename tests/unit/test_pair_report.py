@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 import pytest
 
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.pairs.clocks import clock_offsets
-from elastic_agent.health.checks.pairs.facts import NodeFacts, Software
+from elastic_agent.health.checks.pairs.evidence import all_well
+from elastic_agent.health.checks.pairs.facts import NodeFacts, Software, between_machines, near_pairs
+from elastic_agent.health.checks.pairs.pair_findings import PeerFinding
 from elastic_agent.health.checks.pairs.report import PEER_CHECKS, CheckResults, PairsReport, make_report
 from elastic_agent.health.checks.pairs.results import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
-from elastic_agent.health.checks.pairs.rounds import first_round, second_round
+from elastic_agent.health.checks.pairs.rounds import first_round, second_round, spread
 
 FILTER = (
     "no answer to SYN, though the node is there (it keeps its lease): a packet filter drops, or a cable or VLAN "
@@ -174,6 +177,83 @@ def test_a_slow_link_is_named_with_its_two_rates() -> None:
     assert said(report, "peer-bandwidth") == [
         "between b and c: 200 MB/s from b to c, 1.0 GB/s from c to b, where 1.0 GB/s is usual"
     ]
+
+
+def two_rounds(nodes: Sequence[NodeFacts], rate: Callable[[str, str], float]) -> CheckResults:
+    def one(number: int, pair: tuple[str, str]) -> Measurement:
+        sent, received = rate(*pair), rate(*reversed(pair))
+        return Measurement(number, *pair, latency_s=5e-5, sent=sent, received=received)
+
+    names = spread({node.node: node.machine or node.node for node in nodes})
+    measured = [one(1, pair) for pair in first_round(names)]
+    well = all_well([], measured, between_machines(nodes, measured))
+    measured += [one(2, pair) for pair in second_round(names, well, near_pairs(nodes))]
+    results = {
+        name: NodeResults(measured=tuple(one for one in measured if one.first == name)) for name in names
+    }
+    return CheckResults(len(names), 60.0, tuple(nodes), results)
+
+
+def accused(found: CheckResults) -> list[PeerFinding]:
+    return [
+        one
+        for one in make_report(found).findings
+        if one.finding.check == "peer-bandwidth" and one.finding.outcome is not Outcome.OK
+    ]
+
+
+SIZES = range(3, 17)
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_nodes_near_each_other_make_no_other_one_bad(count: int) -> None:
+    """Two virtual machines of one host, or two and two, or half of all."""
+    names = string.ascii_lowercase[:count]
+    hosts = [{name: "near" if name in pair else name for name in names} for pair in combinations(names, 2)]
+    hosts.append({name: str(number // 2) for number, name in enumerate(names)})
+    hosts.append({name: str(number * 2 // count) for number, name in enumerate(names)})
+    for host in hosts:
+
+        def rate(source: str, target: str, host: Mapping[str, str] = host) -> float:
+            return 10e9 if host[source] == host[target] else 1.2e9
+
+        for one in accused(two_rounds([a_node(name) for name in names], rate)):
+            assert (one.decided, one.finding.outcome) == (False, Outcome.WARN), one
+        known = two_rounds([a_node(name, machine=host[name]) for name in names], rate)
+        assert not accused(known), "what stays in a machine is no measure"
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_a_slow_node_is_found_among_nodes_of_one_machine_and_others(count: int) -> None:
+    names = string.ascii_lowercase[:count]
+    for bad in names:
+
+        def rate(source: str, target: str, bad: str = bad) -> float:
+            return 1e8 if bad in (source, target) else 10e9 if {source, target} == {"a", "b"} else 1.2e9
+
+        for machines in (True, False):
+            nodes = [a_node(name, machine="ab" if machines and name in "ab" else "") for name in names]
+            found = accused(two_rounds(nodes, rate))
+            blamed = [one.nodes for one in found if one.decided]
+            assert blamed in ([(bad,)], []), found
+            if count >= 8 or (machines and count >= 4):
+                assert blamed == [(bad,)], found
+            if count >= 4 or not machines:
+                assert any(bad in one.nodes for one in found), "it is said at least that something is slow"
+
+
+def test_of_three_nodes_two_may_be_near_each_other() -> None:
+    report = make_report(
+        two_rounds([a_node(name) for name in "abc"], lambda a, b: 1e9 if {a, b} == {"a", "b"} else 1e8)
+    )
+    (one,) = [one for one in report.findings if one.finding.check == "peer-bandwidth"]
+    assert (one.finding.outcome, one.decided, one.links) == (Outcome.WARN, False, (("a", "c"), ("b", "c")))
+    assert one.finding.summary.startswith(
+        "2 of 3 pairs are much worse than the others, and which is usual is"
+    )
+    assert one.finding.advice.startswith(
+        "if a short way connects a and b (one machine, one switch), all is well"
+    )
 
 
 def test_a_node_that_answers_late_is_named() -> None:

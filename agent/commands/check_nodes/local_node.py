@@ -83,6 +83,7 @@ def describe(
             name, choice.address, sockets.probes.getsockname()[1], request_token, reply_token
         ),
         all_reduce_port=sockets.all_reduce.getsockname()[1],
+        machine=read("/proc/sys/kernel/random/boot_id").strip()[:64],
         interface=choice.interface,
         speed_mbps=choice.speed_mbps or 0,
         mtu=choice.mtu,

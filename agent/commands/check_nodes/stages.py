@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ....health.checks.pairs.evidence import all_well
-from ....health.checks.pairs.facts import NodeFacts
+from ....health.checks.pairs.facts import NodeFacts, between_machines, near_pairs
 from ....health.checks.pairs.report import CheckResults, PairsReport, make_report
 from ....health.checks.pairs.results import NodeResults
-from ....health.checks.pairs.rounds import Pair, first_round, ring, second_round, turns
+from ....health.checks.pairs.rounds import Pair, first_round, ring, second_round, spread, turns
 from ....rendezvous.text import counted
 from .check_store import CheckStore, Member, Stage
 
@@ -138,7 +138,9 @@ class StageDriver:
                 "as they tried to reach each other",
             )
             self._round(progress, 1, first_round(progress.there))
-            self._round(progress, 2, second_round(progress.there, progress.well()))
+            self._round(
+                progress, 2, second_round(progress.there, progress.well(), near_pairs(nodes.values()))
+            )
         by_name = tuple(nodes[name] for name in sorted(nodes))
         found = CheckResults(
             self._join_wait.wanted, self._join_wait.wait_s, by_name, progress.results, progress.gone
@@ -152,7 +154,7 @@ class StageDriver:
         return report
 
     def _gather(self) -> dict[str, NodeFacts]:
-        """This node first, the others by name."""
+        """This node first, the others by name, but for neighbours on one machine."""
         wanted, until = self._join_wait.wanted, self._clock() + self._join_wait.wait_s
         shown: set[str] = set()
         while True:
@@ -162,7 +164,9 @@ class StageDriver:
                 names = ", ".join(sorted(nodes)[:16])
                 self._show(f"{len(nodes)} of {wanted} nodes are here: {names}")
             if len(nodes) >= wanted or self._clock() >= until:
-                return {self._me: self._runner.facts, **dict(sorted(nodes.items()))}
+                found = {self._me: self._runner.facts, **dict(sorted(nodes.items()))}
+                order = spread({name: one.machine or name for name, one in found.items()})
+                return {name: found[name] for name in order}
             self._sleep(self._look_s)
 
     def _round(self, progress: _Progress, number: int, pairs: Iterable[Pair]) -> None:
@@ -223,7 +227,8 @@ class _Progress:
         there = set(self.there)
         reached = [one for results in self.results.values() for one in results.reached]
         measured = [one for results in self.results.values() for one in results.measured]
-        return {pair: well for pair, well in all_well(reached, measured).items() if there.issuperset(pair)}
+        found = all_well(reached, measured, between_machines(self.nodes.values(), measured))
+        return {pair: well for pair, well in found.items() if there.issuperset(pair)}
 
 
 def _others(stage: Stage, me: str) -> list[str]:

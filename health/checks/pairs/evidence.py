@@ -50,12 +50,18 @@ def by_all_reduce(measured: Iterable[Measurement]) -> dict[Pair, bool]:
     }
 
 
-def all_well(reached: Sequence[Reach], measured: Sequence[Measurement]) -> dict[Pair, bool]:
-    """Of the pairs that were measured: whether all that was tried has passed. It is what the second round goes by."""
+def all_well(
+    reached: Sequence[Reach],
+    measured: Sequence[Measurement],
+    compared: Sequence[Measurement] | None = None,
+) -> dict[Pair, bool]:
+    """Of the pairs that were measured: whether all that was tried has passed. It is what the second round goes by.
+    `compared` are those that others are slow or late by; None: all."""
+    compared = measured if compared is None else compared
     answers: list[Mapping[Pair, bool]] = [
         by_reach(reached, measured),
-        by_latency(measured),
-        by_bandwidth(measured),
+        by_latency(compared),
+        by_bandwidth(compared),
         by_all_reduce(measured),
     ]
     return {one.pair: all(answer.get(one.pair, True) for answer in answers) for one in measured}

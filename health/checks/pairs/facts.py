@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Annotated
 
 from ....codec import AtMost, Checked, Text, Within
 from ..comparison import ADDRESS_FAMILY, LINK_SPEED, MTU, RDMA_PORTS, NodeValue, Trait, difference
 from ..finding import Finding, Outcome
-from .results import Node, NodeResults, ProbeEndpoint
+from .results import Measurement, Node, NodeResults, ProbeEndpoint
+from .rounds import Pair, pair_of
 
 Version = Annotated[str, Text(64)]
 """Empty: not known, or not there."""
@@ -38,6 +40,8 @@ class NodeFacts(Checked):
     endpoint: ProbeEndpoint
     all_reduce_port: Annotated[int, Within(1, 65535)]
     """Where the store of an all-reduce with this node listens, at the endpoint's address."""
+    machine: Annotated[str, Text(64)] = ""
+    """The same for all that one kernel runs; empty: not known."""
     interface: Annotated[str, Text(64)] = ""
     speed_mbps: _Small = 0
     """0: not known."""
@@ -97,6 +101,21 @@ _SOFTWARE: tuple[tuple[Trait, _Value], ...] = (
         lambda node: f"{node.gpus}",
     ),
 )
+
+
+def near_pairs(nodes: Iterable[NodeFacts]) -> frozenset[Pair]:
+    """Those of one machine, which say nothing of a network; none, where all nodes are on one machine."""
+    machines: dict[str, list[str]] = {}
+    for node in nodes:
+        machines.setdefault(node.machine or node.node, []).append(node.node)
+    if len(machines) < 2:
+        return frozenset()
+    return frozenset(pair_of(*pair) for group in machines.values() for pair in combinations(group, 2))
+
+
+def between_machines(nodes: Iterable[NodeFacts], measured: Sequence[Measurement]) -> Sequence[Measurement]:
+    near = near_pairs(nodes)
+    return [one for one in measured if one.pair not in near]
 
 
 def compare(nodes: Sequence[NodeFacts]) -> Iterator[tuple[Finding, tuple[str, ...]]]:

@@ -15,6 +15,9 @@ from itertools import combinations
 from .rounds import Pair, pair_of
 
 ACCUSERS = 2
+LEAST_USUAL = 3
+"""Nodes: two may have a short way of their own."""
+MOST_NODES_USUAL = 2 / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,14 @@ def locate_faults(nodes: Sequence[str], results: Mapping[Pair, bool]) -> Verdict
         parts,
         tuple(node for node in nodes if node not in known),
     )
+
+
+def shows_usual(nodes: Sequence[str], results: Mapping[Pair, bool]) -> bool:
+    """Whether pairs that passed connect most nodes, where pairs are judged by the others alone. Else the failed ones
+    may be as they should be, and those that passed better: nodes of one machine, or at one switch."""
+    passed = [pair for pair, well in results.items() if well]
+    groups = [group for group in _groups(nodes, passed) if len(group) > 1]
+    return len(groups) == 1 and len(groups[0]) >= max(LEAST_USUAL, len(nodes) * MOST_NODES_USUAL)
 
 
 def _accusers(node: str, failed: Iterable[Pair], cleared: set[str]) -> int:

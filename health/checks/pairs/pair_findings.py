@@ -7,7 +7,7 @@ packet filter among those of many nodes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -25,8 +25,8 @@ from .evidence import (
     usual_latency,
     usual_rates,
 )
-from .facts import NodeFacts
-from .fault_location import locate_faults
+from .facts import NodeFacts, between_machines
+from .fault_location import locate_faults, shows_usual
 from .results import MOST_NODES, Measurement, Node, Obstacle, Reach
 from .rounds import Pair, pair_of
 
@@ -68,10 +68,11 @@ def pair_findings(
     """`names` are those of the nodes that were there to the end, `reached` and `measured` what they have found out."""
     if len(names) < 2:
         return
+    compared = between_machines(nodes, measured)
     for check in (
         _reach(nodes, reached, measured),
-        _latency(measured),
-        _bandwidth(measured),
+        _latency(compared),
+        _bandwidth(compared),
         _all_reduce(nodes, measured),
     ):
         yield from _judged(check, names)
@@ -90,6 +91,10 @@ class _PairCheck:
     values: Mapping[str, float] = field(default_factory=dict)
     missing: str = ""
     """Why nothing was tried."""
+    relative: bool = False
+    """Pairs fail by what others do."""
+    broken: Set[Pair] = frozenset()
+    """Those of them that fail by themselves."""
 
 
 def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
@@ -97,6 +102,9 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
     verdict = locate_faults(names, check.results)
     failed = [pair for pair, well in check.results.items() if not well]
     name = check.name
+    if check.relative and set(failed) - check.broken and not shows_usual(names, check.results):
+        yield _two_kinds(check, failed)
+        return
     for node in verdict.bad_nodes:
         pairs = [pair for pair in failed if node in pair]
         yield peer_finding(
@@ -139,6 +147,21 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
         yield peer_finding(name, Outcome.UNKNOWN, check.missing or "not tried")
     elif verdict.well:
         yield peer_finding(name, Outcome.OK, check.good(), values=check.values)
+
+
+def _two_kinds(check: _PairCheck, failed: Sequence[Pair]) -> PeerFinding:
+    """No node and no link is accused."""
+    better = [" and ".join(pair) for pair, well in check.results.items() if well]
+    summary = (
+        f"{len(failed)} of {len(check.results)} pairs are much worse than the others, and which is usual is not known:"
+        f" {check.show(failed, None)}"
+    )
+    advice = (
+        f"if a short way connects {listed(better)} (one machine, one switch), all is well; else"
+        f" {check.advise(failed, None)}"
+    )
+    nodes = tuple(dict.fromkeys(node for pair in failed for node in pair))
+    return peer_finding(check.name, Outcome.WARN, summary, advice, nodes=nodes, links=failed, decided=False)
 
 
 def _reach(
@@ -216,6 +239,7 @@ def _latency(measured: Sequence[Measurement]) -> _PairCheck:
         ),
         lambda pairs: Outcome.WARN,
         values,
+        relative=True,
     )
 
 
@@ -260,7 +284,17 @@ def _bandwidth(measured: Sequence[Measurement]) -> _PairCheck:
         if every
         else {}
     )
-    return _PairCheck("peer-bandwidth", by_bandwidth(measured), good, show, advise, outcome, values)
+    return _PairCheck(
+        "peer-bandwidth",
+        by_bandwidth(measured),
+        good,
+        show,
+        advise,
+        outcome,
+        values,
+        relative=True,
+        broken=vanished,
+    )
 
 
 def _all_reduce(nodes: Sequence[NodeFacts], measured: Sequence[Measurement]) -> _PairCheck:

@@ -11,7 +11,8 @@ several others in one round, one after the other: `turns` puts them in order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeAlias
 
 Pair: TypeAlias = tuple[str, str]
@@ -28,13 +29,29 @@ def pair_of(one: str, other: str) -> Pair:
     return (one, other) if one < other else (other, one)
 
 
+def spread(nodes: Mapping[str, str]) -> tuple[str, ...]:
+    """So that few neighbours are on one machine. `nodes`: the machine of each; the first one stays the first.
+
+    >>> spread({"a": "x", "b": "x", "c": "y", "d": "y", "e": "z"})
+    ('a', 'c', 'e', 'b', 'd')
+    """
+    machines: dict[str, list[str]] = {}
+    for node, machine in nodes.items():
+        machines.setdefault(machine, []).append(node)
+    rows = zip_longest(*machines.values())
+    return tuple(node for row in rows for node in row if node is not None)
+
+
 def first_round(nodes: Sequence[str]) -> tuple[Pair, ...]:
     """Neighbours meet; the last of an odd number meets no other."""
     return tuple(pair_of(*both) for both in zip(nodes[::2], nodes[1::2], strict=False))
 
 
-def second_round(nodes: Sequence[str], results: Mapping[Pair, bool]) -> tuple[Pair, ...]:
-    """`nodes` are those that are still there; `results` says of each pair of the first round whether it passed."""
+def second_round(
+    nodes: Sequence[str], results: Mapping[Pair, bool], near: Collection[Pair] = ()
+) -> tuple[Pair, ...]:
+    """`nodes` are those that are still there; `results` says of each pair of the first round whether it passed. Those
+    of `near` need not meet."""
     passed = _members(nodes, (pair for pair, well in results.items() if well))
     failed = [
         node
@@ -42,7 +59,7 @@ def second_round(nodes: Sequence[str], results: Mapping[Pair, bool]) -> tuple[Pa
         if node not in passed
     ]
     untested = [node for node in nodes if node not in (*passed, *failed)]
-    round_two = _Round(nodes, results, (*failed, *untested) if failed else ())
+    round_two = _Round(nodes, results, (*failed, *untested) if failed else (), near)
     for meetings in range(1, WITNESSES + 1):
         for node in (*failed, *untested):
             if round_two.meetings[node] < meetings:
@@ -78,11 +95,17 @@ def ring(nodes: Sequence[str]) -> tuple[Pair, ...]:
 class _Round:
     """The pairs of a round as they are chosen."""
 
-    def __init__(self, nodes: Sequence[str], results: Mapping[Pair, bool], in_doubt: Iterable[str]) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        results: Mapping[Pair, bool],
+        in_doubt: Iterable[str],
+        near: Collection[Pair],
+    ) -> None:
         self.pairs: list[Pair] = []
         self.meetings: Counter[str] = Counter()
         self._place = {node: place for place, node in enumerate(nodes)}
-        self._known = set(results)
+        self._known = {*results, *near}
         self._groups = {node: {node} for node in nodes}
         for pair, well in results.items():
             if well:
