@@ -122,11 +122,14 @@ def test_a_filter_a_slow_node_and_one_that_is_killed_are_named_by_all_others(
     assert same == [report] * 2
     assert sorted(failed(report)) == [
         ("checkpoint-directory-shared", ["c"], []),
-        ("peer-bandwidth", ["c"], []),
         ("peer-present", [victim.name], []),
         ("peer-reachable", [], [["a", "c"]]),
     ]
     assert net["a"].disturbed > 0
+    (slow,) = [one for one in found(report) if one["check"] == "peer-bandwidth"]
+    assert (slow["outcome"], slow["nodes"], slow["decided"]) == ("warn", ["c"], False), (
+        "of three two may be near"
+    )
     (filtered,) = [one for one in found(report) if one["check"] == "peer-reachable"]
     assert f"from c to a ({net['a'].address} port 250" in str(filtered["summary"])
     assert "packet filter" in str(filtered["summary"])

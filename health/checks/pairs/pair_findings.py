@@ -160,7 +160,9 @@ def _two_kinds(check: _PairCheck, failed: Sequence[Pair]) -> PeerFinding:
         f"if a short way connects {listed(better)} (one machine, one switch), all is well; else"
         f" {check.advise(failed, None)}"
     )
-    nodes = tuple(dict.fromkeys(node for pair in failed for node in pair))
+    fine = {node for pair, well in check.results.items() if well for node in pair}
+    worse = dict.fromkeys(node for pair in failed for node in pair)
+    nodes = tuple(node for node in worse if node not in fine) or tuple(worse)
     return peer_finding(check.name, Outcome.WARN, summary, advice, nodes=nodes, links=failed, decided=False)
 
 
