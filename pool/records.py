@@ -66,7 +66,7 @@ Instant = Annotated[float, Within(0, 2**40)]
 Word = Annotated[str, Text(MAX_WORD)]
 Words = Annotated[tuple[Word, ...], AtMost(MOST_WORDS)]
 Reason = Annotated[str, line(MAX_REASON)]
-Place = Annotated[str, line(1024)]
+LogPath = Annotated[str, line(1024)]
 """A path on some node."""
 
 _R = TypeVar("_R", bound="Record")
@@ -196,7 +196,7 @@ class PoolNode(Record):
     """Where its daemon answers; None when other nodes cannot reach that."""
     token: Annotated[str, Text(128)] = field(default="", repr=False)
     """Opens the logs of jobs there, of this life: who may read the store may read them."""
-    logs: Place = ""
+    logs: LogPath = ""
     """The folder with a folder for each job's logs."""
 
     @property
@@ -322,7 +322,7 @@ class JobResult(Record):
     ended_at: Instant
     nodes: Annotated[tuple[Name, ...], AtMost(MOST_NODES)]
     """That had a part in the newest attempt."""
-    logs: dict[Name, Place] = field(default_factory=dict)
+    logs: dict[Name, LogPath] = field(default_factory=dict)
     """Where these have what the job's agents have printed: paths, for the first `MOST_LOG_PLACES` of them."""
 
     @property

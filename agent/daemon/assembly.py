@@ -51,7 +51,7 @@ from ..output.job_folders import JobFolders
 from ..output.log_folders import own_logs
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import open_store, store_listener, store_options
-from .hand_over import Become
+from .hand_over import AgentCommand
 from .idle_checks import IdleChecks
 from .job_command import agent_words, own_words
 from .loop import DaemonLoop, Ending, Services
@@ -175,14 +175,14 @@ def _record(config: Config, name: str, settings: Settings, opened: _Opened) -> P
 
 def _commands(
     config: Config, name: str, settings: Settings, environment: Mapping[str, str], opened: _Opened
-) -> Callable[[Assignment], Become]:
+) -> Callable[[Assignment], AgentCommand]:
     """What starts the agent of a job on this node."""
     own, inherited = own_words(settings, os.getcwd()), _for_jobs(environment, config.rendezvous.etcd)
 
-    def command(assignment: Assignment) -> Become:
+    def command(assignment: Assignment) -> AgentCommand:
         job = assignment.job
         words = agent_words(assignment, name, opened.options, own, str(opened.logs / job.job))
-        return Become(tuple(words), {**inherited, **job.environment}, job.directory)
+        return AgentCommand(tuple(words), {**inherited, **job.environment}, job.directory)
 
     return command
 

@@ -1,8 +1,8 @@
 """What a daemon and its standby send each other, on a socket pair.
 
-The standby sends `Ready` when it is. The daemon sends `Become`, with the file for what is printed, maybe before that.
-The standby answers `Taken` before it does anything for the job. So a standby that has ended without it has started
-nothing, and the job's agent may be started in another way.
+The standby sends `Ready` when it is. The daemon sends `AgentCommand`, with the file for what is printed, maybe before
+that. The standby answers `Taken` before it does anything for the job. So a standby that has ended without it has
+started nothing, and the job's agent may be started in another way.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ LONGEST = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Become:
-    """To a standby: be the agent `elastic-agent WORDS...` in this directory, with this environment and no other."""
+class AgentCommand:
+    """What the agent of a job is started with: `elastic-agent WORDS...`, in this directory, with this environment and
+    no other. A standby that gets it becomes that agent."""
 
     words: tuple[str, ...]
     environment: dict[str, str]
@@ -43,8 +44,8 @@ class Taken:
     """From now on this process is the job's agent: how it ends is how that ends."""
 
 
-_Message: TypeAlias = Become | Ready | Taken
-_CODEC: Codec[_Message] = Codec((Become, Ready, Taken), version=1, most_bytes=LONGEST)
+_Message: TypeAlias = AgentCommand | Ready | Taken
+_CODEC: Codec[_Message] = Codec((AgentCommand, Ready, Taken), version=1, most_bytes=LONGEST)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -52,7 +53,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send_job(channel: socket.socket, job: Become, output: int) -> None:
+def send_job(channel: socket.socket, job: AgentCommand, output: int) -> None:
     """Never waits. Raises OSError: nothing was sent then."""
     text = os.memfd_create("job", os.MFD_CLOEXEC)
     try:
@@ -63,7 +64,7 @@ def send_job(channel: socket.socket, job: Become, output: int) -> None:
         os.close(text)
 
 
-def receive_job(channel: socket.socket) -> tuple[Become, int] | None:
+def receive_job(channel: socket.socket) -> tuple[AgentCommand, int] | None:
     """None when the daemon has ended. The file for what is printed is the caller's. Raises Invalid, OSError."""
     data, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
     if not data:
@@ -75,7 +76,7 @@ def receive_job(channel: socket.socket) -> tuple[Become, int] | None:
     with open(text, "rb") as file:
         file.seek(0)
         message = _CODEC.decode(file.read(LONGEST + 1))
-    if not isinstance(message, Become):
+    if not isinstance(message, AgentCommand):
         raise Invalid("message of another kind than a job")
     return message, output
 

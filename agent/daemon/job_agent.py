@@ -19,7 +19,7 @@ from typing import Any
 
 from ...threads import Thread
 from ..output.job_folders import hold
-from .hand_over import Become, send_job, was_taken
+from .hand_over import AgentCommand, send_job, was_taken
 
 _PR_SET_PDEATHSIG = 1
 DAEMON_ENDED = signal.SIGUSR1
@@ -66,7 +66,7 @@ class NotTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class StandbyProcess:
     """A standby, and this end of its socket."""
 
     process: subprocess.Popen[bytes]
@@ -84,7 +84,7 @@ class JobAgent:
     """For the main thread: the child gets its signal when the thread ends that started it."""
 
     def __init__(
-        self, ticket: int, job: Become, output: Path, post: Callable[[JobAgentEnded | NotTaken], None]
+        self, ticket: int, job: AgentCommand, output: Path, post: Callable[[JobAgentEnded | NotTaken], None]
     ) -> None:
         self.ticket = ticket
         self._job = job
@@ -93,7 +93,7 @@ class JobAgent:
         self._process: subprocess.Popen[bytes] | None = None
         self.leaves = False
 
-    def start(self, waiting: Waiting | None = None) -> None:
+    def start(self, waiting: StandbyProcess | None = None) -> None:
         """As a process of its own, or as the standby. `NotTaken` follows, and then it may be started again, or
         `JobAgentEnded`. Raises OSError: then nothing follows."""
         try:
@@ -131,7 +131,7 @@ class JobAgent:
             os.kill(self._process.pid, signal.SIGCONT)
             self.leaves = True
 
-    def _hand_over(self, waiting: Waiting, output: int) -> None:
+    def _hand_over(self, waiting: StandbyProcess, output: int) -> None:
         self._process = process = waiting.process
         try:
             send_job(waiting.channel, self._job, output)

@@ -1,6 +1,6 @@
 """What the processes of a job have printed on this node, piece by piece, for `elastic-agent logs`.
 
-A piece of a file goes as one line of JSON, `Piece`, and the bytes behind it. Who asks names job, rank, stream and
+A piece of a file goes as one line of JSON, `Piece`, and the bytes behind it. A request names job, rank, stream and
 generation; no path is made of anything else, and nothing is read but regular files in the folder of a job.
 """
 
@@ -45,7 +45,9 @@ _HEAD = Document(Piece, 1, _MOST_HEAD)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogRequest:
+    """Which piece of which file, as a query of the page."""
+
     job: str
     start: int = 0
     rank: int | None = None
@@ -63,7 +65,7 @@ class Wanted:
         return f"{PATH}?{urlencode(query)}"
 
     @classmethod
-    def read(cls, query: Mapping[str, str]) -> Wanted:
+    def read(cls, query: Mapping[str, str]) -> LogRequest:
         """Raises ValueError."""
         stream = query.get("stream", STREAMS[0])
         if stream not in STREAMS:
@@ -79,7 +81,7 @@ def _number(query: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def read_piece(root: Path, node: str, wanted: Wanted) -> bytes:
+def read_piece(root: Path, node: str, wanted: LogRequest) -> bytes:
     """The answer. Raises FileNotFoundError when nothing of the job is on this node, and OSError."""
     folder = job_folder(root, wanted.job)
     if folder is None:

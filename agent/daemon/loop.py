@@ -16,7 +16,7 @@ from ..common.events import Handlers, NodeChecked, Signalled, StoreGone, ThreadF
 from ..common.exits import ENDINGS, ExitCode, code_of_leave
 from ..output.job_folders import JobFolders
 from ..rendezvous_io.store_link import StoreLink, deliver_from_store
-from .hand_over import Become
+from .hand_over import AgentCommand
 from .idle_checks import IdleChecks
 from .job_agent import JobAgent, JobAgentEnded, NotTaken
 from .job_command import seat_end
@@ -55,7 +55,7 @@ class DaemonLoop:
         self,
         member: PoolMember,
         services: Services,
-        command: Callable[[Assignment], Become],
+        command: Callable[[Assignment], AgentCommand],
         events: queue.SimpleQueue[Any],
         clock: Callable[[], float],
         on_turn: Callable[[str], None] = lambda status: None,

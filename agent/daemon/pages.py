@@ -23,7 +23,7 @@ from ...rendezvous.store.interface import Store
 from ..common.http_client import NoAnswer, get
 from ..main.heartbeat import STUCK_AFTER_S
 from .job_logs import PATH as LOGS_PATH
-from .job_logs import Wanted, read_piece
+from .job_logs import LogRequest, read_piece
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def labelled(page: str, job: str) -> str:
 
 
 class LogPage:
-    """Pieces of the logs of jobs, for who has read this node's record in the store."""
+    """Pieces of the logs of jobs, for readers of the store: the token is in this node's record there."""
 
     def __init__(self, root: Path, node: str, token: str) -> None:
         self._root, self._node, self._token = root, node, token
@@ -173,7 +173,7 @@ class LogPage:
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             return HTTPStatus.UNAUTHORIZED, _TEXT, b"the token in this node's record of the pool is missing\n"
         try:
-            piece = read_piece(self._root, self._node, Wanted.read(request.query))
+            piece = read_piece(self._root, self._node, LogRequest.read(request.query))
         except ValueError as error:
             return HTTPStatus.BAD_REQUEST, _TEXT, f"{error}\n".encode()
         except FileNotFoundError as error:

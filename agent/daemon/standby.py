@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..workers.preloader.fidelity import env_rules
 from .hand_over import pair
-from .job_agent import Waiting, start_child
+from .job_agent import StandbyProcess, start_child
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Standby:
         self._environment = environment
         self._clock = clock
         self._directory = os.getcwd()
-        self._waiting: Waiting | None = None
+        self._waiting: StandbyProcess | None = None
         self._failures = 0
         self._start_at = clock()
 
@@ -68,7 +68,7 @@ class Standby:
         self._start(now)
         return None if self._waiting is not None else self._start_at
 
-    def take(self, environment: Mapping[str, str], directory: str) -> Waiting | None:
+    def take(self, environment: Mapping[str, str], directory: str) -> StandbyProcess | None:
         """For one job with this environment, in this directory; None where it must start cold."""
         now = self._clock()
         waiting = self._waiting
@@ -109,9 +109,9 @@ class Standby:
             ours.close()
             self._failed(f"it cannot be started: {error}", now)
             return
-        self._waiting = Waiting(process, ours, now)
+        self._waiting = StandbyProcess(process, ours, now)
 
-    def _lost(self, waiting: Waiting, now: float) -> None:
+    def _lost(self, waiting: StandbyProcess, now: float) -> None:
         self._waiting = None
         waiting.channel.close()
         if now >= waiting.since + HEALTHY_S:

@@ -31,7 +31,7 @@ _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def job_folder(root: Path, job: str) -> Path | None:
-    """The folder of this job, whoever names it; None when there is none."""
+    """The folder of this job, whose name may come from anywhere; None when there is none."""
     if _JOB.fullmatch(job) is None:
         return None
     folder = root / job

@@ -24,7 +24,7 @@ while True:
 DAEMON = """
 import os, signal, stat, sys, threading, time
 from pathlib import Path
-from elastic_agent.agent.daemon.hand_over import Become
+from elastic_agent.agent.daemon.hand_over import AgentCommand
 from elastic_agent.agent.daemon.job_agent import JobAgent
 
 folder = Path(sys.argv[1])
@@ -34,7 +34,7 @@ program.chmod(0o700)
 sys.executable = str(program)
 for _ in range(30):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-agent = JobAgent(1, Become((), dict(os.environ), str(folder)), folder / "output", lambda ended: None)
+agent = JobAgent(1, AgentCommand((), dict(os.environ), str(folder)), folder / "output", lambda ended: None)
 agent.start()
 print(agent._process.pid, flush=True)
 time.sleep(60)

@@ -17,7 +17,7 @@ from elastic_agent.agent.commands.pool.log_reader import (
     nodes_of,
 )
 from elastic_agent.agent.daemon import job_logs
-from elastic_agent.agent.daemon.job_logs import Piece, Wanted, read_piece, split_piece
+from elastic_agent.agent.daemon.job_logs import LogRequest, Piece, read_piece, split_piece
 from elastic_agent.agent.daemon.pages import LogPage
 from elastic_agent.agent.output import job_folders
 from elastic_agent.agent.output.job_folders import KEPT_BEYOND, MARK, JobFolders, prune
@@ -55,9 +55,9 @@ def rank_file(root: Path, generation: int, text: str, *, rank: int = 0, run: str
 
 
 def test_a_query_means_what_was_asked_for() -> None:
-    for wanted in (Wanted("j"), Wanted("j", 7, 3, "stderr", 12)):
+    for wanted in (LogRequest("j"), LogRequest("j", 7, 3, "stderr", 12)):
         query = dict(part.split("=") for part in wanted.target.partition("?")[2].split("&"))
-        assert Wanted.read(query) == wanted
+        assert LogRequest.read(query) == wanted
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_query_means_what_was_asked_for() -> None:
 )
 def test_a_query_that_is_none_is_refused(query: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        Wanted.read({"job": "j", **query})
+        LogRequest.read({"job": "j", **query})
 
 
 @pytest.mark.parametrize("job", ["..", ".", "", "a/b", "../j", "j\0", "x" * 129, "other", "-j"])
@@ -82,7 +82,7 @@ def test_only_the_folder_of_a_job_is_read(root: Path, job: str) -> None:
     (root / "other").mkdir()
     (root / "other/a.log").write_text("private")
     with pytest.raises(FileNotFoundError):
-        read_piece(root, "a", Wanted(job))
+        read_piece(root, "a", LogRequest(job))
 
 
 def test_what_cannot_be_read_is_no_failure_of_the_daemon(root: Path) -> None:
@@ -101,31 +101,31 @@ def test_a_link_is_no_file_of_a_job(root: Path, tmp_path: Path) -> None:
     (root / "j/a.log").unlink()
     (root / "j/a.log").symlink_to(secret)
     with pytest.raises(OSError, match="symbolic link"):
-        read_piece(root, "a", Wanted("j"))
+        read_piece(root, "a", LogRequest("j"))
     os.rename(root / "j", tmp_path / "moved")
     (root / "j").symlink_to(tmp_path / "moved")
     with pytest.raises(FileNotFoundError):
-        read_piece(root, "a", Wanted("j"))
+        read_piece(root, "a", LogRequest("j"))
 
 
 def test_a_pipe_in_the_place_of_a_file_holds_no_reader_up(root: Path) -> None:
     begin(root, "j")
     (root / "j/a.log").unlink()
     os.mkfifo(root / "j/a.log")
-    assert split_piece(read_piece(root, "a", Wanted("j"))) == (Piece(0, 0), b"")
+    assert split_piece(read_piece(root, "a", LogRequest("j"))) == (Piece(0, 0), b"")
 
 
 def test_a_file_comes_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_logs, "MOST_BYTES", 3)
     begin(root, "j")
-    assert split_piece(read_piece(root, "a", Wanted("j"))) == (Piece(0, 5), b"of ")
-    assert split_piece(read_piece(root, "a", Wanted("j", 3))) == (Piece(3, 5), b"j\n")
-    assert split_piece(read_piece(root, "a", Wanted("j", 99))) == (Piece(99, 5), b"")
+    assert split_piece(read_piece(root, "a", LogRequest("j"))) == (Piece(0, 5), b"of ")
+    assert split_piece(read_piece(root, "a", LogRequest("j", 3))) == (Piece(3, 5), b"j\n")
+    assert split_piece(read_piece(root, "a", LogRequest("j", 99))) == (Piece(99, 5), b"")
 
 
 def test_the_newest_generation_of_a_rank_is_that_of_any_attempt(root: Path) -> None:
     begin(root, "j")
-    assert split_piece(read_piece(root, "a", Wanted("j", rank=0))) == (Piece(0, 0, 0), b"")
+    assert split_piece(read_piece(root, "a", LogRequest("j", rank=0))) == (Piece(0, 0, 0), b"")
     rank_file(root, 1, "one")
     rank_file(root, 9, "nine", run="j-r2")
     rank_file(root, 10, "ten", run="j-r2")
@@ -133,8 +133,8 @@ def test_the_newest_generation_of_a_rank_is_that_of_any_attempt(root: Path) -> N
     (root / "j/j-r2/gen10/rank0/stdout.log").rename(root / "j/j-r2/gen10/rank0/stderr.log")
     rank_file(root, 12, "no run of this job", run="k-r1")
     (root / "j/j-r1/gen999x/rank0").mkdir(parents=True)
-    assert split_piece(read_piece(root, "a", Wanted("j", rank=0))) == (Piece(0, 0, 10), b"")
-    found = read_piece(root, "a", Wanted("j", rank=0, generation=9))
+    assert split_piece(read_piece(root, "a", LogRequest("j", rank=0))) == (Piece(0, 0, 10), b"")
+    found = read_piece(root, "a", LogRequest("j", rank=0, generation=9))
     assert split_piece(found) == (Piece(0, 4, 10), b"nine")
 
 
@@ -215,7 +215,7 @@ class Nodes:
     most: int = 1 << 20
     asked: int = 0
 
-    def ask(self, node: PoolNode, wanted: Wanted) -> tuple[Piece, bytes]:
+    def ask(self, node: PoolNode, wanted: LogRequest) -> tuple[Piece, bytes]:
         self.asked += 1
         if node.node in self.silent:
             raise Unreadable(self.silent[node.node])
@@ -385,4 +385,4 @@ def test_a_rank_whose_node_falls_silent_is_named(screen: Screen) -> None:
 )
 def test_a_daemon_that_cannot_be_asked(http: Endpoint | None, expected: str) -> None:
     with pytest.raises(Unreadable, match=expected):
-        ask_daemon(PoolNode("a", "a1", "10.0.0.1", http=http), Wanted("j"))
+        ask_daemon(PoolNode("a", "a1", "10.0.0.1", http=http), LogRequest("j"))

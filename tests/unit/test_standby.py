@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.daemon.hand_over import (
-    Become,
+    AgentCommand,
     pair,
     receive_job,
     send_job,
@@ -22,7 +22,7 @@ from elastic_agent.agent.daemon.hand_over import (
     send_taken,
     was_taken,
 )
-from elastic_agent.agent.daemon.job_agent import JobAgent, JobAgentEnded, NotTaken, Waiting
+from elastic_agent.agent.daemon.job_agent import JobAgent, JobAgentEnded, NotTaken, StandbyProcess
 from elastic_agent.agent.daemon.standby import HEALTHY_S, RETRY_S, Standby, why_cold
 from elastic_agent.codec import Invalid
 
@@ -61,7 +61,7 @@ def test_a_path_that_depends_on_the_directory_is_the_same_only_there(path: str) 
 
 
 def test_a_job_is_handed_over_whole_however_long_it_is(tmp_path: Path) -> None:
-    job = Become(("--node-id=a", "--", "x.py"), {"LONG": "x" * 2**20, "NOT_UTF_8": "\udcff"}, "/there")
+    job = AgentCommand(("--node-id=a", "--", "x.py"), {"LONG": "x" * 2**20, "NOT_UTF_8": "\udcff"}, "/there")
     ours, theirs = pair()
     with ours, theirs, (tmp_path / "output").open("wb") as output:
         send_job(ours, job, output.fileno())
@@ -100,9 +100,9 @@ class Handed:
             command = [sys.executable, "-c", program + code, str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        job = Become(("--version",), {"PATH": "/bin"}, str(folder))
+        job = AgentCommand(("--version",), {"PATH": "/bin"}, str(folder))
         self.agent = JobAgent(7, job, folder / "logs" / "output", self.events.put)
-        self.agent.start(Waiting(self.process, ours, 0.0))
+        self.agent.start(StandbyProcess(self.process, ours, 0.0))
 
     def event(self) -> Any:
         return self.events.get(timeout=PATIENCE_S)
@@ -147,7 +147,7 @@ def test_a_real_standby_takes_no_job_whose_directory_it_cannot_enter(tmp_path: P
     assert waiting is not None
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     agent = JobAgent(
-        7, Become(("--version",), dict(os.environ), str(folder)), tmp_path / "output", events.put
+        7, AgentCommand(("--version",), dict(os.environ), str(folder)), tmp_path / "output", events.put
     )
     agent.start(waiting)
     assert events.get(timeout=PATIENCE_S) == NotTaken(7)
@@ -158,7 +158,7 @@ def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> N
     for name in ("elastic_agent/__init__.py", "runpy.py", "signal.py", "contextlib.py"):
         (tmp_path / name).write_text("raise SystemExit(__file__)")
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    JobAgent(7, Become(("--version",), {}, str(tmp_path)), tmp_path / "output", events.put).start()
+    JobAgent(7, AgentCommand(("--version",), {}, str(tmp_path)), tmp_path / "output", events.put).start()
     assert events.get(timeout=PATIENCE_S) == JobAgentEnded(7, 0), (tmp_path / "output").read_text()
 
 
@@ -166,9 +166,9 @@ def test_a_standby_is_not_lost_where_its_output_has_no_place(tmp_path: Path) -> 
     (tmp_path / "logs").write_text("no folder")
     ours, theirs = pair()
     process = subprocess.Popen(["sleep", "60"])
-    agent = JobAgent(7, Become((), {}, "/"), tmp_path / "logs" / "output", lambda event: None)
+    agent = JobAgent(7, AgentCommand((), {}, "/"), tmp_path / "logs" / "output", lambda event: None)
     with theirs, pytest.raises(OSError, match="logs"):
-        agent.start(Waiting(process, ours, 0.0))
+        agent.start(StandbyProcess(process, ours, 0.0))
     assert process.returncode is not None
 
 

@@ -17,7 +17,7 @@ from ....codec import Invalid
 from ....pool.records import JobResult, PoolNode, Run
 from ....pool.view import PoolView
 from ...common.http_client import NoAnswer, request
-from ...daemon.job_logs import MOST_ANSWER, Piece, Wanted, split_piece
+from ...daemon.job_logs import MOST_ANSWER, LogRequest, Piece, split_piece
 from ...output.worker_logs import STREAMS
 
 ANSWER_S = 3.0
@@ -43,11 +43,11 @@ class Unreadable(Exception):
         """It has nothing of the job."""
 
 
-Ask = Callable[[PoolNode, Wanted], tuple[Piece, bytes]]
+Ask = Callable[[PoolNode, LogRequest], tuple[Piece, bytes]]
 """Raises Unreadable."""
 
 
-def ask_daemon(node: PoolNode, wanted: Wanted) -> tuple[Piece, bytes]:
+def ask_daemon(node: PoolNode, wanted: LogRequest) -> tuple[Piece, bytes]:
     """Raises Unreadable."""
     if node.http is None:
         raise Unreadable("its daemon answers on its own loopback only (--http-address)")
@@ -142,7 +142,7 @@ class JobLog:
             more = more or file.start < piece.size
             while all_of_it and data and file.start < piece.size:
                 try:
-                    again, data = self._ask(nodes[name], Wanted(self._job, file.start))
+                    again, data = self._ask(nodes[name], LogRequest(self._job, file.start))
                 except Unreadable as error:
                     self._complain(nodes[name], error, parts, over=over)
                     break
@@ -159,7 +159,7 @@ class JobLog:
     ) -> dict[str, tuple[Piece, bytes]]:
         def one(node: PoolNode) -> tuple[Piece, bytes] | Unreadable:
             try:
-                return self._ask(node, Wanted(self._job, self._files.get(node.node, _File()).start))
+                return self._ask(node, LogRequest(self._job, self._files.get(node.node, _File()).start))
             except Unreadable as error:
                 return error
 
@@ -246,7 +246,7 @@ class RankLog:
     def _newest(self, nodes: Mapping[str, PoolNode], parts: tuple[str, ...]) -> _Chosen | None:
         def one(node: PoolNode) -> int | Unreadable:
             try:
-                piece, _ = self._ask(node, Wanted(self._job, rank=self._rank))
+                piece, _ = self._ask(node, LogRequest(self._job, rank=self._rank))
                 return piece.newest
             except Unreadable as error:
                 return error
@@ -272,7 +272,7 @@ class RankLog:
         for file in chosen.files:
             size, data = -1, b"."
             while data and (size < 0 or (all_of_it and file.start < size)):
-                wanted = Wanted(self._job, file.start, self._rank, file.stream, chosen.generation)
+                wanted = LogRequest(self._job, file.start, self._rank, file.stream, chosen.generation)
                 try:
                     piece, data = self._ask(node, wanted)
                 except Unreadable as error:
