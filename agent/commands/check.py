@@ -21,6 +21,7 @@ from ...health.checks.finding import Finding, Outcome, worst, worst_first
 from ...health.checks.node.runner import run_checks
 from ...health.checks.node.table import checks_for
 from ...health.checks.pairs.report import PairsReport
+from ...health.checks.pairs.results import MOST_NODES
 from ...rendezvous.text import counted
 from ..common.exits import CannotStart, CheckCode, ExitCode
 from ..configuration.config import HELP, Config, ConfigError
@@ -29,7 +30,7 @@ from ..configuration.reading.resolve import resolve_check
 from ..configuration.reading.settings import Settings
 from ..configuration.reading.sources import read_argv
 from ..configuration.types.option import Group, Option, Source
-from ..configuration.types.parsers import MOST_NODES, duration, whole_number
+from ..configuration.types.parsers import duration, whole_number
 from ..configuration.types.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network.addresses import unique_node_id

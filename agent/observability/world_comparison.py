@@ -4,7 +4,6 @@ rules of `health/checks/comparison.py`, and of the limits that they were started
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -15,6 +14,7 @@ from ...health.checks.comparison import (
     MTU,
     RDMA_PORTS,
     NodeValue,
+    address_family,
     difference,
 )
 from ...rendezvous import terms
@@ -80,10 +80,7 @@ def _rdma(node: NodeRecord) -> str | None:
 
 
 def _family(node: NodeRecord) -> str | None:
-    try:
-        return f"IPv{ipaddress.ip_address(node.address.partition('%')[0]).version}"
-    except ValueError:
-        return None
+    return address_family(node.address)
 
 
 _TRAITS = ((MTU, _mtu), (LINK_SPEED, _speed), (RDMA_PORTS, _rdma), (ADDRESS_FAMILY, _family))

@@ -1,4 +1,4 @@
-"""What the nodes of one job should have alike: the usual value, who has another, and what to do about it.
+"""Traits that the nodes of one job should share: the usual value, the nodes with another one, and what to do about it.
 
 Nothing is refused for a difference: a job may run on two kinds of machines. But a large packet that one of a thousand
 nodes cannot take shows up as a hang of all, hours later and far from its cause.
@@ -6,6 +6,7 @@ nodes cannot take shows up as a hang of all, hours later and far from its cause.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -71,3 +72,11 @@ ADDRESS_FAMILY = Trait(
     "the address family",
     "Workers of one family do not reach those of the other: choose --network-interface or --local-addr alike.",
 )
+
+
+def address_family(address: str) -> str | None:
+    """None: it is no address."""
+    try:
+        return f"IPv{ipaddress.ip_address(address.partition('%')[0]).version}"
+    except ValueError:
+        return None

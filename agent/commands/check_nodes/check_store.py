@@ -140,7 +140,7 @@ class CheckStore:
         return _read(_REPORT, entries[0]) if entries else None
 
     def _put(self, key: str, value: str) -> None:
-        assert self._lease is not None, "who writes has joined"
+        assert self._lease is not None, "only a node that has joined writes"
         put = Put(key, value, self._lease)
         self._asked(lambda: self._store.transact((), (put,)))
 

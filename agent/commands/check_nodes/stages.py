@@ -1,7 +1,7 @@
-"""Who does what when in a check of several nodes: the oldest one leads, and all, it included, do what it writes down.
+"""The stages of a check of several nodes: the oldest node leads, and all nodes carry out the stage that it publishes.
 
-It waits for the nodes, lets each try to reach the others, lets pairs measure each other in two rounds, of which the
-second follows from the first, and writes the report. A node that ends is left out from then on. When the one that leads
+The leader waits for the nodes, lets each try to reach the others, lets pairs measure each other in two rounds, of which
+the second follows from the first, and writes the report. A node that ends is left out from then on. When the leader
 ends, the others say so: nothing of theirs is lost but time.
 """
 
@@ -26,7 +26,7 @@ that it meets."""
 MOST_MEASURED = 256
 """Measurements in a report; of more nodes it has the findings alone."""
 STAGE_S = 90.0
-"""No stage takes longer where all processes are bounded; who is later is left out."""
+"""No stage takes longer where all processes are bounded; a later node is left out."""
 SILENT_S = 120.0
 """More than a stage takes: a node that leads and does nothing for so long keeps its lease, and hangs."""
 LEAVE_S = 10.0
@@ -111,8 +111,8 @@ class StageDriver:
             self._sleep(self._look_s)
 
     def await_others(self) -> None:
-        """For whom the store, or the report, has to be there some time longer; but not for one that waits for this one:
-        who has read the report leaves first, and waits afterwards."""
+        """Waits until the others have left, at most `LEAVE_S`: they still need the store that this node hosts, or the
+        report. A host that does not lead has left by then, so that it and the leader do not wait for each other."""
         until = self._clock() + LEAVE_S
         while self._clock() < until and set(self._store.present()) - {self._me}:
             self._sleep(self._look_s)
@@ -214,7 +214,7 @@ class _Progress:
         return [name for name in self.nodes if name not in self.gone]
 
     def add(self, name: str, results: NodeResults) -> None:
-        """Of what a node says, what it can know: nobody reports for others, or about nodes that are not there."""
+        """Takes only what a node can know: its own tries and measurements, with nodes that are there."""
         known = self.results.get(name, NodeResults())
         reached = tuple(one for one in results.reached if one.source == name and one.target in self.nodes)
         measured = tuple(one for one in results.measured if one.first == name and one.second in self.nodes)

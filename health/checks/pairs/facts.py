@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Annotated
 
 from ....codec import AtMost, Checked, Text, Within
-from ..comparison import ADDRESS_FAMILY, LINK_SPEED, MTU, RDMA_PORTS, NodeValue, Trait, difference
+from ..comparison import (
+    ADDRESS_FAMILY,
+    LINK_SPEED,
+    MTU,
+    RDMA_PORTS,
+    NodeValue,
+    Trait,
+    address_family,
+    difference,
+)
 from ..finding import Finding, Outcome
-from .results import Measurement, Node, NodeResults, ProbeEndpoint
+from .results import MOST_NODES, Measurement, Node, NodeResults, ProbeEndpoint
 from .rounds import Pair, pair_of
 
 Version = Annotated[str, Text(64)]
@@ -36,7 +44,7 @@ class NodeFacts(Checked):
 
     node: Node
     life: Node
-    wanted: Annotated[int, Within(1, 4096)]
+    wanted: Annotated[int, Within(1, MOST_NODES)]
     endpoint: ProbeEndpoint
     all_reduce_port: Annotated[int, Within(1, 65535)]
     """Where the store of an all-reduce with this node listens, at the endpoint's address."""
@@ -61,7 +69,7 @@ _NETWORK: tuple[tuple[Trait, _Value], ...] = (
     (MTU, lambda node: f"{node.mtu}" if node.mtu else None),
     (LINK_SPEED, lambda node: f"{node.speed_mbps} Mbit/s" if node.speed_mbps else None),
     (RDMA_PORTS, lambda node: f"{node.rdma_ports}"),
-    (ADDRESS_FAMILY, lambda node: _family(node.endpoint.address)),
+    (ADDRESS_FAMILY, lambda node: address_family(node.endpoint.address)),
 )
 
 _ONE_IMAGE = "Give all nodes one image, or one environment."
@@ -170,10 +178,3 @@ def compare_directories(
     advice = "mount the same file system there on all nodes: look at findmnt -T DIRECTORY on each"
     odd = tuple(node for node in having if node not in groups[0])
     return Finding(check, Outcome.FAIL, summary, advice), odd
-
-
-def _family(address: str) -> str | None:
-    try:
-        return f"IPv{ipaddress.ip_address(address.partition('%')[0]).version}"
-    except ValueError:
-        return None

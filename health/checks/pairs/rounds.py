@@ -1,4 +1,4 @@
-"""Who meets whom: two rounds of pairs, the second chosen by what the first has shown.
+"""Chooses the pairs of nodes that meet: two rounds, the second chosen by what the first has shown.
 
 One failed pair accuses two nodes and the link between them. In the second round each of its nodes meets two nodes of
 pairs that passed: the bad one fails again, the other one passes, and if both pass it is the link. Nodes whose pairs

@@ -36,7 +36,7 @@ CHUNK = 1 << 18
 AT_ONCE = 64
 LARGE_VANISH = "single bytes pass, and of a stream nothing does"
 
-_TELLS = {
+_BY_ERRNO = {
     errno.ECONNREFUSED: Obstacle.REFUSED,
     errno.ETIMEDOUT: Obstacle.DROPPED,
     errno.EHOSTUNREACH: Obstacle.NO_ROUTE,
@@ -85,15 +85,15 @@ def measure(
     """`address` is this node's own, and `number` the round. Never raises."""
     found = Measurement(number, me, endpoint.node)
     try:
-        with opened(endpoint, address, ECHO) as asked:
-            found = replace(found, latency_s=_latency(asked, clock))
-        with opened(endpoint, address, TIME) as asked:
-            found = replace(found, clock_offset_s=_offset(asked, clock))
+        with opened(endpoint, address, ECHO) as connection:
+            found = replace(found, latency_s=_latency(connection, clock))
+        with opened(endpoint, address, TIME) as connection:
+            found = replace(found, clock_offset_s=_offset(connection, clock))
         for _ in range(STREAMS):
-            with opened(endpoint, address, SINK) as asked:
-                found = replace(found, sent=max(found.sent or 0.0, _send(asked, clock)))
-            with opened(endpoint, address, SOURCE) as asked:
-                received = receive_stream(asked, clock)[0]
+            with opened(endpoint, address, SINK) as connection:
+                found = replace(found, sent=max(found.sent or 0.0, _send(connection, clock)))
+            with opened(endpoint, address, SOURCE) as connection:
+                received = receive_stream(connection, clock)[0]
                 found = replace(found, received=max(found.received or 0.0, received))
             if 0.0 in (found.sent, found.received):
                 break
@@ -109,30 +109,30 @@ def opened(endpoint: ProbeEndpoint, source: str, want: bytes) -> Iterator[socket
     """A connection from the address `source` on which `endpoint` has answered as only it can. Raises Blocked, also for
     errors of the connection in the body."""
     try:
-        with _connected(endpoint, source) as asked:
-            asked.settimeout(ANSWER_S)
-            asked.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            asked.sendall(endpoint.request_token.encode() + want)
-            answer = receive_exactly(asked, len(endpoint.reply_token))
+        with _connected(endpoint, source) as connection:
+            connection.settimeout(ANSWER_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(endpoint.request_token.encode() + want)
+            answer = receive_exactly(connection, len(endpoint.reply_token))
             if not hmac.compare_digest(answer, endpoint.reply_token.encode()):
                 raise Blocked(Obstacle.STRANGER, "another program answers there")
-            yield asked
+            yield connection
     except TimeoutError as error:
         detail = f"the connection came to be, and no answer within {ANSWER_S:g} s"
         raise Blocked(Obstacle.SILENT, detail) from error
     except OSError as error:
-        raise Blocked(_TELLS.get(error.errno or 0, Obstacle.OWN), error.strerror or str(error)) from error
+        raise Blocked(_BY_ERRNO.get(error.errno or 0, Obstacle.OWN), error.strerror or str(error)) from error
 
 
-def receive_exactly(asked: socket.socket, count: int) -> bytes:
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
     """Fewer bytes only at the end of the stream. Raises OSError."""
     found = b""
-    while len(found) < count and (more := asked.recv(count - len(found))):
+    while len(found) < count and (more := connection.recv(count - len(found))):
         found += more
     return found
 
 
-def receive_stream(asked: socket.socket, clock: Callable[[], float]) -> tuple[float, int, float]:
+def receive_stream(connection: socket.socket, clock: Callable[[], float]) -> tuple[float, int, float]:
     """Rate, bytes and seconds of what comes within `STREAM_S` after the first packet; all 0 when none comes in time.
 
     The first packet starts the clock and is not counted: what had gathered on the way would look like speed.
@@ -142,8 +142,8 @@ def receive_stream(asked: socket.socket, clock: Callable[[], float]) -> tuple[fl
     count, ends = 0, clock() + ANSWER_S
     with contextlib.suppress(TimeoutError):
         while (left_s := ends - clock()) > 0.0:
-            asked.settimeout(left_s)
-            got = asked.recv_into(room)
+            connection.settimeout(left_s)
+            got = connection.recv_into(room)
             if not got:
                 break
             if began is None:
@@ -165,38 +165,38 @@ def _connected(endpoint: ProbeEndpoint, source: str) -> socket.socket:
         own = socket.getaddrinfo(source, 0, family, flags=socket.AI_NUMERICHOST)[0][4]
     except OSError as error:
         raise Blocked(Obstacle.OWN, f"{source} cannot ask {endpoint.address}: {error}") from error
-    asked = socket.socket(family, socket.SOCK_STREAM)
+    connection = socket.socket(family, socket.SOCK_STREAM)
     try:
-        asked.settimeout(CONNECT_S)
-        asked.bind(own)
-        asked.connect(to)
+        connection.settimeout(CONNECT_S)
+        connection.bind(own)
+        connection.connect(to)
     except TimeoutError as error:
-        asked.close()
+        connection.close()
         raise Blocked(Obstacle.DROPPED, f"no answer to SYN within {CONNECT_S:g} s") from error
     except OSError as error:
-        asked.close()
-        raise Blocked(_TELLS.get(error.errno or 0, Obstacle.OWN), error.strerror or str(error)) from error
-    return asked
+        connection.close()
+        raise Blocked(_BY_ERRNO.get(error.errno or 0, Obstacle.OWN), error.strerror or str(error)) from error
+    return connection
 
 
-def _latency(asked: socket.socket, clock: Callable[[], float]) -> float:
+def _latency(connection: socket.socket, clock: Callable[[], float]) -> float:
     took: list[float] = []
     ends = clock() + LATENCY_S
     while len(took) < ROUND_TRIPS and clock() < ends:
         began = clock()
-        asked.sendall(b"x")
-        _one_answer(asked, 1)
+        connection.sendall(b"x")
+        _one_answer(connection, 1)
         took.append(clock() - began)
     return statistics.median(took)
 
 
-def _offset(asked: socket.socket, clock: Callable[[], float]) -> float:
+def _offset(connection: socket.socket, clock: Callable[[], float]) -> float:
     """By the fastest of some exchanges, as NTP does: the other clock was read about in its middle."""
     found = []
     for _ in range(TIMES):
         began, instant = clock(), time.time()
-        asked.sendall(b"x")
-        (there,) = INSTANT.unpack(_one_answer(asked, INSTANT.size))
+        connection.sendall(b"x")
+        (there,) = INSTANT.unpack(_one_answer(connection, INSTANT.size))
         took_s = clock() - began
         found.append((took_s, there - instant - took_s / 2))
     offset = min(found)[1]
@@ -205,22 +205,22 @@ def _offset(asked: socket.socket, clock: Callable[[], float]) -> float:
     return float(offset)
 
 
-def _send(asked: socket.socket, clock: Callable[[], float]) -> float:
+def _send(connection: socket.socket, clock: Callable[[], float]) -> float:
     """Send until the other side says at which rate it came. 0 when it says nothing."""
     chunk, answer = memoryview(bytes(CHUNK)), b""
     ends = clock() + STREAM_S + 2 * ANSWER_S
-    asked.setblocking(False)
+    connection.setblocking(False)
     while len(answer) < STREAMED.size and (left_s := ends - clock()) > 0.0:
-        readable, writable, _ = select.select([asked], [asked], [], left_s)
+        readable, writable, _ = select.select([connection], [connection], [], left_s)
         if readable:
-            more = asked.recv(STREAMED.size - len(answer))
+            more = connection.recv(STREAMED.size - len(answer))
             if not more:
                 raise Blocked(Obstacle.RESET, "the connection was closed in the middle of the stream")
             answer += more
         elif writable:
-            asked.send(chunk)
+            connection.send(chunk)
     # What has not been sent yet need not arrive.
-    asked.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     if len(answer) < STREAMED.size:
         return 0.0
     count, took_s = STREAMED.unpack(answer)
@@ -229,8 +229,8 @@ def _send(asked: socket.socket, clock: Callable[[], float]) -> float:
     return float(count / took_s)
 
 
-def _one_answer(asked: socket.socket, count: int) -> bytes:
-    answer = receive_exactly(asked, count)
+def _one_answer(connection: socket.socket, count: int) -> bytes:
+    answer = receive_exactly(connection, count)
     if len(answer) < count:
         raise Blocked(Obstacle.RESET, "the connection was closed in the middle")
     return answer

@@ -1,6 +1,6 @@
 """Answers the probes of other nodes: echoes a byte, says the time, takes a stream, sends one.
 
-Anybody may connect: who does not show what the nodes of this check have agreed on gets nothing and is cut off, at most
+Any program may connect. One that does not begin with the check's request token gets nothing and is cut off; at most
 `AT_ONCE` are served at a time, each for `LONGEST_S` at most, and nothing that they send is kept.
 """
 
