@@ -2,8 +2,8 @@
 
 Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` finds what
 follows on this machine, `run` does the work and returns the exit code: of `agent/main` where there is a script, of
-`agent/daemon` where there is none. A configuration with problems ends with 78,
-or with 73 where another machine could run it, and the list of all of them, before anything is started.
+`agent/daemon` where there is none. A configuration with problems ends with 78, or with 73 where another machine could
+run it, and the list of all of them, before anything is started.
 
 A *sub-command* does something else than run a job. It is one only as the very first word, so that a script
 of that name can still be run, as `./status` or after any option.

@@ -14,9 +14,9 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     from .__main__ import end
     from .agent.daemon.standby_process import await_job
-    from .agent.machine import (
-        inventory as inventory,
-    )  # `main` imports these two when it knows that it needs them
+
+    # `main` imports these two when it knows that it needs them.
+    from .agent.machine import inventory as inventory
     from .agent.main import run as run
     from .cli import main
 

@@ -38,17 +38,16 @@ from ..errors import (
     StoreUnavailable,
 )
 from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from ..store.requests import Grant, Read
 from ..store.retry_connect import retry_connect
 from ..store.wire import (
     PARKED_S,
     Call,
     Changes,
     Done,
-    Grant,
     Granted,
     KeepAlive,
     LongPoll,
-    Read,
     Refused,
     Revoke,
     Transact,

@@ -33,13 +33,13 @@ from ..errors import Compacted, StoreClosed, StoreError, StoreUnavailable
 from ..store.interface import Compare, Delete, Entry, LeaseId, Outcome, Put
 from ..store.kv_state import KvState
 from ..store.memory import MemoryStore
+from ..store.requests import Grant
 from ..store.wire import (
     PARKED_S,
     Call,
     Caller,
     CallInvalid,
     Changes,
-    Grant,
     Granted,
     LongPoll,
     Refused,

@@ -30,6 +30,7 @@ from typing import TypeVar
 from ...codec import Invalid
 from ..errors import Compacted, StoreClosed, StoreError, StoreMismatch, StoreUnavailable
 from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
+from ..store.requests import Grant, Read
 from ..store.retry_connect import retry_connect
 from ..store.wire import (
     PARKED_S,
@@ -38,11 +39,9 @@ from ..store.wire import (
     Caller,
     Changes,
     Done,
-    Grant,
     Granted,
     KeepAlive,
     LongPoll,
-    Read,
     Refused,
     Request,
     Revoke,

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Annotated, Protocol, TypeAlias
 
+from ...codec import Within
 from .interface import Compare, Delete, LeaseId, Outcome, Put, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    ttl_s: float
+    ttl_s: Annotated[float, Within(0, 86400, above=True)]
 
 
 @dataclass(frozen=True, slots=True)

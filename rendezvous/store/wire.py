@@ -2,10 +2,11 @@
 
 The c10d store and the local one carry the same messages, each in its own way.
 
-A *call* is what a client asks, a *result* what comes back. Both travel as the codec writes them. With a call travels
-its `Caller`, which names the client, its *link* (this client's first connection, its second, ...) and the call's id on
-that link; with the result travels that id again, so that a late answer is never taken for the answer to something else.
-What reaches the host can send anything: what does not decode raises Invalid and goes no further.
+A *call* is what a client asks, some of them a node's `requests` as they are, a *result* what comes back. Both travel
+as the codec writes them. With a call travels its `Caller`, which names the client, its *link* (this client's first
+connection, its second, ...) and the call's id on that link; with the result travels that id again, so that a late
+answer is never taken for the answer to something else. What reaches the host can send anything: what does not decode
+raises Invalid and goes no further.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
-from ...codec import Codec, Count, Invalid, Text, Within, from_plain, load_object, plain, shown
+from ...codec import Codec, Count, Invalid, Text, from_plain, load_object, plain, shown
 from ..errors import Compacted, LeaseExpired, StoreClosed, StoreError, StoreUnavailable
 from .interface import Change, Compare, Delete, LeaseId, Outcome, Put, Revision, Snapshot, Store
+from .requests import Grant, Read
 
 SCHEMA = 3
 _PROGRAM = "elastic-agent"
@@ -38,11 +40,6 @@ class CallInvalid(Invalid):
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    ttl_s: Annotated[float, Within(0, 86400, above=True)]
-
-
-@dataclass(frozen=True, slots=True)
 class KeepAlive:
     lease: LeaseId
 
@@ -56,12 +53,6 @@ class Revoke:
 class Transact:
     compares: tuple[Compare, ...]
     writes: tuple[Put | Delete, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    scopes: tuple[str, ...]
-    oldest_under: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from elastic_agent.rendezvous.errors import (
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store.interface import MOST_OPERATIONS, Change, Compare, Put, Snapshot
 from elastic_agent.rendezvous.store.kv_state import HISTORY
+from elastic_agent.rendezvous.store.requests import Read
 from elastic_agent.rendezvous.store.wire import (
     PARKED_S,
     REQUEST_LIMIT_BYTES,
@@ -39,7 +40,6 @@ from elastic_agent.rendezvous.store.wire import (
     Caller,
     Done,
     LongPoll,
-    Read,
     Refused,
     Reply,
     Request,

@@ -36,11 +36,11 @@ from elastic_agent.rendezvous.local.host import LocalHost
 from elastic_agent.rendezvous.local.journal import Journal
 from elastic_agent.rendezvous.local.store import LocalStore
 from elastic_agent.rendezvous.store.interface import Delete, Put, Store
+from elastic_agent.rendezvous.store.requests import Read
 from elastic_agent.rendezvous.store.wire import (
     REQUEST_LIMIT_BYTES,
     Call,
     Caller,
-    Read,
     Refused,
     Reply,
     Request,

@@ -21,8 +21,8 @@ from elastic_agent.agent.daemon.pages import (
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.health.http import HealthServer, Probe, Request
 from elastic_agent.health.metrics import Build, Metrics, Place
-from elastic_agent.health.pool_metrics import PoolMetrics
-from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, run_prefix
+from elastic_agent.health.pool_metrics import SEAT_OUTCOMES, PoolMetrics
+from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, SeatOutcome, run_prefix
 from elastic_agent.pool.view import PoolCounts, PoolView
 from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
 from elastic_agent.rendezvous.store.interface import Entry, Put
@@ -174,3 +174,7 @@ def test_nodes_and_jobs_are_counted() -> None:
     entries = (Entry(one.key, one.to_json(), at, at) for at, one in enumerate(records, 1))
     view.read(StoreSnapshot(9, tuple(entries)))
     assert view.counts() == PoolCounts(nodes=5, idle_nodes=1, queued_jobs=1, running_jobs=1)
+
+
+def test_every_end_of_a_seat_has_its_number() -> None:
+    assert tuple(outcome.value for outcome in SeatOutcome) == SEAT_OUTCOMES

@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Entry, Outcome, Put, Snapshot
+from elastic_agent.rendezvous.store.requests import Grant, Read
 from elastic_agent.rendezvous.store.wire import (
     SCHEMA,
     Call,
     Caller,
     Changes,
     Done,
-    Grant,
     Granted,
     KeepAlive,
     LongPoll,
-    Read,
     Refused,
     Reply,
     Request,
