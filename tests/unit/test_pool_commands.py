@@ -328,6 +328,15 @@ def test_what_has_ended_is_not_cancelled(pool: PoolStore, capsys: pytest.Capture
     assert not pool.view.pool().cancelled
 
 
+def test_what_ends_meanwhile_is_not_cancelled(pool: PoolStore) -> None:
+    pool.put(JOB)
+    before = pool.view
+    pool.put(RESULT)
+    with pytest.raises(CannotDo, match="has ended already: failed, a: exit code 3"):
+        cancel.cancel(pool, before, JOB)
+    assert not pool.view.pool().cancelled
+
+
 # --- jobs
 
 

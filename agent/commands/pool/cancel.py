@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....pool.records import Cancel, Job
+from ....pool.records import RESULTS_PREFIX, Cancel, Job, JobResult
 from ....pool.view import PoolView
 from ....rendezvous.store.interface import Compare, Put, Store
 from ...common.exits import PoolCode
@@ -30,10 +30,17 @@ def _cancel(store: Store, view: PoolView, name: str, _: Settings) -> int:
 def cancel(store: Store, view: PoolView, job: Job) -> str:
     """What was done, in words. Raises CannotDo."""
     if (result := view.result_of(job.job)) is not None:
-        raise CannotDo(
-            PoolCode.OVER, f"job {job.job} has ended already: {result.outcome.value}, {result.reason}"
-        )
+        raise _has_ended(result)
     cancel = Cancel(job.job, present_user())
-    if not store.transact((Compare(cancel.key, 0),), (Put(cancel.key, cancel.to_json()),)).succeeded:
-        raise CannotDo(PoolCode.OVER, f"job {job.job} is cancelled already, and about to end")
-    return f"job {job.job} ({job.name}) is cancelled"
+    free = Compare(cancel.key, 0), Compare(RESULTS_PREFIX + job.job, 0)
+    outcome = store.transact(free, (Put(cancel.key, cancel.to_json()),))
+    if outcome.succeeded:
+        return f"job {job.job} ({job.name}) is cancelled"
+    if (ended := outcome.entries[1]) is not None:
+        raise _has_ended(JobResult.from_json(ended.key, ended.value))
+    raise CannotDo(PoolCode.OVER, f"job {job.job} is cancelled already, and about to end")
+
+
+def _has_ended(result: JobResult) -> CannotDo:
+    how = f"{result.outcome.value}, {result.reason}"
+    return CannotDo(PoolCode.OVER, f"job {result.job} has ended already: {how}")
