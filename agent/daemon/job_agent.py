@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...threads import Thread
+from ..common.exits import ExitCode
 from ..output.job_folders import hold
 from .hand_over import AgentCommand, send_job, was_taken
 
@@ -31,11 +32,15 @@ def signal_at_daemons_end(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-_RUN_MODULE = (
-    "import sys; sys.path[0] or sys.path.pop(0); import runpy; "
-    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
-"""As `python -m` does, but for the current directory: what a job has there must not be taken for a part of us."""
+_RUN_MODULE = f"""\
+import sys; sys.path[0] or sys.path.pop(0)
+import os, runpy, traceback
+try: runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+except Exception: traceback.print_exc(); os._exit({ExitCode.AGENT_FAILED:d})
+"""
+"""As `python -m` does, with two differences. What a job has in its directory is not taken for a part of us. And an
+agent that cannot begin, as where it is installed badly, is no failure of the job's workers.
+"""
 
 
 def start_child(command: list[str], at_our_end: signal.Signals, **how: Any) -> subprocess.Popen[bytes]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.daemon.hand_over import (
     AgentCommand,
     pair,
@@ -160,6 +161,16 @@ def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> N
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     JobAgent(7, AgentCommand(("--version",), {}, str(tmp_path)), tmp_path / "output", events.put).start()
     assert events.get(timeout=PATIENCE_S) == JobAgentEnded(7, 0), (tmp_path / "output").read_text()
+
+
+def test_an_agent_that_is_installed_badly_is_no_failure_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "elastic_agent").mkdir()
+    (tmp_path / "elastic_agent" / "__init__.py").write_text("import nothing_of_this_name")
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    job = Become(("--version",), {"PYTHONPATH": str(tmp_path)}, "/")
+    JobAgent(7, job, tmp_path / "output", events.put).start()
+    assert events.get(timeout=PATIENCE_S) == JobAgentEnded(7, ExitCode.AGENT_FAILED)
+    assert "nothing_of_this_name" in (tmp_path / "output").read_text()
 
 
 def test_a_standby_is_not_lost_where_its_output_has_no_place(tmp_path: Path) -> None:
