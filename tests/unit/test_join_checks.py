@@ -45,6 +45,9 @@ class FakeRun(CheckRun):
     def findings(self) -> tuple[Finding, ...]:
         return self.found
 
+    def end(self) -> None:
+        self.close()
+
     def close(self) -> None:
         self.closed = True
 

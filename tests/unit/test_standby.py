@@ -167,7 +167,7 @@ def test_an_agent_that_is_installed_badly_is_no_failure_of_the_job(tmp_path: Pat
     (tmp_path / "elastic_agent").mkdir()
     (tmp_path / "elastic_agent" / "__init__.py").write_text("import nothing_of_this_name")
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    job = Become(("--version",), {"PYTHONPATH": str(tmp_path)}, "/")
+    job = AgentCommand(("--version",), {"PYTHONPATH": str(tmp_path)}, "/")
     JobAgent(7, job, tmp_path / "output", events.put).start()
     assert events.get(timeout=PATIENCE_S) == JobAgentEnded(7, ExitCode.AGENT_FAILED)
     assert "nothing_of_this_name" in (tmp_path / "output").read_text()

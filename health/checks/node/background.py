@@ -62,7 +62,7 @@ class BackgroundChecks:
         run.start()
         findings = run.findings()
         if not run.hangs:
-            run.close()
+            run.end()
         if self._closed:
             return  # it was cut short
         self._log(findings)
