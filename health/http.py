@@ -31,7 +31,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import TypeAlias
@@ -107,26 +107,34 @@ class _Connection:
         return 2 if self.answer else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What makes the pages. Only those of `slow` may block: each runs on a thread of its own, and holds up its own page
+    alone. One that raises is answered with a 500."""
+
+    metrics: Callable[[], bytes]
+    liveness: Callable[[], Probe]
+    readiness: Callable[[], Probe]
+    pages: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    """In JSON, by path."""
+    slow: Mapping[str, Callable[[Request], Page]] = field(default_factory=dict)
+    """By path; they take the place of other pages of their path."""
+
+
 class HealthServer:
     """Serves on `bind`, a bound and listening socket that it owns from now on.
 
-    `pages` are in JSON, by their paths. `thread` makes the one that serves, of its work and name. All callbacks run on
-    it and must not block, but for those of `slow`, which take the place of other pages of their path and run on threads
-    of their own; what they hold up is their own page alone. If one raises, that request gets a 500, the traceback is
-    logged, and the server goes on. `evicted` counts clients that lost their place to others.
+    `thread` makes the one that serves, of its work and name, and those of slow answers. `evicted` counts clients that
+    lost their place to others.
     """
 
     def __init__(
         self,
         bind: socket.socket,
-        render_metrics: Callable[[], bytes],
-        liveness: Callable[[], Probe],
-        readiness: Callable[[], Probe],
-        pages: Mapping[str, Callable[[], str]],
+        answers: Answers,
         thread: Callable[[Callable[[], None], str], threading.Thread],
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
-        slow: Mapping[str, Callable[[Request], Page]] | None = None,
     ) -> None:
         bind.setblocking(False)
         self.address: tuple[str, int] = bind.getsockname()[:2]
@@ -135,14 +143,14 @@ class HealthServer:
         self._limits = limits
         self._clock = clock
         self._pages: dict[bytes, Callable[[], Page]] = {
-            b"/metrics": lambda: (HTTPStatus.OK, CONTENT_TYPE, render_metrics()),
-            b"/healthz": lambda: _probe_page(liveness()),
-            b"/readyz": lambda: _probe_page(readiness()),
+            b"/metrics": lambda: (HTTPStatus.OK, CONTENT_TYPE, answers.metrics()),
+            b"/healthz": lambda: _probe_page(answers.liveness()),
+            b"/readyz": lambda: _probe_page(answers.readiness()),
         }
-        for path, render in pages.items():
+        for path, render in answers.pages.items():
             self._pages[path.encode()] = _json_page(render)
         self._new_thread = thread
-        self._slow = {path.encode(): answer for path, answer in (slow or {}).items()}
+        self._slow = {path.encode(): answer for path, answer in answers.slow.items()}
         self._busy: Counter[bytes] = Counter()
         """Threads that make answers, by path."""
         self._made: queue.SimpleQueue[tuple[_Connection, bytes, bytes]] = queue.SimpleQueue()

@@ -24,7 +24,7 @@ from ...health.checks.finding import Finding
 from ...health.checks.needs import NodeNeeds
 from ...health.checks.node.runner import CheckRun
 from ...health.checks.node.table import checks_for
-from ...health.http import HealthServer
+from ...health.http import Answers, HealthServer
 from ...health.pool_metrics import PoolMetrics
 from ...pool.member import Assignment, PoolMember
 from ...pool.records import MOST_NODES, PoolNode, SeatEnd
@@ -235,7 +235,9 @@ def _listen(config: Config, address: str) -> socket.socket:
 def _serve(http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contextlib.ExitStack) -> None:
     """Before the store is found: that takes as long as it takes, and is no reason to end this daemon."""
     json, slow = {POOL_PATH: pages.pool}, slow_pages(pages, logs)
-    server = HealthServer(http, pages.metrics, pages.liveness, pages.readiness, json, Thread, slow=slow)
+    server = HealthServer(
+        http, Answers(pages.metrics, pages.liveness, pages.readiness, json, slow=slow), Thread
+    )
     server.start()
     parts.callback(server.close)
     log.info("metrics, /healthz, /readyz and /pool at http://%s", Endpoint(*server.address))

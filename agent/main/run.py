@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from ...health.http import NODE_PATH, HealthServer
+from ...health.http import NODE_PATH, Answers, HealthServer
 from ...health.metrics import Metrics
 from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
@@ -309,7 +309,9 @@ def _serve_http(
     json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
     server = _started(
         parts,
-        HealthServer(claimed.listeners.http, metrics.render, probes.liveness, probes.readiness, json, Thread),
+        HealthServer(
+            claimed.listeners.http, Answers(metrics.render, probes.liveness, probes.readiness, json), Thread
+        ),
     )
     log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
     options = store_options(agent.config, claimed.network.endpoint, claimed.listeners.store)

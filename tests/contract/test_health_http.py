@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.health.families import CONTENT_TYPE
-from elastic_agent.health.http import NODE_PATH, HealthServer, Limits, Page, Probe, Request
+from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits, Page, Probe, Request
 from elastic_agent.threads import Thread
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
@@ -54,10 +54,7 @@ def server(agent: Agent) -> Iterator[HealthServer]:
     """Its clock stands still unless a test moves it, so that no client here is ever cut off by a slow machine."""
     server = HealthServer(
         listening_socket(),
-        lambda: agent.page(),
-        lambda: agent.live,
-        lambda: agent.ready,
-        agent.pages,
+        Answers(lambda: agent.page(), lambda: agent.live, lambda: agent.ready, agent.pages),
         Thread,
         clock=lambda: agent.now_s,
     )
@@ -329,10 +326,7 @@ def test_with_the_real_clock_a_silent_client_is_closed_without_any_other_traffic
     probe = Probe(True, "ok")
     server = HealthServer(
         listening_socket(),
-        lambda: b"",
-        lambda: probe,
-        lambda: probe,
-        {},
+        Answers(lambda: b"", lambda: probe, lambda: probe),
         Thread,
         limits=Limits(lifetime_s=0.05),
     )
@@ -459,7 +453,7 @@ def test_memory_does_not_grow_with_garbage(server: HealthServer) -> None:
 def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Agent) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages, Thread
+        listening_socket(), Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages), Thread
     )
     server.start()
     assert any(thread.name == "health-http" for thread in threading.enumerate())
@@ -477,7 +471,7 @@ def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Ag
 def test_a_server_that_was_never_started_closes_too(agent: Agent) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     server = HealthServer(
-        listening_socket(), lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages, Thread
+        listening_socket(), Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages), Thread
     )
     server.close()
     server.close()
@@ -494,7 +488,10 @@ def test_a_hanging_callback_does_not_keep_the_agent_from_stopping() -> None:
 
     probe = Probe(True, "ok")
     server = HealthServer(
-        listening_socket(), hang, lambda: probe, lambda: probe, {}, Thread, limits=Limits(lifetime_s=0.05)
+        listening_socket(),
+        Answers(hang, lambda: probe, lambda: probe),
+        Thread,
+        limits=Limits(lifetime_s=0.05),
     )
     server.start()
     with connect(server) as client:
@@ -534,10 +531,7 @@ def test_a_client_that_leaves_the_queue_does_not_keep_the_next_waiting(agent: Ag
     clock_that_ends_no_pause = 1000.0
     server = HealthServer(
         failing_socket(error),
-        lambda: b"up 1\n",
-        lambda: agent.live,
-        lambda: agent.ready,
-        agent.pages,
+        Answers(lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages),
         Thread,
         clock=lambda: clock_that_ends_no_pause,
     )
@@ -550,7 +544,9 @@ def test_a_client_that_leaves_the_queue_does_not_keep_the_next_waiting(agent: Ag
 
 def test_its_thread_cannot_be_caught_in_accept(agent: Agent) -> None:
     bind = listening_socket()
-    server = HealthServer(bind, lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages, Thread)
+    server = HealthServer(
+        bind, Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, agent.pages), Thread
+    )
     assert not bind.getblocking()
     server.close()
 
@@ -587,7 +583,7 @@ def test_a_client_whose_socket_is_not_ready_after_all_is_answered_when_it_is(age
     bind.bind(("127.0.0.1", 0))
     bind.listen()
     server = HealthServer(
-        bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages, Thread
+        bind, Answers(lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages), Thread
     )
     server.start()
     try:
@@ -608,7 +604,11 @@ def test_without_descriptors_it_rests_and_then_serves_who_waited(
     bind = failing_socket(OSError(errno.EMFILE, "Too many open files"))
     limits = Limits(accept_pause_s=0.02)
     server = HealthServer(
-        bind, lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages, Thread, limits, clock
+        bind,
+        Answers(lambda: b"up 1\n", lambda: agent.live, lambda: agent.ready, agent.pages),
+        Thread,
+        limits,
+        clock,
     )
     server.start()
     try:
@@ -648,14 +648,16 @@ def disk() -> Disk:
 def slow(agent: Agent, disk: Disk) -> Iterator[HealthServer]:
     server = HealthServer(
         listening_socket(),
-        lambda: agent.page(),
-        lambda: agent.live,
-        lambda: agent.ready,
-        agent.pages,
+        Answers(
+            lambda: agent.page(),
+            lambda: agent.live,
+            lambda: agent.ready,
+            agent.pages,
+            slow={"/logs": disk.page},
+        ),
         Thread,
         Limits(at_once=2),
         clock=lambda: agent.now_s,
-        slow={"/logs": disk.page},
     )
     server.start()
     yield server

@@ -33,7 +33,7 @@ from elastic_agent.agent.observability.status.sources import (
     Unreachable,
     ask_nodes,
 )
-from elastic_agent.health.http import HealthServer, Probe
+from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store.interface import Put, Store
 from elastic_agent.threads import Thread
@@ -56,7 +56,7 @@ class Node:
         ok = Probe(True, "")
         pages = {STATUS_PATH: lambda: STATUS_PAGE.encode(self.status), JOB_PATH: lambda: job_page(self.job)}
         listener = socket.create_server(("127.0.0.1", 0))
-        self.server = HealthServer(listener, lambda: b"", lambda: ok, lambda: ok, pages, Thread)
+        self.server = HealthServer(listener, Answers(lambda: b"", lambda: ok, lambda: ok, pages), Thread)
         self.http = Endpoint(*self.server.address)
         self.server.start()
 
@@ -91,7 +91,7 @@ def stranger() -> Iterator[Endpoint]:
     """Another program that speaks HTTP."""
     ok = Probe(True, "")
     server = HealthServer(
-        socket.create_server(("127.0.0.1", 0)), lambda: b"", lambda: ok, lambda: ok, {}, Thread
+        socket.create_server(("127.0.0.1", 0)), Answers(lambda: b"", lambda: ok, lambda: ok), Thread
     )
     server.start()
     yield Endpoint(*server.address)

@@ -19,7 +19,7 @@ from elastic_agent.agent.daemon.pages import (
     slow_pages,
 )
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
-from elastic_agent.health.http import HealthServer, Probe, Request
+from elastic_agent.health.http import Answers, HealthServer, Probe, Request
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.health.pool_metrics import SEAT_OUTCOMES, PoolMetrics
 from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, SeatOutcome, run_prefix
@@ -60,7 +60,7 @@ def agent() -> Iterator[Endpoint]:
     )
     ok = Probe(True, "")
     bind = socket.create_server(("127.0.0.1", 0))
-    server = HealthServer(bind, metrics.render, lambda: ok, lambda: ok, {}, Thread)
+    server = HealthServer(bind, Answers(metrics.render, lambda: ok, lambda: ok), Thread)
     server.start()
     yield Endpoint(*server.address)
     server.close()
