@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from ...health.checks import finding as checks
+from ...health.checks.finding import Finding
 from ...rendezvous.errors import StoreError
-from ...rendezvous.liveness.failure_detector import Finding, Peer
+from ...rendezvous.liveness.failure_detector import Peer, ProbeResult
 from ...rendezvous.node.drain import Beyond, End
 from ...rendezvous.records import StopAt
 from ...rendezvous.store.interface import Change, LeaseId
@@ -75,7 +75,7 @@ class Probed:
     """What came of asking a peer at `asked_at` who it is."""
 
     peer: Peer
-    finding: Finding
+    finding: ProbeResult
     asked_at: float
 
 
@@ -223,7 +223,7 @@ class NoticeWithdrawn:
 class NodeChecked:
     """All checks of this node have run (--check)."""
 
-    findings: tuple[checks.Finding, ...]
+    findings: tuple[Finding, ...]
 
 
 GenerationEvent: TypeAlias = (

@@ -30,14 +30,14 @@ class IdleChecks:
         mode: CheckMode,
         new_run: Callable[[], CheckRun],
         post: Callable[[NodeChecked], object],
-        found: Callable[[Sequence[Finding]], None] = lambda findings: None,
+        on_findings: Callable[[Sequence[Finding]], None] = lambda findings: None,
     ) -> None:
-        """`post` takes events from any thread, `found` gets the findings of each run."""
+        """`post` takes events from any thread, `on_findings` gets the findings of each run."""
         self._mode = mode
         self._checks = BackgroundChecks(
             new_run, lambda findings: post(NodeChecked(findings)), errors=mode == "fail"
         )
-        self._found = found
+        self._on_findings = on_findings
         self._due_at = float("-inf") if mode != "off" else float("inf")
         self.problem = NOT_YET if mode == "fail" else ""
         """Why this node must not be given a job; empty when it may."""
@@ -55,7 +55,7 @@ class IdleChecks:
 
     def handle(self, event: NodeChecked, now: float) -> None:
         failed = self._checks.ended(event.findings)
-        self._found(event.findings)
+        self._on_findings(event.findings)
         if self._mode == "fail":
             self.problem = "; ".join(f"check {finding.check} failed: {finding.summary}" for finding in failed)
             if failed:

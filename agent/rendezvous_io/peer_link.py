@@ -12,7 +12,7 @@ from functools import partial
 
 from ...health.http import NODE_PATH
 from ...rendezvous.errors import RecordInvalid
-from ...rendezvous.liveness.failure_detector import Absence, Finding, Peer
+from ...rendezvous.liveness.failure_detector import Absence, Peer, ProbeResult
 from ...rendezvous.records import Endpoint, Introduction
 from ...threads import Thread
 from ..common.events import Event, Probed
@@ -39,7 +39,7 @@ class PeerLink:
         self._post(Probed(peer, find(peer.http, self._clock, TIMEOUT_S), asked_at))
 
 
-def find(http: Endpoint, clock: Callable[[], float], timeout_s: float) -> Finding:
+def find(http: Endpoint, clock: Callable[[], float], timeout_s: float) -> ProbeResult:
     """The introduction of the agent at `http`, or why there is none."""
     try:
         return Introduction.from_json(get(http, NODE_PATH, clock, timeout_s, MAX_ANSWER_BYTES))

@@ -37,7 +37,7 @@ class Absence(enum.Enum):
     SILENT = "silent"
 
 
-Finding: TypeAlias = Introduction | Absence
+ProbeResult: TypeAlias = Introduction | Absence
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class FailureDetector:
         """When the next suspect is to be asked."""
         return min((at for name, at in self._ask_at.items() if name not in self._asked), default=None)
 
-    def found(self, peer: Peer, finding: Finding, now: float, again_s: float = ASK_AGAIN_S) -> None:
+    def found(self, peer: Peer, finding: ProbeResult, now: float, again_s: float = ASK_AGAIN_S) -> None:
         """What came of asking `peer`, to be asked again after `again_s`.
 
         Of no interest if it has done meanwhile what was awaited.

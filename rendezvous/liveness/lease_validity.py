@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 
 from ..records import Introduction, World
-from .failure_detector import ASK_AGAIN_S, Absence, Finding, Peer, Suspects
+from .failure_detector import ASK_AGAIN_S, Absence, Peer, ProbeResult, Suspects
 
 LEASE_MARGIN = 0.6
 QUIET_MARGIN = 0.3
@@ -79,12 +79,12 @@ class LeaseValidity:
         """The peers that know whether the world is whole, as soon as that may matter."""
         return self._whole.suspects if self._whole is not None and now >= self._quiet_at else {}
 
-    def found(self, peer: Peer, finding: Finding, asked_at: float) -> None:
+    def found(self, peer: Peer, finding: ProbeResult, asked_at: float) -> None:
         """What came of asking a peer at `asked_at`."""
         if self._whole is not None:
             self._whole.found(peer, finding, asked_at, QUIET_MARGIN * self._lease_ttl_s)
 
-    def ask_again_s(self, finding: Finding, asked_at: float, now: float) -> float:
+    def ask_again_s(self, finding: ProbeResult, asked_at: float, now: float) -> float:
         """How long to leave a peer alone that was found so.
 
         After the store is lost, until the peer can have lost it, too.
@@ -125,7 +125,7 @@ class _Whole:
             member.incarnation: (member.http, 0.0) for member in asked if member.http is not None
         }
 
-    def found(self, peer: Peer, finding: Finding, asked_at: float, quiet_s: float) -> None:
+    def found(self, peer: Peer, finding: ProbeResult, asked_at: float, quiet_s: float) -> None:
         if peer.incarnation not in self._seen_at or finding is Absence.SILENT:
             return
         age_s: float | None = None

@@ -25,7 +25,7 @@ from ..coordinator.candidates import differences_from_job, why_aside, why_refuse
 from ..coordinator.decide import decide
 from ..coordinator.view import Decision, Policy, Publish, View
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
-from ..liveness.failure_detector import Finding, Peer
+from ..liveness.failure_detector import Peer, ProbeResult
 from ..liveness.lease_validity import LeaseValidity
 from ..records import (
     MAX_SEEN,
@@ -228,7 +228,7 @@ class Participant:
         suspects = self._session.suspects(may_be_unleased=self.policy.unleased_s > 0, now=now)
         return self._session.membership.detector.suspect(suspects, now)
 
-    def probed(self, peer: Peer, finding: Finding, asked_at: float, now: float) -> None:
+    def probed(self, peer: Peer, finding: ProbeResult, asked_at: float, now: float) -> None:
         validity = self._session.validity
         validity.found(peer, finding, asked_at)
         self._session.membership.detector.found(

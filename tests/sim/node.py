@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
-from elastic_agent.rendezvous.liveness.failure_detector import Absence, Finding, Peer
+from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer, ProbeResult
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
 from elastic_agent.rendezvous.node.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.node.driver import Driver
@@ -408,7 +408,7 @@ class SimNode:
         sim, asked_at = self.sim, self.clock()
         sim.seen["probe"] += 1
 
-        def find() -> Finding:
+        def find() -> ProbeResult:
             target = next(node for node in sim.nodes if node.name == peer.http.address)
             if self.apart_from(target) or target.paused is not None:
                 return Absence.SILENT
@@ -422,7 +422,7 @@ class SimNode:
                 return Absence.REFUSED
             return target.introduce()
 
-        def hear(finding: Finding) -> None:
+        def hear(finding: ProbeResult) -> None:
             said_at = asked_at
             if finding is Absence.SILENT and sim.bug == "silence of a member counts as a yes":
                 generation = self.worker.generation if self.worker is not None else 0
@@ -441,7 +441,7 @@ class SimNode:
     def apart_from(self, other: SimNode) -> bool:
         return any(node.link.cut or node.link.peerless for node in (self, other)) and other is not self
 
-    def introduce(self) -> Finding:
+    def introduce(self) -> ProbeResult:
         says = self.agent.snapshot.introduction(self.clock())
         return (
             replace(says, confirmed_s=None)

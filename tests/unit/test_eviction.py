@@ -13,7 +13,7 @@ from elastic_agent.rendezvous.liveness.failure_detector import (
     ASK_IN_TURN_S,
     TURNS,
     Absence,
-    Finding,
+    ProbeResult,
     slow_to_go_on,
 )
 from elastic_agent.rendezvous.node.node_actions import Leave, Start, Stop
@@ -44,7 +44,7 @@ def http(name: str) -> Endpoint:
     return Endpoint(f"host-{name}", 80)
 
 
-def ask(peer: Peer, *findings: Finding) -> list[str]:
+def ask(peer: Peer, *findings: ProbeResult) -> list[str]:
     """Let `peer` ask whom it wants to, and give it these answers in turn; returns who was asked."""
     asked = [*peer.probes, *peer.part.probes(peer.bench.now)]
     peer.probes.clear()
@@ -116,7 +116,7 @@ def test_a_node_that_all_wait_for_gets_its_name_back_as_soon_as_its_old_agent_is
 
 @pytest.mark.parametrize("finding", [Absence.SILENT, Introduction("c", "c-1", 1)])
 def test_a_member_that_is_silent_or_answers_keeps_its_place_and_is_asked_again(
-    bench: Bench, finding: Finding
+    bench: Bench, finding: ProbeResult
 ) -> None:
     a, _ = broken_world(bench, dead="c")
     bench.settle()

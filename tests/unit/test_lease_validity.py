@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from elastic_agent.rendezvous.liveness.failure_detector import Absence, FailureDetector, Finding, Peer
+from elastic_agent.rendezvous.liveness.failure_detector import Absence, FailureDetector, Peer, ProbeResult
 from elastic_agent.rendezvous.liveness.lease_validity import (
     LEASE_MARGIN,
     MOST_MEMBERS,
@@ -49,7 +49,7 @@ def proof(name: str, *names: str, grace_s: float = GRACE_S) -> LeaseValidity:
 
 def runs(
     name: str, generation: int = 3, confirmed_s: float | None = LATE, whole_s: float | None = None
-) -> Finding:
+) -> ProbeResult:
     return Introduction(name, f"{name}-1", generation, confirmed_s, whole_s)
 
 
@@ -91,7 +91,7 @@ def test_the_first_member_goes_on_while_all_others_run_its_generation_without_th
     ],
     ids=["stopped", "another generation", "has the store", "another life", "refused"],
 )
-def test_one_member_that_does_not_go_on_ends_it_at_once(finding: Finding) -> None:
+def test_one_member_that_does_not_go_on_ends_it_at_once(finding: ProbeResult) -> None:
     node = proof("a", "a", "b", "c")
     for name in ("b", "c"):
         node.found(peer(name), runs(name), LATE)
@@ -174,7 +174,7 @@ def test_a_world_that_loses_the_store_as_one_is_known_to_be_whole_in_time(ages: 
     for node, age in zip(nodes.values(), ages, strict=True):
         node.confirmed_at = -age * INTERVAL_S
     peers = {name: FailureDetector() for name in names}
-    on_the_way: list[tuple[float, str, Peer, Finding, float]] = []
+    on_the_way: list[tuple[float, str, Peer, ProbeResult, float]] = []
     for now in (tick * 0.05 for tick in range(int(2 * LATE / 0.05))):
         for answer in [answer for answer in on_the_way if answer[0] <= now]:
             on_the_way.remove(answer)
