@@ -1,6 +1,6 @@
 """torchrun's module by another name: `python -m elastic_agent.run`, and what libraries import from it.
 
-`get_args_parser` is torch's own, so that whoever fills its options finds them all; `run` reads what was filled in.
+`get_args_parser` is torch's own, for callers that fill its options in; `run` reads them.
 """
 
 from __future__ import annotations

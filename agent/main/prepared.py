@@ -30,7 +30,7 @@ class Prepared:
     io: IoThread
     """It runs."""
     subreaper: Subreaper
-    alone: str
+    adoption_error: str
     """Why orphans of workers are not adopted, and none can be forked; empty where they are."""
     spares: Spares | None = None
     """Those of an unknown job, which are being preloaded."""
@@ -40,14 +40,14 @@ def prepare_process() -> Prepared:
     """To be called once, before this process has started any other."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     listen(lambda thread, error: thread_failed(events, thread, error))
-    subreaper, alone, io = Subreaper(), adopt_orphans(), IoThread()
+    subreaper, adoption_error, io = Subreaper(), adopt_orphans(), IoThread()
     io.start()
-    return Prepared(uuid.uuid4().hex[:12], events, io, subreaper, alone)
+    return Prepared(uuid.uuid4().hex[:12], events, io, subreaper, adoption_error)
 
 
 def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
     """With what these words of --preload name, in this environment, where that can be."""
-    if prepared.alone or not words:
+    if prepared.adoption_error or not words:
         return prepared
     spares = new_spares(prepared, interpreter_of(prepared, environment, first_on_path=""), words, wanted=0)
     spares.start()

@@ -187,8 +187,8 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
     """In the order that the module's docstring explains."""
     catch_signals(agent.events, agent.config.stop.more_signals.numbers)
     end_in_time(agent.config.stop)
-    if prepared.alone:
-        log.warning("what workers leave behind is not adopted: %s", prepared.alone)
+    if prepared.adoption_error:
+        log.warning("what workers leave behind is not adopted: %s", prepared.adoption_error)
     _refuse_beside_remains(agent)
     network = _wait_for_network(agent, machine)
     machine = replace(machine, network=network)

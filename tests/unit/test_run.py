@@ -80,7 +80,7 @@ def parts() -> Iterator[contextlib.ExitStack]:
 
 
 def prepared(agent: Agent) -> Prepared:
-    return Prepared(agent.incarnation, agent.events, agent.io, cast(Subreaper, Ignored()), alone="")
+    return Prepared(agent.incarnation, agent.events, agent.io, cast(Subreaper, Ignored()), adoption_error="")
 
 
 def rendezvous(calls: list[str]) -> life.Rendezvous:
