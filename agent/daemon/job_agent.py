@@ -46,13 +46,16 @@ agent that cannot begin, as where it is installed badly, is no failure of the jo
 def start_child(command: list[str], at_our_end: signal.Signals, **how: Any) -> subprocess.Popen[bytes]:
     """Runs a module of ours, with its arguments. It gets this signal when this thread ends. Raises OSError."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    return subprocess.Popen(
-        [sys.executable, "-c", _RUN_MODULE, *command],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, at_our_end),
-        **how,
-    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _RUN_MODULE, *command],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, at_our_end),
+            **how,
+        )
+    except ValueError as error:  # a byte or a letter that no command line and no variable can have
+        raise OSError(f"cannot be started: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,21 @@ def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> N
     assert events.get(timeout=PATIENCE_S) == JobAgentEnded(7, 0), (tmp_path / "output").read_text()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        AgentCommand(("--", "x.py", "a\0b"), {}, "/"),
+        AgentCommand((), {"A": "\0"}, "/"),
+        AgentCommand((), {"A=B": "x"}, "/"),
+        AgentCommand(("\ud800",), {}, "/"),
+    ],
+)
+def test_a_job_that_no_system_can_start_ends_no_daemon(command: AgentCommand, tmp_path: Path) -> None:
+    agent = JobAgent(7, command, tmp_path / "output", lambda event: None)
+    with pytest.raises(OSError, match="cannot be started"):
+        agent.start()
+
+
 def test_an_agent_that_is_installed_badly_is_no_failure_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "elastic_agent").mkdir()
     (tmp_path / "elastic_agent" / "__init__.py").write_text("import nothing_of_this_name")
