@@ -16,6 +16,7 @@ from ..rules.directories import DirectoryFacts, judge_directory
 from ..rules.gpus import GPU_CHECKS, NvmlFacts, XidFacts, judge_nvml, judge_xids
 from ..rules.machine import LimitFacts, SharedMemoryFacts, judge_limits, judge_shared_memory
 from ..rules.network import (
+    SLOW_NAMES_ADVICE,
     InterfaceFacts,
     NameFacts,
     PortFacts,
@@ -24,7 +25,7 @@ from ..rules.network import (
     judge_ports,
 )
 
-CHECKPOINT_OPTION = "--check-directory"
+CHECKPOINT_OPTION, LOG_OPTION = "--check-directory", "--log-dir"
 
 NVML_S = 10.0
 """Without persistence mode the driver loads for each GPU in turn, a second or so each."""
@@ -105,9 +106,9 @@ NODE_CHECKS = (
         name="log-directory",
         facts=DirectoryFacts,
         probe=lambda needs: probe_directory(needs.log_directory),
-        judge=lambda facts, needs: judge_directory("log-directory", needs.log_directory, "--log-dir", facts),
+        judge=lambda facts, needs: judge_directory("log-directory", needs.log_directory, LOG_OPTION, facts),
         needed=lambda needs: needs.log_directory,
-        advice=_directory_advice("--log-dir"),
+        advice=_directory_advice(LOG_OPTION),
         subject=lambda needs: needs.log_directory,
     ),
     NodeCheck(
@@ -124,8 +125,7 @@ NODE_CHECKS = (
         probe=probe_names,
         judge=judge_names,
         on_probe_failure=Outcome.WARN,
-        advice="torch looks up each peer's name, and the start of a generation waits: correct the name servers in"
-        " /etc/resolv.conf, or write the nodes into /etc/hosts",
+        advice=SLOW_NAMES_ADVICE,
     ),
     NodeCheck(
         name="interface",

@@ -11,6 +11,10 @@ from ..needs import NodeNeeds
 from ..text import listed, span
 
 SLOW_NAMES_S = 1.0
+SLOW_NAMES_ADVICE = (
+    "torch looks up each peer's name, and the start of a generation waits: correct the name servers in"
+    " /etc/resolv.conf, or write the nodes into /etc/hosts"
+)
 SLOW_LINK_MBPS = 1000
 LEAST_PORTS = 4
 """For metrics, the rendezvous store, the workers' store, and that of the next generation beside it."""
@@ -53,8 +57,7 @@ def judge_names(facts: NameFacts, needs: NodeNeeds) -> Finding:
         return found(
             Outcome.WARN,
             f"looking up {what} took {span(slowest_s)}",
-            "torch looks up each peer's name, and the start of a generation waits: correct the name servers in"
-            " /etc/resolv.conf, or write the nodes into /etc/hosts",
+            SLOW_NAMES_ADVICE,
         )
     if not facts.addresses:
         return found(
