@@ -102,6 +102,17 @@ def test_an_unknown_job_is_named(
 
 
 @pytest.mark.parametrize("command", ABOUT_ONE_JOB)
+@pytest.mark.parametrize("words", [[], [""]])
+def test_a_job_that_is_not_named_is_asked_for(
+    command: Command, words: list[str], pool: PoolStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in `wait "$id"` after a `submit` that was refused."""
+    pool.put(JOB)
+    assert command(words) == PoolCode.BAD_CONFIG
+    assert ": expected JOB; write elastic-agent " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ABOUT_ONE_JOB)
 @pytest.mark.parametrize("name", ["ab", "train.py"])
 def test_a_name_of_several_jobs_is_refused(
     command: Command, name: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]

@@ -48,8 +48,9 @@ def pool_command(
     `check`, of a command with something to run, finds more problems of the options before the store is asked; `work`
     raises CannotDo, StoreError and RecordInvalid.
     """
-    first = words[0] if subject and words and not words[0].startswith("-") else ""
-    command_line = read_argv(words[1:] if first else words, options)
+    named = bool(subject and words) and not words[0].startswith("-")
+    first = words[0] if named else ""
+    command_line = read_argv(words[1:] if named else words, options)
     if HELP in command_line:
         print(command_help(usage, PoolCode, options))
         return 0
