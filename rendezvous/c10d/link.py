@@ -29,6 +29,7 @@ from ..store.wire import (
     REQUEST_LIMIT_BYTES,
     Call,
     Caller,
+    CheckGoesOn,
     Request,
     Result,
     decode_meta,
@@ -206,6 +207,11 @@ def open_link(address: str, port: int, job: str, client: str, number: int) -> Li
         raise StoreUnavailable(f"{address}:{port} does not answer as a TCPStore: {error}") from error
     try:
         host = decode_meta(meta, job)
+    except CheckGoesOn as error:
+        raise StoreUnavailable(
+            f"`elastic-agent check --nodes` hosts a store of its own at {address}:{port}: start the agent that "
+            "hosts the job's store after its end"
+        ) from error
     except Invalid as error:
         raise StoreMismatch(
             f"the c10d store on {address}:{port} is not ours to join: {error}; "

@@ -199,8 +199,19 @@ def encode_meta(job: str, host: str) -> bytes:
     return _dump(plain(_Meta(_PROGRAM, SCHEMA, job, host)))
 
 
+def check_of(job: str) -> str:
+    """In the place of the job's name, where a check of the job's nodes hosts the store: no job has a name with spaces.
+    It ends with the check, so the job's agents wait for its end."""
+    return f"check of {job}"
+
+
+class CheckGoesOn(Invalid):
+    """A check hosts the store, and is about to end."""
+
+
 def decode_meta(raw: bytes, job: str) -> str:
-    """The host's name for this life. Raises Invalid, with what was found, when it is not ours to join."""
+    """The host's name for this life. Raises Invalid, with what was found, when it is not ours to join, and CheckGoesOn
+    when it is not yet."""
     if len(raw) > REQUEST_LIMIT_BYTES:
         raise Invalid(f"{len(raw)} bytes that elastic-agent did not write")
     body = load_object(raw, "introduction")
@@ -210,6 +221,8 @@ def decode_meta(raw: bytes, job: str) -> str:
     if type(schema) is not int or schema != SCHEMA:
         raise Invalid(f"schema {shown(schema)}, this version of elastic-agent speaks schema {SCHEMA}")
     meta = from_plain(_Meta, body)
+    if meta.job == check_of(job):
+        raise CheckGoesOn("the store of a check")
     if meta.job != job:
         raise Invalid(f"job {meta.job!r}, expected {job!r}")
     return meta.host

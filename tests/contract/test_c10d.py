@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -44,6 +45,7 @@ from elastic_agent.rendezvous.store.wire import (
     Reply,
     Request,
     Transact,
+    check_of,
     decode_reply,
     encode_reply,
     encode_request,
@@ -483,6 +485,18 @@ def test_a_store_whose_meta_is_not_ours_is_refused(meta: str, found: str) -> Non
         C10dStore.connect(ADDRESS, port, "job", PATIENCE_S)
     assert f"{ADDRESS}:{port}" in str(caught.value)
     assert found in str(caught.value)
+
+
+def test_the_store_of_a_check_is_not_the_jobs() -> None:
+    """It ends with the check. Its own nodes, and a job of another name, are answered as ever."""
+    listener = socket.create_server((ADDRESS, 0))
+    port = listener.getsockname()[1]
+    with contextlib.closing(C10dHost(listener, ADDRESS, check_of("job"))):
+        with pytest.raises(StoreUnavailable, match="check --nodes` hosts a store of its own"):
+            C10dStore.connect(ADDRESS, port, "job", 0.5)
+        with pytest.raises(StoreMismatch):
+            C10dStore.connect(ADDRESS, port, "other", 0.5)
+        C10dStore.connect(ADDRESS, port, check_of("job"), PATIENCE_S).close()
 
 
 # Neighbours on the port

@@ -13,6 +13,7 @@ from ....health.checks.pairs.probes.process import NoAnswer
 from ....health.checks.pairs.report import PairsReport
 from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch
 from ....rendezvous.store.interface import Store
+from ....rendezvous.store.wire import check_of
 from ...common.exits import CannotStart, CheckCode, ExitCode
 from ...common.ports import PortError, bind_listener
 from ...configuration.config import Config, ConfigError, Problem
@@ -88,7 +89,7 @@ def check_nodes(
 
 
 def _open_store(config: Config, network: Network, show: Callable[[str], None]) -> tuple[Store, bool]:
-    """And whether this node hosts it."""
+    """That of a check that another node hosts, or that of the job, which runs; and whether this node hosts it."""
 
     def bind(address: str, port: int | None, purpose: str) -> socket.socket:
         return bind_listener(address, port or config.port_range or 0, purpose)
@@ -100,7 +101,16 @@ def _open_store(config: Config, network: Network, show: Callable[[str], None]) -
         if listener is not None
         else f"looking for the store at {where}"
     )
-    return open_store(config, network.endpoint, listener, queue.SimpleQueue()), listener is not None
+    hosts, rendezvous = listener is not None, config.rendezvous
+    if rendezvous.may_host:
+        # As a store that ends with this check: an agent of the job does not take it for its own.
+        own = replace(config, rendezvous=replace(rendezvous, job_id=check_of(rendezvous.job_id)))
+        try:
+            return open_store(own, network.endpoint, listener, queue.SimpleQueue()), hosts
+        except CannotStart as error:
+            if hosts or error.code is not ExitCode.STORE_MISMATCH:
+                raise
+    return open_store(config, network.endpoint, listener, queue.SimpleQueue()), hosts
 
 
 def _join(check_store: CheckStore, local: LocalNode) -> None:
