@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -87,3 +88,20 @@ def test_a_writer_is_left_only_what_it_finds(
         case.lose()
     case.disk.hand_over(case.slots, case.held)
     assert case.asked == (not lost)
+
+
+def test_a_training_process_may_have_more_than_a_thousand_files_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(tmp_path, monkeypatch, REFUSED)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        case.disk.begin(case.slots, case.held)
+        case.disk.take_note()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert case.asked == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -165,3 +166,19 @@ def test_a_terminal_without_unicode_gets_the_table() -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert "/nonesuch/\\u65e5\\u672c" in done.stdout, done.stderr
+
+
+def test_an_agent_that_inherits_more_than_a_thousand_descriptors_runs_its_job(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("print('done')")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    words = ["--standalone", "--check=fail", "--preload=none", str(tmp_path / "job.py")]
+    try:
+        command = [sys.executable, "-m", "elastic_agent", *words]
+        done = subprocess.run(command, pass_fds=taken, capture_output=True, text=True, timeout=60)
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert done.returncode == 0, done.stderr

@@ -132,9 +132,7 @@ class AsyncSaver:
         """Take note of the end of a write, if it has ended. Does not wait, unless this process must write."""
         write = self._under_way
         if write is not None and (
-            write.connection is None
-            or self._clock() >= write.deadline
-            or select.select([write.connection], [], [], 0)[0]
+            write.connection is None or self._clock() >= write.deadline or _has_come(write.connection)
         ):
             self._outcome = self.finish()
 
@@ -234,3 +232,10 @@ class AsyncSaver:
         return CommitPermission(
             self._env.socket, self._env.generation, has_agent=bool(self._env.incarnation)
         ).check
+
+
+def _has_come(connection: socket.socket) -> bool:
+    """Whether there is something to read, or the end. select would refuse descriptors from 1024 on."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))

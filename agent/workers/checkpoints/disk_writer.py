@@ -86,7 +86,7 @@ class DiskWriter:
 
     def finish(self, within_s: float) -> None:
         """Let it do all that was ordered, and end; what it has not done within that time is left, and logged."""
-        if self._process is None and select.select([self._socket], [], [], 0)[0]:
+        if self._process is None and _has_come(self._socket):
             self._launch()
         self._closed = True
         process, self._process = self._process, None
@@ -206,3 +206,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             "%s. It was killed, and is left behind; its save may not be on disk: check that disk",
             process_status(f"/proc/{process.pid}"),
         )
+
+
+def _has_come(connection: socket.socket) -> bool:
+    """Whether there is something to read, or the end. select would refuse descriptors from 1024 on."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
