@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ... import __file__ as _package
 from ...threads import Thread
 from ..common.exits import ExitCode
 from ..output.job_folders import hold
@@ -32,14 +33,17 @@ def signal_at_daemons_end(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+_PACKAGES_PARENT = str(Path(_package).parents[1])
+
 _RUN_MODULE = f"""\
-import sys; sys.path[0] or sys.path.pop(0)
+import sys; sys.path[0] or sys.path.pop(0); sys.path.append(sys.argv.pop(1))
 import os, runpy, traceback
 try: runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 except Exception: traceback.print_exc(); os._exit({ExitCode.AGENT_FAILED:d})
 """
-"""As `python -m` does, with two differences. What a job has in its directory is not taken for a part of us. And an
-agent that cannot begin, as where it is installed badly, is no failure of the job's workers.
+"""As `python -m` does, with three differences. What a job has in its directory is not taken for a part of us. We are
+found where this daemon was, also if that is no place where Python looks by itself. And an agent that cannot begin, as
+where it is installed badly, is no failure of the job's workers.
 """
 
 
@@ -48,7 +52,7 @@ def start_child(command: list[str], at_our_end: signal.Signals, **how: Any) -> s
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _RUN_MODULE, *command],
+            [sys.executable, "-c", _RUN_MODULE, _PACKAGES_PARENT, *command],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, at_our_end),
