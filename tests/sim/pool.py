@@ -445,7 +445,8 @@ class PoolSimulation:
             decision = replace(decision, results=results[:1] or decision.results)
         elif bug == "nobody seats a second attempt":
             runs = tuple(run for run in decision.plan.runs if run.attempt == 1)
-            decision = replace(decision, plan=replace(decision.plan, runs=runs))
+            tickets = pool.plan.tickets if runs == pool.plan.runs else decision.plan.tickets
+            decision = replace(decision, plan=replace(decision.plan, runs=runs, tickets=tickets))
         elif bug == "the end of one node is a success":
             results = tuple(replace(result, outcome=Outcome.SUCCEEDED) for result in decision.results)
             decision = replace(decision, results=results)

@@ -33,7 +33,7 @@ PLAN = {1: 6, 2: 10, 3: 12, 4: 14, 5: 16}
 """The last step of each generation, at which it stands still."""
 AGAIN = {2: (5, 6), 3: (5, 10), 5: (13, 14)}
 """First and last step that a generation does again."""
-OPTIONS = ("--nnodes=1:2", "--last-call=60", "--lease-ttl=4")
+OPTIONS = ("--nnodes=1:2", "--last-call=60", "--lease-ttl=4", "--stop-grace=9")
 STARTUP = ("start", "init", "load", "step")
 MOMENTS_S = 0.25
 """What passes between a worker's note of an instant and the event itself, four times on two busy cores."""
