@@ -80,10 +80,12 @@ frameworks:  ## transformers, Lightning, Accelerate, TorchX and Ultralytics, unm
 	    ultralytics ultralytics-thop
 	$(FRAMEWORKS)/bin/python -m pytest -s --timeout 400 tests/frameworks
 
-soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; and a minute without etcd
+soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; a minute without etcd; and the tests that are too long for `make test`
 	@.ci/system-packages etcd
+	@.ci/system-packages network
 	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) SOAK_JOBS=$(JOBS) $(BIN)/python -m pytest tests/chaos -s
 	STORE_OUTAGE_S=60 $(BIN)/python -m pytest tests/system/test_etcd_members.py -k gone_for_longer_than_a_lease
+	$(BIN)/python -m pytest tests/system -m long
 
 # As root. Slurm's daemons are the tests' own, on ports of this machine, without munge.
 slurm: $(READY)  ## a real Slurm on this machine: srun, scancel, --signal, the time limit, 20 preemptions; SLURM_PREEMPTIONS=20

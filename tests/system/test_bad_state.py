@@ -21,7 +21,7 @@ REFUSING = Path(__file__).with_name("refusing.py")
 REPLACED = Path(__file__).with_name("replaced_run.py")
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("where", ["memory", pytest.param("disk", marks=pytest.mark.long)])
 def test_after_two_failures_right_after_the_load_an_older_state_is_loaded(job: Job, where: str) -> None:
     kept = "1GiB" if where == "memory" else "off"
     options = (TORCH_PRELOADED, "--nproc-per-node=2", f"--memory-checkpoints={kept}")
@@ -35,7 +35,7 @@ def test_after_two_failures_right_after_the_load_an_older_state_is_loaded(job: J
     assert "going on from an older state: step=4 bad=5" in said
 
 
-@pytest.mark.parametrize("kept", ["1GiB", "off"])
+@pytest.mark.parametrize("kept", ["1GiB", pytest.param("off", marks=pytest.mark.long)])
 def test_a_state_that_the_script_refuses_is_not_a_bad_one(job: Job, kept: str) -> None:
     """What the agent saw as chosen is withdrawn: of another state the script would say the same."""
     agent = job.start("a", TORCH_PRELOADED, f"--memory-checkpoints={kept}", script=(REFUSING, job.folder))

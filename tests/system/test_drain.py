@@ -149,7 +149,7 @@ def test_a_training_that_ends_on_the_way_has_succeeded(lockstep: LockstepJob) ->
     assert max(record["step"] for record in job.history(what="step")) == 60
 
 
-@pytest.mark.parametrize("leaves", [0, 1])
+@pytest.mark.parametrize("leaves", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_node_is_replaced_without_a_trace(job: Job, etcd: EtcdCluster, leaves: int) -> None:
     """DDP with dropout, BatchNorm and a sampler: the end is that of an undisturbed run, to the last bit."""
     steps = 150

@@ -121,6 +121,7 @@ def freeze(job: Job, node: str, for_s: float) -> None:
     agent.signal(signal.SIGCONT)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_agents_wait_a_minute_for_a_quorum_and_rejoin_by_themselves(
     job: Job, second_job: Job, etcd: EtcdCluster, etcd3: EtcdCluster, note_gap: NoteGap
@@ -184,7 +185,7 @@ def test_an_agent_that_stands_still_for_just_its_lease_leaves_one_world_behind(
     ("number", "place", "whole_s"),
     [
         pytest.param(signal.SIGKILL, -1, 15.0, id="the last member is killed"),
-        pytest.param(signal.SIGSTOP, 0, 8.0, id="the first member is silent"),
+        pytest.param(signal.SIGSTOP, 0, 8.0, id="the first member is silent", marks=pytest.mark.long),
     ],
 )
 def test_a_whole_world_goes_on_without_a_store_until_one_member_is_lost(

@@ -63,7 +63,7 @@ class Pair:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("memory_every", [0, 3])
+@pytest.mark.parametrize("memory_every", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_a_model_and_its_average_go_on_from_one_step(job: Job, memory_every: int) -> None:
     pair = Pair(job, memory_every)
     agents = {name: pair.join(name) for name in ("a", "b")}

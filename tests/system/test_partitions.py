@@ -139,7 +139,7 @@ def test_a_node_that_is_cut_off_stops_before_its_place_is_given_away(
     note_gap(f"node of rank {place} cut off {how} {' '.join(options)}", job)
 
 
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("place", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_silent_node_is_not_replaced_before_its_lease_ends_also_after_a_failure(
     job: Job, net: Network, etcd: EtcdCluster, note_gap: NoteGap, place: int
 ) -> None:
@@ -267,7 +267,7 @@ def test_lost_packets_slow_the_store_down_and_break_no_promise(
     note_gap("the same, then 30 % and a worker killed", job)
 
 
-@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("leads", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_node_behind_a_member_without_quorum_is_cut_off_like_any_other(
     job: Job, note_gap: NoteGap, leads: bool
 ) -> None:

@@ -47,7 +47,7 @@ def test_a_script_that_starts_its_own_ranks_is_ended_whole_and_started_again(job
     second = started(job, 2)
     os.kill(second[0].pid, signal.SIGKILL)
     assert agent.exit_code(WITHIN_S) == 0
-    trained = re.findall(r"rank (\d) of 2 has trained: weights add up to (\S+)", agent.text)
+    trained = re.findall(r"rank (\d) of 2 has trained: weights add up to ([-\d.]+)", agent.text)
     assert [rank for rank, _ in sorted(trained)] == ["0", "1"], "the third generation alone came to its end"
     assert len({total for _, total in trained}) == 1
     assert ("a", 3) in job.watcher.seen
