@@ -110,7 +110,7 @@ class Demo:
             time.sleep(LOOK_S)
 
     def wait_for_idle(self, number: int) -> None:
-        all_idle = f"{number} nodes, {number} idle"
+        all_idle = f"{number} node{'s' * (number > 1)}, {number} idle"
         self.wait_for(all_idle, lambda: self.command("jobs", quiet=True).startswith(all_idle))
 
     def wait_for_workers(self, name: str, number: int) -> None:
