@@ -251,7 +251,7 @@ def _log_root(config: Config) -> Path:
         if given is not None:
             root = given.absolute()
             if clean(str(root)) != str(root):
-                raise OSError(f"{str(root)!r} has characters that nobody sees in a log")
+                raise OSError(f"{str(root)!r} has characters that no log shows")
             root.mkdir(parents=True, exist_ok=True)
             return root
         own = own_logs()

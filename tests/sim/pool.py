@@ -68,7 +68,7 @@ BUGS = (
     "a seat is taken twice",
     "a job whose nodes were lost is forgotten",
     "a cancelled job runs on",
-    "nobody seats a second attempt",
+    "a second attempt gets no seats",
     "the end of one node is a success",
     "a node that leaves is given a seat",
 )
@@ -323,7 +323,7 @@ class PoolSimulation:
             max_nodes=self.rng.randint(least, self._size + 1),
             time_limit_s=20.0 if self.rng.random() < 0.1 else None,
             submitted_at=WALL + self.now,
-            submitted_by="somebody",
+            submitted_by="user@host",
         )
         self.truths[name] = Truth(fails=self.rng.random() < 0.2, work_s=self.rng.uniform(0.5, 30.0))
         self.kv.transact((Compare(job.key, 0),), (Put(job.key, job.to_json()),), self.now)
@@ -335,7 +335,7 @@ class PoolSimulation:
         if self.truths[name].result is None:
             self.say(f"cancelled {name}")
             self.truths[name].cancelled_at = self.now
-            cancel = Cancel(name, "somebody")
+            cancel = Cancel(name, "user@host")
             self.kv.transact((), (Put(cancel.key, cancel.to_json()),), self.now)
 
     def _fault(self) -> None:
@@ -443,7 +443,7 @@ class PoolSimulation:
                 if one in self.truths
             )
             decision = replace(decision, results=results[:1] or decision.results)
-        elif bug == "nobody seats a second attempt":
+        elif bug == "a second attempt gets no seats":
             runs = tuple(run for run in decision.plan.runs if run.attempt == 1)
             tickets = pool.plan.tickets if runs == pool.plan.runs else decision.plan.tickets
             decision = replace(decision, plan=replace(decision.plan, runs=runs, tickets=tickets))

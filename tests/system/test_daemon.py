@@ -265,8 +265,8 @@ def test_three_machines_share_jobs_that_a_fourth_submits_and_go_on_without_a_los
         assert refused.returncode == PoolCode.BAD_CONFIG
         assert "--etcd-insecure" in refused.stderr
         pool.place = (f"--rdzv-endpoint=etcd://{host}:{port}", "--etcd-insecure")
-        nobody = pool.command("submit", *pool.place, "--", "train.py", enter=net["d"].enter)
-        assert nobody.returncode == PoolCode.NO_POOL
+        refused = pool.command("submit", *pool.place, "--", "train.py", enter=net["d"].enter)
+        assert refused.returncode == PoolCode.NO_POOL
         daemons = {name: pool.daemon(name, SHORT_LEASE, enter=net[name].enter) for name in "abc"}
         for agent in daemons.values():
             pool.job.wait_for_text(agent, "idle: waiting for a job")

@@ -138,7 +138,7 @@ class Bench:
         self.settle()
 
     def submit(self, name: str, least: int = 1, most: int = 1) -> None:
-        job = Job(name, name, (), ("train.py",), {}, "/", least, most, None, WALL, "somebody")
+        job = Job(name, name, (), ("train.py",), {}, "/", least, most, None, WALL, "user@host")
         self.put(job.key, job.to_json())
 
     def value(self, key: str) -> str | None:
@@ -338,7 +338,7 @@ def test_the_coordinator_wakes_when_a_missing_node_is_to_be_counted_as_lost(benc
 def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -> None:
     a = bench.daemon("a")
     bench.settle()
-    job = Job("x", "x", (), ("train.py",), {}, "/", 1, 1, None, WALL, "somebody")
+    job = Job("x", "x", (), ("train.py",), {}, "/", 1, 1, None, WALL, "user@host")
     bench.kv.transact((), (Put(job.key, job.to_json()),), bench.now)
     a._watch()
     decision = a.member.request(bench.now)

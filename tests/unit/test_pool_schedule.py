@@ -55,7 +55,7 @@ def job(name: str, least: int = 1, most: int | None = None, time_limit_s: float 
         max_nodes=most if most is not None else least,
         time_limit_s=time_limit_s,
         submitted_at=NOW,
-        submitted_by="somebody",
+        submitted_by="user@host",
     )
 
 
@@ -234,7 +234,7 @@ def test_no_more_is_asked_for_than_is_missing_beside_what_is_on_its_way() -> Non
     bench.jobs.append(job("y", 2))
     assert bench.decide() == {"x": "abc-d-"}
     bench.end("c", SeatOutcome.LEFT)
-    assert bench.decide() == {"x": "abd-"}, "c waits for d: nobody else gets it meanwhile"
+    assert bench.decide() == {"x": "abd-"}, "c waits for d: no other job gets it meanwhile"
     bench.jobs.append(job("z"))
     assert bench.decide() == {"x": "abd-"}, "z does not overtake y"
     bench.end("d", SeatOutcome.LEFT)

@@ -18,6 +18,7 @@ from typing import Any
 
 from ....rendezvous.etcd.kind import ETCD
 from ....rendezvous.records import Endpoint
+from ....rendezvous.store.store_kind import StoreKind
 from ..config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, MODULE, NO_PYTHON, RUN_PATH, SCRIPT, Problem
 from ..options import COMMANDS
 from ..rendezvous import (
@@ -199,84 +200,101 @@ def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
 
 def _check_meeting_place(rules: _Rules, *, of_pool: bool) -> None:
     settings = rules.settings
-    backend, address, most = settings[BACKEND], settings[ENDPOINT].value, settings[MAX_NODES]
-    endpoints, meant = (address.endpoints, address.backend) if address is not None else ((), None)
-    kind, shared, clusters = STORES[str(backend.value)], in_words(SHARED), in_words(CLUSTERS)
+    kind = STORES[str(settings[BACKEND].value)]
     if kind.of_one_machine:
-        rules.expect(
-            of_pool or settings[POOL].value is not None,
-            BACKEND,
-            f"{shared}, because only the jobs of a pool can meet in a {kind} store",
-            f"submit the job to this machine's pool (elastic-agent submit), or use --rdzv-backend {shared}",
-            POOL,
-        )
-        rules.expect(
-            address is None or address.backend == kind.name,
-            ENDPOINT,
-            f"a folder, because {kind} ({backend.origin}) is for one machine",
-            f"write {kind}:///FOLDER, or use --rdzv-backend {shared} for a pool of several machines",
-            BACKEND,
-        )
+        _check_store_of_one_machine(rules, kind, of_pool=of_pool)
     elif not kind.shared:
-        rules.expect(
-            most.value == 1,
-            BACKEND,
-            f"{shared}, because max-nodes is {_in_force(most)} and no other node can join a {kind} store",
-            f"use --rdzv-backend {shared}, or --max-nodes 1",
-            MAX_NODES,
-            MIN_NODES,
-        )
-        rules.expect(
-            address is None,
-            BACKEND,
-            f"{shared}, because an endpoint is given ({settings[ENDPOINT].origin}) and a {kind} store has none",
-            "leave out --rdzv-endpoint or --rdzv-backend",
-            ENDPOINT,
-        )
+        _check_store_of_one_agent(rules, kind)
     elif not kind.cluster:
-        rules.expect(
-            all(endpoint.port for endpoint in endpoints),
-            ENDPOINT,
-            "a port from 1 to 65535, or localhost:0",
-            "choose one port for all nodes, or leave the endpoint out and this agent hosts the store",
-            BACKEND,
-        )
-        rules.expect(
-            address is None or address.backend is None,
-            ENDPOINT,
-            f"an endpoint of {kind} ({backend.origin})",
-            f"use --rdzv-backend {meant}, which the URL stands for, or write HOST:PORT",
-            BACKEND,
-        )
-        rules.expect(
-            len(endpoints) <= 1 or (address is not None and address.backend is not None),
-            ENDPOINT,
-            f"one endpoint, because {kind} ({backend.origin}) has no more",
-            f"use --rdzv-backend {clusters} if these are the members of an {clusters} cluster, else name one host",
-            BACKEND,
-        )
-        distant = [str(endpoint) for endpoint in endpoints if not _is_loopback(endpoint)]
-        rules.expect(
-            not (of_pool and distant) or settings[ETCD_INSECURE].value,
-            ENDPOINT,
-            f"{clusters} with TLS for a pool, because {', '.join(distant)} is not this machine's loopback, a {kind} "
-            "store has no TLS, and who writes to a pool's store runs commands on its nodes",
-            f"write {clusters}://HOST:PORT with --etcd-ca FILE, or add --etcd-insecure where all who reach that port"
-            " may run commands here",
-            BACKEND,
-            ETCD_INSECURE,
-        )
+        _check_hosted_store(rules, kind, of_pool=of_pool)
     if kind is not ETCD:
         in_pool = of_pool or settings[POOL].value is not None
         for option in ETCD_OPTIONS:
             rules.expect(
                 settings[option].value == option.default_value or (option is ETCD_INSECURE and in_pool),
                 option,
-                f"--rdzv-backend {ETCD} with it, not {kind} ({backend.origin})",
+                f"--rdzv-backend {ETCD} with it, not {kind} ({settings[BACKEND].origin})",
                 f"use --rdzv-backend {ETCD}, or leave this out",
                 BACKEND,
                 ENDPOINT,
             )
+
+
+def _check_store_of_one_machine(rules: _Rules, kind: StoreKind, *, of_pool: bool) -> None:
+    settings = rules.settings
+    backend, address, shared = settings[BACKEND], settings[ENDPOINT].value, in_words(SHARED)
+    rules.expect(
+        of_pool or settings[POOL].value is not None,
+        BACKEND,
+        f"{shared}, because only the jobs of a pool can meet in a {kind} store",
+        f"submit the job to this machine's pool (elastic-agent submit), or use --rdzv-backend {shared}",
+        POOL,
+    )
+    rules.expect(
+        address is None or address.backend == kind.name,
+        ENDPOINT,
+        f"a folder, because {kind} ({backend.origin}) is for one machine",
+        f"write {kind}:///FOLDER, or use --rdzv-backend {shared} for a pool of several machines",
+        BACKEND,
+    )
+
+
+def _check_store_of_one_agent(rules: _Rules, kind: StoreKind) -> None:
+    settings = rules.settings
+    address, most, shared = settings[ENDPOINT].value, settings[MAX_NODES], in_words(SHARED)
+    rules.expect(
+        most.value == 1,
+        BACKEND,
+        f"{shared}, because max-nodes is {_in_force(most)} and no other node can join a {kind} store",
+        f"use --rdzv-backend {shared}, or --max-nodes 1",
+        MAX_NODES,
+        MIN_NODES,
+    )
+    rules.expect(
+        address is None,
+        BACKEND,
+        f"{shared}, because an endpoint is given ({settings[ENDPOINT].origin}) and a {kind} store has none",
+        "leave out --rdzv-endpoint or --rdzv-backend",
+        ENDPOINT,
+    )
+
+
+def _check_hosted_store(rules: _Rules, kind: StoreKind, *, of_pool: bool) -> None:
+    settings = rules.settings
+    backend, address, clusters = settings[BACKEND], settings[ENDPOINT].value, in_words(CLUSTERS)
+    endpoints, meant = (address.endpoints, address.backend) if address is not None else ((), None)
+    rules.expect(
+        all(endpoint.port for endpoint in endpoints),
+        ENDPOINT,
+        "a port from 1 to 65535, or localhost:0",
+        "choose one port for all nodes, or leave the endpoint out and this agent hosts the store",
+        BACKEND,
+    )
+    rules.expect(
+        address is None or address.backend is None,
+        ENDPOINT,
+        f"an endpoint of {kind} ({backend.origin})",
+        f"use --rdzv-backend {meant}, which the URL stands for, or write HOST:PORT",
+        BACKEND,
+    )
+    rules.expect(
+        len(endpoints) <= 1 or (address is not None and address.backend is not None),
+        ENDPOINT,
+        f"one endpoint, because {kind} ({backend.origin}) has no more",
+        f"use --rdzv-backend {clusters} if these are the members of an {clusters} cluster, else name one host",
+        BACKEND,
+    )
+    distant = [str(endpoint) for endpoint in endpoints if not _is_loopback(endpoint)]
+    rules.expect(
+        not (of_pool and distant) or settings[ETCD_INSECURE].value,
+        ENDPOINT,
+        f"{clusters} with TLS for a pool, because {', '.join(distant)} is not this machine's loopback, a {kind} "
+        "store has no TLS, and who writes to a pool's store runs commands on its nodes",
+        f"write {clusters}://HOST:PORT with --etcd-ca FILE, or add --etcd-insecure where all who reach that port"
+        " may run commands here",
+        BACKEND,
+        ETCD_INSECURE,
+    )
 
 
 def _check_etcd_endpoints(rules: _Rules) -> None:

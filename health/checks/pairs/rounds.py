@@ -113,7 +113,7 @@ class _Round:
         self._in_doubt = set(in_doubt)
 
     def meet(self, node: str, *groups: Sequence[str]) -> None:
-        """One of the first group that has somebody to meet: who has met the fewest, of those one that no pairs connect
+        """One of the first group that has a node to meet: who has met the fewest, of those one that no pairs connect
         with this node yet, the next in order first."""
         for group in groups:
             free = [
