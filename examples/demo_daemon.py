@@ -110,8 +110,12 @@ class Demo:
             time.sleep(LOOK_S)
 
     def wait_for_idle(self, number: int) -> None:
-        all_idle = f"{number} node{'s' * (number > 1)}, {number} idle"
-        self.wait_for(all_idle, lambda: self.command("jobs", quiet=True).startswith(all_idle))
+        self.wait_for(f"{number} idle nodes", lambda: self.idle_nodes() == number)
+
+    def idle_nodes(self) -> int:
+        """0 as long as the pool has no store."""
+        text = self.command("jobs", "--json", quiet=True)
+        return int(json.loads(text)["pool"]["idle_nodes"]) if text else 0
 
     def wait_for_workers(self, name: str, number: int) -> None:
         """Until the job trains on so many nodes, each with one worker; says at which step, and checks all steps."""

@@ -360,6 +360,7 @@ def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureF
     common = {"name": "train.py", "submitted_at": 1.7e9, "submitted_by": "u@h"}
     assert json.loads(capsys.readouterr().out) == {
         "schema": 1,
+        "pool": {"nodes": 2, "idle_nodes": 0, "queued_jobs": 1, "running_jobs": 1},
         "jobs": [
             {
                 "job": "ab12",

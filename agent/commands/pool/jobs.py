@@ -95,7 +95,12 @@ def _jobs(store: Store, view: PoolView, _: str, settings: Settings) -> int:
     while True:
         found = list(states(view, time.time()))
         if settings[JSON].value:
-            print(json.dumps({"schema": SCHEMA, "jobs": [asdict(one) for one in found]}), flush=True)
+            document = {
+                "schema": SCHEMA,
+                "pool": asdict(view.counts()),
+                "jobs": [asdict(one) for one in found],
+            }
+            print(json.dumps(document), flush=True)
         else:
             print("\n".join(_lines(view, found)), flush=True)
         if not settings[WATCH].value:
