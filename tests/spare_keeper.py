@@ -14,7 +14,7 @@ from pathlib import Path
 from elastic_agent.agent.common.events import Event, SpareReadable
 from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare, Spares
 from elastic_agent.agent.workers.processes.subreaper import PR_SET_CHILD_SUBREAPER, adopt_orphans
-from elastic_agent.worker.memory.available_memory import MIB, Memory
+from elastic_agent.worker.storage.memory.available_memory import MIB, Memory
 
 from .io_threads import started_io
 

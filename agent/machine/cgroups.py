@@ -19,7 +19,7 @@ import logging
 import os
 from pathlib import Path
 
-from ...worker.memory.available_memory import own_cgroup
+from ...worker.storage.memory.available_memory import own_cgroup
 
 log = logging.getLogger(__name__)
 

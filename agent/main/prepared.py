@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...threads import listen
-from ...worker.memory.available_memory import read_memory
+from ...worker.storage.memory.available_memory import read_memory
 from ...worker.wire.environment import WorkerEnv
 from ..common.events import Event
 from ..common.io_thread import IoThread

@@ -8,7 +8,7 @@ The file outlives a job whose agents were all killed, and the next job at the en
 id. So its number and its members count for every job, but restarts, step and run only where an agent of that world
 has joined again (`decide`). The file's age does not tell these apart: another job may come after a second, and the
 same job, started again as a whole, is a new run either way, which takes over the checkpoints of the dead one
-(`worker/disk/ownership.py`).
+(`worker/storage/disk/ownership.py`).
 
 All users share the folder, so the file counts only when it belongs to this user and no other user may have written it.
 """

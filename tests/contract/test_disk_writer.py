@@ -24,10 +24,10 @@ from elastic_agent.agent.workers.checkpoints import disk_writer, writer
 from elastic_agent.agent.workers.checkpoints.disk_writer import DiskWriter
 from elastic_agent.codec import Invalid
 from elastic_agent.worker import Checkpointer, Fenced, SaveFailed
-from elastic_agent.worker.disk import async_save
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.memory.slots import Slots
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.storage.disk import async_save
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
 from elastic_agent.worker.wire.messages import (

@@ -21,7 +21,7 @@ from elastic_agent.agent.workers.preloader import spares as module
 from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare
 from elastic_agent.agent.workers.preloader.wire import BecomeWorker
 from elastic_agent.agent.workers.processes.workers import tied
-from elastic_agent.worker.memory.available_memory import MIB, Memory
+from elastic_agent.worker.storage.memory.available_memory import MIB, Memory
 from tests.spare_keeper import PLENTY, SpareKeeper, adopting
 
 

@@ -29,11 +29,11 @@ from unequal_states import attempt
 
 from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.checkpointing.loading import restore
-from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable
-from elastic_agent.worker.memory import slots
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.storage.disk import checkpoint_files, directory_claim, durable
+from elastic_agent.worker.storage.memory import slots
 from elastic_agent.worker.wire import files
 
 WORLD_DEADLINE_S = 40.0

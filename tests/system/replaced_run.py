@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer, step
-from elastic_agent.worker.disk import directory_claim
-from elastic_agent.worker.disk.ownership import OWNER_NAME, Ownership, successor
+from elastic_agent.worker.storage.disk import directory_claim
+from elastic_agent.worker.storage.disk.ownership import OWNER_NAME, Ownership, successor
 from elastic_agent.worker.wire.run import Run
 
 directory_claim.LOCK_WAIT_S = 0.5

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.manifests import Manifest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GENERATION = int(os.environ["ELASTIC_AGENT_GENERATION"])

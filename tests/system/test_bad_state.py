@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
 
 from .harness import TORCH_PRELOADED, Job

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.rendezvous.c10d.host import C10dHost
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
 from tests.etcd_servers import EtcdCluster
 

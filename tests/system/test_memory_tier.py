@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
 
 from .harness import ORPHANS_S, TORCH_PRELOADED, Generation, Job

@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import Checkpointer, CheckpointError, Fenced
-from elastic_agent.worker.disk.commit_permission import CommitPermission
-from elastic_agent.worker.memory import slots
 from elastic_agent.worker.ranks import replicas
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.storage.disk.commit_permission import CommitPermission
+from elastic_agent.worker.storage.memory import slots
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted, CommitQuestion
 

@@ -35,11 +35,12 @@ worker/wire:
 worker/state: worker/errors
 worker/steps: worker/errors worker/wire
 worker/ranks: worker/errors worker/wire worker/state worker/steps
-worker/memory: worker/wire worker/state
-worker/disk: worker/errors worker/wire worker/steps worker/memory
-worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/memory worker/disk
-worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks worker/memory worker/disk \
-    worker/checkpointing/loading
+worker/storage/memory: worker/wire worker/state
+worker/storage/disk: worker/errors worker/wire worker/steps worker/storage/memory
+worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/storage/memory \
+    worker/storage/disk
+worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks worker/storage/memory \
+    worker/storage/disk worker/checkpointing/loading
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 health/checks:
 health/checks/rules: health/checks
@@ -282,9 +283,9 @@ def test_no_module_imports_itself_through_others() -> None:
         ),
         (
             "rendezvous/planted.py",
-            "def late():\n    from ..worker.memory import slots\n",
-            "rendezvous/planted.py:2 (inside a function): from ..worker.memory import slots\n"
-            "    rendezvous may not import worker/memory",
+            "def late():\n    from ..worker.storage.memory import slots\n",
+            "rendezvous/planted.py:2 (inside a function): from ..worker.storage.memory import slots\n"
+            "    rendezvous may not import worker/storage/memory",
         ),
         (
             "agent/machine/planted.py",

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.disk.async_save import AsyncSaver
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.memory.copy_header import Header
-from elastic_agent.worker.memory.slots import Slots
+from elastic_agent.worker.storage.disk.async_save import AsyncSaver
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.memory.copy_header import Header
+from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import WriteOutcome
 from elastic_agent.worker.wire.run import Run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.memory.available_memory import MIB, Memory, read_memory
+from elastic_agent.worker.storage.memory.available_memory import MIB, Memory, read_memory
 
 MEMINFO = "MemTotal:       1024000 kB\nMemFree:  100 kB\nMemAvailable:    512000 kB\nHugePages_Total: 0\n"
 ALL = Memory(512000 * 1024, 1024000 * 1024)

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_agent.agent.machine.cgroups import is_delegated
 from elastic_agent.agent.workers.processes.proc import cgroup_members, empty_cgroup, remove_cgroup
-from elastic_agent.worker.memory.available_memory import own_cgroup
+from elastic_agent.worker.storage.memory.available_memory import own_cgroup
 
 V2 = "34 25 0:29 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "35 25 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.errors import BadCheckpoint, Fenced
+from elastic_agent.worker.storage.disk import checkpoint_files, directory_claim, durable
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.run import Run
 from elastic_agent.worker.wire.sealed import checksum

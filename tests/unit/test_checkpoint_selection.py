@@ -14,10 +14,10 @@ from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
     choose_source,
     nodes_with,
 )
-from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.errors import NoUsableCheckpoint
-from elastic_agent.worker.memory.copy_header import Copy, Header
 from elastic_agent.worker.ranks.group import current_group
+from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.memory.copy_header import Copy, Header
 from elastic_agent.worker.wire.environment import WorkerEnv
 
 

@@ -28,12 +28,12 @@ from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
     Source,
     choose_source,
 )
-from elastic_agent.worker.disk import async_save, commit_permission, directory_claim
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.storage.disk import async_save, commit_permission, directory_claim
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.wire import shared_progress
 from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES, WorkerEnv
 from elastic_agent.worker.wire.messages import (

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.checkpointing.loading.checkpoint_selection import Offer, choose_source
-from elastic_agent.worker.memory import checksums
-from elastic_agent.worker.memory.checksums import ChecksumThreads
-from elastic_agent.worker.memory.copy_header import Copy, Header
-from elastic_agent.worker.memory.slots import Slots, sums_of
+from elastic_agent.worker.storage.memory import checksums
+from elastic_agent.worker.storage.memory.checksums import ChecksumThreads
+from elastic_agent.worker.storage.memory.copy_header import Copy, Header
+from elastic_agent.worker.storage.memory.slots import Slots, sums_of
 from tests.unit.threads import join_threads
 
 CONTENT = bytes(range(250)) * 10
@@ -26,7 +26,7 @@ CONTENT = bytes(range(250)) * 10
 @pytest.fixture
 def slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slots]:
     for module in ("slots", "checksums"):
-        monkeypatch.setattr(f"elastic_agent.worker.memory.{module}.PIECE_BYTES", 1000)
+        monkeypatch.setattr(f"elastic_agent.worker.storage.memory.{module}.PIECE_BYTES", 1000)
     monkeypatch.setattr(checksums, "_STRIDE", 300)
     slots = Slots(str(tmp_path), "/runs/x")
     yield slots

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.disk.commit_permission import MAX_QUESTIONS, CommitPermission
 from elastic_agent.worker.errors import Fenced, Unconfirmed
+from elastic_agent.worker.storage.disk.commit_permission import MAX_QUESTIONS, CommitPermission
 from elastic_agent.worker.wire.messages import (
     FROM_WORKERS,
     MAX_BYTES,

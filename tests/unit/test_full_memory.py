@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.memory import node_memory, slots
-from elastic_agent.worker.memory.available_memory import Memory, file_system
-from elastic_agent.worker.memory.random_states import RandomStates
-from elastic_agent.worker.memory.slots import Slots
 from elastic_agent.worker.ranks.replicas import Replicas
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.storage.memory import node_memory, slots
+from elastic_agent.worker.storage.memory.available_memory import Memory, file_system
+from elastic_agent.worker.storage.memory.random_states import RandomStates
+from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire import files
 from tests.unit.threads import join_threads
 

@@ -19,13 +19,13 @@ from elastic_agent.worker.checkpointing import loader
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.checkpointing.loading.checkpoint_selection import Offer
 from elastic_agent.worker.checkpointing.loading.node_sharing import RankBytes
-from elastic_agent.worker.disk.directory_claim import Claim
-from elastic_agent.worker.disk.manifests import Manifest
 from elastic_agent.worker.errors import CheckpointError
-from elastic_agent.worker.memory.copy_header import Copy, Header
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.ranks.group import RECORDS, Group, records_of
 from elastic_agent.worker.ranks.refusals import _Refusal
+from elastic_agent.worker.storage.disk.directory_claim import Claim
+from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.memory.copy_header import Copy, Header
 
 GROUP = Group(0, 2, torch.device("cpu"))
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, SaveFailed
-from elastic_agent.worker.disk import durable
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.memory import slots
 from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.storage.disk import durable
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.memory import slots
 from elastic_agent.worker.wire.run import Run
 from tests.unit.threads import join_threads
 

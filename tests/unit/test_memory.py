@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer, NotPlainData
-from elastic_agent.worker.memory import checksums, node_memory, slots
-from elastic_agent.worker.memory.available_memory import Memory
-from elastic_agent.worker.memory.checksums import _ChecksumThread
-from elastic_agent.worker.memory.node_memory import NodeMemory, RankPlace
-from elastic_agent.worker.memory.slots import NoRoom, Slots
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.state.archive_layout import CannotLayOut, Layout, lay_out
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.storage.memory import checksums, node_memory, slots
+from elastic_agent.worker.storage.memory.available_memory import Memory
+from elastic_agent.worker.storage.memory.checksums import _ChecksumThread
+from elastic_agent.worker.storage.memory.node_memory import NodeMemory, RankPlace
+from elastic_agent.worker.storage.memory.slots import NoRoom, Slots
 from tests.unit.threads import join_threads
 
 pytestmark = pytest.mark.usefixtures("only_worker")

@@ -16,11 +16,17 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.worker.disk import checkpoint_files, directory_claim, durable, former_runs, ownership
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
-from elastic_agent.worker.disk.manifests import Manifest, manifest_name
-from elastic_agent.worker.disk.ownership import Former, Ownership, settle, successor
 from elastic_agent.worker.errors import CheckpointError, Fenced, OtherRun, Unconfirmed
+from elastic_agent.worker.storage.disk import (
+    checkpoint_files,
+    directory_claim,
+    durable,
+    former_runs,
+    ownership,
+)
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.manifests import Manifest, manifest_name
+from elastic_agent.worker.storage.disk.ownership import Former, Ownership, settle, successor
 from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.run import Run, this_run
 from elastic_agent.worker.wire.sealed import checksum
@@ -963,7 +969,7 @@ def test_a_load_that_failed_lets_go_of_the_directory(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys
 from elastic_agent.worker.errors import OtherRun
-from elastic_agent.worker.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire import files
 from elastic_agent.worker.wire.run import this_run
 

@@ -140,7 +140,7 @@ def test_the_functions_report_as_the_environment_says(agent: Agent, monkeypatch:
 def test_the_agent_can_import_the_messages_without_torch() -> None:
     script = (
         "import sys, elastic_agent.worker, elastic_agent.worker.wire.channel\n"
-        "import elastic_agent.worker.disk.checkpoint_files\n"
+        "import elastic_agent.worker.storage.disk.checkpoint_files\n"
         "elastic_agent.worker.step(1)\n"
         "assert 'torch' not in sys.modules\n"
     )

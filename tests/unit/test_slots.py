@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.memory import slots as module
-from elastic_agent.worker.memory.copy_header import Header
-from elastic_agent.worker.memory.random_states import RandomState
-from elastic_agent.worker.memory.slots import Slots, SlotsBusy, room_for, sums_of
+from elastic_agent.worker.storage.memory import slots as module
+from elastic_agent.worker.storage.memory.copy_header import Header
+from elastic_agent.worker.storage.memory.random_states import RandomState
+from elastic_agent.worker.storage.memory.slots import Slots, SlotsBusy, room_for, sums_of
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_an_impossible_header_cannot_exist(wrong: dict[str, object]) -> None:
 
 
 def test_checksums_find_one_bit(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_agent.worker.memory.slots.PIECE_BYTES", 1000)
+    monkeypatch.setattr("elastic_agent.worker.storage.memory.slots.PIECE_BYTES", 1000)
     content = os.urandom(4500)
     write(slots, 1, content=content)
     with slots.hold("a") as held:

@@ -28,8 +28,8 @@ from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store.interface import Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
-from elastic_agent.worker.disk.commit_permission import CommitPermission
 from elastic_agent.worker.errors import Fenced, SaveFailed
+from elastic_agent.worker.storage.disk.commit_permission import CommitPermission
 from elastic_agent.worker.wire.channel import Lines, Reporter, ask
 from elastic_agent.worker.wire.environment import WorkerEnv
 from elastic_agent.worker.wire.messages import (

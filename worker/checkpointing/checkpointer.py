@@ -19,15 +19,15 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..disk.async_save import AsyncSaver
-from ..disk.checkpoint_files import CheckpointFiles
 from ..errors import CheckpointError
-from ..memory.copy_header import Header
-from ..memory.node_memory import memory_of
 from ..ranks.group import current_group
 from ..state.rank_parts import Reshard, rules_of
 from ..state.state_dicts import Stateful
 from ..steps import progress
+from ..storage.disk.async_save import AsyncSaver
+from ..storage.disk.checkpoint_files import CheckpointFiles
+from ..storage.memory.copy_header import Header
+from ..storage.memory.node_memory import memory_of
 from ..wire.environment import WorkerEnv
 from ..wire.run import this_run
 from .contents import Contents

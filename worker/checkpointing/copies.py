@@ -10,13 +10,13 @@ import threading
 import time
 from typing import Any
 
-from ..disk.async_save import AsyncSaver
-from ..memory.checksums import undisturbed
-from ..memory.copy_header import Header
-from ..memory.node_memory import CopyUnderWay, NodeMemory
-from ..memory.slots import CopyLost, NoRoom, SlotsBusy
 from ..state.archive_layout import CannotLayOut
 from ..steps import progress
+from ..storage.disk.async_save import AsyncSaver
+from ..storage.memory.checksums import undisturbed
+from ..storage.memory.copy_header import Header
+from ..storage.memory.node_memory import CopyUnderWay, NodeMemory
+from ..storage.memory.slots import CopyLost, NoRoom, SlotsBusy
 from ..wire.messages import SaveResult
 from .save_plan import Occasion, SavePlan, ToDisk, plan_save
 

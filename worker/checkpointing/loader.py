@@ -7,14 +7,14 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..disk.checkpoint_files import CheckpointFiles
 from ..errors import BadCheckpoint, CheckpointError, NotSaved, Unconfirmed
-from ..memory.copy_header import Header
-from ..memory.node_memory import NodeMemory
 from ..ranks.group import Group, current_group
 from ..ranks.refusals import together
 from ..ranks.replicas import refuse_sharded
 from ..steps import progress
+from ..storage.disk.checkpoint_files import CheckpointFiles
+from ..storage.memory.copy_header import Header
+from ..storage.memory.node_memory import NodeMemory
 from ..wire.environment import WorkerEnv
 from ..wire.messages import LoadResult, Tier
 from .contents import Contents

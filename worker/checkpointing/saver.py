@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from ..disk.async_save import AsyncSaver
-from ..disk.background_write import refusal_of
-from ..disk.checkpoint_files import CheckpointFiles
 from ..errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
-from ..memory.checksums import undisturbed
-from ..memory.copy_header import Header
-from ..memory.slots import CopyLost
 from ..ranks.group import Group, current_group
 from ..ranks.refusals import because, together
 from ..state import rng
 from ..state.state_dicts import prove_loadable
 from ..steps import progress
+from ..storage.disk.async_save import AsyncSaver
+from ..storage.disk.background_write import refusal_of
+from ..storage.disk.checkpoint_files import CheckpointFiles
+from ..storage.memory.checksums import undisturbed
+from ..storage.memory.copy_header import Header
+from ..storage.memory.slots import CopyLost
 from ..wire.messages import SaveResult
 from .contents import Brought, Contents
 from .copies import Copies

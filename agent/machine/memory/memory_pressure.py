@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....worker.memory.available_memory import MIB, Memory
+from ....worker.storage.memory.available_memory import MIB, Memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ....worker.memory.available_memory import own_cgroup, read_rows, upwards
+from ....worker.storage.memory.available_memory import own_cgroup, read_rows, upwards
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """The disk writer: a process of the agent that brings copies in memory to the disk while the workers train on.
 
 `disk_writer` starts it through `shim`, so that it dies with the agent. Its standard input is a listening socket, over
-which rank 0 sends orders (`worker/disk/background_write.py`). An order outlives the rank 0 that gave it; its outcome
-is sent to that rank 0, and to the agent as a report; before anything becomes visible the agent's commit fence is asked
-whether the generation that ordered it is still the present one.
+which rank 0 sends orders (`worker/storage/disk/background_write.py`). An order outlives the rank 0 that gave it; its
+outcome is sent to that rank 0, and to the agent as a report; before anything becomes visible the agent's commit fence
+is asked whether the generation that ordered it is still the present one.
 
 Orders are carried out one after the other: the disk is one. On the agent's `FinishWrites` it does what it has begun,
 tries again what has failed, tells the agent over that connection what is not on disk yet (`UnsavedSteps`), and ends
@@ -30,11 +30,11 @@ from dataclasses import dataclass, replace
 from ....codec import Invalid
 from ....rendezvous.store.requests import RETRY
 from ....threads import Thread
-from ....worker.disk.background_write import outcome_of, write_copy
-from ....worker.disk.checkpoint_files import CheckpointFiles
-from ....worker.disk.commit_permission import CommitPermission
 from ....worker.errors import CheckpointError, Fenced, SaveFailed
-from ....worker.memory.slots import HeldSlot, Slots
+from ....worker.storage.disk.background_write import outcome_of, write_copy
+from ....worker.storage.disk.checkpoint_files import CheckpointFiles
+from ....worker.storage.disk.commit_permission import CommitPermission
+from ....worker.storage.memory.slots import HeldSlot, Slots
 from ....worker.wire.channel import receive, send
 from ....worker.wire.messages import (
     MAX_BYTES,

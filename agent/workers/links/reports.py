@@ -3,9 +3,9 @@
 Reports are hints. A datagram that does not decode is counted and dropped, and so is one that comes while the main
 loop has too much to do: training never waits for us.
 
-With one kind comes an open file: the lock of a checkpoint directory (see `worker/disk/ownership.py`), which stays
-locked between two generations, until this process ends or the job begins another run. A thread of its own has these
-files, because to close one may take as long as a disk does not answer.
+With one kind comes an open file: the lock of a checkpoint directory (see `worker/storage/disk/ownership.py`), which
+stays locked between two generations, until this process ends or the job begins another run. A thread of its own has
+these files, because to close one may take as long as a disk does not answer.
 """
 
 from __future__ import annotations

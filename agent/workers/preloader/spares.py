@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from ....codec import Invalid
-from ....worker.memory.available_memory import Memory
+from ....worker.storage.memory.available_memory import Memory
 from ...common.events import Event, SpareReadable
 from ...common.io_thread import IoThread
 from ...machine.memory.memory_pressure import MemoryPolicy, pressure

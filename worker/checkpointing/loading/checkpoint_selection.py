@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...disk.manifests import Manifest
 from ...errors import NoUsableCheckpoint
-from ...memory.copy_header import Copy, Header
+from ...storage.disk.manifests import Manifest
+from ...storage.memory.copy_header import Copy, Header
 from ...wire.environment import WorkerEnv
 
 

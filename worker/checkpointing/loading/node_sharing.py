@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 
 from ...errors import CheckpointError
-from ...memory.copy_header import Header
-from ...memory.node_memory import NodeMemory
-from ...memory.slots import NoRoom, OpenSlot, SlotsBusy
 from ...ranks.group import Group
 from ...ranks.refusals import because, raise_together
+from ...storage.memory.copy_header import Header
+from ...storage.memory.node_memory import NodeMemory
+from ...storage.memory.slots import NoRoom, OpenSlot, SlotsBusy
 
 logger = logging.getLogger(__name__)
 

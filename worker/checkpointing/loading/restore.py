@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
 
-from ...disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
-from ...disk.manifests import Manifest
-from ...disk.ownership import MOST_STEPS, Former, Ownership
 from ...errors import BadCheckpoint, CheckpointError
-from ...memory.copy_header import Header
-from ...memory.node_memory import NodeMemory, load_mapped
-from ...memory.slots import HeldSlot
 from ...ranks.group import Group
 from ...ranks.refusals import together
+from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
+from ...storage.disk.manifests import Manifest
+from ...storage.disk.ownership import MOST_STEPS, Former, Ownership
+from ...storage.memory.copy_header import Header
+from ...storage.memory.node_memory import NodeMemory, load_mapped
+from ...storage.memory.slots import HeldSlot
 from ...wire.messages import MAX_REASON_CHARS
 from .checkpoint_selection import BadState, Offer, Source, choose_source, nodes_with, runs_in_memory
 from .node_sharing import Bytes, NodeSharing, first_ranks

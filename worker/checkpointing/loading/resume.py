@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from ...errors import CheckpointMismatch
-from ...memory import rank_state
-from ...memory.node_memory import NodeMemory
 from ...ranks.group import Group
 from ...state import rng
 from ...state.rank_parts import Rules, states_for
 from ...state.state_dicts import Part, load_into, modules_in
+from ...storage.memory import rank_state
+from ...storage.memory.node_memory import NodeMemory
 from .restore import Loaded
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
 
-from ..wire.files import OWN_DIRECTORY, open_for_reading, open_own_directory, read_whole, remove, replace_file
+from ...wire.files import (
+    OWN_DIRECTORY,
+    open_for_reading,
+    open_own_directory,
+    read_whole,
+    remove,
+    replace_file,
+)
 from .copy_header import Header
 from .random_states import RandomStates
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..state import rng
-from ..wire.files import open_for_reading, open_own_directory
+from ...state import rng
+from ...wire.files import open_for_reading, open_own_directory
 from .node_memory import RankPlace
 
 MAGIC = int.from_bytes(b"erankst1", "little")

@@ -39,11 +39,11 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from typing import Annotated
 
-from ...codec import Checked, Within, from_plain
-from ..errors import CheckpointError, OtherRun
-from ..wire.messages import RunNameOrNone
-from ..wire.run import Run
-from ..wire.sealed import seal, unseal
+from ....codec import Checked, Within, from_plain
+from ...errors import CheckpointError, OtherRun
+from ...wire.messages import RunNameOrNone
+from ...wire.run import Run
+from ...wire.sealed import seal, unseal
 
 OWNER_NAME = "owner.json"
 LOCK_NAME = "owner.lock"

@@ -13,8 +13,8 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 
-from ..wire.files import open_directory, read_whole, remove
-from ..wire.run import Run
+from ...wire.files import open_directory, read_whole, remove
+from ...wire.run import Run
 from .durable import make_directory, write_durably
 from .former_runs import move_aside
 from .manifests import TEMPORARY_NAME, Manifest, manifest_of, readable_manifests

@@ -18,10 +18,10 @@ import math
 import time
 from collections.abc import Callable
 
-from ...codec import Invalid
-from ..errors import Fenced, Unconfirmed
-from ..wire.channel import ask
-from ..wire.messages import COMMIT_ANSWERS, CommitGranted, CommitQuestion, CommitRefused
+from ....codec import Invalid
+from ...errors import Fenced, Unconfirmed
+from ...wire.channel import ask
+from ...wire.messages import COMMIT_ANSWERS, CommitGranted, CommitQuestion, CommitRefused
 
 ANSWER_S = 5.0
 """How long the agent may take, and with it the store that it asks."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from ..wire.files import open_own_directory
+from ...wire.files import open_own_directory
 from .manifests import Manifest, manifest_name
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import BinaryIO, cast
 
-from ..wire.files import open_directory
+from ...wire.files import open_directory
 
 
 class _DurableSink:

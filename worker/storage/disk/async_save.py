@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ...codec import Invalid
-from ..errors import CheckpointError, SaveFailed
+from ....codec import Invalid
+from ...errors import CheckpointError, SaveFailed
+from ...steps import progress
+from ...wire.channel import receive, send
+from ...wire.environment import WorkerEnv
+from ...wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, WriteOrder, WriteOutcome
 from ..memory.slots import HeldSlot, Slots
-from ..steps import progress
-from ..wire.channel import receive, send
-from ..wire.environment import WorkerEnv
-from ..wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, WriteOrder, WriteOutcome
 from .background_write import outcome_of, write_copy
 from .checkpoint_files import CheckpointFiles
 from .commit_permission import CommitPermission

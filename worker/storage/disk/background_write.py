@@ -15,10 +15,10 @@ import zlib
 from collections.abc import Callable
 from typing import BinaryIO
 
-from .. import errors
-from ..errors import CheckpointError, SaveFailed
+from ... import errors
+from ...errors import CheckpointError, SaveFailed
+from ...wire.messages import MAX_REASON_CHARS, WriteOutcome
 from ..memory.slots import PIECE_BYTES, HeldSlot, Slots
-from ..wire.messages import MAX_REASON_CHARS, WriteOutcome
 from .checkpoint_files import CheckpointFiles
 from .manifests import Manifest
 

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ...codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
-from ..wire.files import read_whole
-from ..wire.messages import RUN_NAME, RunNameOrNone
-from ..wire.sealed import seal_fields, unseal
+from ....codec import Checked, Count, Invalid, Positive, Text, from_plain, plain
+from ...wire.files import read_whole
+from ...wire.messages import RUN_NAME, RunNameOrNone
+from ...wire.sealed import seal_fields, unseal
 
 SCHEMA = 2
 _WITHOUT_RUN = 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...codec import Checked, Count, Invalid, Positive, from_plain
-from ..wire.messages import RunNameOrNone
-from ..wire.sealed import seal, unseal
+from ....codec import Checked, Count, Invalid, Positive, from_plain
+from ...wire.messages import RunNameOrNone
+from ...wire.sealed import seal, unseal
 
 SCHEMA = 2
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from ..state.layout_cache import LayoutCache
-from ..state.state_dicts import is_plain, prove_loadable
-from ..wire.environment import WorkerEnv
-from ..wire.run import this_run
+from ...state.layout_cache import LayoutCache
+from ...state.state_dicts import is_plain, prove_loadable
+from ...wire.environment import WorkerEnv
+from ...wire.run import this_run
 from .available_memory import Memory, file_system, read_memory
 from .checksums import ChecksumThreads
 from .copy_header import Copy, Header

@@ -39,9 +39,9 @@ from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 from typing import BinaryIO
 
-from ..errors import BadCheckpoint, CheckpointError
-from ..wire.files import open_directory, open_for_reading
-from ..wire.run import Run
+from ...errors import BadCheckpoint, CheckpointError
+from ...wire.files import open_directory, open_for_reading
+from ...wire.run import Run
 from .directory_claim import Claim
 from .durable import make_directory, write_durably
 from .manifests import (

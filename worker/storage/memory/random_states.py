@@ -12,7 +12,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from ..wire.files import read_whole, replace_file
+from ...wire.files import read_whole, replace_file
 
 _HEAD = struct.Struct("<8sIqqq")
 _MAGIC = b"e-rng" + (1).to_bytes(3, "little")
