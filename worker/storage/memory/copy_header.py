@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from ....codec import Checked, Count, Invalid, Positive, from_plain
+from ....codec import Checked, Count, Invalid, Positive, Text, from_plain
 from ...wire.messages import RunNameOrNone
 from ...wire.sealed import seal, unseal
 
 SCHEMA = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankShards(Checked):
+    """What makes a copy one rank's part of a state that no rank has whole.
+
+    `table` is the place, as offset and length, of the table that says where each shard lies in the copy
+    (`worker/state/sharding/table.py`). `digest` is of the names, shapes and offsets of all shards: of one state, copies
+    with equal digests hold the same shards, bit by bit, as the replica groups of HSDP do. `common`: the copy also has
+    what is the same on all ranks, which the first rank of a node keeps for its node.
+    """
+
+    rank: Count
+    table: tuple[Count, Count]
+    digest: Annotated[str, Text(16, re.compile(r"[0-9a-f]{16}"))]
+    common: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +38,7 @@ class Header(Checked):
     copy with holes counts once every rank has written its own down; a `partial` one, made after a rank had failed,
     counts without that.
     `sums` are the checksums of its pieces; empty: not computed yet, see `checksums`. `run` is the job's, see
-    `ownership`.
+    `ownership`. `shards`: what the copy has of a sharded state; None: it has the whole state.
     """
 
     step: Count
@@ -32,6 +50,7 @@ class Header(Checked):
     partial: bool = False
     sums: tuple[Count, ...] = ()
     run: RunNameOrNone = ""
+    shards: RankShards | None = None
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
@@ -40,6 +59,13 @@ class Header(Checked):
                 raise Invalid(f"header: the hole {hole!r} lies outside the {self.size} bytes of the state")
         if self.rng_holes and len(self.rng_holes) != self.world_size:
             raise Invalid(f"header: {len(self.rng_holes)} holes for {self.world_size} ranks")
+        if self.shards is not None:
+            if self.shards.rank >= self.world_size:
+                raise Invalid(f"header: shards of rank {self.shards.rank} of {self.world_size}")
+            if sum(self.shards.table) > self.size:
+                raise Invalid(
+                    f"header: the table {self.shards.table!r} lies outside the {self.size} bytes of the state"
+                )
 
     @property
     def version(self) -> tuple[int, int]:

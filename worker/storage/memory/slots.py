@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import mmap
 import os
 import stat
@@ -47,6 +46,7 @@ from ...wire.files import (
 )
 from .copy_header import Header
 from .random_states import RandomStates
+from .slot_folders import SlotFolder
 
 NAMES = ("a", "b")
 PIECE_BYTES = 16 << 20
@@ -92,12 +92,13 @@ class HeldSlot:
 
 
 class Slots:
-    """The two slots of one checkpoint directory on this node."""
+    """Two slots on this node: of a state that is the same on all ranks, or of one rank's shards."""
 
-    def __init__(self, memory: str, directory: str) -> None:
+    def __init__(self, memory: str, directory: str | SlotFolder) -> None:
         """`memory` is the agent's folder, `directory` the path by which the script knows the checkpoints."""
         self.memory = memory
-        self.folder = os.path.join(memory, hashlib.sha256(os.fsencode(directory)).hexdigest()[:16])
+        folder = directory if isinstance(directory, SlotFolder) else SlotFolder.of(directory)
+        self.folder = os.path.join(memory, folder.name)
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.folder, 0o700)
         # All else is below what is open here, whatever takes its name later.
