@@ -43,5 +43,5 @@ def only_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     # By name: tests of other things need not load torch.
     monkeypatch.setattr("elastic_agent.worker.steps.progress._listeners", ())
     monkeypatch.setattr("elastic_agent.worker.steps.progress.checkpointers", Checkpointers())
-    monkeypatch.setattr("elastic_agent.worker.storage.memory.node_memory._used", set())
+    monkeypatch.setattr("elastic_agent.worker.storage.memory.slot_memory._used", set())
     return folder

@@ -16,7 +16,7 @@ import torch
 from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.ranks.replicas import Replicas
 from elastic_agent.worker.steps import progress
-from elastic_agent.worker.storage.memory import node_memory, slots
+from elastic_agent.worker.storage.memory import slot_memory, slots
 from elastic_agent.worker.storage.memory.available_memory import Memory, file_system
 from elastic_agent.worker.storage.memory.random_states import RandomStates
 from elastic_agent.worker.storage.memory.slots import Slots
@@ -179,7 +179,7 @@ def test_what_an_earlier_generation_left_under_another_name_makes_room(
     earlier = Checkpointer(tmp_path / "at-noon", state)
     assert earlier.remember(1)
     join_threads("memory-sums")  # they would have ended with it
-    monkeypatch.setattr(node_memory, "_used", set())  # another process
+    monkeypatch.setattr(slot_memory, "_used", set())  # another process
     later = Checkpointer(tmp_path / "at-one", state)
     assert later.remember(1)
     assert "made room for its own" in caplog.text
@@ -191,7 +191,7 @@ def test_a_copy_leaves_a_reserve_in_the_file_system(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = Memory(3 << 20, 64 << 20, of=f"the file system of {folder}")
-    monkeypatch.setattr(node_memory, "file_system", lambda _folder: left)
+    monkeypatch.setattr(slot_memory, "file_system", lambda _folder: left)
     assert not Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).remember(1)
     assert f"the file system of {folder} has 3 MiB left of 64" in caplog.text
     assert not list(folder.rglob("*.pt"))

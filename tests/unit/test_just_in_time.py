@@ -22,8 +22,8 @@ from elastic_agent.worker.checkpointing.just_in_time import JustInTime, of_a_col
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.steps.registry import Checkpointers
-from elastic_agent.worker.storage.memory.node_memory import RankPlace
 from elastic_agent.worker.storage.memory.rank_state import Buffers, RankStateFile, find
+from elastic_agent.worker.storage.memory.slot_memory import RankPlace
 from elastic_agent.worker.storage.memory.slots import HeldSlot, NoRoom
 from elastic_agent.worker.wire.channel import Lines, receive, send
 from elastic_agent.worker.wire.messages import (

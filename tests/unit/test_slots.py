@@ -70,6 +70,17 @@ def test_a_slot_that_is_read_is_not_overwritten(slots: Slots) -> None:
     assert write(slots, 5) == "a"
 
 
+def test_what_is_to_be_kept_is_not_overwritten_even_where_the_other_slot_is_read(slots: Slots) -> None:
+    """Of a sharded state every rank must keep the version that all have."""
+    for step in (1, 2):
+        write(slots, step)
+    with slots.hold("a"), pytest.raises(SlotsBusy):
+        slots.begin(5, keep=(1, 2))
+    opened = slots.begin(5, keep=(1, 1))
+    assert opened.name == "b", "though it is the newer one"
+    opened.close()
+
+
 def test_a_copy_is_shown_while_its_header_tells_of_it(slots: Slots) -> None:
     name = write(slots, 1)
     with slots.hold(name) as held:

@@ -15,7 +15,8 @@ from ..steps import progress
 from ..storage.disk.async_save import AsyncSaver
 from ..storage.memory.checksums import undisturbed
 from ..storage.memory.copy_header import Header
-from ..storage.memory.node_memory import CopyUnderWay, NodeMemory
+from ..storage.memory.node_memory import NodeMemory
+from ..storage.memory.slot_memory import CopyUnderWay
 from ..storage.memory.slots import CopyLost, NoRoom, SlotsBusy
 from ..wire.messages import SaveResult
 from .save_plan import Occasion, SavePlan, ToDisk, plan_save

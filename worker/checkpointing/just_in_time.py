@@ -40,8 +40,8 @@ from ...codec import Invalid
 from ..state.state_dicts import Part, modules_in, state_of, unwrapped
 from ..steps import progress
 from ..steps.registry import InMemory, give_up
-from ..storage.memory.node_memory import RankPlace
 from ..storage.memory.rank_state import Buffers, RankStateFile
+from ..storage.memory.slot_memory import RankPlace
 from ..wire.channel import Lines
 from ..wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
 

@@ -9,12 +9,8 @@ What is taken out is mapped, not read: the only copy is the one that `load_state
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from io import BufferedRandom, BufferedReader
 from typing import Any
 
@@ -24,92 +20,22 @@ from ...state.layout_cache import LayoutCache
 from ...state.state_dicts import is_plain, prove_loadable
 from ...wire.environment import WorkerEnv
 from ...wire.run import this_run
-from .available_memory import Memory, file_system, read_memory
-from .checksums import ChecksumThreads
 from .copy_header import Copy, Header
 from .random_states import RandomState
-from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy, room_for, sums_of
+from .slot_memory import CopyUnderWay, RankPlace, SlotMemory
+from .slots import NAMES, HeldSlot, Slots, sums_of
 
 logger = logging.getLogger(__name__)
 
-LEAST_FREE = 0.05
-"""The share of the memory, and of the file system in memory, that stays free: for headers, records and others."""
 
-_used: set[str] = set()
-"""The folders of this process's Checkpointers."""
-
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-
-
-class _Mapping:
-    """One slot's pages in this process, kept from one state to the next: page faults cost more than the copy."""
-
-    def __init__(self, opened: OpenSlot) -> None:
-        found = os.fstat(opened.fd)
-        self._file = (found.st_dev, found.st_ino)
-        self._map = mmap.mmap(opened.fd, room_for(opened.size))
-        self._pinned = 0
-        for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
-            with contextlib.suppress(OSError):  # a kernel that knows it not
-                self._map.madvise(advice)
-        self.view = memoryview(self._map)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch left it without annotations
-            self._pin()
-
-    def fits(self, opened: OpenSlot) -> bool:
-        found = os.fstat(opened.fd)
-        return self._file == (found.st_dev, found.st_ino) and opened.size <= len(self._map)
-
-    def close(self) -> None:
-        if self._pinned:
-            _cudart().cudaHostUnregister(self._pinned)
-        del self.tensor
-        self.view.release()
-        self._map.close()
-
-    def _pin(self) -> None:
-        # Page-locked memory is what a GPU can copy to by itself; without, it is slower and this process waits.
-        address = self.tensor.data_ptr()
-        failed = _cudart().cudaHostRegister(address, len(self._map), 0)
-        if int(failed):
-            logger.warning(
-                "the memory for checkpoints cannot be page-locked, copies are slower: reason=%s", failed
-            )
-        else:
-            self._pinned = address
-
-
-@dataclass(frozen=True, slots=True)
-class CopyUnderWay:
-    """A slot that is being filled."""
-
-    opened: OpenSlot
-    header: Header
-    events: Sequence[torch.cuda.Event]
-    """When they have come, the GPU has copied all of it; none: no GPU has any part in it."""
-
-
-class NodeMemory:
+class NodeMemory(SlotMemory):
     """One Checkpointer's copies in the memory of this node, as one rank sees them."""
 
     def __init__(self, slots: Slots, limit: int, place: RankPlace) -> None:
-        """`limit` is the most bytes that the agent's folder may take, with all that is in it."""
-        self.resumed_from = 0
-        """The step from which this generation went on: 0 until `load` has found out."""
-        self.place = place
-        self._slots = slots
-        self._limit = limit
-        self._mappings: dict[str, _Mapping] = {}
+        """As `SlotMemory`."""
+        super().__init__(slots, limit, place)
         self._proven = False
         self._layout_cache = LayoutCache()
-        self._checksums = ChecksumThreads(slots)
-        _used.add(slots.folder)
-
-    @property
-    def folder(self) -> str:
-        """What the ranks of this node keep of one Checkpointer; it outlives them."""
-        return self._slots.folder
 
     @property
     def copies_for_node(self) -> bool:
@@ -170,125 +96,9 @@ class NodeMemory:
         )
         return CopyUnderWay(opened, header, events)
 
-    def seal(self, copy: CopyUnderWay) -> None:
-        """All its bytes have come: it counts. Raises OSError, and then the slot is still open."""
-        self._slots.seal(copy.opened, copy.header)
-
-    def lend_sealed(self, copy: CopyUnderWay) -> tuple[Slots, HeldSlot]:
-        """For the disk: a copy of this process that is sealed. Raises as `hold`."""
-        return self._slots, self._slots.hold(copy.opened.name)
-
-    def lend_unsealed(self, copy: CopyUnderWay) -> tuple[Slots, HeldSlot]:
-        """No other process can find it, but this process has all its bytes, and the disk can have them."""
-        return self._slots, HeldSlot(copy.opened.name, copy.header, os.fdopen(copy.opened.fd, "rb"))
-
-    def add_checksums(self, copy: CopyUnderWay) -> None:
-        """Give it its checksums, in a thread. Where the disk writer reads all of it, that process does."""
-        self._checksums.start(copy.opened.name)
-
-    def _not_newest(self) -> list[str]:
-        newest = self._slots.newest_first()[:1]
-        return [name for name in NAMES if name not in newest]
-
     def mark_partial(self, step: int) -> bool:
         """Whether this step's state is here already. From now on it counts without a record of the rank that failed."""
         return self._slots.mark_partial((self.place.generation, step))
-
-    def open_slot(self, size: int) -> OpenSlot:
-        """Local rank 0: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
-
-        Raises NoRoom, SlotsBusy.
-        """
-        self._checksums.stop(*self._not_newest())
-        with self.costing_a_copy_only():
-            opened = self._begin(size)
-            try:
-                opened.trim()
-            except BaseException:
-                opened.close()
-                raise
-        return opened
-
-    def keep(self, opened: OpenSlot, header: Header) -> None:
-        """Local rank 0: it has come. Raises OSError, and then the slot is still open."""
-        self._slots.seal(opened, header)
-
-    @contextlib.contextmanager
-    def costing_a_copy_only(self) -> Iterator[None]:
-        """A memory that is full or gone costs a copy, and no step: raises NoRoom for every OSError."""
-        try:
-            yield
-        except OSError as error:
-            raise NoRoom(self.reason(error)) from error
-
-    def reason(self, error: Exception) -> str:
-        """Why there is no copy, and what to do about it."""
-        if not isinstance(error, OSError):
-            return repr(error)
-        if not os.path.isdir(self.folder):
-            return (
-                f"{self.folder} was removed while the job runs. systemd does that when a user's last session ends: set "
-                "RemoveIPC=no in /etc/systemd/logind.conf, or run the agent as a system user"
-            )
-        return (
-            f"no memory in {self.folder}: {error}: give /dev/shm more room, or use --memory-checkpoints off"
-        )
-
-    def _begin(self, size: int) -> OpenSlot:
-        both = 2 * room_for(size)
-        grows = max(0, both - self._slots.taken())
-        if grows:
-            self._check_limit(both)
-        # A cgroup may be a small part of its machine: only the level that has the least left limits what it can take.
-        least = min(read_memory(), key=lambda level: level.available, default=None)
-        for now in (least, file_system(self._slots.memory)):
-            if now is not None:
-                self._check_available(grows, now)
-        try:
-            return self._slots.begin(size)
-        except SlotsBusy:
-            # One is being written to disk, and the other one read for its checksums only.
-            self._checksums.stop(*NAMES)
-            return self._slots.begin(size)
-
-    def _check_limit(self, both: int) -> None:
-        """The limit is for all Checkpointers of this agent together."""
-        if both + self._slots.claimed_by_others() <= self._limit:
-            return
-        if both <= self._limit and self._slots.empty_unused(_used):
-            logger.warning(
-                "copies in memory of directories that this script does not use made room for its own"
-            )
-        others = self._slots.claimed_by_others()
-        if both + others > self._limit:
-            raise NoRoom(
-                f"two copies of the state take {both} bytes, others of this node's checkpoints need {others}, and "
-                f"{self._limit} are allowed: raise --memory-checkpoints, and the size of /dev/shm if need be"
-            )
-
-    def _check_available(self, grows: int, now: Memory) -> None:
-        """A slot grows only while enough is left for others, and is given back when they have too little.
-
-        The newest copy is kept even then: its state may be nowhere else.
-        """
-        least = int(LEAST_FREE * now.total)
-        if now.available < least // 2:
-            self._slots.drop_older()
-        elif not grows or now.available - grows >= least:
-            return
-        raise NoRoom(
-            f"{now.of} has {now.available >> 20} MiB left of {now.total >> 20}, a copy would take {grows >> 20} more, "
-            f"and {least >> 20} are to be left: give the job more, or use --memory-checkpoints off"
-        )
-
-    def _mapped(self, opened: OpenSlot) -> _Mapping:
-        mapping = self._mappings.pop(opened.name, None)
-        if mapping is None or not mapping.fits(opened):
-            if mapping is not None:
-                mapping.close()
-            mapping = _Mapping(opened)
-        self._mappings[opened.name] = mapping
-        return mapping
 
     # ---------------------------------------------------------------- taking out
 
@@ -327,10 +137,6 @@ class NodeMemory:
             f"step {version[1]} of generation {version[0]} is not in {self._slots.folder} any more"
         )
 
-    def versions(self) -> frozenset[tuple[int, int]]:
-        """Of all copies here."""
-        return frozenset(header.version for header in self._slots.headers().values())
-
     def is_whole(self, version: tuple[int, int]) -> bool:
         """Whether a copy of that state is here which needs no records."""
         return any(
@@ -341,14 +147,6 @@ class NodeMemory:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
         self._checksums.stop(*NAMES)
         return self._slots, self._hold(version)
-
-    def drop(self, version: tuple[int, int]) -> None:
-        """That copy cannot be read or does not count: no rank is offered it again."""
-        self._slots.drop(lambda had: had == version)
-
-    def abandon_newer(self, version: tuple[int, int]) -> None:
-        """Local rank 0: training goes on from this state; a newer copy must not be taken for what comes of it."""
-        self._slots.drop(lambda had: had > version)
 
     def records(self, header: Header) -> dict[int, bytes]:
         """The random states that this node's ranks have written down for that state."""
@@ -361,27 +159,6 @@ class NodeMemory:
             filled = self._slots.fill(held, records)
         if not filled.sums:
             self._checksums.start(held.name)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Whose memory it is."""
-
-    node: str
-    generation: int
-    rank: int
-    local_rank: int
-    world_size: int
-    run: str = ""
-
-    @property
-    def is_on_node_of_rank_0(self) -> bool:
-        """The ranks of a node follow one another."""
-        return self.rank == self.local_rank
 
 
 def memory_of(environ: Mapping[str, str], directory: str) -> NodeMemory | None:

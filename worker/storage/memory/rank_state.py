@@ -24,7 +24,7 @@ import torch
 
 from ...state import rng
 from ...wire.files import open_for_reading, open_own_directory
-from .node_memory import RankPlace
+from .slot_memory import RankPlace
 
 MAGIC = int.from_bytes(b"erankst1", "little")
 RANDOM_BYTES = 64 << 10

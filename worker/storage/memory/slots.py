@@ -162,8 +162,10 @@ class Slots:
 
     # ---------------------------------------------------------------- writing
 
-    def begin(self, size: int) -> OpenSlot:
+    def begin(self, size: int, *, keep: tuple[int, int] | None = None) -> OpenSlot:
         """Open a slot for a state of `size` bytes. From here until `seal` that slot holds nothing.
+
+        keep: the slot that holds this version is left as it is, even if the other one is being read.
 
         Raises SlotsBusy; OSError when there is not so much memory, and then the slot gives back what it had.
         """
@@ -177,6 +179,8 @@ class Slots:
             ),
         )
         for name in order:
+            if keep is not None and name in headers and headers[name].version == keep:
+                continue
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(f"{name}.pt", flags, 0o600, dir_fd=self._dir_fd)
             try:
@@ -273,16 +277,17 @@ class Slots:
         return found
 
     def empty_unused(self, used: Collection[str]) -> bool:
-        """Give back the slots of folders that are not `used`; whether there were any.
+        """Give back the slots of checkpoint directories without a folder that is `used`; whether there were any.
 
         An earlier generation of a script whose directory has another name each time left them.
         """
         emptied = False
+        directories = {_directory_of(folder) for folder in used}
         with contextlib.suppress(OSError):
             for folder in (
                 entry.path for entry in os.scandir(self.memory) if entry.is_dir(follow_symlinks=False)
             ):
-                if folder not in used and _taken(folder, _SLOT_FILES):
+                if _directory_of(folder) not in directories and _taken(folder, _SLOT_FILES):
                     with open_own_directory(folder) as dir_fd:
                         for name in NAMES:
                             emptied |= _empty(dir_fd, name)
@@ -365,6 +370,12 @@ def _reserve(fd: int, size: int) -> None:
     there = found.st_size if found.st_blocks * 512 >= found.st_size else 0
     if there < wanted:
         os.posix_fallocate(fd, there, wanted - there)
+
+
+def _directory_of(folder: str) -> str:
+    """What all folders of one checkpoint directory have in common, those with shards and replicas included."""
+    found = SlotFolder.parse(os.path.basename(folder))
+    return found.directory if found is not None else folder
 
 
 def _taken(folder: str, names: Iterable[str]) -> int:
