@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ..state.archive_layout import CannotLayOut
@@ -16,22 +17,24 @@ from ..storage.disk.async_save import AsyncSaver
 from ..storage.memory.checksums import undisturbed
 from ..storage.memory.copy_header import Header
 from ..storage.memory.node_memory import NodeMemory
-from ..storage.memory.slot_memory import CopyUnderWay
-from ..storage.memory.slots import CopyLost, NoRoom, SlotsBusy
+from ..storage.memory.slot_memory import CopyUnderWay, SlotMemory
+from ..storage.memory.slots import CopyLost, HeldSlot, NoRoom, Slots, SlotsBusy
 from ..wire.messages import SaveResult
 from .save_plan import Occasion, SavePlan, ToDisk, plan_save
 
 logger = logging.getLogger(__name__)
 
+ToDiskBehind = Callable[[Slots, HeldSlot], None]
+"""Lets the disk writer have a copy while training goes on."""
 
-class Copies:
-    """`memory` is this node's, if it has any for copies."""
 
-    def __init__(self, memory: NodeMemory | None, disk: AsyncSaver) -> None:
-        self.memory = memory
+class SlotCopies:
+    """The copies in this node's memory, if it has any; one at a time is being made."""
+
+    def __init__(self, memory: SlotMemory | None) -> None:
         self.blocked_s = 0.0
         """For which training stood still in the newest copy."""
-        self._disk = disk
+        self._slot_memory = memory
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         """Completes the newest copy."""
@@ -40,53 +43,31 @@ class Copies:
         self._refused = ""
         """Why there is no copy, as the name of the error; empty: there is one."""
 
-    def plan(self, occasion: Occasion, rank: int) -> SavePlan:
-        return plan_save(
-            occasion,
-            rank=rank,
-            has_memory=self.memory is not None,
-            copies_for_node=self.memory is not None and self.memory.copies_for_node,
-            has_writer=self._disk.has_writer,
-        )
-
-    def note(self, step: int, random_state: bytes) -> bool:
-        """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
-        assert self.memory is not None
-        try:
-            self.memory.note(step, random_state)
-        except NoRoom as refusal:
-            self._log_no_copy(refusal)
-            return False
-        return True
-
     @undisturbed()
-    def make(self, payload: dict[str, Any], plan: SavePlan, *, like: bytes = b"") -> bool:
-        """Copy a state to memory; False when that cannot be, which is logged when it begins and when it ends.
+    def copy(self, begin: Callable[[], CopyUnderWay], step: int, to_disk: ToDiskBehind | None = None) -> bool:
+        """Make the copy that `begin` begins; False when that cannot be, which is logged when it begins and ends.
 
-        like: leave room for a random state such as this one for each rank. Raises what `begin_copy` does of a state.
+        `to_disk` gets the copy when it is complete. Raises what `begin` does of a state.
         """
-        assert self.memory is not None
         started_s = time.monotonic()
         size = 0
         try:
             with self._lock:
                 self._join()
                 self._lost = ""
-                copy = self.memory.begin_copy(
-                    payload, room_for_random_state=_room_for(like), partial=plan.partial
-                )
-                self._complete(copy, plan)
+                copy = begin()
+                self._complete(copy, to_disk)
                 size = copy.header.size
         except (NoRoom, SlotsBusy, CannotLayOut) as refusal:
-            self._log_no_copy(refusal)
+            self.log_no_copy(refusal)
             return False
         finally:
             self.blocked_s = time.monotonic() - started_s
             result: SaveResult = "ok" if size else "error"
             progress.checkpoint_save(
-                payload["step"], result, self.blocked_s, size, tier="memory", blocked_s=self.blocked_s
+                step, result, self.blocked_s, size, tier="memory", blocked_s=self.blocked_s
             )
-        self.log_copied(payload["step"])
+        self.log_copied(step)
         return True
 
     def settle(self) -> None:
@@ -104,57 +85,57 @@ class Copies:
             return False
         return True
 
-    def _complete(self, copy: CopyUnderWay, plan: SavePlan) -> None:
+    def _complete(self, copy: CopyUnderWay, to_disk: ToDiskBehind | None) -> None:
         """Now, or in a thread while a GPU copies. Raises NoRoom."""
-        assert self.memory is not None
+        assert self._slot_memory is not None
         if copy.events:
-            thread = threading.Thread(target=self._complete_later, args=(copy, plan), name="memory-copy")
+            thread = threading.Thread(target=self._complete_later, args=(copy, to_disk), name="memory-copy")
             try:
                 thread.start()
             except RuntimeError:  # no thread can be started now: training waits instead
-                self._complete_later(copy, plan)
+                self._complete_later(copy, to_disk)
             else:
                 self._thread = thread
             return
-        with self.memory.costing_a_copy_only():
+        with self._slot_memory.costing_a_copy_only():
             try:
-                self.memory.seal(copy)
+                self._slot_memory.seal(copy)
             except BaseException:
                 copy.opened.close()
                 raise
-            self._pass_on(copy, plan)
+            self._pass_on(copy, to_disk)
 
-    def _complete_later(self, copy: CopyUnderWay, plan: SavePlan) -> None:
+    def _complete_later(self, copy: CopyUnderWay, to_disk: ToDiskBehind | None) -> None:
         """In a thread of its own: `settle` raises whatever goes wrong."""
-        assert self.memory is not None
+        assert self._slot_memory is not None
         whole = False
         try:
             for event in copy.events:
                 event.synchronize()
             whole = True
-            self.memory.seal(copy)
+            self._slot_memory.seal(copy)
         except Exception as error:
             self._lose(copy.header, error)
-            if whole and plan.disk is ToDisk.BEHIND:
-                self._disk.begin(*self.memory.lend_unsealed(copy))
+            if whole and to_disk is not None:
+                to_disk(*self._slot_memory.lend_unsealed(copy))
             else:
                 copy.opened.close()
             return
         try:
-            self._pass_on(copy, plan)
+            self._pass_on(copy, to_disk)
         except Exception as error:
             self._lose(copy.header, error)
 
-    def _pass_on(self, copy: CopyUnderWay, plan: SavePlan) -> None:
-        assert self.memory is not None
-        if plan.disk is ToDisk.BEHIND:
-            self._disk.begin(*self.memory.lend_sealed(copy))
+    def _pass_on(self, copy: CopyUnderWay, to_disk: ToDiskBehind | None) -> None:
+        assert self._slot_memory is not None
+        if to_disk is not None:
+            to_disk(*self._slot_memory.lend_sealed(copy))
         else:
-            self.memory.add_checksums(copy)
+            self._slot_memory.add_checksums(copy)
 
     def _lose(self, header: Header, error: Exception) -> None:
-        assert self.memory is not None
-        reason = self.memory.reason(error)
+        assert self._slot_memory is not None
+        reason = self._slot_memory.reason(error)
         self._lost = f"step {header.step} is not in memory: {reason}"
         logger.warning(
             "a copy to memory did not end, the older one is kept: step=%d reason=%s", header.step, reason
@@ -165,7 +146,7 @@ class Copies:
             self._thread.join()
             self._thread = None
 
-    def _log_no_copy(self, refusal: Exception) -> None:
+    def log_no_copy(self, refusal: Exception) -> None:
         if type(refusal).__name__ != self._refused:
             self._refused = type(refusal).__name__
             logger.warning("no copy in memory, only what is on disk survives: reason=%s", refusal)
@@ -174,6 +155,47 @@ class Copies:
         if self._refused:
             self._refused = ""
             logger.warning("copies in memory again: step=%d", step)
+
+
+class Copies(SlotCopies):
+    """Of a state that is the same on all ranks. `memory` is this node's, if it has any for copies."""
+
+    def __init__(self, memory: NodeMemory | None, disk: AsyncSaver) -> None:
+        super().__init__(memory)
+        self.memory = memory
+        self._disk = disk
+
+    def plan(self, occasion: Occasion, rank: int) -> SavePlan:
+        return plan_save(
+            occasion,
+            rank=rank,
+            has_memory=self.memory is not None,
+            copies_for_node=self.memory is not None and self.memory.copies_for_node,
+            has_writer=self._disk.has_writer,
+        )
+
+    def note(self, step: int, random_state: bytes) -> bool:
+        """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
+        assert self.memory is not None
+        try:
+            self.memory.note(step, random_state)
+        except NoRoom as refusal:
+            self.log_no_copy(refusal)
+            return False
+        return True
+
+    def make(self, payload: dict[str, Any], plan: SavePlan, *, like: bytes = b"") -> bool:
+        """Copy a state to memory; False when that cannot be, see `copy`.
+
+        like: leave room for a random state such as this one for each rank. Raises what `begin_copy` does of a state.
+        """
+        memory = self.memory
+        assert memory is not None
+        return self.copy(
+            lambda: memory.begin_copy(payload, room_for_random_state=_room_for(like), partial=plan.partial),
+            payload["step"],
+            self._disk.begin if plan.disk is ToDisk.BEHIND else None,
+        )
 
 
 def _room_for(random_state: bytes) -> int:
