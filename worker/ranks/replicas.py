@@ -155,57 +155,43 @@ def _outline(state: Mapping[str, Part], of_rank_0: Collection[str]) -> int:
 # ---------------------------------------------------------------- compared
 
 
-class Replicas:
-    """One Checkpointer's parts as this rank has them, and whether all ranks were seen to have the same."""
+class Comparison:
+    """What all ranks should have alike, as this rank sees it; the collectives in which they compare it."""
 
-    def __init__(self, state: Mapping[str, Part], of_rank_0: Collection[str]) -> None:
-        if unknown := set(of_rank_0) - set(state):
-            raise ValueError(
-                f"of_rank_0 names {sorted(unknown)}, which are no parts of the state: expected some of {sorted(state)}"
-            )
-        self._state = state
-        self._of_rank_0 = frozenset(of_rank_0)
-        # Of the Checkpointers of one process, in the order that all ranks make them in.
-        self._number = next(_numbers)
-        self._loads = 0
-        self._resumed_from = 0
-        """The step at which training began here: up to there ranks may be equal only because all have just begun."""
-        self._proven: int | None = None
-        """The outline with which all ranks were the same."""
-        self._published: _StoreComparison | None = None
-        self._cancel_publish: Callable[[], None] = lambda: None
+    def __init__(self, look: Callable[[], Look]) -> None:
+        """`look` takes this rank's fingerprint, and may raise."""
+        self._look_at_state = look
         self._mine = Look()
         self._refusal: CheckpointError | None = None
         self._has_warned_of_drift = False
 
-    def began(self, step: int) -> None:
-        """All ranks have loaded the state of `step`, together."""
-        self._resumed_from, self._proven, self._published = step, None, None
-        self._loads += 1
+    def digest(self) -> bytes:
+        """What this rank brings to the collective that begins a save.
 
-    @property
-    def proven(self) -> bool:
-        return self._proven == self._outline()
-
-    def _outline(self) -> int:
-        return _outline(self._state, self._of_rank_0)
-
-    def _look(self) -> bytes:
-        """Take this rank's fingerprint. Raises nothing: what went wrong is raised on all ranks together."""
+        Raises nothing: what went wrong is raised on all ranks together.
+        """
         self._mine, self._refusal = Look(), None
         try:
-            refuse_sharded(self._state)
-            self._mine = look_at(self._state, self._of_rank_0, _refuse_any)
+            self._mine = self._look_at_state()
         except CheckpointError as refusal:
             self._refusal = refusal
         except Exception as failure:
             self._refusal = because(CheckpointError, f"a state cannot be taken: {failure!r}", failure)
         return self._mine.digest() if self._refusal is None else REFUSED
 
-    def _equal(self, step: int) -> None:
-        """All ranks were the same after `step`."""
-        if step > self._resumed_from:
-            self._proven = self._outline()
+    def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
+        """All ranks have brought theirs, after `step`. Raises on all of them together."""
+        if len(set(digests)) == 1 and self._refusal is None:
+            return
+        raise_together(group, self._refusal)
+        forms = group.gather(self._mine.digest_of_forms())
+        if len(set(forms)) > 1:
+            other = _first_other(forms)
+            entries = group.gather(self._mine.to_json() if group.rank in (0, other) else b"")
+            part, what = difference(entries_of(entries[0]), entries_of(entries[other]), other)
+            raise NotReplicated(_refusal(part, what))
+        if problem := self._judge(self._mine.entries, group.gather(self._mine.sketches())):
+            raise NotReplicated(problem)
 
     def _judge(self, entries: Sequence[Entry], sketches: Sequence[bytes]) -> str:
         """The problem of ranks whose forms are the same. Empty, with a warning, where they have only drifted apart."""
@@ -225,24 +211,52 @@ class Replicas:
             )
         return ""
 
-    # ---------------------------------------------------------------- where all ranks meet
 
-    def digest(self) -> bytes:
-        """What this rank brings to the collective that begins a save."""
-        return self._look()
+class Replicas(Comparison):
+    """One Checkpointer's parts as this rank has them, and whether all ranks were seen to have the same."""
+
+    def __init__(self, state: Mapping[str, Part], of_rank_0: Collection[str]) -> None:
+        super().__init__(self._look)
+        if unknown := set(of_rank_0) - set(state):
+            raise ValueError(
+                f"of_rank_0 names {sorted(unknown)}, which are no parts of the state: expected some of {sorted(state)}"
+            )
+        self._state = state
+        self._of_rank_0 = frozenset(of_rank_0)
+        # Of the Checkpointers of one process, in the order that all ranks make them in.
+        self._number = next(_numbers)
+        self._loads = 0
+        self._resumed_from = 0
+        """The step at which training began here: up to there ranks may be equal only because all have just begun."""
+        self._proven: int | None = None
+        """The outline with which all ranks were the same."""
+        self._published: _StoreComparison | None = None
+        self._cancel_publish: Callable[[], None] = lambda: None
+
+    def began(self, step: int) -> None:
+        """All ranks have loaded the state of `step`, together."""
+        self._resumed_from, self._proven, self._published = step, None, None
+        self._loads += 1
+
+    @property
+    def proven(self) -> bool:
+        return self._proven == self._outline()
+
+    def _outline(self) -> int:
+        return _outline(self._state, self._of_rank_0)
+
+    def _look(self) -> Look:
+        refuse_sharded(self._state)
+        return look_at(self._state, self._of_rank_0, _refuse_any)
+
+    def _equal(self, step: int) -> None:
+        """All ranks were the same after `step`."""
+        if step > self._resumed_from:
+            self._proven = self._outline()
 
     def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
-        """All ranks have brought theirs. Raises on all of them together."""
-        if len(set(digests)) > 1 or self._refusal is not None:
-            raise_together(group, self._refusal)
-            forms = group.gather(self._mine.digest_of_forms())
-            if len(set(forms)) > 1:
-                other = _first_other(forms)
-                entries = group.gather(self._mine.to_json() if group.rank in (0, other) else b"")
-                part, what = difference(entries_of(entries[0]), entries_of(entries[other]), other)
-                raise NotReplicated(_refusal(part, what))
-            if problem := self._judge(self._mine.entries, group.gather(self._mine.sketches())):
-                raise NotReplicated(problem)
+        """As `Comparison.compare`, and remember that they were the same."""
+        super().compare(group, digests, step)
         self._equal(step)
 
     # ---------------------------------------------------------------- where no rank may wait for another
@@ -260,7 +274,7 @@ class Replicas:
 
     def publish(self, group: Group, step: int) -> None:
         """Put this rank's fingerprint where the others can see it. Does not wait, and raises nothing."""
-        digest = self._look()
+        digest = self.digest()
         again = (
             self._published.times + 1 if self._published is not None and self._published.step == step else 0
         )
