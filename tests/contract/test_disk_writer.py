@@ -250,7 +250,7 @@ def ordered_and_left(directory: Path, step: int = 10) -> None:
     pid = os.fork()
     if pid == 0:
         checkpoints = Checkpointer(directory, {"meta": {}})
-        checkpoints._saver.floor = -1
+        checkpoints._state._saver.floor = -1
         checkpoints.save(step)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -330,7 +330,7 @@ def test_a_last_save_that_rank_0_has_written_itself_is_no_error(
     directory.unlink()
     monkeypatch.delenv("ELASTIC_AGENT_WRITES")
     checkpoints = Checkpointer(directory, {"meta": {}})
-    checkpoints._disk._writer = ""
+    checkpoints._state._disk._writer = ""
     assert checkpoints.save(10)
     (data,) = directory.glob("*.pt")
     agent.writer.finish(PATIENCE_S)
@@ -379,7 +379,7 @@ def test_an_unconfirmed_save_ends_nothing_however_often(agent: Agent, directory:
 def test_a_disk_that_refuses_ends_training_at_the_limit_only(agent: Agent, directory: Path) -> None:
     directory.write_text("no directory")
     checkpoints = Checkpointer(directory, {"meta": {}}, max_failed_saves=3)
-    checkpoints._saver.floor = -1
+    checkpoints._state._saver.floor = -1
     assert checkpoints.save(1)
     agent.turn()
     assert checkpoints.save(2)
@@ -422,12 +422,12 @@ def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_i
     (pid,) = agent.writer.pids
     stop(pid)
     agent.gate.open.set()
-    checkpoints._disk._clock = lambda: time.monotonic() + 2 * async_save.LEAST_S
+    checkpoints._state._disk._clock = lambda: time.monotonic() + 2 * async_save.LEAST_S
     assert checkpoints.wait()
     assert "itself: step=10" in caplog.text
     monkeypatch.delenv("ELASTIC_AGENT_WRITES")
     further = Checkpointer(directory, {"meta": {}})
-    further._disk._writer = ""
+    further._state._disk._writer = ""
     assert further.load() == 10
     for step in (20, 30):
         assert further.save(step)
@@ -443,7 +443,7 @@ def test_what_rank_0_has_taken_back_is_not_published(
     """Also by a writer that stood still where nothing else stops it: the data in place, the manifest to come."""
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.remember(10)
-    memory = checkpoints._memory
+    memory = checkpoints._state._memory
     assert memory is not None
     ours, theirs = socket.socketpair()
     held = memory.hold((7, 10))
@@ -509,8 +509,8 @@ def test_a_slot_that_was_written_knows_its_checksums(agent: Agent, directory: Pa
     checkpoints.save(10)
     agent.turn()
     checkpoints.wait()
-    assert checkpoints._memory is not None
-    (header,) = checkpoints._memory._slots.headers().values()
+    assert checkpoints._state._memory is not None
+    (header,) = checkpoints._state._memory._slots.headers().values()
     assert header.sums
 
 
@@ -519,9 +519,9 @@ def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> No
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
     agent.turn()
-    checkpoints._planned.save_last_step(11)
-    checkpoints._planned.order_write(11)
-    checkpoints._disk._finish_at_exit()
+    checkpoints._state._planned.save_last_step(11)
+    checkpoints._state._planned.order_write(11)
+    checkpoints._state._disk._finish_at_exit()
     assert on_disk(directory) == []
     agent.gate.open.set()
     assert [(agent.heard().step, agent.heard().step)] == [(10, 11)]

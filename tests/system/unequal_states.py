@@ -221,13 +221,13 @@ def copy_unequal(rank: int, directory: str, kind: str, way: str) -> dict[str, An
         if way == "just in time":
             with checkpoints.just_in_time():
                 progress.step(training.done)
-                return checkpoints._planned.save_just_in_time(training.done, {})
+                return checkpoints._state._planned.save_just_in_time(training.done, {})
         progress.step(training.done)
         if way == "keep":
-            checkpoints._planned.save_last_step(training.done)
+            checkpoints._state._planned.save_last_step(training.done)
         if way == "keep alone":
             dist.barrier()  # the others are known to have finished that step
-            checkpoints._planned.save_last_step_alone(training.done)
+            checkpoints._state._planned.save_last_step_alone(training.done)
         return None
 
     answer = attempt(go)
@@ -284,7 +284,7 @@ def load_after_a_save(rank: int, directory: str, refused: bool) -> dict[str, Any
         CommitPermission.check = refuse  # type: ignore[method-assign]
     training = Training("ddp", rank)
     checkpoints = Checkpointer(directory, training.state)
-    checkpoints._disk.turn = lambda: None  # type: ignore[method-assign]  # it is not written at once
+    checkpoints._state._disk.turn = lambda: None  # type: ignore[method-assign]  # it is not written at once
     training.train()
     saved = checkpoints.save(1)
     return {"saved": saved, **attempt(checkpoints.load), "files": sorted(os.listdir(directory))}

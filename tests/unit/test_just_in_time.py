@@ -492,7 +492,7 @@ class Pair:
         def begin(_size: int) -> None:
             raise NoRoom("planted")
 
-        monkeypatch.setattr(self.both[number]._memory, "_begin", begin)
+        monkeypatch.setattr(self.both[number]._state._memory, "_begin", begin)
 
     def train_to_the_failure(self, at: int, told: Callable[[int], None]) -> Question | FromGuard | None:
         """What the guard has kept after `at` steps. `told` is called after each of them."""
@@ -539,8 +539,8 @@ def test_several_of_which_one_finds_no_room_go_on_from_one_step(
             elif remembers_every and done % remembers_every == 0:
                 one.remember(done)
             if done == 2 and disk == "slow":
-                assert one._memory is not None
-                held.append(one._memory.lend((1, done))[1])
+                assert one._state._memory is not None
+                held.append(one._state._memory.lend((1, done))[1])
         if done == 5:
             pair.refuse(full, monkeypatch)
 

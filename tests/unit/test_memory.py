@@ -125,7 +125,7 @@ def test_only_the_node_of_rank_0_copies_what_is_rank_0s_own(
     checkpoints = Checkpointer(tmp_path / "disk", {"own": {"of": rank}}, of_rank_0=["own"])
     checkpoints.load()
     assert checkpoints.remember(1) is copies
-    assert checkpoints._planned.save_just_in_time(2, {"own": {"of": rank}}) is saves_just_in_time
+    assert checkpoints._state._planned.save_just_in_time(2, {"own": {"of": rank}}) is saves_just_in_time
 
 
 def test_shared_memory_stays_shared(tmp_path: Path) -> None:
@@ -393,8 +393,8 @@ def test_a_disk_that_only_claims_to_be_newer_does_not_win(tmp_path: Path) -> Non
     checkpoints.save(20)
     checkpoints.remember(21)
     checkpoints.remember(22)
-    assert checkpoints._memory is not None
-    checkpoints._memory.abandon_newer((1, 20))
+    assert checkpoints._state._memory is not None
+    checkpoints._state._memory.abandon_newer((1, 20))
     (data,) = (tmp_path / "disk").glob("step-000000000020-*.pt")
     os.truncate(data, 5)
     checkpoints.remember(13)
@@ -492,7 +492,7 @@ def test_checksums_that_come_late_undo_no_change(
     checkpoints = Training(tmp_path / "disk").checkpoints
     assert checkpoints.remember(5)
     assert about.wait(60)
-    kept, (header,) = checkpoints._memory, opened.headers().values()
+    kept, (header,) = checkpoints._state._memory, opened.headers().values()
     assert kept is not None
     assert header.rng_holes
     timer = threading.Timer(0.2, go.set)
@@ -570,7 +570,7 @@ def test_a_new_state_takes_the_older_slot_also_while_that_gets_its_checksums(
     assert checkpoints.remember(1)
     assert begun.wait(60)
     assert checkpoints.remember(2)
-    kept = checkpoints._memory
+    kept = checkpoints._state._memory
     assert kept is not None
     kept._checksums._threads["b"].join()
     assert reading[0].is_alive()

@@ -20,22 +20,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from ..ranks.group import current_group
 from ..state.rank_parts import Reshard, rules_of
 from ..state.state_dicts import Stateful
 from ..steps import progress
-from ..storage.disk.async_save import AsyncSaver
 from ..storage.disk.checkpoint_files import CheckpointFiles
-from ..storage.memory.copy_header import Header
-from ..storage.memory.node_memory import memory_of
-from ..wire.environment import WorkerEnv
 from ..wire.run import this_run
-from .contents import Contents
-from .copies import Copies
-from .just_in_time import JustInTime
-from .loader import Loader
-from .planned_saves import PlannedSaves, all_planned_saves
-from .saver import Saver
+from .replicated_state import ReplicatedState
 
 
 class Checkpointer:
@@ -89,19 +79,9 @@ class Checkpointer:
         rules = rules_of(of_each_rank, state, of_rank_0)
         self._read_only = read_only
         self._files = CheckpointFiles(directory, keep=keep, run=this_run(os.environ), lend=progress.lend)
-        memory = memory_of(os.environ, self._files.directory) if not read_only else None
-        # All ranks show that they have the same state, also those that do not have what is rank 0's: a copy of their
-        # node would be another state.
-        self._contents = Contents(state, of_rank_0, rules, is_compared=memory is not None)
-        if of_rank_0 and memory is not None and not memory.place.is_on_node_of_rank_0:
-            memory = None
-        self._memory = memory
-        self._env = WorkerEnv.of(os.environ)
-        self._disk = AsyncSaver(self._files, self._env)
-        copies = Copies(memory, self._disk)
-        self._saver = Saver(self._files, self._contents, copies, self._disk, max_failed_saves)
-        self._loader = Loader(self._files, self._contents, memory, self._env, read_only=read_only)
-        self._planned = PlannedSaves(self._files.directory, self._contents, copies, self._disk, self._saver)
+        self._state = ReplicatedState(
+            self._files, state, of_rank_0, rules, max_failed_saves=max_failed_saves, read_only=read_only
+        )
         if memory_every is not None and not read_only:
             progress.on_step(self._remember, every=memory_every, stage=progress.Stage.STATE)
 
@@ -121,17 +101,7 @@ class Checkpointer:
         OtherRun when another run has the directory or has left something newer there; CheckpointError when it broke on
         its way from the rank that has it.
         """
-        step, source = self._loader.load(self._saver.finish_last_write)
-        # The step just loaded may be saved again: where the files came from another node this is its second copy.
-        self._saver.floor = step - 1
-        self._contents.replicas.began(step)
-        if self._memory is not None:
-            self._memory.resumed_from = step
-        if not self._read_only:
-            self._planned.loaded(step)
-        if source is not None and isinstance(source.what, Header) and current_group().rank == 0:
-            self._saver.write_loaded(source.what)
-        return step
+        return self._state.load()
 
     def save(self, step: int) -> bool:
         """Save the state after `step` finished steps. Every rank must call it, and all return or raise the same.
@@ -154,14 +124,14 @@ class Checkpointer:
             raise CheckpointError(
                 f"this Checkpointer only reads {self._files.directory}: it was made read_only"
             )
-        return self._saver.save(operator.index(step))
+        return self._state.save(operator.index(step))
 
     def wait(self) -> bool:
         """Return when the newest save is durable; False when it was refused. Every rank must call it.
 
         Raises what `save` raises. At the end of the script rank 0 waits by itself.
         """
-        return self._saver.wait()
+        return self._state.wait()
 
     def remember(self, step: int) -> bool:
         """Copy the state after `step` finished steps to this node's memory; False when there is no room for it.
@@ -176,7 +146,7 @@ class Checkpointer:
         Raises NotReplicated when the ranks do not have the same state; NotPlainData when some part's state could not
         be loaded again.
         """
-        return self._saver.remember(operator.index(step))
+        return self._state.remember(operator.index(step))
 
     def just_in_time(self) -> contextlib.AbstractContextManager[None]:
         """Put this round the training loop: when another rank dies, no finished step is lost.
@@ -191,16 +161,7 @@ class Checkpointer:
 
         Raises CheckpointError where parts are of_each_rank: survivors do not have what the other rank had for itself.
         """
-        if own := sorted(self._contents.of_each_rank):
-            raise CheckpointError(
-                f"just_in_time() cannot keep {own}, of which a rank that dies has its own: "
-                "leave it out and give Checkpointer memory_every=1"
-            )
-        memory, address = self._memory, self._env.socket
-        if memory is None or not address:
-            return contextlib.nullcontext()
-        self._planned.register()
-        return JustInTime(memory.place, address, all_planned_saves)
+        return self._state.just_in_time()
 
     def _remember(self, step: int) -> None:
         self.remember(step)
