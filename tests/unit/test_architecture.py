@@ -37,6 +37,7 @@ worker/state/sharding:
 worker/steps: worker/errors worker/wire
 worker/ranks: worker/errors worker/wire worker/state worker/steps
 worker/storage/memory: worker/wire worker/state
+worker/storage/replication:
 worker/storage/disk: worker/errors worker/wire worker/steps worker/storage/memory
 worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/storage/memory \
     worker/storage/disk

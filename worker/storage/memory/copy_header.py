@@ -21,12 +21,18 @@ class RankShards(Checked):
     (`worker/state/sharding/table.py`). `digest` is of the names, shapes and offsets of all shards: of one state, copies
     with equal digests hold the same shards, bit by bit, as the replica groups of HSDP do. `common`: the copy also has
     what is the same on all ranks, which the first rank of a node keeps for its node.
+
+    `twins` are the other ranks whose copies of this state have the same digest: a rank that is lost with all its
+    copies has left no digest. `keep` is the version that the copy rule protected when this copy was begun, see
+    `worker/storage/replication/copy_rule.py`.
     """
 
     rank: Count
     table: tuple[Count, Count]
     digest: Annotated[str, Text(16, re.compile(r"[0-9a-f]{16}"))]
     common: bool
+    twins: tuple[Count, ...] = ()
+    keep: tuple[Count, Count] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,8 @@ class Header(Checked):
         if self.shards is not None:
             if self.shards.rank >= self.world_size:
                 raise Invalid(f"header: shards of rank {self.shards.rank} of {self.world_size}")
+            if any(twin >= self.world_size or twin == self.shards.rank for twin in self.shards.twins):
+                raise Invalid(f"header: the twins {self.shards.twins!r} of rank {self.shards.rank}")
             if sum(self.shards.table) > self.size:
                 raise Invalid(
                     f"header: the table {self.shards.table!r} lies outside the {self.size} bytes of the state"
