@@ -1,0 +1,174 @@
+"""When all ranks may copy their shards, and what they keep meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from elastic_agent.worker.storage.replication.copy_rule import (
+    READINESS_BYTES,
+    Decision,
+    Line,
+    Readiness,
+    Replication,
+    SlotState,
+    may_copy,
+    settled,
+    slot_to_overwrite,
+)
+
+PENDING, DEGRADED, ACKNOWLEDGED = Replication
+EMPTY = SlotState()
+LOADED = (3, 90)
+LINE = Line(4, LOADED)
+FRESH = Line(4, None)
+
+
+def slot(step: int, replication: Replication = ACKNOWLEDGED, *, held: bool = False) -> SlotState:
+    return SlotState((4, step), replication, held)
+
+
+def old(step: int = 90, *, held: bool = False) -> SlotState:
+    return SlotState((3, step), PENDING, held)
+
+
+def rank(*slots: SlotState, step: int = 120) -> Readiness:
+    first, second = (*slots, EMPTY, EMPTY)[:2]
+    return Readiness(step, (first, second))
+
+
+WRITING = SlotState(writing=True)
+
+
+@pytest.mark.parametrize(
+    ("everyone", "line", "decision", "keep"),
+    [
+        # the first copy of all
+        ([rank(), rank()], FRESH, Decision.COPY, None),
+        # the first one after a load: what was loaded is kept, whether its replicas are there again or not
+        ([rank(old(), old(80)), rank()], LINE, Decision.COPY, LOADED),
+        # the rule at work: all have the newest, with its replicas
+        ([rank(slot(100), slot(110)), rank(slot(110), slot(100))], LINE, Decision.COPY, (4, 110)),
+        ([rank(slot(110), old()), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
+        # a partner is out of reach
+        ([rank(slot(100), slot(110, DEGRADED)), rank(slot(110), slot(100))], LINE, Decision.COPY, (4, 110)),
+        # the newest has not reached all partners
+        ([rank(slot(100), slot(110)), rank(slot(110, PENDING), slot(100))], LINE, Decision.WAIT, (4, 100)),
+        ([rank(slot(110), old()), rank(slot(110, PENDING))], LINE, Decision.WAIT, LOADED),
+        # a GPU is still copying
+        ([rank(slot(100), slot(110)), rank(slot(100), WRITING)], LINE, Decision.WAIT, (4, 100)),
+        # the memory of rank 1 was full at step 110: this version will never be whole
+        ([rank(slot(100), slot(110)), rank(slot(100))], LINE, Decision.COPY, (4, 100)),
+        ([rank(slot(100), slot(110)), rank(slot(90), slot(100))], LINE, Decision.COPY, (4, 100)),
+        # nor does it matter to anyone that it has not reached the partners
+        ([rank(slot(100), slot(110, PENDING)), rank(slot(100))], LINE, Decision.COPY, (4, 100)),
+        # the older slot is being written to disk
+        ([rank(slot(100, held=True), slot(110)), rank(slot(110))], LINE, Decision.WAIT, (4, 110)),
+        # the newer one is, which is no matter
+        ([rank(slot(100), slot(110, held=True)), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
+        # all have this step already, as when a step is remembered and then saved
+        ([rank(slot(120, PENDING)), rank(slot(120, PENDING))], LINE, Decision.HAVE, LOADED),
+        # one has not
+        ([rank(slot(120), slot(110)), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
+        # the same step of the generation before is another version
+        ([rank(old(120), old()), rank(old(120))], Line(4, (3, 120)), Decision.COPY, (3, 120)),
+        ([rank(), rank(step=121)], LINE, Decision.REFUSE, LOADED),
+    ],
+)
+def test_the_rule(
+    everyone: list[Readiness], line: Line, decision: Decision, keep: tuple[int, int] | None
+) -> None:
+    found = may_copy(everyone, line)
+    assert (found.decision, found.keep) == (decision, keep), found
+    assert bool(found.reason) == (decision in (Decision.WAIT, Decision.REFUSE))
+    assert (found.rank is None) == (not found.reason)
+
+
+def test_a_copy_that_must_be_made_overwrites_the_one_without_replicas() -> None:
+    ranks = [rank(slot(100), slot(110, PENDING)), rank(slot(110), slot(100))]
+    found = may_copy(ranks, LINE, must=True)
+    assert (found.decision, found.keep) == (Decision.COPY, (4, 100))
+    assert [slot_to_overwrite(one.slots, found.keep) for one in ranks] == [1, 0]
+
+
+@pytest.mark.parametrize("must", [False, True])
+def test_even_a_copy_that_must_be_made_waits_for_readers_and_writers(must: bool) -> None:
+    held = [rank(slot(100), slot(110)), rank(slot(110), slot(100, held=True))]
+    writing = [rank(slot(110), WRITING)] * 2
+    for ranks in (held, writing):
+        found = may_copy(ranks, LINE, must=must)
+        assert (found.decision, found.keep) == (Decision.WAIT, (4, 110))
+
+
+@pytest.mark.parametrize(
+    ("slots", "keep", "place"),
+    [
+        ((EMPTY, EMPTY), None, 0),
+        ((slot(100), EMPTY), None, 1),
+        ((slot(110), slot(100)), (4, 110), 1),
+        ((slot(100), slot(110)), (4, 110), 0),
+        # a version that is newer than the one to keep
+        ((slot(100), slot(110)), (4, 100), 1),
+        # neither is to be kept: the older, but not while it is read
+        ((old(80), slot(110)), (4, 120), 0),
+        ((old(80, held=True), slot(110)), (4, 120), 1),
+        ((slot(100, held=True), slot(110)), (4, 110), None),
+        ((WRITING, slot(110)), (4, 110), None),
+    ],
+)
+def test_the_slot_to_overwrite(
+    slots: tuple[SlotState, SlotState], keep: tuple[int, int] | None, place: int | None
+) -> None:
+    assert slot_to_overwrite(slots, keep) == place
+
+
+def test_what_is_settled() -> None:
+    both = [rank(slot(100), slot(110)), rank(slot(100), slot(110, PENDING))]
+    assert settled(both, LINE) == (4, 100)
+    assert settled([rank(slot(110)), rank(slot(100))], LINE) is None
+    # copies of an older generation may be of another number of ranks: that they are all here says nothing
+    assert settled([rank(SlotState(LOADED, ACKNOWLEDGED))] * 2, LINE) is None
+
+
+STATES = [EMPTY, WRITING, old(), slot(100), slot(100, PENDING), slot(110), slot(110, PENDING, held=True)]
+
+
+def test_of_all_states_of_two_ranks_a_whole_version_lives_through_the_copy() -> None:
+    pairs = [
+        one
+        for one in itertools.product(STATES, STATES)
+        if one[0].version != one[1].version or one[0] == EMPTY
+    ]
+    for first, second in itertools.product(pairs, pairs):
+        ranks = [rank(*first), rank(*second)]
+        for must in (False, True):
+            found = may_copy(ranks, LINE, must=must)
+            done = settled(ranks, LINE)
+            assert found.keep == (done or LOADED)
+            if not found.copies:
+                continue
+            for one in ranks:
+                place = slot_to_overwrite(one.slots, found.keep)
+                assert place is not None
+                lost = one.slots[place]
+                assert not lost.held
+                assert lost.version != found.keep
+                whole = all(lost.version in {s.version for s in other.slots} for other in ranks)
+                if not must and whole and lost.version and lost.version[0] == 4:
+                    assert done is not None
+                    assert lost.version < done
+
+
+@pytest.mark.parametrize("slots", list(itertools.product(STATES, STATES)))
+def test_readiness_travels_in_a_fixed_size(slots: tuple[SlotState, SlotState]) -> None:
+    ready = Readiness(2**40, slots)
+    raw = ready.to_bytes()
+    assert len(raw) == READINESS_BYTES
+    assert Readiness.from_bytes(raw) == ready
+
+
+@pytest.mark.parametrize("raw", [b"", bytes(READINESS_BYTES - 1), b"\xff" * READINESS_BYTES])
+def test_other_bytes_are_no_readiness(raw: bytes) -> None:
+    with pytest.raises(ValueError):
+        Readiness.from_bytes(raw)

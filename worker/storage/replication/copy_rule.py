@@ -1,0 +1,199 @@
+"""When all ranks may copy their shards once more, and which version of them must live through it.
+
+Each rank has two slots. A version is *whole* when every rank has sealed its copy of it, and *settled* when besides all
+of them are acknowledged: every partner has its replica, or is known to be out of reach. At each `remember` the ranks
+exchange what their slots hold (`Readiness`), and all come to the same `Verdict`. It names the version to keep: the
+newest settled one of this generation, or, before there is one, the version that was loaded. No rank overwrites a slot
+that holds it, and no partner a replica of it (`keep` in the header of the new copy), until a later verdict names a
+newer one. So at any instant one version is on its nodes whole, and from the first settled one on its replicas, too.
+
+While the newest whole version is not settled yet, the ranks do not copy: there is no third slot, and to overwrite it
+would lose it if a worker died in the middle. `save` and the last step of a planned change wait for that, too, but not
+for ever: then they overwrite the version that is not settled, never the one that is (`must`).
+
+A version that only some ranks have, as where the memory was full on one, will never be whole: it is overwritten first.
+
+Only versions of this generation count. Copies of the loaded one may be of another number of ranks, so whether they are
+whole says nothing; they are kept until this generation has a settled version of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Version = tuple[int, int]
+"""Generation and step, see `Header.version`."""
+
+
+class Replication(enum.IntEnum):
+    """How far the replicas of one rank's copy are."""
+
+    PENDING = 0
+    DEGRADED = 1
+    """A partner is out of reach, see `Acks.unreachable`; all others have it."""
+    ACKNOWLEDGED = 2
+    """All partners have it, or it needs none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """One slot of one rank. `version` is None while the slot holds no sealed copy.
+
+    `held`: somebody reads it, so it cannot be overwritten now. `writing`: a copy into it has begun and is not sealed.
+    """
+
+    version: Version | None = None
+    replication: Replication = Replication.PENDING
+    held: bool = False
+    writing: bool = False
+
+
+SlotStates = tuple[SlotState, SlotState]
+"""In the order of `slots.NAMES`."""
+
+_HEAD = struct.Struct("!q")
+_SLOT = struct.Struct("!qqB")
+_NO_VERSION: Version = (-1, -1)
+_HELD, _WRITING = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What one rank brings: the step that it would copy, and its slots."""
+
+    step: int
+    slots: SlotStates
+
+    def to_bytes(self) -> bytes:
+        """Of one size always, as collectives need it."""
+        return _HEAD.pack(self.step) + b"".join(
+            _SLOT.pack(
+                *(slot.version or _NO_VERSION), slot.replication | _HELD * slot.held | _WRITING * slot.writing
+            )
+            for slot in self.slots
+        )
+
+    @staticmethod
+    def from_bytes(raw: bytes) -> Readiness:
+        """Raises ValueError."""
+        if len(raw) != READINESS_BYTES:
+            raise ValueError(f"readiness of {len(raw)} bytes, expected {READINESS_BYTES}")
+        first, second = (
+            SlotState(
+                None if (generation, step) == _NO_VERSION else (generation, step),
+                Replication(flags & 3),
+                bool(flags & _HELD),
+                bool(flags & _WRITING),
+            )
+            for generation, step, flags in _SLOT.iter_unpack(raw[_HEAD.size :])
+        )
+        (step,) = _HEAD.unpack_from(raw)
+        return Readiness(step, (first, second))
+
+
+READINESS_BYTES = _HEAD.size + 2 * _SLOT.size
+
+
+class Decision(enum.Enum):
+    """What all ranks do."""
+
+    COPY = "copy"
+    HAVE = "have"
+    """All have this very version already."""
+    WAIT = "wait"
+    """They cannot copy now; a later call may."""
+    REFUSE = "refuse"
+    """The ranks do not make the same calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The same on all ranks. `keep` is the version that no rank overwrites, `rank` the one that `reason` is about."""
+
+    decision: Decision
+    keep: Version | None
+    reason: str = ""
+    rank: int | None = None
+
+    @property
+    def copies(self) -> bool:
+        return self.decision is Decision.COPY
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a generation goes on from: `loaded` is the version that it took out of memory, None if it took none."""
+
+    generation: int
+    loaded: Version | None
+
+
+def may_copy(everyone: Sequence[Readiness], line: Line, *, must: bool = False) -> Verdict:
+    """See the module's docstring; `everyone` is by rank. `must`: do not wait for acknowledgments any longer."""
+    done = settled(everyone, line)
+    keep = done or line.loaded
+    step = everyone[0].step
+    for rank, one in enumerate(everyone):
+        if one.step != step:
+            return Verdict(
+                Decision.REFUSE, keep, f"rank {rank} is at step {one.step}, rank 0 at step {step}", rank
+            )
+    for rank, one in enumerate(everyone):
+        if any(slot.writing for slot in one.slots):
+            return Verdict(Decision.WAIT, keep, f"the copy before is not complete yet on rank {rank}", rank)
+    whole = newest_whole(everyone, line)
+    if whole == (line.generation, step):
+        return Verdict(Decision.HAVE, keep)
+    if whole != done and whole is not None and not must:
+        late = next(
+            rank for rank, one in enumerate(everyone) if _replication(one, whole) is Replication.PENDING
+        )
+        reason = f"the copy of step {whole[1]} of rank {late} is not acknowledged by its partners yet"
+        return Verdict(Decision.WAIT, keep, reason, late)
+    for rank, one in enumerate(everyone):
+        if slot_to_overwrite(one.slots, keep) is None:
+            return Verdict(Decision.WAIT, keep, f"the older slot of rank {rank} is being read", rank)
+    return Verdict(Decision.COPY, keep)
+
+
+def settled(everyone: Sequence[Readiness], line: Line) -> Version | None:
+    """The newest version of this generation that every rank has sealed, with its replicas."""
+    return max(
+        (
+            version
+            for version in _whole(everyone, line)
+            if all(_replication(one, version) is not Replication.PENDING for one in everyone)
+        ),
+        default=None,
+    )
+
+
+def newest_whole(everyone: Sequence[Readiness], line: Line) -> Version | None:
+    """The newest version of this generation that every rank has sealed."""
+    return max(_whole(everyone, line), default=None)
+
+
+def slot_to_overwrite(slots: SlotStates, keep: Version | None) -> int | None:
+    """The place of the slot that takes the next copy: an empty one, else the older; None: none is free."""
+    free = [
+        place
+        for place, slot in enumerate(slots)
+        if not (slot.held or slot.writing or (keep is not None and slot.version == keep))
+    ]
+    return min(free, key=lambda place: (slots[place].version or _NO_VERSION, place), default=None)
+
+
+def _whole(everyone: Sequence[Readiness], line: Line) -> Iterable[Version]:
+    versions = [
+        {slot.version for slot in one.slots if slot.version and slot.version[0] == line.generation}
+        for one in everyone
+    ]
+    return set.intersection(*versions)
+
+
+def _replication(one: Readiness, version: Version) -> Replication | None:
+    """None: this rank has no copy of that version."""
+    return max((slot.replication for slot in one.slots if slot.version == version), default=None)
