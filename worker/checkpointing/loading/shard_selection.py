@@ -1,0 +1,202 @@
+"""Which version of a sharded state is loaded, and where each of its shards lies.
+
+A version in memory counts when it is *whole*: of every rank of its world there is a copy, or one of a twin, on some
+node, in its own slot or as a replica, and some copy has what is common. Of the whole versions and of the disks'
+checkpoints the same one wins as of a state that is the same on all ranks: see `checkpoint_selection`.
+
+Copies that are not whole never count, as if they were not there. Then a whole older version is taken, else the disk,
+else training begins anew: no decision of a person could bring back shards that no live node has, and a job that has
+not reached its first save shall go on by itself. It is not silent: `unusable` says what is lost, for the log. What is
+on disk and does not verify is another matter, which a person can mend: NoUsableCheckpoint, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...storage.disk.manifests import Manifest
+from ...storage.memory.copy_header import Copy, Header
+from .checkpoint_selection import BadState, Offer, choose_source
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCopy:
+    """A copy on one node: `folder` is the name of a `SlotFolder`, `slot` one of its two."""
+
+    folder: str
+    slot: str
+    header: Header
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOffer:
+    """What one rank has: as an `Offer`, but that `copies` are of shards, replicas of other nodes' included.
+
+    The first rank of a node offers what its memory holds; `address` is of that node's memory server.
+    """
+
+    manifest: Manifest | None = None
+    bad: tuple[str, ...] = ()
+    copies: tuple[ShardCopy, ...] = ()
+    node: str = ""
+    address: str = ""
+    run: str = ""
+    foreign: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a copy lies."""
+
+    node: str
+    address: str
+    folder: str
+    slot: str
+    header: Header
+
+    @property
+    def common(self) -> bool:
+        return self.header.shards is not None and self.header.shards.common
+
+
+Places = tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSource:
+    """What is loaded: a version in memory, or the checkpoint on the disk of `rank`."""
+
+    what: Manifest | Header
+    rank: int = 0
+    places: tuple[Places, ...] = ()
+    """By rank of the world that saved it, where its shards are: first its own copies, then those of twins."""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.what.generation, self.what.step
+
+    @property
+    def world_size(self) -> int:
+        return self.what.world_size
+
+    @property
+    def common(self) -> Places:
+        """The copies that have what is the same on all ranks."""
+        return tuple(dict.fromkeys(place for places in self.places for place in places if place.common))
+
+    @property
+    def without_own(self) -> tuple[int, ...]:
+        """The ranks of which only twins are left: what each of these had for itself is lost."""
+        return tuple(rank for rank, places in enumerate(self.places) if not _is_of(places[0], rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A version of which shards are missing: `nodes` have the others."""
+
+    version: tuple[int, int]
+    world_size: int
+    missing: tuple[int, ...]
+    nodes: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """One sentence for the log."""
+        lost = f"what is the same on all of its {self.world_size} ranks"
+        if self.missing:
+            lost = f"the shards of {_named('rank', self.missing)} of {self.world_size}"
+        return (
+            f"step {self.version[1]} of generation {self.version[0]} cannot be loaded: no live node has {lost}; "
+            f"the others are on {_named('node', self.nodes)}"
+        )
+
+
+def choose_shards(offers: Sequence[ShardOffer], bad: BadState | None = None) -> ShardSource | None:
+    """See the module's docstring. `offers` are by rank.
+
+    None where there is nothing to load: training begins anew. Raises NoUsableCheckpoint.
+    """
+    whole = {versions[0].header: versions for versions in _versions(offers) if not _missing(versions)}
+    kin = {copy.header.run for offer in offers for copy in offer.copies}
+    source = choose_source(
+        [
+            Offer(
+                manifest=offer.manifest,
+                bad=offer.bad,
+                copies=tuple(map(_copy, whole)) if rank == 0 else (),
+                node=offer.node,
+                run=offer.run,
+                foreign=offer.foreign and offer.manifest is not None and offer.manifest.run not in kin,
+            )
+            for rank, offer in enumerate(offers)
+        ],
+        bad,
+    )
+    if source is None:
+        return None
+    if isinstance(source.what, Manifest):
+        return ShardSource(source.what, source.rank)
+    return ShardSource(source.what, places=_by_rank(whole[source.what]))
+
+
+def unusable(
+    offers: Sequence[ShardOffer], chosen: ShardSource | None, bad: BadState | None = None
+) -> tuple[Unusable, ...]:
+    """The versions in memory, newest first, that are of later steps than `chosen` and miss shards.
+
+    Where `chosen` is in memory the newest of them is, as a rule, a copy that a failure has interrupted.
+    """
+    found = []
+    for places in _versions(offers):
+        header = places[0].header
+        is_later = chosen is None or header.step > chosen.what.step
+        if is_later and _missing(places) and not (bad is not None and bad.covers(header)):
+            nodes = tuple(sorted({place.node for place in places}))
+            lost = tuple(rank for rank, those in enumerate(_by_rank(places)) if not those)
+            found.append(Unusable(header.version, header.world_size, lost, nodes))
+    return tuple(sorted(found, key=lambda one: one.version, reverse=True))
+
+
+def _copy(header: Header) -> Copy:
+    return Copy(header, frozenset())
+
+
+def _versions(offers: Sequence[ShardOffer]) -> Iterator[list[Place]]:
+    """All copies, those of one version together: none is empty."""
+    found: dict[tuple[object, ...], list[Place]] = {}
+    for offer in offers:
+        for copy in offer.copies:
+            header = copy.header
+            if header.shards is not None:
+                key = (header.run, *header.version, header.resumed_from, header.world_size)
+                place = Place(offer.node, offer.address, copy.folder, copy.slot, header)
+                found.setdefault(key, []).append(place)
+    yield from found.values()
+
+
+def _by_rank(places: Sequence[Place]) -> tuple[Places, ...]:
+    found: list[list[Place]] = [[] for _ in range(places[0].header.world_size)]
+    twins: list[list[Place]] = [[] for _ in found]
+    for place in places:
+        assert place.header.shards is not None
+        found[place.header.shards.rank].append(place)
+        for twin in place.header.shards.twins:
+            twins[twin].append(place)
+    return tuple((*own, *others) for own, others in zip(found, twins, strict=True))
+
+
+def _missing(places: Sequence[Place]) -> bool:
+    return not (all(_by_rank(places)) and any(place.common for place in places))
+
+
+def _is_of(place: Place, rank: int) -> bool:
+    return place.header.shards is not None and place.header.shards.rank == rank
+
+
+def _named(kind: str, which: Sequence[object]) -> str:
+    shown = ", ".join(map(str, which[:_MOST_NAMED]))
+    more = f" and {len(which) - _MOST_NAMED} more" if len(which) > _MOST_NAMED else ""
+    return f"{kind}{'s' * (len(which) > 1)} {shown}{more}"
