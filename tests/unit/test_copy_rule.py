@@ -29,8 +29,8 @@ def slot(step: int, replication: Replication = ACKNOWLEDGED, *, held: bool = Fal
     return SlotState((4, step), replication, held)
 
 
-def old(step: int = 90, *, held: bool = False) -> SlotState:
-    return SlotState((3, step), PENDING, held)
+def old(step: int = 90, replication: Replication = ACKNOWLEDGED) -> SlotState:
+    return SlotState((3, step), replication)
 
 
 def rank(*slots: SlotState, step: int = 120) -> Readiness:
@@ -46,8 +46,18 @@ WRITING = SlotState(writing=True)
     [
         # the first copy of all
         ([rank(), rank()], FRESH, Decision.COPY, None),
-        # the first one after a load: what was loaded is kept, whether its replicas are there again or not
+        # the first one after a load; the other slot has what was settled before
         ([rank(old(), old(80)), rank()], LINE, Decision.COPY, LOADED),
+        ([rank(old(80, PENDING), old()), rank()], LINE, Decision.COPY, LOADED),
+        ([rank(old(), old(80)), rank(old(80), old(90, PENDING))], LINE, Decision.WAIT, LOADED),
+        ([rank(slot(100)), rank(old(90, PENDING))], LINE, Decision.WAIT, LOADED),
+        # an acknowledgment that an earlier verdict knew of
+        (
+            [rank(slot(110), slot(100)), rank(slot(110, PENDING), slot(100))],
+            Line(4, (4, 110)),
+            Decision.COPY,
+            (4, 110),
+        ),
         # the rule at work: all have the newest, with its replicas
         ([rank(slot(100), slot(110)), rank(slot(110), slot(100))], LINE, Decision.COPY, (4, 110)),
         ([rank(slot(110), old()), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
@@ -71,6 +81,7 @@ WRITING = SlotState(writing=True)
         ([rank(slot(120, PENDING)), rank(slot(120, PENDING))], LINE, Decision.HAVE, LOADED),
         # one has not
         ([rank(slot(120), slot(110)), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
+        ([rank(slot(120), slot(110, held=True)), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
         # the same step of the generation before is another version
         ([rank(old(120), old()), rank(old(120))], Line(4, (3, 120)), Decision.COPY, (3, 120)),
         ([rank(), rank(step=121)], LINE, Decision.REFUSE, LOADED),
@@ -112,7 +123,7 @@ def test_even_a_copy_that_must_be_made_waits_for_readers_and_writers(must: bool)
         ((slot(100), slot(110)), (4, 100), 1),
         # neither is to be kept: the older, but not while it is read
         ((old(80), slot(110)), (4, 120), 0),
-        ((old(80, held=True), slot(110)), (4, 120), 1),
+        ((slot(80, held=True), slot(110)), (4, 120), 1),
         ((slot(100, held=True), slot(110)), (4, 110), None),
         ((WRITING, slot(110)), (4, 110), None),
     ],
@@ -125,13 +136,30 @@ def test_the_slot_to_overwrite(
 
 def test_what_is_settled() -> None:
     both = [rank(slot(100), slot(110)), rank(slot(100), slot(110, PENDING))]
-    assert settled(both, LINE) == (4, 100)
-    assert settled([rank(slot(110)), rank(slot(100))], LINE) is None
+    assert settled(both, 4) == (4, 100)
+    assert settled([rank(slot(110)), rank(slot(100))], 4) is None
     # copies of an older generation may be of another number of ranks: that they are all here says nothing
-    assert settled([rank(SlotState(LOADED, ACKNOWLEDGED))] * 2, LINE) is None
+    assert settled([rank(old())] * 2, 4) is None
 
 
-STATES = [EMPTY, WRITING, old(), slot(100), slot(100, PENDING), slot(110), slot(110, PENDING, held=True)]
+def test_what_was_settled_once_is_kept_for_good() -> None:
+    ranks = [rank(slot(110), slot(100)), rank(slot(110), slot(100))]
+    line = LINE.after(may_copy(ranks, LINE))
+    forgotten = [ranks[0], rank(slot(110, PENDING), slot(100))]
+    assert line == Line(4, (4, 110))
+    assert may_copy(forgotten, line, must=True).keep == (4, 110)
+
+
+STATES = [
+    EMPTY,
+    WRITING,
+    old(),
+    old(90, PENDING),
+    slot(100),
+    slot(100, PENDING),
+    slot(110),
+    slot(110, PENDING, held=True),
+]
 
 
 def test_of_all_states_of_two_ranks_a_whole_version_lives_through_the_copy() -> None:
@@ -144,7 +172,7 @@ def test_of_all_states_of_two_ranks_a_whole_version_lives_through_the_copy() -> 
         ranks = [rank(*first), rank(*second)]
         for must in (False, True):
             found = may_copy(ranks, LINE, must=must)
-            done = settled(ranks, LINE)
+            done = settled(ranks, 4)
             assert found.keep == (done or LOADED)
             if not found.copies:
                 continue

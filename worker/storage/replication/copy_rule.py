@@ -1,20 +1,21 @@
 """When all ranks may copy their shards once more, and which version of them must live through it.
 
-Each rank has two slots. A version is *whole* when every rank has sealed its copy of it, and *settled* when besides all
-of them are acknowledged: every partner has its replica, or is known to be out of reach. At each `remember` the ranks
-exchange what their slots hold (`Readiness`), and all come to the same `Verdict`. It names the version to keep: the
-newest settled one of this generation, or, before there is one, the version that was loaded. No rank overwrites a slot
-that holds it, and no partner a replica of it (`keep` in the header of the new copy), until a later verdict names a
-newer one. So at any instant one version is on its nodes whole, and from the first settled one on its replicas, too.
+Each rank has two slots. A version is *whole* when every rank has sealed its copy of it, and *settled* once all of them
+were acknowledged: every partner has its replica, or is known to be out of reach. At each `remember` the ranks exchange
+what their slots hold (`Readiness`), and all come to the same `Verdict`. It names the version to keep: the newest
+settled one of this generation, or, before there is one, the version that was loaded. No rank overwrites a slot that
+holds it, and no partner a replica of it (`keep` in the header of the new copy), until a later verdict names a newer
+one. So at any instant one version is on its nodes whole, and from the first settled one on its replicas, too.
 
 While the newest whole version is not settled yet, the ranks do not copy: there is no third slot, and to overwrite it
-would lose it if a worker died in the middle. `save` and the last step of a planned change wait for that, too, but not
-for ever: then they overwrite the version that is not settled, never the one that is (`must`).
+would lose it if a worker died in the middle. The same holds for the loaded version, whose replicas may be on nodes that
+are gone, or may never have been made: the other slot has the one that was settled before it. `save` and the last step
+of a planned change wait for that, too, but not for ever: then they overwrite the version that is not settled, never
+the one that is (`must`).
 
 A version that only some ranks have, as where the memory was full on one, will never be whole: it is overwritten first.
 
-Only versions of this generation count. Copies of the loaded one may be of another number of ranks, so whether they are
-whole says nothing; they are kept until this generation has a settled version of its own.
+Only versions of this generation can be whole here. Copies of the loaded one may be of another number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Version = tuple[int, int]
 """Generation and step, see `Header.version`."""
@@ -42,7 +43,7 @@ class Replication(enum.IntEnum):
 class SlotState:
     """One slot of one rank. `version` is None while the slot holds no sealed copy.
 
-    `held`: somebody reads it, so it cannot be overwritten now. `writing`: a copy into it has begun and is not sealed.
+    `held`: it is being read, so it cannot be overwritten now. `writing`: a copy into it has begun and is not sealed.
     """
 
     version: Version | None = None
@@ -101,6 +102,7 @@ class Decision(enum.Enum):
     """What all ranks do."""
 
     COPY = "copy"
+    """Each rank that does not have the version already, see `has`, into its `slot_to_overwrite`."""
     HAVE = "have"
     """All have this very version already."""
     WAIT = "wait"
@@ -125,16 +127,20 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a generation goes on from: `loaded` is the version that it took out of memory, None if it took none."""
+    """What the ranks of a generation know of what came before: `keep` is the version that they took out of memory, None
+    if they took none, and later that of the verdict before."""
 
     generation: int
-    loaded: Version | None
+    keep: Version | None
+
+    def after(self, verdict: Verdict) -> Line:
+        """An acknowledgment that was seen once counts, whatever becomes of the file that told of it."""
+        return replace(self, keep=verdict.keep)
 
 
 def may_copy(everyone: Sequence[Readiness], line: Line, *, must: bool = False) -> Verdict:
     """See the module's docstring; `everyone` is by rank. `must`: do not wait for acknowledgments any longer."""
-    done = settled(everyone, line)
-    keep = done or line.loaded
+    keep = _newer(settled(everyone, line.generation), line.keep)
     step = everyone[0].step
     for rank, one in enumerate(everyone):
         if one.step != step:
@@ -144,36 +150,43 @@ def may_copy(everyone: Sequence[Readiness], line: Line, *, must: bool = False) -
     for rank, one in enumerate(everyone):
         if any(slot.writing for slot in one.slots):
             return Verdict(Decision.WAIT, keep, f"the copy before is not complete yet on rank {rank}", rank)
-    whole = newest_whole(everyone, line)
-    if whole == (line.generation, step):
+    version = line.generation, step
+    whole = max(_whole(everyone, line.generation), default=None)
+    if whole == version:
         return Verdict(Decision.HAVE, keep)
-    if whole != done and whole is not None and not must:
-        late = next(
-            rank for rank, one in enumerate(everyone) if _replication(one, whole) is Replication.PENDING
-        )
-        reason = f"the copy of step {whole[1]} of rank {late} is not acknowledged by its partners yet"
-        return Verdict(Decision.WAIT, keep, reason, late)
+    # The loaded version is all that there is, as long as none of this generation is whole.
+    newest = _newer(whole, keep)
+    if newest is not None and not must and (newest != keep or newest[0] != line.generation):
+        for rank, one in enumerate(everyone):
+            if replication_of(one.slots, newest) is Replication.PENDING:
+                reason = (
+                    f"the copy of step {newest[1]} of rank {rank} is not acknowledged by its partners yet"
+                )
+                return Verdict(Decision.WAIT, keep, reason, rank)
     for rank, one in enumerate(everyone):
-        if slot_to_overwrite(one.slots, keep) is None:
+        if not has(one.slots, version) and slot_to_overwrite(one.slots, keep) is None:
             return Verdict(Decision.WAIT, keep, f"the older slot of rank {rank} is being read", rank)
     return Verdict(Decision.COPY, keep)
 
 
-def settled(everyone: Sequence[Readiness], line: Line) -> Version | None:
-    """The newest version of this generation that every rank has sealed, with its replicas."""
+def settled(everyone: Sequence[Readiness], generation: int) -> Version | None:
+    """The newest version of this generation that every rank has sealed, with its replicas.
+
+    What is older is of no more use, on no node.
+    """
     return max(
         (
             version
-            for version in _whole(everyone, line)
-            if all(_replication(one, version) is not Replication.PENDING for one in everyone)
+            for version in _whole(everyone, generation)
+            if all(replication_of(one.slots, version) is not Replication.PENDING for one in everyone)
         ),
         default=None,
     )
 
 
-def newest_whole(everyone: Sequence[Readiness], line: Line) -> Version | None:
-    """The newest version of this generation that every rank has sealed."""
-    return max(_whole(everyone, line), default=None)
+def has(slots: SlotStates, version: Version) -> bool:
+    """Whether this rank has that copy already, where others have not: it makes no second one."""
+    return any(slot.version == version for slot in slots)
 
 
 def slot_to_overwrite(slots: SlotStates, keep: Version | None) -> int | None:
@@ -186,14 +199,18 @@ def slot_to_overwrite(slots: SlotStates, keep: Version | None) -> int | None:
     return min(free, key=lambda place: (slots[place].version or _NO_VERSION, place), default=None)
 
 
-def _whole(everyone: Sequence[Readiness], line: Line) -> Iterable[Version]:
+def replication_of(slots: SlotStates, version: Version) -> Replication | None:
+    """None: this rank has no copy of that version."""
+    return max((slot.replication for slot in slots if slot.version == version), default=None)
+
+
+def _whole(everyone: Sequence[Readiness], generation: int) -> Iterable[Version]:
     versions = [
-        {slot.version for slot in one.slots if slot.version and slot.version[0] == line.generation}
+        {slot.version for slot in one.slots if slot.version and slot.version[0] == generation}
         for one in everyone
     ]
     return set.intersection(*versions)
 
 
-def _replication(one: Readiness, version: Version) -> Replication | None:
-    """None: this rank has no copy of that version."""
-    return max((slot.replication for slot in one.slots if slot.version == version), default=None)
+def _newer(one: Version | None, other: Version | None) -> Version | None:
+    return max((version for version in (one, other) if version is not None), default=None)
