@@ -8,6 +8,7 @@
       NotReplicated            the state is not the same on all ranks: save it by other means, or declare it rank 0's
       Sharded                  parts of the state are spread over ranks: save them by other means
       NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`
+      DirectoryNotShared       a sharded state was to be saved where not all nodes see the same files: use another place
       SaveFailed               the checkpoint was refused too often: look at the disk
         NotSaved               not yet too often: `save` returns False
         Unconfirmed            the store is away: `save` returns False, and the agent judges how long that may last
@@ -57,6 +58,10 @@ class Sharded(NotReplicated):
 
 class NotPlainData(CheckpointError):
     """The state holds objects that `torch.load(weights_only=True)` refuses, or tensors that are not carried."""
+
+
+class DirectoryNotShared(CheckpointError):
+    """The nodes do not share the checkpoint directory, and each would write its shards into its own."""
 
 
 class SaveFailed(CheckpointError):

@@ -422,7 +422,7 @@ def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_i
     (pid,) = agent.writer.pids
     stop(pid)
     agent.gate.open.set()
-    checkpoints._state._disk._clock = lambda: time.monotonic() + 2 * async_save.LEAST_S
+    checkpoints._state._disk.clock = lambda: time.monotonic() + 2 * async_save.LEAST_S
     assert checkpoints.wait()
     assert "itself: step=10" in caplog.text
     monkeypatch.delenv("ELASTIC_AGENT_WRITES")
@@ -449,7 +449,8 @@ def test_what_rank_0_has_taken_back_is_not_published(
     held = memory.hold((7, 10))
     with ours, theirs:
         order = WriteOrder(memory._slots.memory, str(directory), held.name, 10, 7, 7, 2, (), "run-a")
-        taken = writer._Taken(order, theirs, (Slots(order.memory, order.directory), held), 0.0)
+        copy = Slots(order.memory, order.directory), held
+        taken = writer._Taken(writer._Task(order, b""), theirs, copy, 0.0)
         publish = writer.CheckpointFiles.publish
 
         def too_late(*args: Any) -> None:

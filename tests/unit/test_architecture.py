@@ -38,7 +38,8 @@ worker/steps: worker/errors worker/wire
 worker/ranks: worker/errors worker/wire worker/state worker/steps
 worker/storage/memory: worker/wire worker/state
 worker/storage/replication:
-worker/storage/disk: worker/errors worker/wire worker/steps worker/storage/memory
+worker/storage/disk: worker/errors worker/wire worker/state/sharding worker/steps worker/storage/memory
+worker/storage/disk/sharded: worker/errors worker/wire worker/state/sharding worker/storage/memory worker/storage/disk
 worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/storage/memory \
     worker/storage/disk
 worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks worker/storage/memory \

@@ -189,7 +189,7 @@ class Gate:
         monkeypatch.setattr(commit_permission, "ask", lambda _address, question, *_: self._answer(question))
         monkeypatch.setattr(
             async_save.AsyncSaver,
-            "_permission",
+            "permission",
             lambda disk: commit_permission.CommitPermission("a socket", 7, clock=lambda: self.now).check,
         )
 

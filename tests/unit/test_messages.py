@@ -31,6 +31,7 @@ from elastic_agent.worker.wire.messages import (
     Broken,
     CancelWrite,
     CommitGranted,
+    CommitOrder,
     CommitQuestion,
     CommitRefused,
     CommitUndecided,
@@ -44,6 +45,7 @@ from elastic_agent.worker.wire.messages import (
     LentLock,
     LoadReport,
     SaveReport,
+    ShardOrder,
     StepAnswer,
     StepEnded,
     StepStatus,
@@ -80,11 +82,15 @@ MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (TO_GUARDS, Keep(0)),
     (TO_GUARDS, Go()),
     (WRITE_ORDERS, ORDER),
+    (WRITE_ORDERS, ShardOrder("/dev/shm/x", "/runs/x", "3b9e.1", "b", 120, 6, 7, "3b9e", "step-120", 9, None)),
+    (WRITE_ORDERS, ShardOrder("/dev/shm/x", "/runs/x", "3b9e.1", "b", 120, 6, 7, "3b9e", "step-120", 9, 1)),
+    (WRITE_ORDERS, CommitOrder("/runs/x", 120, 7, "3b9e", "step-120", 16, 2, (100, 110), 60.0)),
     (WRITE_ORDERS, FinishWrites()),
     (WRITE_CANCELS, CancelWrite()),
     (WRITE_OUTCOMES, WriteOutcome(120, 4096)),
     (WRITE_OUTCOMES, WriteOutcome(120, error="Fenced", reason="generation 8 has replaced it")),
     (UNSAVED_STEPS, UnsavedSteps((UnsavedStep(54, "/runs/x", "No space left"), UnsavedStep(1, "y", final=True)))),
+    (UNSAVED_STEPS, UnsavedSteps((UnsavedStep(54, "/runs/x", "No space left", rank=3),))),
     (UNSAVED_STEPS, UnsavedSteps(())),
 ]  # fmt: skip
 CODECS = list({id(codec): codec for codec, _ in MESSAGES}.values())
@@ -107,11 +113,11 @@ def test_no_message_is_forgotten_here() -> None:
 
 def test_the_form_is_one_object_with_version_and_kind() -> None:
     assert json.loads(encode(SaveReport(7, 0, 120, "ok", 0.25, 4096))) == {
-        "v": 5, "kind": "save_report", "generation": 7, "local_rank": 0,
+        "v": 6, "kind": "save_report", "generation": 7, "local_rank": 0,
         "step": 120, "result": "ok", "duration_s": 0.25, "bytes": 4096, "tier": "local", "blocked_s": 0.0,
     }  # fmt: skip
     assert json.loads(encode(StepAnswer(Verdict.END_ALONE))) == {
-        "v": 5,
+        "v": 6,
         "kind": "step_answer",
         "verdict": "end alone",
     }
@@ -166,7 +172,7 @@ def test_whatever_is_wrong_in_a_message_is_found() -> None:
     [
         b"", b"\xff\xfe", b"1", b"[]", b"null", b'"x"', b"{", b"{}", b"[" * 4000,
         b'{"v":' * 1500, b" " * (MAX_BYTES + 1),
-        b'{"v": 5, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
+        b'{"v": 6, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_message(codec: Codec[Any], raw: bytes) -> None:

@@ -19,20 +19,32 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def send(connection: socket.socket, message: Checked, timeout_s: float) -> None:
-    """Raises OSError."""
+def send(connection: socket.socket, message: Checked, timeout_s: float, *descriptors: int) -> None:
+    """With open files, for one who asks for those. Raises OSError."""
     connection.settimeout(timeout_s)
-    connection.sendall(encode(message))
+    raw = encode(message)
+    if descriptors:
+        raw = raw[socket.send_fds(connection, [raw], descriptors) :]
+    connection.sendall(raw)
 
 
-def receive(connection: socket.socket, codec: Codec[_T], timeout_s: float) -> _T:
-    """The one message that the other end sends. Raises OSError, also when it takes longer; Invalid."""
+def receive(
+    connection: socket.socket, codec: Codec[_T], timeout_s: float, files: list[int] | None = None
+) -> _T:
+    """The one message that the other end sends. Raises OSError, also when it takes longer; Invalid.
+
+    `files` gets the descriptor of a file that comes with it; the caller closes it, also after an error.
+    """
     deadline = time.monotonic() + timeout_s
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            chunk = connection.recv(codec.most_bytes)
+            if files is None:
+                chunk = connection.recv(codec.most_bytes)
+            else:
+                chunk, came, *_ = socket.recv_fds(connection, codec.most_bytes, 1, socket.MSG_CMSG_CLOEXEC)
+                files += came
         except TimeoutError as error:
             raise TimeoutError(f"no whole message within {timeout_s:g} s") from error
         if not chunk:

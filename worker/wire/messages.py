@@ -9,6 +9,7 @@ Each is one line of JSON that names the version of all messages and its own kind
     planned leave  worker -> agent                 StepEnded, answered by StepAnswer
     just in time   worker <-> agent                Guarding, and then both speak until the generation has ended
     disk writes    rank 0 -> disk writer           WriteOrder, answered by WriteOutcome; CancelWrite
+                   worker -> disk writer           ShardOrder, and of rank 0 CommitOrder: answered in the same way
                    agent -> disk writer            FinishWrites, answered by UnsavedSteps at each change
 
 A message that cannot be read is refused where it is made, and where it arrives. The steps of a worker are no messages
@@ -22,9 +23,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ...codec import Checked, Codec, Count, Seconds, Text, Within
+from ...codec import Checked, Codec, Count, Positive, Seconds, Text, Within
 
-VERSION = 5
+VERSION = 6
 MAX_BYTES = 8192
 """Of one message."""
 MAX_UNSAVED_BYTES = 2**20
@@ -41,8 +42,8 @@ ErrorName = Annotated[str, Text(64, re.compile(r"\w*"))]
 """Of a type in `worker/errors.py`; empty: none."""
 SaveResult = Literal["ok", "error"]
 LoadResult = Literal["ok", "corrupt", "error", "none"]
-Tier = Literal["memory", "local"]
-"""Where a checkpoint is: in the node's memory, or on disk."""
+Tier = Literal["memory", "local", "part"]
+"""Where a checkpoint is: in the node's memory, or on disk; one rank's part of a sharded one, which may come to be."""
 
 
 # ---------------------------------------------------------------- reports
@@ -249,6 +250,45 @@ class WriteOrder(Checked):
 
 
 @dataclass(frozen=True, slots=True)
+class ShardOrder(Checked):
+    """Write one rank's copy of a sharded state, as its part of the attempt with that name (`shard_files`).
+
+    `folder` is that of the rank's slots. `twin_of`: the rank that writes the same shards; only what this one has for
+    itself is written here.
+    """
+
+    memory: str
+    directory: str
+    folder: Annotated[str, Text(64, re.compile(r"[0-9a-f.]+"))]
+    slot: Annotated[str, Text(1, re.compile("[ab]"))]
+    step: Count
+    copied_by: Count
+    generation: Count
+    run: RunName
+    attempt: Annotated[str, Text(256)]
+    rank: Count
+    twin_of: Count | None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOrder(Checked):
+    """Make a checkpoint of the parts of all ranks, once they are there, at most `within_s` from now.
+
+    With it comes an open file that holds DCP's index. `good` as in WriteOrder.
+    """
+
+    directory: str
+    step: Count
+    generation: Count
+    run: RunName
+    attempt: Annotated[str, Text(256)]
+    world_size: Positive
+    keep: Count
+    good: tuple[Count, ...]
+    within_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
 class CancelWrite(Checked):
     """From now on nothing is published: rank 0 may have gone on to newer checkpoints by itself."""
 
@@ -272,13 +312,15 @@ class FinishWrites(Checked):
 class UnsavedStep(Checked):
     """The newest step that was ordered to be written to that directory, and that is not there.
 
-    `reason` is why the last try failed, empty while none has; `final`: no other try can help.
+    `reason` is why the last try failed, empty while none has; `final`: no other try can help. `rank`: it is that one's
+    part of the step.
     """
 
     step: Count
     directory: str
     reason: Reason = ""
     final: bool = False
+    rank: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +342,9 @@ COMMIT_ANSWERS: Codec[CommitAnswer] = Codec(
 )
 STEP_ANSWERS = Codec((StepAnswer,), VERSION, MAX_BYTES)
 TO_GUARDS: Codec[ToGuard] = Codec((Hold, Keep, Go), VERSION, MAX_BYTES)
-WRITE_ORDERS: Codec[WriteOrder | FinishWrites] = Codec((WriteOrder, FinishWrites), VERSION, MAX_BYTES)
+WRITE_ORDERS: Codec[WriteOrder | ShardOrder | CommitOrder | FinishWrites] = Codec(
+    (WriteOrder, ShardOrder, CommitOrder, FinishWrites), VERSION, MAX_BYTES
+)
 WRITE_CANCELS = Codec((CancelWrite,), VERSION, MAX_BYTES)
 WRITE_OUTCOMES = Codec((WriteOutcome,), VERSION, MAX_BYTES)
 UNSAVED_STEPS = Codec((UnsavedSteps,), VERSION, MAX_UNSAVED_BYTES)

@@ -61,7 +61,7 @@ class DiskWriter:
         self._unsaved: tuple[UnsavedStep, ...] | None = None
         """Of the writer's last message, while it finishes."""
         self._finishing_since = 0.0
-        self._tried_again: set[tuple[int, str]] = set()
+        self._tried_again: set[tuple[str, str]] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
         self._socket.listen()
@@ -112,23 +112,23 @@ class DiskWriter:
         """What the writer has not done yet, while it finishes."""
         self._unsaved = unsaved
         for one in unsaved:
-            where = one.step, one.directory
+            where = _name(one), one.directory
             if one.reason and not one.final and where not in self._tried_again:
                 self._tried_again.add(where)
                 log.warning(
-                    "step %d is not on disk in %s yet, it is tried again for up to %g s: %s",
+                    "%s is not on disk in %s yet, it is tried again for up to %g s: %s",
                     *where, within_s, one.reason,
                 )  # fmt: skip
 
     def _log_unsaved(self, within_s: float) -> None:
         unsaved, self._unsaved = self._unsaved, None
         for one in unsaved or ():
-            where = one.step, one.directory
+            where = _name(one), one.directory
             if one.reason:
-                log.error("step %d is NOT on disk in %s: %s", *where, one.reason)
+                log.error("%s is NOT on disk in %s: %s", *where, one.reason)
             else:
                 log.error(
-                    "step %d is not known to be on disk in %s: it was not written within %g s",
+                    "%s is not known to be on disk in %s: it was not written within %g s",
                     *where,
                     within_s,
                 )
@@ -185,6 +185,12 @@ class DiskWriter:
             self._post(WriterEnded())
         else:
             self._io.later(PAUSE_S, partial(self._look, pid))
+
+
+def _name(unsaved: UnsavedStep) -> str:
+    if unsaved.rank is None:
+        return f"step {unsaved.step}"
+    return f"rank {unsaved.rank}'s part of step {unsaved.step}"
 
 
 def _messages(connection: socket.socket, deadline: float) -> Iterator[UnsavedSteps]:

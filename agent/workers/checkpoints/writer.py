@@ -1,14 +1,16 @@
 """The disk writer: a process of the agent that brings copies in memory to the disk while the workers train on.
 
 `disk_writer` starts it through `shim`, so that it dies with the agent. Its standard input is a listening socket, over
-which rank 0 sends orders (`worker/storage/disk/background_write.py`). An order outlives the rank 0 that gave it; its
-outcome is sent to that rank 0, and to the agent as a report; before anything becomes visible the agent's commit fence
-is asked whether the generation that ordered it is still the present one.
+which workers send orders (`worker/storage/disk/async_save.py`). An order outlives the rank that gave it; its outcome is
+sent to that rank, and to the agent as a report; before anything becomes visible the agent's commit fence is asked
+whether the generation that ordered it is still the present one.
 
-Orders are carried out one after the other: the disk is one. On the agent's `FinishWrites` it does what it has begun,
-tries again what has failed, tells the agent over that connection what is not on disk yet (`UnsavedSteps`), and ends
-when nothing is left that another try could help. The agent ends it when the time is over. It ignores SIGTERM: a
-service manager sends that to all at once, and workers in their grace still save.
+What is to be written is written one after the other: the disk is one. Of a sharded state each rank of this node orders
+its part; where rank 0 is, a thread of its own waits for the parts of all nodes and commits. On the agent's
+`FinishWrites` the process does what it has begun, tries again what has failed, tells the agent over that connection
+what is not on disk yet (`UnsavedSteps`), and ends when nothing is left that another try could help. The agent ends it
+when the time is over. It ignores SIGTERM: a service manager sends that to all at once, and workers in their grace still
+save.
 
 No torch here, nor anything else that takes long to import.
 """
@@ -34,6 +36,9 @@ from ....worker.errors import CheckpointError, Fenced, SaveFailed
 from ....worker.storage.disk.background_write import outcome_of, write_copy
 from ....worker.storage.disk.checkpoint_files import CheckpointFiles
 from ....worker.storage.disk.commit_permission import CommitPermission
+from ....worker.storage.disk.sharded.commit import Commit, commit
+from ....worker.storage.disk.sharded.parts import Part, refuse_part, write_held
+from ....worker.storage.memory.slot_folders import SlotFolder
 from ....worker.storage.memory.slots import HeldSlot, Slots
 from ....worker.wire.channel import receive, send
 from ....worker.wire.messages import (
@@ -41,9 +46,12 @@ from ....worker.wire.messages import (
     MAX_REASON_CHARS,
     WRITE_CANCELS,
     WRITE_ORDERS,
+    CommitOrder,
     FinishWrites,
     SaveReport,
     SaveResult,
+    ShardOrder,
+    Tier,
     UnsavedStep,
     UnsavedSteps,
     WriteOrder,
@@ -56,6 +64,13 @@ from ..processes.guard import IGNORED
 ORDER_S = 5.0
 """How long an order may take to come, and its outcome to go."""
 
+COMMIT_AGAIN_S = 1.0
+"""How long a commit that is tried again waits for parts: those of this node are tried again in between."""
+
+MAX_METADATA_BYTES = 1 << 30
+
+Order = WriteOrder | ShardOrder | CommitOrder
+
 FAILURES = (CheckpointError, OSError, ValueError)
 """Of a write: of these only `SaveFailed` and OSError may be gone at the next try."""
 
@@ -67,6 +82,7 @@ def main(agent: str, reports: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     writer = _Writer(agent, reports)
     Thread(writer.work, "orders", lambda: os._exit(1)).start()
+    Thread(writer.commit, "commits", lambda: os._exit(1)).start()
     listener = socket.socket(fileno=0)
     while True:
         connection, _ = listener.accept()
@@ -74,125 +90,167 @@ def main(agent: str, reports: str) -> None:
 
 
 class _Writer:
-    """One thread takes orders, and holds what they name; another carries them out in the order in which they came."""
+    """One thread takes orders, and holds what they name; others carry them out in the order in which they came."""
 
     def __init__(self, agent: str, reports: str) -> None:
         self._questions = agent
         self._reports = reports
         self._orders: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
+        self._commits: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
+        self._committed = threading.Event()
+        """All commits that were ordered have come to an end, and no other is to come."""
         self._files: dict[tuple[str, int, str], CheckpointFiles] = {}
         self._lock = threading.Lock()
-        self._unsaved: dict[str, tuple[WriteOrder, UnsavedStep]] = {}
-        """By directory, the newest order, until it is done or its generation was fenced."""
+        self._unsaved: dict[tuple[str, int | None], tuple[_Task, UnsavedStep]] = {}
+        """By directory, and rank if it is its part, the newest order, until it is done or its generation was fenced."""
         self._agent: socket.socket | None = None
         """Where the agent waits for the end."""
 
     def take(self, connection: socket.socket) -> None:
+        files: list[int] = []
         try:
-            order = receive(connection, WRITE_ORDERS, ORDER_S)
+            order = receive(connection, WRITE_ORDERS, ORDER_S, files)
             if isinstance(order, FinishWrites):
                 with self._lock:
                     self._agent = connection
                     self._send_unsaved()
                 self._orders.put(None)
+                self._commits.put(None)
                 return
+            task = _Task(order, _content(files) if isinstance(order, CommitOrder) else b"")
         except (OSError, Invalid) as error:
             with contextlib.suppress(OSError):  # the agent's console stands still
                 print(f"elastic-agent: an order to write a checkpoint is left: {error}", file=sys.stderr)
             connection.close()
             return
+        finally:
+            for descriptor in files:
+                os.close(descriptor)
         with self._lock:
-            self._unsaved[order.directory] = order, UnsavedStep(order.step, order.directory)
-        self._orders.put(_Taken(order, connection, _hold(order), time.monotonic()))
+            self._unsaved[_key(order)] = task, UnsavedStep(order.step, order.directory, rank=_key(order)[1])
+        at = time.monotonic()
+        if isinstance(order, CommitOrder):
+            self._commits.put(_Taken(task, connection, None, at))
+        else:
+            self._orders.put(_Taken(task, connection, _hold(order), at))
 
     def work(self) -> None:
-        while (taken := self._orders.get()) is not None:
-            order = taken.order
-            outcome = self._carry_out(taken)
-            self._report(order, outcome, time.monotonic() - taken.at)
-            try:
-                send(taken.connection, outcome, ORDER_S)
-            except OSError:
-                pass  # the rank 0 that gave the order has ended
-            taken.connection.close()
+        self._carry_out_all(self._orders)
+        self._committed.wait()
         attempt, rng = 0, random.Random()
         while failed := self._to_try_again():
             time.sleep(RETRY.wait_s(attempt, rng))
             attempt += 1
-            for order in failed:
-                self._try_again(order)
+            for task in failed:
+                self._try_again(task)
         os._exit(0)
 
+    def commit(self) -> None:
+        self._carry_out_all(self._commits)
+        self._committed.set()
+
+    def _carry_out_all(self, orders: queue.SimpleQueue[_Taken | None]) -> None:
+        """Until there are no more."""
+        while (taken := orders.get()) is not None:
+            outcome = self._carry_out(taken)
+            self._report(taken.task.order, outcome, time.monotonic() - taken.at)
+            try:
+                send(taken.connection, outcome, ORDER_S)
+            except OSError:
+                pass  # the rank that gave the order has ended
+            taken.connection.close()
+
     def _carry_out(self, taken: _Taken) -> WriteOutcome:
-        order = taken.order
+        task, order = taken.task, taken.task.order
         try:
-            size = self._write(order, taken.copy, taken.connection)
+            size = self._write(task, taken.copy, taken.connection)
         except FAILURES as error:
-            self._failed(order, error)
+            if isinstance(order, ShardOrder):
+                refuse_part(self._files_of(order), order.attempt, order.rank, error)
+            self._failed(task, error)
             return outcome_of(order.step, error, order.directory)
-        self._settled(order)
+        self._settled(task)
         return WriteOutcome(order.step, size)
 
-    def _to_try_again(self) -> list[WriteOrder]:
+    def _to_try_again(self) -> list[_Task]:
+        """Parts first, which a commit of this node waits for."""
         with self._lock:
-            return [order for order, left in self._unsaved.values() if not left.final]
+            failed = [task for task, left in self._unsaved.values() if not left.final]
+        return sorted(failed, key=lambda task: isinstance(task.order, CommitOrder))
 
-    def _try_again(self, order: WriteOrder) -> None:
+    def _try_again(self, task: _Task) -> None:
         """Without the one who gave it: no worker trains on, so that the slot still holds what it did, or never will."""
-        at = time.monotonic()
+        at, order = time.monotonic(), task.order
         try:
             CommitPermission(self._questions, order.generation).check()
             if _is_on_disk(self._files_of(order), order):
-                self._settled(order)
+                self._settled(task)
                 return
-            copy = _hold(order)
-            if isinstance(copy, Exception):
-                self._failed(order, None)
-                return
-            size = self._write(order, copy, None)
+            if isinstance(order, CommitOrder):
+                soon = replace(task, order=replace(order, within_s=min(order.within_s, COMMIT_AGAIN_S)))
+                size = self._write(soon, None, None)
+            else:
+                copy = _hold(order)
+                if isinstance(copy, Exception):
+                    self._failed(task, None)
+                    return
+                size = self._write(task, copy, None)
         except FAILURES as error:
-            self._failed(order, error)
+            self._failed(task, error)
             return
         self._report(order, WriteOutcome(order.step, size), time.monotonic() - at)
-        self._settled(order)
+        self._settled(task)
 
     def _write(
-        self, order: WriteOrder, copy: tuple[Slots, HeldSlot] | Exception, connection: socket.socket | None
+        self,
+        task: _Task,
+        copy: tuple[Slots, HeldSlot] | Exception | None,
+        connection: socket.socket | None,
     ) -> int:
         """Its size. `connection` leads to the one who gave the order and may take it back. Raises `FAILURES`."""
+        order = task.order
         permission = CommitPermission(self._questions, order.generation)
 
         def may_change() -> None:
             permission.check()
             if connection is not None and _cancelled(connection):
-                raise SaveFailed(f"step {order.step}: rank 0 no longer waits for the disk writer")
+                raise SaveFailed(f"step {order.step}: its worker no longer waits for the disk writer")
 
+        files = self._files_of(order)
+        if isinstance(order, CommitOrder):
+            return commit(files, _commit_of(order, task.metadata), may_change).size
+        assert copy is not None
         if isinstance(copy, Exception):
             raise copy
         slots, held = copy
         with contextlib.closing(slots), held:
             if held.header.version != (order.copied_by, order.step):
                 raise ValueError(f"slot {order.slot} holds step {held.header.step} by now")
-            return write_copy(self._files_of(order), slots, held, order.generation, may_change).size
+            if isinstance(order, ShardOrder):
+                part = Part(order.attempt, order.generation, order.twin_of)
+                return write_held(files, part, slots, held, may_change)
+            return write_copy(files, slots, held, order.generation, may_change).size
 
-    def _failed(self, order: WriteOrder, error: Exception | None) -> None:
+    def _failed(self, task: _Task, error: Exception | None) -> None:
         """None: the copy is gone, and what was wrong before is why it was not written."""
         if isinstance(error, Fenced):  # others go on, and save what they do
-            self._settled(order)
+            self._settled(task)
             return
+        key = _key(task.order)
         with self._lock:
-            newest, unsaved = self._unsaved.get(order.directory, (None, None))
-            if newest is order and unsaved is not None:
+            newest, unsaved = self._unsaved.get(key, (None, None))
+            if newest is task and unsaved is not None:
                 retry = isinstance(error, SaveFailed | OSError)
                 reason = (str(error) or repr(error))[:MAX_REASON_CHARS] if error else unsaved.reason
-                self._unsaved[order.directory] = order, replace(unsaved, reason=reason, final=not retry)
+                self._unsaved[key] = task, replace(unsaved, reason=reason, final=not retry)
                 self._send_unsaved()
 
-    def _settled(self, order: WriteOrder) -> None:
+    def _settled(self, task: _Task) -> None:
+        key = _key(task.order)
         with self._lock:
-            newest, _ = self._unsaved.get(order.directory, (None, None))
-            if newest is order:
-                del self._unsaved[order.directory]
+            newest, _ = self._unsaved.get(key, (None, None))
+            if newest is task:
+                del self._unsaved[key]
                 self._send_unsaved()
 
     def _send_unsaved(self) -> None:
@@ -201,19 +259,24 @@ class _Writer:
             with contextlib.suppress(OSError):  # the agent no longer waits
                 send(self._agent, UnsavedSteps(tuple(left for _, left in self._unsaved.values())), ORDER_S)
 
-    def _files_of(self, order: WriteOrder) -> CheckpointFiles:
-        """The same for all orders, since it knows what it wrote."""
-        key = order.directory, order.keep, order.run
+    def _files_of(self, order: Order) -> CheckpointFiles:
+        """The same for all orders, since it knows what it wrote. One who writes a part keeps and drops nothing."""
+        keep = 0 if isinstance(order, ShardOrder) else order.keep
+        key = order.directory, keep, order.run
         files = self._files.get(key)
         if files is None:
-            files = CheckpointFiles(order.directory, keep=order.keep, run=Run(order.run))
+            files = CheckpointFiles(order.directory, keep=max(1, keep), run=Run(order.run))
             self._files[key] = files
-        files.trust(*order.good)
+        if not isinstance(order, ShardOrder):
+            files.trust(*order.good)
         return files
 
-    def _report(self, order: WriteOrder, outcome: WriteOutcome, duration_s: float) -> None:
+    def _report(self, order: Order, outcome: WriteOutcome, duration_s: float) -> None:
         result: SaveResult = "error" if outcome.error else "ok"
-        report = SaveReport(order.generation, 0, order.step, result, duration_s, outcome.size)
+        tier: Tier = "part" if isinstance(order, ShardOrder) else "local"
+        report = SaveReport(
+            order.generation, _local_rank(order), order.step, result, duration_s, outcome.size, tier
+        )
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as agent:
                 agent.sendto(encode(report), self._reports)
@@ -221,20 +284,52 @@ class _Writer:
             pass  # the agent has too much to do, or is ending
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task:
+    """One order, with DCP's index if it is for a commit."""
+
+    order: Order
+    metadata: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    order: WriteOrder
+    task: _Task
     connection: socket.socket
-    copy: tuple[Slots, HeldSlot] | Exception
+    copy: tuple[Slots, HeldSlot] | Exception | None
+    """None: the order names no copy."""
     at: float
     """Seconds, monotonic."""
 
 
-def _hold(order: WriteOrder) -> tuple[Slots, HeldSlot] | Exception:
+def _key(order: Order) -> tuple[str, int | None]:
+    return order.directory, order.rank if isinstance(order, ShardOrder) else None
+
+
+def _local_rank(order: Order) -> int:
+    folder = SlotFolder.parse(order.folder) if isinstance(order, ShardOrder) else None
+    return folder.local_rank or 0 if folder is not None else 0
+
+
+def _commit_of(order: CommitOrder, metadata: bytes) -> Commit:
+    return Commit(order.attempt, order.step, order.generation, order.world_size, metadata, order.within_s)
+
+
+def _content(files: list[int]) -> bytes:
+    """Of the file that has come with an order. Raises OSError, Invalid."""
+    if not files:
+        raise Invalid("a commit_order without DCP's index")
+    size = os.fstat(files[0]).st_size
+    if size > MAX_METADATA_BYTES:
+        raise Invalid(f"an index of {size} bytes, at most {MAX_METADATA_BYTES} are taken")
+    return os.pread(files[0], size, 0)
+
+
+def _hold(order: WriteOrder | ShardOrder) -> tuple[Slots, HeldSlot] | Exception:
     """What it names; or why it cannot be had."""
     try:
-        slots = Slots(order.memory, order.directory)
-    except OSError as error:
+        slots = Slots(order.memory, _folder(order))
+    except (OSError, Invalid) as error:
         return error
     try:
         return slots, slots.hold(order.slot)
@@ -243,7 +338,17 @@ def _hold(order: WriteOrder) -> tuple[Slots, HeldSlot] | Exception:
         return error
 
 
-def _is_on_disk(files: CheckpointFiles, order: WriteOrder) -> bool:
+def _folder(order: WriteOrder | ShardOrder) -> str | SlotFolder:
+    """Raises Invalid."""
+    if isinstance(order, WriteOrder):
+        return order.directory
+    folder = SlotFolder.parse(order.folder)
+    if folder is None:
+        raise Invalid(f"shard_order.folder is {order.folder!r}, which has no slots")
+    return folder
+
+
+def _is_on_disk(files: CheckpointFiles, order: Order) -> bool:
     """Whether this run has come as far there already: rank 0 may have written it itself."""
     newest = files.newest_manifest(lambda manifest: not files.claim.is_ours(manifest))
     return (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
 
-from ...errors import BadCheckpoint, CheckpointError
+from ...errors import BadCheckpoint, CheckpointError, CheckpointMismatch
 from ...ranks.group import Group
 from ...ranks.refusals import together
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
@@ -201,6 +201,11 @@ class Restore:
 
     def _load_file(self, owner: int, wanted: Manifest, apply: Callable[[Loaded], None]) -> None:
         group, memory = self._group, self._memory
+        if wanted.is_sharded:
+            raise CheckpointMismatch(
+                f"step {wanted.step} in {self._files.directory} is of a sharded state, and this script's is the same "
+                "on all ranks: convert that checkpoint, or give this script another directory"
+            )
         mine: BufferedReader | None = None
         if self._first_ranks[group.rank] == group.rank:
             if self._mine is not None and self._mine.manifest.sha256 == wanted.sha256:

@@ -1,4 +1,6 @@
-"""Rank 0's way to a durable checkpoint: in the background where the state is in memory, and else while all wait.
+"""A rank's way to a durable checkpoint: in the background where the state is in memory, and else while all wait.
+
+`AsyncSaver` is rank 0's for a state that is the same on all ranks; for a sharded one see `sharded/shard_saver`.
 
 One write at a time is under way. The slot that is written is held by this process until it knows the outcome, so that
 no later copy takes it. The writer belongs to the agent and goes on when this process dies. If the writer dies, cannot
@@ -8,21 +10,23 @@ be reached, or is not done after a time that any disk would do, this process tak
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import select
 import socket
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ....codec import Invalid
+from ....codec import Checked, Invalid
 from ...errors import CheckpointError, SaveFailed
 from ...steps import progress
 from ...wire.channel import receive, send
 from ...wire.environment import WorkerEnv
-from ...wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, WriteOrder, WriteOutcome
+from ...wire.messages import MAX_REASON_CHARS, WRITE_OUTCOMES, CancelWrite, Tier, WriteOrder, WriteOutcome
 from ..memory.slots import HeldSlot, Slots
 from .background_write import outcome_of, write_copy
 from .checkpoint_files import CheckpointFiles
@@ -38,7 +42,7 @@ ASKING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class UnderWay:
     slots: Slots
     held: HeldSlot
     connection: socket.socket | None
@@ -46,8 +50,11 @@ class _UnderWay:
     deadline: float
 
 
-class AsyncSaver:
-    """The checkpoint directory, as rank 0 of one generation writes to it."""
+class BackgroundSaver(ABC):
+    """The checkpoint directory, as one rank of one generation lets copies of its slots be written to it."""
+
+    tier: Tier = "local"
+    """What it is that was written, for the agent."""
 
     def __init__(
         self,
@@ -58,10 +65,10 @@ class AsyncSaver:
         self.files = files
         self.is_leaving = False
         """This process ends for a planned change: the next generation brings to disk what is not there."""
-        self._env = env
+        self.env = env
         self._writer = env.writes
-        self._clock = clock
-        self._under_way: _UnderWay | None = None
+        self.clock = clock
+        self._under_way: UnderWay | None = None
         self._outcome: WriteOutcome | None = None
         """Of a write that has ended, until it is asked for."""
         self._due: int | None = None
@@ -84,42 +91,18 @@ class AsyncSaver:
         """This step is to be written: `begin` follows, or `finish` says that it did not."""
         self._due = self._newest = step
 
-    def commit(
-        self,
-        step: int,
-        world_size: int,
-        serialize: Callable[[BinaryIO], object],
-        prove: Callable[[Manifest], None],
-    ) -> int:
-        """Make a checkpoint of what `serialize` writes, now. Returns its size.
-
-        Raises OSError, and what `prove` and `CommitPermission.check` raise.
-        """
+    def wrote(self, step: int, *, durable: bool) -> None:
+        """This process has begun to write that step itself, or is done."""
         self._due, self._newest = None, step
-        may_change = self._permission()
-        manifest = self.files.write(
-            step,
-            generation=self._env.generation,
-            world_size=world_size,
-            serialize=serialize,
-            may_change=may_change,
-        )
-        try:
-            prove(manifest)
-        except BaseException:
-            self.files.discard(manifest)
-            raise
-        self.files.publish(manifest, may_change)
-        self._durable = step
-        return manifest.size
+        if durable:
+            self._durable = step
 
     def begin(self, slots: Slots, held: HeldSlot) -> None:
         """Let the writer bring this copy to the disk. `held` is closed when the outcome is known, see `finish`."""
         assert self._under_way is None, "one write at a time"
         self._due, self._newest = None, held.header.step
-        patience_s = max(LEAST_S, held.header.size / SLOWEST_BYTES_PER_S)
         connection = self._ask(slots, held) if slots.shows(held) else None
-        self._under_way = _UnderWay(slots, held, connection, self._clock() + patience_s)
+        self._under_way = UnderWay(slots, held, connection, self.clock() + self.patience_s(held))
 
     def hand_over(self, slots: Slots, held: HeldSlot) -> None:
         """Let the writer bring this copy to the disk after what it has to do, and do not wait for the outcome."""
@@ -132,9 +115,9 @@ class AsyncSaver:
         """Take note of the end of a write, if it has ended. Does not wait, unless this process must write."""
         write = self._under_way
         if write is not None and (
-            write.connection is None or self._clock() >= write.deadline or _has_come(write.connection)
+            write.connection is None or self.clock() >= write.deadline or _has_come(write.connection)
         ):
-            self._outcome = self.finish()
+            self._outcome = self._end(write)
 
     def finish(self, lost: str = "") -> WriteOutcome | None:
         """Wait for the end of the newest write. What became of it, once; None: there was none.
@@ -151,12 +134,14 @@ class AsyncSaver:
                     reason=(lost or f"step {due} never came to be written")[:MAX_REASON_CHARS],
                 )
             return outcome
+        return self._end(write)
+
+    def _end(self, write: UnderWay) -> WriteOutcome:
         outcome = self._receive(write)
         if outcome is None or (outcome.error and not write.slots.shows(write.held)):
             outcome = self._write_here(write)
         if not outcome.error:
-            self._durable = outcome.step
-            self.files.trust(outcome.step)
+            self.succeeded(outcome.step)
         self._under_way = None
         with write.held:
             if write.connection is not None:
@@ -174,64 +159,135 @@ class AsyncSaver:
         if outcome is not None and outcome.error:
             logger.error("the newest save is not on disk: step=%d reason=%s", outcome.step, outcome.reason)
 
+    # ---------------------------------------------------------------- what is ordered
+
+    @abstractmethod
+    def order(self, slots: Slots, held: HeldSlot) -> Checked:
+        """For the disk writer, which writes this copy and answers by a WriteOutcome."""
+
+    @abstractmethod
+    def write(self, slots: Slots, held: HeldSlot) -> int:
+        """What the order says, by this process; the size. Raises CheckpointError, OSError, ValueError."""
+
+    @abstractmethod
+    def patience_s(self, held: HeldSlot) -> float:
+        """How long the writer may take for that."""
+
+    def succeeded(self, step: int) -> None:
+        """What was ordered for that step is done."""
+        self._durable = step
+
+    # ---------------------------------------------------------------- effects
+
     def _ask(self, slots: Slots, held: HeldSlot) -> socket.socket | None:
-        order = WriteOrder(
+        return self.ask(held.header.step, self.order(slots, held))
+
+    def ask(self, step: int, order: Checked, *descriptors: int) -> socket.socket | None:
+        """Where the answer of the disk writer will come; None, and the log says why, when it cannot be asked."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(ASKING_S)
+            connection.connect(self._writer)
+            send(connection, order, ASKING_S, *descriptors)
+        except OSError as error:
+            logger.warning("the disk writer cannot be asked: step=%d reason=%s", step, error)
+            connection.close()
+            return None
+        return connection
+
+    def _receive(self, write: UnderWay) -> WriteOutcome | None:
+        """None: the writer will not do it."""
+        return self.answer(write.held.header.step, write.connection, write.deadline)
+
+    def answer(self, step: int, connection: socket.socket | None, deadline: float) -> WriteOutcome | None:
+        """The writer's answer to `ask`; None: there will be none, and it changes nothing any more."""
+        if connection is None:
+            return None
+        try:
+            return receive(connection, WRITE_OUTCOMES, deadline - self.clock())
+        except (OSError, Invalid) as error:
+            logger.warning("the disk writer has not done its work: step=%d reason=%s", step, error)
+            with contextlib.suppress(OSError):  # it is gone already
+                send(connection, CancelWrite(), ASKING_S)
+            return None
+
+    def _write_here(self, write: UnderWay) -> WriteOutcome:
+        return self.do_here(write.held.header.step, lambda: self.write(write.slots, write.held), self.tier)
+
+    def do_here(self, step: int, part: Callable[[], int], tier: Tier) -> WriteOutcome:
+        """What the writer should have done; `part` returns a size."""
+        logger.warning("training waits while this process writes its checkpoint itself: step=%d", step)
+        started_s, size, refusal = self.clock(), 0, None
+        try:
+            size = part()
+        except (CheckpointError, OSError, ValueError) as error:
+            refusal = outcome_of(step, error, self.files.directory)
+        took_s = self.clock() - started_s
+        progress.checkpoint_save(
+            step, "error" if refusal else "ok", took_s, size, tier=tier, blocked_s=took_s
+        )
+        return refusal or WriteOutcome(step, size)
+
+    def permission(self) -> Callable[[], None]:
+        return CommitPermission(
+            self.env.socket, self.env.generation, has_agent=bool(self.env.incarnation)
+        ).check
+
+
+class AsyncSaver(BackgroundSaver):
+    """Rank 0's, for a state that is the same on all ranks."""
+
+    def commit(
+        self,
+        step: int,
+        world_size: int,
+        serialize: Callable[[BinaryIO], object],
+        prove: Callable[[Manifest], None],
+    ) -> int:
+        """Make a checkpoint of what `serialize` writes, now. Returns its size.
+
+        Raises OSError, and what `prove` and `CommitPermission.check` raise.
+        """
+        self.wrote(step, durable=False)
+        may_change = self.permission()
+        manifest = self.files.write(
+            step,
+            generation=self.env.generation,
+            world_size=world_size,
+            serialize=serialize,
+            may_change=may_change,
+        )
+        try:
+            prove(manifest)
+        except BaseException:
+            self.files.discard(manifest)
+            raise
+        self.files.publish(manifest, may_change)
+        self.wrote(step, durable=True)
+        return manifest.size
+
+    def order(self, slots: Slots, held: HeldSlot) -> WriteOrder:
+        return WriteOrder(
             slots.memory,
             self.files.directory,
             held.name,
             held.header.step,
             held.header.generation,
-            self._env.generation,
+            self.env.generation,
             self.files.keep,
             tuple(sorted(self.files.good)),
             self.files.run.id,
         )
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(ASKING_S)
-            connection.connect(self._writer)
-            send(connection, order, ASKING_S)
-        except OSError as error:
-            logger.warning("the disk writer cannot be asked: step=%d reason=%s", order.step, error)
-            connection.close()
-            return None
-        return connection
 
-    def _receive(self, write: _UnderWay) -> WriteOutcome | None:
-        """None: the writer will not do it."""
-        if write.connection is None:
-            return None
-        try:
-            return receive(write.connection, WRITE_OUTCOMES, write.deadline - self._clock())
-        except (OSError, Invalid) as error:
-            logger.warning(
-                "the disk writer has not done its work: step=%d reason=%s", write.held.header.step, error
-            )
-            return None
+    def write(self, slots: Slots, held: HeldSlot) -> int:
+        return write_copy(self.files, slots, held, self.env.generation, self.permission()).size
 
-    def _write_here(self, write: _UnderWay) -> WriteOutcome:
-        header = write.held.header
-        logger.warning("training waits while this process writes its checkpoint itself: step=%d", header.step)
-        if write.connection is not None:
-            try:
-                send(write.connection, CancelWrite(), ASKING_S)
-            except OSError:
-                pass  # it is gone already
-        started_s, size, refusal = self._clock(), 0, None
-        try:
-            size = write_copy(
-                self.files, write.slots, write.held, self._env.generation, self._permission()
-            ).size
-        except (CheckpointError, OSError, ValueError) as error:
-            refusal = outcome_of(header.step, error, self.files.directory)
-        took_s = self._clock() - started_s
-        progress.checkpoint_save(header.step, "error" if refusal else "ok", took_s, size, blocked_s=took_s)
-        return refusal or WriteOutcome(header.step, size)
+    def patience_s(self, held: HeldSlot) -> float:
+        return max(LEAST_S, held.header.size / SLOWEST_BYTES_PER_S)
 
-    def _permission(self) -> Callable[[], None]:
-        return CommitPermission(
-            self._env.socket, self._env.generation, has_agent=bool(self._env.incarnation)
-        ).check
+    def succeeded(self, step: int) -> None:
+        super().succeeded(step)
+        self.files.trust(step)
 
 
 def _has_come(connection: socket.socket) -> bool:

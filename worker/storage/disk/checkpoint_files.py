@@ -26,6 +26,9 @@ After a failed write or fsync the file is abandoned: the kernel may have dropped
 fsync a success. Files are opened below one directory descriptor and never through a symbolic link.
 
 One process at a time writes (rank 0); any number may read. No torch here, and no collectives: see `checkpointer`.
+
+A sharded checkpoint is a directory in the place of the data file (see `shard_files`), which the ranks of all nodes
+fill (see `sharded/parts` and `sharded/commit`). All that is said here of data holds for it, too.
 """
 
 from __future__ import annotations
@@ -34,19 +37,21 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BufferedRandom, BufferedReader
 from typing import BinaryIO
 
 from ...errors import BadCheckpoint, CheckpointError
-from ...wire.files import open_directory, open_for_reading
+from ...wire.files import open_directory, open_for_reading, open_own_directory
 from ...wire.run import Run
 from .directory_claim import Claim
 from .durable import make_directory, write_durably
 from .manifests import (
-    DATA_NAME,
+    ATTEMPT_NAME,
     Manifest,
+    data_match,
     is_named,
     manifest_name,
     manifest_of,
@@ -55,6 +60,7 @@ from .manifests import (
     runs_with_data,
 )
 from .ownership import Ownership
+from .shard_files import DiskCopy, data_name, look, open_list, read_rank_file, remove_directory
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +71,10 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class VerifiedCheckpoint:
-    """A checkpoint whose digest was just checked; `stream` is the very file that was read, at its beginning."""
+    """A checkpoint whose digest was just checked; `stream` is the very file that was read, at its beginning.
+
+    Of a sharded one that is the list of its files, which are all there: `open_rank` reads and verifies their bytes.
+    """
 
     manifest: Manifest
     stream: BufferedReader
@@ -96,6 +105,8 @@ class CheckpointFiles:
         # back to, so it can never push a good one out of the newest `keep`.
         self.good: set[int] = set()
         self.claim = Claim(self.directory, run, lend)
+        self._rejected: dict[str, BadCheckpoint] = {}
+        """By the `file` of the manifest, what was found when the bytes were read."""
 
     def trust(self, *steps: int) -> None:
         """Another has just written or verified these."""
@@ -116,7 +127,14 @@ class CheckpointFiles:
 
         One that is `unwanted` is only taken where there is no other.
         """
-        return next((manifest for _, manifest in self._candidates(unwanted) if manifest is not None), None)
+        return next(
+            (
+                manifest
+                for _, manifest in self._candidates(unwanted)
+                if manifest is not None and manifest.file not in self._rejected
+            ),
+            None,
+        )
 
     def find(
         self, unwanted: Callable[[Manifest], bool] = _none
@@ -136,7 +154,10 @@ class CheckpointFiles:
         self, unwanted: Callable[[Manifest], bool]
     ) -> tuple[VerifiedCheckpoint | None, list[BadCheckpoint]]:
         bad: list[BadCheckpoint] = []
-        for step, _ in self._candidates(unwanted):
+        for step, manifest in self._candidates(unwanted):
+            if manifest is not None and manifest.file in self._rejected:
+                bad.append(self._rejected[manifest.file])
+                continue
             try:
                 return self.open(step), bad
             except BadCheckpoint as error:
@@ -150,12 +171,7 @@ class CheckpointFiles:
             with open_directory(self.directory) as dir_fd:
                 manifest = read_manifest(dir_fd, step)
                 name = manifest.file
-                stream = open_for_reading(dir_fd, name)
-                try:
-                    _verify(stream, manifest)
-                except BaseException:
-                    stream.close()
-                    raise
+                stream = _open_verified(dir_fd, manifest)
         except (OSError, ValueError) as error:
             self.claim.bad_steps.add(step)
             raise BadCheckpoint(step, os.path.join(self.directory, name), str(error)) from error
@@ -166,6 +182,27 @@ class CheckpointFiles:
         """The data of a checkpoint, not verified. Raises OSError; the caller closes the stream."""
         with open_directory(self.directory) as dir_fd:
             return open_for_reading(dir_fd, manifest.file)
+
+    def open_rank(self, manifest: Manifest, rank: int) -> DiskCopy:
+        """That rank's copy in a sharded checkpoint, for the caller to close. Raises BadCheckpoint."""
+        path = os.path.join(self.directory, manifest.file, data_name(rank))
+        try:
+            with (
+                open_directory(self.directory) as dir_fd,
+                open_own_directory(manifest.file, dir_fd) as there,
+            ):
+                stream, files = open_list(there, manifest)
+                stream.close()
+                file = read_rank_file(there, manifest, files, rank)
+                return DiskCopy(manifest.step, path, open_for_reading(there, data_name(rank)), file)
+        except (OSError, ValueError) as error:
+            raise BadCheckpoint(manifest.step, path, str(error)) from error
+
+    def reject(self, manifest: Manifest, bad: BadCheckpoint) -> None:
+        """The bytes of that checkpoint, which were read since, are damaged: it is found no more."""
+        self._rejected[manifest.file] = bad
+        self.claim.bad_steps.add(manifest.step)
+        self.good.discard(manifest.step)
 
     def _candidates(self, unwanted: Callable[[Manifest], bool]) -> list[tuple[int, Manifest | None]]:
         """Steps to load, best first: this run's own from the newest on, and then others' if it has just come here.
@@ -202,11 +239,7 @@ class CheckpointFiles:
         Raises OSError when the directory refuses, OtherRun, and what `may_change` raises (see `publish`): whatever
         was there before is untouched.
         """
-        make_directory(self.directory)
-        with open_directory(self.directory) as dir_fd:
-            owner = self._ask(dir_fd, may_change, step)
-            self.claim.remove_abandoned(dir_fd, owner, generation)
-            self._remove_unnamed(dir_fd, owner, may_change)
+        with self.prepared(step, generation, may_change) as dir_fd:
             temporary = self.claim.temporary_name(generation, step, "pt")
             with self.claim.blaming(dir_fd):
                 sha256, size = write_durably(dir_fd, temporary, serialize)
@@ -214,6 +247,19 @@ class CheckpointFiles:
                 os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
             os.fsync(dir_fd)
         return Manifest(step, generation, world_size, name, size, sha256, self.run.id)
+
+    @contextlib.contextmanager
+    def prepared(self, step: int, generation: int, may_change: Callable[[], None]) -> Iterator[int]:
+        """The directory, where a save of `step` may begin, and nothing is left of those that came to no end.
+
+        Raises OSError, OtherRun, and what `may_change` raises.
+        """
+        make_directory(self.directory)
+        with open_directory(self.directory) as dir_fd:
+            owner = self._ask(dir_fd, may_change, step)
+            self.claim.remove_abandoned(dir_fd, owner, generation)
+            self._remove_unnamed(dir_fd, owner, may_change, (generation, step))
+            yield dir_fd
 
     def publish(self, manifest: Manifest, may_change: Callable[[], None]) -> None:
         """Make the manifest visible and durable: from here on the checkpoint exists. Then drop older ones.
@@ -233,12 +279,13 @@ class CheckpointFiles:
                 # Their names have our run and mark in them: they are no other run's.
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=dir_fd)
-                self.discard(manifest)
+                if not manifest.is_sharded:  # what all nodes have written may be published by another try
+                    self.discard(manifest)
                 raise
             os.fsync(dir_fd)
             self.good.add(manifest.step)
             try:
-                self._prune(dir_fd, manifest.step, may_change)
+                self._prune(dir_fd, manifest, may_change)
             except (OSError, CheckpointError) as error:
                 # The new checkpoint is safe; a file too many is no reason to call its save a failure.
                 logger.warning("old checkpoints not deleted: directory=%s reason=%s", self.directory, error)
@@ -247,7 +294,7 @@ class CheckpointFiles:
         """Remove the data of a checkpoint of this object that will not be published."""
         with contextlib.suppress(OSError), open_directory(self.directory) as dir_fd:
             if not is_named(dir_fd, manifest.step, manifest.file):
-                os.unlink(manifest.file, dir_fd=dir_fd)
+                _remove_data(dir_fd, manifest.file)
 
     def _ask(self, dir_fd: int, may_change: Callable[[], None], least: int | None = None) -> Ownership | None:
         """Return if the directory is ours, holds nothing of others from step `least` on, and the caller gives leave."""
@@ -255,18 +302,22 @@ class CheckpointFiles:
         may_change()
         return owner
 
-    def _prune(self, dir_fd: int, newest: int, may_change: Callable[[], None]) -> None:
+    def _prune(self, dir_fd: int, published: Manifest, may_change: Callable[[], None]) -> None:
         # A manifest beyond the newest commit belongs to a past that the run fell back from: were it left, a disk
         # that reads again would bring that past back and undo the commits made since.
+        newest = published.step
         self.good = set(sorted(step for step in self.good if step <= newest)[-self.keep :])
         enough = len(self.good) == self.keep
-        owner = self.claim.read_owner(dir_fd)
+        owner, dropped = self.claim.read_owner(dir_fd), False
         for step in manifest_steps(dir_fd):
             given_up = step > newest or (enough and step not in self.good)
             if given_up and self._may_drop(dir_fd, owner, step):
                 self._ask(dir_fd, may_change)
                 os.unlink(manifest_name(step), dir_fd=dir_fd)
-        self._remove_unnamed(dir_fd, owner, may_change)
+                dropped = True
+        if dropped and any(map(ATTEMPT_NAME.fullmatch, os.listdir(dir_fd))):
+            os.fsync(dir_fd)  # a manifest that comes back after a power cut has all of its files
+        self._remove_unnamed(dir_fd, owner, may_change, (published.generation, newest + 1))
 
     def _may_drop(self, dir_fd: int, owner: Ownership | None, step: int) -> bool:
         """Whether the manifest of `step` is ours. One that cannot be read is of a run that has data of that step."""
@@ -275,17 +326,54 @@ class CheckpointFiles:
             return self.claim.has(owner, manifest.run, step)
         return all(self.claim.has(owner, run, 0) for run in runs_with_data(dir_fd, step))
 
-    def _remove_unnamed(self, dir_fd: int, owner: Ownership | None, may_change: Callable[[], None]) -> None:
-        """Remove data that no manifest names: what was never published, and what of older checkpoints is left."""
+    def _remove_unnamed(
+        self, dir_fd: int, owner: Ownership | None, may_change: Callable[[], None], before: tuple[int, int]
+    ) -> None:
+        """Remove data that no manifest names: what was never published, and what of older checkpoints is left.
+
+        Of this run's directories those from the generation and step `before` on may still be filled, by other nodes.
+        """
         for name in os.listdir(dir_fd):
-            match = DATA_NAME.fullmatch(name)
+            match = data_match(name)
             if (
                 match
                 and self.claim.inherits(owner, match["run"])
                 and not is_named(dir_fd, int(match["step"]), name)
+                and not (match["run"] == self.run.id and _may_be_filled(match, before))
             ):
                 self._ask(dir_fd, may_change)
-                os.unlink(name, dir_fd=dir_fd)
+                _remove_data(dir_fd, name)
+
+
+def _may_be_filled(match: re.Match[str], before: tuple[int, int]) -> bool:
+    return match.re is ATTEMPT_NAME and (int(match["generation"]), int(match["step"])) >= before
+
+
+def _remove_data(dir_fd: int, name: str) -> None:
+    if ATTEMPT_NAME.fullmatch(name):
+        remove_directory(dir_fd, name)
+    else:
+        os.unlink(name, dir_fd=dir_fd)
+
+
+def _open_verified(dir_fd: int, manifest: Manifest) -> BufferedReader:
+    """See `VerifiedCheckpoint`. Raises OSError, ValueError."""
+    if manifest.is_sharded:
+        with open_own_directory(manifest.file, dir_fd) as there:
+            stream, files = open_list(there, manifest)
+            try:
+                look(there, manifest, files)
+            except BaseException:
+                stream.close()
+                raise
+        return stream
+    stream = open_for_reading(dir_fd, manifest.file)
+    try:
+        _verify(stream, manifest)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 def _verify(stream: BufferedReader, manifest: Manifest) -> None:

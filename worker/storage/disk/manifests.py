@@ -12,6 +12,8 @@ from ...wire.files import read_whole
 from ...wire.messages import RUN_NAME, RunNameOrNone
 from ...wire.sealed import seal_fields, unseal
 
+SHARDED_SCHEMA = 3
+"""Of a checkpoint that is a directory of files, see `shard_files`."""
 SCHEMA = 2
 _WITHOUT_RUN = 1
 """The schema of manifests that name no run."""
@@ -20,12 +22,20 @@ _RUN = rf"-(?P<run>{RUN_NAME.pattern})-[0-9a-f]{{8}}"
 MANIFEST_NAME = re.compile(r"step-(\d{12,19})\.json")
 DATA_NAME = re.compile(rf"step-(?P<step>\d{{12,19}})(?:{_RUN})?-(?P<digest>[0-9a-f]{{16}})\.pt")
 TEMPORARY_NAME = re.compile(rf"tmp-(?P<generation>\d{{8,19}})-\d{{12,19}}(?:{_RUN})?\.(?:pt|json)")
+ATTEMPT_NAME = re.compile(
+    rf"step-(?P<step>\d{{12,19}})-(?P<run>{RUN_NAME.pattern})-(?P<generation>\d{{8,19}})-(?P<mark>[0-9a-f]{{8}})"
+)
+"""Of the directory that one attempt to save a sharded state fills: no other ever has the same."""
 _MAX_MANIFEST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest(Checked):
-    """What one checkpoint must look like to be believed: the step, its writer, and its data file's digest."""
+    """What one checkpoint must look like to be believed: the step, its writer, and its data file's digest.
+
+    Of a sharded one `file` is a directory, `size` that of all data in it, and `sha256` that of the list of its files
+    (`FileList`), which has size and digest of each.
+    """
 
     step: Count
     generation: Count
@@ -38,25 +48,45 @@ class Manifest(Checked):
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
-        match = DATA_NAME.fullmatch(self.file)
-        named = (int(match["step"]), match["run"] or "", match["digest"]) if match else None
-        if named != (self.step, self.run, self.sha256[:16]):
+        if match := DATA_NAME.fullmatch(self.file):
+            fits = (int(match["step"]), match["run"] or "", match["digest"]) == (
+                self.step,
+                self.run,
+                self.sha256[:16],
+            )
+        elif match := ATTEMPT_NAME.fullmatch(self.file):
+            fits = (int(match["step"]), match["run"], int(match["generation"])) == (
+                self.step,
+                self.run,
+                self.generation,
+            )
+        else:
+            fits = False
+        if not fits:
             raise Invalid(f"manifest.file is {self.file!r}, which is not this step's data file")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank's part is a file of its own, in the directory `file`."""
+        return ATTEMPT_NAME.fullmatch(self.file) is not None
 
     def to_json(self) -> bytes:
         body = plain(self)
         if self.run:
-            return seal_fields({"schema": SCHEMA, **body}, indent=1)
+            return seal_fields({"schema": SHARDED_SCHEMA if self.is_sharded else SCHEMA, **body}, indent=1)
         del body["run"]
         return seal_fields({"schema": _WITHOUT_RUN, **body}, indent=1)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
         """Raises Invalid."""
-        schema, body = unseal(raw, "manifest", _WITHOUT_RUN, SCHEMA)
+        schema, body = unseal(raw, "manifest", _WITHOUT_RUN, SCHEMA, SHARDED_SCHEMA)
         if schema == _WITHOUT_RUN:
             body.setdefault("run", "")
-        return from_plain(cls, body)
+        manifest = from_plain(cls, body)
+        if manifest.is_sharded != (schema == SHARDED_SCHEMA):
+            raise Invalid(f"manifest has schema {schema}, which is not that of {manifest.file}")
+        return manifest
 
 
 def read_manifest(dir_fd: int, step: int) -> Manifest:
@@ -79,9 +109,14 @@ def readable_manifests(dir_fd: int) -> list[Manifest]:
     return [one for step in manifest_steps(dir_fd) if (one := manifest_of(dir_fd, step)) is not None]
 
 
+def data_match(name: str) -> re.Match[str] | None:
+    """Of a name that a manifest may have as its `file`: step and run, and of a directory the generation."""
+    return DATA_NAME.fullmatch(name) or ATTEMPT_NAME.fullmatch(name)
+
+
 def runs_with_data(dir_fd: int, step: int) -> set[str]:
-    """Whose data files of `step` are here."""
-    matches = map(DATA_NAME.fullmatch, os.listdir(dir_fd))
+    """Whose data of `step` is here."""
+    matches = map(data_match, os.listdir(dir_fd))
     return {match["run"] or "" for match in matches if match and int(match["step"]) == step}
 
 

@@ -1,0 +1,103 @@
+"""Copies of a sharded state, as tests need them: real tables and headers, and bytes that show whose they are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import BinaryIO
+
+from elastic_agent.worker.state.sharding.table import Shard, Table, Value, own_key
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.sharded.commit import Commit, commit, new_attempt
+from elastic_agent.worker.storage.disk.sharded.parts import Part, write_part
+from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
+from elastic_agent.worker.storage.memory.slots import Slots
+
+METADATA = b"what torch pickles"
+
+
+def permitted() -> None:
+    pass
+
+
+def copy_of(
+    rank: int, step: int, world_size: int, *, generation: int = 1, group: int | None = None, length: int = 400
+) -> tuple[bytes, Header]:
+    """The rank's shard of one tensor, a value, which rank 0 has for all, and what the rank has for itself.
+
+    `group`: the shard is that of this rank, a twin's.
+    """
+    shown = rank if group is None else group
+    archives = [
+        f"shard {shown} after {step} ".encode().ljust(length, b"s"),
+        f"rng {rank} ".encode().ljust(100, b"r"),
+    ]
+    rows = [
+        Shard("model.weight", "uint8", (length * world_size,), (length * shown,), (length,), 0, length, 0),
+        Shard(own_key(rank, "rng"), "uint8", (100,), (0,), (100,), _up(length), 100, _up(length)),
+    ]
+    at = _up(length) + 128
+    values = (Value("step", at, 50, common=True),) if rank == 0 else ()
+    paths: dict[str, tuple[str | int, ...]] = {
+        "model.weight": ("model", "weight"), own_key(rank, "rng"): ("ranks", rank, "rng"), "step": ("step",)
+    }  # fmt: skip
+    table = Table(tuple(rows), values, {row.key: paths[row.key] for row in (*rows, *values)})
+    body = b"".join(one.ljust(_up(len(one)), b"\0") for one in archives)
+    if values:
+        body += str(step).encode().ljust(64, b"v")
+    raw = table.to_bytes()
+    shards = RankShards(rank, (len(body), len(raw)), table.digest, common=rank == 0)
+    return body + raw, Header(
+        step, generation, 0, world_size, len(body) + len(raw), run="run-a", shards=shards
+    )
+
+
+def _up(length: int) -> int:
+    return -(-length // 64) * 64
+
+
+def in_slot(memory: os.PathLike[str], directory: str, local_rank: int, raw: bytes, header: Header) -> Slots:
+    slots = Slots(str(memory), SlotFolder.of(directory, local_rank))
+    opened = slots.begin(len(raw))
+    opened.trim()
+    os.pwrite(opened.fd, raw, 0)
+    slots.seal(opened, header)
+    return slots
+
+
+def save_part(
+    files: CheckpointFiles,
+    attempt: str,
+    rank: int,
+    step: int,
+    world_size: int,
+    *,
+    generation: int = 1,
+    length: int = 400,
+) -> None:
+    raw, header = copy_of(rank, step, world_size, generation=generation, length=length)
+
+    def pour(sink: BinaryIO) -> None:
+        sink.write(raw)
+
+    write_part(files, Part(attempt, generation), header, pour, permitted)
+
+
+def commit_of(
+    attempt: str, step: int, world_size: int, *, generation: int = 1, within_s: float = 0.0
+) -> Commit:
+    return Commit(attempt, step, generation, world_size, METADATA, within_s)
+
+
+def save_all(nodes: list[CheckpointFiles], step: int, *, generation: int = 1, length: int = 400) -> Manifest:
+    """One rank for each; the first commits."""
+    attempt = new_attempt(nodes[0], step, generation)
+    for rank, files in enumerate(nodes):
+        save_part(files, attempt, rank, step, len(nodes), generation=generation, length=length)
+    return commit(nodes[0], commit_of(attempt, step, len(nodes), generation=generation), permitted)
+
+
+def newer(header: Header, generation: int) -> Header:
+    return replace(header, generation=generation)

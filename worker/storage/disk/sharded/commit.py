@@ -1,0 +1,189 @@
+"""Makes a checkpoint of the parts that all ranks write: by the disk writer of rank 0's node, or by rank 0.
+
+    1 wait until all parts are there, and see that they fit together
+    2 write DCP's index, and the list of all files: each under a temporary name, fsynced, renamed
+    3 fsync the directory of the attempt, and the one above it, which has its name
+    4 publish the manifest, and drop older checkpoints: as `CheckpointFiles` does for all
+
+The fsync of 3 comes after all names were seen: file systems commit changes of one directory in their order, so it makes
+durable what other nodes have renamed there, too.
+
+The end of the generation ends the wait. What was not published stays for another try, and is removed by a later save.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ....errors import Fenced, OtherRun, SaveFailed
+from ....wire.files import open_own_directory, read_whole, remove
+from ....wire.messages import MAX_REASON_CHARS
+from ..checkpoint_files import CheckpointFiles
+from ..durable import write_durably
+from ..manifests import Manifest
+from ..shard_files import (
+    LIST_NAME,
+    LOOKING_THREADS,
+    MAX_RANK_FILE_BYTES,
+    METADATA_NAME,
+    FileList,
+    FileSum,
+    RankFile,
+    check_size,
+    data_name,
+    rank_file_name,
+    ranks_in,
+    refused_name,
+)
+
+FIRST_LOOK_S = 0.02
+LAST_LOOK_S = 1.0
+"""Between two looks for the parts of others: longer each time."""
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """`metadata` are the bytes of DCP's index; the parts of all ranks come within `within_s` seconds, or too late."""
+
+    attempt: str
+    step: int
+    generation: int
+    world_size: int
+    metadata: bytes
+    within_s: float
+
+
+def new_attempt(files: CheckpointFiles, step: int, generation: int) -> str:
+    """A name for the directory of one save, which no other has: rank 0 tells it to all."""
+    return f"step-{step:012d}-{files.run.id}-{generation:08d}-{os.urandom(4).hex()}"
+
+
+def commit(
+    files: CheckpointFiles,
+    save: Commit,
+    may_change: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Manifest:
+    """Raises SaveFailed when a part is missing or does not fit, OSError, OtherRun, and what `may_change` raises."""
+    with files.prepared(save.step, save.generation, may_change) as root:
+        with suppress(FileExistsError):
+            os.mkdir(save.attempt, dir_fd=root)
+        _await_parts(root, save, may_change, clock, sleep)
+        with open_own_directory(save.attempt, root) as there:
+            parts = _parts(there, save)
+            for name in os.listdir(there):
+                if name.startswith("tmp-") or name.endswith(
+                    ".refused"
+                ):  # of those who have died, or tried again
+                    remove(there, name)
+            sums = {METADATA_NAME: _put(files, there, METADATA_NAME, save.metadata)}
+            for rank, (file, raw) in enumerate(parts):
+                sums[data_name(rank)] = FileSum(file.header.size, file.sha256)
+                sums[rank_file_name(rank)] = raw
+            listed = FileList(save.world_size, {name: str(one) for name, one in sums.items()})
+            list_sum = _put(files, there, LIST_NAME, listed.to_json())
+            os.fsync(there)
+        os.fsync(root)
+    manifest = Manifest(
+        save.step,
+        save.generation,
+        save.world_size,
+        save.attempt,
+        listed.data_size,
+        list_sum.sha256,
+        files.run.id,
+    )
+    try:
+        files.publish(manifest, may_change)
+    except (Fenced, OtherRun):
+        files.discard(manifest)
+        raise
+    return manifest
+
+
+def _await_parts(
+    root: int,
+    save: Commit,
+    may_change: Callable[[], None],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    deadline, pause_s = clock() + save.within_s, FIRST_LOOK_S
+    while True:
+        with open_own_directory(save.attempt, root) as there:  # opened anew: NFS then asks its server
+            missing, refused = ranks_in(os.listdir(there), save.world_size)
+            if refused:
+                raise SaveFailed(f"step {save.step}: {_reason(there, refused[0])}")
+        if not missing:
+            return
+        may_change()
+        if clock() >= deadline:
+            more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
+            raise SaveFailed(
+                f"step {save.step}: no part has come of rank {', '.join(map(str, missing[:_SHOWN_RANKS]))}{more} "
+                f"within {save.within_s:g} s. Look at the log of their nodes: is this directory there, too, and are "
+                "their disk writers alive?"
+            )
+        sleep(min(pause_s, max(0.0, deadline - clock())))
+        pause_s = min(pause_s * 1.5, LAST_LOOK_S)
+
+
+def _reason(there: int, rank: int) -> str:
+    try:
+        text = read_whole(there, refused_name(rank), 4 * MAX_REASON_CHARS).decode(errors="replace")
+    except (OSError, ValueError) as error:
+        text = str(error)
+    return f"rank {rank} cannot write its part: {text}"
+
+
+def _parts(there: int, save: Commit) -> list[tuple[RankFile, FileSum]]:
+    """By rank. Raises SaveFailed when they are not of one state."""
+
+    def read(rank: int) -> tuple[RankFile, FileSum]:
+        raw = read_whole(there, rank_file_name(rank), MAX_RANK_FILE_BYTES)
+        part = RankFile.from_json(raw)
+        check_size(there, data_name(rank), part.header.size)
+        return part, FileSum.of(raw)
+
+    try:
+        with ThreadPoolExecutor(min(LOOKING_THREADS, save.world_size)) as threads:
+            found = list(threads.map(read, range(save.world_size)))
+    except ValueError as error:
+        raise SaveFailed(f"step {save.step}: {error}") from error
+    if problem := _problem([part for part, _ in found], save):
+        raise SaveFailed(f"step {save.step}: {problem}")
+    return found
+
+
+def _problem(parts: list[RankFile], save: Commit) -> str:
+    """Why these are not the parts of one checkpoint; empty: they are."""
+    for rank, part in enumerate(parts):
+        header, first = part.header, parts[0].header
+        if (part.rank, header.step, header.world_size) != (rank, save.step, save.world_size):
+            return f"the part of rank {rank} is of rank {part.rank}, step {header.step}"
+        if (part.generation, header.version) != (save.generation, first.version):
+            return f"the parts of rank 0 and {rank} are of copies that different generations have made"
+        if part.twin_of is not None:
+            other = parts[part.twin_of]
+            assert header.shards is not None
+            assert other.header.shards is not None
+            if other.twin_of is not None or other.header.shards.digest != header.shards.digest:
+                return f"rank {rank} does not have the shards of rank {part.twin_of}"
+    if not any(part.header.shards is not None and part.header.shards.common for part in parts):
+        return "no rank has written what is the same on all"
+    return ""
+
+
+def _put(files: CheckpointFiles, there: int, name: str, content: bytes) -> FileSum:
+    temporary = f"tmp-{files.claim.mark}-{name}"
+    write_durably(there, temporary, lambda sink: sink.write(content))
+    os.rename(temporary, name, src_dir_fd=there, dst_dir_fd=there)
+    return FileSum.of(content)

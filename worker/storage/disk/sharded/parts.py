@@ -1,0 +1,213 @@
+"""One rank's part of a sharded checkpoint: its data file, durable, and then the small file that says what it is.
+
+    1 write the data under a temporary name, fsync it       3 write the rank's file in the same way
+    2 rename it to its final name                           4 rename that: the part is there
+
+The names are made durable by the one that commits, which looks at them all and then at the disk (`commit`). The
+directory of the attempt is its own: a writer of the past can do no harm in it, and a later save removes it. So the
+questions of `CheckpointFiles` are asked only so that nothing large is written for nothing.
+
+No torch here: the disk writer imports this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO, cast
+
+from ....errors import Fenced, OtherRun, SaveFailed
+from ....state.sharding.table import Table
+from ....wire.files import open_directory, open_own_directory, read_whole, remove, replace_file
+from ....wire.messages import MAX_REASON_CHARS
+from ...memory.copy_header import Header
+from ...memory.slots import PIECE_BYTES, HeldSlot, Slots
+from ..checkpoint_files import CheckpointFiles
+from ..durable import make_directory, write_durably
+from ..shard_files import MAX_RANK_FILE_BYTES, RankFile, check_size, data_name, rank_file_name, refused_name
+from .own_rows import aligned, own_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of the attempt with that directory, by a writer of `generation`; `twin_of` as in `RankFile`."""
+
+    attempt: str
+    generation: int
+    twin_of: int | None = None
+
+
+def write_held(
+    files: CheckpointFiles, part: Part, slots: Slots, held: HeldSlot, may_change: Callable[[], None]
+) -> int:
+    """Write the copy in a slot. Its size; raises what `write_part` does."""
+    with (
+        mmap.mmap(held.stream.fileno(), held.header.size, prot=mmap.PROT_READ) as mapping,
+        memoryview(mapping) as view,
+    ):
+        if part.twin_of is not None:
+            return _write_own(files, part, held.header, view, may_change)
+
+        def pour(sink: BinaryIO) -> None:
+            for offset in range(0, held.header.size, PIECE_BYTES):
+                with view[offset : offset + PIECE_BYTES] as piece:
+                    sink.write(piece)
+
+        written = write_part(files, part, held.header, pour, may_change)
+    if not held.header.sums:
+        with contextlib.suppress(OSError):  # a memory without room for them is no reason to refuse the save
+            slots.add_sums(held, written.header.sums)
+    return written.header.size
+
+
+def write_part(
+    files: CheckpointFiles,
+    part: Part,
+    header: Header,
+    pour: Callable[[BinaryIO], object],
+    may_change: Callable[[], None],
+) -> RankFile:
+    """Make durable what `pour` writes: the copy that `header` describes. Once is enough: what is there is left.
+
+    Raises OSError, OtherRun, what `may_change` raises, and SaveFailed when it is not what the header says: then
+    `refuse_part` spares the one that commits its wait.
+    """
+    may_change()
+    make_directory(files.directory)
+    with open_directory(files.directory) as root:
+        files.claim.check(root, header.step)
+    with _attempt(files, part.attempt) as there:
+        found = _find(there, part, header)
+        return found if found is not None else _write(files, there, part, header, pour)
+
+
+def refuse_part(files: CheckpointFiles, attempt: str, rank: int, error: Exception) -> None:
+    """Let the one that commits know why this rank's part will not come, if the disk takes so much.
+
+    Where the generation, or the run, is over, there is no such one.
+    """
+    if isinstance(error, Fenced | OtherRun):
+        return
+    reason = (str(error) or repr(error))[:MAX_REASON_CHARS]
+    with contextlib.suppress(OSError), _attempt(files, attempt) as there:
+        replace_file(there, refused_name(rank), reason.encode(errors="replace"))
+
+
+@contextlib.contextmanager
+def _attempt(files: CheckpointFiles, name: str) -> Iterator[int]:
+    """The directory of an attempt: whoever comes first makes it. Raises OSError."""
+    with open_directory(files.directory) as root:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=root)
+        with open_own_directory(name, root) as there:
+            yield there
+
+
+def _find(there: int, part: Part, header: Header) -> RankFile | None:
+    """What is written already: the disk writer may have been quicker than its answer."""
+    assert header.shards is not None
+    rank = header.shards.rank
+    with contextlib.suppress(OSError, ValueError):
+        found = RankFile.from_json(read_whole(there, rank_file_name(rank), MAX_RANK_FILE_BYTES))
+        check_size(there, data_name(rank), found.header.size)
+        same = (found.header.version, found.generation, found.twin_of)
+        if same == (header.version, part.generation, part.twin_of):
+            return found
+    return None
+
+
+def _write(
+    files: CheckpointFiles, there: int, part: Part, header: Header, pour: Callable[[BinaryIO], object]
+) -> RankFile:
+    assert header.shards is not None
+    rank = header.shards.rank
+    sums = _Sums()
+    temporary = f"tmp-{files.claim.mark}-{data_name(rank)}"
+    sha256, size = write_durably(there, temporary, lambda sink: pour(cast(BinaryIO, _Both(sink, sums))))
+    try:
+        if size != header.size or (header.sums and header.sums != sums.all):
+            raise SaveFailed(
+                f"rank {rank}: the copy of step {header.step} is not what its header says, its memory may be damaged"
+            )
+        os.rename(temporary, data_name(rank), src_dir_fd=there, dst_dir_fd=there)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(there, temporary)
+        raise
+    written = RankFile(
+        replace(header, sums=sums.all, rng_holes=(), partial=False), sha256, part.generation, part.twin_of
+    )
+    raw = written.to_json()
+    temporary = f"tmp-{files.claim.mark}-{rank_file_name(rank)}"
+    write_durably(there, temporary, lambda sink: sink.write(raw))
+    os.rename(temporary, rank_file_name(rank), src_dir_fd=there, dst_dir_fd=there)
+    return written
+
+
+def _write_own(
+    files: CheckpointFiles, part: Part, header: Header, copy: memoryview, may_change: Callable[[], None]
+) -> int:
+    assert header.shards is not None
+    offset, length = header.shards.table
+    own = own_rows(Table.from_bytes(bytes(copy[offset : offset + length])), header.shards.rank)
+    table = own.table.to_bytes()
+    shards = replace(header.shards, table=(own.end, len(table)), common=False)
+    smaller = replace(header, size=own.end + len(table), sums=(), rng_holes=(), shards=shards)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        for begin, count in own.ranges:
+            with copy[begin : begin + count] as archive:
+                yield archive
+            yield bytes(aligned(count) - count)
+        yield table
+
+    def pour(sink: BinaryIO) -> None:
+        for chunk in chunks():
+            sink.write(chunk)
+
+    return write_part(files, part, smaller, pour, may_change).header.size
+
+
+class _Sums:
+    """The checksums of the pieces of what went by, whatever the size in which it came."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._crc = 0
+        self._count = 0
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (*self._done, self._crc) if self._count else tuple(self._done)
+
+    def add(self, data: memoryview) -> None:
+        at = 0
+        while at < len(data):
+            with data[at : at + PIECE_BYTES - self._count] as stretch:
+                self._crc = zlib.crc32(stretch, self._crc)
+                self._count += len(stretch)
+                at += len(stretch)
+            if self._count == PIECE_BYTES:
+                self._done.append(self._crc)
+                self._crc = self._count = 0
+
+
+class _Both:
+    """Writes to a file, and takes the checksums of that."""
+
+    def __init__(self, sink: BinaryIO, sums: _Sums) -> None:
+        self._sink = sink
+        self._sums = sums
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        count = self._sink.write(data)
+        with memoryview(data) as view, view.cast("B") as flat:
+            self._sums.add(flat)
+        return count
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
