@@ -37,7 +37,7 @@ worker/state/sharding:
 worker/steps: worker/errors worker/wire
 worker/ranks: worker/errors worker/wire worker/state worker/steps
 worker/storage/memory: worker/wire worker/state
-worker/storage/replication:
+worker/storage/replication: worker/wire worker/storage/memory
 worker/storage/disk: worker/errors worker/wire worker/state/sharding worker/steps worker/storage/memory
 worker/storage/disk/sharded: worker/errors worker/wire worker/state/sharding worker/storage/memory worker/storage/disk
 worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/storage/memory \
@@ -69,6 +69,7 @@ configuration/reading: rendezvous/etcd rendezvous/local common configuration con
 machine/network: common configuration configuration/types
 machine/memory:
 workers/processes: common output configuration configuration/types
+workers/checkpoints/server: common workers/processes
 workers/checkpoints: common workers/processes
 machine: common configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints

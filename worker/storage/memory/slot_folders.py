@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _NAME = re.compile(
     r"(?P<directory>[0-9a-f]{16})(?:\.(?P<local_rank>\d{1,5})(?:\.(?P<origin>[0-9a-f]{12}))?)?"
@@ -33,8 +33,12 @@ class SlotFolder:
         return SlotFolder(
             hashlib.sha256(os.fsencode(directory)).hexdigest()[:16],
             local_rank,
-            hashlib.sha256(origin.encode()).hexdigest()[:12] if origin else "",
+            _digest_of(origin) if origin else "",
         )
+
+    def replica_of(self, node: str) -> SlotFolder:
+        """The one in which other nodes keep what that node has here."""
+        return replace(self, origin=_digest_of(node))
 
     @staticmethod
     def parse(name: str) -> SlotFolder | None:
@@ -59,3 +63,7 @@ def folders_of(memory: str, directory: str) -> list[SlotFolder]:
     return [
         one for one in found if one is not None and one.directory == wanted and one.local_rank is not None
     ]
+
+
+def _digest_of(node: str) -> str:
+    return hashlib.sha256(node.encode()).hexdigest()[:12]

@@ -1,0 +1,213 @@
+"""The memory server: a process of the agent that serves this node's copies to other nodes, and brings them there.
+
+`memory_server` starts it through `shim`, so that it dies with the agent. Its standard input is a listening UNIX socket,
+over which this node's workers send orders (`worker/storage/replication/messages.py`); another listening socket is for
+other nodes, over TCP. It ignores SIGTERM: a service manager sends that to all at once, and nodes that go on need what
+is here until the agent ends.
+
+The io thread waits for connections, requests, orders and seals; a request has a thread of the pool while it is
+answered, and each partner a thread that brings it copies. While nothing comes nothing turns.
+
+The orders to replicate are kept in the agent's folder in memory, so that they outlive this process.
+
+No torch here, nor anything else that takes long to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import random
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from .....codec import Invalid
+from .....threads import Thread, listen
+from .....worker.storage.memory.slot_folders import SlotFolder
+from .....worker.storage.replication.link import Link
+from .....worker.storage.replication.messages import (
+    MAX_ORDER_BYTES,
+    ORDERS,
+    Order,
+    Replicate,
+    Settled,
+    encode,
+)
+from .....worker.wire.channel import receive
+from .....worker.wire.files import open_directory, read_whole, replace_file
+from ....common.io_thread import IoThread
+from ...processes.guard import IGNORED
+from .entrance import Entrance
+from .rate import Rate
+from .receiving import Receiver
+from .replicator import Progress, Replicator
+from .requests import answer
+from .seals import Seals
+
+AT_ONCE = 32
+"""Requests that are answered at the same time, copies that are taken included."""
+ORDER_S = 1.0
+"""How long an order may take to come."""
+LOOK_S = 1.0
+"""Between two looks for copies, where the kernel does not tell of them."""
+MOST_DESCRIPTORS = 4096
+MOST_ORDERS = 16
+"""Checkpoint directories whose orders are kept, the newest."""
+
+_KEPT = ".replicate"
+"""The end of the name of a file with an order."""
+
+
+def main(memory: str, limit: str, node: str, reports: str, rate: str, listener: str) -> None:
+    """Until the agent's end. `limit` in bytes, `rate` in bytes per second; `listener` is a descriptor."""
+    os.nice(10)  # training comes first
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    listen(_failed)
+    _raise_descriptors()
+    server = Server(memory, int(limit), node, int(rate), lambda progress: None)
+    server.serve(socket.socket(fileno=int(listener)), socket.socket(fileno=0))
+    threading.Event().wait()
+
+
+def _failed(name: str, error: BaseException) -> None:
+    """The agent starts another process."""
+    _say(f"the memory server ends, its thread {name} has failed: {error!r}")
+    os._exit(1)
+
+
+class Server:
+    """One memory server, of which any number fit into a process."""
+
+    def __init__(
+        self, memory: str, limit: int, node: str, rate: int, told: Callable[[Progress], None]
+    ) -> None:
+        """`told` is called with what was replicated, in any thread."""
+        self._memory = memory
+        self._io = IoThread("server")
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="answer")
+        self.receiver = Receiver(memory, limit)
+        self.replicator = Replicator(memory, node, Rate(rate), told, random.Random())
+        self._orders: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._seals = Seals(memory)
+        self._sockets: tuple[socket.socket, ...] = ()
+
+    def serve(self, listener: socket.socket, orders: socket.socket) -> None:
+        """Returns at once; `listener` is for other nodes."""
+        self._sockets = listener, orders
+        self._entrance = Entrance(listener, self._memory, self._io, self._serve)
+        for order in _kept_orders(self._memory):
+            self._carry_out(order)
+        self._io.start()
+        self._entrance.open()
+        orders.setblocking(False)
+        self._io.watch(orders.fileno(), partial(self._accept_order, orders))
+        if self._seals.readable is not None:
+            self._io.watch(self._seals.readable, self._sealed)
+        else:
+            self._io.later(LOOK_S, self._look)
+        Thread(self._take_orders, "orders").start()
+
+    def close(self) -> None:
+        """For tests; the process itself is killed."""
+        for listener in self._sockets:
+            self._io.forget(listener.fileno(), listener.close)
+        self._io.close()
+        self._entrance.close()
+        self.replicator.close()
+        self._orders.put(None)
+        self._pool.shutdown(wait=False)
+        self._seals.close()
+
+    # ---------------------------------------------------------------- requests
+
+    def _serve(self, link: Link) -> None:
+        self._pool.submit(self._answer, link)
+
+    def _answer(self, link: Link) -> None:
+        try:
+            answer(link, self._memory, self.receiver)
+        except OSError:
+            link.close()  # the other end is gone, or says what nothing here understands
+        except BaseException:
+            link.close()
+            sys.excepthook(*sys.exc_info())
+        else:
+            self._io.post(partial(self._entrance.wait, link))
+
+    # ---------------------------------------------------------------- seals
+
+    def _sealed(self) -> None:
+        if self._seals.read():
+            self.replicator.look()
+
+    def _look(self) -> None:
+        self.replicator.look()
+        self._io.later(LOOK_S, self._look)
+
+    # ---------------------------------------------------------------- orders
+
+    def _accept_order(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            self._orders.put(connection)
+
+    def _take_orders(self) -> None:
+        while (connection := self._orders.get()) is not None:
+            with connection:
+                try:
+                    order = receive(connection, ORDERS, ORDER_S)
+                except (OSError, Invalid) as error:
+                    _say(f"an order to the memory server is left: {error}")
+                    continue
+            if isinstance(order, Replicate):
+                _keep(self._memory, order)
+            self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
+        with contextlib.suppress(OSError):  # the folder goes: the agent ends
+            if isinstance(order, Replicate):
+                self.receiver.replicate(order)
+                self.replicator.replicate(order)
+            elif isinstance(order, Settled):
+                self.receiver.settle(order)
+            else:
+                self.receiver.abandon(order)
+
+
+def _keep(memory: str, order: Replicate) -> None:
+    """For the next process."""
+    name = SlotFolder.of(order.directory).directory + _KEPT
+    with contextlib.suppress(OSError), open_directory(memory) as folder:
+        replace_file(folder, name, encode(order))
+
+
+def _kept_orders(memory: str) -> list[Replicate]:
+    found = []
+    with contextlib.suppress(OSError), open_directory(memory) as folder:
+        names = [name for name in os.listdir(folder) if name.endswith(_KEPT)]
+        for name in names[-MOST_ORDERS:]:
+            with contextlib.suppress(OSError, ValueError):
+                order = ORDERS.decode(read_whole(folder, name, MAX_ORDER_BYTES))
+                if isinstance(order, Replicate):
+                    found.append(order)
+    return found
+
+
+def _raise_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the agent's console stands still
+        print(f"elastic-agent: {text}", file=sys.stderr)

@@ -1,0 +1,317 @@
+"""Takes replicas of other nodes' copies into this node's memory.
+
+A replica has two slots, like any state: the one that was acknowledged stays whole while the next one comes. A copy that
+has come in part waits for its rest: where the connection broke, the next one goes on after the last whole piece.
+
+Invariant: a replica is sealed, and acknowledged, after all its bytes are here and match the checksums of the sender's
+header; where that has none, those that the sender has computed while it sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from .....worker.storage.memory.available_memory import file_system, read_memory
+from .....worker.storage.memory.copy_header import Header
+from .....worker.storage.memory.slot_folders import SlotFolder
+from .....worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy, room_for
+from .....worker.storage.replication.link import Damaged, Link
+from .....worker.storage.replication.messages import (
+    PUSHED,
+    AbandonNewer,
+    Acknowledged,
+    Continue,
+    Have,
+    Piece,
+    Push,
+    Refused,
+    Replicate,
+    Sent,
+    Settled,
+    Superseded,
+)
+from .copies import folders, headers_in
+
+TAKE_OVER_S = 5.0
+"""How long a push waits for the end of another one of the same replica, whose connection it has ended."""
+
+LEAST_FREE = 0.05
+"""Of all memory: what others may need."""
+
+MOST_CHARS = 500
+
+
+class Overtaken(ConnectionError):
+    """Another connection brings this replica now."""
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A copy of which some pieces are here."""
+
+    header: Header
+    slots: Slots
+    opened: OpenSlot
+    mapping: mmap.mmap
+    sums: list[int] = field(default_factory=list)
+    """Of the pieces that are here."""
+
+    def close(self) -> None:
+        """What has come is lost."""
+        self.mapping.close()
+        self.opened.close()
+        self.slots.close()
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Of one worker of another node; `lock` is held by the one who brings, or drops, copies of it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    link: Link | None = None
+    incoming: _Incoming | None = None
+
+
+class Receiver:
+    """All replicas here. For any thread."""
+
+    def __init__(self, memory: str, limit: int) -> None:
+        """`limit` is the most bytes that all copies here may take."""
+        self._memory = memory
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._replicas: dict[str, _Replica] = {}
+        self._orders: dict[str, Replicate] = {}
+        """The newest of each directory, by its digest."""
+        self._room = threading.Lock()
+        """Held while memory is looked at and taken."""
+
+    # ---------------------------------------------------------------- orders
+
+    def replicate(self, order: Replicate) -> None:
+        self._orders[SlotFolder.of(order.directory).directory] = order
+
+    def settle(self, order: Settled) -> None:
+        """Drop replicas whose node brings them here no more: an assigned one has brought that version."""
+        settled = order.generation, order.step
+        for folder in self._replica_folders(order.directory):
+            replica = self._replica(folder)
+            if not replica.lock.acquire(blocking=False):
+                continue  # it is being brought
+            try:
+                versions = [header.version for header in headers_in(self._memory, folder).values()]
+                if replica.incoming is not None:
+                    versions.append(replica.incoming.header.version)
+                if all(version < settled for version in versions):
+                    self._give_up(replica)
+                    shutil.rmtree(os.path.join(self._memory, folder.name), ignore_errors=True)
+            finally:
+                replica.lock.release()
+
+    def abandon(self, order: AbandonNewer) -> None:
+        newest = order.generation, order.step
+        for folder in self._replica_folders(order.directory):
+            with self._taken(folder) as replica:
+                if replica.incoming is not None and replica.incoming.header.version > newest:
+                    self._give_up(replica)
+                slots = Slots(self._memory, folder)
+                with contextlib.closing(slots):
+                    slots.drop(lambda version: version > newest)
+
+    def _replica_folders(self, directory: str) -> list[SlotFolder]:
+        found = folders(self._memory, SlotFolder.of(directory).directory)
+        return [folder for folder in found if folder.origin]
+
+    # ---------------------------------------------------------------- pushes
+
+    def held_bytes(self) -> int:
+        """The memory that replicas here take."""
+        found = 0
+        with os.scandir(self._memory) as entries:
+            for entry in entries:
+                folder = SlotFolder.parse(entry.name)
+                if folder is not None and folder.origin:
+                    for name in ("a.pt", "b.pt"):
+                        with contextlib.suppress(OSError):
+                            found += os.stat(os.path.join(entry.path, name)).st_blocks * 512
+        return found
+
+    def receive(self, link: Link, push: Push) -> None:
+        """The copy that is offered. Raises OSError, and then the connection is of no more use."""
+        folder = SlotFolder.parse(push.folder)
+        if folder is None or folder.local_rank is None or folder.origin or push.header.shards is None:
+            raise Damaged("what is offered is no copy of one rank's shards")
+        replica_folder = folder.replica_of(push.node)
+        try:
+            with self._taken(replica_folder, link) as replica:
+                self._receive(link, push, folder, replica_folder, replica)
+        except Overtaken as error:
+            link.send(Refused("busy", str(error)))
+
+    def _receive(
+        self, link: Link, push: Push, own: SlotFolder, folder: SlotFolder, replica: _Replica
+    ) -> None:
+        header = push.header
+        if self._is_abandoned(own.directory, header):
+            link.send(Refused("abandoned", f"the job has gone on without version {header.version}"))
+            return
+        if self._is_here(folder, header):
+            link.send(Have())
+            return
+        try:
+            incoming = self._begin(folder, replica, header)
+        except NoRoom as error:
+            link.send(Refused("no_room", str(error)[:MOST_CHARS]))
+            return
+        except SlotsBusy as error:
+            link.send(Refused("busy", str(error)[:MOST_CHARS]))
+            return
+        link.send(Continue(len(incoming.sums)))
+        while isinstance(message := link.receive(PUSHED), Piece):
+            self._take_piece(link, incoming, message)
+        if isinstance(message, Superseded):
+            self._give_up(replica)
+        else:
+            self._finish(link, replica, incoming, message)
+
+    def _take_piece(self, link: Link, incoming: _Incoming, piece: Piece) -> None:
+        """Raises OSError."""
+        header, index = incoming.header, len(incoming.sums)
+        begin = index * PIECE_BYTES
+        if piece.index != index or begin >= header.size:
+            raise Damaged(f"piece {piece.index} came, {index} was to come")
+        with (
+            memoryview(incoming.mapping) as view,
+            view[begin : min(begin + PIECE_BYTES, header.size)] as room,
+        ):
+            found = link.receive_payload(room)
+        incoming.sums.append(found)
+
+    def _finish(self, link: Link, replica: _Replica, incoming: _Incoming, sent: Sent) -> None:
+        """Raises OSError."""
+        header, found = incoming.header, tuple(incoming.sums)
+        whole = len(found) == -(-header.size // PIECE_BYTES)
+        if not whole or found != sent.sums or (header.sums and header.sums != found):
+            self._give_up(replica)
+            link.send(Refused("damaged", f"version {header.version} does not match its checksums"))
+            return
+        incoming.slots.seal(incoming.opened, replace(header, sums=found))
+        replica.incoming = None
+        incoming.mapping.close()
+        incoming.slots.close()
+        link.send(Acknowledged())
+
+    def _is_abandoned(self, directory: str, header: Header) -> bool:
+        order = self._orders.get(directory)
+        return order is not None and header.generation < order.generation and header.version > order.resumed
+
+    def _is_here(self, replica: SlotFolder, header: Header) -> bool:
+        """Its very bytes as a replica, or the same shards as a copy of this node's own workers."""
+        return any(
+            _is_same(found, header) if folder == replica else not folder.origin and _is_twin(found, header)
+            for folder in folders(self._memory, replica.directory)
+            for found in headers_in(self._memory, folder).values()
+        )
+
+    def _begin(self, folder: SlotFolder, replica: _Replica, header: Header) -> _Incoming:
+        """What is here of it already, or a new slot. Raises NoRoom, SlotsBusy."""
+        incoming = replica.incoming
+        if incoming is not None:
+            known = incoming.header.sums or header.sums
+            if incoming.header.is_same_copy(header) and incoming.sums == list(known[: len(incoming.sums)]):
+                incoming.header = replace(header, sums=known)
+                return incoming
+            if incoming.header.is_same_copy(header) and not known:
+                return incoming
+            self._give_up(replica)
+        try:
+            slots = Slots(self._memory, folder)
+        except OSError as error:
+            raise NoRoom(f"no memory for a replica: {error}") from error
+        try:
+            with self._room:
+                self._check_room(slots, header.size)
+                opened = slots.begin(header.size)
+            try:
+                opened.trim()
+                mapping = mmap.mmap(opened.fd, header.size)
+            except BaseException:
+                opened.close()
+                raise
+        except (OSError, ValueError) as error:
+            slots.close()
+            raise NoRoom(f"no memory for a replica of {header.size} bytes: {error}") from error
+        except BaseException:
+            slots.close()
+            raise
+        replica.incoming = _Incoming(header, slots, opened, mapping)
+        return replica.incoming
+
+    def _check_room(self, slots: Slots, size: int) -> None:
+        """Raises NoRoom."""
+        both = 2 * room_for(size)
+        grows = max(0, both - slots.taken())
+        if not grows:
+            return
+        others = slots.claimed_by_others()
+        if both + others > self._limit:
+            raise NoRoom(
+                f"two copies of a replica take {both} bytes, what else is in memory here needs {others}, and "
+                f"{self._limit} are allowed: raise --memory-checkpoints there, and the size of /dev/shm if need be"
+            )
+        least = min(read_memory(), key=lambda level: level.available, default=None)
+        for now in (least, file_system(self._memory)):
+            if now is not None and now.available - grows < int(LEAST_FREE * now.total):
+                raise NoRoom(
+                    f"{now.of} has {now.available} bytes left of {now.total}, and a replica would take {grows} more: "
+                    "give the job more memory, or lower --memory-replicas"
+                )
+
+    def _replica(self, folder: SlotFolder) -> _Replica:
+        with self._lock:
+            return self._replicas.setdefault(folder.name, _Replica())
+
+    @staticmethod
+    def _give_up(replica: _Replica) -> None:
+        incoming, replica.incoming = replica.incoming, None
+        if incoming is not None:
+            incoming.close()
+
+    @contextlib.contextmanager
+    def _taken(self, folder: SlotFolder, link: Link | None = None) -> Iterator[_Replica]:
+        """Alone; a connection that brings this replica is ended. Raises Overtaken when it does not end."""
+        replica = self._replica(folder)
+        bringing = replica.link
+        if bringing is not None:
+            with contextlib.suppress(OSError):
+                bringing.connection.shutdown(socket.SHUT_RDWR)
+        if not replica.lock.acquire(timeout=TAKE_OVER_S):
+            raise Overtaken(f"{folder.name} is brought over another connection")
+        try:
+            replica.link = link
+            yield replica
+        finally:
+            replica.link = None
+            replica.lock.release()
+
+
+def _is_same(found: Header, header: Header) -> bool:
+    known = found.sums and header.sums
+    return found.is_same_copy(header) and (not known or found.sums == header.sums)
+
+
+def _is_twin(found: Header, header: Header) -> bool:
+    """Whether both have the same shards of one state."""
+    return (
+        found.shards is not None
+        and header.shards is not None
+        and found.shards.digest == header.shards.digest
+        and (found.version, found.run, found.world_size) == (header.version, header.run, header.world_size)
+    )

@@ -1,0 +1,345 @@
+"""Brings the newest copies of this node's workers to the partners that the workers have named.
+
+One thread for each partner: it waits until a copy is sealed that the partner does not have, newest first, and sends it
+piece by piece. Before each piece it looks whether a newer copy was sealed, and gives up the older one for that. Where
+the connection breaks it makes another, and the partner says which pieces it has.
+
+A partner that cannot take copies for `GIVEN_UP_AFTER_S` is *given up* until it does: the acks beside the slots say so,
+and workers do not wait for it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .....rendezvous.store.requests import RetryPolicy
+from .....threads import Thread
+from .....worker.storage.memory.slot_folders import SlotFolder
+from .....worker.storage.memory.slots import PIECE_BYTES
+from .....worker.storage.replication.acks import Acks, write_acks
+from .....worker.storage.replication.client import CopyGone, FoundCopy
+from .....worker.storage.replication.key_file import key_of
+from .....worker.storage.replication.link import Link, connect
+from .....worker.storage.replication.messages import (
+    PUSH_ANSWERS,
+    PUSH_ENDS,
+    Acknowledged,
+    Have,
+    Partner,
+    Piece,
+    Push,
+    Refused,
+    Replicate,
+    Sent,
+    Superseded,
+)
+from .copies import CopyReader, copies_of
+from .rate import Rate
+
+SILENCE_S = 10.0
+CONNECT_S = 5.0
+KEY_WITHIN_S = 30.0
+GIVEN_UP_AFTER_S = 10.0
+
+# A partner that is away for good costs one try in these seconds, until the workers name others.
+RETRY = RetryPolicy(first_wait_s=0.1, max_wait_s=5.0)
+
+Key = tuple[str, str]
+"""Folder and slot."""
+
+
+class RefusedCopy(Exception):
+    """The partner does not take the copy now; the text is its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What was replicated of the newest order, for the agent's metrics."""
+
+    generation: int
+    step: int
+    """The newest that all partners have of all workers here."""
+    lag_s: float
+    """From the seal of its last copy here to that instant."""
+    sent_bytes: int
+    """By this process."""
+    given_up: tuple[str, ...]
+
+
+class Replicator:
+    """All orders that this node's workers have given. For any thread."""
+
+    def __init__(
+        self, memory: str, node: str, rate: Rate, report: Callable[[Progress], None], rng: random.Random
+    ) -> None:
+        """`node` is this one's name."""
+        self.memory = memory
+        self.node = node
+        self.rate = rate
+        self.rng = rng
+        self.sent_bytes = 0
+        self._report = report
+        self._orders: dict[str, _Order] = {}
+
+    def replicate(self, order: Replicate) -> None:
+        digest = SlotFolder.of(order.directory).directory
+        before = self._orders.pop(digest, None)
+        if before is not None:
+            before.end()
+        self._orders[digest] = _Order(self, digest, order, self._report)
+        self._orders[digest].start()
+
+    def close(self) -> None:
+        for order in self._orders.values():
+            order.end()
+
+    def look(self) -> None:
+        """Some copy may have been sealed."""
+        for order in list(self._orders.values()):
+            order.look()
+
+
+class _Order:
+    """One checkpoint directory's."""
+
+    def __init__(
+        self, of: Replicator, digest: str, order: Replicate, report: Callable[[Progress], None]
+    ) -> None:
+        self._of = of
+        self._digest = digest
+        self._order = order
+        self._report = report
+        self._changed = threading.Condition()
+        self._ended = False
+        self._newest: dict[SlotFolder, FoundCopy] = {}
+        self._seen_at: dict[Key, tuple[tuple[int, int], float]] = {}
+        """When each copy was first seen, monotonic."""
+        self._acks: dict[Key, Acks] = {}
+        self._failing_since: dict[str, float] = {}
+        """By partner, monotonic."""
+        self._given_up: set[str] = set()
+        self._sums: dict[tuple[SlotFolder, tuple[int, int]], dict[int, int]] = {}
+        """Of pieces that were read, by their number; for copies that had no checksums when they were sealed."""
+        self._reported: tuple[tuple[int, int], tuple[str, ...]] = (order.generation, 0), ()
+        """The newest version that all partners have, and who was given up."""
+
+    def start(self) -> None:
+        self.look()
+        for partner in self._order.partners:
+            Thread(lambda partner=partner: self._serve(partner), f"push-{partner.node}").start()  # type: ignore[misc]
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def look(self) -> None:
+        found: dict[SlotFolder, FoundCopy] = {}
+        try:
+            for copy in copies_of(self._of.memory, self._digest):
+                if self._is_wanted(copy):
+                    newest = found.get(copy.folder)
+                    if newest is None or newest.header.version < copy.header.version:
+                        found[copy.folder] = copy
+        except OSError:
+            return  # the folder goes: the agent ends
+        with self._changed:
+            self._newest = found
+            now = time.monotonic()
+            for copy in found.values():
+                key = copy.folder.name, copy.slot
+                if self._seen_at.get(key, ((-1, -1), 0.0))[0] != copy.header.version:
+                    self._seen_at[key] = copy.header.version, now
+                    self._write(copy, ())
+            versions = {(copy.folder, copy.header.version) for copy in found.values()}
+            self._sums = {key: sums for key, sums in self._sums.items() if key in versions}
+            self._changed.notify_all()
+
+    def _is_wanted(self, copy: FoundCopy) -> bool:
+        header, order = copy.header, self._order
+        return (
+            not copy.folder.origin
+            and header.shards is not None
+            and not header.rng_holes
+            and copy.folder.local_rank not in order.skip
+            and (header.generation >= order.generation or header.version <= order.resumed)
+        )
+
+    # ---------------------------------------------------------------- one partner's thread
+
+    def _serve(self, partner: Partner) -> None:
+        link: Link | None = None
+        attempt = 0
+        while (copy := self._next(partner)) is not None:
+            try:
+                if link is None:
+                    key = key_of(self._of.memory, KEY_WITHIN_S)
+                    link = connect(partner.address, key, CONNECT_S)
+                    link.silence_s = SILENCE_S
+                if self._push(link, copy):
+                    self._acknowledged(partner, copy)
+                attempt = 0
+            except CopyGone:
+                self.look()
+            except (OSError, RefusedCopy) as error:
+                if not isinstance(error, RefusedCopy) and link is not None:
+                    link.close()
+                    link = None
+                self._failed(partner, error)
+                self._pause(RETRY.wait_s(attempt, self._of.rng))
+                attempt += 1
+        if link is not None:
+            link.close()
+
+    def _next(self, partner: Partner) -> FoundCopy | None:
+        """The newest that the partner does not have, when there is one; None: the order has ended."""
+        with self._changed:
+            while not self._ended:
+                missing = [
+                    copy
+                    for copy in self._newest.values()
+                    if partner.node not in self._acks[copy.folder.name, copy.slot].nodes
+                ]
+                if missing:
+                    return max(
+                        missing, key=lambda copy: (copy.header.version, -(copy.folder.local_rank or 0))
+                    )
+                self._changed.wait()
+        return None
+
+    def _pause(self, pause_s: float) -> None:
+        with self._changed:
+            if not self._ended:
+                self._changed.wait_for(lambda: self._ended, pause_s)
+
+    def _push(self, link: Link, copy: FoundCopy) -> bool:
+        """Whether the partner has acknowledged it; False: there is a newer one. Raises OSError, CopyGone,
+        RefusedCopy."""
+        header = copy.header
+        sums = self._sums.setdefault((copy.folder, header.version), {})
+        count = -(-header.size // PIECE_BYTES)
+        with (
+            CopyReader(self._of.memory, copy.folder, copy.slot, header.version) as reader,
+            memoryview(bytearray(min(PIECE_BYTES, header.size))) as buffer,
+        ):
+
+            def read(index: int) -> memoryview:
+                begin = index * PIECE_BYTES
+                piece = buffer[: min(PIECE_BYTES, header.size - begin)]
+                reader.read(begin, piece)
+                sums[index] = zlib.crc32(piece)
+                return piece
+
+            link.send(Push(self._of.node, copy.folder.name, reader.header))
+            answer = link.receive(PUSH_ANSWERS)
+            if isinstance(answer, Have):
+                return True
+            if isinstance(answer, Refused):
+                raise RefusedCopy(answer.reason)
+            try:
+                for index in range(answer.piece):
+                    if index not in sums:
+                        read(index).release()
+                for index in range(answer.piece, count):
+                    if self._ended:
+                        raise ConnectionError("the workers have named other partners")
+                    if self._is_superseded(copy):
+                        link.send(Superseded())
+                        return False
+                    with read(index) as piece:
+                        link.send(Piece(index), piece, sums[index], self._of.rate.pause)
+                        self._of.sent_bytes += len(piece)
+            except CopyGone:
+                link.send(Superseded())
+                raise
+            whole = tuple(sums[index] for index in range(count))
+            link.send(Sent(whole))
+            end = link.receive(PUSH_ENDS)
+            if not isinstance(end, Acknowledged):
+                sums.clear()
+                raise RefusedCopy(end.reason)
+            with contextlib.suppress(OSError):  # no room for the sums: the copy goes without
+                reader.add_sums(whole)
+        return True
+
+    def _is_superseded(self, copy: FoundCopy) -> bool:
+        with self._changed:
+            newest = self._newest.get(copy.folder)
+            return newest is None or newest.header.version != copy.header.version
+
+    # ---------------------------------------------------------------- what came of it
+
+    def _acknowledged(self, partner: Partner, copy: FoundCopy) -> None:
+        with self._changed:
+            self._failing_since.pop(partner.node, None)
+            if partner.node in self._given_up:
+                self._given_up.discard(partner.node)
+                _say(f"node {partner.node} takes replicas again")
+            if not self._has(copy):
+                return
+            key = copy.folder.name, copy.slot
+            self._write(copy, (*self._acks[key].nodes, partner.node))
+            self._report_progress()
+
+    def _failed(self, partner: Partner, error: Exception) -> None:
+        with self._changed:
+            if self._ended:
+                return
+            now = time.monotonic()
+            since = self._failing_since.setdefault(partner.node, now)
+            refused = isinstance(error, RefusedCopy)
+            if partner.node in self._given_up or not (refused or now - since >= GIVEN_UP_AFTER_S):
+                return
+            self._given_up.add(partner.node)
+            _say(
+                f"node {partner.node} at {partner.address} does not take replicas, and training goes on without them:"
+                f" {error}. It is asked again and again; until it does, the loss of this node may cost the steps since"
+                " the last checkpoint on disk"
+            )
+            for copy in self._newest.values():
+                self._write(copy, self._acks[copy.folder.name, copy.slot].nodes)
+            self._report_progress()
+
+    def _has(self, copy: FoundCopy) -> bool:
+        """Whether the slot is still seen with that copy."""
+        return self._seen_at.get((copy.folder.name, copy.slot), (None,))[0] == copy.header.version
+
+    def _write(self, copy: FoundCopy, nodes: tuple[str, ...]) -> None:
+        """The lock is held."""
+        generation, step = copy.header.version
+        given_up = tuple(sorted(self._given_up))
+        acks = Acks(generation, step, self._order.generation, tuple(sorted(nodes)), given_up)
+        self._acks[copy.folder.name, copy.slot] = acks
+        with contextlib.suppress(OSError):  # the folder goes, or the memory is full
+            write_acks(os.path.join(self._of.memory, copy.folder.name), copy.slot, acks)
+
+    def _report_progress(self) -> None:
+        """The lock is held."""
+        partners = {partner.node for partner in self._order.partners}
+        newest = [(self._acks[copy.folder.name, copy.slot], copy) for copy in self._newest.values()]
+        whole = all(partners <= set(acks.nodes) for acks, _ in newest)
+        versions = {copy.header.version for _, copy in newest}
+        given_up = tuple(sorted(self._given_up))
+        if not (whole and len(versions) == 1):
+            if self._reported[1] == given_up:
+                return
+            version, lag_s = self._reported[0], 0.0
+        else:
+            [version] = versions
+            seen = [self._seen_at[copy.folder.name, copy.slot][1] for _, copy in newest]
+            lag_s = time.monotonic() - max(seen)
+        self._reported = version, given_up
+        self._report(Progress(*version, lag_s, self._of.sent_bytes, given_up))
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the agent's console stands still
+        print(f"elastic-agent: {text}", file=sys.stderr)

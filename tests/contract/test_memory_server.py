@@ -1,0 +1,554 @@
+"""Memory servers over loopback: what other nodes read of them, who they let in, and what they cost who does not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.workers.checkpoints.server import entrance, process, replicator, seals
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
+from elastic_agent.worker.storage.memory.slots import PIECE_BYTES
+from elastic_agent.worker.storage.replication import link
+from elastic_agent.worker.storage.replication.client import CopyGone, MemoryClient, order
+from elastic_agent.worker.storage.replication.key_file import key_of, write_key
+from elastic_agent.worker.storage.replication.link import HELLO_BYTES, NotAuthenticated
+from elastic_agent.worker.storage.replication.messages import (
+    STRETCHES,
+    AbandonNewer,
+    Partner,
+    Push,
+    Read,
+    Settled,
+    Stretch,
+)
+from tests.memory_servers import DIRECTORY, KEY, Node, Proxy, Recorder, header_of, wait_for
+
+FOLDER = SlotFolder.of(DIRECTORY, 0)
+Make = Callable[..., Node]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with contextlib.ExitStack() as stack:
+
+        def node(name: str, **more: object) -> Node:
+            made = Node(tmp_path, name, **more)  # type: ignore[arg-type]
+            stack.callback(made.close)
+            return made
+
+        yield node
+
+
+def filled(node: Node, step: int = 3, size: int = 3 << 20) -> bytes:
+    block = random.Random(step).randbytes(65521)  # a prime: no two stretches of a copy are alike
+    data = (block * (size // len(block) + 1))[:size]
+    node.fill(header_of(step, size), data)
+    return data
+
+
+def acked(node: Node, step: int, *by: str, **more: int) -> None:
+    """Wait until exactly these nodes have acknowledged the copy."""
+    wait_for(lambda: set(node.acks(step, **more).nodes) == set(by), f"the acks of step {step}")
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the other end closes it, without another word."""
+    connection.settimeout(5.0)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+# ---------------------------------------------------------------- list and read
+
+
+def test_all_copies_of_a_directory_are_found(make: Make) -> None:
+    node = make("a")
+    node.fill(header_of(3, 10, rank=4), b"x" * 10)
+    node.fill(header_of(4, 10, rank=4), b"x" * 10)
+    node.fill(header_of(4, 12, rank=5), b"y" * 12, local_rank=1)
+    with node.client() as client:
+        found = client.copies(DIRECTORY)
+        assert [(one.folder, one.slot, one.header.step) for one in found] == [
+            (SlotFolder.of(DIRECTORY, 0), "a", 3),
+            (SlotFolder.of(DIRECTORY, 0), "b", 4),
+            (SlotFolder.of(DIRECTORY, 1), "a", 4),
+        ]
+        assert found[2].header == header_of(4, 12, rank=5)
+        assert client.copies("/elsewhere") == ()
+
+
+@pytest.mark.parametrize(
+    ("offset", "count"), [(0, 3 << 20), (5, 0), (1, 1), ((1 << 20) - 1, 3), ((3 << 20) - 7, 7)]
+)
+def test_bytes_are_read(make: Make, offset: int, count: int) -> None:
+    node = make("a")
+    data = filled(node)
+    with node.client() as client:
+        into = bytearray(count)
+        for _ in range(2):  # over one connection
+            client.read(FOLDER, "a", (1, 3), offset, memoryview(into))
+            assert into == data[offset : offset + count]
+
+
+def test_a_copy_that_is_gone_is_an_error_of_its_own_and_the_connection_goes_on(make: Make) -> None:
+    node = make("a")
+    data = filled(node)
+    into = memoryview(bytearray(4))
+    with node.client() as client:
+        for where in (
+            (FOLDER, "a", (1, 4), 0),
+            (FOLDER, "b", (1, 3), 0),
+            (SlotFolder.of("/no"), "a", (1, 3), 0),
+        ):
+            with pytest.raises(CopyGone):
+                client.read(*where, into)
+        with pytest.raises(CopyGone, match="has 3145728 bytes, and 3145730 are asked for"):
+            client.read(FOLDER, "a", (1, 3), (3 << 20) - 2, into)
+        client.read(FOLDER, "a", (1, 3), 0, into)
+        assert into == data[:4]
+    assert not os.path.exists(os.path.join(node.memory, SlotFolder.of("/no").name))
+
+
+def test_a_slot_that_is_being_read_can_be_overwritten_and_the_read_says_so(make: Make) -> None:
+    """A server holds a slot only for the time of a copy into its own buffer."""
+    node = make("a")
+    filled(node, 3, 64 << 20)
+    reading = link.connect(node.address, KEY, 5.0)
+    with node.client() as client:
+        reading.send(Read(FOLDER.name, "a", 1, 3, 0, 64 << 20))
+        time.sleep(0.1)  # the server has filled all buffers on the way, and waits
+        node.fill(header_of(4, 10), b"x" * 10)
+        node.fill(header_of(5, 10), b"y" * 10)  # into the slot that is being read
+        with contextlib.closing(reading):
+            while isinstance(reading.receive(STRETCHES), Stretch):
+                reading.receive_payload(memoryview(bytearray(reading.payload_bytes)))
+        into = memoryview(bytearray(10))
+        client.read(FOLDER, "a", (1, 5), 0, into)
+        assert into == b"y" * 10
+
+
+# ---------------------------------------------------------------- the door
+
+
+def test_without_the_key_nothing_is_said(make: Make) -> None:
+    node = make("a")
+    filled(node)
+    with node.client(bytes(32)) as client, pytest.raises(ConnectionError):
+        client.copies(DIRECTORY)
+    with socket.create_connection(("127.0.0.1", node.port)) as stranger:
+        hello = link.receive_exactly(stranger, HELLO_BYTES, time.monotonic() + 5.0)
+        stranger.sendall(bytes(64))
+        assert ended(stranger)
+    assert KEY not in hello
+
+
+def test_a_server_without_the_key_is_not_believed(make: Make) -> None:
+    """It answers, and cannot prove anything."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        client = make("a").client()
+        client._address = address
+
+        def impostor() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(link.hello())
+            connection.recv(64)
+            connection.sendall(bytes(32))
+
+        threading.Thread(target=lambda: [impostor(), impostor()], daemon=True).start()
+        with pytest.raises(NotAuthenticated, match="does not have this job's key"):
+            client.copies(DIRECTORY)
+
+
+def test_a_recorded_conversation_opens_nothing(make: Make) -> None:
+    node = make("a")
+    filled(node)
+    proxy = Recorder(node.port)
+    with MemoryClient(proxy.address, KEY, 5.0) as client:
+        assert len(client.copies(DIRECTORY)) == 1
+    said = proxy.said
+    assert len(said) > 64
+    with socket.create_connection(("127.0.0.1", node.port)) as replayed:
+        link.receive_exactly(replayed, HELLO_BYTES, time.monotonic() + 5.0)
+        replayed.sendall(said[:64])
+        assert ended(replayed)
+    # Nor does what was said on one authenticated connection on another one.
+    fresh = link.connect(node.address, KEY, 5.0)
+    with contextlib.closing(fresh):
+        fresh.connection.sendall(said[64:])
+        assert ended(fresh.connection)
+
+
+def test_a_silent_client_is_cut_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(entrance, "SILENCE_S", 0.1)
+    node = make("a")
+    with socket.create_connection(("127.0.0.1", node.port), timeout=5.0) as silent:
+        link.receive_exactly(silent, HELLO_BYTES, time.monotonic() + 5.0)
+        assert ended(silent)
+    # In the middle of a request, too; one that waits between two requests may wait.
+    begun = link.connect(node.address, KEY, 5.0)
+    with contextlib.closing(begun), node.client() as idle:
+        assert idle.copies(DIRECTORY) == ()
+        begun.connection.sendall(b"x")
+        assert ended(begun.connection)
+        kept = idle._link
+        assert idle.copies(DIRECTORY) == ()
+        assert idle._link is kept
+
+
+def test_garbage_costs_nothing(make: Make) -> None:
+    node = make("a")
+    data = filled(node)
+    strangers = []
+    into = memoryview(bytearray(100))
+    with node.client() as client:
+        client.read(FOLDER, "a", (1, 3), 0, into)
+        for number in range(1000):
+            stranger = socket.create_connection(("127.0.0.1", node.port), timeout=5.0)
+            if number % 2:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
+            strangers.append(stranger)
+            if len(strangers) > 200:
+                strangers.pop(0).close()
+        client.read(FOLDER, "a", (1, 3), 0, into)
+        assert into == data[:100]
+    with node.client() as another:
+        another.read(FOLDER, "a", (1, 3), 0, into)
+    assert len(node.server._entrance._door) <= entrance.AT_THE_DOOR
+    assert len(node.server._pool._threads) <= 2
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_who_has_the_key_cannot_send_garbage_either(make: Make) -> None:
+    """A damaged or wrong message ends its connection alone."""
+    node = make("a")
+    filled(node)
+    for garbage in (bytes(200), b"\xff" * 200, b"{}\n" * 100):
+        begun = link.connect(node.address, KEY, 5.0)
+        with contextlib.closing(begun):
+            begun.connection.sendall(garbage)
+            assert ended(begun.connection)
+    wrong = link.connect(node.address, KEY, 5.0)
+    with contextlib.closing(wrong):
+        wrong.send(Stretch())  # no request
+        assert ended(wrong.connection)
+    for push in (
+        Push("b", FOLDER.name, replace(header_of(3, 10), shards=None)),
+        Push("b", SlotFolder.of(DIRECTORY).name, header_of(3, 10)),
+        Push("b", FOLDER.replica_of("c").name, header_of(3, 10)),
+    ):
+        wrong = link.connect(node.address, KEY, 5.0)
+        with contextlib.closing(wrong):
+            wrong.send(push)
+            assert ended(wrong.connection)
+    with node.client() as client:
+        assert len(client.copies(DIRECTORY)) == 1
+
+
+def test_a_connection_that_was_closed_is_made_anew(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance, "MOST_INSIDE", 2)
+    node = make("a")
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(node.client()) for _ in range(4)]
+        for _ in range(2):
+            for client in clients:
+                assert client.copies(DIRECTORY) == ()
+
+
+def test_a_key_that_is_not_there_yet_lets_no_one_in(make: Make) -> None:
+    node = make("a")
+    os.unlink(os.path.join(node.memory, "server-key"))
+    with node.client() as client, pytest.raises(ConnectionError):
+        client.copies(DIRECTORY)
+    with pytest.raises(FileNotFoundError):
+        key_of(node.memory)
+    threading.Timer(0.05, write_key, (node.memory, KEY)).start()
+    assert key_of(node.memory, 5.0) == KEY
+    assert os.stat(os.path.join(node.memory, "server-key")).st_mode & 0o777 == 0o600
+
+
+def test_a_changed_byte_is_noticed_and_asked_for_again(make: Make) -> None:
+    """Of the bytes that come back as of those that go."""
+    node = make("a")
+    data = filled(node)
+    proxy = Recorder(node.port, corrupt_at=1 << 20)
+    with MemoryClient(proxy.address, KEY, 5.0) as client:
+        into = memoryview(bytearray(len(data)))
+        client.read(FOLDER, "a", (1, 3), 0, into)
+        assert into == data
+    assert proxy.connections == 2
+
+
+# ---------------------------------------------------------------- push
+
+
+def test_a_sealed_copy_comes_to_all_partners_and_is_acknowledged(make: Make) -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    a.replicate_to(b.partner, c.partner)
+    for step, size in ((3, 40 << 20), (4, 20 << 20), (5, 1)):
+        data = filled(a, step, size)
+        acked(a, step, "b", "c")
+        for partner in (b, c):
+            assert partner.replica("a", step) == data
+    assert a.acks(4).nodes  # the older one of the two slots
+    with b.client() as client:
+        [older, newer] = client.copies(DIRECTORY)
+        assert {older.header.step, newer.header.step} == {4, 5}
+        assert older.folder == FOLDER.replica_of("a")
+    slots = a.slots()
+    assert all(found.sums for found in slots.headers().values())
+    slots.close()
+
+
+def test_what_is_there_before_the_order_is_brought_too(make: Make) -> None:
+    a, b = make("a"), make("b")
+    filled(a)
+    a.replicate_to(b.partner)
+    acked(a, 3, "b")
+
+
+def test_an_ack_is_of_one_order_alone(make: Make) -> None:
+    """The partner may have lost since then what it had."""
+    a, b = make("a"), make("b")
+    filled(a)
+    a.replicate_to(b.partner)
+    acked(a, 3, "b")
+    assert a.acks(3, ordered_by=2).nodes == ()
+    shutil.rmtree(os.path.join(b.memory, FOLDER.replica_of("a").name))
+    a.replicate_to(b.partner, generation=2, resumed=(1, 3))
+    acked(a, 3, "b", ordered_by=2)
+    assert b.replica("a", 3)
+
+
+def test_a_push_goes_on_where_the_connection_broke(make: Make) -> None:
+    a, b = make("a"), make("b")
+    size = 5 * PIECE_BYTES + 100
+    data = filled(a, 3, size)
+    proxy = Proxy(b.port, cut_after=(2 * PIECE_BYTES + 5000, 0, 10, PIECE_BYTES + 5000))
+    a.replicate_to(Partner("b", proxy.address))
+    acked(a, 3, "b")
+    assert b.replica("a", 3) == data
+    assert len(proxy.passed) == 5
+    assert proxy.passed[-1] < 3 * PIECE_BYTES
+    proxy.close()
+
+
+def test_a_byte_that_changed_on_the_way_is_sent_again(make: Make) -> None:
+    a, b = make("a"), make("b")
+    data = filled(a, 3, 3 * PIECE_BYTES)
+    proxy = Proxy(b.port, corrupt_at=PIECE_BYTES + 5000)
+    a.replicate_to(Partner("b", proxy.address))
+    acked(a, 3, "b")
+    assert b.replica("a", 3) == data
+    assert len(proxy.passed) == 2
+    proxy.close()
+
+
+def test_a_copy_that_does_not_match_its_own_checksums_is_never_acknowledged(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    a, b = make("a"), make("b")
+    a.fill(replace(header_of(3, 10), sums=(1,)), b"x" * 10)
+    a.replicate_to(b.partner)
+    wait_for(lambda: a.acks(3).given_up == ("b",), "the refusal")
+    assert a.acks(3).nodes == ()
+    assert "version (1, 3) does not match its checksums" in capfd.readouterr().err
+    assert b.replica("a", 3) is None
+
+
+def test_a_newer_copy_takes_the_place_of_one_on_its_way(make: Make) -> None:
+    """And a slot that is overwritten meanwhile, as by a save that must not wait."""
+    a, b = make("a", rate=16 * PIECE_BYTES), make("b")
+    filled(a, 3, 8 * PIECE_BYTES)
+    a.replicate_to(b.partner)
+    wait_for(lambda: a.server.replicator.sent_bytes, "the first piece")
+    filled(a, 4, 100)
+    newest = filled(a, 5, 200)  # in the slot that is being sent
+    acked(a, 5, "b")
+    assert b.replica("a", 5) == newest
+    assert b.replica("a", 3) is None
+    assert a.server.replicator.sent_bytes < 3 * PIECE_BYTES
+
+
+def test_an_acknowledged_replica_stays_whole_while_the_next_one_comes(make: Make) -> None:
+    a, b = make("a", rate=16 * PIECE_BYTES), make("b")
+    first = filled(a, 3, 2 * PIECE_BYTES)
+    a.replicate_to(b.partner)
+    acked(a, 3, "b")
+    for step in (4, 5):
+        filled(a, step, 2 * PIECE_BYTES)
+        sent = a.server.replicator.sent_bytes
+        wait_for(lambda sent=sent: a.server.replicator.sent_bytes > sent, "a piece of the next one")
+        assert b.replica("a", step - 1) is not None
+        acked(a, step, "b")
+    assert b.replica("a", 3) is None
+    assert first
+
+
+@pytest.mark.parametrize("which", ["source", "partner"])
+def test_a_server_that_was_killed_goes_on(make: Make, which: str) -> None:
+    """The source's order is kept; a partner that has lost what came in part gets it from the beginning."""
+    a, b = make("a", rate=10 * PIECE_BYTES), make("b")
+    data = filled(a, 3, 4 * PIECE_BYTES)
+    a.replicate_to(b.partner)
+    wait_for(lambda: a.server.replicator.sent_bytes, "the first piece")
+    killed = a if which == "source" else b
+    killed.close()
+    killed.serve()
+    acked(a, 3, "b")
+    assert b.replica("a", 3) == data
+
+
+def test_a_partner_without_room_says_how_much_is_missing_and_is_given_up(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    a, b = make("a"), make("b", limit=3 << 20)
+    filled(a, 3, 2 << 20)
+    a.replicate_to(b.partner)
+    wait_for(lambda: a.acks(3).given_up == ("b",), "the partner to be given up")
+    wait_for(lambda: a.told and a.told[-1].given_up == ("b",), "the report")
+    filled(a, 4, 1 << 10)
+    acked(a, 4, "b")
+    assert a.acks(4).given_up == ()
+    said = capfd.readouterr().err
+    assert said.count("does not take replicas") == 1
+    assert "two copies of a replica take 4325376 bytes" in said
+    assert "3145728 are allowed: raise --memory-checkpoints there" in said
+    assert "node b takes replicas again" in said
+
+
+def test_a_partner_that_is_away_is_given_up_after_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicator, "GIVEN_UP_AFTER_S", 0.3)
+    a, b, c = make("a"), make("b"), make("c")
+    b.close()
+    began = time.monotonic()
+    filled(a, 3, 100)
+    a.replicate_to(b.partner, c.partner)
+    wait_for(lambda: a.acks(3).given_up == ("b",), "the partner to be given up")
+    assert time.monotonic() - began >= 0.3
+    assert a.acks(3).nodes == ("c",)
+    filled(a, 4, 100)
+    wait_for(lambda: a.acks(4).nodes == ("c",), "the other's ack")
+    assert a.acks(4).given_up == ("b",)  # at once
+    b.serve()
+    wait_for(lambda: a.acks(4).nodes == ("b", "c"), "its return")
+    assert a.acks(4).given_up == ()
+
+
+def test_a_twin_of_the_partner_s_own_is_as_good(make: Make) -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    data = b"x" * 1000
+    a.fill(header_of(3, 1000, rank=0), data)
+    b.fill(header_of(3, 1000, rank=2), data)
+    c.fill(header_of(3, 1000, rank=4, digest="other"), data)
+    a.replicate_to(b.partner, c.partner)
+    wait_for(lambda: a.acks(3).nodes == ("b", "c"), "the acks")
+    assert b.replica("a", 3) is None
+    assert c.replica("a", 3) == data
+
+
+def test_only_what_the_order_names_is_brought(make: Make) -> None:
+    a, b = make("a"), make("b")
+    a.fill(header_of(9, 100), b"x" * 100)  # of an abandoned line
+    a.fill(header_of(7, 100), b"y" * 100, local_rank=1)
+    a.fill(header_of(7, 100), b"z" * 100, local_rank=2)
+    a.replicate_to(b.partner, generation=2, resumed=(1, 7), skip=(2,))
+    acked(a, 7, "b", ordered_by=2, local_rank=1)
+    a.fill(header_of(8, 100, generation=2), b"w" * 100)
+    acked(a, 8, "b", generation=2, ordered_by=2)
+    assert b.replica("a", 9) is None
+    assert b.replica("a", 7, local_rank=2) is None
+
+
+def test_a_stale_line_is_not_taken(make: Make) -> None:
+    """A node that stood still goes on to bring what the others have abandoned."""
+    a, b = make("a"), make("b")
+    b.replicate_to(generation=2, resumed=(1, 7))
+    wait_for(lambda: b.server.replicator._orders, "the order")
+    a.fill(header_of(9, 100), b"x" * 100)
+    a.replicate_to(b.partner, generation=1)
+    wait_for(lambda: a.acks(9).given_up == ("b",), "the refusal")
+    assert b.replica("a", 9) is None
+
+
+def test_replicas_that_no_one_brings_any_more_are_dropped(make: Make) -> None:
+    a, b, c = make("a"), make("b"), make("c")
+    for node in (a, c):
+        filled(node, 3, 100)
+        node.replicate_to(b.partner)
+        acked(node, 3, "b")
+    a.replicate_to()
+    filled(a, 4, 100)
+    filled(c, 4, 100)
+    acked(c, 4, "b")
+    b.order(Settled(DIRECTORY, 1, 3))  # a has brought this one
+    b.order(Settled(DIRECTORY, 1, 4))
+    wait_for(lambda: b.replica("a", 3) is None, "a's to go")
+    assert b.replica("c", 4)
+    assert b.replica("c", 3)
+    assert not os.path.exists(os.path.join(b.memory, FOLDER.replica_of("a").name))
+
+
+def test_abandoned_replicas_are_dropped(make: Make) -> None:
+    a, b = make("a"), make("b")
+    a.replicate_to(b.partner)
+    for step in (3, 4):
+        filled(a, step, 100)
+        acked(a, step, "b")
+    b.order(AbandonNewer(DIRECTORY, 1, 3))
+    wait_for(lambda: b.replica("a", 4) is None, "the newer one to go")
+    assert b.replica("a", 3)
+
+
+def test_without_the_kernel_s_word_copies_are_looked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "LOOK_S", 0.02)
+    monkeypatch.setattr(seals, "IN_CLOEXEC", -1)  # refused, like one too many
+    a, b = make("a"), make("b")
+    assert a.server._seals.readable is None
+    a.replicate_to(b.partner)
+    filled(a, 3, 100)
+    acked(a, 3, "b")
+
+
+def test_orders_are_given_in_no_time_and_none_is_fatal(make: Make, tmp_path: Path) -> None:
+    node = make("a")
+    assert not order(str(tmp_path / "none"), Settled(DIRECTORY, 1, 1))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as garbage:
+        garbage.connect(node.orders)
+        garbage.sendall(b"garbage\n")
+    began = time.monotonic()
+    for _ in range(20):
+        node.order(Settled(DIRECTORY, 1, 1))
+    assert time.monotonic() - began < 1.0
+    node.replicate_to()
+    wait_for(lambda: node.server.replicator._orders, "the order behind the garbage")
+
+
+def test_an_idle_server_does_nothing(make: Make) -> None:
+    a, b = make("a"), make("b")
+    a.replicate_to(b.partner)
+    filled(a, 3, 100)
+    acked(a, 3, "b")
+    turns = []
+    for node in (a, b):
+        io, turn = node.server._io, node.server._io._turn
+        io._turn = lambda turn=turn: turns.append(turn()) or None  # type: ignore[method-assign]
+    time.sleep(0.5)
+    began = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - began < 0.05
+    assert len(turns) <= 4

@@ -1,0 +1,123 @@
+"""Reads copies of the state from the memory of other nodes, and gives orders to this node's own memory server."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..memory.copy_header import Header
+from ..memory.slot_folders import SlotFolder
+from .link import Damaged, Link, connect
+from .messages import LISTED, STRETCHES, End, Gone, List, Order, Read, encode
+
+ORDER_S = 0.005
+"""For an order: a server that is busy takes it later, from its socket."""
+
+_T = TypeVar("_T")
+
+
+class CopyGone(OSError):
+    """The slot no longer has that version: list the copies again, or take another place."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCopy:
+    folder: SlotFolder
+    slot: str
+    header: Header
+
+
+class MemoryClient:
+    """Asks one memory server. For one thread; the connection is made when it is needed, and kept."""
+
+    def __init__(self, address: str, key: bytes, within_s: float) -> None:
+        """`address` is HOST:PORT, `within_s` the longest wait for a connection, and for the next bytes."""
+        self._address = address
+        self._key = key
+        self._within_s = within_s
+        self._link: Link | None = None
+
+    def __enter__(self) -> MemoryClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def copies(self, directory: str) -> tuple[FoundCopy, ...]:
+        """All of a checkpoint directory that are whole, replicas included. Raises OSError."""
+        return self._asked(lambda link: _copies(link, SlotFolder.of(directory).directory))
+
+    def read(
+        self, folder: SlotFolder, slot: str, version: tuple[int, int], offset: int, into: memoryview
+    ) -> None:
+        """The bytes from `offset` on, as many as `into` has. Raises CopyGone, and OSError for all else."""
+        if len(into):
+            question = Read(folder.name, slot, *version, offset, len(into))
+            self._asked(lambda link: _read(link, question, into))
+
+    def _asked(self, ask: Callable[[Link], _T]) -> _T:
+        """Once more over a new connection where one has failed: servers close those that are idle."""
+        try:
+            return self._ask(ask)
+        except ConnectionError:
+            return self._ask(ask)
+
+    def _ask(self, ask: Callable[[Link], _T]) -> _T:
+        link = self._link
+        if link is None:
+            link = self._link = connect(self._address, self._key, self._within_s)
+        try:
+            return ask(link)
+        except CopyGone:
+            raise
+        except BaseException:  # whatever still comes is no answer to the next question
+            self.close()
+            raise
+
+
+def _copies(link: Link, directory: str) -> tuple[FoundCopy, ...]:
+    link.send(List(directory))
+    found = []
+    while not isinstance(answer := link.receive(LISTED), End):
+        folder = SlotFolder.parse(answer.folder)
+        if folder is None:
+            raise Damaged(f"{answer.folder} is no folder of slots")
+        found.append(FoundCopy(folder, answer.slot, answer.header))
+    return tuple(found)
+
+
+def _read(link: Link, question: Read, into: memoryview) -> None:
+    link.send(question)
+    count = 0
+    while count < question.length:
+        answer = link.receive(STRETCHES)
+        if isinstance(answer, Gone):
+            raise CopyGone(answer.reason)
+        if not 0 < link.payload_bytes <= question.length - count:
+            raise Damaged(f"{link.payload_bytes} bytes came of {question.length - count}")
+        end = count + link.payload_bytes
+        with into[count:end] as stretch:
+            link.receive_payload(stretch)
+        count = end
+
+
+def order(path: str, message: Order) -> bool:
+    """Give it to the memory server whose socket has this path. False: it is lost, and a later one is as good."""
+    deadline = time.monotonic() + ORDER_S
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(ORDER_S)
+            connection.connect(path)
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.sendall(encode(message))
+        return True
+    except OSError:
+        return False
