@@ -35,8 +35,17 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def header_of(step: int, size: int, *, generation: int = 1, rank: int = 0, digest: str = "d") -> Header:
-    shards = RankShards(rank, (0, min(8, size)), hashlib.sha256(digest.encode()).hexdigest()[:16], rank == 0)
+def header_of(
+    step: int,
+    size: int,
+    *,
+    generation: int = 1,
+    rank: int = 0,
+    digest: str = "d",
+    keep: tuple[int, int] | None = None,
+) -> Header:
+    digest = hashlib.sha256(digest.encode()).hexdigest()[:16]
+    shards = RankShards(rank, (0, min(8, size)), digest, rank == 0, keep=keep)
     return Header(step, generation, 0, 8, size, run="run-a", shards=shards)
 
 
@@ -76,7 +85,11 @@ class Node:
 
     @property
     def partner(self) -> Partner:
-        return Partner(self.name, self.address)
+        """Of all workers' copies."""
+        return self.partner_of()
+
+    def partner_of(self, *local_ranks: int) -> Partner:
+        return Partner(self.name, self.address, local_ranks)
 
     def client(self, key: bytes = KEY, within_s: float = 5.0) -> MemoryClient:
         return MemoryClient(self.address, key, within_s)
@@ -85,13 +98,9 @@ class Node:
         assert order(self.orders, message)
 
     def replicate_to(
-        self,
-        *partners: Partner,
-        generation: int = 1,
-        resumed: tuple[int, int] = (0, 0),
-        skip: tuple[int, ...] = (),
+        self, *partners: Partner, generation: int = 1, resumed: tuple[int, int] = (0, 0)
     ) -> None:
-        self.order(Replicate(DIRECTORY, generation, resumed, partners, skip))
+        self.order(Replicate(DIRECTORY, generation, resumed, partners))
 
     def slots(self, local_rank: int = 0, origin: str = "") -> Slots:
         return Slots(self.memory, SlotFolder.of(DIRECTORY, local_rank, origin))

@@ -22,14 +22,14 @@ Nodes = Annotated[tuple[Node, ...], AtMost(MOST_PARTNERS)]
 
 @dataclass(frozen=True, slots=True)
 class Acks(Checked):
-    """`nodes` hold the copy whole. `given_up` are partners that cannot take it now, and have not for some time."""
+    """`nodes` hold the copy whole. `unreachable` are partners that do not take it now, and have not for some time."""
 
     generation: Count
     step: Count
     ordered_by: Count
     """The generation whose `Replicate` named the partners."""
     nodes: Nodes = ()
-    given_up: Nodes = ()
+    unreachable: Nodes = ()
 
 
 def write_acks(folder: str, slot: str, acks: Acks) -> None:

@@ -20,9 +20,9 @@ from ..memory.copy_header import Header
 VERSION = 1
 MAX_BYTES = 8 << 20
 """Of one message on a `Link`, which may hold the checksums of a whole copy. Only who has the key can send one."""
-MAX_ORDER_BYTES = 16384
+MAX_ORDER_BYTES = 32768
 MOST_PARTNERS = 8
-MOST_WORKERS = 4096
+MOST_WORKERS = 256
 
 Directory = Annotated[str, Text(16, re.compile(r"[0-9a-f]{16}"))]
 """The digest of a checkpoint directory's path, see `SlotFolder`."""
@@ -143,8 +143,11 @@ class Acknowledged(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Partner(Checked):
+    """`local_ranks` are of the workers whose copies it is to get; none: all."""
+
     node: Node
     address: Address
+    local_ranks: Annotated[tuple[Count, ...], AtMost(MOST_WORKERS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +155,13 @@ class Replicate(Checked):
     """From now on bring this node's newest copies to `partners`. It takes the place of the order before.
 
     The workers are of `generation`, and went on from the version `resumed`: older generations' other copies are not
-    brought, nor taken from others where they are newer than that. `skip`: local ranks whose shards another node holds
-    as well, as twins.
+    brought, nor taken from others where they are newer than that.
     """
 
     directory: str
     generation: Count
     resumed: tuple[Count, Count]
     partners: Annotated[tuple[Partner, ...], AtMost(MOST_PARTNERS)] = ()
-    skip: Annotated[tuple[Count, ...], AtMost(MOST_WORKERS)] = ()
 
 
 @dataclass(frozen=True, slots=True)

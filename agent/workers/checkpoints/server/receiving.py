@@ -238,7 +238,7 @@ class Receiver:
         try:
             with self._room:
                 self._check_room(slots, header.size)
-                opened = slots.begin(header.size)
+                opened = slots.begin(header.size, keep=header.shards.keep if header.shards else None)
             try:
                 opened.trim()
                 mapping = mmap.mmap(opened.fd, header.size)

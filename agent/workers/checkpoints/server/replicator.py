@@ -4,8 +4,8 @@ One thread for each partner: it waits until a copy is sealed that the partner do
 piece by piece. Before each piece it looks whether a newer copy was sealed, and gives up the older one for that. Where
 the connection breaks it makes another, and the partner says which pieces it has.
 
-A partner that cannot take copies for `GIVEN_UP_AFTER_S` is *given up* until it does: the acks beside the slots say so,
-and workers do not wait for it any more.
+A partner that does not take copies for `UNREACHABLE_AFTER_S` is *unreachable* until it does: the acks beside the slots
+say so, and workers do not wait for it any more. One that refuses a copy is so at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .rate import Rate
 SILENCE_S = 10.0
 CONNECT_S = 5.0
 KEY_WITHIN_S = 30.0
-GIVEN_UP_AFTER_S = 10.0
+UNREACHABLE_AFTER_S = 10.0
 
 # A partner that is away for good costs one try in these seconds, until the workers name others.
 RETRY = RetryPolicy(first_wait_s=0.1, max_wait_s=5.0)
@@ -71,7 +71,7 @@ class Progress:
     """From the seal of its last copy here to that instant."""
     sent_bytes: int
     """By this process."""
-    given_up: tuple[str, ...]
+    unreachable: tuple[str, ...]
 
 
 class Replicator:
@@ -125,7 +125,7 @@ class _Order:
         self._acks: dict[Key, Acks] = {}
         self._failing_since: dict[str, float] = {}
         """By partner, monotonic."""
-        self._given_up: set[str] = set()
+        self._unreachable: set[str] = set()
         self._sums: dict[tuple[SlotFolder, tuple[int, int]], dict[int, int]] = {}
         """Of pieces that were read, by their number; for copies that had no checksums when they were sealed."""
         self._reported: tuple[tuple[int, int], tuple[str, ...]] = (order.generation, 0), ()
@@ -169,7 +169,6 @@ class _Order:
             not copy.folder.origin
             and header.shards is not None
             and not header.rng_holes
-            and copy.folder.local_rank not in order.skip
             and (header.generation >= order.generation or header.version <= order.resumed)
         )
 
@@ -206,7 +205,8 @@ class _Order:
                 missing = [
                     copy
                     for copy in self._newest.values()
-                    if partner.node not in self._acks[copy.folder.name, copy.slot].nodes
+                    if _gets(partner, copy)
+                    and partner.node not in self._acks[copy.folder.name, copy.slot].nodes
                 ]
                 if missing:
                     return max(
@@ -280,8 +280,8 @@ class _Order:
     def _acknowledged(self, partner: Partner, copy: FoundCopy) -> None:
         with self._changed:
             self._failing_since.pop(partner.node, None)
-            if partner.node in self._given_up:
-                self._given_up.discard(partner.node)
+            if partner.node in self._unreachable:
+                self._unreachable.discard(partner.node)
                 _say(f"node {partner.node} takes replicas again")
             if not self._has(copy):
                 return
@@ -296,9 +296,9 @@ class _Order:
             now = time.monotonic()
             since = self._failing_since.setdefault(partner.node, now)
             refused = isinstance(error, RefusedCopy)
-            if partner.node in self._given_up or not (refused or now - since >= GIVEN_UP_AFTER_S):
+            if partner.node in self._unreachable or not (refused or now - since >= UNREACHABLE_AFTER_S):
                 return
-            self._given_up.add(partner.node)
+            self._unreachable.add(partner.node)
             _say(
                 f"node {partner.node} at {partner.address} does not take replicas, and training goes on without them:"
                 f" {error}. It is asked again and again; until it does, the loss of this node may cost the steps since"
@@ -315,29 +315,37 @@ class _Order:
     def _write(self, copy: FoundCopy, nodes: tuple[str, ...]) -> None:
         """The lock is held."""
         generation, step = copy.header.version
-        given_up = tuple(sorted(self._given_up))
-        acks = Acks(generation, step, self._order.generation, tuple(sorted(nodes)), given_up)
+        unreachable = tuple(sorted(self._unreachable))
+        acks = Acks(generation, step, self._order.generation, tuple(sorted(nodes)), unreachable)
         self._acks[copy.folder.name, copy.slot] = acks
         with contextlib.suppress(OSError):  # the folder goes, or the memory is full
             write_acks(os.path.join(self._of.memory, copy.folder.name), copy.slot, acks)
 
     def _report_progress(self) -> None:
         """The lock is held."""
-        partners = {partner.node for partner in self._order.partners}
-        newest = [(self._acks[copy.folder.name, copy.slot], copy) for copy in self._newest.values()]
-        whole = all(partners <= set(acks.nodes) for acks, _ in newest)
-        versions = {copy.header.version for _, copy in newest}
-        given_up = tuple(sorted(self._given_up))
+        newest = self._newest.values()
+        whole = all(
+            partner.node in self._acks[copy.folder.name, copy.slot].nodes
+            for partner in self._order.partners
+            for copy in newest
+            if _gets(partner, copy)
+        )
+        versions = {copy.header.version for copy in newest}
+        unreachable = tuple(sorted(self._unreachable))
         if not (whole and len(versions) == 1):
-            if self._reported[1] == given_up:
+            if self._reported[1] == unreachable:
                 return
             version, lag_s = self._reported[0], 0.0
         else:
             [version] = versions
-            seen = [self._seen_at[copy.folder.name, copy.slot][1] for _, copy in newest]
+            seen = [self._seen_at[copy.folder.name, copy.slot][1] for copy in newest]
             lag_s = time.monotonic() - max(seen)
-        self._reported = version, given_up
-        self._report(Progress(*version, lag_s, self._of.sent_bytes, given_up))
+        self._reported = version, unreachable
+        self._report(Progress(*version, lag_s, self._of.sent_bytes, unreachable))
+
+
+def _gets(partner: Partner, copy: FoundCopy) -> bool:
+    return not partner.local_ranks or copy.folder.local_rank in partner.local_ranks
 
 
 def _say(text: str) -> None:
