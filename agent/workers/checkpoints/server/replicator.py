@@ -117,6 +117,8 @@ class _Order:
         self._digest = digest
         self._order = order
         self._report = report
+        self._looking = threading.Lock()
+        """Held for a look, so that an older one does not come after a newer one."""
         self._changed = threading.Condition()
         self._ended = False
         self._newest: dict[SlotFolder, FoundCopy] = {}
@@ -142,18 +144,24 @@ class _Order:
             self._changed.notify_all()
 
     def look(self) -> None:
-        found: dict[SlotFolder, FoundCopy] = {}
-        try:
-            for copy in copies_of(self._of.memory, self._digest):
-                if self._is_wanted(copy):
-                    newest = found.get(copy.folder)
-                    if newest is None or newest.header.version < copy.header.version:
-                        found[copy.folder] = copy
-        except OSError:
-            return  # the folder goes: the agent ends
+        with self._looking:
+            found: dict[SlotFolder, FoundCopy] = {}
+            try:
+                for copy in copies_of(self._of.memory, self._digest):
+                    if self._is_wanted(copy):
+                        newest = found.get(copy.folder)
+                        if newest is None or newest.header.version < copy.header.version:
+                            found[copy.folder] = copy
+            except OSError:
+                return  # the folder goes: the agent ends
+            self._saw(found)
+
+    def _saw(self, found: dict[SlotFolder, FoundCopy]) -> None:
+        now = time.monotonic()
         with self._changed:
+            if self._ended:
+                return
             self._newest = found
-            now = time.monotonic()
             for copy in found.values():
                 key = copy.folder.name, copy.slot
                 if self._seen_at.get(key, ((-1, -1), 0.0))[0] != copy.header.version:
@@ -283,7 +291,7 @@ class _Order:
             if partner.node in self._unreachable:
                 self._unreachable.discard(partner.node)
                 _say(f"node {partner.node} takes replicas again")
-            if not self._has(copy):
+            if self._ended or not self._has(copy):
                 return
             key = copy.folder.name, copy.slot
             self._write(copy, (*self._acks[key].nodes, partner.node))
