@@ -310,6 +310,22 @@ class Metrics(Page):
         "another step.",
     )
 
+    replica_last_step = Row(
+        Gauge,
+        "Newest training step of which the partners of this node have all its workers' shards in memory.",
+    )
+    replica_lag_seconds = Row(
+        Gauge,
+        "Seconds from the last copy of those shards in this node's memory to the last partner's acknowledgment.",
+    )
+    replica_sent_bytes_total = Row(Counter, "Bytes of shards that this node has sent to its partners.")
+    replica_held_bytes = Row(Gauge, "Memory in bytes that replicas of other nodes' shards take on this node.")
+    replica_partners_unreachable = Row(
+        Gauge,
+        "Partners of this node that do not take its shards now, because they do not answer or have no memory left for "
+        "them; training goes on without those replicas.",
+    )
+
     log_lines_total = Row(Counter, "Lines that this node's workers printed.", stream=LOG_STREAMS)
     log_bytes_total = Row(Counter, "Bytes that this node's workers printed.", stream=LOG_STREAMS)
     log_file_bytes_dropped_total = Row(
@@ -352,6 +368,18 @@ class Metrics(Page):
         self.max_nodes.set(max_nodes)
         self.enter_state("init")
         self.count_nodes(active=0)
+
+    def replicated(
+        self, *, step: int, lag_s: float, sent_bytes: int, held_bytes: int, unreachable: int
+    ) -> None:
+        """What the memory server has reported. Before step 1 nothing was replicated."""
+        with self.lock:
+            if step:
+                self.replica_last_step.set(step)
+                self.replica_lag_seconds.set(lag_s)
+            self.replica_sent_bytes_total.inc(sent_bytes)
+            self.replica_held_bytes.set(held_bytes)
+            self.replica_partners_unreachable.set(unreachable)
 
     def enter_state(self, state: str) -> None:
         """`state` becomes 1, every other state 0."""

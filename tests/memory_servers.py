@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.agent.workers.checkpoints.server.process import Server
-from elastic_agent.agent.workers.checkpoints.server.replicator import Progress
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots
@@ -21,6 +20,7 @@ from elastic_agent.worker.storage.replication.acks import Acks, read_acks
 from elastic_agent.worker.storage.replication.client import MemoryClient, order
 from elastic_agent.worker.storage.replication.key_file import write_key
 from elastic_agent.worker.storage.replication.messages import Order, Partner, Replicate
+from elastic_agent.worker.wire.messages import ReplicationReport
 
 KEY = bytes(range(32))
 DIRECTORY = "/checkpoints"
@@ -60,7 +60,7 @@ class Node:
         self.limit = limit
         self.rate = rate
         self.orders = str(folder / f"{name}.orders")
-        self.told: list[Progress] = []
+        self.told: list[ReplicationReport] = []
         os.mkdir(self.memory, 0o700)
         write_key(self.memory, key)
         self.port = 0

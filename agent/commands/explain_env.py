@@ -135,13 +135,14 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         folder = run_folder(logs.absolute(), config.rendezvous.job_id, "<run>")
         records = folder / f"gen{GENERATION}" / "flight_records"
     memory = describe_folder(config.memory_checkpoints)
+    memory_address = "" if config.solitary else "<address>:<port>"
     place = WorkerPlace(
         world,
         members[0],
         local_rank,
         error_file=RUN_DIR / f"gen{GENERATION}" / "error-<local rank>.json",
         env=replace(
-            worker_env("<incarnation>", RUN_DIR, memory, config.devices_per_worker),
+            worker_env("<incarnation>", RUN_DIR, memory, config, memory_address),
             page="/proc/<agent>/fd/<page>",
         ),
         flight_records=records,

@@ -17,7 +17,7 @@ from ...rendezvous.node.drain import Beyond, End
 from ...rendezvous.records import StopAt
 from ...rendezvous.store.interface import Change, LeaseId
 from ...rendezvous.store.requests import Answer, Request, Subscription
-from ...worker.wire.messages import FromGuard, Report
+from ...worker.wire.messages import FromGuard, ReplicationReport, Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,23 @@ class WriterWanted:
 @dataclass(frozen=True, slots=True)
 class WriterEnded:
     """The process that writes checkpoints has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryServerWanted:
+    """There is something to do for the process that serves copies in memory to other nodes, and no such process."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryServerEnded:
+    """That process has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """What that process says of the replicas."""
+
+    report: ReplicationReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +263,9 @@ Event: TypeAlias = (
     | GpuMemoryMessage
     | WriterWanted
     | WriterEnded
+    | MemoryServerWanted
+    | MemoryServerEnded
+    | Replicated
     | SpareReadable
     | SavesFinished
     | ThreadFailed

@@ -16,7 +16,16 @@ from ..common.exits import ExitCode
 from ..common.ports import PortRange
 from .logs import LogConfig
 from .rendezvous import RendezvousConfig
-from .stopping import MAX_RESTARTS, MEMORY_CHECKPOINTS, RUN_AGAIN, StopConfig, TimeoutConfig
+from .stopping import (
+    FAILURE_DOMAIN,
+    MAX_RESTARTS,
+    MEMORY_CHECKPOINTS,
+    MEMORY_REPLICA_RATE,
+    MEMORY_REPLICAS,
+    RUN_AGAIN,
+    StopConfig,
+    TimeoutConfig,
+)
 from .types.option import Group, Option, Source
 from .types.parsers import (
     IDENTIFIER,
@@ -298,6 +307,9 @@ class Config:
     network_profile: NetworkProfile = NETWORK_PROFILE.field()
     memory_checkpoints: int | None = MEMORY_CHECKPOINTS.field()
     """Bytes; 0: on disk only; None: a share of the shared memory."""
+    memory_replicas: int = MEMORY_REPLICAS.field()
+    memory_replica_rate: int | None = MEMORY_REPLICA_RATE.field()  # bytes per second; None: no limit
+    failure_domain: str | None = FAILURE_DOMAIN.field()  # None: not known
     logs: LogConfig = LogConfig()
     http_address: Endpoint | None = HTTP_ADDRESS.field()
     """None: where other nodes reach this one (memory: loopback), any free port."""

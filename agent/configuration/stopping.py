@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from .rendezvous import SLURM
 from .types.option import Group, Option
 from .types.parsers import (
+    IDENTIFIER,
+    MOST_REPLICAS,
+    RATE,
     SIZE,
     UNIX_TIME,
     Parser,
@@ -15,6 +18,7 @@ from .types.parsers import (
     read_restarts,
     read_signals,
     time_limit,
+    whole_number,
 )
 from .types.values import NoticeSource, Signals
 
@@ -75,6 +79,26 @@ MEMORY_CHECKPOINTS: Option[int | None] = STOPPING.option(
     "memory in /dev/shm for the newest states of all Checkpointers here, two copies of each; off: checkpoints are only"
     " on disk, and training waits for it (default: half of /dev/shm)",
     metavar="SIZE",
+)
+MEMORY_REPLICAS: Option[int] = STOPPING.option(
+    "memory-replicas",
+    whole_number(0, MOST_REPLICAS, "nodes"),
+    "sharded state: so many other nodes keep copies of this node's newest shards in their memory, two of each;"
+    " --memory-checkpoints of each node is for (2 + 2N) x its shards. 0: a node that is lost takes its shards with it",
+    default="1",
+)
+MEMORY_REPLICA_RATE: Option[int | None] = STOPPING.option(
+    "memory-replica-rate",
+    RATE,
+    "at most so many bytes per second leave this node for its replicas, over all its partners (default: no limit)",
+    metavar="RATE",
+)
+FAILURE_DOMAIN: Option[str | None] = STOPPING.option(
+    "failure-domain",
+    IDENTIFIER,
+    "what fails together with this node, like its rack or zone: replicas go to nodes with another one where there are"
+    " some (default: not known)",
+    metavar="LABEL",
 )
 SIGNALS_TO_HANDLE: Option[Signals] = STOPPING.option(
     "signals-to-handle",

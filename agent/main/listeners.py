@@ -10,7 +10,7 @@ from ...health.metrics import Metrics
 from ...rendezvous.records import Endpoint
 from ..common.exits import CannotStart, ExitCode
 from ..common.port_owner import find_owner
-from ..common.ports import FIXED_PORT, PortError, bind_listener
+from ..common.ports import FIXED_PORT, ONE_TRY, PortError, bind_listener
 from ..configuration.config import Config
 from ..machine.network.addresses import LOOPBACK
 from ..rendezvous_io.store_opening import Binder, store_listener
@@ -25,6 +25,8 @@ class Listeners:
     http: socket.socket
     store: socket.socket | None
     """For the rendezvous store, if this agent is to host it."""
+    memory: socket.socket | None
+    """For the memory servers and workers of other nodes, if there can be any."""
 
 
 def binder(config: Config, metrics: Metrics) -> Binder:
@@ -65,13 +67,27 @@ def http_listener(config: Config, address: str, bind: Binder) -> socket.socket:
     return bind(http.address, http.port, "metrics") if http is not None else bind(address, None, "metrics")
 
 
-def bind_all(config: Config, endpoint: Endpoint | None, address: str, bind: Binder) -> Listeners:
-    """Raises CannotStart."""
+def memory_listener(config: Config, address: str) -> socket.socket | None:
+    """Where no port is left the agent does without."""
+    if config.solitary:
+        return None
+    try:
+        return bind_listener(address, config.port_range or 0, "copies in memory", policy=ONE_TRY)
+    except PortError as error:
+        log.warning("other nodes cannot read copies in this node's memory, nor keep replicas here: %s", error)
+        return None
+
+
+def bind_all(
+    config: Config, endpoint: Endpoint | None, address: str, bind: Binder, *, copies: bool
+) -> Listeners:
+    """`copies`: of the workers' states, in memory. Raises CannotStart."""
     try:
         return Listeners(
             bind(address, None, "master"),
             http_listener(config, address, bind),
             store_listener(config, endpoint, address, bind),
+            memory_listener(config, address) if copies else None,
         )
     except PortError as error:
         raise CannotStart(ExitCode.NOT_HERE, str(error)) from error

@@ -25,9 +25,12 @@ from ..common.events import (
     GenerationEvent,
     GpuMemoryMessage,
     Handlers,
+    MemoryServerEnded,
+    MemoryServerWanted,
     NodeChecked,
     NoticeGiven,
     NoticeWithdrawn,
+    Replicated,
     SavesFinished,
     Signalled,
     SpareReadable,
@@ -47,6 +50,7 @@ from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.store_link import StoreLink, deliver_to
 from ..workers.checkpoints.disk_writer import DiskWriter
+from ..workers.checkpoints.memory_server import MemoryServer
 from ..workers.preloader.spares import Spares
 from ..workers.processes.failures import WorkerFailure
 from ..workers.supervision.supervisor import Supervisor
@@ -100,6 +104,8 @@ class Services:
     observer: Observer
     manager: ServiceManager
     heartbeat: Heartbeat
+    memory_server: MemoryServer | None = None
+    """None: there are no copies in memory, or no other node can ever read them."""
 
 
 class Loop:
@@ -228,6 +234,8 @@ class Loop:
             self.start_waits_for = self._not_ready_for(action, now)
             if self.start_waits_for:
                 return False
+            if self._services.memory_server is not None:
+                self._services.memory_server.renew_key()
             supervisor.start(action.world, action.member, self._port.listener, now)
             return True
         elif isinstance(action, Drain):
@@ -306,6 +314,9 @@ class Loop:
         on(GpuMemoryMessage, services.gpu_memory.handle)
         on(WriterWanted, self._writer)
         on(WriterEnded, self._writer)
+        on(MemoryServerWanted, self._memory_server)
+        on(MemoryServerEnded, self._memory_server)
+        on(Replicated, lambda event, _: services.observer.replicated(event.report))
         on(SavesFinished, self._saves_finished)
         on(ThreadFailed, self._thread_failed)
         on(Signalled, self._signalled)
@@ -317,6 +328,10 @@ class Loop:
     def _writer(self, event: WriterWanted | WriterEnded, _: float) -> None:
         if self._departing is None:
             self._services.disk_writer.handle(event)
+
+    def _memory_server(self, event: MemoryServerWanted | MemoryServerEnded, _: float) -> None:
+        if self._services.memory_server is not None:
+            self._services.memory_server.handle(event)
 
     def _saves_finished(self, _: SavesFinished, __: float) -> None:
         self._ending = self._departing

@@ -52,6 +52,7 @@ from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
 from ..workers.checkpoints.disk_writer import DiskWriter
 from ..workers.checkpoints.folder import MemoryFolder, make_folder
+from ..workers.checkpoints.memory_server import MemoryServer, ServerPlace
 from ..workers.environment.contract import worker_env
 from ..workers.links.commit_fence import CommitFence
 from ..workers.links.last_steps import LastSteps
@@ -258,11 +259,13 @@ def _claim(
     memory = make_folder(agent.config.memory_checkpoints)
     if memory is not None:
         parts.callback(memory.close)
-    listeners = bind_all(agent.config, network.endpoint, network.choice.address, bind)
-    env = worker_env(agent.incarnation, run_dir, memory, agent.config.devices_per_worker)
+    address = network.choice.address
+    listeners = bind_all(agent.config, network.endpoint, address, bind, copies=memory is not None)
+    serves_at = listeners.memory.getsockname()[1] if listeners.memory is not None else None
+    memory_address = str(Endpoint(address, serves_at)) if serves_at is not None else ""
+    env = worker_env(agent.incarnation, run_dir, memory, agent.config, memory_address)
     cgroup = claim_cgroup(agent.incarnation)
     node = Node(agent.name, agent.incarnation, machine, run_dir, env, cgroup, agent.environment)
-    address = network.choice.address
     return Claimed(node, network, memory, listeners, lambda: bind(address, None, "master"))
 
 
@@ -384,7 +387,7 @@ def _serve_workers(
     store: Store,
     metrics: Metrics,
     parts: contextlib.ExitStack,
-) -> tuple[Processes, DiskWriter]:
+) -> tuple[Processes, DiskWriter, MemoryServer | None]:
     """What starts workers, what answers them, and what writes their checkpoints."""
     node, clock, post, io = claimed.node, agent.clock, agent.events.put, agent.io
     guard, subreaper, spares, env = helpers.guard, helpers.subreaper, helpers.spares, node.env
@@ -413,7 +416,9 @@ def _serve_workers(
         parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)
     )
     subreaper.add_known(lambda: (guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
+    memory_server = _serve_memory(agent, claimed, store, parts)
     subreaper.add_known(lambda: (*disk_writer.pids, *spares.pids))
+    subreaper.add_known(lambda: memory_server.pids if memory_server is not None else ())
     subreaper.expect_sessions(lambda: spares.sessions)
     processes = Processes(
         new_group=new_group,
@@ -425,7 +430,25 @@ def _serve_workers(
         links=links,
         last_steps=last_steps,
     )
-    return processes, disk_writer
+    return processes, disk_writer, memory_server
+
+
+def _serve_memory(
+    agent: Agent, claimed: Claimed, store: Store, parts: contextlib.ExitStack
+) -> MemoryServer | None:
+    """For other nodes, where there can be any."""
+    listener, env, config = claimed.listeners.memory, claimed.node.env, agent.config
+    if claimed.memory is None or listener is None:
+        return None
+    place = ServerPlace(
+        claimed.memory,
+        agent.name,
+        Path(env.memory_server),
+        env.reports,
+        listener,
+        config.memory_replica_rate or 0,
+    )
+    return _started(parts, MemoryServer(place, store, agent.environment, agent.io, agent.events.put))
 
 
 def _make_loop(
@@ -437,6 +460,7 @@ def _make_loop(
     checks: JoinChecks,
     processes: Processes,
     disk_writer: DiskWriter,
+    memory_server: MemoryServer | None,
 ) -> Loop:
     config, participant, events, clock = agent.config, rendezvous.participant, agent.events, agent.clock
     supervisor = Supervisor(config, claimed.node, participant, observer, processes, events.put, clock)
@@ -450,6 +474,7 @@ def _make_loop(
         observer=observer,
         manager=agent.manager,
         heartbeat=rendezvous.heartbeat,
+        memory_server=memory_server,
     )
     port = OfferedPort(claimed.listeners.workers, claimed.new_port)
     return Loop(config.stop, participant, supervisor, services, port, events, clock, time.time)

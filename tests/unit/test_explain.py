@@ -69,7 +69,7 @@ def test_what_differs_from_world_to_world_is_left_open() -> None:
         members = line_up(nodes)
         master = Endpoint(f"host-{port}", port)
         world = World("job", generation, Phase.RUNNING, members, master, Cause(CauseKind.START), run=names)
-        place = WorkerPlace(world, members[me], 0, Path("e"), worker_env("i", Path("r"), None, 1))
+        place = WorkerPlace(world, members[me], 0, Path("e"), worker_env("i", Path("r"), None, CONFIG))
         chosen = contract(place, None)
         return {variable.name: variable.value for variable in chosen}
 
@@ -94,7 +94,9 @@ def test_ranks_within_a_role_count_the_workers_of_all_nodes_that_have_it() -> No
     found = []
     for member in world.members:
         for local_rank in range(member.slots):
-            place = WorkerPlace(world, member, local_rank, Path("e"), worker_env("i", Path("r"), None, 1))
+            place = WorkerPlace(
+                world, member, local_rank, Path("e"), worker_env("i", Path("r"), None, CONFIG)
+            )
             values = {variable.name: variable.value for variable in contract(place, None)}
             found.append(" ".join(values[name] for name in names))
     assert found == [

@@ -459,5 +459,5 @@ def test_a_port_that_cannot_be_had_is_this_machines_fault(refusal: PortError) ->
         raise refusal
 
     with pytest.raises(CannotStart) as caught:
-        bind_all(Config(Command("script", "train.py")), None, LOOPBACK, bind)
+        bind_all(Config(Command("script", "train.py")), None, LOOPBACK, bind, copies=True)
     assert caught.value.code is ExitCode.NOT_HERE

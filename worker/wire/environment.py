@@ -41,6 +41,14 @@ class WorkerEnv:
     """The most that the copies of all workers there may take."""
     writes: str = ""
     """Path of the stream socket of the disk writer."""
+    memory_server: str = ""
+    """Path of the stream socket at which this node's memory server takes orders; empty: there is none."""
+    memory_address: str = ""
+    """HOST:PORT at which other nodes reach it."""
+    memory_replicas: int = 0
+    """On how many other nodes each node's shards are kept."""
+    failure_domain: str = ""
+    """Nodes with another one are preferred for that; empty: not known."""
     bad_state: str = ""
     """GENERATION:STEP of the state that must not be loaded."""
 

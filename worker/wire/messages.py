@@ -5,6 +5,7 @@ Each is one line of JSON that names the version of all messages and its own kind
     {"v": 4, "kind": "save_report", "generation": 7, "local_rank": 0, "step": 120, "result": "ok", ...}
 
     reports        worker, disk writer -> agent    SaveReport, LoadReport, LentLock         datagrams
+                   memory server -> agent          ReplicationReport
     commits        worker, disk writer -> agent    CommitQuestion, answered once
     planned leave  worker -> agent                 StepEnded, answered by StepAnswer
     just in time   worker <-> agent                Guarding, and then both speak until the generation has ended
@@ -93,6 +94,22 @@ class LentLock(Checked):
     generation: Count
     local_rank: Count
     run: RunName
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationReport(Checked):
+    """Of the memory server: all partners have the copies of `step`, `lag_s` after the last of them was sealed here.
+
+    `sent_bytes` went to partners since the report before; `held_bytes` is the memory that other nodes' replicas take
+    here; `unreachable` partners do not take copies now.
+    """
+
+    generation: Count
+    step: Count
+    lag_s: Seconds
+    sent_bytes: Count
+    held_bytes: Count
+    unreachable: Count
 
 
 Report = SaveReport | LoadReport
@@ -336,7 +353,9 @@ FROM_WORKERS: Codec[Question | FromGuard] = Codec(
     (CommitQuestion, StepEnded, Guarding, Broken, Held, Kept), VERSION, MAX_BYTES
 )
 """On a stream socket of the agent. A question has a connection of its own; a guard keeps its."""
-REPORTS: Codec[Report | LentLock] = Codec((SaveReport, LoadReport, LentLock), VERSION, MAX_BYTES)
+REPORTS: Codec[Report | LentLock | ReplicationReport] = Codec(
+    (SaveReport, LoadReport, LentLock, ReplicationReport), VERSION, MAX_BYTES
+)
 COMMIT_ANSWERS: Codec[CommitAnswer] = Codec(
     (CommitGranted, CommitRefused, CommitUndecided), VERSION, MAX_BYTES
 )

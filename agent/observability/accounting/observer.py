@@ -18,6 +18,7 @@ from ....rendezvous.node.participant import Participant
 from ....rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
 from ....rendezvous.text import counted
+from ....worker.wire.messages import ReplicationReport
 from ...workers.processes.workers import WorkerGroup
 from ..status.pages import StatusPages
 from ..world_comparison import WorldComparison
@@ -282,6 +283,16 @@ class Observer:
         """The checks of this node have run, before it joins."""
         self._metrics.checked({finding.check: finding.outcome.severity for finding in findings})
         self._pages.checked(findings)
+
+    def replicated(self, report: ReplicationReport) -> None:
+        """The memory server has brought copies to other nodes, or taken some, or cannot."""
+        self._metrics.replicated(
+            step=report.step,
+            lag_s=report.lag_s,
+            sent_bytes=report.sent_bytes,
+            held_bytes=report.held_bytes,
+            unreachable=report.unreachable,
+        )
 
     def notice_withdrawn(self) -> None:
         self._metrics.notice_deadline_timestamp_seconds.set(None)

@@ -40,17 +40,35 @@ def bind_of_rank_0_failed(master_port: int) -> bytes:
     return f"{what} TORCHELASTIC_USE_AGENT_STORE is enabled so ignoring the error.".encode()
 
 
-def worker_env(incarnation: str, run_dir: Path, memory: MemoryFolder | None, devices: int) -> WorkerEnv:
-    """What all workers of this agent are given; `run_dir` has the sockets at which it answers them."""
+def worker_env(
+    incarnation: str,
+    run_dir: Path,
+    memory: MemoryFolder | None,
+    config: Config,
+    memory_address: str = "",
+) -> WorkerEnv:
+    """What all workers of this agent are given; `run_dir` has the sockets at which it answers them.
+
+    `memory_address` is the memory server's, HOST:PORT; empty: there is none.
+    """
     env = WorkerEnv(
         incarnation=incarnation,
-        devices=devices,
+        devices=config.devices_per_worker,
         socket=str(run_dir / "socket"),
         reports=str(run_dir / "reports"),
     )
     if memory is None:
         return env
-    return replace(env, memory=str(memory.path), memory_bytes=memory.limit, writes=str(run_dir / "writes"))
+    env = replace(env, memory=str(memory.path), memory_bytes=memory.limit, writes=str(run_dir / "writes"))
+    if not memory_address:
+        return env
+    return replace(
+        env,
+        memory_server=str(run_dir / "memory"),
+        memory_address=memory_address,
+        memory_replicas=config.memory_replicas,
+        failure_domain=config.failure_domain or "",
+    )
 
 
 @dataclass(frozen=True, slots=True)

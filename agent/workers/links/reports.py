@@ -21,8 +21,8 @@ from pathlib import Path
 
 from ....codec import Invalid
 from ....threads import Thread
-from ....worker.wire.messages import MAX_BYTES, REPORTS, LentLock
-from ...common.events import Event, Reported
+from ....worker.wire.messages import MAX_BYTES, REPORTS, LentLock, ReplicationReport
+from ...common.events import Event, Replicated, Reported
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,9 @@ class ReportReceiver:
             self._start_keeper()
         if report is None or isinstance(report, LentLock):
             return
-        if self._has_room():
+        if isinstance(report, ReplicationReport):
+            self._post(Replicated(report))
+        elif self._has_room():
             self._post(Reported(report, self._clock()))
         else:
             self._drop("reports: the agent is too busy")

@@ -150,6 +150,7 @@ def start_helper(
     stdin: int,
     stdout: int = subprocess.DEVNULL,
     stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process of the agent's own, which no signal to all processes ends, from its very first moment.
 
@@ -163,6 +164,7 @@ def start_helper(
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
+            pass_fds=pass_fds,
             start_new_session=True,
         )
     finally:

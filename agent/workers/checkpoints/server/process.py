@@ -42,6 +42,8 @@ from .....worker.storage.replication.messages import (
 )
 from .....worker.wire.channel import receive
 from .....worker.wire.files import open_directory, read_whole, replace_file
+from .....worker.wire.messages import ReplicationReport
+from .....worker.wire.messages import encode as encode_report
 from ....common.io_thread import IoThread
 from ...processes.guard import IGNORED
 from .entrance import Entrance
@@ -72,7 +74,7 @@ def main(memory: str, limit: str, node: str, reports: str, rate: str, listener: 
         signal.signal(number, signal.SIG_IGN)
     listen(_failed)
     _raise_descriptors()
-    server = Server(memory, int(limit), node, int(rate), lambda progress: None)
+    server = Server(memory, int(limit), node, int(rate), partial(_report_to, reports))
     server.serve(socket.socket(fileno=int(listener)), socket.socket(fileno=0))
     threading.Event().wait()
 
@@ -87,14 +89,18 @@ class Server:
     """One memory server, of which any number fit into a process."""
 
     def __init__(
-        self, memory: str, limit: int, node: str, rate: int, told: Callable[[Progress], None]
+        self, memory: str, limit: int, node: str, rate: int, report: Callable[[ReplicationReport], None]
     ) -> None:
-        """`told` is called with what was replicated, in any thread."""
+        """`report` is called in any thread."""
         self._memory = memory
         self._io = IoThread("server")
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="answer")
-        self.receiver = Receiver(memory, limit)
-        self.replicator = Replicator(memory, node, Rate(rate), told, random.Random())
+        self._report = report
+        self._reporting = threading.Lock()
+        self._progress = Progress(0, 0, 0.0, 0, ())
+        self._reported_bytes = 0
+        self.receiver = Receiver(memory, limit, self._received)
+        self.replicator = Replicator(memory, node, Rate(rate), self._replicated, random.Random())
         self._orders: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._seals = Seals(memory)
         self._sockets: tuple[socket.socket, ...] = ()
@@ -152,6 +158,26 @@ class Server:
         self.replicator.look()
         self._io.later(LOOK_S, self._look)
 
+    # ---------------------------------------------------------------- reports
+
+    def _replicated(self, progress: Progress) -> None:
+        with self._reporting:
+            self._progress = progress
+        self._received()
+
+    def _received(self) -> None:
+        """A replica has come, or there is another progress."""
+        with self._reporting:
+            found = self._progress
+            new_bytes = found.sent_bytes - self._reported_bytes
+            self._reported_bytes = found.sent_bytes
+            held = self.receiver.held_bytes()
+            self._report(
+                ReplicationReport(
+                    found.generation, found.step, found.lag_s, new_bytes, held, len(found.unreachable)
+                )
+            )
+
     # ---------------------------------------------------------------- orders
 
     def _accept_order(self, listener: socket.socket) -> None:
@@ -180,6 +206,14 @@ class Server:
                 self.receiver.settle(order)
             else:
                 self.receiver.abandon(order)
+
+
+def _report_to(path: str, report: ReplicationReport) -> None:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as agent:
+            agent.sendto(encode_report(report), path)
+    except OSError:
+        pass  # the agent has too much to do, or is ending
 
 
 def _keep(memory: str, order: Replicate) -> None:

@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from .....worker.storage.memory.available_memory import file_system, read_memory
@@ -82,10 +82,11 @@ class _Replica:
 class Receiver:
     """All replicas here. For any thread."""
 
-    def __init__(self, memory: str, limit: int) -> None:
-        """`limit` is the most bytes that all copies here may take."""
+    def __init__(self, memory: str, limit: int, received: Callable[[], None]) -> None:
+        """`limit` is the most bytes that all copies here may take; `received` is called when a replica was sealed."""
         self._memory = memory
         self._limit = limit
+        self._received = received
         self._lock = threading.Lock()
         self._replicas: dict[str, _Replica] = {}
         self._orders: dict[str, Replicate] = {}
@@ -206,6 +207,7 @@ class Receiver:
         replica.incoming = None
         incoming.mapping.close()
         incoming.slots.close()
+        self._received()
         link.send(Acknowledged())
 
     def _is_abandoned(self, directory: str, header: Header) -> bool:

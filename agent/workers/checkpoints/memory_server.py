@@ -1,0 +1,216 @@
+"""Keeps a memory server at hand: the process is started when the first request or order comes, and anew when it ends.
+
+The agent listens, and the server inherits the listening sockets: what comes while there is no server waits there. A job
+without sharded state never starts one.
+
+A thread of its own asks the job's store for the key by which the servers know each other, at the start and again with
+each generation: the store of a job without etcd may be another one then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ....rendezvous.errors import StoreError, StoreUnavailable
+from ....rendezvous.store.interface import Store
+from ....rendezvous.store.requests import RETRY
+from ....threads import Thread
+from ....worker.storage.replication.key_file import write_key
+from ...common.events import Event, MemoryServerEnded, MemoryServerWanted
+from ...common.io_thread import IoThread
+from ..processes.failures import describe_exit
+from ..processes.proc import KILL_WAIT_S, has_ended, process_status, reap_within
+from ..processes.workers import start_helper
+from .folder import MemoryFolder
+from .job_key import NoKey, key_of_job
+
+log = logging.getLogger(__name__)
+
+_MODULE = f"{__name__.rpartition('.')[0]}.server.process"
+_ROOT = Path(__file__).parents[len(_MODULE.split(".")) - 2]
+_PROGRAM = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {_MODULE} import main; main(*sys.argv[1:])"
+"""Isolated, as the disk writer is."""
+
+PAUSE_S = 1.0
+"""After a server has ended, so that one that cannot start costs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlace:
+    """`orders` is where this node's workers send orders, `listener` where other nodes connect."""
+
+    memory: MemoryFolder
+    node: str
+    orders: Path
+    reports: str
+    listener: socket.socket
+    bytes_per_s: int
+    """At which copies leave this node; 0: without a limit."""
+
+
+class MemoryServer:
+    """For the main thread, which starts the process: it dies with the thread that does."""
+
+    def __init__(
+        self,
+        place: ServerPlace,
+        store: Store,
+        environment: Mapping[str, str],
+        io: IoThread,
+        post: Callable[[Event], None],
+    ) -> None:
+        listener = place.listener.fileno()
+        self._command = [
+            sys.executable, "-I", "-S", "-c", _PROGRAM,
+            str(place.memory.path), str(place.memory.limit), place.node, place.reports, str(place.bytes_per_s),
+            str(listener),
+        ]  # fmt: skip
+        self._place = place
+        self._store = store
+        self._environment = environment
+        self._io = io
+        self._post = post
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = threading.Event()
+        self._asks: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._orders.bind(str(place.orders))
+        self._orders.listen()
+
+    def start(self) -> None:
+        Thread(self._keep_key, "memory-key").start()
+        self.renew_key()
+        self._await_work()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return (self._process.pid,) if self._process is not None else ()
+
+    def handle(self, event: MemoryServerWanted | MemoryServerEnded) -> None:
+        if isinstance(event, MemoryServerWanted):
+            if self._process is None and not self._closed.is_set():
+                self._launch()
+        elif self._process is not None:
+            code = self._process.wait()
+            log.warning("the memory server has ended, another is started: %s", describe_exit(code).text)
+            self._process = None
+            self._io.later(PAUSE_S, self._want)  # its orders are kept: it has work to do
+
+    def renew_key(self) -> None:
+        """A generation begins."""
+        self._asks.put(None)
+
+    def close(self) -> None:
+        """The agent is ending."""
+        self._closed.set()
+        self._asks.put(None)
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            if reap_within(process, KILL_WAIT_S) is None:
+                log.warning("%s. It was killed, and is left behind", process_status(f"/proc/{process.pid}"))
+        for listener in (self._orders, self._place.listener):
+            self._io.forget(listener.fileno(), listener.close)
+
+    # ---------------------------------------------------------------- the process
+
+    def _launch(self) -> None:
+        try:
+            self._process = start_helper(
+                self._command,
+                self._environment,
+                self._orders.fileno(),
+                pass_fds=(self._place.listener.fileno(),),
+            )
+        except OSError as error:
+            log.warning("the memory server cannot be started, replicas and copies wait for it: %s", error)
+            self._io.later(PAUSE_S, self._want)
+        else:
+            self._await_end(self._process.pid)
+
+    def _want(self) -> None:
+        """In the io thread."""
+        if not self._closed.is_set():
+            self._post(MemoryServerWanted())
+
+    def _await_work(self) -> None:
+        descriptors = self._orders.fileno(), self._place.listener.fileno()
+
+        def come() -> None:
+            for descriptor in descriptors:
+                self._io.forget(descriptor)
+            self._want()
+
+        for descriptor in descriptors:
+            self._io.watch(descriptor, come)
+
+    def _await_end(self, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._post(MemoryServerEnded())
+        except OSError as error:  # no descriptor is left: a look now and then does as well
+            log.warning("the memory server is watched by looking now and then: %s", error)
+            self._io.later(PAUSE_S, partial(self._look, pid))
+        else:
+            self._io.watch(pidfd, partial(self._ended, pidfd))
+
+    def _ended(self, pidfd: int) -> None:
+        """In the io thread."""
+        self._io.forget(pidfd)
+        os.close(pidfd)
+        self._post(MemoryServerEnded())
+
+    def _look(self, pid: int) -> None:
+        """In the io thread. After `close` the number may be another process'."""
+        if self._closed.is_set():
+            return
+        if has_ended(pid):
+            self._post(MemoryServerEnded())
+        else:
+            self._io.later(PAUSE_S, partial(self._look, pid))
+
+    # ---------------------------------------------------------------- memory-key
+
+    def _keep_key(self) -> None:
+        key: bytes | None = None
+        rng = random.Random()
+        while True:
+            self._asks.get()
+            attempt = 0
+            while not self._closed.is_set():
+                try:
+                    found = key_of_job(self._store, key)
+                except StoreUnavailable:
+                    self._closed.wait(RETRY.wait_s(attempt, rng))
+                    attempt += 1
+                    continue
+                except (StoreError, NoKey) as error:
+                    log.warning("no replicas in other nodes' memory, for want of the job's key: %s", error)
+                    break
+                key = self._written(found, key)
+                break
+            if self._closed.is_set():
+                return
+
+    def _written(self, found: bytes, key: bytes | None) -> bytes | None:
+        """The key that the folder has from now on."""
+        if found == key:
+            return key
+        try:
+            write_key(str(self._place.memory.path), found)
+        except OSError as error:
+            log.warning("no replicas in other nodes' memory, the job's key cannot be kept: %s", error)
+            return key
+        return found
