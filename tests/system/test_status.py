@@ -132,7 +132,7 @@ def test_looking_through_the_store_does_not_touch_it(job: Job, etcd: EtcdCluster
         found = json.loads(etcd.ctl("get", "--prefix", record_key(job, "")))["kvs"]
         return [(kv["key"], kv["value"], kv.get("lease")) for kv in found]
 
-    job.wait_for(lambda: len(stored()) == 3, "the world and both nodes in the store")
+    job.wait_for(lambda: len(stored()) == 4, "the world, both nodes and the memory servers' key in the store")
     before = stored()
     shown = document(*etcd_source(job, etcd))
     assert (shown["state"], shown["world_size"], shown["generation"]) == ("running", 1, generation.number)
