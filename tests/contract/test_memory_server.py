@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +25,12 @@ from elastic_agent.worker.storage.replication.client import CopyGone, MemoryClie
 from elastic_agent.worker.storage.replication.key_file import key_of, write_key
 from elastic_agent.worker.storage.replication.link import HELLO_BYTES, NotAuthenticated
 from elastic_agent.worker.storage.replication.messages import (
+    PUSH_ANSWERS,
     STRETCHES,
     AbandonNewer,
+    Continue,
     Partner,
+    Piece,
     Push,
     Read,
     Settled,
@@ -139,6 +144,24 @@ def test_a_slot_that_is_being_read_can_be_overwritten_and_the_read_says_so(make:
         assert into == b"y" * 10
 
 
+def test_many_ranges_are_read_at_once(make: Make) -> None:
+    node = make("a")
+    data = filled(node)
+    offsets = random.Random(7).sample(range(len(data) - 5000), 100)
+    parts = [bytearray(offset % 5000) for offset in offsets]
+    with node.client() as client:
+        ranges = [(offset, memoryview(part)) for offset, part in zip(offsets, parts, strict=True)]
+        client.read_many(FOLDER, "a", (1, 3), ranges)
+        for offset, part in zip(offsets, parts, strict=True):
+            assert part == data[offset : offset + len(part)]
+        with pytest.raises(CopyGone):
+            client.read_many(FOLDER, "a", (1, 4), ranges)
+        client.read_many(
+            FOLDER, "a", (1, 3), ranges
+        )  # what came after the refusal is not taken for an answer
+        client.read_many(FOLDER, "a", (1, 3), [])
+
+
 # ---------------------------------------------------------------- the door
 
 
@@ -207,6 +230,35 @@ def test_a_silent_client_is_cut_off(make: Make, monkeypatch: pytest.MonkeyPatch)
         kept = idle._link
         assert idle.copies(DIRECTORY) == ()
         assert idle._link is kept
+
+
+def test_who_reads_or_sends_too_slowly_is_cut_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte now and then is no sign of life. No thread is held for it for longer than its bytes may take."""
+    monkeypatch.setattr(entrance, "SILENCE_S", 0.2)
+    monkeypatch.setattr(link, "LEAST_RATE", 1 << 30)
+    node = make("a")
+    filled(node, 3, 64 << 20)
+    reader = link.connect(node.address, KEY, 5.0)
+    with contextlib.closing(reader):
+        reader.send(Read(FOLDER.name, "a", 1, 3, 0, 64 << 20))
+        taken = 0
+        with contextlib.suppress(ConnectionError):
+            while more := reader.connection.recv(1 << 14):
+                taken += len(more)
+                time.sleep(0.01)
+        assert taken < 64 << 20
+    sender = link.connect(node.address, KEY, 5.0)
+    began = time.monotonic()
+    with contextlib.closing(sender):
+        sender.send(Push("b", FOLDER.name, header_of(3, 1 << 20, digest="b")))
+        assert isinstance(sender.receive(PUSH_ANSWERS), Continue)
+        with contextlib.suppress(ConnectionError):
+            sender.send(Piece(0), memoryview(bytes(1 << 20)), pause=lambda _: time.sleep(0.6))
+        assert ended(sender.connection)
+    assert time.monotonic() - began < 5.0
+    assert node.replica("b", 3) is None
+    with node.client() as client:
+        assert len(client.copies(DIRECTORY)) == 1
 
 
 def test_garbage_costs_nothing(make: Make) -> None:
@@ -431,6 +483,21 @@ def test_a_partner_without_room_says_how_much_is_missing_and_is_unreachable(
     assert "node b takes replicas again" in said
 
 
+def test_a_full_memory_is_a_refusal(make: Make, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    a, b = make("a"), make("b")
+    filled(a, 3, 100)
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        a.replicate_to(b.partner)
+        wait_for(lambda: a.acks(3).unreachable == ("b",), "the refusal")
+    assert "no memory for a replica of 100 bytes: [Errno 28]" in capfd.readouterr().err
+    acked(a, 3, "b")  # when there is room again
+
+
 def test_a_partner_that_is_away_is_unreachable_after_a_time(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,7 +603,7 @@ def test_without_the_kernel_s_word_copies_are_looked_for(make: Make, monkeypatch
     monkeypatch.setattr(process, "LOOK_S", 0.02)
     monkeypatch.setattr(seals, "IN_CLOEXEC", -1)  # refused, like one too many
     a, b = make("a"), make("b")
-    assert a.server._seals.readable is None
+    assert a.server._seals.blind
     a.replicate_to(b.partner)
     filled(a, 3, 100)
     acked(a, 3, "b")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +13,8 @@ from ..memory.slot_folders import SlotFolder
 from .link import Damaged, Link, connect
 from .messages import LISTED, STRETCHES, End, Gone, List, Order, Read, encode
 
+AHEAD = 32
+"""Ranges that are asked for before the first has come: so many questions fit into the buffers of any connection."""
 ORDER_S = 0.005
 """For an order: a server that is busy takes it later, from its socket."""
 
@@ -61,7 +63,22 @@ class MemoryClient:
         """The bytes from `offset` on, as many as `into` has. Raises CopyGone, and OSError for all else."""
         if len(into):
             question = Read(folder.name, slot, *version, offset, len(into))
-            self._asked(lambda link: _read(link, question, into))
+            self._asked(lambda link: _read_many(link, [(question, into)]))
+
+    def read_many(
+        self,
+        folder: SlotFolder,
+        slot: str,
+        version: tuple[int, int],
+        ranges: Sequence[tuple[int, memoryview]],
+    ) -> None:
+        """Like `read` for each offset and its bytes, without a wait for each: for many small ranges."""
+        questions = [
+            (Read(folder.name, slot, *version, offset, len(into)), into)
+            for offset, into in ranges
+            if len(into)
+        ]
+        self._asked(lambda link: _read_many(link, questions))
 
     def _asked(self, ask: Callable[[Link], _T]) -> _T:
         """Once more over a new connection where one has failed: servers close those that are idle."""
@@ -76,8 +93,6 @@ class MemoryClient:
             link = self._link = connect(self._address, self._key, self._within_s)
         try:
             return ask(link)
-        except CopyGone:
-            raise
         except BaseException:  # whatever still comes is no answer to the next question
             self.close()
             raise
@@ -94,8 +109,8 @@ def _copies(link: Link, directory: str) -> tuple[FoundCopy, ...]:
     return tuple(found)
 
 
-def _read(link: Link, question: Read, into: memoryview) -> None:
-    link.send(question)
+def _receive(link: Link, question: Read, into: memoryview) -> None:
+    """The answer. Raises CopyGone."""
     count = 0
     while count < question.length:
         answer = link.receive(STRETCHES)
@@ -107,6 +122,15 @@ def _read(link: Link, question: Read, into: memoryview) -> None:
         with into[count:end] as stretch:
             link.receive_payload(stretch)
         count = end
+
+
+def _read_many(link: Link, questions: Sequence[tuple[Read, memoryview]]) -> None:
+    for question, _ in questions[:AHEAD]:
+        link.send(question)
+    for number, (question, into) in enumerate(questions):
+        _receive(link, question, into)
+        if number + AHEAD < len(questions):
+            link.send(questions[number + AHEAD][0])
 
 
 def order(path: str, message: Order) -> bool:

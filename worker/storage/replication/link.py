@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import select
 import socket
 import struct
 import time
@@ -107,6 +108,12 @@ class Link:
             return codec.decode(text)
         except Invalid as error:
             raise Damaged(str(error)) from error
+
+    def waits(self, within_s: float) -> bool:
+        """Whether more comes within that time, or the end."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        return bool(poll.poll(within_s * 1000.0))
 
     @property
     def payload_bytes(self) -> int:

@@ -48,6 +48,7 @@ class CopyReader:
         if not os.path.isdir(os.path.join(memory, folder.name)):
             raise CopyGone(f"there is no folder {folder.name}")
         self.slots = Slots(memory, folder)
+        self.folder = folder
         self.slot = slot
         try:
             self._held = self.slots.hold(slot)

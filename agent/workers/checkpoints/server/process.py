@@ -49,7 +49,7 @@ from ...processes.guard import IGNORED
 from .entrance import Entrance
 from .rate import Rate
 from .receiving import Receiver
-from .replicator import Progress, Replicator
+from .replicator import MOST_ORDERS, Progress, Replicator
 from .requests import answer
 from .seals import Seals
 
@@ -60,8 +60,6 @@ ORDER_S = 1.0
 LOOK_S = 1.0
 """Between two looks for copies, where the kernel does not tell of them."""
 MOST_DESCRIPTORS = 4096
-MOST_ORDERS = 16
-"""Checkpoint directories whose orders are kept, the newest."""
 
 _KEPT = ".replicate"
 """The end of the name of a file with an order."""
@@ -115,10 +113,10 @@ class Server:
         self._entrance.open()
         orders.setblocking(False)
         self._io.watch(orders.fileno(), partial(self._accept_order, orders))
-        if self._seals.readable is not None:
-            self._io.watch(self._seals.readable, self._sealed)
-        else:
+        if self._seals.blind:
             self._io.later(LOOK_S, self._look)
+        else:
+            self._io.watch(self._seals.readable, self._sealed)
         Thread(self._take_orders, "orders").start()
 
     def close(self) -> None:
@@ -153,6 +151,9 @@ class Server:
     def _sealed(self) -> None:
         if self._seals.read():
             self.replicator.look()
+        if self._seals.blind:
+            self._io.forget(self._seals.readable, self._seals.close)
+            self._io.later(LOOK_S, self._look)
 
     def _look(self) -> None:
         self.replicator.look()
@@ -227,7 +228,8 @@ def _kept_orders(memory: str) -> list[Replicate]:
     found = []
     with contextlib.suppress(OSError), open_directory(memory) as folder:
         names = [name for name in os.listdir(folder) if name.endswith(_KEPT)]
-        for name in names[-MOST_ORDERS:]:
+        oldest_first = sorted(names, key=lambda name: os.stat(name, dir_fd=folder).st_mtime_ns)
+        for name in oldest_first[-MOST_ORDERS:]:
             with contextlib.suppress(OSError, ValueError):
                 order = ORDERS.decode(read_whole(folder, name, MAX_ORDER_BYTES))
                 if isinstance(order, Replicate):

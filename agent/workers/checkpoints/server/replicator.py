@@ -52,6 +52,9 @@ UNREACHABLE_AFTER_S = 10.0
 # A partner that is away for good costs one try in these seconds, until the workers name others.
 RETRY = RetryPolicy(first_wait_s=0.1, max_wait_s=5.0)
 
+MOST_ORDERS = 16
+"""Checkpoint directories, of which the newest count."""
+
 Key = tuple[str, str]
 """Folder and slot."""
 
@@ -95,6 +98,8 @@ class Replicator:
         if before is not None:
             before.end()
         self._orders[digest] = _Order(self, digest, order, self._report)
+        if len(self._orders) > MOST_ORDERS:
+            self._orders.pop(next(iter(self._orders))).end()
         self._orders[digest].start()
 
     def close(self) -> None:

@@ -19,38 +19,79 @@ from .receiving import Receiver
 
 STRETCH_BYTES = 1 << 20
 MOST_CHARS = 500
+NEXT_S = 0.002
+"""How long a thread waits for the next request of a connection before others have it: of many small reads each comes
+right after the other."""
 
 
 def answer(link: Link, memory: str, receiver: Receiver) -> None:
-    """The one request that has begun to come. Raises OSError, and then the connection is of no more use."""
-    request = link.receive(REQUESTS)
-    if link.payload_bytes:
-        raise Damaged("a request with a payload")
-    if isinstance(request, List):
-        for copy in copies_of(memory, request.directory):
-            link.send(Found(copy.folder.name, copy.slot, copy.header))
-        link.send(End())
-    elif isinstance(request, Read):
-        _read(link, request, memory)
-    else:
-        receiver.receive(link, request)
+    """The request that has begun to come, and those right behind it. Raises OSError, and then the connection is of no
+    more use."""
+    with _Answers(link, memory, receiver) as answers:
+        answers.give()
+        while link.waits(NEXT_S):
+            answers.give()
 
 
-def _read(link: Link, request: Read, memory: str) -> None:
-    folder = SlotFolder.parse(request.folder)
-    assert folder is not None
-    version = request.generation, request.step
-    try:
-        with (
-            CopyReader(memory, folder, request.slot, version) as copy,
-            memoryview(bytearray(min(STRETCH_BYTES, request.length))) as buffer,
-        ):
-            end = request.offset + request.length
-            if end > copy.header.size:
-                raise CopyGone(f"the copy has {copy.header.size} bytes, and {end} are asked for")
+class _Answers:
+    def __init__(self, link: Link, memory: str, receiver: Receiver) -> None:
+        self._link = link
+        self._memory = memory
+        self._receiver = receiver
+        self._buffer = bytearray()
+        self._copy: CopyReader | None = None
+        """That was read last."""
+
+    def __enter__(self) -> _Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._copy is not None:
+            self._copy.close()
+
+    def give(self) -> None:
+        request = self._link.receive(REQUESTS)
+        if self._link.payload_bytes:
+            raise Damaged("a request with a payload")
+        if isinstance(request, List):
+            for copy in copies_of(self._memory, request.directory):
+                self._link.send(Found(copy.folder.name, copy.slot, copy.header))
+            self._link.send(End())
+        elif isinstance(request, Read):
+            try:
+                self._read(request)
+            except CopyGone as gone:
+                self._link.send(Gone(str(gone)[:MOST_CHARS]))
+        else:
+            self._receiver.receive(self._link, request)
+
+    def _read(self, request: Read) -> None:
+        copy = self._copy_of(request)
+        end = request.offset + request.length
+        if end > copy.header.size:
+            raise CopyGone(f"the copy has {copy.header.size} bytes, and {end} are asked for")
+        if len(self._buffer) < min(STRETCH_BYTES, request.length):
+            self._buffer = bytearray(min(STRETCH_BYTES, request.length))
+        with memoryview(self._buffer) as buffer:
             for offset in range(request.offset, end, STRETCH_BYTES):
                 with buffer[: min(STRETCH_BYTES, end - offset)] as stretch:
                     copy.read(offset, stretch)
-                    link.send(Stretch(), stretch)
-    except CopyGone as gone:
-        link.send(Gone(str(gone)[:MOST_CHARS]))
+                    self._link.send(Stretch(), stretch)
+
+    def _copy_of(self, request: Read) -> CopyReader:
+        """Raises CopyGone."""
+        version = request.generation, request.step
+        copy = self._copy
+        if copy is not None and (copy.folder.name, copy.slot, copy.header.version) == (
+            request.folder,
+            request.slot,
+            version,
+        ):
+            return copy
+        folder = SlotFolder.parse(request.folder)
+        assert folder is not None, "the message allows no other name"
+        found = CopyReader(self._memory, folder, request.slot, version)
+        if copy is not None:
+            copy.close()
+        self._copy = found
+        return found

@@ -1,7 +1,7 @@
 """Tells when a copy was sealed here: the kernel (inotify) says when a header is renamed into place.
 
-Where the kernel gives no more watches (fs.inotify.max_user_instances, max_user_watches), `readable` is None and its
-user looks now and then.
+Where the kernel gives no more watches (fs.inotify.max_user_instances, max_user_watches), `blind` is true and its user
+looks now and then.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ class Seals:
     def __init__(self, memory: str) -> None:
         self._memory = memory
         self._libc = ctypes.CDLL(None, use_errno=True)
-        found = self._libc.inotify_init1(IN_CLOEXEC | IN_NONBLOCK)
-        self.readable: int | None = found if found >= 0 else None
-        """A descriptor that can be read when something has happened."""
+        self.readable: int = self._libc.inotify_init1(IN_CLOEXEC | IN_NONBLOCK)
+        """A descriptor that can be read when something has happened; negative: there is none."""
+        self.blind = self.readable < 0
         self._watch(memory, IN_CREATE | IN_ONLYDIR)
         self._watch_folders()
 
     def close(self) -> None:
-        descriptor, self.readable = self.readable, None
-        if descriptor is not None:
+        descriptor, self.readable = self.readable, -1
+        if descriptor >= 0:
             os.close(descriptor)
 
     def read(self) -> bool:
         """Whether some copy may have been sealed since the last look."""
-        if self.readable is None:
-            return True
         try:
             raw = os.read(self.readable, _BUFFER_BYTES)
         except BlockingIOError:
@@ -68,7 +66,6 @@ class Seals:
                     self._watch(entry.path, IN_MOVED_TO | IN_ONLYDIR)
 
     def _watch(self, path: str, events: int) -> None:
-        if self.readable is None:
-            return
-        if self._libc.inotify_add_watch(self.readable, os.fsencode(path), events) < 0 and os.path.isdir(path):
-            self.close()
+        if not self.blind:
+            found = self._libc.inotify_add_watch(self.readable, os.fsencode(path), events)
+            self.blind = found < 0 and os.path.isdir(path)
