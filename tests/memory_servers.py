@@ -95,7 +95,7 @@ class Node:
         return MemoryClient(self.address, key, within_s)
 
     def order(self, message: Order) -> None:
-        assert order(self.orders, message)
+        assert order(self.orders, message, PATIENCE_S)
 
     def replicate_to(
         self, *partners: Partner, generation: int = 1, resumed: tuple[int, int] = (0, 0)

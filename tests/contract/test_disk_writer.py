@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import queue
@@ -44,7 +43,7 @@ from elastic_agent.worker.wire.messages import (
     encode,
 )
 from elastic_agent.worker.wire.run import Run
-from tests.io_threads import settle_io, started_io
+from tests.io_threads import started_io
 from tests.stopping import stop
 
 PATIENCE_S = 20.0
@@ -565,26 +564,3 @@ def test_the_writer_needs_no_torch_and_starts_in_no_time(agent: Agent, directory
     checkpoints.wait()
     (pid,) = agent.writer.pids
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
-
-
-def test_a_writer_that_is_gone_already_is_not_looked_for(
-    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def gone(pid: int) -> int:
-        raise ProcessLookupError(errno.ESRCH, "No such process")
-
-    monkeypatch.setattr(os, "pidfd_open", gone)
-    agent.writer._await_end(2**22)
-    assert isinstance(agent._events.get(timeout=PATIENCE_S), WriterEnded)
-    assert "looking now and then" not in caplog.text
-
-
-def test_a_closed_one_looks_for_no_writer(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be another process' by now, which would be looked for without end."""
-    looked: list[int] = []
-    monkeypatch.setattr(disk_writer, "has_ended", looked.append)
-    agent.writer.close()
-    agent.writer._look(os.getpid())
-    settle_io()
-    assert looked == []
-    assert agent._events.empty()

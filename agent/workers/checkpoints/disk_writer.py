@@ -8,7 +8,6 @@ sees the end of its connection.
 from __future__ import annotations
 
 import logging
-import os
 import select
 import socket
 import subprocess
@@ -24,8 +23,9 @@ from ....worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, U
 from ...common.events import Event, WriterEnded, WriterWanted
 from ...common.io_thread import IoThread
 from ..processes.failures import describe_exit
-from ..processes.proc import KILL_WAIT_S, has_ended, process_status, reap_within
+from ..processes.proc import KILL_WAIT_S, process_status, reap_within
 from ..processes.workers import start_helper
+from .helper_end import HelperEnd
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class DiskWriter:
         self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, agent, reports]
         self._environment = environment
         self._io = io
+        self._ends = HelperEnd("disk writer", io, lambda: post(WriterEnded()))
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -89,6 +90,7 @@ class DiskWriter:
         if self._process is None and _has_come(self._socket):
             self._launch()
         self._closed = True
+        self._ends.close()
         process, self._process = self._process, None
         if process is None:
             return
@@ -136,6 +138,7 @@ class DiskWriter:
     def close(self) -> None:
         """The agent is ending; see `finish`, which may have been cut short."""
         self._closed = True
+        self._ends.close()
         self._log_unsaved(round(time.monotonic() - self._finishing_since, 1))
         if self._process is not None:
             _end(self._process)
@@ -149,7 +152,7 @@ class DiskWriter:
             log.warning("the disk writer cannot be started, saves make training wait: %s", error)
             self._io.later(PAUSE_S, self._await_order)
         else:
-            self._await_end(self._process.pid)
+            self._ends.wait_for(self._process.pid)
 
     def _await_order(self) -> None:
         if not self._closed:
@@ -159,32 +162,6 @@ class DiskWriter:
         """In the io thread: the next order is waited for when a writer has ended."""
         self._io.forget(descriptor)
         self._post(WriterWanted())
-
-    def _await_end(self, pid: int) -> None:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._post(WriterEnded())
-        except OSError as error:  # no descriptor is left: a look now and then does as well
-            log.warning("the disk writer is watched by looking now and then: %s", error)
-            self._io.later(PAUSE_S, partial(self._look, pid))
-        else:
-            self._io.watch(pidfd, partial(self._ended, pidfd))
-
-    def _ended(self, pidfd: int) -> None:
-        """In the io thread."""
-        self._io.forget(pidfd)
-        os.close(pidfd)
-        self._post(WriterEnded())
-
-    def _look(self, pid: int) -> None:
-        """In the io thread. After `close` the number may be another process'."""
-        if self._closed:
-            return
-        if has_ended(pid):
-            self._post(WriterEnded())
-        else:
-            self._io.later(PAUSE_S, partial(self._look, pid))
 
 
 def _name(unsaved: UnsavedStep) -> str:

@@ -10,7 +10,6 @@ each generation: the store of a job without etcd may be another one then.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import random
 import socket
@@ -19,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ....rendezvous.errors import StoreError, StoreUnavailable
@@ -30,9 +28,10 @@ from ....worker.storage.replication.key_file import write_key
 from ...common.events import Event, MemoryServerEnded, MemoryServerWanted
 from ...common.io_thread import IoThread
 from ..processes.failures import describe_exit
-from ..processes.proc import KILL_WAIT_S, has_ended, process_status, reap_within
+from ..processes.proc import KILL_WAIT_S, process_status, reap_within
 from ..processes.workers import start_helper
 from .folder import MemoryFolder
+from .helper_end import HelperEnd
 from .job_key import NoKey, key_of_job
 
 log = logging.getLogger(__name__)
@@ -42,6 +41,8 @@ _ROOT = Path(__file__).parents[len(_MODULE.split(".")) - 2]
 _PROGRAM = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {_MODULE} import main; main(*sys.argv[1:])"
 """Isolated, as the disk writer is."""
 
+MOST_ORDERS = 1024
+"""That wait for the server: of one that is starting, those of all workers."""
 PAUSE_S = 1.0
 """After a server has ended, so that one that cannot start costs nothing."""
 
@@ -80,13 +81,14 @@ class MemoryServer:
         self._store = store
         self._environment = environment
         self._io = io
+        self._ends = HelperEnd("memory server", io, lambda: post(MemoryServerEnded()))
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self._asks: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._orders.bind(str(place.orders))
-        self._orders.listen()
+        self._orders.listen(MOST_ORDERS)
 
     def start(self) -> None:
         Thread(self._keep_key, "memory-key").start()
@@ -114,6 +116,7 @@ class MemoryServer:
     def close(self) -> None:
         """The agent is ending."""
         self._closed.set()
+        self._ends.close()
         self._asks.put(None)
         process, self._process = self._process, None
         if process is not None:
@@ -137,7 +140,7 @@ class MemoryServer:
             log.warning("the memory server cannot be started, replicas and copies wait for it: %s", error)
             self._io.later(PAUSE_S, self._want)
         else:
-            self._await_end(self._process.pid)
+            self._ends.wait_for(self._process.pid)
 
     def _want(self) -> None:
         """In the io thread."""
@@ -154,32 +157,6 @@ class MemoryServer:
 
         for descriptor in descriptors:
             self._io.watch(descriptor, come)
-
-    def _await_end(self, pid: int) -> None:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._post(MemoryServerEnded())
-        except OSError as error:  # no descriptor is left: a look now and then does as well
-            log.warning("the memory server is watched by looking now and then: %s", error)
-            self._io.later(PAUSE_S, partial(self._look, pid))
-        else:
-            self._io.watch(pidfd, partial(self._ended, pidfd))
-
-    def _ended(self, pidfd: int) -> None:
-        """In the io thread."""
-        self._io.forget(pidfd)
-        os.close(pidfd)
-        self._post(MemoryServerEnded())
-
-    def _look(self, pid: int) -> None:
-        """In the io thread. After `close` the number may be another process'."""
-        if self._closed.is_set():
-            return
-        if has_ended(pid):
-            self._post(MemoryServerEnded())
-        else:
-            self._io.later(PAUSE_S, partial(self._look, pid))
 
     # ---------------------------------------------------------------- memory-key
 

@@ -133,12 +133,15 @@ def _read_many(link: Link, questions: Sequence[tuple[Read, memoryview]]) -> None
             link.send(questions[number + AHEAD][0])
 
 
-def order(path: str, message: Order) -> bool:
-    """Give it to the memory server whose socket has this path. False: it is lost, and a later one is as good."""
-    deadline = time.monotonic() + ORDER_S
+def order(path: str, message: Order, within_s: float = ORDER_S) -> bool:
+    """Give it to the memory server whose socket has this path. False: it is lost, and a later one is as good.
+
+    `within_s` may be longer where training does not wait.
+    """
+    deadline = time.monotonic() + within_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(ORDER_S)
+            connection.settimeout(within_s)
             connection.connect(path)
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.sendall(encode(message))

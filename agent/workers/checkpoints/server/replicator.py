@@ -46,7 +46,7 @@ from .rate import Rate
 
 SILENCE_S = 10.0
 CONNECT_S = 5.0
-KEY_WITHIN_S = 30.0
+KEY_WITHIN_S = 5.0
 UNREACHABLE_AFTER_S = 10.0
 
 # A partner that is away for good costs one try in these seconds, until the workers name others.
@@ -191,6 +191,7 @@ class _Order:
         link: Link | None = None
         attempt = 0
         while (copy := self._next(partner)) is not None:
+            began = time.monotonic()
             try:
                 if link is None:
                     key = key_of(self._of.memory, KEY_WITHIN_S)
@@ -205,7 +206,7 @@ class _Order:
                 if not isinstance(error, RefusedCopy) and link is not None:
                     link.close()
                     link = None
-                self._failed(partner, error)
+                self._failed(partner, error, began)
                 self._pause(RETRY.wait_s(attempt, self._of.rng))
                 attempt += 1
         if link is not None:
@@ -302,12 +303,13 @@ class _Order:
             self._write(copy, (*self._acks[key].nodes, partner.node))
             self._report_progress()
 
-    def _failed(self, partner: Partner, error: Exception) -> None:
+    def _failed(self, partner: Partner, error: Exception, began: float) -> None:
+        """`began`: when it was tried, monotonic."""
         with self._changed:
             if self._ended:
                 return
             now = time.monotonic()
-            since = self._failing_since.setdefault(partner.node, now)
+            since = self._failing_since.setdefault(partner.node, began)
             refused = isinstance(error, RefusedCopy)
             if partner.node in self._unreachable or not (refused or now - since >= UNREACHABLE_AFTER_S):
                 return
