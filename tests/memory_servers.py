@@ -133,7 +133,7 @@ class Node:
         try:
             for name, found in slots.headers().items():
                 if found.step == step:
-                    with slots.hold(name) as held:
+                    with contextlib.suppress(OSError, ValueError), slots.hold(name) as held:  # gone meanwhile
                         return held.stream.read()
         finally:
             slots.close()

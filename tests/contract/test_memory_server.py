@@ -599,6 +599,26 @@ def test_abandoned_replicas_are_dropped(make: Make) -> None:
     assert b.replica("a", 3)
 
 
+def test_what_a_new_generation_has_abandoned_is_dropped_with_its_order(make: Make) -> None:
+    """A sealed replica as one that has come in part."""
+    a, b = make("a", rate=8 * PIECE_BYTES), make("b")
+    a.replicate_to(b.partner)
+    for step in (3, 4):
+        a.fill(header_of(step, 100), b"x" * 100, local_rank=1)
+        acked(a, step, "b", local_rank=1)
+    filled(a, 3, 100)
+    acked(a, 3, "b")
+    filled(a, 4, 4 * PIECE_BYTES)
+    sent = a.server.replicator.sent_bytes
+    wait_for(lambda: a.server.replicator.sent_bytes > sent, "the first piece")
+    b.replicate_to(generation=2, resumed=(1, 3))
+    wait_for(lambda: a.acks(4).unreachable == ("b",), "the refusal")
+    assert b.replica("a", 4) is None
+    assert b.replica("a", 4, local_rank=1) is None
+    assert b.replica("a", 3)
+    assert b.replica("a", 3, local_rank=1)
+
+
 def test_without_the_kernel_s_word_copies_are_looked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "LOOK_S", 0.02)
     monkeypatch.setattr(seals, "IN_CLOEXEC", -1)  # refused, like one too many

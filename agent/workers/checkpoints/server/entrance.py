@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,8 @@ PAUSE_S = 0.1
 class _Visitor:
     connection: socket.socket
     said: bytes
+    until: float
+    """Monotonic."""
     proof: bytes = b""
 
 
@@ -56,6 +59,7 @@ class Entrance:
         self._serve = serve
         self._door: dict[int, _Visitor] = {}
         """By descriptor, the oldest first."""
+        self._sweeping = False
         self._inside: dict[int, Link] = {}
         listener.setblocking(False)
 
@@ -97,7 +101,7 @@ class Entrance:
 
     def _greet(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        visitor = _Visitor(connection, hello())
+        visitor = _Visitor(connection, hello(), time.monotonic() + HANDSHAKE_S)
         try:
             connection.send(visitor.said)
         except OSError:
@@ -108,7 +112,19 @@ class Entrance:
         descriptor = connection.fileno()
         self._door[descriptor] = visitor
         self._io.watch(descriptor, partial(self._listen, visitor))
-        self._io.later(HANDSHAKE_S, partial(self._turn_away, visitor))
+        if not self._sweeping:
+            self._sweeping = True
+            self._io.later(HANDSHAKE_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """Those whose time is over; one pause for all, however many come and go."""
+        now = time.monotonic()
+        for visitor in [visitor for visitor in self._door.values() if visitor.until <= now]:
+            self._turn_away(visitor)
+        oldest = next(iter(self._door.values()), None)
+        self._sweeping = oldest is not None
+        if oldest is not None:
+            self._io.later(oldest.until - now, self._sweep)
 
     def _turn_away(self, visitor: _Visitor) -> None:
         descriptor = visitor.connection.fileno()

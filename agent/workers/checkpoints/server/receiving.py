@@ -97,7 +97,12 @@ class Receiver:
     # ---------------------------------------------------------------- orders
 
     def replicate(self, order: Replicate) -> None:
+        """From now on what the workers have abandoned is not taken; what was taken before is dropped."""
         self._orders[SlotFolder.of(order.directory).directory] = order
+        self._drop(
+            order.directory,
+            lambda version: version[0] < order.generation and version > order.resumed,
+        )
 
     def settle(self, order: Settled) -> None:
         """Drop replicas whose node brings them here no more: an assigned one has brought that version."""
@@ -118,13 +123,20 @@ class Receiver:
 
     def abandon(self, order: AbandonNewer) -> None:
         newest = order.generation, order.step
-        for folder in self._replica_folders(order.directory):
-            with self._taken(folder) as replica:
-                if replica.incoming is not None and replica.incoming.header.version > newest:
+        self._drop(order.directory, lambda version: version > newest)
+
+    def _drop(self, directory: str, unwanted: Callable[[tuple[int, int]], bool]) -> None:
+        for folder in self._replica_folders(directory):
+            incoming = self._replica(folder).incoming
+            versions = [header.version for header in headers_in(self._memory, folder).values()]
+            versions += [incoming.header.version] if incoming is not None else []
+            if not any(map(unwanted, versions)):
+                continue  # a push of it is not disturbed
+            with contextlib.suppress(Overtaken), self._taken(folder) as replica:
+                if replica.incoming is not None and unwanted(replica.incoming.header.version):
                     self._give_up(replica)
-                slots = Slots(self._memory, folder)
-                with contextlib.closing(slots):
-                    slots.drop(lambda version: version > newest)
+                with contextlib.closing(Slots(self._memory, folder)) as slots:
+                    slots.drop(unwanted)
 
     def _replica_folders(self, directory: str) -> list[SlotFolder]:
         found = folders(self._memory, SlotFolder.of(directory).directory)
@@ -152,16 +164,14 @@ class Receiver:
         replica_folder = folder.replica_of(push.node)
         try:
             with self._taken(replica_folder, link) as replica:
-                self._receive(link, push, folder, replica_folder, replica)
+                self._receive(link, push, replica_folder, replica)
         except Overtaken as error:
             link.send(Refused("busy", str(error)))
 
-    def _receive(
-        self, link: Link, push: Push, own: SlotFolder, folder: SlotFolder, replica: _Replica
-    ) -> None:
+    def _receive(self, link: Link, push: Push, folder: SlotFolder, replica: _Replica) -> None:
         header = push.header
-        if self._is_abandoned(own.directory, header):
-            link.send(Refused("abandoned", f"the job has gone on without version {header.version}"))
+        if self._is_abandoned(header, folder.directory):
+            link.send(_abandoned(header))
             return
         if self._is_here(folder, header):
             link.send(Have())
@@ -180,7 +190,7 @@ class Receiver:
         if isinstance(message, Superseded):
             self._give_up(replica)
         else:
-            self._finish(link, replica, incoming, message)
+            self._finish(link, folder, replica, incoming, message)
 
     def _take_piece(self, link: Link, incoming: _Incoming, piece: Piece) -> None:
         """Raises OSError."""
@@ -195,13 +205,19 @@ class Receiver:
             found = link.receive_payload(room)
         incoming.sums.append(found)
 
-    def _finish(self, link: Link, replica: _Replica, incoming: _Incoming, sent: Sent) -> None:
+    def _finish(
+        self, link: Link, folder: SlotFolder, replica: _Replica, incoming: _Incoming, sent: Sent
+    ) -> None:
         """Raises OSError."""
         header, found = incoming.header, tuple(incoming.sums)
         whole = len(found) == -(-header.size // PIECE_BYTES)
         if not whole or found != sent.sums or (header.sums and header.sums != found):
             self._give_up(replica)
             link.send(Refused("damaged", f"version {header.version} does not match its checksums"))
+            return
+        if self._is_abandoned(incoming.header, folder.directory):
+            self._give_up(replica)
+            link.send(_abandoned(header))
             return
         incoming.slots.seal(incoming.opened, replace(header, sums=found))
         replica.incoming = None
@@ -210,7 +226,7 @@ class Receiver:
         self._received()
         link.send(Acknowledged())
 
-    def _is_abandoned(self, directory: str, header: Header) -> bool:
+    def _is_abandoned(self, header: Header, directory: str) -> bool:
         order = self._orders.get(directory)
         return order is not None and header.generation < order.generation and header.version > order.resumed
 
@@ -302,6 +318,10 @@ class Receiver:
         finally:
             replica.link = None
             replica.lock.release()
+
+
+def _abandoned(header: Header) -> Refused:
+    return Refused("abandoned", f"the job has gone on without version {header.version}")
 
 
 def _is_same(found: Header, header: Header) -> bool:
