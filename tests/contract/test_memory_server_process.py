@@ -20,6 +20,7 @@ from elastic_agent.agent.workers.checkpoints.memory_server import MemoryServer, 
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Delete, Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.replication.client import MemoryClient, order
 from elastic_agent.worker.storage.replication.key_file import key_of
 from elastic_agent.worker.storage.replication.messages import Partner, Replicate
@@ -99,7 +100,8 @@ def test_a_killed_server_goes_on_with_its_orders(
     try:
         assert order(agent.orders, Replicate(DIRECTORY, 1, (0, 0), (Partner("b", partner.address),)))
         agent.turn(MemoryServerWanted)
-        wait_for(lambda: list(agent.memory.glob("*.replicate")), "the order to be kept")
+        kept = agent.memory / f"{SlotFolder.of(DIRECTORY).directory}.replicate"
+        wait_for(kept.exists, "the order to be kept")
         [pid] = agent.server.pids
         os.kill(pid, 9)
         agent.turn(MemoryServerEnded)

@@ -155,7 +155,7 @@ class Replicate(Checked):
     """From now on bring this node's newest copies to `partners`. It takes the place of the order before.
 
     The workers are of `generation`, and went on from the version `resumed`: older generations' other copies are not
-    brought, nor taken from others where they are newer than that.
+    brought; where they are newer than that they are not taken from others either, and replicas of them are dropped.
     """
 
     directory: str
