@@ -245,7 +245,7 @@ PORT_RANGE: Option[PortRange | None] = NETWORK.option(
     "port-range",
     Parser("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
     "ports this agent may listen on for its workers, for other nodes' probes (unless --http-address names"
-    " a port) and, without an endpoint, for the store (default: any free port)",
+    " a port), for copies of sharded state and, without an endpoint, for the store (default: any free port)",
     metavar="FIRST-LAST",
 )
 HTTP_ADDRESS: Option[Endpoint | None] = NETWORK.option(
