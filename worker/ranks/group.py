@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 CHUNK_BYTES = 64 << 20
 
-RECORDS = 1
+RECORDS = 2
 """The version of all dataclasses that ranks exchange: it changes with the fields, or the bounds, of any of them."""
 
 LET_GO_S = 1.0
