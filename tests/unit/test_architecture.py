@@ -33,7 +33,7 @@ threads:
 worker/errors:
 worker/wire:
 worker/state: worker/errors
-worker/state/sharding:
+worker/state/sharding: worker/errors worker/state
 worker/steps: worker/errors worker/wire
 worker/ranks: worker/errors worker/wire worker/state worker/steps
 worker/storage/memory: worker/wire worker/state

@@ -101,10 +101,10 @@ class Layout:
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             place = target[offset : offset + storage.nbytes()]
             if storage.device.type == "cuda":
-                _copy_beside(place, source, streams)
+                copy_beside(place, source, streams)
             else:
                 place.copy_(source)
-        return [_over(device, stream) for device, stream in streams.items()]
+        return [over(device, stream) for device, stream in streams.items()]
 
 
 def lay_out(payload: Any) -> Layout:
@@ -129,7 +129,7 @@ def lay_out(payload: Any) -> Layout:
     return Layout(sink.size, sink.written, list(zip(offsets, distinct, strict=True)))
 
 
-def _copy_beside(
+def copy_beside(
     place: torch.Tensor, source: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]
 ) -> None:
     """Copy while the GPU's own work goes on, behind what has changed `source` up to now."""
@@ -142,7 +142,7 @@ def _copy_beside(
     source.record_stream(streams[device])
 
 
-def _over(device: torch.device, stream: torch.cuda.Stream) -> torch.cuda.Event:
+def over(device: torch.device, stream: torch.cuda.Stream) -> torch.cuda.Event:
     """The end of the copy. The GPU does nothing that could change the state before; this process need not wait."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)

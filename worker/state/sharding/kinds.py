@@ -1,0 +1,87 @@
+"""Which objects a state is spread over ranks by, found by type: nothing of theirs is called, nothing is imported.
+
+A module of torch that was not imported has no instances, so a script without sharding pays for none of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+import torch
+
+from ..state_dicts import Part, unwrapped
+
+
+def is_dtensor(one: object) -> bool:
+    return _is(one, "torch.distributed.tensor", "DTensor")
+
+
+def is_sharded_tensor(one: object) -> bool:
+    return _is(one, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
+
+
+def is_fsdp1(one: object) -> bool:
+    return _is(one, "torch.distributed.fsdp", "FullyShardedDataParallel")
+
+
+def is_zero(one: object) -> bool:
+    return _is(one, "torch.distributed.optim", "ZeroRedundancyOptimizer")
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether this rank has a part of it only."""
+    if is_dtensor(tensor):
+        return not all(placement.is_replicate() for placement in _any(tensor).placements)
+    return is_sharded_tensor(tensor)
+
+
+def is_tensor(one: object) -> TypeGuard[torch.Tensor]:
+    """ShardedTensor is none by its class."""
+    return isinstance(one, torch.Tensor) or is_sharded_tensor(one)
+
+
+def is_sharded(parts: Mapping[str, Part]) -> bool:
+    """Whether some rank has a part of this state only. A mesh of one rank counts: another world may have more."""
+    return any(_is_sharded_part(part) for part in parts.values())
+
+
+def _is_sharded_part(part: Part) -> bool:
+    if isinstance(part, dict):
+        return any(is_spread(one) for one in tensors_of(part))
+    part = unwrapped(part)
+    if isinstance(part, torch.nn.Module):
+        return any(map(is_fsdp1, part.modules())) or any(map(is_spread, own_tensors(part)))
+    if isinstance(part, torch.optim.Optimizer):
+        return is_zero(part) or any(
+            is_spread(weight) for group in part.param_groups for weight in group["params"]
+        )
+    return False
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def tensors_of(state: Any) -> Iterator[torch.Tensor]:
+    if is_tensor(state):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from tensors_of(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from tensors_of(value)
+
+
+def _any(one: Any) -> Any:
+    return one
+
+
+def _is(one: object, module: str, name: str) -> bool:
+    if type(one) is torch.Tensor or type(one) is torch.nn.Parameter:
+        return False  # most are, and this is the fastest to find out
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(one, kind)

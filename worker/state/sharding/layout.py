@@ -1,0 +1,215 @@
+"""Where each byte of one rank's copy belongs, and the copy of all tensors to their places.
+
+Each tensor lies in an archive of its own, as `torch.save` writes it, at a multiple of 64 bytes: first all tensors, then
+all values, then the table. What an archive has around a tensor's elements depends on dtype and sizes only, so `torch`
+is asked once for each of these. A value that has changed moves no tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from ..archive_layout import copy_beside, lay_out, over
+from .items import Form, Items
+from .leaves import Path
+from .pieces import Sizes, numel, strides_of
+from .table import Shard, Table, Value
+
+ALIGNMENT = 64
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The archive of a tensor: what is before its elements, where these begin, and what is behind them."""
+
+    head: bytes
+    tail: bytes
+    data: int
+    size: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, sizes: Sizes) -> _Template:
+        """Raises CannotLayOut."""
+        found = lay_out(torch.empty(sizes, dtype=dtype))
+        if not found.storages:
+            head = b"".join(data for _, data in found.written)
+            return cls(head, b"", len(head), len(head))
+        (data, _), *_ = found.storages
+        (_, before), (_, behind) = found.written
+        return cls(bytes(before), bytes(behind), data, found.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """All that does not change while the form does not."""
+
+    form: Form
+    written: list[tuple[int, bytes]]
+    """What is between the tensors' elements, and the offset of each."""
+    tensors: list[tuple[int, torch.dtype, Sizes]]
+    """Where the elements of each begin."""
+    shards: tuple[Shard, ...]
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """Where the values lie, and the table of all."""
+
+    values: list[tuple[str, Path, int, bool]]
+    """With the length of each."""
+    table: Table
+    packed: bytes
+    digest: str
+
+
+class ShardLayouts:
+    """The layouts of one Checkpointer's copies, one after the other."""
+
+    def __init__(self) -> None:
+        self._templates: dict[tuple[torch.dtype, Sizes], _Template] = {}
+        self._places: _Places | None = None
+        self._tail: _Tail | None = None
+        self._views = _Views()
+
+    def lay_out(self, items: Items) -> ShardLayout:
+        """Raises CannotLayOut."""
+        places, tail = self._places, self._tail
+        if places is None or places.form is not items.form:
+            places, tail = self._place(items.form), None
+            self._places = places
+        values = [(key, path, len(archive), common) for key, path, archive, common in items.values]
+        if tail is None or tail.values != values:
+            tail = self._tail = self._tabulate(places, values, items)
+        behind = bytearray()
+        for _, _, archive, _ in items.values:
+            behind += archive
+            behind += bytes(_aligned(len(behind)) - len(behind))
+        table_at = places.end + len(behind)
+        behind += tail.packed
+        return ShardLayout(
+            places.end + len(behind),
+            tail.table,
+            (table_at, len(tail.packed)),
+            tail.digest,
+            places,
+            bytes(behind),
+            items.tensors,
+            self._views,
+        )
+
+    def _place(self, form: Form) -> _Places:
+        forms: dict[int, tuple[torch.dtype, Sizes]] = {
+            row.source: (row.dtype, row.sizes) for row in form.rows
+        }
+        written: list[tuple[int, bytearray]] = [(0, bytearray())]
+        tensors: list[tuple[int, torch.dtype, Sizes]] = []
+        archives: list[tuple[int, int, int]] = []
+        offset = 0
+        for source in range(form.sources):
+            one = forms[source]
+            template = self._templates.get(one)
+            if template is None:
+                template = self._templates[one] = _Template.of(*one)
+            data = offset + template.data
+            begin, stretch = written[-1]
+            stretch += bytes(offset - begin - len(stretch)) + template.head
+            written.append(
+                (data + template.size - template.data - len(template.tail), bytearray(template.tail))
+            )
+            tensors.append((data, *one))
+            archives.append((offset, template.size, data))
+            offset = _aligned(offset + template.size)
+        begin, stretch = written[-1]
+        stretch += bytes(offset - begin - len(stretch))
+        shards = tuple(
+            Shard(
+                row.key,
+                str(row.dtype).removeprefix("torch."),
+                row.shape,
+                row.offsets,
+                row.sizes,
+                *archives[row.source],
+                row.common,
+            )
+            for row in form.rows
+        )
+        return _Places(form, [(at, bytes(data)) for at, data in written if data], tensors, shards, offset)
+
+    def _tabulate(self, places: _Places, values: list[tuple[str, Path, int, bool]], items: Items) -> _Tail:
+        found: list[Value] = []
+        offset = places.end
+        for key, _, length, common in values:
+            found.append(Value(key, offset, length, common))
+            offset = _aligned(offset + length)
+        paths = {row.key: row.path for row in places.form.rows} | {key: path for key, path, *_ in values}
+        table = Table(places.shards, tuple(found), paths)
+        digest = table.digest
+        if items.tells_ranks_apart:
+            digest = sha256(f"{digest} {items.rank}".encode()).hexdigest()[:16]
+        return _Tail(values, table, table.to_bytes(), digest)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """A copy of `size` bytes. `table_place`: offset and length of the table in it. `digest`: see `RankShards`."""
+
+    size: int
+    table: Table
+    table_place: tuple[int, int]
+    digest: str
+    _places: _Places
+    _behind: bytes
+    """Values and table."""
+    _tensors: Sequence[torch.Tensor]
+    _views: _Views
+
+    @torch.no_grad()
+    def copy_to(self, view: memoryview, target: torch.Tensor) -> list[torch.cuda.Event]:
+        """Fill `target`, the bytes that `view` shows; what a GPU still copies is there when its events are over."""
+        for offset, data in self._places.written:
+            view[offset : offset + len(data)] = data
+        view[self._places.end : self._places.end + len(self._behind)] = self._behind
+        streams: dict[torch.device, torch.cuda.Stream] = {}
+        for place, source in zip(self._views.of(self._places, target), self._tensors, strict=True):
+            if source.device.type == "cuda":
+                copy_beside(place, source, streams)
+            else:
+                place.copy_(source)
+        return [over(device, stream) for device, stream in streams.items()]
+
+
+class _Views:
+    """The places of all tensors in a slot's mapping, as tensors, for as long as the mapping is there."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[weakref.ref[torch.Tensor], _Places, list[torch.Tensor]]] = []
+
+    def of(self, places: _Places, target: torch.Tensor) -> list[torch.Tensor]:
+        self._known = [one for one in self._known if one[0]() is not None and one[1] is places]
+        for reference, _, views in self._known:
+            if reference() is target:
+                return views
+        storage = target.untyped_storage()
+        views = [_view(storage, offset, dtype, sizes) for offset, dtype, sizes in places.tensors]
+        self._known.append((weakref.ref(target), places, views))
+        return views
+
+
+def _view(storage: torch.UntypedStorage, offset: int, dtype: torch.dtype, sizes: Sizes) -> torch.Tensor:
+    """No view to autograd, which would keep the slot's own tensor alive."""
+    made = torch.empty(0, dtype=dtype)
+    if not numel(sizes):
+        return made.reshape(sizes)
+    arguments: Any = (storage, offset // dtype.itemsize, sizes, strides_of(sizes))
+    return made.set_(*arguments)

@@ -1,0 +1,156 @@
+"""A nested state as leaves with DCP's keys, and back; and the archives of leaves that are no tensors.
+
+`flatten` goes where `torch.distributed.checkpoint` goes: into every mapping, and into lists that hold tensors or
+mappings. A key is the path of a leaf, joined by dots. DCP's paths forget what `{}`, keys that are no strings and
+mappings of other types are: a state that has such gets its structure written down beside, without its leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..state_dicts import is_plain, prove_loadable
+from .kinds import is_tensor
+
+Path = tuple[str | int, ...]
+
+STRUCTURE = "elastic_agent.structure"
+RANKS = "ranks"
+"""Under which each rank has what is its own, see `own_key`."""
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+def key_of(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def structure_path(path: Path) -> Path:
+    """Where the structure of what is at `path` lies: beside all parts, so that it is no part's value to others."""
+    if path[0] == RANKS:
+        return (*path[:2], STRUCTURE, key_of(path[2:]))
+    return (STRUCTURE, key_of(path))
+
+
+def flatten(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from flatten(value, (*path, str(key)))
+    elif isinstance(state, list) and not _is_leaf(state):
+        for index, value in enumerate(state):
+            yield from flatten(value, (*path, index))
+    else:
+        yield path, state
+
+
+def _is_leaf(state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return False
+    return not isinstance(state, list) or not any(is_tensor(one) or not _is_leaf(one) for one in state)
+
+
+def unflatten(leaves: Sequence[tuple[Path, Any]]) -> Any:
+    """Of paths that begin behind those of `flatten`; no leaves are an empty dict."""
+    if len(leaves) == 1 and not leaves[0][0]:
+        return leaves[0][1]
+    groups: dict[str | int, list[tuple[Path, Any]]] = {}
+    for path, value in leaves:
+        groups.setdefault(path[0], []).append((path[1:], value))
+    made = {key: unflatten(group) for key, group in groups.items()}
+    if made and all(type(key) is int for key in made):
+        return [made[index] for index in sorted(made, key=int)]
+    return made
+
+
+def split(state: Any, path: Path) -> tuple[list[Path], list[torch.Tensor], list[tuple[Path, Any]]]:
+    """The tensors with their paths, and all other leaves; the structure is one of them where it must be."""
+    paths: list[Path] = []
+    tensors: list[torch.Tensor] = []
+    others: list[tuple[Path, Any]] = []
+    for where, leaf in flatten(state, path):
+        if is_tensor(leaf):
+            paths.append(where)
+            tensors.append(leaf)
+        else:
+            others.append((where, leaf))
+    if forgets(state):
+        others.append((structure_path(path), structure_of(state)))
+    return paths, tensors, others
+
+
+def forgets(state: Any) -> bool:
+    """Whether `unflatten(flatten(state))` is another state."""
+    if isinstance(state, Mapping):
+        return (
+            type(state) is not dict
+            or not state
+            or any(type(key) is not str or forgets(value) for key, value in state.items())
+        )
+    return isinstance(state, list) and not _is_leaf(state) and any(map(forgets, state))
+
+
+def structure_of(state: Any) -> Any:
+    """The same containers, with None for each leaf."""
+    if isinstance(state, Mapping):
+        made: Any = copy.copy(state)
+        for key, value in state.items():
+            made[key] = structure_of(value)
+        return made
+    if isinstance(state, list) and not _is_leaf(state):
+        return [structure_of(value) for value in state]
+    return None
+
+
+def filled(structure: Any, path: Path, leaf: Callable[[Path], Any]) -> Any:
+    """The state of this structure, with `leaf` of the path of each of its leaves."""
+    if isinstance(structure, Mapping):
+        made: Any = copy.copy(structure)
+        for key, value in structure.items():
+            made[key] = filled(value, (*path, str(key)), leaf)
+        return made
+    if isinstance(structure, list):
+        return [filled(value, (*path, index), leaf) for index, value in enumerate(structure)]
+    return leaf(path)
+
+
+class Archives:
+    """What `torch.save` writes of values, made again only for a value that is another than before."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[bytes, bytes]] = {}
+
+    def of(self, key: str, value: Any, step: int) -> bytes:
+        """Raises NotPlainData for what `torch.load(weights_only=True)` refuses."""
+        if not _is_scalar(value):
+            self._known.pop(key, None)
+            return _archive(value, step)
+        pickled = pickle.dumps(value)
+        known = self._known.get(key)
+        if known is None or known[0] != pickled:
+            known = self._known[key] = (pickled, _archive(value, step))
+        return known[1]
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether two of these with equal pickles are the same."""
+    kind = type(value)
+    return kind in _SCALARS or (kind in (list, tuple) and all(map(_is_scalar, value)))
+
+
+def _archive(value: Any, step: int) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    if not is_plain(value):
+        buffer.seek(0)
+        prove_loadable(buffer, step)
+    return buffer.getvalue()
+
+
+def loaded(archive: bytes | bytearray | memoryview) -> Any:
+    return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)

@@ -1,0 +1,311 @@
+"""The parts of a script whose state is spread over ranks, as one rank has them: taken, and given back.
+
+Of most parts all ranks have the same, or each its pieces. A part that the script has declared to be each rank's own is
+stored under a key of that rank. Where a mesh does not have all ranks, as with pipeline parallelism, no rank knows what
+others lack: then each rank keeps all that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import CheckpointMismatch, OtherWorldSize, Sharded
+from ..rank_parts import Reshard, Rules
+from ..state_dicts import Part, state_of, unwrapped
+from .items import FormCache, Items, Joined, Leaf, Taken
+from .kinds import is_dtensor, is_sharded, is_tensor, own_tensors, tensors_of
+from .leaves import RANKS, STRUCTURE, Archives, Path, flatten, key_of, split, structure_path
+from .modules import ModuleState
+from .optimizers import OptimizerState, ParameterNames
+from .pieces import refuse
+from .reading import OpenCopy, Reader, WantedTensor
+
+_RESERVED = (RANKS, STRUCTURE)
+_PARTS = "parts"
+"""Under which a rank has the parts that are declared to be each rank's own."""
+_DECLARED = "declared"
+"""The names of these."""
+
+
+class _PartState(Protocol):
+    def refuse(self) -> None: ...
+
+    def take(self, world_size: int, *, shared: bool) -> list[Taken]: ...
+
+    def prepare(self, reader: Reader) -> Callable[[], None]: ...
+
+
+class Prepared:
+    """All that a rank needs has been read, and nothing has changed. `own`: what this rank alone had, by name."""
+
+    def __init__(self, applied: list[Callable[[], None]], own: dict[str, Any]) -> None:
+        self._applied = applied
+        self.own = own
+
+    def apply(self) -> None:
+        """Change all parts. They keep nothing of the copies' memory."""
+        for put in self._applied:
+            put()
+
+
+class ShardedParts:
+    """Of one Checkpointer."""
+
+    def __init__(self, parts: Mapping[str, Part], of_rank_0: Collection[str], of_each_rank: Rules) -> None:
+        self._parts = dict(parts)
+        self._of_rank_0 = frozenset(of_rank_0)
+        self._rules = dict(of_each_rank)
+        shared = {name: part for name, part in self._parts.items() if name not in self._rules}
+        modules = {
+            name: module
+            for name, part in shared.items()
+            if not isinstance(part, dict) and isinstance(module := unwrapped(part), torch.nn.Module)
+        }
+        names = ParameterNames(modules)
+        self._states: dict[str, _PartState] = {
+            name: _state_of_part(name, part, modules, names) for name, part in shared.items()
+        }
+        self._own_forms = FormCache()
+        self._joined = Joined()
+        self._archives = Archives()
+        self._shared: tuple[int, bool] | None = None
+        """Of a world of that size, whether all ranks have the same of what is not spread."""
+
+    def refuse(self) -> None:
+        """Raises Sharded or NotPlainData, naming part and tensor, for what cannot be carried."""
+        for name in _RESERVED:
+            if name in self._parts:
+                raise Sharded(f"a part of a sharded state cannot be called {name!r}: give it another name")
+        for name in (*self._of_rank_0, *self._rules):
+            if is_sharded({name: self._parts[name]}):
+                whose = "rank 0's" if name in self._of_rank_0 else "each rank's own"
+                raise Sharded(
+                    f"part {name!r} is spread over ranks, and declared to be {whose}: declare it no more"
+                )
+        for one in self._states.values():
+            one.refuse()
+
+    # ---------------------------------------------------------------- taking
+
+    def take(self, rank: int, world_size: int, step: int, *, common: bool, own: Mapping[str, Any]) -> Items:
+        """This rank's pieces. `common`: with what all ranks have alike; `own`: more that this rank alone has.
+
+        Raises NotPlainData and Sharded, and what the parts' `state_dict`
+        raises.
+        """
+        if self._shared is None or self._shared[0] != world_size:
+            self._shared = (world_size, self._covers(world_size))
+        taken = [
+            one for state in self._states.values() for one in state.take(world_size, shared=self._shared[1])
+        ]
+        taken.append(self._take_own(rank, own))
+        form, tensors = self._joined.join(taken, common=common)
+        values = [
+            (
+                key_of(leaf.path),
+                leaf.path,
+                self._archives.of(key_of(leaf.path), leaf.value, step),
+                leaf.common,
+            )
+            for one in taken
+            for leaf in one.leaves
+            if common or not leaf.common
+        ]
+        return Items(form, tensors, values, bool(self._rules), rank)
+
+    def _take_own(self, rank: int, own: Mapping[str, Any]) -> Taken:
+        states = {_own_path(rank, name): value for name, value in own.items()}
+        states |= {_own_path(rank, _PARTS, name): state_of(self._parts[name]) for name in self._rules}
+        if self._rules:
+            states[_own_path(rank, _DECLARED)] = sorted(self._rules)
+        paths: list[Path] = []
+        tensors: list[torch.Tensor] = []
+        leaves: list[Leaf] = []
+        for at, state in states.items():
+            found_paths, found, others = split(state, at)
+            for path, tensor in zip(found_paths, found, strict=True):
+                refuse(str(at[-1]), key_of(path), tensor)
+            paths += found_paths
+            tensors += found
+            leaves += [Leaf(*other, False) for other in others]
+        return Taken(*self._own_forms.take(paths, tensors, 0, shared=False), leaves)
+
+    def _covers(self, world_size: int) -> bool:
+        """Whether all ranks have all parts: every mesh has all ranks."""
+        for part in self._parts.values():
+            for one in _tensors_in(part):
+                mesh: Any = one
+                if is_dtensor(one) and mesh.device_mesh.size() < world_size:
+                    return False
+        return True
+
+    # ---------------------------------------------------------------- giving back
+
+    def prepare(
+        self, copies: Mapping[int, OpenCopy], rank: int, world_size: int, old_world_size: int
+    ) -> Prepared:
+        """Read all that this rank needs of the old ranks' copies; nothing changes yet.
+
+        Raises CheckpointMismatch, by name, where the state does not fit, OtherWorldSize where a part of each rank has
+        no rule, and what the copies' `read` raises.
+        """
+        same = world_size == old_world_size
+        reader = Reader(copies, rank if same else None)
+        unknown = {str(path[0]) for path in reader.paths.values()} - {*self._states, *_RESERVED}
+        if unknown:
+            raise CheckpointMismatch(
+                f"the checkpoint has the parts {sorted(unknown)}, this script has {sorted(self._states)}: give "
+                "Checkpointer the state that was saved, or use another directory"
+            )
+        reader.read_values()
+        applied = [state.prepare(reader) for state in self._states.values()]
+        ranks = self._ranks_read(rank, world_size, old_world_size)
+        mine = {key: path for key, path in reader.paths.items() if _is_of(path, ranks)}
+        reader.read_values(list(mine))
+        wanted = {key: WantedTensor.like(reader, key, None) for key in mine if reader.is_tensor(key)}
+        reader.read()
+
+        def state_at(path: Path) -> Any:
+            return reader.state(path, lambda key: wanted[key].made())
+
+        for one in ranks:
+            key = key_of(_own_path(one, _DECLARED))
+            declared = reader.value(key) if key in mine else []
+            if declared != sorted(self._rules):
+                raise CheckpointMismatch(
+                    f"the checkpoint holds of rank {one} {declared}, this script declares {sorted(self._rules)}: give "
+                    "Checkpointer the same of_each_rank, or use another directory"
+                )
+        for name, rule in self._rules.items():
+            states = {one: state_at(_own_path(one, _PARTS, name)) for one in ranks}
+            applied.append(
+                _putter(self._parts[name], self._reshaped(name, rule, states, rank, world_size, same))
+            )
+        names = {str(path[2]) for path in mine.values()} if same else set()
+        own = {name: state_at(_own_path(rank, name)) for name in names - {_PARTS, _DECLARED, STRUCTURE}}
+        return Prepared(applied, own)
+
+    def _ranks_read(self, rank: int, world_size: int, old_world_size: int) -> Sequence[int]:
+        """The old ranks of which this rank reads what was theirs alone. Raises OtherWorldSize."""
+        if world_size == old_world_size:
+            return [rank]
+        without = sorted(name for name, rule in self._rules.items() if rule is None)
+        if without:
+            raise OtherWorldSize(
+                f"the checkpoint holds {without} of each of {old_world_size} ranks, and this world has {world_size}: "
+                f"start with {old_world_size} workers again, or say how to reshape it: "
+                f"Checkpointer(..., of_each_rank={{{without[0]!r}: rule}})"
+            )
+        return range(old_world_size) if self._rules else ()
+
+    def _reshaped(
+        self, name: str, rule: Reshard | None, states: dict[int, Any], rank: int, world_size: int, same: bool
+    ) -> Any:
+        if same:
+            return states[rank]
+        assert rule is not None
+        try:
+            return rule(states, rank, world_size)
+        except Exception as error:
+            raise CheckpointMismatch(
+                f"the rule of {name!r} in of_each_rank cannot reshape the checkpoint from {len(states)} ranks to "
+                f"{world_size}: {error!r}"
+            ) from error
+
+
+class _OtherState:
+    """One part that is a dict, or any object with a state of its own."""
+
+    def __init__(self, name: str, part: Part) -> None:
+        self._name = name
+        self._part = part
+        self._forms = FormCache()
+
+    def refuse(self) -> None:
+        """Raises Sharded or NotPlainData."""
+        if isinstance(self._part, dict):
+            for path, one in flatten(self._part, ()):
+                if is_tensor(one):
+                    refuse(self._name, key_of(path), one)
+
+    def take(self, world_size: int, *, shared: bool) -> list[Taken]:
+        paths, tensors, others = split(state_of(self._part), (self._name,))
+        for path, tensor in zip(paths, tensors, strict=True):
+            refuse(self._name, key_of(path[1:]), tensor)
+        leaves = [Leaf(*one, shared) for one in others]
+        return [Taken(*self._forms.take(paths, tensors, world_size, shared=shared), leaves)]
+
+    def prepare(self, reader: Reader) -> Callable[[], None]:
+        at = (self._name,)
+        saved = reader.under(at)
+        if not saved and key_of(structure_path(at)) not in reader.paths:
+            raise CheckpointMismatch(
+                f"the checkpoint has no part {self._name!r}: give Checkpointer the state that was saved, or use "
+                "another directory"
+            )
+        tensors = [key for key in saved if reader.is_tensor(key)]
+        present: dict[str, torch.Tensor] = {}
+        if isinstance(self._part, dict) or not all(map(reader.is_whole, tensors)):
+            paths, found, _ = split(state_of(self._part), at)
+            present = dict(zip(map(key_of, paths), found, strict=True))
+        wanted: dict[str, WantedTensor] = {}
+        for key in tensors:
+            like = present.get(key)
+            if like is None or not is_dtensor(like):
+                if not reader.is_whole(key):
+                    raise CheckpointMismatch(
+                        f"{key!r} is spread over ranks in the checkpoint, and this script has no DTensor there that "
+                        "says how it is to be spread: put one there before load()"
+                    )
+                like = None
+            wanted[key] = WantedTensor.like(reader, key, like)
+
+        def apply() -> None:
+            put_into(self._part, reader.state(at, lambda key: wanted[key].made()))
+
+        return apply
+
+
+def _state_of_part(
+    name: str, part: Part, modules: Mapping[str, torch.nn.Module], names: ParameterNames
+) -> _PartState:
+    if name in modules:
+        return ModuleState(name, modules[name])
+    if isinstance(part, torch.optim.Optimizer):
+        return OptimizerState(name, part, names)
+    return _OtherState(name, part)
+
+
+def _tensors_in(part: Part) -> Iterator[torch.Tensor]:
+    if isinstance(part, dict):
+        yield from tensors_of(part)
+        return
+    part = unwrapped(part)
+    if isinstance(part, torch.nn.Module):
+        yield from own_tensors(part)
+    elif isinstance(part, torch.optim.Optimizer):
+        yield from (weight for group in part.param_groups for weight in group["params"])
+
+
+def _putter(part: Part, state: Any) -> Callable[[], None]:
+    return lambda: put_into(part, state)
+
+
+def put_into(part: Part, state: Any) -> None:
+    """The state is the part's to keep."""
+    if isinstance(part, dict):
+        part.clear()
+        part.update(state)
+    else:
+        unwrapped(part).load_state_dict(state)
+
+
+def _own_path(rank: int, *names: str) -> Path:
+    return (RANKS, str(rank), *names)
+
+
+def _is_of(path: Path, ranks: Sequence[int]) -> bool:
+    return path[0] == RANKS and str(path[1]).isdigit() and int(path[1]) in ranks

@@ -1,0 +1,390 @@
+"""Which bytes of which copies make the pieces that a rank wants, and the reading of these and no others.
+
+A piece that some copy in local memory holds as it is wanted is not read: it is a view on that memory. All others are
+put together by DCP's own planner. What is read from one copy is read in the order of its offsets, and neighbours that
+are small are read at once: a state has thousands of them, and a copy may be on another node.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointMismatch
+from .leaves import Path, filled, key_of, loaded, structure_path, unflatten
+from .pieces import Box, Sizes, boxes_of, cut_out, numel, strides_of, whole
+from .table import Shard, Table, Value, is_own
+
+SMALL = 256 << 10
+"""Bytes up to which a range is read together with its neighbours."""
+GAP = 16 << 10
+"""Bytes that are read for nothing, at most, rather than asked for twice."""
+MOST = 8 << 20
+"""Bytes of neighbours that are read at once."""
+
+
+@dataclass(slots=True)
+class OpenCopy:
+    """The copy of one rank of the old world. `read` fills the view from an offset on; `mapped`: it is local memory."""
+
+    table: Table
+    read: Callable[[int, memoryview], None]
+    mapped: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """`sink` gets the bytes: memory for them, or a function that is done with them when it returns."""
+
+    offset: int
+    length: int
+    sink: memoryview | Callable[[memoryview], None]
+
+    def put(self, data: memoryview) -> None:
+        if isinstance(self.sink, memoryview):
+            self.sink[:] = data
+        else:
+            self.sink(data)
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A box of a tensor; `tensor` has its elements once all is read. `borrowed`: it is a copy's memory, not ours."""
+
+    box: Box
+    tensor: torch.Tensor
+    borrowed: bool
+
+
+class Reader:
+    """All that one rank reads of the copies of an old world. What is wanted is named first; `read` gets it."""
+
+    def __init__(self, copies: Mapping[int, OpenCopy], first: int | None) -> None:
+        """`first`: the old rank whose place this rank has; what several copies hold is taken from its own."""
+        self._copies = copies
+        order = sorted(copies, key=lambda rank: (rank != first, copies[rank].mapped is None))
+        self._rows: dict[str, list[tuple[int, Shard]]] = {}
+        self._values: dict[str, tuple[int, Value]] = {}
+        self.paths: dict[str, Path] = {}
+        for rank in order:
+            table = copies[rank].table
+            for row in table.shards:
+                self._rows.setdefault(row.key, []).append((rank, row))
+            for value in table.values:
+                self._values.setdefault(value.key, (rank, value))
+            for key, path in table.paths.items():
+                self.paths.setdefault(key, path)
+        self._known: dict[str, Any] = {}
+        """Values that have been read."""
+        self._ranges: dict[int, list[_Range]] = {}
+        self._memory: dict[int, torch.Tensor] = {}
+        for rank, one in copies.items():
+            if one.mapped is not None and len(one.mapped):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # it need not be writable: nothing is written
+                    self._memory[rank] = torch.frombuffer(one.mapped, dtype=torch.uint8)
+
+    # ---------------------------------------------------------------- what there is
+
+    def under(self, path: Path) -> dict[str, Path]:
+        """The keys of all that lies there."""
+        return {key: found for key, found in self.paths.items() if found[: len(path)] == path}
+
+    def state(self, path: Path, leaf: Callable[[str], Any]) -> Any:
+        """What was flattened to there, with `leaf` of the key of each tensor."""
+
+        def get(where: Path) -> Any:
+            key = key_of(where)
+            if key not in self.paths:
+                raise CheckpointMismatch(f"the checkpoint lacks {key!r}")
+            return leaf(key) if self.is_tensor(key) else self.value(key)
+
+        structure = key_of(structure_path(path))
+        if structure in self.paths:
+            return filled(self.value(structure), path, get)
+        return unflatten([(found[len(path) :], get(found)) for found in self.under(path).values()])
+
+    def is_tensor(self, key: str) -> bool:
+        return key in self._rows
+
+    def shard(self, key: str) -> Shard:
+        """One of its pieces, for what all have alike."""
+        return self._rows[key][0][1]
+
+    def is_whole(self, key: str) -> bool:
+        """Whether each of its pieces is all of it."""
+        return all(piece.sizes == piece.shape for piece in self.pieces(key))
+
+    def pieces(self, key: str) -> list[Shard]:
+        return [row for _, row in self._rows[key]]
+
+    def is_common(self, key: str) -> bool:
+        rows = self._rows.get(key)
+        return rows[0][1].common if rows else self._values[key][1].common
+
+    def value(self, key: str) -> Any:
+        return self._known[key]
+
+    def read_values(self, keys: Sequence[str] | None = None) -> None:
+        """Read these values now; None: all that are no rank's own."""
+        for key in [one for one in self._values if not is_own(one)] if keys is None else keys:
+            if key in self._values and key not in self._known:
+                rank, value = self._values[key]
+                self._want_value(rank, value)
+        self.read()
+
+    def _want_value(self, rank: int, value: Value) -> None:
+        def keep(data: memoryview) -> None:
+            self._known[value.key] = loaded(data)
+
+        self._ranges.setdefault(rank, []).append(_Range(value.begin, value.length, keep))
+
+    # ---------------------------------------------------------------- what is wanted
+
+    def want(self, key: str, box: Box) -> Wanted:
+        """Raises CheckpointMismatch where the copies do not have all of it."""
+        distinct: dict[tuple[Sizes, Sizes], tuple[int, Shard]] = {}
+        for rank, row in self._rows[key]:
+            distinct.setdefault((row.offsets, row.sizes), (rank, row))
+        found = distinct.get((box.offsets, box.sizes))
+        if found is not None:
+            return self._want_piece(*found)
+        return self._want_parts(key, box, list(distinct.values()))
+
+    def _want_piece(self, rank: int, row: Shard) -> Wanted:
+        box, dtype = Box(row.offsets, row.sizes), _dtype(row)
+        length = box.numel * dtype.itemsize
+        _check(row, length)
+        memory = self._memory.get(rank)
+        if memory is not None and length:
+            return Wanted(box, memory[row.data : row.data + length].view(dtype).view(row.sizes), True)
+        made = torch.empty(row.sizes, dtype=dtype)
+        if length:
+            self._ranges.setdefault(rank, []).append(_Range(row.data, length, _bytes_of(made)))
+        return Wanted(box, made, False)
+
+    def _want_parts(self, key: str, box: Box, rows: list[tuple[int, Shard]]) -> Wanted:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        one = rows[0][1]
+        dtype = _dtype(one)
+        saved = TensorStorageMetadata(
+            _properties(dtype),
+            torch.Size(one.shape),
+            [ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes)) for _, row in rows],
+        )
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        made = torch.empty(box.sizes, dtype=dtype)
+        lacking = box.numel
+        for item in create_read_items_for_chunk_list(key, saved, [chunk]):
+            assert item.storage_index.index is not None
+            rank, row = rows[item.storage_index.index]
+            lacking -= numel(item.lengths)
+            place = _narrow(made, item.dest_offsets, item.lengths)
+            self._want_part(rank, row, tuple(item.storage_offsets), tuple(item.lengths), place)
+        if lacking:
+            raise CheckpointMismatch(
+                f"{lacking} of {box.numel} elements of {key!r} that this rank needs are in no copy"
+            )
+        return Wanted(box, made, False)
+
+    def _want_part(self, rank: int, row: Shard, offsets: Sizes, lengths: Sizes, place: torch.Tensor) -> None:
+        """Of one piece what begins at `offsets` in it."""
+        dtype = _dtype(row)
+        _check(row, numel(row.sizes) * dtype.itemsize)
+        memory = self._memory.get(rank)
+        if memory is not None:
+            piece = (
+                memory[row.data : row.data + numel(row.sizes) * dtype.itemsize].view(dtype).view(row.sizes)
+            )
+            place.copy_(_narrow(piece, offsets, lengths))
+            return
+        strides = strides_of(row.sizes)
+        begin = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+        last = sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+        count = last + 1
+        ranges = self._ranges.setdefault(rank, [])
+        offset, length = row.data + begin * dtype.itemsize, count * dtype.itemsize
+        if count == numel(lengths) and place.is_contiguous():
+            ranges.append(_Range(offset, length, _bytes_of(place)))
+            return
+
+        def scatter(data: memoryview) -> None:
+            flat = torch.frombuffer(bytearray(data), dtype=dtype)
+            place.copy_(flat.as_strided(lengths, strides))
+
+        ranges.append(_Range(offset, length, scatter))
+
+    # ---------------------------------------------------------------- the reading
+
+    def read(self) -> None:
+        """Get all that was wanted up to now. Raises what the copies' `read` raises."""
+        for rank, ranges in self._ranges.items():
+            copy = self._copies[rank]
+            for group in _groups(sorted(ranges, key=lambda one: one.offset)):
+                begin = group[0].offset
+                if copy.mapped is not None:
+                    for one in group:
+                        one.put(copy.mapped[one.offset : one.offset + one.length])
+                elif len(group) == 1 and isinstance(group[0].sink, memoryview):
+                    copy.read(begin, group[0].sink)
+                else:
+                    scratch = memoryview(bytearray(max(one.offset + one.length for one in group) - begin))
+                    copy.read(begin, scratch)
+                    for one in group:
+                        one.put(scratch[one.offset - begin : one.offset - begin + one.length])
+        self._ranges = {}
+
+
+class WantedTensor:
+    """A tensor that is made anew, and how it is distributed."""
+
+    def __init__(self, pieces: list[Wanted], like: Any, shape: Sizes, dtype: torch.dtype) -> None:
+        self._pieces = pieces
+        self._like = like
+        """A DTensor that is distributed in the same way; None: it is a plain tensor."""
+        self._shape = shape
+        self._dtype = dtype
+
+    @classmethod
+    def like(cls, reader: Reader, key: str, like: Any) -> WantedTensor:
+        """Raises CheckpointMismatch where the copies do not have all of it."""
+        saved = reader.shard(key)
+        shape, dtype = saved.shape, _dtype(saved)
+        if like is None:
+            return cls([reader.want(key, whole(shape))], None, shape, dtype)
+        boxes = boxes_of(shape, like.device_mesh, like.placements)
+        return cls([reader.want(key, box) for box, _ in boxes], like, shape, dtype)
+
+    def made(self) -> torch.Tensor:
+        """A tensor in memory of its own. A plain one is on the CPU: `load_state_dict` knows where it belongs."""
+        if self._like is None:
+            (piece,) = self._pieces
+            return piece.tensor.clone() if piece.borrowed else piece.tensor
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements = self._like.device_mesh, self._like.placements
+        return DTensor.from_local(
+            self._local(mesh, placements),
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(self._shape),
+            stride=strides_of(self._shape),
+        )
+
+    def _local(self, mesh: Any, placements: Any) -> torch.Tensor:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        device = self._like._local_tensor.device
+        boxes = boxes_of(self._shape, mesh, placements)
+        if len(boxes) == 1 and boxes[0][1] is None and len(self._pieces) == 1:
+            (piece,) = self._pieces
+            return piece.tensor.to(device, copy=piece.borrowed)
+        sizes, _ = compute_local_shape_and_global_offset(torch.Size(self._shape), mesh, placements)
+        local = torch.empty(sizes, dtype=self._dtype, device=device)
+        for (_, cut), piece in zip(boxes, self._pieces, strict=True):
+            cut_out(local, cut).copy_(piece.tensor)
+        return local
+
+
+def _groups(ranges: Sequence[_Range]) -> list[list[_Range]]:
+    found: list[list[_Range]] = []
+    end = 0
+    for one in ranges:
+        joins = (
+            found
+            and one.length <= SMALL
+            and found[-1][-1].length <= SMALL
+            and one.offset - end <= GAP
+            and one.offset + one.length - found[-1][0].offset <= MOST
+        )
+        if joins:
+            found[-1].append(one)
+        else:
+            found.append([one])
+        end = max(end if joins else 0, one.offset + one.length)
+    return found
+
+
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, begin, length)
+    return tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def _dtype(row: Shard) -> torch.dtype:
+    dtype = getattr(torch, row.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointMismatch(
+            f"{row.key!r} is of the type {row.dtype!r}, which this version of torch lacks"
+        )
+    return dtype
+
+
+def _check(row: Shard, length: int) -> None:
+    if row.data + length > row.begin + row.length:
+        raise CheckpointMismatch(f"the table gives {row.key!r} less room than it needs")
+
+
+# ---------------------------------------------------------------- for those who read with DCP
+
+
+def _properties(dtype: torch.dtype) -> Any:
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    return TensorProperties(dtype=dtype)
+
+
+def metadata_of(tables: Mapping[int, Table], files: Mapping[int, str]) -> bytes:
+    """What `torch.distributed.checkpoint.FileSystemWriter` writes into `.metadata`; `files`: of each rank its name.
+
+    A piece, or a value, that several ranks hold is named once, in the file of the lowest.
+    """
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorStorageMetadata,
+    )
+
+    entries: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    paths: dict[str, Path] = {}
+    for rank in sorted(tables):
+        for row in tables[rank].shards:
+            offsets, sizes = torch.Size(row.offsets), torch.Size(row.sizes)
+            entry = entries.get(row.key)
+            if entry is None:
+                entry = TensorStorageMetadata(_properties(_dtype(row)), torch.Size(row.shape), [])
+                entries[row.key] = entry
+            index = MetadataIndex(row.key, offsets, len(entry.chunks))
+            if index not in stored:
+                entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
+                stored[index] = filesystem._StorageInfo(files[rank], row.begin, row.length)
+        for value in tables[rank].values:
+            if value.key not in entries:
+                entries[value.key] = BytesStorageMetadata()
+                stored[MetadataIndex(value.key)] = filesystem._StorageInfo(
+                    files[rank], value.begin, value.length
+                )
+        for key, path in tables[rank].paths.items():
+            paths.setdefault(key, path)
+    metadata = Metadata(entries, paths, stored, StorageMeta())
+    if "version" in {one.name for one in fields(Metadata)}:
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return pickle.dumps(metadata)
