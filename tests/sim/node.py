@@ -373,6 +373,7 @@ class SimNode:
         silence = silence.look(silence.since, proven_until, now, LOOK_S)
         if why_stuck(silence, LEASE_TTL_S) and self.sim.bug != "a stuck loop is not missed":
             self.sim.seen["stuck loop ended"] += 1
+            self.sim.disturb()  # half a minute after it began, also in the calm
             self.fall(GUARD_KILLS_IN_S)
             return
         self.sim.after(LOOK_S / self.rate, self.of_this_life(lambda: self.watch(silence)))
