@@ -21,7 +21,7 @@ from .errors import RecordInvalid
 from .terms import Limits, Program
 from .text import NAME, ROLE, Age, Name, Role, clean, line
 
-SCHEMA = 10
+SCHEMA = 11
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -348,8 +348,8 @@ class World(_Record):
     limits_of: Annotated[str, line(128)] = ""
     program: Program | None = None
     """What the job runs: that of the same node."""
-    proven: Count = 0
-    """So many members, the first ones, were in the last healthy generation."""
+    unproven: tuple[Count, ...] = ()
+    """Places of the members that were not in the last healthy generation."""
     aside: tuple[Aside, ...] = ()
     finishing: bool = False
     """Some members' workers have all ended with success for a while now, and others' have not."""

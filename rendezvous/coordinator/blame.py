@@ -1,9 +1,9 @@
 """Which node is to blame for failures: a newcomer on which alone the workers fail must not end a healthy job.
 
-A generation was *healthy* if it made progress, or if nothing but a planned change ended it. The world counts its
-*proven* members, who were in the last healthy generation; as survivors keep their order, these are always the first
-ones. When all failures since then began on one member that is not proven, and the others are enough, it is *put aside*:
-its agent stays and stands ready, but no world includes this life of it. Its next life is a newcomer like any other.
+A generation was *healthy* if it made progress, or if nothing but a planned change ended it. Those of its members that
+are in the world are *proven*; the world lists the others. When all failures since then began on one member that is not
+proven, and the others are enough, it is *put aside*: its agent stays and stands ready, but no world includes this life
+of it. Its next life is a newcomer like any other.
 
 Pure functions over records. What to do with the answer is `decide`'s.
 """
@@ -22,8 +22,9 @@ PUT_ASIDE_AFTER = 2
 def proven(world: World, survivors: Sequence[NodeRecord], *, progressed: bool) -> frozenset[str]:
     """The incarnations of the survivors of `world` that have shown that training goes well with them."""
     planned = world.cause.kind in (CauseKind.JOIN, CauseKind.LEAVE)
-    known = world.members if progressed or planned else world.members[: world.proven]
-    return frozenset(member.incarnation for member in known) & {node.incarnation for node in survivors}
+    unproven = frozenset() if progressed or planned else frozenset(world.unproven)
+    known = {one.incarnation for place, one in enumerate(world.members) if place not in unproven}
+    return frozenset(known) & {node.incarnation for node in survivors}
 
 
 def count(

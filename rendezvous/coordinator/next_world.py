@@ -35,6 +35,7 @@ from ..records import (
 from ..text import counted, shortened
 from . import blame
 from .candidates import aside, first_that_fit, last_call_ends, named, newcomers
+from .placement import placed
 from .restarts import Ended, GiveUp, Retry, after_failure
 from .view import Decision, Policy, Publish, View, Wait
 
@@ -179,6 +180,8 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
         )
     if len(chosen) > len(survivors):  # no failure so far can clear a node that comes now
         restarts = replace(restarts, culprit="", blamed=0)
+    if world is not None:
+        chosen = placed(chosen[: len(survivors)], chosen[len(survivors) :], world)
     next_world = World(
         job=policy.job,
         # Higher than any that a node here has known, also in a store that is no more (I2).
@@ -192,7 +195,7 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
         limits=policy.limits,
         limits_of=view.limits_of,
         program=view.program,
-        proven=sum(node.incarnation in basis.proven for node in chosen),
+        unproven=tuple(place for place, node in enumerate(chosen) if node.incarnation not in basis.proven),
         aside=basis.aside,
         # The life of an agent is its own, so no second job, wherever its store, has the same.
         run=(world.run if world is not None else "") or life_of(chosen[0].incarnation),

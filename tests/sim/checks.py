@@ -90,6 +90,7 @@ class Checks:
             self.ports[endpoint] = world.generation
             self.check_limits(world)
             self.check_warm(world)
+            self.check_places(world)
             self.worlds[world.generation] = world
             self.world_revisions[world.generation] = revision
             self.seen[f"world by {world.cause.kind.value}"] += 1
@@ -134,6 +135,21 @@ class Checks:
             self.seen["limits changed"] += 1
         if self.odd is not None and self.odd in stay[:1]:
             self.seen["another policy coordinates"] += 1
+
+    def check_places(self, world: World) -> None:
+        """No survivor has another place than before that could have kept it, and the first one is a survivor (I3)."""
+        before, size = self.worlds.get(world.generation - 1), len(world.members)
+        if before is None:
+            return
+        was = {member.incarnation: place for place, member in enumerate(before.members)}
+        stay = [(was[m.incarnation], place) for place, m in enumerate(world.members) if m.incarnation in was]
+        if not stay:
+            return
+        moved = sum(old != new for old, new in stay)
+        must = max(sum(old >= size for old, _ in stay), all(old != 0 for old, _ in stay))
+        if moved > must or world.members[0].incarnation not in was:
+            self.broken("I3", f"in generation {world.generation} survivors move needlessly: {stay}")
+        self.seen["place taken over"] += len(stay) < size and stay[-1][1] >= len(stay)
 
     def check_warm(self, world: World) -> None:
         """Nodes that can go on wait for none that is not ready (I8)."""

@@ -89,7 +89,7 @@ class Sick(Scenario):
 
     def decision(self, view: View, policy: Policy, now: float) -> Decision:
         if not self.blame and view.world is not None:
-            view = replace(view, world=replace(view.world, proven=0))
+            view = replace(view, world=replace(view.world, unproven=tuple(range(len(view.world.members)))))
         return super().decision(view, policy, now)
 
     def check_world(self, world: World, revision: int) -> None:

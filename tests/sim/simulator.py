@@ -29,8 +29,10 @@ from elastic_agent.rendezvous.node.transactions import Evict, WriteRecord, Write
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Condition,
+    Endpoint,
     Phase,
     World,
+    line_up,
 )
 from elastic_agent.rendezvous.store.interface import Compare, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
@@ -64,6 +66,7 @@ BUGS = (
     "stop published before all acknowledged",
     "no node saves the state of one that leaves",
     "a joiner that is not warm is invited",
+    "survivors close ranks",
     *OF_AGENTS,
     "each coordinator applies its own limits",
     "an empty store knows nothing of the last world",
@@ -329,6 +332,8 @@ class Simulation(Checks):
             and view.world is not None
         ):
             return replace(decision, world=replace(decision.world, generation=view.world.generation))
+        if self.bug == "survivors close ranks" and isinstance(decision, Publish):
+            return replace(decision, world=closed_ranks(decision.world, view))
         return decision
 
     # ------------------------------------------------------------ the nemesis
@@ -450,6 +455,18 @@ class Simulation(Checks):
         self.check_converged()
         self.seen["rejoined"] += sum("." in node.agent.incarnation for node in self.nodes)
         return self.seen
+
+
+def closed_ranks(world: World, view: View) -> World:
+    """A world that begins, with its survivors in their old order and its newcomers behind them."""
+    if view.world is None or world.generation == view.world.generation:
+        return world
+    was = {member.incarnation: place for place, member in enumerate(view.world.members)}
+    records = {node.incarnation: node for node in view.nodes}
+    chosen = [records[member.incarnation] for member in world.members]
+    chosen.sort(key=lambda node: was.get(node.incarnation, len(was)))
+    master = Endpoint(chosen[0].address, chosen[0].port)
+    return replace(world, members=line_up(tuple(chosen)), master=master, unproven=())
 
 
 @dataclass(frozen=True, slots=True)

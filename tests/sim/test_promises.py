@@ -64,6 +64,7 @@ MUST_HAPPEN = (
     "stranded",
     "rescued",
     "planned change without loss",
+    "place taken over",
     "stuck loop ended",
     "dead thread ended",
 )

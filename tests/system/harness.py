@@ -379,6 +379,12 @@ class Job:
         assert not problems, "\n".join(problems)
 
 
+def without(nodes: Sequence[str], lost: str) -> list[str]:
+    """The places in the next world when one of these is lost and no newcomer takes its place: the last node does."""
+    *others, last = nodes
+    return [last if node == lost else node for node in others]
+
+
 def broken_promises(starts: Iterable[Record]) -> list[str]:
     """I2 to I4, as the workers saw it."""
     problems = []

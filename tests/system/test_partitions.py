@@ -16,7 +16,7 @@ import pytest
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 from .etcd_jobs import LEASE_S, NODES, NoteGap, agent_of, last_steps
-from .harness import Agent, Generation, Job
+from .harness import Agent, Generation, Job, without
 from .networks import DROP, RESET, Host, Network, loss, network
 
 MEMBERS = ("m0", "m1", "m2")
@@ -71,7 +71,7 @@ def kill_worker(old: Generation, node: str) -> None:
 def wait_for_replacement(job: Job, old: Generation, cut: str) -> Generation:
     """The others form a world without it, and not before its workers have ended by themselves."""
     two = job.wait_for_training(world=2, after=old.number)
-    assert two.nodes == [node for node in old.nodes if node != cut]
+    assert two.nodes == without(old.nodes, cut)
     job.wait_for(lambda: not job.workers(cut), f"node {cut} to stop its workers", STOPPED_S)
     last, first = last_sign(job, old, cut), min(start["at"] for start in two.starts.values())
     assert last < first, f"node {cut} trained on for {last - first:.3f} s after it was replaced"

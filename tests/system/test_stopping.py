@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import LOCKSTEP, RECORDER, Job
+from .harness import LOCKSTEP, RECORDER, Job, without
 from .processes import listening_ports, port_for_a_store, processes_of
 
 
@@ -34,7 +34,7 @@ def test_one_of_three_leaves_and_the_others_go_on_without_counting_a_failure(job
     agents["b"].signal(signal.SIGTERM)
     two = job.wait_for_training(world=2, after=three.number)
     assert agents["b"].exit_code() == 143
-    assert two.nodes == [node for node in three.nodes if node != "b"]
+    assert two.nodes == without(three.nodes, "b")
     assert two.number == three.number + 1, "one planned change, one new generation"
     for name in two.nodes:
         assert agents[name].says(rf"generation {two.number} \(leave\): 2 nodes.* 0 failures so far")

@@ -158,6 +158,7 @@ def test_the_first_world_in_full() -> None:
             step=7,
             limits=LIMITS,
             limits_of="c",
+            unproven=(0, 1, 2),
             run="c-1",
         ),
         "3 nodes are ready",
@@ -477,11 +478,11 @@ def test_a_world_that_can_go_on_does_not_wait() -> None:
         # survivors close at once, whatever the last call; a node that is gone holds none up
         (view(stopping(A, B), SA, SB), "running 5 [a b] join a", "2 nodes are ready"),
         (view(stopping(A, B, C), SA, SB, a=NOW), "running 5 [a b] join a", "2 nodes are ready"),
-        # survivors keep their order, also where another is older; newcomers come after them
+        # survivors keep their places, also where another node is older; newcomers take those that are free
         (view(stopping(C, A, B), SA, SB, SC), "running 5 [c a b] join a", ""),
         (view(stopping(C, A), D, SA, SC), "running 5 [c a d] join a", ""),
         # a spare fills a place that is free, and only that
-        (view(stopping(A, B, C), D, SA, SC), "running 5 [a c d] join a", ""),
+        (view(stopping(A, B, C), D, SA, SC), "running 5 [a d c] join a", ""),
         (view(stopping(A, B, C), D, SA, SB, SC), "running 5 [a b c] join a", ""),
         (view(stopping(A, B), SA, replace(SB, leaving=True), D, d=99.0), "running 5 [a d] join a", ""),
         # newcomers have their last call unless the world is full
@@ -524,7 +525,7 @@ def test_the_next_world_in_full() -> None:
         restarts=restarts,
         step=33,
         limits=LIMITS,
-        proven=2,
+        unproven=(2,),
         run="the-first",
     )
 
@@ -799,7 +800,7 @@ def test_a_node_refuses_itself_only_when_it_is_sure(
 
 # ---------------------------------------------------------------- decide: one newcomer on which alone workers fail
 
-JOINED = stopping(A, B, C, kind=CauseKind.FAILURE, proven=2, limits=LIMITS)
+JOINED = stopping(A, B, C, kind=CauseKind.FAILURE, unproven=(2,), limits=LIMITS)
 """A failure beside two that trained well before."""
 OF_C = Cause(
     CauseKind.FAILURE, "c", "rank 3 lacks a package", replace(CRASH, summary="rank 3 lacks a package")
@@ -840,8 +841,16 @@ def blamed(world: World, *nodes: NodeRecord) -> Decision:
             (replace(SA, step=21), SB, SC),
             "running 5 [a b c] failure c",
         ),
-        (replace(JOINED, cause=OF_C, restarts=ONCE, proven=3), (SA, SB, SC), "running 5 [a b c] failure c"),
-        (replace(JOINED, cause=OF_C, restarts=ONCE, proven=0), (SA, SB, SC), "running 5 [a b c] failure c"),
+        (
+            replace(JOINED, cause=OF_C, restarts=ONCE, unproven=()),
+            (SA, SB, SC),
+            "running 5 [a b c] failure c",
+        ),
+        (
+            replace(JOINED, cause=OF_C, restarts=ONCE, unproven=(0, 1, 2)),
+            (SA, SB, SC),
+            "running 5 [a b c] failure c",
+        ),
         # the others are too few, or need it for its store
         (
             replace(JOINED, cause=OF_C, restarts=ONCE, limits=replace(LIMITS, min_nodes=3)),
@@ -883,7 +892,7 @@ def test_who_is_put_aside_is_named_and_its_failures_cost_the_job_nothing() -> No
         ),
     )
     assert world.cause.detail.startswith("node c is put aside: all 2 failures")
-    assert world.proven == 2
+    assert world.unproven == ()
 
 
 def test_a_taken_port_that_costs_nothing_blames_no_node() -> None:
@@ -914,27 +923,31 @@ def test_no_world_has_who_was_put_aside_until_its_agent_begins_another_life() ->
 
 
 @pytest.mark.parametrize(
-    ("world", "nodes", "proven"),
+    ("world", "nodes", "unproven"),
     [
         # nothing but a planned change has ended it
-        (stopping(A, B), (SA, SB, C), 2),
-        (stopping(A, B, kind=CauseKind.LOST), (SA, SB), 0),
-        (stopping(A, B, C, kind=CauseKind.LOST, proven=2), (SB, SC), 1),
-        (stopping(A, B, C, kind=CauseKind.FAILURE, proven=1), (SA, SB, SC), 1),
-        (stopping(A, B, C, kind=CauseKind.FAILURE, proven=1), (SA, SB, replace(SC, step=21)), 3),
+        (stopping(A, B), (SA, SB, C), "c"),
+        (stopping(A, B, kind=CauseKind.LOST, unproven=(0, 1)), (SA, SB), "a b"),
+        (stopping(A, B, C, kind=CauseKind.LOST, unproven=(2,)), (SB, SC), "c"),
+        (stopping(A, B, C, kind=CauseKind.LOST, unproven=(2,)), (SA, SC, D), "d c"),
+        (stopping(A, B, C, kind=CauseKind.FAILURE, unproven=(1, 2)), (SA, SB, SC), "b c"),
+        (stopping(A, B, C, kind=CauseKind.FAILURE, unproven=(1, 2)), (SA, SB, replace(SC, step=21)), ""),
     ],
 )
 def test_who_was_in_the_last_healthy_generation(
-    world: World, nodes: tuple[NodeRecord, ...], proven: int
+    world: World, nodes: tuple[NodeRecord, ...], unproven: str
 ) -> None:
     decision = blamed(world, *nodes)
     assert isinstance(decision, Publish)
-    assert decision.world.proven == proven
+    assert [decision.world.members[place].node for place in decision.world.unproven] == unproven.split()
 
 
 def test_a_node_that_joins_between_two_failures_begins_with_no_blame_and_clears_none() -> None:
     decision = blamed(
-        replace(stopping(A, B, kind=CauseKind.FAILURE, proven=1), cause=replace(OF_C, node="b")), SA, SB, C
+        replace(stopping(A, B, kind=CauseKind.FAILURE, unproven=(1,)), cause=replace(OF_C, node="b")),
+        SA,
+        SB,
+        C,
     )
     assert isinstance(decision, Publish)
     assert (decision.world.restarts.culprit, decision.world.restarts.blamed) == ("", 0)
@@ -1109,7 +1122,19 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
     if before is not None and before.phase is Phase.LAST_STEP:
         keepers = [node for node in seen.nodes if node.has(STATE_SAVED, before.generation)]
         assert not keepers or not all(node.leaving for node in keepers), "the state would be lost"
-    assert [node.incarnation for node in chosen] == (stayed + came)[: policy.max_nodes]
+    assert {node.incarnation for node in chosen} == set((stayed + came)[: policy.max_nodes])
+    if before is not None:
+        check_places(before, world)
+
+
+def check_places(before: World, world: World) -> None:
+    """No survivor has another place than before that could have kept it, and the first one is a survivor."""
+    was = {member.incarnation: place for place, member in enumerate(before.members)}
+    stay = [(was[m.incarnation], place) for place, m in enumerate(world.members) if m.incarnation in was]
+    assert not stay or world.members[0].incarnation in was
+    beyond = sum(old >= len(world.members) for old, _ in stay)
+    first_is_free = bool(stay) and not any(old == 0 for old, _ in stay)
+    assert sum(old != new for old, new in stay) == max(beyond, first_is_free)
 
 
 def broken(world: World, live: dict[str, NodeRecord]) -> bool:

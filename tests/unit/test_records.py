@@ -83,7 +83,7 @@ WORLD = World(
     limits=Limits(2, 4, 1.5, 3),
     limits_of="a",
     program=Program("train.py", "ab12", words=("--lr", "0.1")),
-    proven=1,
+    unproven=(0, 1),
     aside=(Aside("c", "c-1", "its workers fail"), Aside("d", "d-1", "its workers fail")),
     run="a",
 )
@@ -259,7 +259,7 @@ def worlds(draw: st.DrawFn) -> World:
         limits=draw(st.none() | limits),
         limits_of=draw(st.just("") | names),
         program=draw(st.none() | programs),
-        proven=draw(numbers),
+        unproven=tuple(draw(st.lists(numbers, max_size=3))),
         aside=tuple(draw(st.lists(asides, max_size=3))),
         run=draw(st.just("") | names),
     )
@@ -411,7 +411,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         **LIMITS_FIELDS,
         ("limits_of",): text(128),
         **PROGRAM_FIELDS,
-        ("proven",): number(),
+        ("unproven",): [None, 1, True, "x", {}, [True], [-1], ["x"], [1.5], [None], [[]]],
         ("aside",): [None, 1, True, "x", {}, [1], [None], [[]]],
         ("run",): [*text(128), "a/b", "a b", ".\n"],
     },

@@ -38,7 +38,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        10,
+        11,
         {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
@@ -46,7 +46,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             ),
             "World": (
                 "job generation phase members master cause restarts step result final_saver limits "
-                "limits_of program proven aside finishing run"
+                "limits_of program unproven aside finishing run"
             ),
             "StopAt": "generation step paused",
             "DrainRequest": "incarnation",
@@ -114,8 +114,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
             "CheckStatus": "check outcome summary advice",
-            "World": "records 10",
-            "NodeRecord": "records 10",
+            "World": "records 11",
+            "NodeRecord": "records 11",
         },
     ),
     "run file": (
