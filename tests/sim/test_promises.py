@@ -21,6 +21,28 @@ CHUNK = 25
 BATCH = 4
 """Most planted bugs show in the first seeds."""
 
+SHOWN_BY = {
+    "restart inside the generation": 1,
+    "commit without the fence": 24,
+    "start before the old workers are gone": 1,
+    "incarnation reused after a crash": 14,
+    "world written without compare": 12,
+    "commit from an old generation": 24,
+    "a rank misses the pending flag": 4,
+    "stop published after going on": 4,
+    "stop published before all acknowledged": 45,
+    "a joiner that is not warm is invited": 1,
+    "a stuck loop is not missed": 2,
+    "a dead thread is not missed": 45,
+    "the first world of an empty store does not wait": 26,
+    "a world of others does not wait for one that may go on": 4,
+    "a member hides that it has the store": 57,
+    "silence of a member counts as a yes": 7,
+    "a refused connection is proof of an end": 22,
+}
+"""The first seed that shows the bug, where this is not 0. It is tried first, and all from 0 if it shows the bug no
+longer: enter the new one then, which saves up to 57 seeds."""
+
 MUST_HAPPEN = (
     "fault kill",
     "fault pause",
@@ -91,9 +113,10 @@ def test_no_seed_breaks_a_promise(workers: multiprocessing.pool.Pool) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(workers: multiprocessing.pool.Pool, bug: str) -> None:
-    for first in range(0, 200, BATCH):
-        tries = [(seed, bug) for seed in range(first, first + BATCH)]
-        verdicts = workers.starmap(try_seed, tries, chunksize=1)
+    assert SHOWN_BY.keys() <= set(BUGS)
+    batches = [range(first, first + BATCH) for first in range(0, 200, BATCH)]
+    for seeds in ((SHOWN_BY.get(bug, 0),), *batches):
+        verdicts = workers.starmap(try_seed, [(seed, bug) for seed in seeds], chunksize=1)
         if any((verdict.broken or "").startswith("I") for verdict in verdicts):
             return
     pytest.fail(f"200 seeds did not notice: {bug}")
