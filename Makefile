@@ -7,6 +7,9 @@ VENV   := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# Tests start a thousand processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak slurm benchmark torchft scale steps checkpoints gpu clean
 
