@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from pathlib import Path
 from typing import BinaryIO
 
 from elastic_agent.worker.state.sharding.table import Shard, Table, Value, own_key
@@ -14,7 +14,9 @@ from elastic_agent.worker.storage.disk.sharded.parts import Part, write_part
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots
+from elastic_agent.worker.wire.run import Run
 
+RUN = Run("run-a")
 METADATA = b"what torch pickles"
 
 
@@ -99,5 +101,17 @@ def save_all(nodes: list[CheckpointFiles], step: int, *, generation: int = 1, le
     return commit(nodes[0], commit_of(attempt, step, len(nodes), generation=generation), permitted)
 
 
-def newer(header: Header, generation: int) -> Header:
-    return replace(header, generation=generation)
+def nodes(directory: Path, count: int = 3, *, keep: int = 2, run: Run = RUN) -> list[CheckpointFiles]:
+    return [CheckpointFiles(directory, keep=keep, run=run) for _ in range(count)]
+
+
+def check(reader: CheckpointFiles, manifest: Manifest) -> None:
+    """Every rank's copy is there to the last byte. Raises BadCheckpoint."""
+    for rank in range(manifest.world_size):
+        raw, header = copy_of(rank, manifest.step, manifest.world_size, generation=manifest.generation)
+        with reader.open_rank(manifest, rank) as copy:
+            into = bytearray(copy.header.size)
+            copy.read(0, into)
+            assert into == raw
+            assert copy.header.is_same_copy(header)
+            assert {row.key for row in copy.table.shards} == {"model.weight", f"ranks.{rank}.rng"}

@@ -1,45 +1,68 @@
-"""Sharded checkpoints on disk: what is committed and believed, and what a power cut may leave behind."""
+"""Sharded checkpoints on disk: what is committed and believed, and what is left of others."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from elastic_agent.worker.errors import BadCheckpoint, SaveFailed
+from elastic_agent.worker.errors import BadCheckpoint, Fenced, OtherRun, SaveFailed, Unconfirmed
+from elastic_agent.worker.state.sharding.table import Table
+from elastic_agent.worker.storage.disk import shard_files
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.manifests import Manifest
+from elastic_agent.worker.storage.disk.shard_files import (
+    METADATA_NAME,
+    FileList,
+    FileSum,
+    RankFile,
+    data_name,
+    rank_file_name,
+)
 from elastic_agent.worker.storage.disk.sharded.commit import commit, new_attempt
+from elastic_agent.worker.storage.disk.sharded.own_rows import own_rows
+from elastic_agent.worker.storage.disk.sharded.parts import Part, refuse_part, write_held, write_part
+from elastic_agent.worker.storage.disk.sharded.shared_directory import (
+    not_shared,
+    remove_mark,
+    sees_mark,
+    write_mark,
+)
+from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.wire.run import Run
-from tests.shards import METADATA, commit_of, copy_of, permitted, save_all, save_part
+from elastic_agent.worker.wire.sealed import checksum
+from tests.shards import (
+    METADATA,
+    RUN,
+    check,
+    commit_of,
+    copy_of,
+    in_slot,
+    nodes,
+    permitted,
+    save_all,
+    save_part,
+)
 
-RUN = Run("run-a")
+PIECE = 1000
+"""Bytes of a piece in the tests of `DiskCopy`."""
 
 
-def nodes(directory: Path, count: int = 3, *, keep: int = 2, run: Run = RUN) -> list[CheckpointFiles]:
-    return [CheckpointFiles(directory, keep=keep, run=run) for _ in range(count)]
-
-
-def found(files: CheckpointFiles) -> tuple[int | None, list[BadCheckpoint]]:
-    checkpoint, bad = files.find()
+def found(reader: CheckpointFiles) -> tuple[int | None, list[BadCheckpoint]]:
+    checkpoint, bad = reader.find()
     if checkpoint is None:
         return None, bad
     checkpoint.stream.close()
-    check(files, checkpoint.manifest)
+    check(reader, checkpoint.manifest)
     return checkpoint.manifest.step, bad
-
-
-def check(files: CheckpointFiles, manifest: Manifest) -> None:
-    """Every rank's copy is there to the last byte. Raises BadCheckpoint."""
-    for rank in range(manifest.world_size):
-        raw, header = copy_of(rank, manifest.step, manifest.world_size, generation=manifest.generation)
-        with files.open_rank(manifest, rank) as copy:
-            into = bytearray(copy.header.size)
-            copy.read(0, into)
-            assert into == raw
-            assert copy.header.is_same_copy(header)
-            assert {row.key for row in copy.table.shards} == {"model.weight", f"ranks.{rank}.rng"}
 
 
 def names(directory: Path) -> set[str]:
@@ -108,14 +131,430 @@ def test_damaged_bytes_are_named_and_the_next_older_one_is_found(tmp_path: Path)
     raw = bytearray(path.read_bytes())
     raw[100] ^= 1
     path.write_bytes(raw)
-    files = CheckpointFiles(tmp_path, keep=2, run=RUN)
+    reader = CheckpointFiles(tmp_path, keep=2, run=RUN)
     with (
-        files.open_rank(manifest, 2) as copy,
+        reader.open_rank(manifest, 2) as copy,
         pytest.raises(BadCheckpoint, match=r"__2_0\.distcp.*piece 0") as bad,
     ):
         copy.read(300, bytearray(10))
-    files.reject(manifest, bad.value)
-    assert found(files) == (10, [bad.value])
-    newest = files.newest_manifest()
+    reader.reject(manifest, bad.value)
+    assert found(reader) == (10, [bad.value])
+    newest = reader.newest_manifest()
     assert newest is not None
     assert newest.step == 10
+
+
+@pytest.mark.parametrize("offset", [0, 1, 700, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE - 5])
+@pytest.mark.parametrize("length", [0, 1, 100, PIECE, PIECE + 3, 2 * PIECE + 9])
+def test_any_range_of_a_copy_is_read_and_each_piece_is_verified_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, length: int
+) -> None:
+    with copy_of_pieces(tmp_path, monkeypatch) as (copy, raw, verified):
+        length = min(length, len(raw) - offset)
+        for _ in range(2):
+            into = bytearray(length)
+            copy.read(offset, into)
+            assert into == raw[offset : offset + length]
+        pieces = range(offset // PIECE, -(-(offset + length) // PIECE)) if length else range(0)
+        assert verified == [min(PIECE, len(raw) - piece * PIECE) for piece in pieces]
+
+
+def test_what_lies_behind_a_copy_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        copy_of_pieces(tmp_path, monkeypatch) as (copy, raw, _),
+        pytest.raises(BadCheckpoint, match=f"the copy has {3 * PIECE + 100} bytes"),
+    ):
+        copy.read(len(raw) - 1, bytearray(2))
+
+
+@contextlib.contextmanager
+def copy_of_pieces(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[shard_files.DiskCopy, bytes, list[int]]]:
+    """Of three whole pieces and a part of one; and the lengths that were verified."""
+    raw = bytes(number * 7 % 251 for number in range(3 * PIECE + 100))
+    (folder / "data").write_bytes(raw)
+    sums = tuple(zlib.crc32(raw[at : at + PIECE]) for at in range(0, len(raw), PIECE))
+    monkeypatch.setattr(shard_files, "PIECE_BYTES", PIECE)
+    header = Header(1, 1, 0, 1, len(raw), sums=sums, shards=RankShards(0, (0, 1), "0" * 16, True))
+    verified: list[int] = []
+
+    def crc32(content: memoryview) -> int:
+        verified.append(len(content))
+        return zlib.crc32(content)
+
+    monkeypatch.setattr(shard_files, "zlib", SimpleNamespace(crc32=crc32))
+    with (folder / "data").open("rb") as stream:
+        yield (
+            shard_files.DiskCopy(1, "data", stream, shard_files.RankFile(header, "0" * 64, 1, None)),
+            raw,
+            verified,
+        )
+
+
+def test_a_twin_writes_only_what_it_has_for_itself(tmp_path: Path) -> None:
+    """Ranks 0 and 1 have the same shard, and rank 1 its own random state."""
+    all_nodes = nodes(tmp_path / "disk", 2)
+    attempt = new_attempt(all_nodes[0], 10, 1)
+    for rank, node in enumerate(all_nodes):
+        raw, header = copy_of(rank, 10, 2, group=0)
+        slots = in_slot(tmp_path, str(tmp_path / "disk"), rank, raw, header)
+        with slots.hold("a") as held:
+            write_held(node, Part(attempt, 1, 0 if rank else None), slots, held, permitted)
+    manifest = commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
+    with all_nodes[0].open_rank(manifest, 1) as copy, all_nodes[0].open_rank(manifest, 0) as first:
+        assert (copy.twin_of, first.twin_of) == (0, None)
+        assert copy.header.shards is not None
+        assert first.header.shards is not None
+        assert copy.header.shards.digest == first.header.shards.digest
+        (row,) = copy.table.shards
+        assert row.key == "ranks.1.rng"
+        into = bytearray(row.length)
+        copy.read(row.data, into)
+        assert into.startswith(b"rng 1 ")
+        assert copy.header.size < first.header.size
+    raw, header = copy_of(1, 10, 2, group=0)
+    assert header.shards is not None
+    offset, length = header.shards.table
+    assert own_rows(Table.from_bytes(raw[offset : offset + length]), 1).table == copy.table
+
+
+def test_a_rank_that_is_no_twin_is_not_taken_for_one(tmp_path: Path) -> None:
+    all_nodes = nodes(tmp_path / "disk", 2)
+    attempt = new_attempt(all_nodes[0], 10, 1)
+    save_part(all_nodes[0], attempt, 0, 10, 2)
+    raw, header = copy_of(1, 10, 2)
+    slots = in_slot(tmp_path, "x", 1, raw, header)
+    with slots.hold("a") as held:
+        write_held(all_nodes[1], Part(attempt, 1, 0), slots, held, permitted)
+    with pytest.raises(SaveFailed, match="rank 1 does not have the shards of rank 0"):
+        commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
+
+
+@pytest.mark.parametrize("change", ["step", "world size", "version", "writer"])
+def test_parts_that_are_not_of_one_state_are_no_checkpoint(tmp_path: Path, change: str) -> None:
+    all_nodes = nodes(tmp_path, 2)
+    attempt = new_attempt(all_nodes[0], 10, 2)
+    save_part(all_nodes[0], attempt, 0, 10, 2, generation=2)
+    raw, header = copy_of(
+        1,
+        11 if change == "step" else 10,
+        3 if change == "world size" else 2,
+        generation=1 if change == "version" else 2,
+    )
+    part = Part(attempt, 1 if change == "writer" else 2)
+    write_part(all_nodes[1], part, header, lambda sink: sink.write(raw), permitted)
+    with pytest.raises(SaveFailed, match="step 10: the part"):
+        commit(all_nodes[0], commit_of(attempt, 10, 2, generation=2), permitted)
+    assert found(all_nodes[0]) == (None, [])
+
+
+def test_a_copy_whose_memory_was_damaged_is_not_written(tmp_path: Path) -> None:
+    (files,) = nodes(tmp_path, 1)
+    raw, header = copy_of(0, 10, 1)
+    header = replace(header, sums=(zlib.crc32(raw),))
+    attempt = new_attempt(files, 10, 1)
+    with pytest.raises(SaveFailed, match="rank 0: the copy of step 10 is not what its header says"):
+        write_part(files, Part(attempt, 1), header, lambda sink: sink.write(raw[:-1] + b"x"), permitted)
+    assert os.listdir(tmp_path / attempt) == []
+
+
+def test_a_rank_that_cannot_write_says_why_and_may_try_again(tmp_path: Path) -> None:
+    all_nodes = nodes(tmp_path, 2)
+    attempt = new_attempt(all_nodes[0], 10, 1)
+    save_part(all_nodes[0], attempt, 0, 10, 2)
+    refuse_part(all_nodes[1], attempt, 1, OSError("No space left on device"))
+    refused = pytest.raises(SaveFailed, match="rank 1 cannot write its part: No space left on device")
+    with refused:
+        commit(all_nodes[0], commit_of(attempt, 10, 2, within_s=60.0), permitted)
+    save_part(all_nodes[1], attempt, 1, 10, 2)
+    manifest = commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
+    assert not list((tmp_path / manifest.file).glob("*refused*"))
+
+
+def test_a_wait_grows_and_ends_with_the_generation(tmp_path: Path) -> None:
+    (files,) = nodes(tmp_path, 1)
+    now, looks = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        looks.append(seconds)
+
+    def fenced() -> None:
+        if now > 20.0:
+            raise Fenced("generation 1 is over")
+
+    attempt = new_attempt(files, 10, 1)
+    with pytest.raises(Fenced):
+        commit(files, commit_of(attempt, 10, 2, within_s=600.0), fenced, lambda: now, sleep)
+    assert looks == sorted(looks)
+    assert looks[-1] == 1.0
+    assert len(looks) < 40
+
+
+# --- What is left of others
+
+
+def test_a_commit_that_is_refused_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_nodes = nodes(tmp_path)
+    save_all(all_nodes, 10)
+    before = names(tmp_path)
+    answers: list[Exception] = []
+
+    def until_the_last() -> None:
+        if len(answers) == 1:
+            raise answers[0]
+
+    attempt = new_attempt(all_nodes[0], 20, 1)
+    for rank, node in enumerate(all_nodes):
+        save_part(node, attempt, rank, 20, 3)
+    publish = CheckpointFiles.publish
+    monkeypatch.setattr(
+        CheckpointFiles, "publish", lambda *args: (answers.append(Fenced("it is over")), publish(*args))
+    )
+    with pytest.raises(Fenced):
+        commit(all_nodes[0], commit_of(attempt, 20, 3), until_the_last)
+    assert names(tmp_path) == before
+    assert found(all_nodes[1]) == (10, [])
+
+
+def test_a_commit_that_is_not_confirmed_may_be_tried_again(tmp_path: Path) -> None:
+    all_nodes = nodes(tmp_path)
+    attempt = new_attempt(all_nodes[0], 20, 1)
+    for rank, node in enumerate(all_nodes):
+        save_part(node, attempt, rank, 20, 3)
+    asked = 0
+
+    def away() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            raise Unconfirmed("the store is away")
+
+    with pytest.raises(Unconfirmed):
+        commit(all_nodes[0], commit_of(attempt, 20, 3), away)
+    assert found(all_nodes[0]) == (None, [])
+    commit(all_nodes[0], commit_of(attempt, 20, 3), permitted)
+    assert found(all_nodes[0]) == (20, [])
+
+
+def attempts(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir() if path.is_dir()}
+
+
+def test_what_dead_writers_left_goes_and_what_others_may_still_fill_stays(tmp_path: Path) -> None:
+    """Of this run: older steps, and older generations, are nothing that anyone goes on with."""
+    files, *_ = all_nodes = nodes(tmp_path, 1)
+    older = new_attempt(files, 10, 2)
+    of_the_past = new_attempt(files, 50, 1)
+    next_one = new_attempt(files, 30, 2)
+    of_the_future = new_attempt(files, 5, 3)
+    another = new_attempt(CheckpointFiles(tmp_path, keep=1, run=Run("run-b")), 5, 1)
+    for name in (older, of_the_past, next_one, of_the_future, another):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / older / "mine").mkdir()
+    manifest = save_all(all_nodes, 20, generation=2)
+    assert attempts(tmp_path) == {older, next_one, of_the_future, another, manifest.file}
+    assert names(tmp_path / older) == set(), "what somebody has put there is left, and nothing else"
+    assert found(files) == (20, [])
+
+
+def test_a_link_in_the_place_of_a_directory_is_removed_and_not_followed(tmp_path: Path) -> None:
+    all_nodes = nodes(tmp_path / "disk", 1)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").touch()
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "disk" / new_attempt(all_nodes[0], 5, 1)
+    link.symlink_to(elsewhere)
+    save_all(all_nodes, 10)
+    assert not link.is_symlink()
+    assert (elsewhere / "file").exists()
+
+
+def test_a_writer_of_the_past_harms_nothing_and_its_attempt_goes(tmp_path: Path) -> None:
+    past, present = nodes(tmp_path, 2), nodes(tmp_path, 2)
+    save_all(past, 10)
+    attempt = new_attempt(past[0], 20, 1)
+    save_part(past[0], attempt, 0, 20, 2)
+    manifest = save_all(present, 20, generation=2)
+    save_part(past[1], attempt, 1, 20, 2)
+    check(present[0], manifest)
+    save_all(present, 30, generation=2)
+    assert attempt not in attempts(tmp_path)
+    assert found(present[0]) == (30, [])
+
+
+def test_the_same_step_may_be_committed_again(tmp_path: Path) -> None:
+    all_nodes = nodes(tmp_path)
+    save_all(all_nodes, 10)
+    first = save_all(all_nodes, 20)
+    (tmp_path / first.file / "__1_0.distcp").unlink()
+    resumed = nodes(tmp_path)
+    assert found(resumed[0])[0] == 10
+    second = save_all(resumed, 20, generation=2)
+    assert found(resumed[0]) == (20, [])
+    assert first.file not in attempts(tmp_path)
+    assert second.file in attempts(tmp_path)
+
+
+def test_replicated_and_sharded_checkpoints_lie_in_one_directory(tmp_path: Path) -> None:
+    """A job that changes from DDP to FSDP, and back: the newest counts, and `keep` are kept."""
+    files, *_ = all_nodes = nodes(tmp_path, 1)
+
+    def save_replicated(step: int) -> None:
+        manifest = files.write(
+            step, generation=1, world_size=1, serialize=lambda sink: sink.write(b"x"), may_change=permitted
+        )
+        files.publish(manifest, permitted)
+
+    save_replicated(10)
+    save_all(all_nodes, 20)
+    assert files.steps() == [20, 10]
+    save_all(all_nodes, 30)
+    assert not list(tmp_path.glob("*.pt"))
+    save_replicated(40)
+    save_replicated(50)
+    assert attempts(tmp_path) == set()
+    checkpoint, _ = files.find()
+    assert checkpoint is not None
+    checkpoint.stream.close()
+    assert (checkpoint.manifest.step, checkpoint.manifest.is_sharded) == (50, False)
+
+
+# --- Of other runs
+
+
+def take(run: Run, directory: Path, *, elsewhere: int | None = None) -> list[CheckpointFiles]:
+    """A run that comes to the directory, and goes on from the newest there, or from a state from `elsewhere`."""
+    all_nodes = nodes(directory, 2, run=run)
+    claim = all_nodes[0].claim
+    claim.await_former_run(wait_s=0)
+    step, _ = found(all_nodes[0])
+    claim.take(elsewhere if elsewhere is not None else step or 0, elsewhere=elsewhere is not None)
+    return all_nodes
+
+
+def test_a_run_that_goes_on_from_another_has_its_directories_and_deletes_them_in_time(tmp_path: Path) -> None:
+    first = take(RUN, tmp_path)
+    save_all(first, 10)
+    left = new_attempt(first[0], 20, 9)
+    save_part(first[1], left, 1, 20, 2)
+    first[0].claim._lock.forget()
+    second = take(Run("run-b"), tmp_path)
+    for step in (11, 12):
+        save_all(second, step)
+    assert len(attempts(tmp_path)) == 2
+    assert all("-run-b-" in name for name in attempts(tmp_path))
+    with pytest.raises(OtherRun):
+        save_part(first[1], new_attempt(first[1], 13, 1), 1, 13, 2)
+
+
+def test_what_a_run_does_not_come_from_is_moved_with_all_its_files(tmp_path: Path) -> None:
+    first = take(RUN, tmp_path)
+    manifest = save_all(first, 200)
+    first[0].claim._lock.forget()
+    second = take(Run("run-b"), tmp_path, elsewhere=50)
+    save_all(second, 60)
+    assert found(second[0]) == (60, [])
+    apart = CheckpointFiles(tmp_path / "before-run-a", keep=1, run=RUN)
+    assert found(apart) == (200, [])
+    assert not (tmp_path / manifest.file).exists()
+
+
+def test_a_run_that_was_replaced_writes_no_part_and_commits_nothing(tmp_path: Path) -> None:
+    first = take(RUN, tmp_path)
+    save_all(first, 10)
+    attempt = new_attempt(first[0], 20, 1)
+    for rank, node in enumerate(first):
+        save_part(node, attempt, rank, 20, 2)
+    first[0].claim._lock.forget()
+    second = take(Run("run-b"), tmp_path)
+    with pytest.raises(OtherRun, match="taken over by run run-b"):
+        commit(first[0], commit_of(attempt, 20, 2), permitted)
+    save_all(second, 11)
+    assert found(second[0]) == (11, [])
+
+
+# --- A directory that is not shared
+
+
+def test_a_mark_is_seen_where_the_directory_is_the_same(tmp_path: Path) -> None:
+    here, there = str(tmp_path / "here" / "x"), str(tmp_path / "there")
+    token = write_mark(here, RUN)
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    assert sees_mark(here, token, lambda: now, sleep)
+    assert now == 0.0
+    assert not sees_mark(there, token, lambda: now, sleep)
+    assert now >= 3.0
+    assert not sees_mark(here, "../here/x/" + token, lambda: now, sleep)
+    error = not_shared(there, 3, "b")
+    assert "rank 3 on node b" in str(error)
+    remove_mark(here, token)
+    assert os.listdir(here) == []
+
+
+def test_a_mark_that_its_writer_died_over_is_removed(tmp_path: Path) -> None:
+    write_mark(str(tmp_path), RUN)
+    save_all(nodes(tmp_path, 1), 10)
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+# --- The values
+
+
+def test_a_list_of_a_thousand_ranks_is_bounded_and_a_line_for_each_file(tmp_path: Path) -> None:
+    sums = {METADATA_NAME: FileSum(1, "a" * 64)}
+    for rank in range(1000):
+        sums[data_name(rank)] = sums[rank_file_name(rank)] = FileSum(10**11, "b" * 64)
+    listed = FileList(1000, {name: str(one) for name, one in sums.items()})
+    raw = listed.to_json()
+    assert FileList.from_json(raw) == listed
+    assert len(raw) < 250_000
+    assert raw.decode().count("\n") < 2010
+    assert listed.data_size == 10**14
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"world_size": 2}, {"world_size": 0}, {"files": {}}, {"files": None}, {"schema": 2}, {"more": 1},
+        {"files": {"../x": "1 " + "a" * 64}}, {"files": {".metadata": "1 " + "a" * 63}},
+    ],
+)  # fmt: skip
+def test_what_is_no_list_is_refused(change: dict[str, Any]) -> None:
+    names = (METADATA_NAME, data_name(0), rank_file_name(0))
+    body = json.loads(FileList(1, dict.fromkeys(names, "1 " + "a" * 64)).to_json())
+    del body["check"]
+    body.update(change)
+    with pytest.raises(ValueError, match="file_list"):
+        FileList.from_json(json.dumps({**body, "check": checksum(body)}).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sha256": "x"}, {"generation": -1}, {"twin_of": 1}, {"twin_of": 2}, {"header": None}, {"schema": 2}],
+)
+def test_what_is_no_file_of_a_rank_is_refused(change: dict[str, Any]) -> None:
+    _, header = copy_of(1, 10, 2)
+    good = RankFile(replace(header, sums=(0,)), "a" * 64, 1, 0)
+    assert RankFile.from_json(good.to_json()) == good
+    body = json.loads(good.to_json())
+    del body["check"]
+    body.update(change)
+    with pytest.raises(ValueError, match="rank_file"):
+        RankFile.from_json(json.dumps({**body, "check": checksum(body)}).encode())
+
+
+@pytest.mark.parametrize("change", [{"sums": ()}, {"sums": (0, 0)}, {"shards": None}])
+def test_a_header_that_does_not_fit_a_file_is_refused(change: dict[str, Any]) -> None:
+    _, header = copy_of(1, 10, 2)
+    with pytest.raises(ValueError, match="rank_file"):
+        RankFile(replace(header, **{"sums": (0,), **change}), "a" * 64, 1, None)

@@ -255,7 +255,8 @@ class DiskCopy:
             end = offset + len(target)
             if end > self.header.size:
                 raise self._bad(f"nothing lies at {offset} to {end}: the copy has {self.header.size} bytes")
-            for piece in range(offset // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            pieces = range(offset // PIECE_BYTES, -(-end // PIECE_BYTES)) if len(target) else ()
+            for piece in pieces:
                 begins = piece * PIECE_BYTES
                 first, last = max(offset, begins), min(end, begins + PIECE_BYTES)
                 with target[first - offset : last - offset] as part:

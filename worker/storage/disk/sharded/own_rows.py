@@ -32,13 +32,16 @@ class OwnRows:
 
 def own_rows(table: Table, rank: int) -> OwnRows:
     """A function of the table alone: whoever writes DCP's index finds out the same places."""
-    ranges: list[tuple[int, int]] = []
-    at = 0
+    places: dict[tuple[int, int], int] = {}
+    """By its place in the old copy: tensors that are tied have one archive."""
+    end = 0
 
     def moved(row: _Row) -> _Row:
-        nonlocal at
-        begin, at = at, at + aligned(row.length)
-        ranges.append((row.begin, row.length))
+        nonlocal end
+        place = row.begin, row.length
+        if place not in places:
+            places[place], end = end, end + aligned(row.length)
+        begin = places[place]
         if isinstance(row, Shard):
             return replace(row, begin=begin, data=begin + row.data - row.begin)
         return replace(row, begin=begin)
@@ -46,7 +49,7 @@ def own_rows(table: Table, rank: int) -> OwnRows:
     shards = tuple(moved(row) for row in table.shards if _is_of(rank, row.key))
     values = tuple(moved(row) for row in table.values if _is_of(rank, row.key))
     paths = {key: path for key, path in table.paths.items() if _is_of(rank, key)}
-    return OwnRows(Table(shards, values, paths), tuple(ranges))
+    return OwnRows(Table(shards, values, paths), tuple(places))
 
 
 def aligned(length: int) -> int:
