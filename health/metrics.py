@@ -27,6 +27,8 @@ STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
 PORT_PURPOSES = ("store", "metrics", "master")
 CHECKPOINT_TIERS = ("memory", "local")
+SAVE_TIERS = (*CHECKPOINT_TIERS, "part")
+"""A part is what one node writes of a sharded checkpoint; the whole counts as local."""
 LOG_STREAMS = ("stdout", "stderr")
 
 DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -272,7 +274,7 @@ class Metrics(Page):
     checkpoint_saves_total = Row(
         Counter,
         "Saves to disk that rank 0 reported on this node, and copies to this node's memory, by result.",
-        tier=CHECKPOINT_TIERS,
+        tier=SAVE_TIERS,
         result=("ok", "error"),
     )
     checkpoint_loads_total = Row(
@@ -282,12 +284,12 @@ class Metrics(Page):
         result=("ok", "error", "corrupt"),
     )
     checkpoint_save_duration_seconds = Row(
-        Histogram, "Seconds a successful checkpoint save took.", DURATION_BUCKETS_S, tier=CHECKPOINT_TIERS
+        Histogram, "Seconds a successful checkpoint save took.", DURATION_BUCKETS_S, tier=SAVE_TIERS
     )
-    checkpoint_size_bytes = Row(Gauge, "Size of the newest checkpoint in bytes.", tier=CHECKPOINT_TIERS)
-    checkpoint_last_step = Row(Gauge, "Training step of the newest checkpoint.", tier=CHECKPOINT_TIERS)
+    checkpoint_size_bytes = Row(Gauge, "Size of the newest checkpoint in bytes.", tier=SAVE_TIERS)
+    checkpoint_last_step = Row(Gauge, "Training step of the newest checkpoint.", tier=SAVE_TIERS)
     checkpoint_last_success_timestamp_seconds = Row(
-        Gauge, "When the newest checkpoint was saved, in seconds since the epoch.", tier=CHECKPOINT_TIERS
+        Gauge, "When the newest checkpoint was saved, in seconds since the epoch.", tier=SAVE_TIERS
     )
     checkpoint_interval_seconds = Row(
         Gauge, "Seconds between the two newest successful saves to disk that were reported on this node."

@@ -36,14 +36,21 @@ worker/state: worker/errors
 worker/state/sharding: worker/errors worker/state
 worker/steps: worker/errors worker/wire
 worker/ranks: worker/errors worker/wire worker/state worker/steps
-worker/storage/memory: worker/wire worker/state
+worker/storage/memory: worker/wire worker/state worker/state/sharding
 worker/storage/replication: worker/wire worker/storage/memory
 worker/storage/disk: worker/errors worker/wire worker/state/sharding worker/steps worker/storage/memory
 worker/storage/disk/sharded: worker/errors worker/wire worker/state/sharding worker/storage/memory worker/storage/disk
 worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/storage/memory \
     worker/storage/disk
-worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks worker/storage/memory \
-    worker/storage/disk worker/checkpointing/loading
+worker/checkpointing/saving: worker/errors worker/wire worker/state worker/steps worker/ranks \
+    worker/storage/memory worker/storage/disk
+worker/checkpointing/replicated: worker/errors worker/wire worker/state worker/steps worker/ranks \
+    worker/storage/memory worker/storage/disk worker/checkpointing/loading worker/checkpointing/saving
+worker/checkpointing/sharded: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
+    worker/storage/memory worker/storage/disk worker/storage/disk/sharded worker/storage/replication \
+    worker/checkpointing/loading worker/checkpointing/saving
+worker/checkpointing: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
+    worker/storage/disk worker/checkpointing/replicated worker/checkpointing/sharded
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 health/checks:
 health/checks/rules: health/checks

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
-from elastic_agent.worker.checkpointing import loader
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.checkpointing.loading.checkpoint_selection import Offer
 from elastic_agent.worker.checkpointing.loading.node_sharing import RankBytes
+from elastic_agent.worker.checkpointing.replicated import loader
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.ranks.group import RECORDS, Group, records_of

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_agent.worker import Checkpointer, ElasticSampler, step
-from elastic_agent.worker.checkpointing.just_in_time import JustInTime, of_a_collective
+from elastic_agent.worker.checkpointing.replicated.just_in_time import JustInTime, of_a_collective
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.steps.registry import Checkpointers

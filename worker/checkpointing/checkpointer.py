@@ -20,12 +20,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
+from ..ranks.group import current_group
 from ..state.rank_parts import Reshard, rules_of
+from ..state.sharding.kinds import is_sharded
 from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..storage.disk.checkpoint_files import CheckpointFiles
 from ..wire.run import this_run
-from .replicated_state import ReplicatedState
+from .replicated.replicated_state import ReplicatedState
+from .sharded.sharded_state import ShardedState
 
 
 class Checkpointer:
@@ -79,7 +82,8 @@ class Checkpointer:
         rules = rules_of(of_each_rank, state, of_rank_0)
         self._read_only = read_only
         self._files = CheckpointFiles(directory, keep=keep, run=this_run(os.environ), lend=progress.lend)
-        self._state = ReplicatedState(
+        self._kind = ShardedState if is_sharded(state) else ReplicatedState
+        self._state = self._kind(
             self._files, state, of_rank_0, rules, max_failed_saves=max_failed_saves, read_only=read_only
         )
         if memory_every is not None and not read_only:
@@ -101,6 +105,7 @@ class Checkpointer:
         OtherRun when another run has the directory or has left something newer there; CheckpointError when it broke on
         its way from the rank that has it.
         """
+        self._agree()
         return self._state.load()
 
     def save(self, step: int) -> bool:
@@ -162,6 +167,16 @@ class Checkpointer:
         Raises CheckpointError where parts are of_each_rank: survivors do not have what the other rank had for itself.
         """
         return self._state.just_in_time()
+
+    def _agree(self) -> None:
+        """Raises CheckpointError, on all ranks, where the state is sharded on some of them only."""
+        kinds = current_group().gather(self._kind.__name__.encode())
+        if len(set(kinds)) > 1:
+            ranks = [rank for rank, kind in enumerate(kinds) if kind == ShardedState.__name__.encode()]
+            raise CheckpointError(
+                f"the state is sharded on ranks {ranks} and not on the others: make the Checkpointer after "
+                "fully_shard() or parallelize_module(), with the same parts on all ranks"
+            )
 
     def _remember(self, step: int) -> None:
         self.remember(step)

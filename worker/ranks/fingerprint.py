@@ -91,19 +91,20 @@ def look_at(
 
     `refuse` is called with the part, key and tensor of each, and may raise.
     """
-    buffers = {
-        buffer.data_ptr()
-        for part in state.values()
-        if isinstance(part, torch.nn.Module)
-        for buffer in part.buffers()
-        if _has_bytes(buffer)
-    }
     found: list[tuple[str, str, torch.Tensor]] = []
     for name, part in state.items():
         for key, tensor in tensors_in(state_of(part), ""):
             refuse(name, key, tensor)
             if name not in of_rank_0:
                 found.append((name, key, tensor))
+    return look_at_tensors(found, [part for part in state.values() if isinstance(part, torch.nn.Module)])
+
+
+def look_at_tensors(
+    found: Sequence[tuple[str, str, torch.Tensor]], modules: Sequence[torch.nn.Module]
+) -> Look:
+    """At these, each with its part and key. Of the modules' buffers names and shapes are compared only."""
+    buffers = {buffer.data_ptr() for module in modules for buffer in module.buffers() if _has_bytes(buffer)}
     compared = [tensor for _, _, tensor in found if _has_bytes(tensor) and tensor.data_ptr() not in buffers]
     samples = dict(zip(map(id, compared), _samples(compared), strict=True))
     seen: list[tuple[Entry, Sample | None]] = []

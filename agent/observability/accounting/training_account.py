@@ -147,7 +147,8 @@ class TrainingAccount:
             if report.tier == "local":  # the worker says it once of its memory
                 log.warning("checkpoint of step %d failed; training goes on", report.step)
             return
-        self._count(self._steps.saved(report.step))
+        if report.tier != "part":  # one part of a step makes no step safe
+            self._count(self._steps.saved(report.step))
         self._count_saved(report)
         if report.tier != "local":
             return

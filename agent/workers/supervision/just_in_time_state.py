@@ -1,9 +1,9 @@
 """Which worker keeps the last finished step of a failed generation, and for how long the others are left alone.
 
-Workers that *guard* (`worker/checkpointing/just_in_time.py`) are asked to hold, if they can after the newest step that
-any worker of this node has finished. When all have answered, or half of the time is over, one whose boundary is the
-newest is asked to keep its state, and another one when it fails or dies over it. Then, or when the time is over, all
-are let go, and the generation is stopped as if none guarded.
+Workers that *guard* (`worker/checkpointing/replicated/just_in_time.py`) are asked to hold, if they can after the
+newest step that any worker of this node has finished. When all have answered, or half of the time is over, one whose
+boundary is the newest is asked to keep its state, and another one when it fails or dies over it. Then, or when the time
+is over, all are let go, and the generation is stopped as if none guarded.
 
 No I/O: the messages to send are returned. Owned by the main thread.
 """

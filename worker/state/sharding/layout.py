@@ -174,6 +174,10 @@ class ShardLayout:
     _tensors: Sequence[torch.Tensor]
     _views: _Views
 
+    @property
+    def packed_table(self) -> bytes:
+        return self._behind[self.table_place[0] - self._places.end :]
+
     @torch.no_grad()
     def copy_to(self, view: memoryview, target: torch.Tensor) -> list[torch.cuda.Event]:
         """Fill `target`, the bytes that `view` shows; what a GPU still copies is there when its events are over."""

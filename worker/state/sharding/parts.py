@@ -116,6 +116,17 @@ class ShardedParts:
         ]
         return Items(form, tensors, values, bool(self._rules), rank)
 
+    def common_tensors(self) -> list[tuple[str, str, torch.Tensor]]:
+        """With part and key, those that all ranks should have alike."""
+        world_size, shared = self._shared or (1, True)
+        return [
+            (str(row.path[0]), key_of(row.path[1:]), one.tensors[row.source])
+            for state in self._states.values()
+            for one in state.take(world_size, shared=shared)
+            for row in one.form.rows
+            if row.common
+        ]
+
     def _take_own(self, rank: int, own: Mapping[str, Any]) -> Taken:
         states = {_own_path(rank, name): value for name, value in own.items()}
         states |= {_own_path(rank, _PARTS, name): state_of(self._parts[name]) for name in self._rules}

@@ -74,6 +74,10 @@ class ChecksumThreads:
             return
         self._threads[name] = thread
 
+    def reads(self, name: str) -> bool:
+        """Whether the checksums of that slot are being computed."""
+        return name in self._threads and self._threads[name].is_alive()
+
     def stop(self, *names: str) -> None:
         """These slots are about to change."""
         for name in names:

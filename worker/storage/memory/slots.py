@@ -147,6 +147,18 @@ class Slots:
             raise
         return HeldSlot(name, header, stream)
 
+    def is_free(self, name: str) -> bool:
+        """Whether no process reads that slot now, or writes it."""
+        try:
+            with open_for_reading(self._dir_fd, f"{name}.pt") as stream:
+                fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(stream.fileno(), fcntl.LOCK_UN)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
     def _shared(self, name: str) -> BufferedReader:
         """The slot, which is not written while this is open. Raises OSError."""
         stream = open_for_reading(self._dir_fd, f"{name}.pt")

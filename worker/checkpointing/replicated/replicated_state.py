@@ -6,15 +6,15 @@ import contextlib
 import os
 from collections.abc import Collection, Mapping
 
-from ..errors import CheckpointError
-from ..ranks.group import current_group
-from ..state.rank_parts import Rules
-from ..state.state_dicts import Part
-from ..storage.disk.async_save import AsyncSaver
-from ..storage.disk.checkpoint_files import CheckpointFiles
-from ..storage.memory.copy_header import Header
-from ..storage.memory.node_memory import memory_of
-from ..wire.environment import WorkerEnv
+from ...errors import CheckpointError
+from ...ranks.group import current_group
+from ...state.rank_parts import Rules
+from ...state.state_dicts import Part
+from ...storage.disk.async_save import AsyncSaver
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.memory.copy_header import Header
+from ...storage.memory.node_memory import memory_of
+from ...wire.environment import WorkerEnv
 from .contents import Contents
 from .copies import Copies
 from .just_in_time import JustInTime

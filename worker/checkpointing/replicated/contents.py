@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
-from ..ranks.group import Group, current_group
-from ..ranks.refusals import because, raise_together
-from ..ranks.replicas import DIGEST_BYTES, Replicas
-from ..state import rng
-from ..state.rank_parts import Rules, pack
-from ..state.state_dicts import Part, modules_in, state_of
-from ..storage.memory.rank_state import Buffers
+from ...errors import CheckpointError
+from ...ranks.group import Group, current_group
+from ...ranks.refusals import because, raise_together
+from ...ranks.replicas import DIGEST_BYTES, Replicas
+from ...state import rng
+from ...state.rank_parts import Rules, pack
+from ...state.state_dicts import Part, modules_in, state_of
+from ...storage.memory.rank_state import Buffers
 
 # What a rank brings to save(): the step, a digest of its state (see `replicas`), and whether it has parts for itself,
 # followed by its random state.

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..ranks.group import current_group
-from ..state import rng
-from ..state.state_dicts import Part
-from ..steps import progress
-from ..storage.disk.async_save import AsyncSaver
+from ...ranks.group import current_group
+from ...state import rng
+from ...state.state_dicts import Part
+from ...steps import progress
+from ...storage.disk.async_save import AsyncSaver
 from .contents import Contents
 from .copies import Copies
 from .save_plan import Occasion, ToDisk

@@ -7,20 +7,20 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..errors import BadCheckpoint, CheckpointError, NotSaved, Unconfirmed
-from ..ranks.group import Group, current_group
-from ..ranks.refusals import together
-from ..ranks.replicas import refuse_sharded
-from ..steps import progress
-from ..storage.disk.checkpoint_files import CheckpointFiles
-from ..storage.memory.copy_header import Header
-from ..storage.memory.node_memory import NodeMemory
-from ..wire.environment import WorkerEnv
-from ..wire.messages import LoadResult, Tier
+from ...errors import BadCheckpoint, CheckpointError, NotSaved, Unconfirmed
+from ...ranks.group import Group, current_group
+from ...ranks.refusals import together
+from ...ranks.replicas import refuse_sharded
+from ...steps import progress
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.memory.copy_header import Header
+from ...storage.memory.node_memory import NodeMemory
+from ...wire.environment import WorkerEnv
+from ...wire.messages import LoadResult, Tier
+from ..loading.checkpoint_selection import BadState, Source
+from ..loading.restore import Restore
+from ..loading.resume import apply
 from .contents import Contents
-from .loading.checkpoint_selection import BadState, Source
-from .loading.restore import Restore
-from .loading.resume import apply
 
 logger = logging.getLogger(__name__)
 

@@ -9,18 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from ..state.archive_layout import CannotLayOut
-from ..steps import progress
-from ..storage.disk.async_save import AsyncSaver
-from ..storage.memory.checksums import undisturbed
-from ..storage.memory.copy_header import Header
-from ..storage.memory.node_memory import NodeMemory
-from ..storage.memory.slot_memory import CopyUnderWay, SlotMemory
-from ..storage.memory.slots import CopyLost, HeldSlot, NoRoom, Slots, SlotsBusy
-from ..wire.messages import SaveResult
-from .save_plan import Occasion, SavePlan, ToDisk, plan_save
+from ...state.archive_layout import CannotLayOut
+from ...steps import progress
+from ...storage.memory.checksums import undisturbed
+from ...storage.memory.copy_header import Header
+from ...storage.memory.slot_memory import CopyUnderWay, SlotMemory
+from ...storage.memory.slots import CopyLost, HeldSlot, NoRoom, Slots, SlotsBusy
+from ...wire.messages import SaveResult
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +34,11 @@ class SlotCopies:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         """Completes the newest copy."""
+        self._filling = ""
+        """The slot that it completes."""
+        self._afterwards: ToDiskBehind | None = None
+        """Gets that copy when it is complete."""
+        self._handing_on = threading.Lock()
         self._lost = ""
         """Why the newest copy that the thread was to complete is not there."""
         self._refused = ""
@@ -70,6 +71,19 @@ class SlotCopies:
         self.log_copied(step)
         return True
 
+    @property
+    def filling(self) -> str | None:
+        """The slot into which a GPU still copies."""
+        return self._filling or None
+
+    def hand_on(self, lend: Callable[[], tuple[Slots, HeldSlot]], to_disk: ToDiskBehind) -> None:
+        """Let the disk have the newest copy: now, or when it is complete. `lend` gives one that is, and may raise."""
+        with self._handing_on:
+            if self._filling:
+                self._afterwards = to_disk
+                return
+        to_disk(*lend())
+
     def settle(self) -> None:
         """Wait until the newest copy is complete. Raises CopyLost, once, when it is not there."""
         self._join()
@@ -89,11 +103,12 @@ class SlotCopies:
         """Now, or in a thread while a GPU copies. Raises NoRoom."""
         assert self._slot_memory is not None
         if copy.events:
-            thread = threading.Thread(target=self._complete_later, args=(copy, to_disk), name="memory-copy")
+            self._filling, self._afterwards = copy.opened.name, to_disk
+            thread = threading.Thread(target=self._complete_later, args=(copy,), name="memory-copy")
             try:
                 thread.start()
             except RuntimeError:  # no thread can be started now: training waits instead
-                self._complete_later(copy, to_disk)
+                self._complete_later(copy)
             else:
                 self._thread = thread
             return
@@ -105,7 +120,7 @@ class SlotCopies:
                 raise
             self._pass_on(copy, to_disk)
 
-    def _complete_later(self, copy: CopyUnderWay, to_disk: ToDiskBehind | None) -> None:
+    def _complete_later(self, copy: CopyUnderWay) -> None:
         """In a thread of its own: `settle` raises whatever goes wrong."""
         assert self._slot_memory is not None
         whole = False
@@ -116,15 +131,22 @@ class SlotCopies:
             self._slot_memory.seal(copy)
         except Exception as error:
             self._lose(copy.header, error)
+            to_disk = self._completed()
             if whole and to_disk is not None:
                 to_disk(*self._slot_memory.lend_unsealed(copy))
             else:
                 copy.opened.close()
             return
         try:
-            self._pass_on(copy, to_disk)
+            self._pass_on(copy, self._completed())
         except Exception as error:
             self._lose(copy.header, error)
+
+    def _completed(self) -> ToDiskBehind | None:
+        """No GPU copies any more; who is to have the copy."""
+        with self._handing_on:
+            to_disk, self._afterwards, self._filling = self._afterwards, None, ""
+        return to_disk
 
     def _pass_on(self, copy: CopyUnderWay, to_disk: ToDiskBehind | None) -> None:
         assert self._slot_memory is not None
@@ -155,49 +177,3 @@ class SlotCopies:
         if self._refused:
             self._refused = ""
             logger.warning("copies in memory again: step=%d", step)
-
-
-class Copies(SlotCopies):
-    """Of a state that is the same on all ranks. `memory` is this node's, if it has any for copies."""
-
-    def __init__(self, memory: NodeMemory | None, disk: AsyncSaver) -> None:
-        super().__init__(memory)
-        self.memory = memory
-        self._disk = disk
-
-    def plan(self, occasion: Occasion, rank: int) -> SavePlan:
-        return plan_save(
-            occasion,
-            rank=rank,
-            has_memory=self.memory is not None,
-            copies_for_node=self.memory is not None and self.memory.copies_for_node,
-            has_writer=self._disk.has_writer,
-        )
-
-    def note(self, step: int, random_state: bytes) -> bool:
-        """Write down this rank's random state after `step`; False when there is no room for it, which the log has."""
-        assert self.memory is not None
-        try:
-            self.memory.note(step, random_state)
-        except NoRoom as refusal:
-            self.log_no_copy(refusal)
-            return False
-        return True
-
-    def make(self, payload: dict[str, Any], plan: SavePlan, *, like: bytes = b"") -> bool:
-        """Copy a state to memory; False when that cannot be, see `copy`.
-
-        like: leave room for a random state such as this one for each rank. Raises what `begin_copy` does of a state.
-        """
-        memory = self.memory
-        assert memory is not None
-        return self.copy(
-            lambda: memory.begin_copy(payload, room_for_random_state=_room_for(like), partial=plan.partial),
-            payload["step"],
-            self._disk.begin if plan.disk is ToDisk.BEHIND else None,
-        )
-
-
-def _room_for(random_state: bytes) -> int:
-    """Another rank's may be longer. What stays empty is below what torch allows behind the end of an archive."""
-    return min(len(random_state) + len(random_state) // 4, 60_000) // 8 * 8

@@ -8,24 +8,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
-from ..ranks.group import Group, current_group
-from ..ranks.refusals import because, together
-from ..state import rng
-from ..state.state_dicts import prove_loadable
-from ..steps import progress
-from ..storage.disk.async_save import AsyncSaver
-from ..storage.disk.background_write import refusal_of
-from ..storage.disk.checkpoint_files import CheckpointFiles
-from ..storage.memory.checksums import undisturbed
-from ..storage.memory.copy_header import Header
-from ..storage.memory.slots import CopyLost
-from ..wire.messages import SaveResult
+from ...errors import CheckpointError, NotSaved, SaveFailed, Unconfirmed
+from ...ranks.group import Group, current_group
+from ...ranks.refusals import because
+from ...state import rng
+from ...state.state_dicts import prove_loadable
+from ...steps import progress
+from ...storage.disk.async_save import AsyncSaver
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.memory.checksums import undisturbed
+from ...storage.memory.copy_header import Header
+from ...wire.messages import SaveResult
+from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from .contents import Brought, Contents
 from .copies import Copies
 from .save_plan import Occasion, ToDisk
@@ -33,7 +31,7 @@ from .save_plan import Occasion, ToDisk
 logger = logging.getLogger(__name__)
 
 
-class Saver:
+class Saver(SaveOutcomes):
     """See `Checkpointer` for what its methods promise."""
 
     def __init__(
@@ -44,27 +42,24 @@ class Saver:
         disk: AsyncSaver,
         max_failed_saves: int,
     ) -> None:
-        self.floor: int | None = None
-        """Steps up to this one are not saved again; None until a load or a save has found out."""
+        super().__init__(files, copies, disk, max_failed_saves)
         self._files = files
         self._contents = contents
-        self._copies = copies
-        self._disk = disk
-        self._max_failed_saves = max_failed_saves
-        self._failed_saves = 0
+        self._copies: Copies = copies
+        self._disk: AsyncSaver = disk
         self._any_has_memory: bool | None = None
         """Some rank's node has memory for copies; None: the ranks have not asked each other yet."""
 
     def save(self, step: int) -> bool:
         group = current_group()
         brought = self._contents.gather(step, group)
-        if not _unless_refused(lambda: self._save(step, brought, group)):
+        if not unless_refused(lambda: self._save(step, brought, group)):
             return False
         self.floor = step
         return True
 
     def wait(self) -> bool:
-        return _unless_refused(self._make_durable)
+        return unless_refused(self.make_durable)
 
     def save_and_wait(self, step: int) -> bool:
         return self.save(step) and self.wait()
@@ -110,17 +105,6 @@ class Saver:
         self._copies.log_copied(step)
         return True
 
-    def finish_last_write(self) -> None:
-        """Rank 0: wait for the end of a write in the background, and raise if it was refused. There may be none."""
-        lost = ""
-        try:
-            self._copies.settle()
-        except CopyLost as error:
-            lost = str(error)
-        outcome = self._disk.finish(lost)
-        if outcome is not None:
-            self._count(refusal_of(outcome))
-
     def write_loaded(self, header: Header) -> None:
         """Rank 0: what is only in memory is durable soon, also if the generation that saved it ended in the middle."""
         memory = self._copies.memory
@@ -154,7 +138,7 @@ class Saver:
         if plan.does_nothing:
             return None
         if group.rank == 0:
-            self._files.claim.uphold(self._check_grows(step))
+            self._files.claim.uphold(self.check_grows(step))
             try:
                 # The next may take its place on the disk and in memory only when this one's end is known.
                 self.finish_last_write()
@@ -168,42 +152,6 @@ class Saver:
         if way is ToDisk.BEHIND:
             self._disk.take_note()  # where the writer could not be asked, this process writes now
         return self._commit(payload) if way is ToDisk.NOW else None
-
-    def _make_durable(self) -> None:
-        """Rank 0: wait for the newest save, and raise while it is not on disk, also when that was raised before."""
-        self.finish_last_write()
-        if not self._disk.is_durable:
-            raise NotSaved("the newest save was refused")
-
-    def _count(self, refusal: CheckpointError | None) -> None:
-        """Rank 0: let training go on after a refused save, but not after too many. Raises what `save` raises."""
-        if refusal is None:
-            self._failed_saves = 0
-            return
-        if not isinstance(refusal, SaveFailed):
-            raise refusal
-        self._failed_saves += not isinstance(refusal, Unconfirmed)
-        if self._failed_saves >= self._max_failed_saves:
-            raise SaveFailed(str(refusal)) from refusal
-        logger.warning(
-            "checkpoint not saved, training goes on: failed=%d limit=%d reason=%s",
-            self._failed_saves,
-            self._max_failed_saves,
-            refusal,
-        )
-        raise refusal if isinstance(refusal, Unconfirmed) else NotSaved(str(refusal)) from refusal
-
-    def _check_grows(self, step: int) -> int:
-        """The newest step that this run has come to."""
-        if self.floor is None:
-            # save() without load(): the directory itself says how far the run has come.
-            self.floor = max(self._files.steps(), default=-1)
-        if step <= self.floor:
-            raise StepNotGrowing(
-                f"step {step} is not beyond step {self.floor}, the newest in {self._files.directory}: "
-                "call load() first and continue from what it returns, or use another directory"
-            )
-        return self.floor + 1  # of a step that was loaded, and may be saved again
 
     def _commit(self, payload: dict[str, Any]) -> int:
         """Rank 0: make the checkpoint exist on disk while all wait."""
@@ -220,14 +168,5 @@ class Saver:
             refusal = error
         except OSError as error:
             refusal = because(SaveFailed, f"step {step} not saved in {self._files.directory}: {error}", error)
-        self._count(refusal)
+        self.count(refusal)
         return size
-
-
-def _unless_refused(part: Callable[[], None]) -> bool:
-    """All ranks do this; False: the disk has refused it, or the agent's answer is missing, and not too often yet."""
-    try:
-        together(current_group(), part, "not saved")
-    except (NotSaved, Unconfirmed):
-        return False
-    return True

@@ -36,14 +36,14 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...codec import Invalid
-from ..state.state_dicts import Part, modules_in, state_of, unwrapped
-from ..steps import progress
-from ..steps.registry import InMemory, give_up
-from ..storage.memory.rank_state import Buffers, RankStateFile
-from ..storage.memory.slot_memory import RankPlace
-from ..wire.channel import Lines
-from ..wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
+from ....codec import Invalid
+from ...state.state_dicts import Part, modules_in, state_of, unwrapped
+from ...steps import progress
+from ...steps.registry import InMemory, give_up
+from ...storage.memory.rank_state import Buffers, RankStateFile
+from ...storage.memory.slot_memory import RankPlace
+from ...wire.channel import Lines
+from ...wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,88 @@
+"""What becomes of saves to disk: training goes on after one that was refused, but not after too many in a row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
+from ...ranks.group import current_group
+from ...ranks.refusals import together
+from ...storage.disk.async_save import BackgroundSaver
+from ...storage.disk.background_write import refusal_of
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.memory.slots import CopyLost
+from .slot_copies import SlotCopies
+
+logger = logging.getLogger(__name__)
+
+
+class SaveOutcomes:
+    """Of one Checkpointer, on a rank that writes."""
+
+    def __init__(
+        self, files: CheckpointFiles, copies: SlotCopies, disk: BackgroundSaver, max_failed_saves: int
+    ) -> None:
+        self.floor: int | None = None
+        """Steps up to this one are not saved again; None until a load or a save has found out."""
+        self._files = files
+        self._copies = copies
+        self._disk = disk
+        self._max_failed_saves = max_failed_saves
+        self._failed_saves = 0
+
+    def finish_last_write(self) -> None:
+        """Wait for the end of a write in the background, and raise if it was refused. There may be none."""
+        lost = ""
+        try:
+            self._copies.settle()
+        except CopyLost as error:
+            lost = str(error)
+        outcome = self._disk.finish(lost)
+        if outcome is not None:
+            self.count(refusal_of(outcome))
+
+    def make_durable(self) -> None:
+        """Wait for the newest save, and raise while it is not on disk, also when that was raised before."""
+        self.finish_last_write()
+        if not self._disk.is_durable:
+            raise NotSaved("the newest save was refused")
+
+    def count(self, refusal: CheckpointError | None) -> None:
+        """Let training go on after a refused save, but not after too many. Raises what `Checkpointer.save` raises."""
+        if refusal is None:
+            self._failed_saves = 0
+            return
+        if not isinstance(refusal, SaveFailed):
+            raise refusal
+        self._failed_saves += not isinstance(refusal, Unconfirmed)
+        if self._failed_saves >= self._max_failed_saves:
+            raise SaveFailed(str(refusal)) from refusal
+        logger.warning(
+            "checkpoint not saved, training goes on: failed=%d limit=%d reason=%s",
+            self._failed_saves,
+            self._max_failed_saves,
+            refusal,
+        )
+        raise refusal if isinstance(refusal, Unconfirmed) else NotSaved(str(refusal)) from refusal
+
+    def check_grows(self, step: int) -> int:
+        """The newest step that this run has come to."""
+        if self.floor is None:
+            # save() without load(): the directory itself says how far the run has come.
+            self.floor = max(self._files.steps(), default=-1)
+        if step <= self.floor:
+            raise StepNotGrowing(
+                f"step {step} is not beyond step {self.floor}, the newest in {self._files.directory}: "
+                "call load() first and continue from what it returns, or use another directory"
+            )
+        return self.floor + 1  # of a step that was loaded, and may be saved again
+
+
+def unless_refused(part: Callable[[], None]) -> bool:
+    """All ranks do this; False: the disk has refused it, or the agent's answer is missing, and not too often yet."""
+    try:
+        together(current_group(), part, "not saved")
+    except (NotSaved, Unconfirmed):
+        return False
+    return True

@@ -1,0 +1,70 @@
+"""What a checkpoint of a sharded state holds of one rank: its shards, what it has for itself, its random state.
+
+What all ranks should have alike is compared, as of a replicated state: the first rank of each node keeps it for its
+node, and no rank could tell whose of several different ones is the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from ...errors import CheckpointError, Sharded
+from ...ranks.fingerprint import Look, look_at_tensors
+from ...ranks.group import Group
+from ...ranks.refusals import because
+from ...ranks.replicas import Comparison
+from ...state import rng
+from ...state.rank_parts import Rules
+from ...state.sharding.layout import ShardLayout, ShardLayouts
+from ...state.sharding.parts import ShardedParts
+from ...state.state_dicts import Part, modules_in
+
+RANDOM_STATE = "rng"
+
+
+class ShardContents:
+    """Of one Checkpointer."""
+
+    def __init__(self, parts: Mapping[str, Part], of_rank_0: Collection[str], rules: Rules) -> None:
+        self.parts = ShardedParts(parts, of_rank_0, rules)
+        self._parts = dict(parts)
+        self._of_rank_0 = sorted(of_rank_0)
+        self._layouts = ShardLayouts()
+        self._comparison = Comparison(self._look)
+
+    def refuse(self) -> None:
+        """Raises Sharded, or NotPlainData, for what cannot be carried."""
+        if self._of_rank_0:
+            raise Sharded(
+                f"parts {self._of_rank_0} are declared to be rank 0's, which is not carried beside a sharded state: "
+                "rank 0 may be lost with its node. Declare them of_each_rank, or leave them out"
+            )
+        self.parts.refuse()
+
+    def lay_out(
+        self, step: int, group: Group, *, common: bool
+    ) -> tuple[ShardLayout | None, CheckpointError | None]:
+        """This rank's copy after `step`, or why there can be none: the other ranks wait for this one."""
+        try:
+            random_state = torch.frombuffer(bytearray(rng.capture()), dtype=torch.uint8)
+            items = self.parts.take(
+                group.rank, group.world_size, step, common=common, own={RANDOM_STATE: random_state}
+            )
+            return self._layouts.lay_out(items), None
+        except CheckpointError as refusal:
+            return None, refusal
+        except Exception as failure:
+            return None, because(CheckpointError, f"a state cannot be taken: {failure!r}", failure)
+
+    def digest(self) -> bytes:
+        """Of what all ranks should have alike, see `Comparison`."""
+        return self._comparison.digest()
+
+    def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
+        """Raises NotReplicated on all ranks together."""
+        self._comparison.compare(group, digests, step)
+
+    def _look(self) -> Look:
+        return look_at_tensors(self.parts.common_tensors(), modules_in(self._parts))

@@ -1,0 +1,190 @@
+"""Opens the copies of one version wherever they are: in this node's memory, in that of others, or on disk.
+
+What a rank needs whole (its own shards, in a world of the same size) is brought into its own slot and mapped there. Of
+all else it reads the ranges that it needs, and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+from collections.abc import Callable, Sequence
+
+from ...errors import CheckpointError
+from ...state.sharding.reading import OpenCopy
+from ...state.sharding.table import Table
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.disk.manifests import Manifest
+from ...storage.disk.shard_files import DiskCopy
+from ...storage.memory.copy_header import Header
+from ...storage.memory.shard_memory import ShardMemory
+from ...storage.memory.slot_folders import SlotFolder
+from ...storage.memory.slots import NoRoom, Slots, SlotsBusy, sums_of
+from ...storage.replication.client import MemoryClient
+from ...storage.replication.key_file import key_of
+from ...wire.environment import WorkerEnv
+from ..loading.shard_selection import Place, ShardSource
+
+logger = logging.getLogger(__name__)
+
+READ_S = 10.0
+"""For a connection to another node's memory server, and for its next bytes."""
+
+FETCH_BYTES = 16 << 20
+
+
+class MemoryReader:
+    """The copies of one version in the memory of this node and of others. What it opens is closed with `stack`."""
+
+    def __init__(
+        self, memory: str, node: str, memory_of_rank: ShardMemory | None, stack: contextlib.ExitStack
+    ) -> None:
+        """`memory` is the agent's folder; `memory_of_rank` has this rank's own slots, into which it fetches."""
+        self._memory = memory
+        self._node = node
+        self._own = memory_of_rank
+        self._stack = stack
+        self._clients: dict[str, MemoryClient] = {}
+
+    def open(self, places: Sequence[Place]) -> OpenCopy:
+        """The first that can be opened: this node's own before others. Raises CheckpointError where none can."""
+        reasons = []
+        for place in sorted(places, key=lambda one: one.node != self._node):
+            try:
+                return self._open_here(place) if place.node == self._node else self._open_there(place)
+            except (OSError, ValueError) as error:
+                reasons.append(f"{place.node}: {error}")
+        raise CheckpointError(f"a copy that was here a moment ago cannot be opened: {'; '.join(reasons)}")
+
+    def nearest(self, places: Sequence[Place]) -> Place:
+        """On this node, if there is one."""
+        return min(places, key=lambda one: one.node != self._node)
+
+    def bring(self, places: Sequence[Place]) -> OpenCopy:
+        """As `open`, for what this rank needs whole: mapped where it is, or fetched into its own slot and mapped there.
+
+        Without room for it, it is read where it is.
+        """
+        there = self.open(places)
+        if there.mapped is not None or self._own is None:
+            return there
+        header = next(place.header for place in places)
+        try:
+            opened = self._own.open_slot(header.size)
+        except (NoRoom, SlotsBusy) as refusal:
+            logger.warning("the shards are read from afar, and not kept here: reason=%s", refusal)
+            return there
+        try:
+            mapped = self._own.map(opened)
+            for begin in range(0, header.size, FETCH_BYTES):
+                with mapped[begin : min(begin + FETCH_BYTES, header.size)] as stretch:
+                    there.read(begin, stretch)
+            self._own.keep(opened, header)
+        except BaseException:
+            opened.close()
+            raise
+        return OpenCopy(there.table, _reader_of(mapped), mapped)
+
+    def _open_here(self, place: Place) -> OpenCopy:
+        """Raises OSError, ValueError when it is not what was offered."""
+        slots = self._stack.enter_context(contextlib.closing(Slots(self._memory, _folder(place))))
+        held = self._stack.enter_context(slots.hold(place.slot))
+        if not held.header.is_same_copy(place.header):
+            raise ValueError(f"slot {place.slot} in {slots.folder} holds another copy by now")
+        header = held.header
+        if header.sums and sums_of(held.stream, header.size) != header.sums:
+            slots.drop(lambda version: version == header.version)
+            raise ValueError(f"{place.slot}.pt in {slots.folder} does not match its checksums")
+        mapping = mmap.mmap(held.stream.fileno(), header.size, prot=mmap.PROT_READ)
+        view = memoryview(mapping)
+        return OpenCopy(_table(header, _reader_of(view)), _reader_of(view), view)
+
+    def _open_there(self, place: Place) -> OpenCopy:
+        client = self._clients.get(place.address)
+        if client is None:
+            client = MemoryClient(place.address, key_of(self._memory, READ_S), READ_S)
+            self._clients[place.address] = self._stack.enter_context(client)
+        version, folder = place.header.version, _folder(place)
+
+        def read(offset: int, into: memoryview) -> None:
+            client.read(folder, place.slot, version, offset, into)
+
+        return OpenCopy(_table(place.header, read), read, None)
+
+
+def _folder(place: Place) -> SlotFolder:
+    """Raises ValueError."""
+    folder = SlotFolder.parse(place.folder)
+    if folder is None:
+        raise ValueError(f"{place.folder!r} is no folder of slots")
+    return folder
+
+
+def _reader_of(view: memoryview) -> Callable[[int, memoryview], None]:
+    def read(offset: int, into: memoryview) -> None:
+        into[:] = view[offset : offset + len(into)]
+
+    return read
+
+
+def _table(header: Header, read: Callable[[int, memoryview], None]) -> Table:
+    assert header.shards is not None, "only shards are opened here"
+    offset, length = header.shards.table
+    raw = bytearray(length)
+    read(offset, memoryview(raw))
+    return Table.from_bytes(bytes(raw))
+
+
+class CopiesInMemory:
+    """Of one version."""
+
+    def __init__(
+        self, env: WorkerEnv, memory: ShardMemory | None, source: ShardSource, stack: contextlib.ExitStack
+    ) -> None:
+        self._reader = MemoryReader(env.memory, env.node, memory, stack)
+        self._source = source
+
+    def of_rank(self, rank: int) -> dict[int, OpenCopy]:
+        """What that rank had, and what all had alike. Raises CheckpointError, OSError."""
+        source = self._source
+        found = {rank: self._reader.bring(source.places[rank])}
+        if not any(place.common for place in source.places[rank][:1]):
+            place = self._reader.nearest(source.common)
+            assert place.header.shards is not None
+            found[place.header.shards.rank] = self._reader.open([place, *source.common])
+        return found
+
+    def of_all(self) -> dict[int, OpenCopy]:
+        """Raises CheckpointError."""
+        return {rank: self._reader.open(places) for rank, places in enumerate(self._source.places)}
+
+
+class CopiesOnDisk:
+    """Of one checkpoint."""
+
+    def __init__(self, files: CheckpointFiles, manifest: Manifest, stack: contextlib.ExitStack) -> None:
+        self._files = files
+        self._manifest = manifest
+        self._stack = stack
+
+    def of_rank(self, rank: int) -> dict[int, OpenCopy]:
+        """What that rank had, and what all had alike. Raises BadCheckpoint."""
+        found = {}
+        for one in (rank, 0):
+            copy = self._open(one)
+            found[one] = _open_copy(copy)
+            if copy.twin_of is not None:
+                found[copy.twin_of] = _open_copy(self._open(copy.twin_of))
+        return found
+
+    def of_all(self) -> dict[int, OpenCopy]:
+        """Raises BadCheckpoint."""
+        return {rank: _open_copy(self._open(rank)) for rank in range(self._manifest.world_size)}
+
+    def _open(self, rank: int) -> DiskCopy:
+        return self._stack.enter_context(self._files.open_rank(self._manifest, rank))
+
+
+def _open_copy(copy: DiskCopy) -> OpenCopy:
+    return OpenCopy(copy.table, copy.read, None)

@@ -1,0 +1,119 @@
+"""Replicas of this node's shards on other nodes, as one worker sees them: its orders, and what was acknowledged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from ...storage.memory.copy_header import Header
+from ...storage.memory.shard_memory import ShardMemory
+from ...storage.memory.slots import NAMES
+from ...storage.replication.acks import read_acks
+from ...storage.replication.client import ORDER_S, order
+from ...storage.replication.copy_rule import Readiness, Replication, SlotState, Version
+from ...storage.replication.messages import Partner, Replicate, Settled
+from ...storage.replication.partners import NodePlace, partners
+from ...wire.environment import WorkerEnv
+
+logger = logging.getLogger(__name__)
+
+BEGIN_S = 2.0
+"""For the order that begins the replicas of a generation: the memory server may only be starting."""
+LONGEST_S = 60.0
+SLOWEST_BYTES_PER_S = 10e6
+"""A copy that is not acknowledged after both is taken for one whose partners are out of reach."""
+
+
+class Replicas:
+    """Of one Checkpointer's shards. The first worker of a node gives the orders of its node."""
+
+    def __init__(
+        self, directory: str, env: WorkerEnv, memory: ShardMemory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._directory = directory
+        self._env = env
+        self._memory = memory
+        self._clock = clock
+        self._partners: frozenset[str] = frozenset()
+        """The nodes that keep replicas of this worker's shards."""
+        self._settled: Version | None = None
+        self._pending: tuple[Version, float] | None = None
+        """The newest version that was seen without its acknowledgments, and since when."""
+        self._warned = False
+
+    def began(self, places: Sequence[NodePlace], digests: Sequence[str], resumed: Version) -> None:
+        """All ranks have loaded, and know all nodes of the world; `digests` are of this node's workers, in their order.
+
+        From here on this node's copies are brought to its partners.
+        """
+        chosen = partners(places, self._env.memory_replicas).get(self._env.node, ())
+        addresses = {place.node: place.address for place in places}
+        mine = digests[self._memory.place.local_rank]
+        self._partners = frozenset(one.node for one in chosen if mine in one.digests)
+        self._settled, self._pending = None, None
+        if not self._memory.keeps_common or not self._env.memory_server:
+            return
+        ordered = tuple(
+            Partner(
+                one.node,
+                addresses[one.node],
+                tuple(local_rank for local_rank, digest in enumerate(digests) if digest in one.digests),
+            )
+            for one in chosen
+        )
+        self._order(Replicate(self._directory, self._env.generation, resumed, ordered), BEGIN_S)
+
+    def readiness(self, step: int, writing: str | None) -> Readiness:
+        """Of this worker's slots; `writing` is the one into which a GPU still copies."""
+        headers = self._memory.headers()
+        first, second = (self._state(name, headers.get(name), name == writing) for name in NAMES)
+        return Readiness(step, (first, second))
+
+    def settled(self, version: Version | None) -> None:
+        """This version is whole everywhere, with its replicas: older ones need not be kept."""
+        if version is None or version == self._settled:
+            return
+        self._settled = version
+        if self._memory.keeps_common and self._env.memory_server:
+            self._order(Settled(self._directory, *version))
+
+    def _order(self, message: Replicate | Settled, within_s: float = ORDER_S) -> None:
+        if not order(self._env.memory_server, message, within_s):
+            logger.warning("the memory server did not take an order: %s", type(message).__name__)
+
+    def _state(self, name: str, header: Header | None, writing: bool) -> SlotState:
+        if writing:
+            return SlotState(writing=True)
+        held = not self._memory.is_free(name)
+        if header is None:
+            return SlotState(held=held)
+        return SlotState(header.version, self._replication(name, header.version, header.size), held)
+
+    def _replication(self, name: str, version: Version, size: int) -> Replication:
+        if not self._partners:
+            return Replication.ACKNOWLEDGED
+        acks = read_acks(self._memory.folder, name, version, self._env.generation)
+        missing = self._partners.difference(acks.nodes)
+        if not missing:
+            return Replication.ACKNOWLEDGED
+        if missing <= set(acks.unreachable) or self._is_late(version, size):
+            return Replication.DEGRADED
+        return Replication.PENDING
+
+    def _is_late(self, version: Version, size: int) -> bool:
+        """A server that is gone says nothing, not even that it has given up."""
+        now = self._clock()
+        if self._pending is None or self._pending[0] < version:
+            self._pending = version, now
+        since = self._pending[1] if self._pending[0] == version else now
+        if now - since < LONGEST_S + size / SLOWEST_BYTES_PER_S:
+            return False
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "shards have no replicas on other nodes, training goes on without: step=%d partners=%s",
+                version[1],
+                sorted(self._partners),
+            )
+        return True

@@ -1,0 +1,104 @@
+"""Takes, saves and loads a state that no rank has whole: each rank its shards, all of them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping
+
+from ...errors import CheckpointError
+from ...ranks.group import Group, current_group
+from ...state.rank_parts import Rules
+from ...state.state_dicts import Part
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.disk.sharded.shard_saver import ShardSaver
+from ...storage.memory.shard_memory import shard_memory_of
+from ...storage.replication.partners import NodePlace
+from ...wire.environment import WorkerEnv
+from ..saving.slot_copies import SlotCopies
+from .contents import ShardContents
+from .loading import LoadedShards, ShardLoading
+from .meeting import RankHome
+from .planned_saves import ShardPlannedSaves
+from .replication import Replicas
+from .saving import ShardSaving
+
+
+class ShardedState:
+    """See `Checkpointer` for what its methods promise."""
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        parts: Mapping[str, Part],
+        of_rank_0: Collection[str],
+        rules: Rules,
+        *,
+        max_failed_saves: int,
+        read_only: bool,
+    ) -> None:
+        self._env = WorkerEnv.of(os.environ)
+        self._read_only = read_only
+        self._memory = shard_memory_of(os.environ, files.directory) if not read_only else None
+        self._replicas = (
+            Replicas(files.directory, self._env, self._memory) if self._memory is not None else None
+        )
+        self._contents = ShardContents(parts, of_rank_0, rules)
+        self._saving = ShardSaving(
+            files,
+            self._contents,
+            self._memory,
+            self._replicas,
+            SlotCopies(self._memory),
+            ShardSaver(files, self._env),
+            self._env,
+            max_failed_saves,
+            keeps_common=os.environ.get("LOCAL_RANK", "0") == "0",
+        )
+        self._loading = ShardLoading(files, self._contents, self._memory, self._env, read_only=read_only)
+        self._planned = ShardPlannedSaves(files.directory, self._memory, self._saving)
+
+    def load(self) -> int:
+        loaded = self._loading.load(self._saving.finish_last_write)
+        if not self._read_only:
+            self._saving.began(loaded.step, loaded.version)
+            self._planned.register()
+            self._begin_replicas(current_group(), loaded)
+            if loaded.version is not None:
+                self._saving.write_loaded(loaded.step, loaded.version)
+        return loaded.step
+
+    def save(self, step: int) -> bool:
+        return self._saving.save(step)
+
+    def wait(self) -> bool:
+        return self._saving.wait()
+
+    def remember(self, step: int) -> bool:
+        return self._saving.remember(step)
+
+    def just_in_time(self) -> contextlib.AbstractContextManager[None]:
+        raise CheckpointError(
+            "just_in_time() cannot keep a sharded state: what a rank that dies had, no other rank has. Leave it "
+            "out and give Checkpointer memory_every=1: then a failure costs the step under way"
+        )
+
+    def _begin_replicas(self, group: Group, loaded: LoadedShards) -> None:
+        """All ranks tell where they are and what they have; then each node knows its partners."""
+        layout, _ = self._contents.lay_out(loaded.step, group, common=False)
+        env = self._env
+        home = RankHome(
+            env.node, env.memory_address, env.failure_domain, layout.digest if layout is not None else ""
+        )
+        homes = group.exchange(home)
+        if self._replicas is None:
+            return
+        nodes: dict[str, list[RankHome]] = {}
+        for one in homes:
+            nodes.setdefault(one.node, []).append(one)
+        places = [
+            NodePlace(node, ranks[0].address, ranks[0].domain, frozenset(one.digest for one in ranks))
+            for node, ranks in nodes.items()
+        ]
+        digests = [one.digest for one in nodes[env.node]]
+        self._replicas.began(places, digests, loaded.version or (0, 0))

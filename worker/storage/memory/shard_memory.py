@@ -1,0 +1,133 @@
+"""The copies that one worker makes of its part of a sharded state: in two slots of its own, which no other rank fills.
+
+No rank has the whole, so a state exists only as the copies of all ranks together: a slot is overwritten only where all
+ranks have agreed on the version that they keep (`storage/replication/copy_rule`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from ...state.sharding.layout import ShardLayout
+from ...wire.environment import WorkerEnv
+from ...wire.run import this_run
+from .copy_header import Header, RankShards
+from .slot_folders import SlotFolder
+from .slot_memory import CopyUnderWay, RankPlace, SlotMemory
+from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, room_for
+
+logger = logging.getLogger(__name__)
+
+
+class ShardMemory(SlotMemory):
+    """One Checkpointer's slots in the memory of this node, for the shards of this worker."""
+
+    def __init__(
+        self, slots: Slots, limit: int, place: RankPlace, local_world_size: int, replicas: int
+    ) -> None:
+        """`replicas` is how many other nodes keep copies; this node keeps as many of theirs."""
+        super().__init__(slots, limit, place)
+        self._folders_of_node = local_world_size * (1 + replicas)
+        self._announced = 0
+
+    @property
+    def keeps_common(self) -> bool:
+        """Whether this rank's copy also holds what is the same on all ranks, for all of its node."""
+        return self.place.local_rank == 0
+
+    def headers(self) -> dict[str, Header]:
+        """By slot, what this worker's two slots hold."""
+        return self._slots.headers()
+
+    def is_free(self, name: str) -> bool:
+        """Whether no process reads that slot now, but this one's own checksums."""
+        return self._checksums.reads(name) or self._slots.is_free(name)
+
+    def begin_copy(
+        self, layout: ShardLayout, step: int, *, keep: tuple[int, int] | None, twins: tuple[int, ...]
+    ) -> CopyUnderWay:
+        """Copy this rank's shards into the slot that does not hold the version `keep`. `seal` follows.
+
+        Raises NoRoom, SlotsBusy.
+        """
+        self._checksums.stop(*self._not_newest())
+        self._check_room(layout.size)
+        place = self.place
+        with self.costing_a_copy_only():
+            opened = self._begin(layout.size, keep=keep)
+            try:
+                mapping = self._mapped(opened)
+                opened.trim()
+                events = layout.copy_to(mapping.view, mapping.tensor)
+            except BaseException:
+                opened.close()
+                raise
+        header = Header(
+            step,
+            place.generation,
+            self.resumed_from,
+            place.world_size,
+            layout.size,
+            run=place.run,
+            shards=RankShards(place.rank, layout.table_place, layout.digest, self.keeps_common, twins, keep),
+        )
+        return CopyUnderWay(opened, header, events)
+
+    def hold(self, version: tuple[int, int]) -> HeldSlot:
+        """Keep this worker's copy of that version, and open it. Raises OSError, ValueError when it is not here."""
+        for name, header in self._slots.headers().items():
+            if header.version == version:
+                return self._slots.hold(name)
+        raise ValueError(f"step {version[1]} of generation {version[0]} is not in {self.folder} any more")
+
+    def lend(self, version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
+        """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
+        self._checksums.stop(*NAMES)
+        return self._slots, self.hold(version)
+
+    def map(self, opened: OpenSlot) -> memoryview:
+        """The bytes of an open slot, to be filled."""
+        return self._mapped(opened).view[: opened.size]
+
+    def _check_room(self, size: int) -> None:
+        """Say once, in advance, what all copies of this node will take. Raises NoRoom where that is never to be had."""
+        wanted = 2 * room_for(size) * self._folders_of_node
+        if wanted > self._limit:
+            raise NoRoom(
+                f"two copies of each worker's shards, and as many of other nodes' as replicas, take {wanted} bytes on "
+                f"this node, and {self._limit} are allowed: raise --memory-checkpoints to that, and the size of "
+                "/dev/shm if need be, or take --memory-replicas 0"
+            )
+        if self.keeps_common and wanted > self._announced:
+            self._announced = wanted + wanted // 8
+            logger.info(
+                "copies of shards will take at most %.1f GiB of %.1f on this node, replicas of others included",
+                wanted / 2**30,
+                self._limit / 2**30,
+            )
+
+
+def shard_memory_of(environ: Mapping[str, str], directory: str) -> ShardMemory | None:
+    """None where there is no agent, or one that grants no memory."""
+    try:
+        env = WorkerEnv.of(environ)
+        if not env.memory:
+            return None
+        local_rank = int(environ["LOCAL_RANK"]) if env.local_rank < 0 else env.local_rank
+        place = RankPlace(
+            env.node,
+            env.generation,
+            int(environ["RANK"]),
+            local_rank,
+            int(environ["WORLD_SIZE"]),
+            this_run(environ).id,
+        )
+        slots = Slots(env.memory, SlotFolder.of(os.fspath(directory), local_rank))
+        return ShardMemory(
+            slots, env.memory_bytes, place, int(environ["LOCAL_WORLD_SIZE"]), env.memory_replicas
+        )
+    except (KeyError, ValueError, OSError) as error:
+        logger.warning("no copies in memory, checkpoints go to disk only: reason=%r", error)
+        return None
