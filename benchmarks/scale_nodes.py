@@ -262,6 +262,7 @@ class OurNodes:
             job=JOB,
             min_nodes=total,
             max_nodes=total,
+            nodes_multiple_of=1,
             last_call_s=1.0,
             expected_nodes=None,
             join_timeout_s=600.0,

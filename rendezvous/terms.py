@@ -30,6 +30,8 @@ class Limits:
     last_call_s: Age
     max_restarts: Count | None
     """None: any number while generations make progress."""
+    nodes_multiple_of: Positive = 1
+    """The number of nodes of each world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def differences(
         for option, mine, theirs in (
             ("--min-nodes", limits.min_nodes, job.min_nodes),
             ("--max-nodes", limits.max_nodes, job.max_nodes),
+            ("--nodes-multiple-of", limits.nodes_multiple_of, job.nodes_multiple_of),
             ("--max-restarts", _restarts(limits), _restarts(job)),
             ("--last-call", f"{limits.last_call_s:g}s", f"{job.last_call_s:g}s"),
         ):

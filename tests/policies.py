@@ -9,6 +9,7 @@ PLAIN_POLICY = Policy(
     job="job",
     min_nodes=1,
     max_nodes=1,
+    nodes_multiple_of=1,
     last_call_s=1.0,
     expected_nodes=None,
     join_timeout_s=600.0,

@@ -112,6 +112,14 @@ MIN_NODES: Option[int] = NODES.option(
 MAX_NODES: Option[int | None] = NODES.option(
     "max-nodes", whole_number(1, MOST_NODES, "nodes"), "at most N nodes train together (default: --min-nodes)"
 )
+NODES_MULTIPLE_OF: Option[int] = NODES.option(
+    "nodes-multiple-of",
+    whole_number(1, MOST_NODES, "nodes"),
+    "the number of nodes that train together is always a multiple of N, as a device mesh needs it; the nodes beyond it"
+    " stand by. Then --min-nodes is N where it is not given",
+    default="1",
+    conf=("nodes_multiple_of",),
+)
 NNODES: Option[NodeCounts] = NODES.option(
     "nnodes",
     Parser(f"N or MIN:MAX, nodes from 1 to {MOST_NODES}", read_node_counts),
@@ -283,6 +291,7 @@ class Config:
 
     command: Command
     nodes: NodeCounts = read_node_counts(str(MIN_NODES.default))
+    nodes_multiple_of: int = NODES_MULTIPLE_OF.field()
     nproc_per_node: WorkerCount = NPROC_PER_NODE.field()
     devices_per_worker: int = DEVICES_PER_WORKER.field()
     device_pinning: DevicePinning = DEVICE_PINNING.field()

@@ -164,6 +164,7 @@ def policy_of(config: Config) -> Policy:
         job=config.rendezvous.job_id,
         min_nodes=config.nodes.min,
         max_nodes=config.nodes.max,
+        nodes_multiple_of=config.nodes_multiple_of,
         last_call_s=config.rendezvous.last_call_s,
         expected_nodes=config.rendezvous.expected_nodes,
         join_timeout_s=config.rendezvous.join_timeout_s,

@@ -183,6 +183,7 @@ class EtcdV3Handler(RendezvousHandler):
             job=rendezvous.job_id,
             min_nodes=config.nodes.min,
             max_nodes=config.nodes.max,
+            nodes_multiple_of=config.nodes_multiple_of,
             last_call_s=rendezvous.last_call_s,
             expected_nodes=rendezvous.expected_nodes,
             join_timeout_s=rendezvous.join_timeout_s,

@@ -18,7 +18,7 @@ from ..records import (
     life_of,
     row_bytes,
 )
-from ..terms import fits
+from ..terms import Limits, fits
 from ..text import shortened
 from . import blame
 from .view import Policy, View
@@ -49,12 +49,33 @@ def aside(view: View) -> tuple[Aside, ...]:
 
 
 def first_that_fit(nodes: Sequence[NodeRecord], policy: Policy) -> Sequence[NodeRecord]:
-    """As many as a world may have and its record can hold."""
+    """As many as a world may have and its record can hold; those beyond a multiple stand by."""
     most = nodes[: policy.max_nodes]
-    if len(most) * MAX_ROW_BYTES <= MAX_MEMBERS_BYTES:
-        return most
-    sizes = accumulate(map(row_bytes, most))
-    return [node for node, size in zip(most, sizes, strict=True) if size <= MAX_MEMBERS_BYTES]
+    if len(most) * MAX_ROW_BYTES > MAX_MEMBERS_BYTES:
+        sizes = accumulate(map(row_bytes, most))
+        most = [node for node, size in zip(most, sizes, strict=True) if size <= MAX_MEMBERS_BYTES]
+    return most[: len(most) // policy.nodes_multiple_of * policy.nodes_multiple_of]
+
+
+def why_full(members: int, waiting: int, limits: Limits) -> str:
+    """Why no larger world has room for some of `waiting` nodes that fit to the job."""
+    if members >= limits.max_nodes:
+        return f"the world has all {limits.max_nodes} nodes of --max-nodes"
+    multiple = limits.nodes_multiple_of
+    if waiting < multiple:
+        return f"{multiple - waiting} more needed, as worlds are multiples of {multiple} nodes (--nodes-multiple-of)"
+    return "with one node more the world's record would be larger than a store takes; use shorter names"
+
+
+def why_standing_by(world: World) -> str:
+    """The same, for a node that does not know how many others wait; empty if it will soon be invited."""
+    limits, members = world.limits, len(world.members)
+    if limits is not None and members >= limits.max_nodes:
+        return why_full(members, 1, limits)
+    if limits is None or limits.nodes_multiple_of == 1:
+        return ""
+    multiple = limits.nodes_multiple_of
+    return f"it waits until {multiple} stand by, as worlds are multiples of {multiple} nodes (--nodes-multiple-of)"
 
 
 def last_call_ends(nodes: Sequence[NodeRecord], since: Mapping[str, float], policy: Policy) -> float:

@@ -30,7 +30,7 @@ from dataclasses import replace
 
 from ..records import Cause, CauseKind, Condition, NodeRecord, Phase, Result, World
 from ..text import counted
-from .candidates import first_that_fit, last_call_ends, named, newcomers
+from .candidates import first_that_fit, last_call_ends, named, newcomers, why_full
 from .next_world import best_step, close, end, host_left, leaving_host, lost, only_leavers_keep
 from .view import Decision, Policy, Publish, View, Wait, in_force
 
@@ -112,22 +112,16 @@ def _invite(world: World, view: View, present: Sequence[NodeRecord], policy: Pol
     waiting = newcomers(view)
     if not waiting:
         return Wait(f"generation {world.generation} is running on {counted(len(world.members), 'node')}")
-    room = policy.max_nodes - len(world.members)
-    if room <= 0:
-        full = f"the world has all {policy.max_nodes} nodes of --max-nodes"
-        return Wait(f"{named(waiting)} standing by: {full}")
     if len(first_that_fit([*present, *waiting], policy)) <= len(present):
-        too_large = (
-            "with one node more the world's record would be larger than a store takes; use shorter names"
-        )
-        return Wait(f"{named(waiting)} standing by: {too_large}")
+        return Wait(f"{named(waiting)} standing by: {why_full(len(present), len(waiting), policy.limits)}")
     ready = [node for node in waiting if node.ready]
-    if not ready:
-        return Wait(f"{named(waiting)} getting ready to join")
+    joining = first_that_fit([*present, *ready], policy)[len(present) :]
+    if not joining:
+        return Wait(f"{named([node for node in waiting if not node.ready])} getting ready to join")
     quiet_at = last_call_ends(ready, view.ready_since, policy)
-    if len(ready) < room and now < quiet_at:
-        return Wait(f"last call before {named(ready)} joins", quiet_at)
-    return _drain(world, Cause(CauseKind.JOIN, ready[0].node, f"{named(ready)} joining"))
+    if len(present) + len(ready) < policy.max_nodes and now < quiet_at:
+        return Wait(f"last call before {named(joining)} joins", quiet_at)
+    return _drain(world, Cause(CauseKind.JOIN, joining[0].node, f"{named(joining)} joining"))
 
 
 def _draining(world: World, view: View, present: Sequence[NodeRecord], now: float) -> Decision:

@@ -129,7 +129,13 @@ def _left_over(world: World, view: View, policy: Policy, now: float) -> _Basis |
         basis = judged
     if (host := leaving_host(view)) is not None:
         return end(world, Result.STORE_HOST_LEFT, host_left(host))
-    survivors = tuple(node for node in basis.survivors if not node.leaving)
+    # Where some of them have to stand by, one that keeps the state after the last step goes on.
+    survivors = tuple(
+        sorted(
+            (node for node in basis.survivors if not node.leaving),
+            key=lambda node: not node.has(Condition.STATE_SAVED, world.generation),
+        )
+    )
     return replace(basis, survivors=survivors, proven=blame.proven(world, survivors, progressed=progressed))
 
 
@@ -163,20 +169,21 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
     goes_on = world is not None and len(survivors) >= policy.min_nodes
     if goes_on:  # a node that is not ready yet would keep the others waiting, and is invited later
         joining = [node for node in joining if node.ready]
-    chosen = first_that_fit([*survivors, *joining], policy)
+    here = [*survivors, *joining]
+    chosen = first_that_fit(here, policy)
     if len(chosen) < policy.min_nodes:
         last = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
         left_out = f"; put aside: {shortened(one.node for one in basis.aside)}" if basis.aside else ""
         return Wait(
-            f"{policy.min_nodes - len(chosen)} more of at least {counted(policy.min_nodes, 'node')} "
-            f"(here: {named(chosen) or 'none'}{left_out}{last})",
+            f"{max(policy.min_nodes - len(here), 1)} more of at least {counted(policy.min_nodes, 'node')} "
+            f"(here: {named(here) or 'none'}{left_out}{last})",
             short_of_nodes=True,
         )
     quiet_at = last_call_ends(joining, view.arrivals, policy)
     awaited = min(policy.max_nodes, policy.expected_nodes or policy.max_nodes)
-    if joining and not goes_on and len(chosen) < awaited and now < quiet_at:
+    if joining and not goes_on and len(here) < awaited and now < quiet_at:
         return Wait(
-            f"last call: {counted(len(chosen), 'node')} here, up to {policy.max_nodes} may come", quiet_at
+            f"last call: {counted(len(here), 'node')} here, up to {policy.max_nodes} may come", quiet_at
         )
     if len(chosen) > len(survivors):  # no failure so far can clear a node that comes now
         restarts = replace(restarts, culprit="", blamed=0)

@@ -22,6 +22,7 @@ class Policy:
     job: str
     min_nodes: int
     max_nodes: int
+    nodes_multiple_of: int
     last_call_s: float
     """How long newcomers must have been quiet before a world that is not full closes over them."""
     expected_nodes: int | None
@@ -42,7 +43,13 @@ class Policy:
     @property
     def limits(self) -> Limits:
         """The part that a coordinator applies for all nodes."""
-        return Limits(self.min_nodes, self.max_nodes, self.last_call_s, self.restarts.max_failures)
+        return Limits(
+            self.min_nodes,
+            self.max_nodes,
+            self.last_call_s,
+            self.restarts.max_failures,
+            self.nodes_multiple_of,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,7 @@ def in_force(view: View, policy: Policy) -> Policy:
         policy,
         min_nodes=limits.min_nodes,
         max_nodes=limits.max_nodes,
+        nodes_multiple_of=limits.nodes_multiple_of,
         last_call_s=limits.last_call_s,
         restarts=replace(policy.restarts, max_failures=limits.max_restarts),
     )

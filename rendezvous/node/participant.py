@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..coordinator.candidates import differences_from_job, why_aside, why_refused
+from ..coordinator.candidates import differences_from_job, why_aside, why_refused, why_standing_by
 from ..coordinator.decide import decide
 from ..coordinator.view import Decision, Policy, Publish, View
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
@@ -282,7 +282,9 @@ class Participant:
         world = membership.world
         if world is None or not world.trains or world.member(self.incarnation) is not None:
             return f"{membership.leader} coordinates; no new world from it yet"
-        return f"generation {world.generation} runs without this node, which stands by; {membership.leader} coordinates"
+        why = why_standing_by(world)
+        runs = f"generation {world.generation} runs without this node, which stands by"
+        return f"{runs}{why and f': {why}'}; {membership.leader} coordinates"
 
     def _check_that_it_fits(self) -> None:
         """A node with another script or other times than the job's is in no world: it leaves, and says why."""

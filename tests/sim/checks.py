@@ -139,6 +139,10 @@ class Checks:
     def check_places(self, world: World) -> None:
         """No survivor has another place than before that could have kept it, and the first one is a survivor (I3)."""
         before, size = self.worlds.get(world.generation - 1), len(world.members)
+        assert world.limits is not None
+        if size % world.limits.nodes_multiple_of:
+            self.broken("I3", f"generation {world.generation} has {size} nodes under {world.limits}")
+        self.seen[f"world of a multiple of {world.limits.nodes_multiple_of}"] += 1
         if before is None:
             return
         was = {member.incarnation: place for place, member in enumerate(before.members)}
@@ -244,7 +248,8 @@ class Checks:
         world = self.worlds[max(self.worlds)]
         running = {node.name: node.worker.generation for node in self.nodes if node.worker is not None}
         assert world.limits is not None
-        want = min(len(self.nodes), world.limits.max_nodes)
+        want, multiple = min(len(self.nodes), world.limits.max_nodes), world.limits.nodes_multiple_of
+        want -= want % multiple
         if len(world.members) != want or set(running) != {member.node for member in world.members}:
             self.broken(
                 "I11", f"after the calm generation {world.generation} runs on {running}, wanted {want} nodes"

@@ -99,6 +99,9 @@ class Simulation(Checks):
             store_outage_grace_s=rng.choice((0.0, GRACE_S)),
             restarts=RestartPolicy(max_without_progress=10**6, max_backoff_s=1.0),
         )
+        if seed % 4 == 1:
+            most = policy.max_nodes // 2 * 2
+            policy = replace(policy, min_nodes=2, max_nodes=most, nodes_multiple_of=2)
         hosted = (rng.random() < 0.3 or bug in OF_HOSTED_STORES) and bug not in OF_THE_GRACE
         if hosted:
             policy = replace(policy, store_outage_grace_s=0.0)
@@ -132,7 +135,8 @@ class Simulation(Checks):
             )
 
     def policy_of(self, name: str) -> Policy:
-        return replace(self.policy, min_nodes=1, max_nodes=1) if name == self.odd else self.policy
+        odd = replace(self.policy, min_nodes=1, max_nodes=1, nodes_multiple_of=1)
+        return odd if name == self.odd else self.policy
 
     def _boot(self, index: int) -> None:
         self.nodes.append(SimNode(self, f"n{index}"))

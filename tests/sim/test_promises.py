@@ -86,6 +86,7 @@ MUST_HAPPEN = (
     "stranded",
     "rescued",
     "planned change without loss",
+    "world of a multiple of 2",
     "place taken over",
     "stuck loop ended",
     "dead thread ended",

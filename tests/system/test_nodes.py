@@ -97,6 +97,22 @@ def test_a_node_beyond_max_nodes_stands_by_and_takes_the_first_free_place(job: J
 
 
 @pytest.mark.usefixtures("in_etcd")
+def test_a_node_beyond_a_multiple_stands_by_says_why_and_takes_the_place_of_a_lost_one(job: Job) -> None:
+    options = ("--nodes-multiple-of=2", "--max-nodes=4", FAST_LEASE)
+    agents = {name: job.join(name, *options) for name in ("a", "b")}
+    old = job.wait_for_training(world=2)
+    spare = job.join("c", *options)
+    job.wait_for_text(spare, "at http")
+    why = "it waits until 2 stand by, as worlds are multiples of 2 nodes (--nodes-multiple-of)"
+    job.wait_for(lambda: why in spare.get("/status")[1], "c to say why it stands by")
+    assert job.generations()[-1].number == old.number
+
+    agents[old.nodes[1]].kill()
+    new = job.wait_for_training(world=2, after=old.number)
+    assert new.nodes == [old.nodes[0], "c"]
+
+
+@pytest.mark.usefixtures("in_etcd")
 def test_a_joining_node_and_a_dying_worker_at_once_end_in_one_world(job: Job) -> None:
     options = ("--nnodes=1:3", FAST_LEASE)
     for name in ("a", "b"):

@@ -49,7 +49,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 LANDINGS: dict[str, tuple[str, str, object]] = {
     "min-nodes": ("3", "nodes.min", 3),
     "max-nodes": ("3", "nodes.max", 3),
-    "nnodes": ("2:5", "nodes", NodeCounts(2, 5)),
+    "nodes-multiple-of": ("3", "nodes_multiple_of", 3),
+    "nnodes": ("3:6", "nodes", NodeCounts(3, 6)),
     "nproc-per-node": ("8", "nproc_per_node", 8),
     "devices-per-worker": ("2", "devices_per_worker", 2),
     "device-pinning": ("mask", "device_pinning", "mask"),
@@ -112,6 +113,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
 REFUSED: dict[str, Sequence[str]] = {
     "min-nodes": ["0", "-1", "1.5", "100001", "two", "", "1_0", "٣", "9" * 5000],
     "max-nodes": ["0", "many"],
+    "nodes-multiple-of": ["0", "pairs"],
     "nnodes": ["0:4", "1:", ":4", "1:2:3", "x"],
     "nproc-per-node": ["0", "-2", "all", "4097"],
     "devices-per-worker": ["0", "-1", "1.5", "gpu", "4097"],
@@ -478,6 +480,21 @@ def test_a_job_of_this_machines_pool_meets_in_its_store(script: str) -> None:
             "--min-nodes '4': expected at most max-nodes, which is 2 (--max-nodes)",
         ),
         ("--nnodes 4:2", "--nnodes '4': expected at most max-nodes, which is 2 (--nnodes)"),
+        (
+            "--nnodes 3:8 --nodes-multiple-of 2",
+            "--nnodes '3': expected a multiple of nodes-multiple-of, which is 2 (--nodes-multiple-of); "
+            "use --min-nodes 2 or 4",
+        ),
+        (
+            "--nnodes 4095:4096 --nodes-multiple-of 4095",
+            "--nnodes '4096': expected a multiple of nodes-multiple-of, which is 4095 (--nodes-multiple-of); "
+            "use --max-nodes 4095",
+        ),
+        (
+            "--max-nodes 6 --nodes-multiple-of 4",
+            "--max-nodes '6': expected a multiple of nodes-multiple-of, which is 4 (--nodes-multiple-of); "
+            "use --max-nodes 4 or 8",
+        ),
         (
             "--join-timeout 5 --lease-ttl 5s",
             "--join-timeout '5': expected more than lease-ttl, which is 5 s (--lease-ttl)",

@@ -225,7 +225,7 @@ AB = running(A, B)
         (view(AB, SB.having(4, SUCCEEDED)), "stopping 4 [a b] lost a", ""),
         # a newcomer
         (view(AB, A, B, C, c=NOW), "draining 4 [a b] join c", "c joining"),
-        (view(AB, A, B, C, D), "draining 4 [a b] join c", "c, d joining"),
+        (view(AB, A, B, C, D), "draining 4 [a b] join c", "c joining"),
         (view(AB, A, B, replace(C, leaving=True)), "wait", "generation 4 is running on 2 nodes"),
         (view(ABC, A, B, C, D), "wait", "d standing by: the world has all 3 nodes of --max-nodes"),
         (view(running(A), A, B, b=99.5), "wait until 100.5", "last call before b joins"),
@@ -462,6 +462,74 @@ def test_a_world_that_can_go_on_does_not_wait() -> None:
     check(view(DRAINED, KA, KB, KC, replace(D, ready=False)), policy, "running 5 [a b c] leave c", "3 nodes")
     alone = view(replace(DRAINED, members=line_up((A,))), KA, replace(D, ready=False))
     check(alone, replace(policy, min_nodes=2), "running 5 [a d] leave c", "2 nodes are ready")
+
+
+# ---------------------------------------------------------------- decide: worlds of a multiple of nodes
+
+IN_PAIRS = replace(POLICY, max_nodes=6, nodes_multiple_of=2)
+SIX = tuple(NodeRecord(name, f"{name}-1", f"host-{name}", 4000, slots=1, ready=True) for name in "abcdef")
+STOPPED_SIX = tuple(node.having(4, STOPPED) for node in SIX)
+LEFT_OF_FOUR = tuple(
+    node.having(4, NOTIFIED, POLLING, Condition.DRAINED, STATE_SAVED, STOPPED) for node in SIX[:4]
+)
+
+
+@pytest.mark.parametrize(
+    ("seen", "decision", "reason"),
+    [
+        # the first one
+        (view(None, *SIX[:1]), "wait", "1 more of at least 2 nodes (here: a)"),
+        (view(None, *SIX[:3]), "running 1 [a b] start", "2 nodes are ready"),
+        (view(None, *SIX[:3], c=99.5), "wait until 100.5", "last call: 3 nodes here, up to 6 may come"),
+        # a failure leaves five of six, or four and one that has stood by
+        (view(stopping(*SIX), *STOPPED_SIX[:5]), "running 5 [a b c d] join a", "4 nodes are ready"),
+        (view(stopping(*SIX), *STOPPED_SIX[1:]), "running 5 [e b c d] join a", "4 nodes are ready"),
+        (
+            view(stopping(*SIX[:4]), *STOPPED_SIX[:3], SIX[4]),
+            "running 5 [a b c e] join a",
+            "4 nodes are ready",
+        ),
+        (view(stopping(*SIX[:2]), *STOPPED_SIX[:1]), "wait", "1 more of at least 2 nodes (here: a"),
+        # nodes that join interrupt only for a larger world
+        (
+            view(running(*SIX[:4]), *SIX[:5]),
+            "wait",
+            "e standing by: 1 more needed, as worlds are multiples of 2 nodes (--nodes-multiple-of)",
+        ),
+        (view(running(*SIX[:4]), *SIX), "draining 4 [a b c d] join e", "e, f joining"),
+        (view(running(*SIX[:4]), *SIX[:5], replace(SIX[5], ready=False)), "wait", "f getting ready to join"),
+        (view(running(*SIX[:2]), *SIX[:5], e=99.5), "wait until 100.5", "last call before c, d joins"),
+        (
+            view(running(*SIX), *SIX, replace(D, node="g", incarnation="g-1")),
+            "wait",
+            "all 6 nodes of --max-nodes",
+        ),
+        # one of four leaves: two go on, of those that keep the state
+        (
+            view(
+                replace(running(*SIX[:4]), phase=Phase.LAST_STEP),
+                *LEFT_OF_FOUR[:3],
+                replace(LEFT_OF_FOUR[3], **GOING),
+            ),
+            "running 5 [a b] start",
+            "2 nodes are ready",
+        ),
+        (
+            view(
+                replace(running(*SIX[:4]), phase=Phase.LAST_STEP),
+                *(replace(node, conditions=node.conditions - {STATE_SAVED}) for node in LEFT_OF_FOUR[:2]),
+                LEFT_OF_FOUR[2],
+                replace(LEFT_OF_FOUR[3], **GOING),
+            ),
+            "running 5 [a c] start",
+            "2 nodes are ready",
+        ),
+    ],
+)
+def test_a_world_has_a_multiple_of_nodes_and_the_others_stand_by(
+    seen: View, decision: str, reason: str
+) -> None:
+    check(seen, IN_PAIRS, decision, reason)
 
 
 # ---------------------------------------------------------------- decide: between two generations
@@ -1122,7 +1190,8 @@ def check_promises(seen: View, policy: Policy, decision: Decision) -> None:
     if before is not None and before.phase is Phase.LAST_STEP:
         keepers = [node for node in seen.nodes if node.has(STATE_SAVED, before.generation)]
         assert not keepers or not all(node.leaving for node in keepers), "the state would be lost"
-    assert {node.incarnation for node in chosen} == set((stayed + came)[: policy.max_nodes])
+    size = min(len(stayed + came), policy.max_nodes) // policy.nodes_multiple_of * policy.nodes_multiple_of
+    assert {node.incarnation for node in chosen} == set((stayed + came)[:size])
     if before is not None:
         check_places(before, world)
 
@@ -1142,11 +1211,15 @@ def broken(world: World, live: dict[str, NodeRecord]) -> bool:
     return any(m.incarnation not in live or live[m.incarnation].failure for m in world.members)
 
 
-@pytest.mark.parametrize("limits", [(1, 1), (1, 3), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize("limits", [(1, 1, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1), (3, 3, 1), (2, 2, 2)])
 @pytest.mark.parametrize("phase", ["none", "running", "draining", "last step", "stopping", "failed"])
-def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[int, int]) -> None:
+def test_every_small_combination_keeps_the_promises(phase: str, limits: tuple[int, int, int]) -> None:
     policy = replace(
-        PLAIN_POLICY, min_nodes=limits[0], max_nodes=limits[1], restarts=RestartPolicy(first_backoff_s=0.0)
+        PLAIN_POLICY,
+        min_nodes=limits[0],
+        max_nodes=limits[1],
+        nodes_multiple_of=limits[2],
+        restarts=RestartPolicy(first_backoff_s=0.0),
     )
     published = 0
     each = lives_in_a_drain if phase in ("draining", "last step") else lives

@@ -112,7 +112,9 @@ def test_a_spare_stands_by_without_a_join_timeout_and_takes_a_free_place(bench: 
     spare = bench.join("spare", policy)
     bench.after(policy.join_timeout_s * 2)
     assert spare.orders == []
-    assert spare.part.waiting_for == "generation 1 runs without this node, which stands by; a coordinates"
+    assert spare.part.waiting_for == (
+        "generation 1 runs without this node, which stands by: the world has all 2 nodes of --max-nodes; a coordinates"
+    )
     bench.kill(b)
     bench.after(TTL_S + 1)
     assert bench.members() == ["a", "spare"]
@@ -1159,7 +1161,7 @@ def test_survivors_below_the_minimum_time_out_and_say_what_happened(bench: Bench
     ("victim", "reason"),
     [
         ("b", "the rendezvous store: no answer from store:2379"),
-        ("spare", "generation 1 runs without this node, which stands by; a coordinates"),
+        ("spare", "which stands by: the world has all 2 nodes of --max-nodes; a coordinates"),
     ],
 )
 def test_a_node_cut_off_for_good_times_out_too(bench: Bench, victim: str, reason: str) -> None:

@@ -291,6 +291,7 @@ def test_a_job_that_is_too_large_for_a_record_is_refused(
 def test_bad_options_are_named_all_at_once(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "--min-nodes=3 --max-nodes=2 --env=MY_TOKEN=1 --time-limit=0 --node-id=n --log-dir=/l --lease-ttl=1s"
+        " --nodes-multiple-of=2"
     )
     assert submit.main([*words.split(), "--rdzv-endpoint=h:1"]) == PoolCode.BAD_CONFIG
     shown = capsys.readouterr().err
@@ -302,6 +303,7 @@ def test_bad_options_are_named_all_at_once(pool: PoolStore, capsys: pytest.Captu
         "--lease-ttl '1s': expected an option of jobs",
         "--env MY_TOKEN",
         "--min-nodes '3'",
+        "--nodes-multiple-of '2': expected 1 in a pool, which gives and takes single nodes",
         "expected a script to run",
     ):
         assert part in shown, part

@@ -328,6 +328,7 @@ LIMITS_FIELDS: dict[Path, list[Any]] = {
     ("limits", "max_nodes"): number(1),
     ("limits", "last_call_s"): SECONDS,
     ("limits", "max_restarts"): number()[1:],
+    ("limits", "nodes_multiple_of"): number(1),
 }
 PROGRAM_FIELDS: dict[Path, list[Any]] = {
     ("program",): OBJECT,

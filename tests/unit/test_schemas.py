@@ -38,7 +38,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        11,
+        12,
         {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
@@ -53,7 +53,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Introduction": "node incarnation generation confirmed_s whole_s",
             "Endpoint": "address port",
             "NetworkFacts": "interface speed_mbps mtu rdma_ports",
-            "Limits": "min_nodes max_nodes last_call_s max_restarts",
+            "Limits": "min_nodes max_nodes last_call_s max_restarts nodes_multiple_of",
             "Program": "name digest arguments words lease_ttl_s outage_grace_s any_script",
             "Condition": "stable notified polling overdue drained state_saved succeeded stopped",
             "Failure": "generation fingerprint summary detail final port_taken",
@@ -114,8 +114,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
             "CheckStatus": "check outcome summary advice",
-            "World": "records 11",
-            "NodeRecord": "records 11",
+            "World": "records 12",
+            "NodeRecord": "records 12",
         },
     ),
     "run file": (

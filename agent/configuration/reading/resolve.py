@@ -30,6 +30,7 @@ from ..config import (
     NETWORK_INTERFACE,
     NETWORK_PROFILE,
     NO_PYTHON,
+    NODES_MULTIPLE_OF,
     NPROC_PER_NODE,
     RUN_PATH,
     SCRIPT,
@@ -250,6 +251,7 @@ def _derive(settings: Settings, fresh_id: Callable[[], str], folders: _Folders) 
         alone: list[tuple[Option[object], object]] = [
             (MIN_NODES, 1),
             (MAX_NODES, 1),
+            (NODES_MULTIPLE_OF, 1),
             (BACKEND, ALONE.name),
             (ENDPOINT, None),
             *((option, option.default_value) for option in ETCD_OPTIONS),
@@ -258,6 +260,8 @@ def _derive(settings: Settings, fresh_id: Callable[[], str], folders: _Folders) 
             if option in settings and settings[option].value != value:
                 settings.warnings.append(f"{settings[option].origin} is ignored: {origin} overrules it")
             settings.derive(option, value, origin)
+    if MIN_NODES not in settings and NODES_MULTIPLE_OF in settings:
+        settings.derive(MIN_NODES, settings[NODES_MULTIPLE_OF].value, "default: nodes-multiple-of")
     if settings[MAX_NODES].value is None:
         settings.derive(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
     settings.warnings += _derive_static(settings)

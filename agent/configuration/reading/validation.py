@@ -19,7 +19,17 @@ from typing import Any
 from ....rendezvous.etcd.kind import ETCD
 from ....rendezvous.records import Endpoint
 from ....rendezvous.store.store_kind import StoreKind
-from ..config import HTTP_ADDRESS, MAX_NODES, MIN_NODES, MODULE, NO_PYTHON, RUN_PATH, SCRIPT, Problem
+from ..config import (
+    HTTP_ADDRESS,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NO_PYTHON,
+    NODES_MULTIPLE_OF,
+    RUN_PATH,
+    SCRIPT,
+    Problem,
+)
 from ..options import COMMANDS
 from ..rendezvous import (
     BACKEND,
@@ -49,6 +59,7 @@ from ..stopping import (
 )
 from ..timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
 from ..types.option import Option
+from ..types.parsers import MOST_NODES
 from ..types.stores import CLUSTERS, SHARED, STORES, in_words
 from .settings import Setting, Settings
 
@@ -61,7 +72,7 @@ def check_relations(
     `of_pool`: the store is a pool's own, and no job's in it.
     """
     rules = _Rules(settings)
-    _check_nodes_and_times(rules)
+    _check_nodes_and_times(rules, of_pool=of_pool)
     _check_training_timeouts(rules, environ)
     _check_meeting_place(rules, of_pool=of_pool)
     if settings[BACKEND].value == ETCD.name:
@@ -146,9 +157,17 @@ class _Rules:
         self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD_OPTIONS)
 
 
-def _check_nodes_and_times(rules: _Rules) -> None:
+def _check_nodes_and_times(rules: _Rules, *, of_pool: bool) -> None:
     settings = rules.settings
     rules.expect_less(MIN_NODES, MAX_NODES, or_equal=True)
+    for option in (MIN_NODES, MAX_NODES):
+        _check_multiple(rules, option)
+    rules.expect(
+        not of_pool or settings[NODES_MULTIPLE_OF].value == 1,
+        NODES_MULTIPLE_OF,
+        "1 in a pool, which gives and takes single nodes",
+        "leave it out, and submit the job with --min-nodes and --max-nodes alike",
+    )
     lease = settings[LEASE_TTL]
     rules.expect(
         settings[JOIN_TIMEOUT].value > lease.value,
@@ -173,6 +192,21 @@ def _check_nodes_and_times(rules: _Rules) -> None:
             f" --service-stop-limit {needed_s:g}s",
             SERVICE_STOP_LIMIT,
         )
+
+
+def _check_multiple(rules: _Rules, option: Option[int] | Option[int | None]) -> None:
+    multiple, nodes = rules.settings[NODES_MULTIPLE_OF], rules.settings[option].value
+    if nodes is None:
+        return
+    below = nodes // multiple.value * multiple.value
+    fitting = [str(number) for number in (below, below + multiple.value) if 1 <= number <= MOST_NODES]
+    rules.expect(
+        nodes % multiple.value == 0,
+        option,
+        f"a multiple of nodes-multiple-of, which is {_in_force(multiple)}",
+        f"use --{option.name} {' or '.join(fitting)}",
+        NODES_MULTIPLE_OF,
+    )
 
 
 def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
