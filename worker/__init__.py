@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         CheckpointError,
         CheckpointMismatch,
         ClusterEnvironmentError,
+        DirectoryNotShared,
         Fenced,
         LibraryMissing,
         NotPlainData,
@@ -52,9 +53,9 @@ _NAMES = {
     "checkpointing.checkpointer": "Checkpointer",
     "steps.drain": "Drained",
     "errors": """
-        CheckpointError CheckpointMismatch ClusterEnvironmentError Fenced LibraryMissing NoUsableCheckpoint NotPlainData
-        NotReplicated OtherRun OtherWorldSize SamplerError SamplerMismatch SaveFailed Sharded StepNotGrowing
-        UnsupportedTraining""",
+        CheckpointError CheckpointMismatch ClusterEnvironmentError DirectoryNotShared Fenced LibraryMissing
+        NoUsableCheckpoint NotPlainData NotReplicated OtherRun OtherWorldSize SamplerError SamplerMismatch SaveFailed
+        Sharded StepNotGrowing UnsupportedTraining""",
     "steps.sampler": "ElasticSampler",
     "ranks.network_port": "find_free_network_port reserve_port",
     "ranks.init_file": "fresh_init_file",
@@ -70,6 +71,7 @@ __all__ = [
     "CheckpointMismatch",
     "Checkpointer",
     "ClusterEnvironmentError",
+    "DirectoryNotShared",
     "Drained",
     "ElasticSampler",
     "Fenced",

@@ -41,6 +41,7 @@ from elastic_agent.health.metrics import EXIT_REASONS
 from elastic_agent.rendezvous.records import Failure
 from elastic_agent.worker.errors import (
     CheckpointError,
+    DirectoryNotShared,
     NotReplicated,
     NoUsableCheckpoint,
     OtherRun,
@@ -343,6 +344,7 @@ def sharded() -> Exception:
     ("error", "final"),
     [
         (OtherRun("/ckpt is in use"), True),
+        (DirectoryNotShared("rank 1 does not see /ckpt"), True),
         (UnsupportedTraining("set max_steps"), True),
         (sharded(), True),
         (NotReplicated("'weight' of part 'model' has other values on rank 0 than on rank 1"), False),
