@@ -100,3 +100,13 @@ def test_a_save_is_found_by_another_world(job: Job, second_job: Job) -> None:
     was = job.history(what="step", step=5)
     assert loaded["step"] == 5
     assert {one["whole"] for one in was} == {loaded["whole"]}
+
+
+def test_a_leave_without_replicas_brings_the_last_step_to_disk(job: Job, in_etcd: None) -> None:
+    options = (TORCH_PRELOADED, "--nnodes=1:2", "--lease-ttl=60", "--memory-replicas=0")
+    agents = [job.join(name, *options, script=(SCRIPT, job.folder)) for name in ("a", "b")]
+    two = job.wait_for_training(world=2)
+    some_steps(job, two)
+    agents[1].signal(signal.SIGTERM)
+    one = job.wait_for_training(world=1, after=two.number)
+    expect_to_go_on(job, two, one, newest(job, two))

@@ -37,6 +37,9 @@ class Replicas:
         self._clock = clock
         self._partners: frozenset[str] = frozenset()
         """The nodes that keep replicas of this worker's shards."""
+        self._nodes = 1
+        self._has_twins = False
+        """Another node's workers hold the shards of this one."""
         self._settled: Version | None = None
         self._pending: tuple[Version, float] | None = None
         """The newest version that was seen without its acknowledgments, and since when."""
@@ -51,6 +54,8 @@ class Replicas:
         addresses = {place.node: place.address for place in places}
         mine = digests[self._memory.place.local_rank]
         self._partners = frozenset(one.node for one in chosen if mine in one.digests)
+        self._nodes = len(places)
+        self._has_twins = any(mine in one.digests for one in places if one.node != self._env.node)
         self._settled, self._pending = None, None
         if not self._memory.keeps_common or not self._env.memory_server:
             return
@@ -69,6 +74,18 @@ class Replicas:
         headers = self._memory.headers()
         first, second = (self._state(name, headers.get(name), name == writing) for name in NAMES)
         return Readiness(step, (first, second))
+
+    def outlives_node(self, version: Version) -> bool | None:
+        """Whether other nodes have what this worker has of that version; None: not yet."""
+        if self._nodes == 1:
+            return True
+        if not self._partners:
+            return self._has_twins
+        for name, header in self._memory.headers().items():
+            if header.version == version:
+                state = self._replication(name, version, header.size)
+                return None if state is Replication.PENDING else state is Replication.ACKNOWLEDGED
+        return False
 
     def settled(self, version: Version | None) -> None:
         """This version is whole everywhere, with its replicas: older ones need not be kept."""

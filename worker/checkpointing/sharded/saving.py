@@ -47,6 +47,9 @@ REPLICA_PATIENCE_S = 1.0
 """For which a save waits until the copy before has its replicas: after that it overwrites this one."""
 SLOT_PATIENCE_S = 10.0
 """For which it waits until nothing reads the slot that it needs: after that all ranks write while training waits."""
+LAST_REPLICA_S = 2.0
+LAST_REPLICA_BYTES_PER_S = 200e6
+"""For which, both together, the last step of a planned change waits for its replicas: after that it goes to disk."""
 _LOOK_S = 0.01
 
 
@@ -357,19 +360,37 @@ class ShardSaving(SaveOutcomes):
         group = current_group()
         layout, met = self._meet(step, group, compare=True)
         copied = self._copy_surely(layout, step, met, group)
-        kept = copied and self._copies.settled()
+        kept = copied and self._copies.settled() and self._outlives_node(step, layout.size)
         if copied and all(group.gather(b"kept" if kept else b"")):
             self._disk.is_leaving = True
             if met.all_have_writers and self._is_shared is not False:
                 self._last = self._plan(step, met, group, layout.packed_table, twins=True)
             return True
-        if (self.floor is None or step > self.floor) and not (self.save(step) and self.wait()):
+        if self.floor is not None and step <= self.floor:
+            return True
+        try:
+            saved = self.save(step) and self.wait()
+        except DirectoryNotShared as refusal:
             if group.rank == 0:
                 logger.error(
-                    "step %d is NOT on disk in %s: its save was refused", step, self._files.directory
+                    "step %d is in memory only, and what a node that leaves now has of it is lost: %s",
+                    step,
+                    refusal,
                 )
-            return False
-        return True
+            return copied
+        if not saved and group.rank == 0:
+            logger.error("step %d is NOT on disk in %s: its save was refused", step, self._files.directory)
+        return saved
+
+    def _outlives_node(self, step: int, size: int) -> bool:
+        """Whether other nodes have this rank's shards, for its own may be about to leave; after a wait for that."""
+        assert self._replicas is not None
+        deadline = self._clock() + LAST_REPLICA_S + size / LAST_REPLICA_BYTES_PER_S
+        while (found := self._replicas.outlives_node((self._env.generation, step))) is None:
+            if self._clock() >= deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return found
 
     def order_write(self, step: int) -> None:
         """After that: let the disk writers have what is only in memory."""
