@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pickle import dumps
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ class Archives:
         if not _is_scalar(value):
             self._known.pop(key, None)
             return _archive(value, step)
-        pickled = pickle.dumps(value)
+        pickled = dumps(value)
         known = self._known.get(key)
         if known is None or known[0] != pickled:
             known = self._known[key] = (pickled, _archive(value, step))

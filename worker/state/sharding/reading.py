@@ -7,10 +7,10 @@ are small are read at once: a state has thousands of them, and a copy may be on 
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pickle import dumps
 from typing import Any
 
 import torch
@@ -387,4 +387,4 @@ def metadata_of(tables: Mapping[int, Table], files: Mapping[int, str]) -> bytes:
     metadata = Metadata(entries, paths, stored, StorageMeta())
     if "version" in {one.name for one in fields(Metadata)}:
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    return pickle.dumps(metadata)
+    return dumps(metadata)
