@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import queue
+import resource
 import shutil
 import signal
 import socket
@@ -386,6 +387,27 @@ def test_a_disk_that_refuses_ends_training_at_the_limit_only(agent: Agent, direc
     with pytest.raises(SaveFailed, match="step 3 not saved"):
         checkpoints.save(4)
     assert [agent.heard().result for _ in range(3)] == ["error"] * 3
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_file_ends_neither_writer_nor_training(
+    agent: Agent, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.gate.open.clear()
+    checkpoints = Checkpointer(directory, {"meta": {"table": torch.zeros(10_000)}})
+    assert checkpoints.save(10)
+    agent.turn()
+    wait_for(lambda: agent.gate.asked, "the writer to ask")
+    (pid,) = agent.writer.pids
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    agent.gate.open.set()
+    assert agent.heard().result == "error"
+    assert not checkpoints.wait()
+    assert on_disk(directory) == []
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert checkpoints.save(20)
+    assert checkpoints.wait()
+    assert "itself" not in caplog.text
+    assert on_disk(directory) == [20]
 
 
 def test_a_writer_that_dies_makes_rank_0_write_and_the_next_is_written_behind_again(

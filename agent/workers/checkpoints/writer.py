@@ -164,6 +164,9 @@ class _Writer:
         task, order = taken.task, taken.task.order
         try:
             size = self._write(task, taken.copy, taken.connection)
+        except _TakenBack as error:
+            self._failed(task, error)
+            return WriteOutcome(order.step, error=SaveFailed.__name__, reason=str(error))
         except FAILURES as error:
             if isinstance(order, ShardOrder):
                 refuse_part(self._files_of(order), order.attempt, order.rank, error)
@@ -214,7 +217,7 @@ class _Writer:
         def may_change() -> None:
             permission.check()
             if connection is not None and _cancelled(connection):
-                raise SaveFailed(f"step {order.step}: its worker no longer waits for the disk writer")
+                raise _TakenBack(f"step {order.step}: its worker no longer waits for the disk writer")
 
         files = self._files_of(order)
         if isinstance(order, CommitOrder):
@@ -282,6 +285,10 @@ class _Writer:
                 agent.sendto(encode(report), self._reports)
         except OSError:
             pass  # the agent has too much to do, or is ending
+
+
+class _TakenBack(SaveFailed):
+    """By the worker, which writes by itself what it has ordered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

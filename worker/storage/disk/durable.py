@@ -21,10 +21,13 @@ class _DurableSink:
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview, /) -> int:
-        left = memoryview(data)
+        done = 0
         try:
-            while left:
-                left = left[os.write(self._fd, left) :]
+            # What an error still holds would keep the mapping open that is written.
+            with memoryview(data) as whole:
+                while done < len(whole):
+                    with whole[done:] as left:
+                        done += os.write(self._fd, left)
         except OSError as error:
             self.error = error
             raise

@@ -82,7 +82,16 @@ def write_part(
         files.claim.check(root, header.step)
     with _attempt(files, part.attempt) as there:
         found = _find(there, part, header)
-        return found if found is not None else _write(files, there, part, header, pour)
+        if found is not None:
+            return found
+        try:
+            return _write(files, there, part, header, pour)
+        except FileNotFoundError:
+            # Another has written the same meanwhile, and the one that commits has cleared up.
+            found = _find(there, part, header)
+            if found is None:
+                raise
+            return found
 
 
 def refuse_part(files: CheckpointFiles, attempt: str, rank: int, error: Exception) -> None:
@@ -99,7 +108,8 @@ def refuse_part(files: CheckpointFiles, attempt: str, rank: int, error: Exceptio
 
 @contextlib.contextmanager
 def _attempt(files: CheckpointFiles, name: str) -> Iterator[int]:
-    """The directory of an attempt: whoever comes first makes it. Raises OSError."""
+    """The directory of an attempt: the first one that needs it makes it. Raises OSError."""
+    make_directory(files.directory)
     with open_directory(files.directory) as root:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, dir_fd=root)
