@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpointing.checkpointer import Checkpointer
+    from .device_mesh import mesh
     from .errors import (
         CheckpointError,
         CheckpointMismatch,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         DirectoryNotShared,
         Fenced,
         LibraryMissing,
+        MeshMismatch,
         NotPlainData,
         NotReplicated,
         NoUsableCheckpoint,
@@ -51,11 +53,12 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "checkpointing.checkpointer": "Checkpointer",
+    "device_mesh": "mesh",
     "steps.drain": "Drained",
     "errors": """
         CheckpointError CheckpointMismatch ClusterEnvironmentError DirectoryNotShared Fenced LibraryMissing
         NoUsableCheckpoint NotPlainData NotReplicated OtherRun OtherWorldSize SamplerError SamplerMismatch SaveFailed
-        Sharded StepNotGrowing UnsupportedTraining""",
+        Sharded StepNotGrowing UnsupportedTraining MeshMismatch""",
     "steps.sampler": "ElasticSampler",
     "ranks.network_port": "find_free_network_port reserve_port",
     "ranks.init_file": "fresh_init_file",
@@ -77,6 +80,7 @@ __all__ = [
     "Fenced",
     "HookState",
     "LibraryMissing",
+    "MeshMismatch",
     "NoUsableCheckpoint",
     "NotPlainData",
     "NotReplicated",
@@ -92,6 +96,7 @@ __all__ = [
     "find_free_network_port",
     "fresh_init_file",
     "init_process_group",
+    "mesh",
     "poll",
     "reserve_port",
     "step",

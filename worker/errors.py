@@ -18,6 +18,7 @@
     ClusterEnvironmentError    the process cannot tell its rank: the text says which variable to set
     SamplerError               the training loop uses `ElasticSampler` in a way that loses samples: fix the loop
       SamplerMismatch          the state is of another dataset or order: give the sampler the same ones
+    MeshMismatch               no mesh of the asked form has as many ranks as the world: the text says which numbers fit
     UnsupportedTraining      a library's trainer is set up so that no callback can carry it: the text says what to set
     LibraryMissing           the module is for a library that is not installed: install it
 
@@ -105,6 +106,10 @@ class SamplerMismatch(SamplerError):
 
 class ClusterEnvironmentError(RuntimeError):
     """The variables of the launcher do not say which rank of which job this process is."""
+
+
+class MeshMismatch(RuntimeError):
+    """The dimensions that a mesh is to have do not divide the number of ranks; the same on all of them."""
 
 
 class UnsupportedTraining(RuntimeError):

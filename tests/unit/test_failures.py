@@ -42,6 +42,7 @@ from elastic_agent.rendezvous.records import Failure
 from elastic_agent.worker.errors import (
     CheckpointError,
     DirectoryNotShared,
+    MeshMismatch,
     NotReplicated,
     NoUsableCheckpoint,
     OtherRun,
@@ -346,6 +347,7 @@ def sharded() -> Exception:
         (OtherRun("/ckpt is in use"), True),
         (DirectoryNotShared("rank 1 does not see /ckpt"), True),
         (UnsupportedTraining("set max_steps"), True),
+        (MeshMismatch("a mesh of shard 4 fits 4, 8, 12, ... ranks"), True),
         (sharded(), True),
         (NotReplicated("'weight' of part 'model' has other values on rank 0 than on rank 1"), False),
         (CheckpointError("load again"), False),

@@ -75,7 +75,7 @@ _WATCHDOG = re.compile(
 # What the worker library raises on all ranks together, where the next generation would end in the same way. Ranks that
 # have other values may have them from a fault, which a restart mends; sharded state is the script's.
 _FINAL = re.compile(
-    r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|UnsupportedTraining): "
+    r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "
 )
 # EADDRINUSE of a TCP port, as Python and asyncio, torch, gloo, and ZeroMQ word it in an exception that says nothing
 # else first; as any program does; and where these name the port.
