@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak slurm benchmark torchft scale steps checkpoints gpu clean
+.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak slurm benchmark torchft scale steps checkpoints sharded gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -113,6 +113,9 @@ steps: $(READY)  ## what step() costs, next to an empty Python call
 
 checkpoints: $(READY)  ## how long a checkpoint holds up training, next to torch's own
 	$(BIN)/python benchmarks/checkpoint.py
+
+sharded: $(READY)  ## what checkpoints of FSDP2's shards cost, and what faults cost with them, next to torch's own
+	$(BIN)/python benchmarks/sharded.py
 
 scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
 	@.ci/system-packages etcd
