@@ -70,6 +70,10 @@ class MemoryReader:
         if there.mapped is not None or self._own is None:
             return there
         header = next(place.header for place in places)
+        if any(own.version == header.version for own in self._own.headers().values()):
+            # Another rank's part of this version, from when the worker here was that rank. It must stay until the next
+            # version has its replicas, and a second slot that must stay would leave none for that.
+            return there
         try:
             opened = self._own.open_slot(header.size)
         except (NoRoom, SlotsBusy) as refusal:

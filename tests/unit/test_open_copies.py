@@ -1,0 +1,60 @@
+"""Which copies a rank reads where they are, and which it brings into its own slots."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.worker.checkpointing.loading.shard_selection import Place
+from elastic_agent.worker.checkpointing.sharded.open_copies import MemoryReader
+from elastic_agent.worker.state.sharding.reading import OpenCopy
+from elastic_agent.worker.state.sharding.table import Table
+from elastic_agent.worker.storage.memory.copy_header import Header
+from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
+from elastic_agent.worker.storage.memory.slot_memory import RankPlace
+from elastic_agent.worker.storage.memory.slots import Slots
+
+from ..shards import copy_of, in_slot
+
+DIRECTORY = "/checkpoints"
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["alone", "before one that is not whole"])
+def test_the_part_of_another_rank_stays_where_the_worker_was_that_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newer: bool
+) -> None:
+    """The worker was rank 1 and is rank 0 now, of which only another node has the copy."""
+    folder = SlotFolder.of(DIRECTORY, 0)
+    raw, old = copy_of(1, 10, 2)
+    slots = in_slot(tmp_path, DIRECTORY, 0, raw, old)
+    if newer:
+        in_slot(tmp_path, DIRECTORY, 0, *copy_of(1, 11, 2))
+    wanted, header = copy_of(0, 10, 2)
+
+    def read(offset: int, into: memoryview) -> None:
+        into[:] = wanted[offset : offset + len(into)]
+
+    def opened(self: MemoryReader, places: Sequence[Place]) -> OpenCopy:
+        offset, length = _table_place(header)
+        return OpenCopy(Table.from_bytes(wanted[offset : offset + length]), read, None)
+
+    monkeypatch.setattr(MemoryReader, "open", opened)
+    place = RankPlace("n1", 2, 0, 0, 2, "run-a")
+    memory = ShardMemory(Slots(str(tmp_path), folder), 1 << 30, place, 1, 1)
+    before = slots.headers()
+    with contextlib.ExitStack() as stack:
+        reader = MemoryReader(str(tmp_path), "n1", memory, stack)
+        copy = reader.bring([Place("n2", "n2:1", folder.name, "a", header)])
+        found = bytearray(len(wanted))
+        copy.read(0, memoryview(found))
+    assert bytes(found) == wanted
+    assert slots.headers() == before
+
+
+def _table_place(header: Header) -> tuple[int, int]:
+    assert header.shards is not None
+    return header.shards.table
