@@ -60,7 +60,7 @@ from .manifests import (
     runs_with_data,
 )
 from .ownership import Ownership
-from .shard_files import DiskCopy, data_name, look, open_list, read_rank_file, remove_directory
+from .shard_files import DiskCopy, FileList, data_name, look, open_list, read_rank_file, remove_directory
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,8 @@ class CheckpointFiles:
         self.claim = Claim(self.directory, run, lend)
         self._rejected: dict[str, BadCheckpoint] = {}
         """By the `file` of the manifest, what was found when the bytes were read."""
+        self._listed: tuple[Manifest, FileList] | None = None
+        """Of the sharded checkpoint that was read last."""
 
     def trust(self, *steps: int) -> None:
         """Another has just written or verified these."""
@@ -191,9 +193,11 @@ class CheckpointFiles:
                 open_directory(self.directory) as dir_fd,
                 open_own_directory(manifest.file, dir_fd) as there,
             ):
-                stream, files = open_list(there, manifest)
-                stream.close()
-                file = read_rank_file(there, manifest, files, rank)
+                if self._listed is None or self._listed[0] != manifest:
+                    stream, files = open_list(there, manifest)
+                    stream.close()
+                    self._listed = manifest, files
+                file = read_rank_file(there, manifest, self._listed[1], rank)
                 return DiskCopy(manifest.step, path, open_for_reading(there, data_name(rank)), file)
         except (OSError, ValueError) as error:
             raise BadCheckpoint(manifest.step, path, str(error)) from error
@@ -317,7 +321,7 @@ class CheckpointFiles:
                 dropped = True
         if dropped and any(map(ATTEMPT_NAME.fullmatch, os.listdir(dir_fd))):
             os.fsync(dir_fd)  # a manifest that comes back after a power cut has all of its files
-        self._remove_unnamed(dir_fd, owner, may_change, (published.generation, newest + 1))
+        self._remove_unnamed(dir_fd, owner, may_change, (published.generation, newest))
 
     def _may_drop(self, dir_fd: int, owner: Ownership | None, step: int) -> bool:
         """Whether the manifest of `step` is ours. One that cannot be read is of a run that has data of that step."""

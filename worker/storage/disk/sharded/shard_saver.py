@@ -65,6 +65,7 @@ class ShardSaver(BackgroundSaver):
 
     tier: Tier = "part"
     _expected: ShardedSave | None = None
+    _writing: ShardedSave | None = None
     _committing: _Commit | None = None
 
     def expect(self, save: ShardedSave) -> None:
@@ -72,7 +73,7 @@ class ShardSaver(BackgroundSaver):
         self._expected = save
 
     def begin(self, slots: Slots, held: HeldSlot) -> None:
-        save = self._save_of(held)
+        save = self._writing = self._next(held)
         if save.rank == 0:
             assert self._committing is None, "one write at a time"
             connection = self._ask_commit(save)
@@ -81,7 +82,7 @@ class ShardSaver(BackgroundSaver):
         super().begin(slots, held)
 
     def hand_over(self, slots: Slots, held: HeldSlot) -> None:
-        save = self._save_of(held)
+        save = self._next(held)
         connection = self._ask_commit(save) if save.rank == 0 and slots.shows(held) else None
         if connection is not None:
             connection.close()
@@ -122,7 +123,7 @@ class ShardSaver(BackgroundSaver):
     # ---------------------------------------------------------------- what is ordered
 
     def order(self, slots: Slots, held: HeldSlot) -> ShardOrder:
-        save = self._save_of(held)
+        save = self._next(held)
         return ShardOrder(
             slots.memory,
             self.files.directory,
@@ -138,7 +139,8 @@ class ShardSaver(BackgroundSaver):
         )
 
     def write(self, slots: Slots, held: HeldSlot) -> int:
-        save = self._save_of(held)
+        save = self._writing
+        assert save is not None
         try:
             return write_held(self.files, self._part(save), slots, held, self.permission())
         except (CheckpointError, OSError, ValueError) as error:
@@ -146,13 +148,13 @@ class ShardSaver(BackgroundSaver):
             raise
 
     def patience_s(self, held: HeldSlot) -> float:
-        return self._save_of(held).within_s
+        return self._next(held).within_s
 
     def succeeded(self, step: int) -> None:
         if self._committing is None:
             super().succeeded(step)
 
-    def _save_of(self, held: HeldSlot) -> ShardedSave:
+    def _next(self, held: HeldSlot) -> ShardedSave:
         save = self._expected
         assert save is not None, "expect() comes first"
         assert save.step == held.header.step, "the copy is of another step"
