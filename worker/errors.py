@@ -94,6 +94,10 @@ class BadCheckpoint(CheckpointError):
         self.path = path
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[BadCheckpoint], tuple[int, str, str]]:
+        """DCP sends the errors of one rank to all others."""
+        return type(self), (self.step, self.path, self.reason)
+
 
 class SamplerError(RuntimeError):
     """Base of everything `ElasticSampler` raises."""

@@ -51,7 +51,8 @@ worker/checkpointing/sharded: worker/errors worker/wire worker/state worker/stat
     worker/checkpointing/loading worker/checkpointing/saving
 worker/checkpointing: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
     worker/storage/disk worker/checkpointing/replicated worker/checkpointing/sharded
-worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
+worker: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
+    worker/storage/memory worker/storage/disk worker/storage/disk/sharded worker/checkpointing
 health/checks:
 health/checks/rules: health/checks
 health/checks/probes: health/checks health/checks/rules

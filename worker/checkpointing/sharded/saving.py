@@ -6,16 +6,11 @@ say what every rank does (`copy_rule`). A version exists only if all ranks have 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import BinaryIO
-
-import torch
 
 from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, Unconfirmed
 from ...ranks.group import Group, current_group
@@ -314,9 +309,7 @@ class ShardSaving(SaveOutcomes):
 
         def write() -> None:
             try:
-                self._disk.write_now(
-                    save, self._header(save.step, layout, group), lambda sink: _pour(layout, sink)
-                )
+                self._disk.write_now(save, self._header(save.step, layout, group), layout.pour)
             except CheckpointError as refusal:
                 self.count(refusal)
             except OSError as error:
@@ -443,14 +436,3 @@ def _most_bytes_of_a_node(group: Group, met: Met, first_twins: Sequence[int | No
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     sizes = [one.size if first is None else 0 for one, first in zip(met.all, first_twins, strict=True)]
     return max(sum(sizes[begin : begin + local]) for begin in range(0, group.world_size, local))
-
-
-def _pour(layout: ShardLayout, sink: BinaryIO) -> None:
-    """Through memory of its own: there was no room, or no agent, for a copy that stays."""
-    with contextlib.closing(mmap.mmap(-1, layout.size)) as scratch:
-        target = torch.frombuffer(scratch, dtype=torch.uint8)
-        with memoryview(scratch) as view:
-            for event in layout.copy_to(view, target):
-                event.synchronize()
-            sink.write(view)
-        del target

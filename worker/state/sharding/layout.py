@@ -7,11 +7,13 @@ is asked once for each of these. A value that has changed moves no tensor.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -191,6 +193,16 @@ class ShardLayout:
             else:
                 place.copy_(source)
         return [over(device, stream) for device, stream in streams.items()]
+
+    def pour(self, sink: BinaryIO) -> None:
+        """Through memory of its own: there was no room, or no agent, for a copy that stays."""
+        with contextlib.closing(mmap.mmap(-1, self.size)) as scratch:
+            target = torch.frombuffer(scratch, dtype=torch.uint8)
+            with memoryview(scratch) as view:
+                for event in self.copy_to(view, target):
+                    event.synchronize()
+                sink.write(view)
+            del target
 
 
 class _Views:

@@ -348,7 +348,12 @@ def _properties(dtype: torch.dtype) -> Any:
 
 
 def metadata_of(tables: Mapping[int, Table], files: Mapping[int, str]) -> bytes:
-    """What `torch.distributed.checkpoint.FileSystemWriter` writes into `.metadata`; `files`: of each rank its name.
+    """What `torch.distributed.checkpoint.FileSystemWriter` writes into `.metadata`."""
+    return dumps(index_of(tables, files))
+
+
+def index_of(tables: Mapping[int, Table], files: Mapping[int, str]) -> Any:
+    """DCP's `Metadata` of these copies; `files`: of each rank its name.
 
     A piece, or a value, that several ranks hold is named once, in the file of the lowest.
     """
@@ -387,4 +392,4 @@ def metadata_of(tables: Mapping[int, Table], files: Mapping[int, str]) -> bytes:
     metadata = Metadata(entries, paths, stored, StorageMeta())
     if "version" in {one.name for one in fields(Metadata)}:
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    return dumps(metadata)
+    return metadata
