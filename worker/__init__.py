@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .checkpointing.checkpointer import Checkpointer
-    from .device_mesh import mesh
     from .errors import (
         CheckpointError,
         CheckpointMismatch,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
         StepNotGrowing,
         UnsupportedTraining,
     )
+    from .ranks.device_mesh import mesh
     from .ranks.init_file import fresh_init_file
     from .ranks.network_port import find_free_network_port, reserve_port
     from .ranks.process_group import init_process_group
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "checkpointing.checkpointer": "Checkpointer",
-    "device_mesh": "mesh",
+    "ranks.device_mesh": "mesh",
     "steps.drain": "Drained",
     "errors": """
         CheckpointError CheckpointMismatch ClusterEnvironmentError DirectoryNotShared Fenced LibraryMissing

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from elastic_agent.worker import MeshMismatch, mesh
-from elastic_agent.worker.device_mesh import _device_type, sizes_of
+from elastic_agent.worker.ranks.device_mesh import _device_type, sizes_of
 
 WORLD = 4
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..errors import ClusterEnvironmentError
 from ..wire.environment import PROCESS_GROUP_TIMEOUT
 from . import gloo_threads, master_port
-from .cluster_environment import detect
+from .launchers.cluster_environment import detect
 
 
 def init_process_group(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ....worker.ranks.slurm import first_node, port_of
+from ....worker.ranks.launchers.slurm import first_node, port_of
 from ..config import DEVICES_PER_WORKER, MAX_NODES, MIN_NODES, NPROC_PER_NODE, Problem
 from ..rendezvous import (
     BACKEND,

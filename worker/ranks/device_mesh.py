@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .errors import MeshMismatch
-from .ranks.process_group import init_process_group
+from ..errors import MeshMismatch
+from .process_group import init_process_group
 
 Size: TypeAlias = int | Literal["auto"] | None
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import ClusterEnvironmentError
+from ...errors import ClusterEnvironmentError
 from .slurm import first_node, port_of
 
 _MPI = (
