@@ -203,6 +203,14 @@ class FilesCode(Code):
     BAD_CONFIG = 78, "no such kind, or no directory given"
 
 
+class ConvertCode(Code):
+    """How `elastic-agent convert` ends."""
+
+    CONVERTED = 0, "the checkpoint is there in its new form, verified and durable"
+    NOT_CONVERTED = 1, "nothing was written: the text says why"
+    BAD_CONFIG = 78, "the command line cannot be"
+
+
 class CannotStart(Exception):
     """This agent cannot begin its work. Nothing is running yet: end with `code`, and say why."""
 

@@ -12,7 +12,7 @@ from .config import (
     NPROC_PER_NODE,
 )
 from .logs import LOG_DIR, QUIET
-from .options import COMMANDS, GROUPS, OPTIONS, POOL_COMMANDS
+from .options import AFTERWARDS, COMMANDS, GROUPS, OPTIONS, POOL_COMMANDS
 from .rendezvous import ENDPOINT, JOB_ID
 from .stopping import MAX_RESTARTS
 from .types.option import Option, Source
@@ -81,10 +81,13 @@ def full_help() -> str:
 
 
 def _commands(*, brief: bool = False) -> list[str]:
-    """`brief`: those about a pool on one line."""
-    rows = {name: line for name, line in COMMANDS.items() if not (brief and name in POOL_COMMANDS)}
-    lines = [f"  {name:<12} {line}" for name, line in rows.items()]
+    """`brief`: those about a pool on one line, and those about ended jobs."""
+    joined = (*POOL_COMMANDS, *AFTERWARDS) if brief else ()
+    lines = [f"  {name:<12} {line}" for name, line in COMMANDS.items() if name not in joined]
     if brief:
+        lines.append(
+            f"  {', '.join(AFTERWARDS)}: what an ended job has left, its keys in etcd and its checkpoints"
+        )
         lines.append(
             f"  {', '.join(POOL_COMMANDS)}: the queue of a pool, of nodes that run elastic-agent without a script"
         )

@@ -28,9 +28,13 @@ COMMANDS = {
     **POOL_COMMANDS,
     "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell",
     "forget": "delete what an ended job left in etcd",
+    "convert": "make a sharded checkpoint of a replicated one, or the other way round",
 }
 """First words that are no script, each with its line in `--help`. `agent/commands` has a module for each that is not
 about a pool."""
+
+AFTERWARDS = ("forget", "convert")
+"""Those of them about what an ended job has left."""
 
 GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, LOGS, ITSELF)
 """In the order of `--help`."""

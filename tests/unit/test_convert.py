@@ -1,0 +1,314 @@
+"""A checkpoint of one form, made into one of the other: the same state to the last bit, or nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from elastic_agent.agent.commands.convert import main
+from elastic_agent.agent.common.exits import ConvertCode
+from elastic_agent.worker import Checkpointer, CheckpointMismatch
+from elastic_agent.worker.checkpointing.conversion.convert import Refused, convert
+from elastic_agent.worker.errors import BadCheckpoint, CheckpointError, NoUsableCheckpoint
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.wire.run import Run
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("ELASTIC_AGENT") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
+
+
+def model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def parts(net: nn.Module, steps: int = 3) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, amsgrad=True)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+    return {
+        "model": net,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5]),
+        "meta": {
+            "seen": 5,
+            "by_class": {1: torch.arange(3), 2: ()},
+            "none": {},
+            "half": torch.ones(2, dtype=torch.bfloat16),
+        },
+    }
+
+
+def own() -> dict[str, Any]:
+    return {"feedback": torch.arange(7), 3: [1, 2]}
+
+
+def save_replicated(directory: Path, step: int = 10, **more: Any) -> dict[str, Any]:
+    found = {**parts(model(step)), "own": own(), **more}
+    assert Checkpointer(directory, found, of_each_rank=["own"]).save(step)
+    return found
+
+
+def payload_of(directory: Path) -> dict[str, Any]:
+    (data,) = directory.glob("*.pt")
+    found: dict[str, Any] = torch.load(data, weights_only=True)
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def state_of(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: part if isinstance(part, dict) else part.state_dict() for name, part in found.items()}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_there_and_back_again_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
+    save_replicated(tmp_path / "a")
+    done = convert(tmp_path / "a", tmp_path / "b")
+    assert done == f"step 10 of {tmp_path / 'a'} (replicated) is now in {tmp_path / 'b'} (sharded)"
+    convert(tmp_path / "b", tmp_path / "c")
+    first, second = payload_of(tmp_path / "a"), payload_of(tmp_path / "c")
+    rows = [first.pop("ranks"), second.pop("ranks")]
+    assert same(first, second)
+    assert [len(one) for one in rows] == [1, 1]
+    again = {**parts(model(1), steps=0), "own": {}}
+    assert Checkpointer(tmp_path / "c", again, of_each_rank=["own"]).load() == 10
+    assert same(again["own"], own())
+
+
+def test_a_sharded_state_loads_what_was_replicated(tmp_path: Path, group: None) -> None:
+    before = save_replicated(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b")
+    net = fully_shard(model(1))
+    after = {**parts(net, steps=1), "own": {}}
+    assert Checkpointer(tmp_path / "b", after, of_each_rank=["own"]).load() == 10
+    whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+             for name, tensor in net.state_dict().items()}  # fmt: skip
+    assert same(whole, dict(before["model"].state_dict()))
+    kept = before["optimizer"].state_dict()["state"]
+    for number, state in after["optimizer"].state_dict()["state"].items():
+        assert same(kept[number]["exp_avg"], state["exp_avg"].full_tensor())
+        assert same(kept[number]["step"], state["step"])
+    for name in ("meta", "own"):
+        assert same(after[name], before[name])
+
+
+def test_a_replicated_state_loads_what_was_sharded(tmp_path: Path, group: None) -> None:
+    net = fully_shard(model(1))
+    before = parts(net)
+    assert Checkpointer(tmp_path / "a", before).save(7)
+    Checkpointer(tmp_path / "a", before).wait()
+    convert(tmp_path / "a", tmp_path / "b")
+    after = parts(model(2), steps=1)
+    assert Checkpointer(tmp_path / "b", after).load() == 7
+    for (name, tensor), (other_name, other) in zip(
+        net.state_dict().items(), after["model"].state_dict().items(), strict=True
+    ):
+        assert name == other_name
+        assert same(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor, other)
+    kept = before["optimizer"].state_dict()["state"]
+    for number, state in after["optimizer"].state_dict()["state"].items():
+        assert same(kept[number]["exp_avg_sq"].full_tensor(), state["exp_avg_sq"])
+    assert same(after["meta"], before["meta"])
+    assert same(after["scheduler"].state_dict(), before["scheduler"].state_dict())
+
+
+def test_dcp_loads_what_was_replicated(tmp_path: Path) -> None:
+    before = save_replicated(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b")
+    (attempt,) = (path for path in (tmp_path / "b").iterdir() if path.is_dir())
+    after = parts(model(1), steps=1)
+    of_model, of_optimizer = get_state_dict(after["model"], after["optimizer"])
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, checkpoint_id=attempt, no_dist=True)
+    set_state_dict(
+        after["model"], after["optimizer"],
+        model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+    )  # fmt: skip
+    for name in ("model", "optimizer"):
+        assert same(dict(state_of(after)[name]), dict(state_of(before)[name]))
+
+
+def dcp_directory(folder: Path) -> dict[str, Any]:
+    before = parts(model(3))
+    of_model, of_optimizer = get_state_dict(before["model"], before["optimizer"])
+    dcp.save(
+        {"model": of_model, "optimizer": of_optimizer, "meta": {"seen": 5}},
+        checkpoint_id=folder,
+        no_dist=True,
+    )
+    return before
+
+
+@pytest.mark.parametrize("to", ["replicated", "sharded"])
+def test_what_dcp_has_saved_is_a_checkpoint_of_ours(tmp_path: Path, to: Any) -> None:
+    before = dcp_directory(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", to=to, step=12)
+    if to == "sharded":
+        convert(tmp_path / "b", tmp_path / "c")
+    after = parts(model(4), steps=1)
+    net = {name: after[name] for name in ("model", "optimizer")} | {"meta": {}}
+    assert Checkpointer(tmp_path / ("b" if to == "replicated" else "c"), net).load() == 12
+    for name in ("model", "optimizer"):
+        assert same(dict(state_of(after)[name]), dict(state_of(before)[name]))
+    assert net["meta"] == {"seen": 5}
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["HOSTILE"],)
+
+
+@pytest.mark.parametrize("content", [Hostile(), {"state_dict_metadata": Hostile()}, 5, None])
+def test_an_index_that_is_none_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: object
+) -> None:
+    monkeypatch.setenv("HOSTILE", str(tmp_path / "was-here"))
+    dcp_directory(tmp_path / "a")
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointMismatch, match=r"\.metadata is no index of torch"):
+        convert(tmp_path / "a", tmp_path / "b", step=1)
+    assert not (tmp_path / "was-here").exists()
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("damage", ["lost", "short"])
+def test_a_directory_of_dcp_that_lacks_bytes_is_refused(tmp_path: Path, damage: str) -> None:
+    dcp_directory(tmp_path / "a")
+    (data,) = (tmp_path / "a").glob("*.distcp")
+    if damage == "lost":
+        data.unlink()
+    else:
+        os.truncate(data, data.stat().st_size - 10)
+    with pytest.raises((OSError, CheckpointMismatch)):
+        convert(tmp_path / "a", tmp_path / "b", step=1)
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_files_of_a_dcp_index_are_in_its_directory(tmp_path: Path) -> None:
+    dcp_directory(tmp_path / "a")
+    (data,) = (tmp_path / "a").glob("*.distcp")
+    raw = (tmp_path / "a" / ".metadata").read_bytes()
+    data.rename(tmp_path / "0_0.distcp")
+    (tmp_path / "a" / ".metadata").write_bytes(raw.replace(b"__0_0.distcp", b"../0_0.distc"))
+    with pytest.raises(CheckpointMismatch, match="no file of its directory"):
+        convert(tmp_path / "a", tmp_path / "b", step=1)
+
+
+def test_names_are_asked_for_where_numbers_do_not_tell_them(tmp_path: Path) -> None:
+    net = model(1)
+    weights = [weight for weight in net.parameters() if weight.dim() > 1]
+    others = [weight for weight in net.parameters() if weight.dim() <= 1]
+    found = {
+        "model": net,
+        "optimizer": torch.optim.SGD([{"params": weights}, {"params": others, "lr": 1.0}], lr=0.1),
+    }
+    assert Checkpointer(tmp_path / "a", found).save(1)
+    with pytest.raises(CheckpointMismatch, match="--parameter-names FILE"):
+        convert(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b").exists() or not list((tmp_path / "b").iterdir())
+    names = {weight: name for name, weight in net.named_parameters()}
+    order = [names[weight] for weight in (*weights, *others)]
+    with pytest.raises(CheckpointMismatch, match="6 parameters, and 5 names"):
+        convert(tmp_path / "a", tmp_path / "c", parameter_names=order[1:])
+    convert(tmp_path / "a", tmp_path / "d", parameter_names=order)
+    convert(tmp_path / "d", tmp_path / "e")
+    assert same(payload_of(tmp_path / "a"), payload_of(tmp_path / "e"))
+
+
+def test_nothing_is_overwritten_and_nothing_made_again(tmp_path: Path) -> None:
+    save_replicated(tmp_path / "a")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    with pytest.raises(Refused, match="not empty"):
+        convert(tmp_path / "a", tmp_path / "full")
+    with pytest.raises(Refused, match="replicated already"):
+        convert(tmp_path / "a", tmp_path / "b", to="replicated")
+    with pytest.raises(NoUsableCheckpoint, match="no checkpoint of step 3: it has 10"):
+        convert(tmp_path / "a", tmp_path / "b", step=3)
+    with pytest.raises(NoUsableCheckpoint, match="has no checkpoint"):
+        convert(tmp_path / "nowhere", tmp_path / "b")
+    dcp_directory(tmp_path / "dcp")
+    with pytest.raises(Refused, match="add --step N"):
+        convert(tmp_path / "dcp", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("form", ["replicated", "sharded"])
+def test_what_is_damaged_is_not_converted(tmp_path: Path, form: str) -> None:
+    save_replicated(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b")
+    source = tmp_path / ("a" if form == "replicated" else "b")
+    (data,) = (*source.glob("*.pt"), *source.glob("*/__0_0.distcp"))
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(BadCheckpoint):
+        convert(source, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_converted_is_a_checkpoint_of_its_own_run(tmp_path: Path) -> None:
+    save_replicated(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b")
+    manifest = CheckpointFiles(tmp_path / "b", keep=1, run=Run("x")).newest_manifest()
+    assert manifest is not None
+    assert manifest.run.startswith("converted-")
+    assert (manifest.step, manifest.is_sharded) == (10, True)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_replicated(tmp_path / "a")
+    (tmp_path / "names").write_text("\n".join(name for name, _ in model(1).named_parameters()))
+    words = [str(tmp_path / "a"), str(tmp_path / "b"), "--to=sharded", "--step", "10"]
+    assert main([*words, "--parameter-names", str(tmp_path / "names")]) == ConvertCode.CONVERTED
+    assert "is now in" in capsys.readouterr().out
+    assert main(words) == ConvertCode.NOT_CONVERTED
+    assert "not empty" in capsys.readouterr().err
+    assert main(["--help"]) == ConvertCode.CONVERTED
+    assert "Exit codes:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["a"], ["a", "b", "c"], ["a", "b", "--to", "x"], ["a", "b", "--step", "x"], ["a", "b", "--step", "-1"],
+     ["a", "b", "--step"], ["a", "b", "--other", "x"], ["a", "b", "--parameter-names", "/does/not/exist"]],
+)  # fmt: skip
+def test_a_command_line_that_cannot_be(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == ConvertCode.BAD_CONFIG
+    assert capsys.readouterr().err.startswith("elastic-agent convert: ")
+
+
+def test_errors_of_a_conversion_are_errors_of_checkpoints() -> None:
+    assert issubclass(Refused, CheckpointError)

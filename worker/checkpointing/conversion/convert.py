@@ -1,0 +1,90 @@
+"""From one form of checkpoint into the other: the same state, to the last bit, in a directory of its own.
+
+    replicated    a Checkpointer's, of a state that is the same on all ranks: one file
+    sharded       a Checkpointer's, of a state that no rank has whole: a directory in DCP's format
+    dcp           a directory that DCP alone has written
+
+All that is read is verified, as far as its form has checksums. The state must fit into this machine's memory: no more
+of it is held than one copy for reading and one for writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from ...errors import CheckpointError, NoUsableCheckpoint
+from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint
+from ...wire.run import Run
+from .dcp_form import INDEX, read_dcp
+from .replicated_form import read_replicated, write_replicated
+from .sharded_form import read_sharded, write_sharded
+from .whole_state import WholeState
+
+Form = Literal["replicated", "sharded"]
+
+
+class Refused(CheckpointError):
+    """Nothing was written: what is to be converted, or where to, is not as it must be."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    to: Form | None = None,
+    step: int | None = None,
+    parameter_names: Sequence[str] | None = None,
+) -> str:
+    """Returns what was done, as a sentence. `to` None: the other form than that of the source.
+
+    `step`: which of the source's checkpoints, None: the newest; for a directory of DCP, which knows none, its step.
+    `parameter_names`: of the optimizer, in its order, where they cannot be found out.
+
+    Raises OSError, CheckpointError: then the target has no checkpoint.
+    """
+    if target.exists() and (not target.is_dir() or os.listdir(target)):
+        raise Refused(f"{target} is there already, and not empty: name a new directory")
+    with contextlib.ExitStack() as stack:
+        whole, form = _read(source, step, stack)
+        wanted: Form = to or ("replicated" if form == "sharded" or form == "dcp" else "sharded")
+        if wanted == form:
+            raise Refused(f"step {whole.step} in {source} is {form} already")
+        files = CheckpointFiles(target, keep=1, run=Run(f"converted-{uuid.uuid4().hex[:12]}"))
+        if wanted == "replicated":
+            write_replicated(files, whole)
+        else:
+            write_sharded(files, whole, parameter_names)
+    return f"step {whole.step} of {source} ({form}) is now in {target} ({wanted})"
+
+
+def _read(source: Path, step: int | None, stack: contextlib.ExitStack) -> tuple[WholeState, str]:
+    if (source / INDEX).exists():
+        if step is None:
+            raise Refused(
+                f"{source} is a directory of DCP, which does not say which step it is of: add --step N"
+            )
+        return read_dcp(source, step), "dcp"
+    reader = CheckpointFiles(source, keep=1, run=Run("reader"))
+    checkpoint = _find(reader, source, step)
+    stack.enter_context(checkpoint.stream)
+    if checkpoint.manifest.is_sharded:
+        return read_sharded(reader, checkpoint.manifest), "sharded"
+    return read_replicated(checkpoint), "replicated"
+
+
+def _find(reader: CheckpointFiles, source: Path, step: int | None) -> VerifiedCheckpoint:
+    """Raises BadCheckpoint, NoUsableCheckpoint."""
+    steps = reader.steps()
+    if not steps:
+        raise NoUsableCheckpoint(f"{source} has no checkpoint")
+    if step is not None and step not in steps:
+        raise NoUsableCheckpoint(
+            f"{source} has no checkpoint of step {step}: it has {', '.join(map(str, steps))}"
+        )
+    # What is damaged is named, and nothing older taken in its place: a person has asked for it.
+    return reader.open(steps[0] if step is None else step)

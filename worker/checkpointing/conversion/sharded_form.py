@@ -1,0 +1,179 @@
+"""A sharded checkpoint, read into a whole state and made of one.
+
+What is made has a file for each rank of the world that saved: that of rank 0 has all but what each rank has for itself.
+Any world and mesh loads it, as it does what ranks have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, BinaryIO
+
+import torch
+
+from ...errors import CheckpointMismatch
+from ...state.sharding.items import FormCache, Items, Joined, Leaf, Taken
+from ...state.sharding.layout import ShardLayout, ShardLayouts
+from ...state.sharding.leaves import RANKS, STRUCTURE, Archives, Path, key_of, split
+from ...state.sharding.pieces import refuse
+from ...state.sharding.reading import OpenCopy, Reader, WantedTensor, metadata_of
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.disk.manifests import Manifest
+from ...storage.disk.shard_files import data_name
+from ...storage.disk.sharded.commit import Commit, commit, new_attempt
+from ...storage.disk.sharded.parts import Part, write_part
+from ...storage.memory.copy_header import Header, RankShards
+from ...storage.memory.slots import PIECE_BYTES
+from .whole_state import GROUPS, STATE, WholeState, is_optimizer, named, names_of_parameters, numbered
+
+_RANDOM_STATE, _PARTS, _DECLARED = "rng", "parts", "declared"
+"""What a rank has for itself, see `ShardedParts`."""
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_sharded(files: CheckpointFiles, manifest: Manifest) -> WholeState:
+    """Raises BadCheckpoint, CheckpointMismatch."""
+    with contextlib.ExitStack() as stack:
+        copies: dict[int, OpenCopy] = {}
+        for rank in range(manifest.world_size):
+            copy = stack.enter_context(files.open_rank(manifest, rank))
+            copies[rank] = OpenCopy(copy.table, copy.read, None)
+        return read_copies(copies, manifest.step)
+
+
+def read_copies(copies: Mapping[int, OpenCopy], step: int) -> WholeState:
+    """Raises CheckpointMismatch where some of a tensor is missing, and what the copies' `read` raises."""
+    reader = Reader(copies, None)
+    wanted = {key: WantedTensor.like(reader, key, None) for key in reader.paths if reader.is_tensor(key)}
+    reader.read_values(list(reader.paths))
+    reader.read()
+
+    def state_at(path: Path) -> Any:
+        return reader.state(path, lambda key: wanted[key].made())
+
+    paths = list(reader.paths.values())
+    names = dict.fromkeys(str(path[0]) for path in paths)
+    names |= dict.fromkeys(str(path[1]) for path in paths if path[0] == STRUCTURE and "." not in str(path[1]))
+    whole = WholeState(step, {})
+    for name in names:
+        if name not in (RANKS, STRUCTURE):
+            whole.states[name] = _state(reader, name, state_at)
+    ranks = sorted({int(path[1]) for path in paths if path[0] == RANKS})
+    for rank in ranks:
+        at = RANKS, str(rank)
+        if (*at, _RANDOM_STATE) in paths:
+            whole.rng.append(state_at((*at, _RANDOM_STATE)))
+        if (*at, _DECLARED) in paths:
+            declared = state_at((*at, _DECLARED))
+            whole.own.append({name: state_at((*at, _PARTS, name)) for name in declared})
+    for what in (whole.rng, whole.own):
+        if what and len(what) != len(ranks):
+            raise CheckpointMismatch(f"step {step}: some ranks lack what others have for themselves")
+    return whole
+
+
+def _state(reader: Reader, name: str, state_at: Callable[[Path], Any]) -> Any:
+    parameters = {str(path[2]): None for path in reader.under((name, STATE)).values() if len(path) > 2}
+    if key_of((name, GROUPS)) in reader.paths or reader.under((name, GROUPS)):
+        groups = state_at((name, GROUPS))
+        by_name = {STATE: {one: state_at((name, STATE, one)) for one in parameters}, GROUPS: groups}
+        if is_optimizer(by_name, str):
+            return numbered(by_name)
+    return state_at((name,))
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_sharded(files: CheckpointFiles, whole: WholeState, parameter_names: Sequence[str] | None) -> None:
+    """Durably, in a directory that has no checkpoint. Raises OSError, CheckpointError."""
+    states = dict(whole.states)
+    for name, state in whole.states.items():
+        if name in (RANKS, STRUCTURE):
+            raise CheckpointMismatch(f"a part of a sharded state cannot be called {name!r}")
+        if is_optimizer(state):
+            states[name] = named(name, state, names_of_parameters(name, whole.states, parameter_names))
+    attempt = new_attempt(files, whole.step, 0)
+    tables = {}
+    for rank in range(whole.world_size):
+        layout = _layout(_roots(whole, states, rank), rank, whole.step)
+        tables[rank] = layout.table
+        shards = RankShards(rank, layout.table_place, layout.digest, common=rank == 0)
+        header = Header(
+            whole.step, 0, whole.step, whole.world_size, layout.size, run=files.run.id, shards=shards
+        )
+        write_part(files, Part(attempt, 0), header, partial(_pour, layout), lambda: None)
+    index = metadata_of(tables, {rank: data_name(rank) for rank in tables})
+    manifest = commit(files, Commit(attempt, whole.step, 0, whole.world_size, index, 0.0), lambda: None)
+    _prove(files, manifest)
+
+
+def _roots(whole: WholeState, states: Mapping[str, Any], rank: int) -> list[tuple[Path, Any]]:
+    """What lies where in this rank's copy."""
+    roots: list[tuple[Path, Any]] = []
+    for name, state in states.items() if rank == 0 else ():
+        if is_optimizer(state, str):
+            roots += [((name, STATE, one), kept) for one, kept in state[STATE].items() if kept]
+            roots.append(((name, GROUPS), state[GROUPS]))
+        else:
+            roots.append(((name,), state))
+    at = RANKS, str(rank)
+    if rank < len(whole.rng):
+        roots.append(((*at, _RANDOM_STATE), whole.rng[rank]))
+    if rank < len(whole.own):
+        own = whole.own[rank]
+        roots += [((*at, _PARTS, name), state) for name, state in own.items()]
+        roots.append(((*at, _DECLARED), sorted(own)))
+    return roots
+
+
+def _layout(roots: list[tuple[Path, Any]], rank: int, step: int) -> ShardLayout:
+    """Raises NotPlainData for what a sharded state does not carry."""
+    paths: list[Path] = []
+    tensors: list[torch.Tensor] = []
+    leaves: list[Leaf] = []
+    for at, state in roots:
+        common = at[0] != RANKS
+        found_paths, found, others = split(state, at)
+        for path, tensor in zip(found_paths, found, strict=True):
+            refuse(str(at[0]), key_of(path), tensor)
+        paths += found_paths
+        tensors += found
+        leaves += [Leaf(*other, common) for other in others]
+    split_at = next((number for number, path in enumerate(paths) if path[0] == RANKS), len(paths))
+    taken = [
+        Taken(*FormCache().take(paths[:split_at], tensors[:split_at], 1, shared=True), leaves),
+        Taken(*FormCache().take(paths[split_at:], tensors[split_at:], 0, shared=False), []),
+    ]
+    form, sources = Joined().join(taken, common=True)
+    archives = Archives()
+    values = [
+        (key_of(leaf.path), leaf.path, archives.of(key_of(leaf.path), leaf.value, step), leaf.common)
+        for leaf in leaves
+    ]
+    return ShardLayouts().lay_out(Items(form, sources, values, True, rank))
+
+
+def _pour(layout: ShardLayout, sink: BinaryIO) -> None:
+    target = torch.empty(layout.size, dtype=torch.uint8)
+    array: Any = target.numpy()
+    with memoryview(array) as view:
+        layout.copy_to(view, target)
+        for offset in range(0, layout.size, PIECE_BYTES):
+            with view[offset : offset + PIECE_BYTES] as piece:
+                sink.write(piece)
+
+
+def _prove(files: CheckpointFiles, manifest: Manifest) -> None:
+    """Read all of it again. Raises BadCheckpoint."""
+    files.open(manifest.step).stream.close()
+    buffer = bytearray(PIECE_BYTES)
+    for rank in range(manifest.world_size):
+        with files.open_rank(manifest, rank) as copy, memoryview(buffer) as view:
+            for offset in range(0, copy.header.size, PIECE_BYTES):
+                with view[: min(PIECE_BYTES, copy.header.size - offset)] as piece:
+                    copy.read(offset, piece)
