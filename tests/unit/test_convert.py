@@ -312,3 +312,14 @@ def test_a_command_line_that_cannot_be(words: list[str], capsys: pytest.CaptureF
 
 def test_errors_of_a_conversion_are_errors_of_checkpoints() -> None:
     assert issubclass(Refused, CheckpointError)
+
+
+def test_a_script_whose_state_is_of_the_other_form_is_told_of_this_command(
+    tmp_path: Path, group: None
+) -> None:
+    save_replicated(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(CheckpointMismatch, match="`elastic-agent convert` makes"):
+        Checkpointer(tmp_path / "b", {**parts(model(1)), "own": {}}, of_each_rank=["own"]).load()
+    with pytest.raises(CheckpointMismatch, match="`elastic-agent convert` makes"):
+        Checkpointer(tmp_path / "a", {**parts(fully_shard(model(1))), "own": {}}, of_each_rank=["own"]).load()

@@ -204,7 +204,7 @@ class Restore:
         if wanted.is_sharded:
             raise CheckpointMismatch(
                 f"step {wanted.step} in {self._files.directory} is of a sharded state, and this script's is the same "
-                "on all ranks: convert that checkpoint, or give this script another directory"
+                "on all ranks: `elastic-agent convert` makes one of it, or give this script another directory"
             )
         mine: BufferedReader | None = None
         if self._first_ranks[group.rank] == group.rank:

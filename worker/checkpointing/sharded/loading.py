@@ -259,7 +259,7 @@ class ShardLoading:
             if not source.what.is_sharded:
                 raise CheckpointMismatch(
                     f"step {source.what.step} in {self._files.directory} is of a state that was the same on all ranks: "
-                    "`elastic-agent convert-checkpoint` makes a sharded one of it"
+                    "`elastic-agent convert` makes a sharded one of it"
                 )
             return CopiesOnDisk(self._files, source.what, stack)
         return CopiesInMemory(self._env, self._memory, source, stack)
