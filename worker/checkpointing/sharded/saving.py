@@ -196,7 +196,10 @@ class ShardSaving(SaveOutcomes):
         if not unless_refused(lambda: self._prepare(step, group)):
             return False
         layout, met = self._meet(step, group, compare=True)
-        self._require_shared_directory(group)
+        try:
+            self._require_shared_directory(group)
+        except (NotSaved, Unconfirmed):
+            return False
         copied = self._copy_surely(layout, step, met, group)
         if copied and met.all_have_writers:
             save = self._plan(step, met, group, layout.packed_table, twins=True)
@@ -219,7 +222,8 @@ class ShardSaving(SaveOutcomes):
             try:
                 with memory.hold(version) as held:
                     shards = held.header.shards
-                    if shards is not None and shards.rank == group.rank:
+                    of_this_world = held.header.world_size == group.world_size
+                    if shards is not None and shards.rank == group.rank and of_this_world:
                         table = os.pread(held.stream.fileno(), shards.table[1], shards.table[0])
                         digest, size = shards.digest, held.header.size
             except (OSError, ValueError) as error:
@@ -260,6 +264,15 @@ class ShardSaving(SaveOutcomes):
         if not self._is_shared:
             raise DirectoryNotShared(self._why_not_shared)
 
+    def _may_write(self, group: Group) -> bool:
+        try:
+            self._require_shared_directory(group)
+        except (DirectoryNotShared, NotSaved, Unconfirmed) as refusal:
+            if group.rank == 0:
+                logger.warning("the last state is in memory only: reason=%s", refusal)
+            return False
+        return True
+
     def _all_see_one_directory(self, group: Group) -> bool:
         directory = self._files.directory
         token = ""
@@ -267,7 +280,10 @@ class ShardSaving(SaveOutcomes):
         def mark() -> None:
             nonlocal token
             if group.rank == 0:
-                token = write_mark(directory, self._files.run)
+                try:
+                    token = write_mark(directory, self._files.run)
+                except OSError as error:
+                    self.count(because(SaveFailed, f"nothing can be written to {directory}: {error}", error))
 
         together(group, mark, f"nothing can be written to {directory}")
         token = group.gather(token.encode())[0].decode()
@@ -284,6 +300,14 @@ class ShardSaving(SaveOutcomes):
         attempt = new_attempt(self._files, step, self._env.generation) if group.rank == 0 else ""
         attempt = self._tables.exchange(group, attempt, table)
         first = [met.first_twin_of(rank) if twins else None for rank in range(group.world_size)]
+        metadata = b""
+
+        def index() -> None:
+            nonlocal metadata
+            if group.rank == 0:
+                metadata = self._tables.metadata(first)
+
+        together(group, index, f"step {step} is not saved")
         return ShardedSave(
             step,
             attempt,
@@ -291,7 +315,7 @@ class ShardSaving(SaveOutcomes):
             group.world_size,
             _most_bytes_of_a_node(group, met, first),
             first[group.rank],
-            self._tables.metadata(first) if group.rank == 0 else b"",
+            metadata,
         )
 
     def _order(self, save: ShardedSave) -> None:
@@ -327,9 +351,11 @@ class ShardSaving(SaveOutcomes):
             except OSError as error:
                 reason = f"step {save.step} not saved in {self._files.directory}: {error}"
                 self.count(because(SaveFailed, reason, error))
-            self.count(None)
 
         saved = unless_refused(write) and unless_refused(commit)
+        if saved:
+            self.count(None)
+            self._disk.wrote(save.step, durable=True)
         if group.rank == 0:
             took_s = time.monotonic() - started_s
             progress.checkpoint_save(save.step, "ok" if saved else "error", took_s, size, blocked_s=took_s)
@@ -356,7 +382,7 @@ class ShardSaving(SaveOutcomes):
         kept = copied and self._copies.settled() and self._outlives_node(step, layout.size)
         if copied and all(group.gather(b"kept" if kept else b"")):
             self._disk.is_leaving = True
-            if met.all_have_writers and self._is_shared is not False:
+            if met.all_have_writers and self._may_write(group):
                 self._last = self._plan(step, met, group, layout.packed_table, twins=True)
             return True
         if self.floor is not None and step <= self.floor:
@@ -403,7 +429,8 @@ class _Tables:
 
     def __init__(self) -> None:
         self._sent = b""
-        self._all: dict[int, Table] = {}
+        self._packed: dict[int, bytes] = {}
+        self._known: dict[int, tuple[bytes, Table]] = {}
         self._metadata: tuple[list[int | None], bytes] | None = None
 
     def exchange(self, group: Group, attempt: str, table: bytes) -> str:
@@ -416,16 +443,19 @@ class _Tables:
             if rank == 0:
                 attempt = name.decode()
             if packed and group.rank == 0:
-                self._all[rank] = Table.from_bytes(packed)
+                self._packed[rank] = packed
                 self._metadata = None
         return attempt
 
     def metadata(self, first_twins: list[int | None]) -> bytes:
-        """Rank 0: DCP's index of all files."""
+        """Rank 0: DCP's index of all files. Raises Invalid for a table that cannot be read."""
         if self._metadata is None or self._metadata[0] != first_twins:
+            for rank, packed in self._packed.items():
+                if self._known.get(rank, (b"",))[0] != packed:
+                    self._known[rank] = packed, Table.from_bytes(packed)
             tables = {
                 rank: table if first_twins[rank] is None else own_rows(table, rank).table
-                for rank, table in self._all.items()
+                for rank, (_, table) in self._known.items()
             }
             self._metadata = first_twins, metadata_of(tables, {rank: data_name(rank) for rank in tables})
         return self._metadata[1]

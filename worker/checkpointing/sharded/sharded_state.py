@@ -38,6 +38,9 @@ class ShardedState:
         read_only: bool,
     ) -> None:
         self._env = WorkerEnv.of(os.environ)
+        self._files = files
+        self._is_one_run = bool(self._env.run)
+        """All ranks have the same run."""
         self._read_only = read_only
         self._memory = shard_memory_of(os.environ, files.directory) if not read_only else None
         self._replicas = (
@@ -59,6 +62,7 @@ class ShardedState:
         self._planned = ShardPlannedSaves(files.directory, self._memory, self._saving)
 
     def load(self) -> int:
+        self._become_one_run()
         loaded = self._loading.load(self._saving.finish_last_write)
         if not self._read_only:
             self._saving.began(loaded.step, loaded.version)
@@ -69,6 +73,7 @@ class ShardedState:
         return loaded.step
 
     def save(self, step: int) -> bool:
+        self._become_one_run()
         return self._saving.save(step)
 
     def wait(self) -> bool:
@@ -82,6 +87,13 @@ class ShardedState:
             "just_in_time() cannot keep a sharded state: what a rank that dies had, no other rank has. Leave it "
             "out and give Checkpointer memory_every=1: then a failure costs the step under way"
         )
+
+    def _become_one_run(self) -> None:
+        """Without an agent no rank knows which run the others are of, and all of them write: they take rank 0's."""
+        if not self._is_one_run:
+            run = current_group().exchange(self._files.run)[0]
+            self._files.join(run)
+            self._is_one_run = True
 
     def _begin_replicas(self, group: Group, loaded: LoadedShards) -> None:
         """All ranks tell where they are and what they have; then each node knows its partners."""

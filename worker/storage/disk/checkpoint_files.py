@@ -104,11 +104,18 @@ class CheckpointFiles:
         # Steps that this object wrote or verified. What was not looked at does not count as a good one to fall
         # back to, so it can never push a good one out of the newest `keep`.
         self.good: set[int] = set()
+        self._lend = lend
         self.claim = Claim(self.directory, run, lend)
         self._rejected: dict[str, BadCheckpoint] = {}
         """By the `file` of the manifest, what was found when the bytes were read."""
         self._listed: tuple[Manifest, FileList] | None = None
         """Of the sharded checkpoint that was read last."""
+
+    def join(self, run: Run) -> None:
+        """Without an agent each process is a run of its own; where all ranks write they are all of rank 0's."""
+        if run.id != self.run.id:
+            self.run = run
+            self.claim = Claim(self.directory, run, self._lend)
 
     def trust(self, *steps: int) -> None:
         """Another has just written or verified these."""
