@@ -101,7 +101,6 @@ class ShardSaving(SaveOutcomes):
     @undisturbed()
     def remember(self, step: int) -> bool:
         group = current_group()
-        self._disk.take_note()  # what is written holds a slot
         layout, met = self._meet(step, group, compare=not self._compared)
         if not met.all_have_memory:
             return False
@@ -124,6 +123,7 @@ class ShardSaving(SaveOutcomes):
         return layout, met
 
     def _brought(self, step: int, layout: ShardLayout | None, common: bytes | None = None) -> Brought:
+        self._disk.take_note()  # what is being written holds a slot
         brought = Brought(
             step,
             layout.digest if layout is not None else "",

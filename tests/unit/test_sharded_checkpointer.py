@@ -1,0 +1,56 @@
+"""A Checkpointer of sharded state without an agent: two ranks that write while all wait, as under torchrun."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from elastic_agent.worker import Checkpointer
+
+
+def work(rank: int, folder: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 2))
+    fully_shard(model)
+    meta = {"done": 0}
+    checkpoints = Checkpointer(f"{folder}/runs", {"model": model, "meta": meta}, max_failed_saves=2)
+    assert checkpoints.load() == 0
+    assert not checkpoints.remember(1), "there is no agent, and no memory"
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for step in (2, 4):  # more failures than may come in a row
+        meta["done"] = step
+        assert checkpoints.save(step)
+        assert checkpoints.wait(), "durable to all ranks"
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        assert not checkpoints.save(step + 1), "refused alike on all ranks"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    weights = [weight.full_tensor() for weight in model.parameters()]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    again = Checkpointer(f"{folder}/runs", {"model": model, "meta": meta}, read_only=True)
+    assert again.load() == 4
+    assert meta == {"done": 4}
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(weights, (w.full_tensor() for w in model.parameters()), strict=True)
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_all_ranks_are_one_run_and_count_alike(tmp_path: Path) -> None:
+    mp.spawn(work, (str(tmp_path),), 2)
+    assert len(list((tmp_path / "runs").glob("step-*.json"))) == 2
