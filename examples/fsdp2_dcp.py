@@ -1,7 +1,7 @@
 """Train a small network with FSDP2 and torch.distributed.checkpoint, through kills and changing worlds.
 
-Its state is spread over the ranks, which a Checkpointer refuses. So the script saves it itself: every 20 steps, and
-after the last step before a planned change. Each world takes what it needs of the newest checkpoint.
+The script saves its sharded state itself: every 20 steps, and after the last step before a planned change. Each world
+takes what it needs of the newest checkpoint. `elastic_fsdp.py` lets a Checkpointer do all of that.
 
     elastic-agent --nproc-per-node 2 examples/fsdp2_dcp.py
 """
