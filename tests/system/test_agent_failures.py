@@ -35,6 +35,7 @@ SOME = ("last-saves", "log-files", "log-folders", "node-checks", "notices")
 
 ELSEWHERE = (
     "check-lease",  # of `check --nodes`
+    "commits",
     "directory-locks",
     "drain-look",
     "worker-answer",
@@ -44,8 +45,10 @@ ELSEWHERE = (
     "job-agent",  # of a daemon: test_daemon.py
     "job-folders",  # of a daemon
     "master-port",
+    "memory-key",  # where other nodes can join; it ends the agent as any other
     "name",
     "orders",
+    "push-*",  # of the memory server, with which it ends
     "rendezvous",
 )
 """Those of the backlogs (`console` and `log-files`) and `IoThread` (`io` and `worker-logs`); where a lock was lent, for
@@ -83,7 +86,7 @@ def test_a_running_agent_has_no_more_threads_than_it_needs(job: Job, etcd: EtcdC
     listed = job.folder / "threads"
     job.join("a", "--nproc-per-node=2", "--preload=default", environment=planted(f"lists {listed}"))
     job.wait_for_training(world=2)
-    expected = {*THREADS, "MainThread", "etcd-watch"}
+    expected = {*THREADS, "MainThread", "etcd-watch", "memory-key"}
 
     def threads() -> list[str]:
         """Without those of gRPC itself."""

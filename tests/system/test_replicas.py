@@ -21,9 +21,6 @@ def run(worlds: Worlds, scenario: str, directory: Path, **more: Any) -> list[dic
     ("kind", "names"),
     [
         ("fsdp1", ["part 'model'", "FullyShardedDataParallel"]),
-        ("fsdp2", ["part 'model'", "FSDPModule"]),
-        ("dtensor", ["'rows.0' of part 'table'", "DTensor", "Shard(dim=0)"]),
-        ("zero", ["part 'optimizer'", "ZeroRedundancyOptimizer"]),
         (
             "shards",
             ["'0.bias' of part 'model'", "other values on rank 0 than on rank 1", "of_rank_0=['model']"],
@@ -37,16 +34,13 @@ def test_a_sharded_state_is_refused_by_name_on_all_ranks(
     assert [answer["raised"] for answer in answers] == [
         "NotReplicated" if kind == "shards" else "Sharded"
     ] * 2
-    for name in [*names, "torch.distributed.checkpoint"]:
+    for name in names:
         assert all(name in answer["text"] for answer in answers), answers
     assert [answer["files"] for answer in answers] == [[]] * 2, "nothing was written"
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", "zero"])
-def test_what_can_be_told_by_type_is_refused_before_training(
-    worlds: Worlds, tmp_path: Path, kind: str
-) -> None:
-    answers = run(worlds, "load_unequal", tmp_path, kind=kind)
+def test_what_can_be_told_by_type_is_refused_before_training(worlds: Worlds, tmp_path: Path) -> None:
+    answers = run(worlds, "load_unequal", tmp_path, kind="fsdp1")
     assert [answer["raised"] for answer in answers] == ["Sharded"] * 2
 
 

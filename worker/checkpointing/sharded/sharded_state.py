@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from ...errors import CheckpointError
 from ...ranks.group import Group, current_group
+from ...ranks.refusals import together
 from ...state.rank_parts import Rules
 from ...state.state_dicts import Part
 from ...storage.disk.checkpoint_files import CheckpointFiles
@@ -39,6 +40,7 @@ class ShardedState:
     ) -> None:
         self._env = WorkerEnv.of(os.environ)
         self._files = files
+        self._was_accepted = False
         self._is_one_run = bool(self._env.run)
         """All ranks have the same run."""
         self._read_only = read_only
@@ -62,7 +64,7 @@ class ShardedState:
         self._planned = ShardPlannedSaves(files.directory, self._memory, self._saving)
 
     def load(self) -> int:
-        self._become_one_run()
+        self._prepare()
         loaded = self._loading.load(self._saving.finish_last_write)
         if not self._read_only:
             self._saving.began(loaded.step, loaded.version)
@@ -73,7 +75,7 @@ class ShardedState:
         return loaded.step
 
     def save(self, step: int) -> bool:
-        self._become_one_run()
+        self._prepare()
         return self._saving.save(step)
 
     def wait(self) -> bool:
@@ -88,8 +90,14 @@ class ShardedState:
             "out and give Checkpointer memory_every=1: then a failure costs the step under way"
         )
 
-    def _become_one_run(self) -> None:
-        """Without an agent no rank knows which run the others are of, and all of them write: they take rank 0's."""
+    def _prepare(self) -> None:
+        """Without an agent no rank knows which run the others are of, and all of them write: they take rank 0's.
+
+        Raises Sharded or NotPlainData on all ranks, for what cannot be carried.
+        """
+        if not self._was_accepted:
+            together(current_group(), self._contents.refuse, "nothing saved")
+            self._was_accepted = True
         if not self._is_one_run:
             run = current_group().exchange(self._files.run)[0]
             self._files.join(run)
