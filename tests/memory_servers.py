@@ -166,7 +166,11 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                client.close()
+                continue
             self.passed.append(0)
             number = len(self.passed) - 1
             threading.Thread(target=self._back, args=(server, client), daemon=True).start()
@@ -228,7 +232,11 @@ class Recorder:
         while True:
             client, _ = self._listener.accept()
             self.connections += 1
-            server = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:
+                client.close()  # the server is gone: its client sees what it would see without a recorder
+                continue
             threading.Thread(target=self._back, args=(server, client, self.connections), daemon=True).start()
             threading.Thread(target=self._forth, args=(client, server), daemon=True).start()
 
