@@ -38,9 +38,9 @@ def test_the_part_of_another_rank_stays_where_the_worker_was_that_rank(
     def read(offset: int, into: memoryview) -> None:
         into[:] = wanted[offset : offset + len(into)]
 
-    def opened(self: MemoryReader, places: Sequence[Place]) -> OpenCopy:
+    def opened(self: MemoryReader, places: Sequence[Place], rank: int) -> tuple[Place, OpenCopy]:
         offset, length = _table_place(header)
-        return OpenCopy(Table.from_bytes(wanted[offset : offset + length]), read, None)
+        return places[0], OpenCopy(Table.from_bytes(wanted[offset : offset + length]), read, None)
 
     monkeypatch.setattr(MemoryReader, "open", opened)
     place = RankPlace("n1", 2, 0, 0, 2, "run-a")
@@ -48,11 +48,33 @@ def test_the_part_of_another_rank_stays_where_the_worker_was_that_rank(
     before = slots.headers()
     with contextlib.ExitStack() as stack:
         reader = MemoryReader(str(tmp_path), "n1", memory, stack)
-        copy = reader.bring([Place("n2", "n2:1", folder.name, "a", header)])
+        _, copy = reader.bring([Place("n2", "n2:1", folder.name, "a", header)], 0)
         found = bytearray(len(wanted))
         copy.read(0, memoryview(found))
     assert bytes(found) == wanted
     assert slots.headers() == before
+
+
+@pytest.mark.parametrize("own_answers", [True, False])
+def test_a_copy_comes_with_the_place_that_it_was_opened_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_answers: bool
+) -> None:
+    """Rank 2's own copy is on another node and longer than that of its twin, which is here and stands first."""
+    folder = SlotFolder.of(DIRECTORY, 0).name
+    twin = Place("n1", "n1:1", folder, "a", copy_of(0, 10, 4)[1])
+    own = Place("n2", "n2:1", folder, "a", copy_of(2, 10, 4, group=0, length=800)[1])
+    assert own.header.size != twin.header.size
+
+    def opened(self: MemoryReader, place: Place) -> OpenCopy:
+        if place is own and not own_answers:
+            raise ConnectionRefusedError("nothing listens there")
+        return OpenCopy(Table((), (), {}), lambda offset, into: None, None)
+
+    monkeypatch.setattr(MemoryReader, "_open_here", opened)
+    monkeypatch.setattr(MemoryReader, "_open_there", opened)
+    with contextlib.ExitStack() as stack:
+        place, _ = MemoryReader(str(tmp_path), "n1", None, stack).open([twin, own], 2)
+    assert place is (own if own_answers else twin)
 
 
 def _table_place(header: Header) -> tuple[int, int]:

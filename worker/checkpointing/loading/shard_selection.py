@@ -61,6 +61,10 @@ class Place:
     def common(self) -> bool:
         return self.header.shards is not None and self.header.shards.common
 
+    def is_of(self, rank: int) -> bool:
+        """Whether it is that rank's own copy, and no twin's."""
+        return self.header.shards is not None and self.header.shards.rank == rank
+
 
 Places = tuple[Place, ...]
 
@@ -90,7 +94,7 @@ class ShardSource:
     @property
     def without_own(self) -> tuple[int, ...]:
         """The ranks of which only twins are left: what each of these had for itself is lost."""
-        return tuple(rank for rank, places in enumerate(self.places) if not _is_of(places[0], rank))
+        return tuple(rank for rank, places in enumerate(self.places) if not places[0].is_of(rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +194,6 @@ def _by_rank(places: Sequence[Place]) -> tuple[Places, ...]:
 
 def _missing(places: Sequence[Place]) -> bool:
     return not (all(_by_rank(places)) and any(place.common for place in places))
-
-
-def _is_of(place: Place, rank: int) -> bool:
-    return place.header.shards is not None and place.header.shards.rank == rank
 
 
 def _named(kind: str, which: Sequence[object]) -> str:

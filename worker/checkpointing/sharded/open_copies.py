@@ -47,12 +47,16 @@ class MemoryReader:
         self._stack = stack
         self._clients: dict[str, MemoryClient] = {}
 
-    def open(self, places: Sequence[Place]) -> OpenCopy:
-        """The first that can be opened: this node's own before others. Raises CheckpointError where none can."""
+    def open(self, places: Sequence[Place], rank: int) -> tuple[Place, OpenCopy]:
+        """The first copy of that old rank's shards that can be opened, and where it is.
+
+        The rank's own copies come before those of twins, which lack what it has for itself; of these the ones on this
+        node. Raises CheckpointError where none can be opened.
+        """
         reasons = []
-        for place in sorted(places, key=lambda one: one.node != self._node):
+        for place in sorted(places, key=lambda one: (not one.is_of(rank), one.node != self._node)):
             try:
-                return self._open_here(place) if place.node == self._node else self._open_there(place)
+                return place, self._open_here(place) if place.node == self._node else self._open_there(place)
             except (OSError, ValueError) as error:
                 reasons.append(f"{place.node}: {error}")
         raise CheckpointError(f"a copy that was here a moment ago cannot be opened: {'; '.join(reasons)}")
@@ -61,24 +65,24 @@ class MemoryReader:
         """On this node, if there is one."""
         return min(places, key=lambda one: one.node != self._node)
 
-    def bring(self, places: Sequence[Place]) -> OpenCopy:
+    def bring(self, places: Sequence[Place], rank: int) -> tuple[Place, OpenCopy]:
         """As `open`, for what this rank needs whole: mapped where it is, or fetched into its own slot and mapped there.
 
         Without room for it, it is read where it is.
         """
-        there = self.open(places)
+        place, there = self.open(places, rank)
         if there.mapped is not None or self._own is None:
-            return there
-        header = next(place.header for place in places)
+            return place, there
+        header = place.header
         if any(own.version == header.version for own in self._own.headers().values()):
             # Another rank's part of this version, from when the worker here was that rank. It must stay until the next
             # version has its replicas, and a second slot that must stay would leave none for that.
-            return there
+            return place, there
         try:
             opened = self._own.open_slot(header.size)
         except (NoRoom, SlotsBusy) as refusal:
             logger.warning("the shards are read from afar, and not kept here: reason=%s", refusal)
-            return there
+            return place, there
         try:
             mapped = self._own.map(opened)
             for begin in range(0, header.size, FETCH_BYTES):
@@ -88,7 +92,7 @@ class MemoryReader:
         except BaseException:
             opened.close()
             raise
-        return OpenCopy(there.table, _reader_of(mapped), mapped)
+        return place, OpenCopy(there.table, _reader_of(mapped), mapped)
 
     def _open_here(self, place: Place) -> OpenCopy:
         """Raises OSError, ValueError when it is not what was offered."""
@@ -152,16 +156,18 @@ class CopiesInMemory:
     def of_rank(self, rank: int) -> dict[int, OpenCopy]:
         """What that rank had, and what all had alike. Raises CheckpointError, OSError."""
         source = self._source
-        found = {rank: self._reader.bring(source.places[rank])}
-        if not any(place.common for place in source.places[rank][:1]):
+        own, copy = self._reader.bring(source.places[rank], rank)
+        found = {rank: copy}
+        if not own.common:
             place = self._reader.nearest(source.common)
             assert place.header.shards is not None
-            found[place.header.shards.rank] = self._reader.open([place, *source.common])
+            of = place.header.shards.rank
+            _, found[of] = self._reader.open([place, *source.common], of)
         return found
 
     def of_all(self) -> dict[int, OpenCopy]:
         """Raises CheckpointError."""
-        return {rank: self._reader.open(places) for rank, places in enumerate(self._source.places)}
+        return {rank: self._reader.open(places, rank)[1] for rank, places in enumerate(self._source.places)}
 
 
 class CopiesOnDisk:
