@@ -7,6 +7,7 @@ import resource
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -14,6 +15,16 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
+from elastic_agent.worker.errors import CheckpointError
+
+
+def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
+    """Before any load."""
+    with pytest.raises(CheckpointError, match="cannot be called 'ranks'"):
+        Checkpointer(f"{folder}/refused", {"ranks": model}).remember(1)
+    mixed = Checkpointer(f"{folder}/mixed", {"model": model} if rank else {"meta": {}})
+    with pytest.raises(CheckpointError, match=r"sharded on ranks \[1\] and not on the others"):
+        mixed.save(1)
 
 
 def work(rank: int, folder: str) -> None:
@@ -24,6 +35,7 @@ def work(rank: int, folder: str) -> None:
     model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 2))
     fully_shard(model)
     meta = {"done": 0}
+    check_refusals(rank, folder, model)
     checkpoints = Checkpointer(f"{folder}/runs", {"model": model, "meta": meta}, max_failed_saves=2)
     assert checkpoints.load() == 0
     assert not checkpoints.remember(1), "there is no agent, and no memory"

@@ -81,6 +81,8 @@ class Checkpointer:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
         rules = rules_of(of_each_rank, state, of_rank_0)
         self._read_only = read_only
+        self._has_agreed = False
+        """The state is sharded on all ranks, or on none."""
         self._files = CheckpointFiles(directory, keep=keep, run=this_run(os.environ), lend=progress.lend)
         self._kind = ShardedState if is_sharded(state) else ReplicatedState
         self._state = self._kind(
@@ -129,6 +131,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"this Checkpointer only reads {self._files.directory}: it was made read_only"
             )
+        self._agree()
         return self._state.save(operator.index(step))
 
     def wait(self) -> bool:
@@ -151,6 +154,8 @@ class Checkpointer:
         Raises NotReplicated when the ranks do not have the same state; NotPlainData when some part's state could not
         be loaded again.
         """
+        if self._kind is ShardedState:  # of a state that all ranks have, no rank waits for another
+            self._agree()
         return self._state.remember(operator.index(step))
 
     def just_in_time(self) -> contextlib.AbstractContextManager[None]:
@@ -170,6 +175,8 @@ class Checkpointer:
 
     def _agree(self) -> None:
         """Raises CheckpointError, on all ranks, where the state is sharded on some of them only."""
+        if self._has_agreed:
+            return
         kinds = current_group().gather(self._kind.__name__.encode())
         if len(set(kinds)) > 1:
             ranks = [rank for rank, kind in enumerate(kinds) if kind == ShardedState.__name__.encode()]
@@ -177,6 +184,7 @@ class Checkpointer:
                 f"the state is sharded on ranks {ranks} and not on the others: make the Checkpointer after "
                 "fully_shard() or parallelize_module(), with the same parts on all ranks"
             )
+        self._has_agreed = True
 
     def _remember(self, step: int) -> None:
         self.remember(step)

@@ -64,7 +64,7 @@ class ShardedState:
         self._planned = ShardPlannedSaves(files.directory, self._memory, self._saving)
 
     def load(self) -> int:
-        self._prepare()
+        self._join_run()
         loaded = self._loading.load(self._saving.finish_last_write)
         if not self._read_only:
             self._saving.began(loaded.step, loaded.version)
@@ -75,13 +75,16 @@ class ShardedState:
         return loaded.step
 
     def save(self, step: int) -> bool:
-        self._prepare()
+        self._accept()
+        self._join_run()
         return self._saving.save(step)
 
     def wait(self) -> bool:
         return self._saving.wait()
 
     def remember(self, step: int) -> bool:
+        self._accept()
+        self._join_run()
         return self._saving.remember(step)
 
     def just_in_time(self) -> contextlib.AbstractContextManager[None]:
@@ -90,14 +93,14 @@ class ShardedState:
             "out and give Checkpointer memory_every=1: then a failure costs the step under way"
         )
 
-    def _prepare(self) -> None:
-        """Without an agent no rank knows which run the others are of, and all of them write: they take rank 0's.
-
-        Raises Sharded or NotPlainData on all ranks, for what cannot be carried.
-        """
+    def _accept(self) -> None:
+        """Before the first save: raises Sharded or NotPlainData on all ranks, for what cannot be carried."""
         if not self._was_accepted:
             together(current_group(), self._contents.refuse, "nothing saved")
             self._was_accepted = True
+
+    def _join_run(self) -> None:
+        """Without an agent no rank knows which run the others are of, and all of them write: they take rank 0's."""
         if not self._is_one_run:
             run = current_group().exchange(self._files.run)[0]
             self._files.join(run)
