@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.errors import CheckpointError
+from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
 
 
 def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
@@ -28,7 +29,10 @@ def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
 
 
 def work(rank: int, folder: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
+    place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    # As where each worker sees its own devices alone.
+    place |= {"LOCAL_RANK": 0, "ELASTIC_AGENT_LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -66,3 +70,8 @@ def work(rank: int, folder: str) -> None:
 def test_all_ranks_are_one_run_and_count_alike(tmp_path: Path) -> None:
     mp.spawn(work, (str(tmp_path),), 2)
     assert len(list((tmp_path / "runs").glob("step-*.json"))) == 2
+    (newest,) = (tmp_path / "runs").glob("step-000000000004-*")
+    keepers = [
+        RankFile.from_json((newest / rank_file_name(rank)).read_bytes()).header.shards for rank in range(2)
+    ]
+    assert [one is not None and one.common for one in keepers] == [True, False]

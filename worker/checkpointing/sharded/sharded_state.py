@@ -13,7 +13,7 @@ from ...state.rank_parts import Rules
 from ...state.state_dicts import Part
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.shard_saver import ShardSaver
-from ...storage.memory.shard_memory import shard_memory_of
+from ...storage.memory.shard_memory import local_rank_of, shard_memory_of
 from ...storage.replication.partners import NodePlace
 from ...wire.environment import WorkerEnv
 from ..saving.slot_copies import SlotCopies
@@ -58,7 +58,7 @@ class ShardedState:
             ShardSaver(files, self._env),
             self._env,
             max_failed_saves,
-            keeps_common=os.environ.get("LOCAL_RANK", "0") == "0",
+            keeps_common=local_rank_of(os.environ) == 0,
         )
         self._loading = ShardLoading(files, self._contents, self._memory, self._env, read_only=read_only)
         self._planned = ShardPlannedSaves(files.directory, self._memory, self._saving)

@@ -109,13 +109,22 @@ class ShardMemory(SlotMemory):
             )
 
 
+def local_rank_of(environ: Mapping[str, str]) -> int:
+    """This worker's place on its node. LOCAL_RANK is 0 for all workers that see their own devices alone.
+
+    Raises ValueError.
+    """
+    given = WorkerEnv.of(environ).local_rank
+    return given if given >= 0 else int(environ.get("LOCAL_RANK", "0"))
+
+
 def shard_memory_of(environ: Mapping[str, str], directory: str) -> ShardMemory | None:
     """None where there is no agent, or one that grants no memory."""
     try:
         env = WorkerEnv.of(environ)
         if not env.memory:
             return None
-        local_rank = int(environ["LOCAL_RANK"]) if env.local_rank < 0 else env.local_rank
+        local_rank = local_rank_of(environ)
         place = RankPlace(
             env.node,
             env.generation,
