@@ -25,7 +25,7 @@ from ..rendezvous.errors import RecordInvalid
 from ..rendezvous.records import Endpoint
 from ..rendezvous.text import Name, clean, line
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of all records of a pool. A reader refuses any other."""
 
 PLAN_KEY = "plan"
@@ -127,10 +127,13 @@ class Job(Record):
     directory: Annotated[str, Text(4096)]
     min_nodes: Annotated[int, Within(1, MOST_NODES)]
     max_nodes: Annotated[int, Within(1, MOST_NODES)]
+    """A multiple of `nodes_multiple_of`, as `min_nodes` is."""
     time_limit_s: Seconds | None
     """From the start of each attempt; None: none."""
     submitted_at: Instant
     submitted_by: Annotated[str, line(256)]
+    nodes_multiple_of: Annotated[int, Within(1, MOST_NODES)] = 1
+    """Of its nodes only so many train together as are a multiple of it; others would stand by."""
 
     @property
     def key(self) -> str:

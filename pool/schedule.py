@@ -4,7 +4,8 @@
 
 - One queue, first come first served. A job starts when its `min_nodes` are idle at once, never with fewer.
 - A run takes idle nodes up to its `max_nodes`, while no job of the queue waits for them. It gives those beyond its
-  `min_nodes` back, youngest run first, when that lets the next job start.
+  `min_nodes` back, youngest run first, when that lets the next job start. Of a job that trains on multiples of nodes
+  it takes only what makes a larger multiple, and gives those back first that make none.
 - A run that has lost nodes gets others before any younger job does.
 - Who cannot be served holds up those after it, so that it does not starve. Only a job that is too large for the pool as
   it is now, were it empty, lets others pass.
@@ -325,15 +326,19 @@ class _Draft:
                 continue
             room = job.max_nodes - len(run.seats)
             if room > 0 and (usable := self._usable(job, self.idle)[:room]):
-                self._seat(job, usable)
+                beyond = (len(run.staying) + len(usable)) % job.nodes_multiple_of
+                self._seat(job, usable[: max(0, len(usable) - beyond)])
 
     def _reclaim(self, job: Job, missing: int) -> bool:
         """Asks runs to give nodes back, if that is enough for the job. Counts those that are leaving already."""
-        coming, surplus = 0, []
+        coming = 0
+        surplus: list[tuple[bool, str, Seat]] = []
+        """Whether it trains with the others, the job, the seat."""
         for run in sorted(self._runs.values(), key=lambda run: -self._place(run.job)):
             owner = self._jobs.get(run.job)
             present = sum(1 for seat in run.staying if seat.incarnation in self._live)
             spare = present - owner.min_nodes if owner is not None else 0
+            beyond = present % owner.nodes_multiple_of if owner is not None else 0
             for seat in reversed(run.seats):
                 node = self._live.get(seat.incarnation)
                 if run.job == job.job or node is None or not node.may_take_jobs or self.refuses(job, node):
@@ -342,11 +347,13 @@ class _Draft:
                     coming += 1
                 elif spare > 0:
                     spare -= 1
-                    surplus.append((run.job, seat))
+                    surplus.append((beyond <= 0, run.job, seat))
+                    beyond -= 1
         coming += sum(1 for node in self._strays() if not self.refuses(job, node))
         if coming + len(surplus) < missing:
             return False
-        for name, seat in surplus[: max(0, missing - coming)]:
+        surplus.sort(key=lambda one: one[0])
+        for _, name, seat in surplus[: max(0, missing - coming)]:
             run = self._runs[name]
             seats = tuple(replace(one, leaving=True) if one == seat else one for one in run.seats)
             self._runs[name] = replace(run, seats=seats)

@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from ...pool.member import Assignment
 from ...pool.records import SeatEnd, SeatOutcome
 from ..common.exits import ExitCode, signal_name
-from ..configuration.config import CONFIG_FILE, HTTP_ADDRESS, MAX_NODES, MIN_NODES, NODE_ID
+from ..configuration.config import (
+    CONFIG_FILE,
+    HTTP_ADDRESS,
+    MAX_NODES,
+    MIN_NODES,
+    NODE_ID,
+    NODES_MULTIPLE_OF,
+)
 from ..configuration.logs import LOG_DIR
 from ..configuration.options import OPTIONS
 from ..configuration.reading.settings import Settings
@@ -19,7 +26,7 @@ OF_THE_POOL: frozenset[str] = frozenset(
     option.name
     for option in (
         *(*MEETING, *ETCD_OPTIONS),
-        *(NODE_ID, MIN_NODES, MAX_NODES, HTTP_ADDRESS, LOG_DIR, CONFIG_FILE),
+        *(NODE_ID, MIN_NODES, MAX_NODES, NODES_MULTIPLE_OF, HTTP_ADDRESS, LOG_DIR, CONFIG_FILE),
     )
 )
 """Options of a job's agents that its pool decides, not who submits the job."""
@@ -45,6 +52,7 @@ def agent_words(
         (NODE_ID.name, node),
         (MIN_NODES.name, job.min_nodes),
         (MAX_NODES.name, job.max_nodes),
+        (NODES_MULTIPLE_OF.name, job.nodes_multiple_of),
         (LOG_DIR.name, logs),
         (EXPECTED_NODES.name, sum(not seat.leaving for seat in assignment.run.seats)),
     ]

@@ -11,6 +11,7 @@ every job must have a result. The promises are checked at the very event that wo
     P4   every job gets one result, and a true one
     P5   a seat is kept until its processes are gone, or its node is lost
     P6   what a run gives back leaves it its least
+    P7   what a run gets beyond its least makes a larger multiple, where its nodes train in multiples
 
 `python -m tests.sim.pool SEED` replays one run and prints its story.
 """
@@ -65,6 +66,7 @@ BUGS = (
     "a run has more nodes than it may",
     "a younger job overtakes",
     "a run gives back too much",
+    "a run gets what makes no multiple",
     "a seat is taken twice",
     "a job whose nodes were lost is forgotten",
     "a cancelled job runs on",
@@ -311,7 +313,8 @@ class PoolSimulation:
         return outcome
 
     def _submit(self, name: str) -> None:
-        least = self.rng.randint(1, self._size)
+        multiple = 2 if int(name[1:]) % 4 == 0 and self._size > 1 else 1
+        least = max(multiple, self.rng.randint(1, self._size) // multiple * multiple)
         job = Job(
             job=name,
             name=name,
@@ -320,10 +323,11 @@ class PoolSimulation:
             environment={},
             directory="/",
             min_nodes=least,
-            max_nodes=self.rng.randint(least, self._size + 1),
+            max_nodes=max(least, self.rng.randint(least, max(least, self._size + 1)) // multiple * multiple),
             time_limit_s=20.0 if self.rng.random() < 0.1 else None,
             submitted_at=WALL + self.now,
             submitted_by="user@host",
+            nodes_multiple_of=multiple,
         )
         self.truths[name] = Truth(fails=self.rng.random() < 0.2, work_s=self.rng.uniform(0.5, 30.0))
         self.kv.transact((Compare(job.key, 0),), (Put(job.key, job.to_json()),), self.now)
@@ -417,6 +421,8 @@ class PoolSimulation:
             seen = replace(pool, jobs=tuple(replace(job, min_nodes=1) for job in pool.jobs))
         elif bug == "a run has more nodes than it may":
             seen = replace(pool, jobs=tuple(replace(job, max_nodes=99) for job in pool.jobs))
+        elif bug == "a run gets what makes no multiple":
+            seen = replace(pool, jobs=tuple(replace(job, nodes_multiple_of=1) for job in pool.jobs))
         elif bug == "a run gives back too much":
             running = {run.job for run in pool.plan.runs}
             seen = replace(
@@ -493,6 +499,7 @@ class PoolSimulation:
                 self._check_order(job, list(jobs.values()), after, live)
             elif (was := before.run_of(run.job)) is not None and run.ending is None:
                 self._check_least(job, was, run, live)
+                self._check_multiple(job, was, run)
         self.plan = after
 
     def _check_seats(self, before: Plan, after: Plan, live: dict[str, PoolNode]) -> None:
@@ -549,6 +556,15 @@ class PoolSimulation:
             self.seen["gave back"] += 1
             self.require(
                 len(run.staying) >= job.min_nodes, "P6", f"{job.job} is left {len(run.staying)} seats"
+            )
+
+    def _check_multiple(self, job: Job, was: Run, run: Run) -> None:
+        if job.nodes_multiple_of > 1 and len(run.seats) > len(was.seats):
+            self.seen["grew to a multiple"] += 1
+            self.require(
+                len(run.staying) <= job.min_nodes or len(run.staying) % job.nodes_multiple_of == 0,
+                "P7",
+                f"{job.job} gets some of {len(run.staying)} seats in vain",
             )
 
     def _check_result(self, result: JobResult) -> None:

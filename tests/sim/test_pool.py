@@ -25,6 +25,7 @@ MUST_HAPPEN = (
     "lease expired",
     "another attempt",
     "gave back",
+    "grew to a multiple",
     "too large a job was passed",
     "seat not_here",
     "result succeeded",

@@ -437,6 +437,13 @@ def test_a_pool_that_anybody_may_reach_is_refused(argv: str, problem: str) -> No
         assert [str(one) for one in caught.value.problems] == [problem]
 
 
+def test_a_daemon_leaves_the_multiple_of_nodes_to_its_jobs() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_daemon(read_argv(["--nodes-multiple-of=2", "--max-nodes=4"]), {})
+    expected = "1 for a daemon, as each job has its own; give it to elastic-agent submit"
+    assert [str(one) for one in caught.value.problems] == [f"--nodes-multiple-of '2': expected {expected}"]
+
+
 def test_a_pools_job_may_have_what_its_daemon_has_in_the_environment(script: str) -> None:
     argv = ["--rdzv-endpoint=h:1", "--pool=p", "--rdzv-id=j", script]
     run_resolve(argv, {"ELASTIC_AGENT_ETCD_INSECURE": "true"})

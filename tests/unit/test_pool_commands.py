@@ -303,7 +303,7 @@ def test_bad_options_are_named_all_at_once(pool: PoolStore, capsys: pytest.Captu
         "--lease-ttl '1s': expected an option of jobs",
         "--env MY_TOKEN",
         "--min-nodes '3'",
-        "--nodes-multiple-of '2': expected 1 in a pool, which gives and takes single nodes",
+        "--min-nodes '3': expected a multiple of nodes-multiple-of, which is 2",
         "expected a script to run",
     ):
         assert part in shown, part

@@ -92,6 +92,7 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("time_limit_s",): [wrong for wrong in INSTANT if wrong not in (None, 2**41)],
         ("submitted_at",): INSTANT,
         ("submitted_by",): text(256),
+        ("nodes_multiple_of",): number(1, MOST_NODES),
     },
     Cancel: {("job",): NAME, ("cancelled_by",): text(256)},
     PoolNode: {

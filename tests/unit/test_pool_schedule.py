@@ -43,7 +43,14 @@ from elastic_agent.pool.schedule import (
 NOW = 1.0e9
 
 
-def job(name: str, least: int = 1, most: int | None = None, time_limit_s: float | None = None) -> Job:
+def job(
+    name: str,
+    least: int = 1,
+    most: int | None = None,
+    time_limit_s: float | None = None,
+    *,
+    multiple_of: int = 1,
+) -> Job:
     return Job(
         job=name,
         name=f"{name}.py",
@@ -56,6 +63,7 @@ def job(name: str, least: int = 1, most: int | None = None, time_limit_s: float 
         time_limit_s=time_limit_s,
         submitted_at=NOW,
         submitted_by="user@host",
+        nodes_multiple_of=multiple_of,
     )
 
 
@@ -218,6 +226,31 @@ def test_the_youngest_run_gives_first() -> None:
     assert bench.decide() == {"x": "ac", "y": "bd"}
     bench.jobs.append(job("z"))
     assert bench.decide() == {"x": "ac", "y": "bd-"}
+
+
+def test_a_run_takes_no_surplus_that_makes_no_larger_multiple() -> None:
+    bench = Bench("abc", job("x", 2, 6, multiple_of=2))
+    assert bench.decide() == {"x": "ab"}, "c would stand by"
+    bench.nodes["d"] = node("d")
+    assert bench.decide() == {"x": "abcd"}
+    bench.run_all()
+    del bench.nodes["b"]
+    bench.lost.add("b-1")
+    bench.nodes |= {name: node(name) for name in "ef"}
+    assert bench.decide() == {"x": "acde"}, "e makes four of three again; f would stand by"
+
+
+def test_a_node_that_makes_no_multiple_is_given_back_first() -> None:
+    bench = Bench("abcd", job("x", 2, 4, multiple_of=2), job("y", 1, 2))
+    bench.decide()
+    bench.nodes |= {name: node(name) for name in "ef"}
+    assert bench.decide() == {"x": "abef", "y": "cd"}
+    bench.run_all()
+    del bench.nodes["b"]
+    bench.lost.add("b-1")
+    assert bench.decide() == {"x": "aef", "y": "cd"}
+    bench.jobs.append(job("z"))
+    assert bench.decide() == {"x": "aef-", "y": "cd"}, "although y is younger"
 
 
 def test_surplus_is_not_asked_for_when_it_is_not_enough() -> None:

@@ -72,14 +72,14 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "pool": (
-        1,
+        2,
         {
             "Plan": "tickets runs setbacks",
             "PoolNode": ("node incarnation address most_nodes running ended leaving problem http token logs"),
             "Endpoint": "address port",
             "Job": (
                 "job name options command environment directory min_nodes max_nodes time_limit_s "
-                "submitted_at submitted_by"
+                "submitted_at submitted_by nodes_multiple_of"
             ),
             "Cancel": "job cancelled_by",
             "JobResult": "job outcome reason code attempts started_at ended_at nodes logs",

@@ -26,6 +26,7 @@ from ...configuration.config import (
     MODULE,
     NO_PYTHON,
     NODE_ID,
+    NODES_MULTIPLE_OF,
     PRINT_COMPLETION,
     SCRIPT,
     VERSION,
@@ -227,4 +228,5 @@ def job_of(settings: Settings, directory: str, now: float) -> Job:
         time_limit_s=settings[TIME_LIMIT].value,
         submitted_at=now,
         submitted_by=present_user(),
+        nodes_multiple_of=settings[NODES_MULTIPLE_OF].value,
     )

@@ -117,12 +117,13 @@ def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callab
 def resolve_daemon(command_line: Settings, environ: Mapping[str, str]) -> Resolved:
     """As `resolve`, for an agent that has nothing to run and waits for jobs in a pool: the pool's store takes the place
     of a job's. Raises `ConfigError`."""
-    return _resolved(
-        _merged(command_line, environ, lambda: "", of_pool=True, hosts=True),
-        environ,
-        Command("script", ""),
-        of_pool=True,
-    )
+    settings = _merged(command_line, environ, lambda: "", of_pool=True, hosts=True)
+    multiple = settings[NODES_MULTIPLE_OF]
+    if multiple.value != 1:
+        settings.problems.append(
+            multiple.problem("1 for a daemon, as each job has its own", "give it to elastic-agent submit")
+        )
+    return _resolved(settings, environ, Command("script", ""), of_pool=True)
 
 
 def resolve_check(

@@ -72,7 +72,7 @@ def check_relations(
     `of_pool`: the store is a pool's own, and no job's in it.
     """
     rules = _Rules(settings)
-    _check_nodes_and_times(rules, of_pool=of_pool)
+    _check_nodes_and_times(rules)
     _check_training_timeouts(rules, environ)
     _check_meeting_place(rules, of_pool=of_pool)
     if settings[BACKEND].value == ETCD.name:
@@ -157,17 +157,11 @@ class _Rules:
         self.expect(holds, option, expected, advice, BACKEND, ENDPOINT, *ETCD_OPTIONS)
 
 
-def _check_nodes_and_times(rules: _Rules, *, of_pool: bool) -> None:
+def _check_nodes_and_times(rules: _Rules) -> None:
     settings = rules.settings
     rules.expect_less(MIN_NODES, MAX_NODES, or_equal=True)
     for option in (MIN_NODES, MAX_NODES):
         _check_multiple(rules, option)
-    rules.expect(
-        not of_pool or settings[NODES_MULTIPLE_OF].value == 1,
-        NODES_MULTIPLE_OF,
-        "1 in a pool, which gives and takes single nodes",
-        "leave it out, and submit the job with --min-nodes and --max-nodes alike",
-    )
     lease = settings[LEASE_TTL]
     rules.expect(
         settings[JOIN_TIMEOUT].value > lease.value,
