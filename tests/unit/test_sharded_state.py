@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elastic_agent.worker.errors import CheckpointMismatch, OtherWorldSize, Sharded
-from elastic_agent.worker.state.sharding.kinds import is_sharded
+from elastic_agent.worker.state.kinds import is_sharded
 from elastic_agent.worker.state.sharding.layout import ShardLayouts
 from elastic_agent.worker.state.sharding.parts import ShardedParts
 from elastic_agent.worker.state.sharding.reading import OpenCopy, metadata_of

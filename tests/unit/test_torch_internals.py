@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.utils import dlpack
 
 from elastic_agent.agent.workers.preloader.fidelity.env_rules import RULES
-from elastic_agent.worker.ranks.replicas import SHARDED
 from elastic_agent.worker.state import layout_cache
 from elastic_agent.worker.state.archive_layout import lay_out
+from elastic_agent.worker.state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, Kind
 
 PAYLOAD = {"weights": torch.arange(1024, dtype=torch.float32), "step": 7, "rate": 0.25}
 
@@ -88,10 +88,10 @@ def test_the_store_of_the_process_group_can_be_had(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("module", "name"), [kind for kinds in SHARDED for kind in kinds])
-def test_what_is_refused_by_type_has_this_name(module: str, name: str) -> None:
-    """`worker/ranks/replicas.py`: what shards a state."""
-    assert isinstance(getattr(importlib.import_module(module), name), type)
+@pytest.mark.parametrize("kind", [*SHARDED_TENSORS, *SHARDING_MODULES, *SHARDING_OPTIMIZERS])
+def test_what_shards_a_state_has_this_name(kind: Kind) -> None:
+    """`worker/state/kinds.py`."""
+    assert isinstance(getattr(importlib.import_module(kind.module), kind.name), type)
 
 
 def test_the_log_level_of_c10_is_read_by_a_function_of_this_name() -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..ranks.group import current_group
+from ..state.kinds import is_sharded
 from ..state.rank_parts import Reshard, rules_of
-from ..state.sharding.kinds import is_sharded
 from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..storage.disk.checkpoint_files import CheckpointFiles

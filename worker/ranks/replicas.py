@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, NotPlainData, NotReplicated, Sharded
+from ..state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, kind_of
 from ..state.state_dicts import Part, state_of, unwrapped
 from ..steps import progress
 from .fingerprint import DRIFT, Entry, Look, difference, entries_of, farthest, look_at, shape_of, tensors_in
@@ -51,17 +51,6 @@ _CARRIED = (
 
 _CARRIED_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 
-_SHARDED_TENSORS = (
-    ("torch.distributed.tensor", "DTensor"),
-    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),
-)
-_SHARDING_MODULES = (
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-    ("torch.distributed.fsdp", "FSDPModule"),
-)
-_SHARDING_OPTIMIZERS = (("torch.distributed.optim", "ZeroRedundancyOptimizer"),)
-SHARDED = (_SHARDED_TENSORS, _SHARDING_MODULES, _SHARDING_OPTIMIZERS)
-
 _numbers = itertools.count()
 
 
@@ -77,7 +66,7 @@ def refuse_sharded(state: Mapping[str, Part]) -> None:
         if isinstance(part, torch.nn.Module):
             _refuse_module(name, part)
         elif isinstance(part, torch.optim.Optimizer):
-            if kind := _kind_of(part, _SHARDING_OPTIMIZERS):
+            if kind := kind_of(part, SHARDING_OPTIMIZERS):
                 raise Sharded(f"part {name!r} is a {kind}, of which each rank has only its shard: {_CARRIED}")
             for number, group in enumerate(part.param_groups):
                 for index, weight in enumerate(group["params"]):
@@ -86,7 +75,7 @@ def refuse_sharded(state: Mapping[str, Part]) -> None:
 
 def _refuse_module(name: str, module: torch.nn.Module) -> None:
     for path, child in module.named_modules():
-        if kind := _kind_of(child, _SHARDING_MODULES):
+        if kind := kind_of(child, SHARDING_MODULES):
             where = f"module {path!r} of part {name!r}" if path else f"part {name!r}"
             raise Sharded(f"{where} is a {kind}, of which each rank has only its shard: {_CARRIED}")
     for key, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
@@ -94,7 +83,7 @@ def _refuse_module(name: str, module: torch.nn.Module) -> None:
 
 
 def _refuse_tensor(name: str, key: str, tensor: torch.Tensor) -> None:
-    if kind := _kind_of(tensor, _SHARDED_TENSORS):
+    if kind := kind_of(tensor, SHARDED_TENSORS):
         placed = getattr(tensor, "placements", "")
         raise Sharded(
             f"{key!r} of part {name!r} is a {kind}{f' placed {placed}' if placed else ''}, of which each rank has only "
@@ -120,19 +109,6 @@ def _refuse_kind(name: str, key: str, tensor: torch.Tensor) -> None:
 def _refuse_any(name: str, key: str, tensor: torch.Tensor) -> None:
     _refuse_tensor(name, key, tensor)
     _refuse_kind(name, key, tensor)
-
-
-def _kind_of(one: object, kinds: Sequence[tuple[str, str]]) -> str:
-    """The name of the first of these types that it has. A module that was not imported has no instances."""
-    if (
-        type(one) is torch.Tensor or type(one) is torch.nn.Parameter
-    ):  # most are, and this is the fastest to find out
-        return ""
-    for module, name in kinds:
-        kind = getattr(sys.modules.get(module), name, None)
-        if isinstance(kind, type) and isinstance(one, kind):
-            return name
-    return ""
 
 
 def _outline(state: Mapping[str, Part], of_rank_0: Collection[str]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .kinds import is_dtensor
+from ..kinds import is_dtensor
 from .leaves import Path, key_of
 from .pieces import Cut, Sizes, cut_out, is_common, placed
 

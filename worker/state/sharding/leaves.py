@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from ..kinds import is_tensor
 from ..state_dicts import is_plain, prove_loadable
-from .kinds import is_tensor
 
 Path = tuple[str | int, ...]
 

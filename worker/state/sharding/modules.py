@@ -15,8 +15,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import CheckpointMismatch, Sharded
+from ..kinds import is_dtensor, is_fsdp1, is_tensor
 from .items import FormCache, Leaf, Taken
-from .kinds import is_dtensor, is_fsdp1, is_tensor
 from .leaves import Path, key_of
 from .pieces import placed, refuse
 from .reading import Reader, Wanted

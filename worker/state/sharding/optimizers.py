@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointMismatch, Sharded
+from ..kinds import is_dtensor, is_spread, is_tensor, is_zero
 from .items import FormCache, Leaf, Taken
-from .kinds import is_dtensor, is_spread, is_tensor, is_zero
 from .leaves import Path, flatten, key_of, split
 from .modules import Names, check_names
 from .pieces import refuse

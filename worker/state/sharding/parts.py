@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import CheckpointMismatch, OtherWorldSize, Sharded
+from ..kinds import is_dtensor, is_sharded, is_tensor, own_tensors, tensors_of
 from ..rank_parts import Reshard, Rules
 from ..state_dicts import Part, state_of, unwrapped
 from .items import FormCache, Items, Joined, Leaf, Taken
-from .kinds import is_dtensor, is_sharded, is_tensor, own_tensors, tensors_of
 from .leaves import RANKS, STRUCTURE, Archives, Path, flatten, key_of, split, structure_path
 from .modules import ModuleState
 from .optimizers import OptimizerState, ParameterNames

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import NotPlainData, Sharded
-from .kinds import is_dtensor, is_sharded_tensor
+from ..kinds import is_dtensor, is_sharded_tensor
 
 Sizes = tuple[int, ...]
 

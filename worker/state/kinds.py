@@ -6,28 +6,59 @@ A module of torch that was not imported has no instances, so a script without sh
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 
-from ..state_dicts import Part, unwrapped
+from .state_dicts import Part, unwrapped
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of torch, by the module that has it."""
+
+    module: str
+    name: str
+
+    def has(self, one: object) -> bool:
+        if type(one) is torch.Tensor or type(one) is torch.nn.Parameter:
+            return False  # most are, and this is the fastest to find out
+        kind = getattr(sys.modules.get(self.module), self.name, None)
+        return isinstance(kind, type) and isinstance(one, kind)
+
+
+_DTENSOR = Kind("torch.distributed.tensor", "DTensor")
+_SHARDED_TENSOR = Kind("torch.distributed._shard.sharded_tensor", "ShardedTensor")
+_FSDP1 = Kind("torch.distributed.fsdp", "FullyShardedDataParallel")
+_FSDP2 = Kind("torch.distributed.fsdp", "FSDPModule")
+_ZERO = Kind("torch.distributed.optim", "ZeroRedundancyOptimizer")
+
+SHARDED_TENSORS = (_DTENSOR, _SHARDED_TENSOR)
+SHARDING_MODULES = (_FSDP1, _FSDP2)
+SHARDING_OPTIMIZERS = (_ZERO,)
+
+
+def kind_of(one: object, kinds: Sequence[Kind]) -> str:
+    """The name of the first of these that it has; empty: it has none."""
+    return next((kind.name for kind in kinds if kind.has(one)), "")
 
 
 def is_dtensor(one: object) -> bool:
-    return _is(one, "torch.distributed.tensor", "DTensor")
+    return _DTENSOR.has(one)
 
 
 def is_sharded_tensor(one: object) -> bool:
-    return _is(one, "torch.distributed._shard.sharded_tensor", "ShardedTensor")
+    return _SHARDED_TENSOR.has(one)
 
 
 def is_fsdp1(one: object) -> bool:
-    return _is(one, "torch.distributed.fsdp", "FullyShardedDataParallel")
+    return _FSDP1.has(one)
 
 
 def is_zero(one: object) -> bool:
-    return _is(one, "torch.distributed.optim", "ZeroRedundancyOptimizer")
+    return _ZERO.has(one)
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
@@ -78,10 +109,3 @@ def tensors_of(state: Any) -> Iterator[torch.Tensor]:
 
 def _any(one: Any) -> Any:
     return one
-
-
-def _is(one: object, module: str, name: str) -> bool:
-    if type(one) is torch.Tensor or type(one) is torch.nn.Parameter:
-        return False  # most are, and this is the fastest to find out
-    kind = getattr(sys.modules.get(module), name, None)
-    return isinstance(kind, type) and isinstance(one, kind)
