@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.multiprocessing as mp
 
 from elastic_agent.worker import MeshMismatch, mesh
 from elastic_agent.worker.ranks.device_mesh import _device_type, sizes_of
+from elastic_agent.worker.wire.environment import PROCESS_GROUP_TIMEOUT
 
 WORLD = 4
 
@@ -97,11 +99,14 @@ def test_the_mesh_is_of_the_device_that_the_group_is_for(
 
 def build(rank: int, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
+    os.environ[PROCESS_GROUP_TIMEOUT] = "45"
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=WORLD)
     found = mesh(shard=2, tp=1)
     assert found.mesh_dim_names == ("dp", "shard", "tp")
     assert found.mesh.tolist() == [[[0], [1]], [[2], [3]]]
     assert dist.get_process_group_ranks(found["shard"].get_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    for group in found.get_all_groups():
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=45)
     assert mesh(None, "auto").mesh.tolist() == [0, 1, 2, 3]
     with pytest.raises(MeshMismatch, match="--nodes-multiple-of 3"):
         mesh(tp=3)

@@ -16,9 +16,10 @@ from typing import Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ..errors import MeshMismatch
-from .process_group import init_process_group
+from .process_group import chosen_timeout, init_process_group
 
 Size: TypeAlias = int | Literal["auto"] | None
 
@@ -27,13 +28,18 @@ def mesh(dp: Size = "auto", shard: Size = None, tp: Size = None) -> DeviceMesh:
     """torch's DeviceMesh of all ranks, on the device of the default process group, which it creates if there is none.
 
     None leaves a dimension out; "auto", for one of them, makes it as large as the world allows. All ranks must call.
+    The groups of its dimensions have the agent's --process-group-timeout, where torch would give them its default.
     Raises MeshMismatch, on all ranks, where the number of ranks does not fit, and ValueError for other sizes.
     """
     asked = {name: size for name, size in (("dp", dp), ("shard", shard), ("tp", tp)) if size is not None}
     if not dist.is_initialized():
         init_process_group()
     sizes = sizes_of(asked, dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return init_device_mesh(_device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    made = init_device_mesh(_device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if (timeout := chosen_timeout(os.environ)) is not None:
+        for group in made.get_all_groups():
+            _set_pg_timeout(timeout, group)
+    return made
 
 
 def sizes_of(asked: dict[str, int | Literal["auto"]], ranks: int, per_node: int) -> dict[str, int]:

@@ -1,12 +1,13 @@
 """A process group wherever the script was started, with the timeout that was given to the agent.
 
-torch takes the timeout from no environment variable. Subgroups are not touched: `new_group` and `init_device_mesh` use
-torch's default unless they are given a timeout, also where the default group has another.
+torch takes the timeout from no environment variable. Subgroups are not touched: `new_group` and torch's own
+`init_device_mesh` use torch's default unless they are given a timeout, also where the default group has another.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -37,9 +38,8 @@ def init_process_group(
     """
     if not dist.is_available():
         raise ClusterEnvironmentError("this build of torch has no torch.distributed: install another one")
-    chosen = os.environ.get(PROCESS_GROUP_TIMEOUT)
-    if timeout is None and chosen:
-        timeout = timedelta(seconds=float(chosen))
+    if timeout is None:
+        timeout = chosen_timeout(os.environ)
     if init_method in (None, "env://") and not args and not more.keys() & {"rank", "world_size", "store"}:
         place = detect(os.environ)
         if place is not None and place.world_size == 1:
@@ -51,6 +51,12 @@ def init_process_group(
     gloo_threads.watch()
     master_port.watch()
     dist.init_process_group(backend, init_method, timeout, *args, **more)
+
+
+def chosen_timeout(environ: Mapping[str, str]) -> timedelta | None:
+    """That of --process-group-timeout; None: the agent was given none."""
+    chosen = environ.get(PROCESS_GROUP_TIMEOUT)
+    return timedelta(seconds=float(chosen)) if chosen else None
 
 
 def default_backend() -> str:
