@@ -6,6 +6,8 @@ import os
 import resource
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
+from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
+from elastic_agent.worker.wire.environment import WorkerEnv
 
 
 def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
@@ -75,3 +79,11 @@ def test_all_ranks_are_one_run_and_count_alike(tmp_path: Path) -> None:
         RankFile.from_json((newest / rank_file_name(rank)).read_bytes()).header.shards for rank in range(2)
     ]
     assert [one is not None and one.common for one in keepers] == [True, False]
+
+
+def test_a_memory_server_that_is_gone_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    memory: Any = SimpleNamespace(keeps_common=True)
+    replicas = ShardReplicas("runs", WorkerEnv(memory_server="/nonexistent"), memory)
+    for step in range(3):
+        replicas.settled((1, step))
+    assert caplog.text.count("takes no orders") == 1

@@ -34,7 +34,7 @@ from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from ..saving.slot_copies import SlotCopies
 from .contents import ShardContents
 from .meeting import Brought, Met, meet
-from .replication import Replicas
+from .shard_replicas import ShardReplicas
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class ShardSaving(SaveOutcomes):
         files: CheckpointFiles,
         contents: ShardContents,
         memory: ShardMemory | None,
-        replicas: Replicas | None,
+        replicas: ShardReplicas | None,
         copies: SlotCopies,
         disk: ShardSaver,
         env: WorkerEnv,

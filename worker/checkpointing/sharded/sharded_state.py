@@ -21,8 +21,8 @@ from .contents import ShardContents
 from .loading import LoadedShards, ShardLoading
 from .meeting import RankHome
 from .planned_saves import ShardPlannedSaves
-from .replication import Replicas
 from .saving import ShardSaving
+from .shard_replicas import ShardReplicas
 
 
 class ShardedState:
@@ -46,7 +46,7 @@ class ShardedState:
         self._read_only = read_only
         self._memory = shard_memory_of(os.environ, files.directory) if not read_only else None
         self._replicas = (
-            Replicas(files.directory, self._env, self._memory) if self._memory is not None else None
+            ShardReplicas(files.directory, self._env, self._memory) if self._memory is not None else None
         )
         self._contents = ShardContents(parts, of_rank_0, rules)
         self._saving = ShardSaving(

@@ -25,7 +25,7 @@ SLOWEST_BYTES_PER_S = 10e6
 """A copy that is not acknowledged after both is taken for one whose partners are out of reach."""
 
 
-class Replicas:
+class ShardReplicas:
     """Of one Checkpointer's shards. The first worker of a node gives the orders of its node."""
 
     def __init__(
@@ -44,6 +44,8 @@ class Replicas:
         self._pending: tuple[Version, float] | None = None
         """The newest version that was seen without its acknowledgments, and since when."""
         self._warned = False
+        self._lost_order = False
+        """The newest one. Said once in a row."""
 
     def began(self, places: Sequence[NodePlace], digests: Sequence[str], resumed: Version) -> None:
         """All ranks have loaded, and know all nodes of the world; `digests` are of this node's workers, in their order.
@@ -96,8 +98,13 @@ class Replicas:
             self._order(Settled(self._directory, *version))
 
     def _order(self, message: Replicate | Settled, within_s: float = ORDER_S) -> None:
-        if not order(self._env.memory_server, message, within_s):
-            logger.warning("the memory server did not take an order: %s", type(message).__name__)
+        lost = not order(self._env.memory_server, message, within_s)
+        if lost and not self._lost_order:
+            logger.warning(
+                "the memory server of this node takes no orders, replicas may be missing or old: order=%s",
+                type(message).__name__,
+            )
+        self._lost_order = lost
 
     def _state(self, name: str, header: Header | None, writing: bool) -> SlotState:
         if writing:
