@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,9 @@ from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
+from elastic_agent.worker.storage.disk.sharded import shard_saver
+from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
+from elastic_agent.worker.storage.memory.slots import HeldSlot, Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
 
 
@@ -30,6 +36,53 @@ def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
     mixed = Checkpointer(f"{folder}/mixed", {"model": model} if rank else {"meta": {}})
     with pytest.raises(CheckpointError, match=r"sharded on ranks \[1\] and not on the others"):
         mixed.save(1)
+
+
+@contextlib.contextmanager
+def slots_gone(rank: int) -> Iterator[None]:
+    """On rank 1 no copy can be lent to the disk."""
+
+    def lend(_memory: ShardMemory, _version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
+        raise OSError("the slot is gone")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr(ShardMemory, "lend", lend)
+        yield
+
+
+def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
+    """A rank that cannot begin to write says so: the commit does not wait for its part."""
+    parts = {"model": model}
+
+    def checkpoints(generation: int) -> Checkpointer:
+        os.environ["ELASTIC_AGENT_GENERATION"] = str(generation)
+        return Checkpointer(f"{folder}/parts", parts)
+
+    with pytest.MonkeyPatch.context() as patched:
+        memory = Path(folder) / "memory"
+        memory.mkdir(exist_ok=True)
+        agents = {"MEMORY": memory, "MEMORY_BYTES": 1 << 30, "NODE": "n", "RUN": "run-a", "WRITES": "/none"}
+        for name, value in agents.items():
+            patched.setenv(f"ELASTIC_AGENT_{name}", str(value))
+        patched.setattr(shard_saver, "LEAST_S", 9.0)
+        first = checkpoints(1)
+        first.load()
+        assert first.remember(1)
+        dist.barrier()
+        second = checkpoints(2)
+        with slots_gone(rank):
+            assert second.load() == 1
+        started_s = time.monotonic()
+        assert not second.wait()
+        assert time.monotonic() - started_s < 9.0
+        saving: Any = second._state
+        assert saving._saving.save_last_step(3)
+        with slots_gone(rank):
+            saving._saving.order_write(3)
+        dist.barrier()
+        assert len(list((Path(folder) / "parts").glob("step-000000000003-*/__1_0.refused"))) == 1
+    del os.environ["ELASTIC_AGENT_GENERATION"]
 
 
 def work(rank: int, folder: str) -> None:
@@ -67,6 +120,7 @@ def work(rank: int, folder: str) -> None:
         torch.equal(*pair)
         for pair in zip(weights, (w.full_tensor() for w in model.parameters()), strict=True)
     )
+    check_missing_parts(rank, folder, model)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -235,11 +235,16 @@ class ShardSaving(SaveOutcomes):
         try:
             self._require_shared_directory(group)
             save = self._plan(step, met, group, table, twins=True)
-            self._disk.expect(save)
-            assert memory is not None
+        except CheckpointError as refusal:
+            logger.warning("the loaded state is not brought to disk: step=%d reason=%s", step, refusal)
+            return
+        self._disk.expect(save)
+        assert memory is not None
+        try:
             self._disk.begin(*memory.lend(version))
-        except (CheckpointError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("the loaded state is not brought to disk: step=%d reason=%s", step, error)
+            self._disk.refuse(error)
 
     def _is_on_disk(self, step: int) -> bool:
         try:
@@ -417,11 +422,12 @@ class ShardSaving(SaveOutcomes):
         memory = self._memory
         if save is None or memory is None:
             return
+        self._disk.expect(save)
         try:
-            self._disk.expect(save)
             self._disk.hand_over(*memory.lend((memory.place.generation, step)))
         except (OSError, ValueError) as error:
             logger.warning("the last state is in memory only: step=%d reason=%s", step, error)
+            self._disk.refuse(error)
 
 
 class _Tables:

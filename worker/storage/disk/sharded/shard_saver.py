@@ -2,7 +2,7 @@
 
     all ranks      save = ShardedSave(step, attempt, ...)      rank 0 has named the attempt (`new_attempt`) to all
     in background  saver.expect(save); saver.promise(step)
-                   saver.begin(slots, held)                    when the copy is sealed
+                   saver.begin(slots, held)                    when the copy is sealed; else saver.refuse(error)
                    outcome = saver.finish()                    at the next save: all ranks, before any collective
     while all wait saver.write_now(save, header, pour)         each rank; all gather whether it went well
                    saver.commit_now(save)                      rank 0
@@ -94,9 +94,15 @@ class ShardSaver(BackgroundSaver):
         committing, self._committing = self._committing, None
         if committing is not None:
             return self._end_commit(committing)
-        if lost and outcome is not None and self._expected is not None:
-            refuse_part(self.files, self._expected.attempt, self._expected.rank, SaveFailed(outcome.reason))
+        if lost and outcome is not None:
+            self.refuse(SaveFailed(outcome.reason))
         return outcome
+
+    def refuse(self, error: Exception) -> None:
+        """This rank's part of the expected save cannot be begun: the one that commits need not wait for it."""
+        save = self._expected
+        if save is not None:
+            refuse_part(self.files, save.attempt, save.rank, error)
 
     # ---------------------------------------------------------------- while all wait
 
