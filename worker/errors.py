@@ -5,8 +5,8 @@
       CheckpointMismatch       the file is whole but is not a checkpoint of this script: fix the script or the directory
         OtherWorldSize         it holds what each rank has for itself, of another number of ranks: start as many again
       StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
-      NotReplicated            the state is not the same on all ranks: save it by other means, or declare it rank 0's
-      Sharded                  parts of the state are spread over ranks: save them by other means
+      NotReplicated            a state is not the same on all ranks: shard it, or declare it rank 0's or each rank's
+        Sharded                it is spread over ranks in a way that is not carried: the text says what is
       NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`
       DirectoryNotShared       a sharded state was to be saved where not all nodes see the same files: use another place
       SaveFailed               the checkpoint was refused too often: look at the disk
@@ -50,11 +50,11 @@ class StepNotGrowing(CheckpointError):
 
 
 class NotReplicated(CheckpointError):
-    """The state is sharded, or each rank has its own: rank 0's would be loaded into all of them."""
+    """Ranks differ where they should be alike: rank 0's state would be loaded into all of them."""
 
 
 class Sharded(NotReplicated):
-    """By the types of its objects: no restart makes another state of it."""
+    """Spread over ranks in a way that is not carried, by the types of its objects: no restart changes that."""
 
 
 class NotPlainData(CheckpointError):

@@ -340,6 +340,15 @@ def test_a_circle_is_found_with_its_lines() -> None:
     ]
 
 
+def test_the_table_of_rooms_has_every_folder() -> None:
+    rows = [
+        line for line in (ROOT / "docs/architecture.md").read_text().splitlines() if line.startswith("| `")
+    ]
+    named = {name for line in rows for name in re.findall(r"`([\w./-]+)/`", line)}
+    rooms = {file.rpartition("/")[0] for file in product() if not file.endswith("__init__.py")}
+    assert not {room for room in rooms - {""} if not {room, room.rpartition("/")[2]} & named}
+
+
 def test_the_documents_name_files_that_exist() -> None:
     """A full path anywhere, and in the table of rooms a name in the folder of its row."""
     problems = []

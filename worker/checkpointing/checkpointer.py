@@ -1,14 +1,15 @@
-"""Checkpoints that all ranks take and load together, written by rank 0.
+"""Checkpoints that all ranks take and load together.
 
 `Checkpointer` keeps four promises. All ranks of a world continue from the same step, also when only one node has
 the files. A step that `save` reported as saved survives a power cut (see `checkpoint_files`). A process that stood
 still while others took its place changes none of their checkpoints (see `commit_permission`). A run that was killed
 and restarted with the same world size ends with the very bits of a run that was not.
 
-It is for state that is the same on every rank, as in data-parallel training: rank 0's model, optimizer, scheduler
-and sampler position are what is saved, and whatever is not the same is refused (see `replicas`). Kept per rank are the
-random state, and the parts that are declared to be each rank's own (see `rank_parts`). Nothing loaded is ever code:
-files are opened with `weights_only=True`, and a state that could not be opened so is refused when it is saved.
+There are two kinds of state. What is the same on every rank, as in data-parallel training, rank 0 saves for all, and
+whatever is not the same is refused (`replicated`). Of what is sharded over ranks each one saves its own shards
+(`sharded`). Kept per rank are in both the random state, and the parts that are declared to be each rank's own (see
+`rank_parts`). Nothing loaded is ever code: files are opened with `weights_only=True`, and a state that could not be
+opened so is refused when it is saved.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Checkpointer:
     read_only: for an evaluation beside the training that saves here, or for a teacher in another training: `load` takes
         nothing over and is no beginning of this training, `save` is an error.
 
-    The directory may be shared by all nodes or local to each; only rank 0 writes to it. It belongs to one run, the one
-    that loaded last (see `ownership`). After `load`, tensors reach the parts' `load_state_dict` on the CPU: modules and
+    The directory may be shared by all nodes or local to each where only rank 0 writes to it; a sharded state, which all
+    ranks write, needs one that all nodes see. It belongs to one run, the one that loaded last (see `ownership`). After `load`, tensors reach the parts' `load_state_dict` on the CPU: modules and
     optimizers copy them to where theirs are, and optimizers keep the tensors that belong on the CPU there.
     """
 
@@ -100,7 +101,8 @@ class Checkpointer:
         With another world size than at the time of saving the random states are left as they are, with a warning.
         From here on this Checkpointer takes part in training: planned changes keep its state at their last step.
 
-        Raises NotReplicated when the state is sharded; what `wait` raises, of a save that was under way;
+        Raises Sharded when the state is spread over ranks in a way that is not carried; what `wait` raises, of a save
+        that was under way;
         NoUsableCheckpoint when checkpoints exist and none verifies (delete them to start again from step 0);
         CheckpointMismatch when the checkpoint does not fit `state` (some of it may have been changed by then);
         OtherWorldSize when it holds each rank's own state of another number of ranks, without a rule;
@@ -116,12 +118,14 @@ class Checkpointer:
         Where this node has room in memory, the agent's disk writer makes the state durable while training goes on. Then
         save waits for the other ranks, for the save before this one to be on disk, and for the copy; True says that
         the state is in memory. `wait`, or the next save, says what became of it. Elsewhere (no agent, no room, no disk
-        writer that answers) rank 0 writes while all wait, and True says that the state is durable.
+        writer that answers) rank 0, or each rank its shards, writes while all wait, and True says that the state is
+        durable.
 
         False means that the disk refused this save or the one before, or that the store could not confirm this
         generation; a warning says so, and training may go on with the older checkpoints intact.
 
-        Raises NotReplicated when the ranks do not have the same state; Fenced when this generation is over, and its
+        Raises NotReplicated when the ranks do not have the same state where they should; DirectoryNotShared when not
+        all nodes see the directory to which they write shards; Fenced when this generation is over, and its
         agent is about to stop this process; SaveFailed after `max_failed_saves` refusals in a row; StepNotGrowing
         when `step` is not beyond the newest saved one (the step that was just loaded may be saved again); NotPlainData
         when some part's state could not be loaded again; OtherRun when another run has taken the directory over, or has
@@ -137,7 +141,7 @@ class Checkpointer:
     def wait(self) -> bool:
         """Return when the newest save is durable; False when it was refused. Every rank must call it.
 
-        Raises what `save` raises. At the end of the script rank 0 waits by itself.
+        Raises what `save` raises. At the end of the script it waits by itself: rank 0, or, of shards, each rank.
         """
         return self._state.wait()
 
@@ -148,8 +152,9 @@ class Checkpointer:
         for that step. Only the first one waits until all have come there and shown that they have the same state; False
         if they have not. What is remembered outlives this process, and is lost with the agent.
 
-        With parts that are of_each_rank all ranks must call it for the same step, and wait for each other: a copy holds
-        the states of all.
+        With parts that are of_each_rank, and where the state is sharded, all ranks must call it for the same step, and
+        wait for each other: a copy is of all. Of shards it is False, too, while the copy before has not reached its
+        partners: see docs/worker.md.
 
         Raises NotReplicated when the ranks do not have the same state; NotPlainData when some part's state could not
         be loaded again.
@@ -169,7 +174,8 @@ class Checkpointer:
         the loop: see `just_in_time`. One guards all Checkpointers that were loaded. Without an agent, or without room
         in its memory, this does nothing.
 
-        Raises CheckpointError where parts are of_each_rank: survivors do not have what the other rank had for itself.
+        Raises CheckpointError where parts are of_each_rank, and where the state is sharded: survivors do not have what
+        the other rank had for itself.
         """
         return self._state.just_in_time()
 
