@@ -61,9 +61,10 @@ class Checkpointer:
     read_only: for an evaluation beside the training that saves here, or for a teacher in another training: `load` takes
         nothing over and is no beginning of this training, `save` is an error.
 
-    The directory may be shared by all nodes or local to each where only rank 0 writes to it; a sharded state, which all
-    ranks write, needs one that all nodes see. It belongs to one run, the one that loaded last (see `ownership`). After `load`, tensors reach the parts' `load_state_dict` on the CPU: modules and
-    optimizers copy them to where theirs are, and optimizers keep the tensors that belong on the CPU there.
+    The directory may be shared by all nodes or local to each where only rank 0 writes to it; a sharded state, which
+    all ranks write, needs one that all nodes see. It belongs to one run, the one that loaded last (see
+    `ownership`). After `load`, tensors reach the parts' `load_state_dict` on the CPU: modules and optimizers copy
+    them to where theirs are, and optimizers keep the tensors that belong on the CPU there.
     """
 
     def __init__(
