@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer, init_process_group, step
@@ -61,15 +59,23 @@ def main() -> None:
 
 
 class Training:
+    """As those do who have large models: made on the meta device, and with values only where none are loaded."""
+
     def __init__(self, megabytes: int) -> None:
-        torch.manual_seed(0)
         # Of each weight there are three: itself and two averages, of 4 bytes each.
         width = int((megabytes * 1e6 / (12 * LAYERS)) ** 0.5)
-        self.model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
+        with torch.device("meta"):
+            self.model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
         fully_shard(self.model)
+        self.model.to_empty(device="cpu")
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.done = 0
+
+    def begin(self) -> None:
+        """Anew: weights, and all that the optimizer will have."""
+        torch.manual_seed(0)
         for layer in self.model:
+            layer.reset_parameters()
             self._train(layer)
 
     def step(self) -> None:
@@ -83,6 +89,8 @@ class Training:
         self.optimizer.zero_grad()
 
     def states(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "done": self.done}
 
@@ -105,6 +113,9 @@ class Training:
 
 def measure_saves(training: Training, directory: Path) -> Mapping[str, float]:
     """Seconds for which the slowest rank stands in each call, and of one copy: medians."""
+    import torch.distributed.checkpoint as dcp
+
+    training.begin()
     checkpoints = Checkpointer(
         directory / "checkpoints", {"model": training.model, "optimizer": training.optimizer}
     )
@@ -179,9 +190,14 @@ class Plain:
         self._folder = folder
 
     def save(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
         dcp.save(self._training.states(), checkpoint_id=self._folder / f"step-{self._training.done:06}")
 
     def load(self) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
         found = sorted(path.parent for path in self._folder.glob("step-*/.metadata"))
         newest = [str(found[-1]) if found else None]
         dist.broadcast_object_list(newest)
@@ -205,6 +221,8 @@ def loop(training: Training, checkpoints: Library | Plain, options: argparse.Nam
     started = time.perf_counter()
     checkpoints.load()
     took_s = time.perf_counter() - started
+    if not training.done:
+        training.begin()
     size = sum(os.path.getsize(path) for path in opened)
     load = {"rank": rank, "generation": generation, "step": training.done, "s": took_s, "disk_bytes": size}
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
