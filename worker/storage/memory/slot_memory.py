@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
-from .available_memory import Memory, file_system, read_memory
+from .available_memory import Memory
 from .checksums import ChecksumThreads
 from .copy_header import Header
+from .room import Need, least_free, limiting_levels
 from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy, room_for
 
 logger = logging.getLogger(__name__)
-
-LEAST_FREE = 0.05
-"""The share of the memory, and of the file system in memory, that stays free: for headers, records and others."""
 
 _used: set[str] = set()
 """The folders of this process's Checkpointers."""
@@ -180,15 +178,11 @@ class SlotMemory:
 
     def _begin(self, size: int, *, keep: tuple[int, int] | None = None) -> OpenSlot:
         """See `Slots.begin`."""
-        both = 2 * room_for(size)
-        grows = max(0, both - self._slots.taken())
-        if grows:
-            self._check_limit(both)
-        # A cgroup may be a small part of its machine: only the level that has the least left limits what it can take.
-        least = min(read_memory(), key=lambda level: level.available, default=None)
-        for now in (least, file_system(self._slots.memory)):
-            if now is not None:
-                self._check_available(grows, now)
+        need = Need.of(self._slots, size)
+        if need.grows:
+            self._check_limit(need.both)
+        for now in limiting_levels(self._slots.memory):
+            self._check_available(need, now)
         try:
             return self._slots.begin(size, keep=keep)
         except SlotsBusy:
@@ -211,19 +205,19 @@ class SlotMemory:
                 f"{self._limit} are allowed: raise --memory-checkpoints, and the size of /dev/shm if need be"
             )
 
-    def _check_available(self, grows: int, now: Memory) -> None:
+    def _check_available(self, need: Need, now: Memory) -> None:
         """A slot grows only while enough is left for others, and is given back when they have too little.
 
         The newest copy is kept even then: its state may be nowhere else.
         """
-        least = int(LEAST_FREE * now.total)
+        least = least_free(now)
         if now.available < least // 2:
             self._slots.drop_older()
-        elif not grows or now.available - grows >= least:
+        elif need.fits(now):
             return
         raise NoRoom(
-            f"{now.of} has {now.available >> 20} MiB left of {now.total >> 20}, a copy would take {grows >> 20} more, "
-            f"and {least >> 20} are to be left: give the job more, or use --memory-checkpoints off"
+            f"{now.of} has {now.available >> 20} MiB left of {now.total >> 20}, a copy would take {need.grows >> 20} "
+            f"more, and {least >> 20} are to be left: give the job more, or use --memory-checkpoints off"
         )
 
     def _mapped(self, opened: OpenSlot) -> _Mapping:

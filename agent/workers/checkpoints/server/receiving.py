@@ -18,10 +18,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from .....worker.storage.memory.available_memory import file_system, read_memory
 from .....worker.storage.memory.copy_header import Header
+from .....worker.storage.memory.room import Need, limiting_levels
 from .....worker.storage.memory.slot_folders import SlotFolder
-from .....worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy, room_for
+from .....worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy
 from .....worker.storage.replication.link import Damaged, Link
 from .....worker.storage.replication.messages import (
     PUSHED,
@@ -41,9 +41,6 @@ from .copies import folders, headers_in
 
 TAKE_OVER_S = 5.0
 """How long a push waits for the end of another one of the same replica, whose connection it has ended."""
-
-LEAST_FREE = 0.05
-"""Of all memory: what others may need."""
 
 MOST_CHARS = 500
 
@@ -274,22 +271,20 @@ class Receiver:
 
     def _check_room(self, slots: Slots, size: int) -> None:
         """Raises NoRoom."""
-        both = 2 * room_for(size)
-        grows = max(0, both - slots.taken())
-        if not grows:
+        need = Need.of(slots, size)
+        if not need.grows:
             return
         others = slots.claimed_by_others()
-        if both + others > self._limit:
+        if need.both + others > self._limit:
             raise NoRoom(
-                f"two copies of a replica take {both} bytes, what else is in memory here needs {others}, and "
+                f"two copies of a replica take {need.both} bytes, what else is in memory here needs {others}, and "
                 f"{self._limit} are allowed: raise --memory-checkpoints there, and the size of /dev/shm if need be"
             )
-        least = min(read_memory(), key=lambda level: level.available, default=None)
-        for now in (least, file_system(self._memory)):
-            if now is not None and now.available - grows < int(LEAST_FREE * now.total):
+        for now in limiting_levels(self._memory):
+            if not need.fits(now):
                 raise NoRoom(
-                    f"{now.of} has {now.available} bytes left of {now.total}, and a replica would take {grows} more: "
-                    "give the job more memory, or lower --memory-replicas"
+                    f"{now.of} has {now.available} bytes left of {now.total}, and a replica would take {need.grows} "
+                    "more: give the job more memory, or lower --memory-replicas"
                 )
 
     def _replica(self, folder: SlotFolder) -> _Replica:
