@@ -411,8 +411,9 @@ def test_a_byte_that_changed_on_the_way_is_sent_again(make: Make) -> None:
 
 
 def test_a_copy_that_does_not_match_its_own_checksums_is_never_acknowledged(
-    make: Make, capfd: pytest.CaptureFixture[str]
+    make: Make, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replicator, "UNREACHABLE_AFTER_S", 0.3)
     a, b = make("a"), make("b")
     a.fill(replace(header_of(3, 10), sums=(1,)), b"x" * 10)
     a.replicate_to(b.partner)
@@ -481,6 +482,22 @@ def test_a_partner_without_room_says_how_much_is_missing_and_is_unreachable(
     assert "two copies of a replica take 4325376 bytes" in said
     assert "3145728 are allowed: raise --memory-checkpoints there" in said
     assert "node b takes replicas again" in said
+
+
+def test_a_partner_that_reads_both_slots_of_a_replica_is_asked_again(make: Make) -> None:
+    """It is not out of reach: workers wait for it."""
+    a, b = make("a"), make("b")
+    for step in (3, 4):
+        filled(a, step, 100)
+        a.replicate_to(b.partner)
+        acked(a, step, "b")
+    replica = b.slots(origin="a")
+    with contextlib.closing(replica), replica.hold("a"), replica.hold("b"):
+        filled(a, 5, 100)
+        order = a.server.replicator._orders[FOLDER.directory]
+        wait_for(lambda: "b" in order._failing_since, "the refusal")
+        assert a.acks(5).unreachable == ()
+    acked(a, 5, "b")
 
 
 def test_a_full_memory_is_a_refusal(make: Make, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

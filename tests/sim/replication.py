@@ -50,7 +50,7 @@ from elastic_agent.worker.storage.replication.copy_rule import (
     Version,
     has,
     may_copy,
-    settled,
+    oldest_needed,
     slot_to_overwrite,
 )
 from elastic_agent.worker.storage.replication.partners import NodePlace, Partner, partners
@@ -514,7 +514,7 @@ class Replicating:
         self.seen[f"verdict {verdict.decision.value}"] += 1
         self.say(f"step {team.step}: {verdict.decision.value}, keeps {verdict.keep} {verdict.reason}")
         self.went_on_without(everyone, verdict)
-        version = settled(everyone, team.generation)
+        version = oldest_needed(everyone, team.generation)
         if version is not None:
             for node in team.nodes:
                 self.soon(0.0, 0.3, lambda node=node: self.settle(node, version))  # type: ignore[misc]

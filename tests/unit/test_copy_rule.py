@@ -14,6 +14,7 @@ from elastic_agent.worker.storage.replication.copy_rule import (
     Replication,
     SlotState,
     may_copy,
+    oldest_needed,
     settled,
     slot_to_overwrite,
 )
@@ -140,6 +141,27 @@ def test_what_is_settled() -> None:
     assert settled([rank(slot(110)), rank(slot(100))], 4) is None
     # copies of an older generation may be of another number of ranks: that they are all here says nothing
     assert settled([rank(old())] * 2, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("everyone", "needed"),
+    [
+        # the newest has all of its replicas
+        ([rank(slot(100), slot(110))] * 2, (4, 110)),
+        ([rank(slot(110), old())] * 2, (4, 110)),
+        # it has not, yet
+        ([rank(slot(100), slot(110)), rank(slot(100), slot(110, PENDING))], (4, 100)),
+        # a partner is out of reach: what came before may still be all that is left when a node is lost
+        ([rank(slot(100), slot(110)), rank(slot(100), slot(110, DEGRADED))], (4, 100)),
+        ([rank(slot(110, DEGRADED), old())] * 2, None),
+        # what was before two versions is on no rank any more
+        ([rank(slot(100, DEGRADED), slot(110, DEGRADED))] * 2, (4, 100)),
+        ([rank(slot(100, PENDING), slot(110, DEGRADED))] * 2, None),
+        ([rank(old())] * 2, None),
+    ],
+)
+def test_which_replicas_are_needed_no_more(everyone: list[Readiness], needed: tuple[int, int] | None) -> None:
+    assert oldest_needed(everyone, 4) == needed
 
 
 def test_what_was_settled_once_is_kept_for_good() -> None:

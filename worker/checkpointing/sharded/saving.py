@@ -28,7 +28,7 @@ from ...storage.disk.sharded.shared_directory import not_shared, remove_mark, se
 from ...storage.memory.checksums import undisturbed
 from ...storage.memory.copy_header import Header, RankShards
 from ...storage.memory.shard_memory import ShardMemory
-from ...storage.replication.copy_rule import Decision, Line, Readiness, Verdict, has, may_copy, settled
+from ...storage.replication.copy_rule import Decision, Line, Readiness, Verdict, has, may_copy, oldest_needed
 from ...wire.environment import WorkerEnv
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from ..saving.slot_copies import SlotCopies
@@ -143,7 +143,7 @@ class ShardSaving(SaveOutcomes):
         if verdict.decision is Decision.REFUSE:
             raise CheckpointError(verdict.reason)
         self._line = self._line.after(verdict)
-        self._replicas.settled(settled(met.readiness, self._env.generation))
+        self._replicas.settled(oldest_needed(met.readiness, self._env.generation))
         return verdict
 
     def _copy(self, layout: ShardLayout, step: int, met: Met, verdict: Verdict) -> bool:

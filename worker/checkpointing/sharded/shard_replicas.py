@@ -90,7 +90,7 @@ class ShardReplicas:
         return False
 
     def settled(self, version: Version | None) -> None:
-        """This version is whole everywhere, with its replicas: older ones need not be kept."""
+        """Replicas of older versions than this one need not be kept, see `oldest_needed`."""
         if version is None or version == self._settled:
             return
         self._settled = version

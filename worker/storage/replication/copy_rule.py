@@ -170,18 +170,23 @@ def may_copy(everyone: Sequence[Readiness], line: Line, *, must: bool = False) -
 
 
 def settled(everyone: Sequence[Readiness], generation: int) -> Version | None:
-    """The newest version of this generation that every rank has sealed, with its replicas.
+    """The newest version of this generation that every rank has sealed, with those replicas that can be had."""
+    return max(_settled(everyone, generation), default=None)
 
-    What is older is of no more use, on no node.
+
+def oldest_needed(everyone: Sequence[Readiness], generation: int) -> Version | None:
+    """Replicas of what is older are of no more use, on no node: None while some may be.
+
+    That is the newest version of which all partners have their replicas. While a partner is out of reach, a node that
+    is lost may leave the version before as the newest whole one: until all ranks have two newer ones.
     """
-    return max(
-        (
-            version
-            for version in _whole(everyone, generation)
-            if all(replication_of(one.slots, version) is not Replication.PENDING for one in everyone)
-        ),
-        default=None,
-    )
+    found = sorted(_settled(everyone, generation))
+    acknowledged = [
+        version
+        for version in found
+        if all(replication_of(one.slots, version) is Replication.ACKNOWLEDGED for one in everyone)
+    ]
+    return max([*acknowledged, *found[:-1]], default=None)
 
 
 def has(slots: SlotStates, version: Version) -> bool:
@@ -202,6 +207,14 @@ def slot_to_overwrite(slots: SlotStates, keep: Version | None) -> int | None:
 def replication_of(slots: SlotStates, version: Version) -> Replication | None:
     """None: this rank has no copy of that version."""
     return max((slot.replication for slot in slots if slot.version == version), default=None)
+
+
+def _settled(everyone: Sequence[Readiness], generation: int) -> list[Version]:
+    return [
+        version
+        for version in _whole(everyone, generation)
+        if all(replication_of(one.slots, version) is not Replication.PENDING for one in everyone)
+    ]
 
 
 def _whole(everyone: Sequence[Readiness], generation: int) -> Iterable[Version]:

@@ -166,7 +166,7 @@ class Replicate(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Settled(Checked):
-    """This version is known to be complete and acknowledged everywhere: replicas without it are no longer needed."""
+    """Replicas that are older than this version are no longer needed, on no node: see `copy_rule.oldest_needed`."""
 
     directory: str
     generation: Count

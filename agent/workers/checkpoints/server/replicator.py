@@ -5,7 +5,8 @@ piece by piece. Before each piece it looks whether a newer copy was sealed, and 
 the connection breaks it makes another, and the partner says which pieces it has.
 
 A partner that does not take copies for `UNREACHABLE_AFTER_S` is *unreachable* until it does: the acks beside the slots
-say so, and workers do not wait for it any more. One that refuses a copy is so at once.
+say so, and workers do not wait for it any more. One that has no room, or has gone on without the copy, is so at once:
+another try soon would not help.
 """
 
 from __future__ import annotations
@@ -59,8 +60,16 @@ Key = tuple[str, str]
 """Folder and slot."""
 
 
+LASTING = ("no_room", "abandoned")
+"""Refusals of which the next try would bring another."""
+
+
 class RefusedCopy(Exception):
-    """The partner does not take the copy now; the text is its reason."""
+    """The partner does not take the copy now."""
+
+    def __init__(self, refusal: Refused) -> None:
+        super().__init__(refusal.reason)
+        self.lasts = refusal.why in LASTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +266,7 @@ class _Order:
             if isinstance(answer, Have):
                 return True
             if isinstance(answer, Refused):
-                raise RefusedCopy(answer.reason)
+                raise RefusedCopy(answer)
             try:
                 for index in range(answer.piece):
                     if index not in sums:
@@ -279,7 +288,7 @@ class _Order:
             end = link.receive(PUSH_ENDS)
             if not isinstance(end, Acknowledged):
                 sums.clear()
-                raise RefusedCopy(end.reason)
+                raise RefusedCopy(end)
             with contextlib.suppress(OSError):  # no room for the sums: the copy goes without
                 reader.add_sums(whole)
         return True
@@ -310,8 +319,8 @@ class _Order:
                 return
             now = time.monotonic()
             since = self._failing_since.setdefault(partner.node, began)
-            refused = isinstance(error, RefusedCopy)
-            if partner.node in self._unreachable or not (refused or now - since >= UNREACHABLE_AFTER_S):
+            lasts = isinstance(error, RefusedCopy) and error.lasts
+            if partner.node in self._unreachable or not (lasts or now - since >= UNREACHABLE_AFTER_S):
                 return
             self._unreachable.add(partner.node)
             _say(
