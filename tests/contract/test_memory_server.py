@@ -473,7 +473,7 @@ def test_a_partner_without_room_says_how_much_is_missing_and_is_unreachable(
     filled(a, 3, 2 << 20)
     a.replicate_to(b.partner)
     wait_for(lambda: a.acks(3).unreachable == ("b",), "the partner to be called unreachable")
-    wait_for(lambda: a.told and a.told[-1].unreachable == 1, "the report")
+    wait_for(lambda: a.told and a.told[-1].unreachable == ("b",), "the report")
     filled(a, 4, 1 << 10)
     acked(a, 4, "b")
     assert a.acks(4).unreachable == ()

@@ -66,7 +66,7 @@ MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (REPORTS, LoadReport(0, 3, 0, "none", 0.0)),
     (REPORTS, LoadReport(2**62, 3, 2**62, "corrupt", 1e9)),
     (REPORTS, LentLock(7, 0, "3f2a")),
-    (REPORTS, ReplicationReport(7, 120, 0.25, 4096, 8192, 1)),
+    (REPORTS, ReplicationReport(7, 120, 0.25, 4096, 8192, ("b",))),
     (FROM_WORKERS, CommitQuestion(7)),
     (COMMIT_ANSWERS, CommitGranted(2.5)),
     (COMMIT_ANSWERS, CommitGranted(1)),
@@ -130,7 +130,7 @@ WRONG: dict[Any, list[Any]] = {
     float: [-1, True, "1", [1], None, float("nan"), float("inf"), 10**400, 2**40],
     str: [1, None, ["x"], {}],
     bool: [0, 1, "true", None],
-    tuple: [None, "x", 1, {}, [None], [[]], ["x"]],
+    tuple: [None, "x", 1, {}, [None], [[]], [{}]],
 }
 """By the type of a field."""
 
@@ -138,7 +138,8 @@ WRONG: dict[Any, list[Any]] = {
 def wrong_values(hint: Any) -> Iterator[Any]:
     optional = type(None) in get_args(hint)
     form = get_args(hint)[0] if optional else hint
-    kind = get_args(form)[0] if get_origin(form) is Annotated else get_origin(form) or form
+    bare = get_args(form)[0] if get_origin(form) is Annotated else form
+    kind = get_origin(bare) or bare
     for value in WRONG.get(kind, ["other", ["ok"], None, 1]):  # else it is one of some words
         if not (optional and value is None):
             yield value

@@ -104,12 +104,12 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "status pages": (
-        4,
+        5,
         {
             "NodeStatus": (
                 "job node incarnation version up_s state waiting_for coordinates world phase phase_s "
                 "generation workers running_s step step_s checkpoint lease_s lease_ttl_s max_restarts "
-                "backoff_s notice notice_s checks"
+                "backoff_s notice notice_s checks partners_unreachable"
             ),
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",

@@ -61,6 +61,7 @@ STATUS = NodeStatus(
     notice="",
     notice_s=None,
     checks=(),
+    partners_unreachable=(),
 )
 WORKER = WorkerFailure(
     rank=3,
@@ -164,6 +165,8 @@ HOSTILE: list[tuple[str, Any]] = [
     ("backoff_s", None),
     ("notice", None),
     ("notice_s", "soon"),
+    ("partners_unreachable", "c"),
+    ("partners_unreachable", ["c"] * 9),
     ("checks", {}),
     ("checks", [{"check": "gpu-ecc"}]),
     ("checks", [{"check": "a b", "outcome": "fail", "summary": "", "advice": ""}]),

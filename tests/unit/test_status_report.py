@@ -316,6 +316,10 @@ def test_a_job_that_has_ended_names_its_result() -> None:
             made(answers={**ALL, "b-1": status("b", notice="the cloud may end it")}),
             "! node b: the cloud may end it; no deadline is known",
         ),
+        (
+            made(answers={**ALL, "b-1": status("b", partners_unreachable=("c",))}),
+            "! node b: its shards have no replica on c:",
+        ),
         (made(found(nodes=(A, B)), {**ALL, "c-1": Unreachable.SILENT}), "its lease has ended"),
         (made(found(complete=False)), "! the coordinator does not answer"),
         (made(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),

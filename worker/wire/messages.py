@@ -24,7 +24,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ...codec import Checked, Codec, Count, Positive, Seconds, Text, Within
+from ...codec import AtMost, Checked, Codec, Count, Positive, Seconds, Text, Within
 
 VERSION = 6
 MAX_BYTES = 8192
@@ -39,6 +39,9 @@ Reason = Annotated[str, Text(MAX_REASON_CHARS)]
 RunName = Annotated[str, Text(128, RUN_NAME)]
 RunNameOrNone = Annotated[str, Text(128, re.compile(f"({RUN_NAME.pattern})?"))]
 """Empty: a run without a name."""
+NodeName = Annotated[str, Text(256, re.compile(r"(?s).+"))]
+MOST_PARTNERS = 8
+"""Nodes that keep replicas for one node."""
 ErrorName = Annotated[str, Text(64, re.compile(r"\w*"))]
 """Of a type in `worker/errors.py`; empty: none."""
 SaveResult = Literal["ok", "error"]
@@ -101,7 +104,7 @@ class ReplicationReport(Checked):
     """Of the memory server: all partners have the copies of `step`, `lag_s` after the last of them was sealed here.
 
     `sent_bytes` went to partners since the report before; `held_bytes` is the memory that other nodes' replicas take
-    here; `unreachable` partners do not take copies now.
+    here; the partners `unreachable` do not take copies now.
     """
 
     generation: Count
@@ -109,7 +112,7 @@ class ReplicationReport(Checked):
     lag_s: Seconds
     sent_bytes: Count
     held_bytes: Count
-    unreachable: Count
+    unreachable: Annotated[tuple[NodeName, ...], AtMost(MOST_PARTNERS)]
 
 
 Report = SaveReport | LoadReport

@@ -291,8 +291,9 @@ class Observer:
             lag_s=report.lag_s,
             sent_bytes=report.sent_bytes,
             held_bytes=report.held_bytes,
-            unreachable=report.unreachable,
+            unreachable=len(report.unreachable),
         )
+        self._pages.replicated(report)
 
     def notice_withdrawn(self) -> None:
         self._metrics.notice_deadline_timestamp_seconds.set(None)

@@ -19,13 +19,13 @@ from ....health.checks.finding import Finding, Outcome, worst_first
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
 from ....rendezvous.text import Name, line
-from ....worker.wire.messages import Report, SaveReport
+from ....worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
 from ...workers.processes.failures import FailureInvalid, WorkerFailure
 from ...workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 4
+SCHEMA = 5
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 64 * 1024
@@ -98,6 +98,8 @@ class NodeStatus:
     """What is left of it then."""
     checks: Annotated[tuple[CheckStatus, ...], AtMost(MOST_CHECKS)]
     """The worst first; none where all is well or nothing was checked."""
+    partners_unreachable: Annotated[tuple[Name, ...], AtMost(MOST_PARTNERS)]
+    """The nodes that should keep replicas of its shards and do not take them now."""
 
 
 STATUS_PAGE = Document(NodeStatus, SCHEMA, MAX_STATUS_BYTES)
@@ -159,6 +161,7 @@ class _Seen:
     notice: str = ""
     ends_at: float | None = None
     checks: tuple[CheckStatus, ...] = ()
+    partners_unreachable: tuple[str, ...] = ()
 
 
 class StatusPages:
@@ -213,6 +216,10 @@ class StatusPages:
         """This machine goes away then. No text: it stays."""
         self._seen = replace(self._seen, notice=text, ends_at=ends_at)
 
+    def replicated(self, report: ReplicationReport) -> None:
+        """The memory server has brought copies to other nodes, or cannot."""
+        self._seen = replace(self._seen, partners_unreachable=report.unreachable)
+
     def checked(self, findings: Sequence[Finding]) -> None:
         """The checks of this node have run."""
         bad = [
@@ -264,6 +271,7 @@ class StatusPages:
             notice=seen.notice[:MAX_TEXT],
             notice_s=max(0.0, seen.ends_at - now) if seen.ends_at is not None else None,
             checks=seen.checks,
+            partners_unreachable=seen.partners_unreachable,
         )
         return STATUS_PAGE.encode(status)
 

@@ -32,7 +32,7 @@ _STATUS_KEYS = {
     "lease_age_s": "lease_s",
     **{name: name for name in ("lease_ttl_s", "waiting_for")},
     "agent_age_s": "up_s",
-    **{name: name for name in ("version", "notice", "notice_s", "checks")},
+    **{name: name for name in ("version", "notice", "notice_s", "checks", "partners_unreachable")},
 }
 """The keys of a node in JSON: attributes of `NodeReport`, and of the node's own status."""
 

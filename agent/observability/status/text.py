@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ....rendezvous.text import counted
+from ....rendezvous.text import counted, shortened
 from .report import JobReport, NodeReport, RestartReport
 from .sources import Unreachable
 
@@ -180,6 +180,7 @@ def _notes(report: JobReport, screen: Screen) -> list[str]:
         *_absences(report.nodes),
         *_notices(report.nodes),
         *_checks(report.nodes),
+        *_missing_replicas(report.nodes),
         *_old_leases(report.nodes),
         *report.notes,
     ]
@@ -223,6 +224,16 @@ def _checks(nodes: Iterable[NodeReport]) -> Iterator[str]:
     for node in nodes:
         for check in node.status.checks if node.status is not None else ():
             yield f"node {node.node}: check {check.check} {check.outcome}s: {check.summary}"
+
+
+def _missing_replicas(nodes: Iterable[NodeReport]) -> Iterator[str]:
+    for node in nodes:
+        if node.status is not None and node.status.partners_unreachable:
+            who = shortened(node.status.partners_unreachable)
+            yield (
+                f"node {node.node}: its shards have no replica on {who}: if it is lost now, the job may go back to the "
+                "newest checkpoint on disk"
+            )
 
 
 # --- Words

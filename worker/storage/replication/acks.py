@@ -11,13 +11,13 @@ from typing import Annotated
 
 from ....codec import AtMost, Checked, Count, from_plain
 from ...wire.files import open_own_directory, read_whole, replace_file
+from ...wire.messages import MOST_PARTNERS, NodeName
 from ...wire.sealed import seal, unseal
-from .messages import MOST_PARTNERS, Node
 
 SCHEMA = 1
 _MAX_BYTES = 16384
 
-Nodes = Annotated[tuple[Node, ...], AtMost(MOST_PARTNERS)]
+Nodes = Annotated[tuple[NodeName, ...], AtMost(MOST_PARTNERS)]
 
 
 @dataclass(frozen=True, slots=True)

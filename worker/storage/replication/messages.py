@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ....codec import AtMost, Checked, Codec, Count, Positive, Text
+from ...wire.messages import MOST_PARTNERS, NodeName
 from ..memory.copy_header import Header
 
 VERSION = 1
 MAX_BYTES = 8 << 20
 """Of one message on a `Link`, which may hold the checksums of a whole copy. Only who has the key can send one."""
 MAX_ORDER_BYTES = 32768
-MOST_PARTNERS = 8
 MOST_WORKERS = 256
 
 Directory = Annotated[str, Text(16, re.compile(r"[0-9a-f]{16}"))]
@@ -29,7 +29,6 @@ Directory = Annotated[str, Text(16, re.compile(r"[0-9a-f]{16}"))]
 Folder = Annotated[str, Text(64, re.compile(r"[0-9a-f]{16}(\.\d{1,5}(\.[0-9a-f]{12})?)?"))]
 """The name of a `SlotFolder`."""
 Slot = Annotated[str, Text(1, re.compile("[ab]"))]
-Node = Annotated[str, Text(256, re.compile(r"(?s).+"))]
 Address = Annotated[str, Text(300, re.compile(r".+:\d{1,5}"))]
 """HOST:PORT."""
 Reason = Annotated[str, Text(500)]
@@ -88,7 +87,7 @@ class Gone(Checked):
 class Push(Checked):
     """Keep the copy that `node` has in `folder`. Answered by Have, Continue or Refused."""
 
-    node: Node
+    node: NodeName
     folder: Folder
     header: Header
 
@@ -145,7 +144,7 @@ class Acknowledged(Checked):
 class Partner(Checked):
     """`local_ranks` are of the workers whose copies it is to get; none: all."""
 
-    node: Node
+    node: NodeName
     address: Address
     local_ranks: Annotated[tuple[Count, ...], AtMost(MOST_WORKERS)] = ()
 

@@ -175,7 +175,7 @@ class Server:
             held = self.receiver.held_bytes()
             self._report(
                 ReplicationReport(
-                    found.generation, found.step, found.lag_s, new_bytes, held, len(found.unreachable)
+                    found.generation, found.step, found.lag_s, new_bytes, held, found.unreachable
                 )
             )
 
