@@ -55,6 +55,31 @@ def test_the_part_of_another_rank_stays_where_the_worker_was_that_rank(
     assert slots.headers() == before
 
 
+def test_a_node_without_copies_fetches_one_into_its_own_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the one that takes the place of a lost node does, in a new process."""
+    wanted, header = copy_of(0, 10, 2)
+
+    def read(offset: int, into: memoryview) -> None:
+        into[:] = wanted[offset : offset + len(into)]
+
+    monkeypatch.setattr(
+        MemoryReader, "_open_there", lambda self, place: OpenCopy(Table((), (), {}), read, None)
+    )
+    folder = SlotFolder.of(DIRECTORY, 0)
+    slots = Slots(str(tmp_path), folder)
+    memory = ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 1, 1)
+    with contextlib.ExitStack() as stack:
+        reader = MemoryReader(str(tmp_path), "n1", memory, stack)
+        _, copy = reader.bring([Place("n2", "n2:1", folder.name, "a", header)], 0)
+        assert copy.mapped is not None
+        assert bytes(copy.mapped[: header.size]) == wanted
+    with slots.hold(next(iter(slots.headers()))) as held:
+        assert held.header == header
+        assert held.stream.read() == wanted
+
+
 @pytest.mark.parametrize("own_answers", [True, False])
 def test_a_copy_comes_with_the_place_that_it_was_opened_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_answers: bool

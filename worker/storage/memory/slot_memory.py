@@ -35,7 +35,7 @@ class _Mapping:
     def __init__(self, opened: OpenSlot) -> None:
         found = os.fstat(opened.fd)
         self._file = (found.st_dev, found.st_ino)
-        self._map = mmap.mmap(opened.fd, room_for(opened.size))
+        self._map = mmap.mmap(opened.fd, found.st_size)  # with room to grow, unless it was trimmed
         self._pinned = 0
         for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
             with contextlib.suppress(OSError):  # a kernel that knows it not
