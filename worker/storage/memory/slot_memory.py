@@ -19,7 +19,7 @@ from .available_memory import Memory
 from .checksums import ChecksumThreads
 from .copy_header import Header
 from .room import Need, least_free, limiting_levels
-from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy, room_for
+from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy
 
 logger = logging.getLogger(__name__)
 
