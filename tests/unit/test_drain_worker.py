@@ -311,7 +311,7 @@ def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
         "import atexit, sys\n"
         "from elastic_agent.worker.steps import drain\n"
         "class Slow:\n    def __del__(self): print('taken apart')\n"
-        "sys.slow = Slow()\n"
+        "slow = Slow()\n"
         "atexit.register(print, 'at exit')\n"
         "drain._StepReporter = type('Reporter', (), {'report': lambda *_: None})\n"
         "try:\n    drain._end(7, (), drain._StepReporter(), alone=False)\nfinally:\n    print('finally', end=' ')"

@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -24,6 +23,7 @@ from ..errors import CheckpointError
 from ..wire.channel import ask
 from ..wire.environment import WorkerEnv
 from ..wire.messages import STEP_ANSWERS, StepEnded, StepStatus, Verdict
+from .quick_end import leave
 from .registry import DrainSaver, give_up
 from .signals import script_handles_sigterm
 
@@ -135,7 +135,7 @@ def _wait_no_longer(pid: int) -> None:
     if os.getpid() != pid:
         return
 
-    def leave(_number: int, _frame: object) -> None:
+    def leave_now(_number: int, _frame: object) -> None:
         main = threading.main_thread()
         names = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
         logger.warning(
@@ -146,26 +146,17 @@ def _wait_no_longer(pid: int) -> None:
         )
         _leave(pid)
 
-    signal.signal(signal.SIGALRM, leave)
+    signal.signal(signal.SIGALRM, leave_now)
     signal.setitimer(signal.ITIMER_REAL, THREADS_S)
 
 
 def _leave(pid: int) -> None:
-    """At exit, before all others: call them, and end without taking apart what the end of a process takes apart anyway.
-
-    With torch that takes the interpreter most of a second, for which the next generation would wait.
-    """
     if os.getpid() != pid:
         return
     signal.setitimer(
         signal.ITIMER_REAL, 0
     )  # the threads have ended: what is registered takes the time that it needs
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(DRAINED)
+    leave(DRAINED, _leave)
 
 
 class _StepReporter:

@@ -44,6 +44,7 @@ from ..wire.shared_progress import (
     SharedProgressError,
     private_words,
 )
+from .quick_end import leave_when_failed
 from .registry import Checkpointers
 from .signals import leave_nothing_to_agent, leave_sigterm_to_agent, leave_warnings_to_agent
 
@@ -258,6 +259,7 @@ def _words_of(environ: Mapping[str, str]) -> memoryview:
         return private_words()
     words[ATTACHED] = os.getpid()
     leave_warnings_to_agent()
+    leave_when_failed()
     if words[ALL_SIGNALLED] and leave_sigterm_to_agent():
         words[LEAVES_SIGTERM] = 1
     return words
