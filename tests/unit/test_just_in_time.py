@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from elastic_agent.worker import Checkpointer, ElasticSampler, step
 from elastic_agent.worker.checkpointing.replicated.just_in_time import JustInTime, of_a_collective
@@ -568,6 +570,70 @@ def test_several_of_which_one_never_found_room_go_on_from_disk(
 
     assert pair.train_to_the_failure(5, told) == Kept(None)
     assert pair.resume(monkeypatch) == [2, 2]
+
+
+@pytest.fixture
+def sharded(monkeypatch: pytest.MonkeyPatch, only_worker: Path) -> Iterator[dict[str, Any]]:
+    """A part of which each rank has its shard, in a world of one."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield {"shards": distribute_tensor(torch.zeros(4), DeviceMesh("cpu", [0]), [Shard(0)])}
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("remembers_every", [1, 2, None])
+def test_a_step_that_a_sharded_state_belongs_to_is_given_up_and_that_is_said(
+    tmp_path: Path,
+    agent: Agent,
+    sharded: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    remembers_every: int | None,
+) -> None:
+    """The rank that has died may have left with its shards of that step."""
+
+    def load() -> tuple[Checkpointer, Checkpointer]:
+        return (
+            Checkpointer(tmp_path / "same", {"meta": {}}),
+            Checkpointer(tmp_path / "sharded", {"part": sharded}),
+        )
+
+    both = load()
+    assert [one.load() for one in both] == [0, 0]
+    with both[0].just_in_time():
+        agent.accept()
+        for done in range(1, 6):
+            step(done)
+            if done == 1:
+                assert "just_in_time() keeps no step" in caplog.text
+            for one in both:
+                if done == 2:
+                    assert one.save(done)
+                    assert one.wait()
+                elif remembers_every and done % remembers_every == 0:
+                    assert one.remember(done)
+        assert agent.asks(Hold(1.0)) == Held(5)
+        assert agent.asks(Keep(1.0)) == Kept(None)
+        agent.says(Go())
+    assert f"step 5 is not kept: the state in {tmp_path / 'sharded'} is sharded" in caplog.text
+    monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "2")
+    monkeypatch.setattr(progress, "checkpointers", Checkpointers())
+    assert [one.load() for one in load()] == [{1: 4, 2: 4, None: 2}[remembers_every]] * 2
+
+
+@pytest.mark.parametrize("first", ["same", "sharded"])
+def test_a_sharded_state_and_another_one_that_go_on_from_two_steps_are_named(
+    tmp_path: Path, sharded: dict[str, Any], caplog: pytest.LogCaptureFixture, first: str
+) -> None:
+    both = {
+        name: Checkpointer(tmp_path / name, {"part": part})
+        for name, part in (("same", {}), ("sharded", sharded))
+    }
+    both["same"].remember(30)
+    both["sharded"].save(32)
+    loaded = {name: both[name].load() for name in sorted(both, reverse=first == "sharded")}
+    assert loaded == {"same": 30, "sharded": 32}
+    assert "training goes on from two steps" in caplog.text
 
 
 # --- The file of one rank

@@ -14,7 +14,8 @@ copy its state to memory. One whose collective has raised waits for that at the 
 never returns can be left where it is, for the copy is the thread's. The agent waits for all this no longer than
 `--just-in-time-grace`.
 
-A process has one guard, for all Checkpointers that take part in training, and keeps all of them at one step or none.
+A process has one guard, for all Checkpointers that take part in training, and keeps all of them at one step or none. So
+it keeps no step that a sharded state belongs to, of which no rank has another one's part.
 
 On a GPU a boundary is one for the GPU too: `step()` waits until it has finished the step.
 """
@@ -27,23 +28,25 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ....codec import Invalid
-from ...state.state_dicts import Part, modules_in, state_of, unwrapped
+from ...state.state_dicts import modules_in, state_of, unwrapped
 from ...steps import progress
-from ...steps.registry import InMemory, give_up
+from ...steps.registry import give_up
 from ...storage.memory.rank_state import Buffers, RankStateFile
 from ...storage.memory.slot_memory import RankPlace
 from ...wire.channel import Lines
 from ...wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
+from ..saving.planned_saver import PlannedSaver, all_planned_savers
+from .planned_saves import ReplicatedPlannedSaver
 
 logger = logging.getLogger(__name__)
 
@@ -56,27 +59,10 @@ _COLLECTIVE = re.compile(
 )
 
 
-class Guardable(InMemory, Protocol):
-    """A Checkpointer, as far as the guard needs it."""
-
-    @property
-    def parts(self) -> Mapping[str, Part]: ...
-
-    @property
-    def folder(self) -> str:
-        """In memory. Raises OSError where there is none."""
-
-    def prove(self, step: int) -> None:
-        """Find out, if that is not known, whether all ranks have the same state. Raises NotReplicated."""
-
-    def save_just_in_time(self, step: int, states: dict[str, Any]) -> bool:
-        """Copy the states of all parts to memory, from any thread."""
-
-
 class _Guarded:
     """One Checkpointer's parts, and what is kept aside of them."""
 
-    def __init__(self, owner: Guardable, place: RankPlace) -> None:
+    def __init__(self, owner: ReplicatedPlannedSaver, place: RankPlace) -> None:
         """Raises OSError."""
         self.owner = owner
         self._state = dict(owner.parts)
@@ -110,14 +96,12 @@ class _Guarded:
 class JustInTime:
     """See the module's docstring, and `Checkpointer.just_in_time`. Within another one it does nothing."""
 
-    def __init__(
-        self, place: RankPlace, address: str, guardables: Callable[[], tuple[Guardable, ...]]
-    ) -> None:
-        """`guardables()` are those that take part now: one may be loaded when the guard has begun."""
+    def __init__(self, place: RankPlace, address: str) -> None:
         self._place = place
         self._address = address
-        self._guardables = guardables
-        self._guarded: dict[Guardable, _Guarded] = {}
+        self._savers: tuple[PlannedSaver, ...] = ()
+        """All that take part; one may be loaded when the guard has begun."""
+        self._guarded: dict[ReplicatedPlannedSaver, _Guarded] = {}
         self._boundary: int | None = None
         """The newest, as long as the state of this process can be brought back to it."""
         self._update = threading.Lock()
@@ -202,17 +186,24 @@ class JustInTime:
 
     def _adopt(self) -> None:
         """Guard all that take part now."""
-        now = self._guardables()
-        if now == tuple(self._guarded):
+        before, self._savers = self._savers, all_planned_savers()
+        if self._savers == before:
             return
         known, self._guarded = self._guarded, {}
-        for owner in now:
-            try:
-                self._guarded[owner] = known[owner] if owner in known else self._guard(owner)
-            except OSError as error:
-                self._lose(error)
+        for saver in self._savers:
+            if isinstance(saver, ReplicatedPlannedSaver):
+                try:
+                    self._guarded[saver] = known[saver] if saver in known else self._guard(saver)
+                except OSError as error:
+                    self._lose(error)
+            elif saver not in before:
+                logger.warning(
+                    "just_in_time() keeps no step that the sharded state in %s belongs to: put all parts into one "
+                    "Checkpointer with memory_every=1, and leave the guard out",
+                    saver.directory,
+                )
 
-    def _guard(self, owner: Guardable) -> _Guarded:
+    def _guard(self, owner: ReplicatedPlannedSaver) -> _Guarded:
         one = _Guarded(owner, self._place)
         write = partial(self._write_down, one.under_way)
         for module in one.modules:
@@ -290,15 +281,28 @@ class JustInTime:
         step = self._boundary
         if not self._holding or step is None:
             return None
-        for one in self._guarded.values():
-            try:
-                if one.owner.save_just_in_time(step, one.states()):
-                    continue
-            except Exception as error:
-                logger.warning("step %d was not kept: reason=%r", step, error)
-            give_up(step, self._guarded)
-            return None
-        return step
+        if self._all_are_guarded(step) and all(self._save(one, step) for one in self._guarded.values()):
+            return step
+        give_up(step, self._savers)
+        return None
+
+    def _all_are_guarded(self, step: int) -> bool:
+        for saver in self._savers:
+            if not isinstance(saver, ReplicatedPlannedSaver) and not saver.is_beyond(step):
+                logger.warning(
+                    "step %d is not kept: the state in %s is sharded, and no rank has what another one had of it",
+                    step,
+                    saver.directory,
+                )
+                return False
+        return True
+
+    def _save(self, one: _Guarded, step: int) -> bool:
+        try:
+            return one.owner.save_just_in_time(step, one.states())
+        except Exception as error:
+            logger.warning("step %d was not kept: reason=%r", step, error)
+            return False
 
     def _send(self, message: FromGuard) -> None:
         self._socket.sendall(encode(message))

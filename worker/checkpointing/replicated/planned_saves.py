@@ -1,7 +1,4 @@
-"""A Checkpointer as it takes part in training: what planned changes (`drain`) and the guard (`just_in_time`) need.
-
-Each one that was loaded, or has a guard, is registered with `progress` in this form: the script has no use for it.
-"""
+"""A Checkpointer of a state that is the same on every rank, as it takes part in training."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ import torch
 from ...ranks.group import current_group
 from ...state import rng
 from ...state.state_dicts import Part
-from ...steps import progress
 from ...storage.disk.async_save import AsyncSaver
+from ..saving.planned_saver import PlannedSaver
 from .contents import Contents
 from .copies import Copies
 from .save_plan import Occasion, ToDisk
@@ -25,8 +22,8 @@ from .saver import Saver
 logger = logging.getLogger(__name__)
 
 
-class PlannedSaves:
-    """A `progress.DrainSaver` and a `just_in_time.Guardable`."""
+class ReplicatedPlannedSaver(PlannedSaver):
+    """One that can be guarded, too: see `just_in_time`."""
 
     def __init__(
         self,
@@ -36,37 +33,16 @@ class PlannedSaves:
         disk: AsyncSaver,
         saver: Saver,
     ) -> None:
-        self._directory = directory
+        super().__init__(directory, copies.memory, saver)
         self._contents = contents
         self._copies = copies
         self._disk = disk
         self._saver = saver
-        self._loaded: int | None = None
 
     def loaded(self, step: int) -> None:
-        """From here on this one's state is kept at the last step of a planned change."""
-        for other in all_planned_saves():
-            if other is not self and other._loaded not in (None, step):
-                logger.warning(
-                    "training goes on from two steps: put what belongs together into one Checkpointer: "
-                    "step=%d directory=%s other_step=%d other_directory=%s",
-                    step,
-                    self._directory,
-                    other._loaded,
-                    other._directory,
-                )
-        self._loaded = step
-        self.register()
+        super().loaded(step)
         if self._contents.is_compared:
             self._contents.replicas.publish_at_next_step(current_group())
-
-    def register(self) -> None:
-        progress.checkpointers.add(self._directory, self)
-
-    def _is_beyond(self, step: int) -> bool:
-        """These are the steps of another training, begun in this process after this one was done."""
-        floor = self._saver.floor
-        return floor is not None and step < floor
 
     # ---------------------------------------------------------------- planned changes
 
@@ -84,7 +60,7 @@ class PlannedSaves:
         No rank waits for the disk: `order_write` orders the write, and a generation that goes on from the copy orders
         that again. Only where some node has no room for a copy must the checkpoint be durable first.
         """
-        if self._is_beyond(step):
+        if self.is_beyond(step):
             return True
         group = current_group()
         brought = self._contents.gather(step, group)
@@ -99,7 +75,7 @@ class PlannedSaves:
             self._disk.is_leaving = True
         elif (floor is None or step > floor) and not self._saver.save_and_wait(step):
             if group.rank == 0:
-                logger.error("step %d is NOT on disk in %s: its save was refused", step, self._directory)
+                logger.error("step %d is NOT on disk in %s: its save was refused", step, self.directory)
             return False
         return True
 
@@ -117,7 +93,7 @@ class PlannedSaves:
 
     def save_last_step_alone(self, step: int) -> bool:
         """The same in this node's memory, when other ranks will not call it."""
-        if self._is_beyond(step):
+        if self.is_beyond(step):
             return True
         if self._contents.of_each_rank:
             logger.warning(
@@ -131,20 +107,23 @@ class PlannedSaves:
 
     @property
     def parts(self) -> Mapping[str, Part]:
+        """Whose states `save_just_in_time` gets."""
         return self._contents.shared
 
     @property
     def folder(self) -> str:
+        """In memory. Raises OSError where there is none."""
         if self._copies.memory is None:
-            raise OSError(f"no memory for {self._directory}")
+            raise OSError(f"no memory for {self.directory}")
         return self._copies.memory.folder
 
     def prove(self, step: int) -> None:
+        """Find out, if that is not known, whether all ranks have the same state. Raises NotReplicated."""
         self._contents.same_on_all_ranks(step, wait=True)
 
     def save_just_in_time(self, step: int, states: dict[str, Any]) -> bool:
-        """Copy the states of a failed generation to memory, in a thread of its own."""
-        if self._is_beyond(step):
+        """Copy the states of all parts, of a failed generation, to memory, in a thread of the guard's."""
+        if self.is_beyond(step):
             return True
         memory = self._copies.memory
         if memory is None or not self._contents.replicas.proven:
@@ -175,22 +154,3 @@ class PlannedSaves:
         with beside:
             copied = self._copies.make({"step": step, "state": states}, plan, like=random_state)
         return self._copies.settled() and copied
-
-    def give_up(self, step: int) -> None:
-        memory = self._copies.memory
-        if memory is not None:
-            memory.drop((memory.place.generation, step))
-
-    def versions(self, step: int) -> frozenset[tuple[int, int]] | None:
-        if self._is_beyond(step):
-            return None
-        memory = self._copies.memory
-        return memory.versions() if memory is not None else frozenset()
-
-    def go_back(self, step: int, version: tuple[int, int]) -> None:
-        if self._copies.memory is not None and not self._is_beyond(step):
-            self._copies.memory.abandon_newer(version)
-
-
-def all_planned_saves() -> tuple[PlannedSaves, ...]:
-    return tuple(one for one in progress.checkpointers.all() if isinstance(one, PlannedSaves))

@@ -19,7 +19,7 @@ from .contents import Contents
 from .copies import Copies
 from .just_in_time import JustInTime
 from .loader import Loader
-from .planned_saves import PlannedSaves, all_planned_saves
+from .planned_saves import ReplicatedPlannedSaver
 from .saver import Saver
 
 
@@ -50,7 +50,7 @@ class ReplicatedState:
         copies = Copies(memory, disk)
         self._saver = Saver(files, self._contents, copies, disk, max_failed_saves)
         self._loader = Loader(files, self._contents, memory, self._env, read_only=read_only)
-        self._planned = PlannedSaves(files.directory, self._contents, copies, disk, self._saver)
+        self._planned = ReplicatedPlannedSaver(files.directory, self._contents, copies, disk, self._saver)
 
     def load(self) -> int:
         step, source = self._loader.load(self._saver.finish_last_write)
@@ -84,4 +84,4 @@ class ReplicatedState:
         if memory is None or not address:
             return contextlib.nullcontext()
         self._planned.register()
-        return JustInTime(memory.place, address, all_planned_saves)
+        return JustInTime(memory.place, address)

@@ -20,7 +20,7 @@ from ..saving.slot_copies import SlotCopies
 from .contents import ShardContents
 from .loading import LoadedShards, ShardLoading
 from .meeting import RankHome
-from .planned_saves import ShardPlannedSaves
+from .planned_saves import ShardedPlannedSaver
 from .saving import ShardSaving
 from .shard_replicas import ShardReplicas
 
@@ -61,14 +61,14 @@ class ShardedState:
             keeps_common=local_rank_of(os.environ) == 0,
         )
         self._loading = ShardLoading(files, self._contents, self._memory, self._env, read_only=read_only)
-        self._planned = ShardPlannedSaves(files.directory, self._memory, self._saving)
+        self._planned = ShardedPlannedSaver(files.directory, self._memory, self._saving)
 
     def load(self) -> int:
         self._join_run()
         loaded = self._loading.load(self._saving.finish_last_write)
         if not self._read_only:
             self._saving.began(loaded.step, loaded.version)
-            self._planned.register()
+            self._planned.loaded(loaded.step)
             self._begin_replicas(current_group(), loaded)
             if loaded.version is not None:
                 self._saving.write_loaded(loaded.step, loaded.version)

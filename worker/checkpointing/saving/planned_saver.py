@@ -1,0 +1,84 @@
+"""A Checkpointer as it takes part in training, of whichever kind its state is: what planned changes (`steps/drain`) and
+the guard (`just_in_time`) need of it.
+
+Each one that was loaded, or has a guard, is registered with `progress` in this form: the script has no use for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+
+from ...steps import progress
+from ...storage.memory.slot_memory import SlotMemory
+from .save_outcomes import SaveOutcomes
+
+logger = logging.getLogger(__name__)
+
+
+class PlannedSaver(ABC):
+    """Base of a `registry.DrainSaver`."""
+
+    def __init__(self, directory: str, memory: SlotMemory | None, outcomes: SaveOutcomes) -> None:
+        self.directory = directory
+        self._memory = memory
+        self._outcomes = outcomes
+        self._loaded: int | None = None
+
+    def loaded(self, step: int) -> None:
+        """From here on this one's state is kept at the last step of a planned change."""
+        for other in all_planned_savers():
+            if other is not self and other._loaded not in (None, step):
+                logger.warning(
+                    "training goes on from two steps: put what belongs together into one Checkpointer: "
+                    "step=%d directory=%s other_step=%d other_directory=%s",
+                    step,
+                    self.directory,
+                    other._loaded,
+                    other.directory,
+                )
+        self._loaded = step
+        self.register()
+
+    def register(self) -> None:
+        progress.checkpointers.add(self.directory, self)
+
+    def is_beyond(self, step: int) -> bool:
+        """These are the steps of another training, begun in this process after this one was done."""
+        floor = self._outcomes.floor
+        return floor is not None and step < floor
+
+    # ---------------------------------------------------------------- planned changes: see `registry.DrainSaver`
+
+    @property
+    @abstractmethod
+    def saves_alone(self) -> bool: ...
+
+    @abstractmethod
+    def save_last_step(self, step: int) -> bool: ...
+
+    @abstractmethod
+    def order_write(self, step: int) -> None: ...
+
+    @abstractmethod
+    def save_last_step_alone(self, step: int) -> bool: ...
+
+    # ---------------------------------------------------------------- copies in memory: see `registry.InMemory`
+
+    def give_up(self, step: int) -> None:
+        if self._memory is not None:
+            self._memory.drop((self._memory.place.generation, step))
+
+    def versions(self, step: int) -> frozenset[tuple[int, int]] | None:
+        if self.is_beyond(step):
+            return None
+        return self._memory.versions() if self._memory is not None else frozenset()
+
+    def go_back(self, step: int, version: tuple[int, int]) -> None:
+        if self._memory is not None and not self.is_beyond(step):
+            self._memory.abandon_newer(version)
+
+
+def all_planned_savers() -> tuple[PlannedSaver, ...]:
+    """Those that take part now."""
+    return tuple(one for one in progress.checkpointers.all() if isinstance(one, PlannedSaver))
