@@ -19,6 +19,7 @@ from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.checkpointing.loading.checkpoint_selection import Offer
 from elastic_agent.worker.checkpointing.loading.node_sharing import RankBytes
 from elastic_agent.worker.checkpointing.replicated import loader
+from elastic_agent.worker.checkpointing.sharded import meeting
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.ranks.group import RECORDS, Group, records_of
@@ -128,7 +129,8 @@ def test_a_change_of_what_ranks_exchange_is_a_new_version() -> None:
     """A rank of another version must be told apart before its record is read: change both numbers together."""
     kinds = (_Refusal, RankBytes, Offer, Manifest, Copy, Header, RankShards)
     form = [(kind.__name__, [(one.name, one.type) for one in dataclasses.fields(kind)]) for kind in kinds]
-    assert (RECORDS, hashlib.sha256(repr(form).encode()).hexdigest()[:12]) == (2, "baf7f10abfd6")
+    form.append((meeting.RECORD.format, []))
+    assert (RECORDS, hashlib.sha256(repr(form).encode()).hexdigest()[:12]) == (3, "75f380216b18")
 
 
 @dataclasses.dataclass(frozen=True)

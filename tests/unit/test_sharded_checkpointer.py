@@ -20,12 +20,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
+from elastic_agent.worker.checkpointing.sharded import saving as sharded_saving
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
 from elastic_agent.worker.storage.disk.sharded import shard_saver
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slots import HeldSlot, Slots
+from elastic_agent.worker.storage.replication.copy_rule import Verdict
 from elastic_agent.worker.wire.environment import WorkerEnv
 
 
@@ -76,13 +78,34 @@ def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
         started_s = time.monotonic()
         assert not second.wait()
         assert time.monotonic() - started_s < 9.0
+        with slots_gone(rank):
+            assert second.save(2), "in memory"
+        assert not second.wait()
         saving: Any = second._state
         assert saving._saving.save_last_step(3)
         with slots_gone(rank):
             saving._saving.order_write(3)
         dist.barrier()
         assert len(list((Path(folder) / "parts").glob("step-000000000003-*/__1_0.refused"))) == 1
+        check_last_step_of_busy_slots(saving._saving, patched)
     del os.environ["ELASTIC_AGENT_GENERATION"]
+
+
+def check_last_step_of_busy_slots(saving: Any, patched: pytest.MonkeyPatch) -> None:
+    """All ranks write while training waits, after one wait for the slots."""
+    waits: list[int] = []
+
+    def await_turn(*of: Any) -> Verdict:
+        waits.append(1)
+        return original(*of)
+
+    original = saving._await_turn
+    patched.setattr(saving, "_await_turn", await_turn)
+    patched.setattr(sharded_saving, "SLOT_PATIENCE_S", 0.1)
+    slots = saving._memory._slots
+    with slots.hold("a"), slots.hold("b"):
+        assert saving.save_last_step(4)
+    assert len(waits) == 1
 
 
 def work(rank: int, folder: str) -> None:

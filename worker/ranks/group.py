@@ -1,4 +1,4 @@
-"""The two collectives a checkpoint needs: each rank gets what every rank gives, and one rank sends a file.
+"""The collectives a checkpoint needs: each rank gets what every rank gives, and one rank sends a file.
 
 Only bytes travel, as uint8 tensors: torch's own object collectives would run what peers send. Everything runs on
 the default process group, on the device its backend needs, and is a plain copy where there is one process.
@@ -27,8 +27,8 @@ _T = TypeVar("_T")
 
 CHUNK_BYTES = 64 << 20
 
-RECORDS = 2
-"""The version of all dataclasses that ranks exchange: it changes with the fields, or the bounds, of any of them."""
+RECORDS = 3
+"""The version of all that ranks exchange: it changes with the fields, or the bounds, of any of these dataclasses."""
 
 LET_GO_S = 1.0
 """For gloo's thread to let go of a collective's tensors. It takes microseconds, unless this process gets no CPU."""
@@ -59,6 +59,20 @@ class Group:
             for have, row, size in zip(found, rows, sizes, strict=True):
                 have += _bytes(row[: max(0, size - offset)])
         return list(map(bytes, found))
+
+    def gather_fixed(self, payload: bytes) -> list[bytes]:
+        """As `gather`, of a few bytes that are as many on all ranks: one collective of torch's, where that takes two.
+
+        Only for ranks that have seen that they have the same version, see `exchange`.
+        """
+        if self.world_size == 1:
+            return [payload]
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
+        rows = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=self.device)
+        with _Lent([mine, rows]):
+            dist.all_gather_into_tensor(rows, mine)
+        found = _bytes(rows.cpu())
+        return [found[begin : begin + len(payload)] for begin in range(0, len(found), len(payload))]
 
     def exchange(self, record: _T) -> list[_T]:
         """As `gather`, of a frozen dataclass. Raises CheckpointError, on all ranks, if they have different versions."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .. import errors
 from ..errors import BadCheckpoint, CheckpointError
 from ..wire.messages import MAX_REASON_CHARS, ErrorName, Reason
 from .group import Group
+
+_T = TypeVar("_T")
 
 _TYPES = {
     name: kind
@@ -16,6 +19,9 @@ _TYPES = {
     # One that is made of more than a text is its base here.
     if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not BadCheckpoint
 }
+
+
+_UNDONE, _DONE, _FAILED = (bytes([number]) for number in range(3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +55,29 @@ def together(group: Group, part: Callable[[], object], otherwise: str) -> None:
 
     An error of another kind becomes a CheckpointError whose text begins with `otherwise`.
     """
-    error: CheckpointError | None = None
+    raise_together(group, tried(part, otherwise)[1])
+
+
+def all_did(group: Group, part: Callable[[], bool], otherwise: str) -> bool:
+    """As `together`, of a part that can be left undone: whether all ranks have done it.
+
+    One collective of a byte where no rank has an error. Only for ranks that have seen that they have the same version.
+    """
+    done, error = tried(part, otherwise)
+    found = group.gather_fixed(_FAILED if error is not None else _DONE if done else _UNDONE)
+    if _FAILED in found:
+        raise_together(group, error)
+    return _UNDONE not in found
+
+
+def tried(part: Callable[[], _T], otherwise: str) -> tuple[_T | None, CheckpointError | None]:
+    """What it returns, or raises: the other ranks are waiting, and must get an error before it ends this one."""
     try:
-        part()
+        return part(), None
     except CheckpointError as refusal:
-        error = refusal
+        return None, refusal
     except Exception as failure:
-        # The other ranks are waiting: they must get this error before it ends this one.
-        error = because(CheckpointError, f"{otherwise}: {failure!r}", failure)
-    raise_together(group, error)
+        return None, because(CheckpointError, f"{otherwise}: {failure!r}", failure)
 
 
 def because(kind: type[CheckpointError], text: str, cause: Exception) -> CheckpointError:

@@ -13,7 +13,7 @@ import torch
 from ...errors import CheckpointError, Sharded
 from ...ranks.fingerprint import Look, look_at_tensors
 from ...ranks.group import Group
-from ...ranks.refusals import because
+from ...ranks.refusals import tried
 from ...ranks.replicas import Comparison
 from ...state import rng
 from ...state.rank_parts import Rules
@@ -47,16 +47,15 @@ class ShardContents:
         self, step: int, group: Group, *, common: bool
     ) -> tuple[ShardLayout | None, CheckpointError | None]:
         """This rank's copy after `step`, or why there can be none: the other ranks wait for this one."""
-        try:
+
+        def lay_out() -> ShardLayout:
             random_state = torch.frombuffer(bytearray(rng.capture()), dtype=torch.uint8)
             items = self.parts.take(
                 group.rank, group.world_size, step, common=common, own={RANDOM_STATE: random_state}
             )
-            return self._layouts.lay_out(items), None
-        except CheckpointError as refusal:
-            return None, refusal
-        except Exception as failure:
-            return None, because(CheckpointError, f"a state cannot be taken: {failure!r}", failure)
+            return self._layouts.lay_out(items)
+
+        return tried(lay_out, "a state cannot be taken")
 
     def digest(self) -> bytes:
         """Of what all ranks should have alike, see `Comparison`."""

@@ -1,23 +1,28 @@
-"""What the ranks of a sharded state tell each other before they copy or save: one collective of a few bytes each."""
+"""What the ranks of a sharded state bring before they copy or save: one collective of a few bytes for each rank."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 from ....codec import Checked, Text
 from ...errors import CheckpointError
 from ...ranks.group import Group
 from ...ranks.replicas import DIGEST_BYTES
+from ...storage.disk.sharded.commit import TOKEN_BYTES
 from ...storage.replication.copy_rule import READINESS_BYTES, Readiness
 
 _DIGEST_CHARS = 16
 _NOTHING = bytes(DIGEST_BYTES)
-_HAS_MEMORY, _HAS_WRITER, _PATIENCE_OVER, _GIVES_UP = 1, 2, 4, 8
+_NO_TOKEN = bytes(TOKEN_BYTES)
+_HAS_MEMORY, _HAS_WRITER, _PATIENCE_OVER, _GIVES_UP, _HAS_NEW_TABLE, _CANNOT_SAVE = (
+    1 << bit for bit in range(6)
+)
 
-_RECORD = struct.Struct(f"!q{_DIGEST_CHARS}sQ{DIGEST_BYTES}sB{READINESS_BYTES}s")
+RECORD = struct.Struct(f"!q{_DIGEST_CHARS}sQ{DIGEST_BYTES}s{TOKEN_BYTES}sB{READINESS_BYTES}s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,9 @@ class Brought:
     `common` is the digest of what all ranks should have alike, where that is compared. `readiness`: of its slots; None:
     its node has no memory for copies. `patience_over`: it waits no longer for replicas; `gives_up`: it waits no longer
     at all. Of these two rank 0's word counts.
+
+    Of a save to disk: `token` is rank 0's for the name of the attempt. `has_new_table`: its copy's table is not the one
+    that rank 0 has of it. `cannot_save`: it has a refusal to raise, and no state was taken.
     """
 
     step: int
@@ -38,6 +46,9 @@ class Brought:
     readiness: Readiness | None = None
     patience_over: bool = False
     gives_up: bool = False
+    token: bytes = _NO_TOKEN
+    has_new_table: bool = False
+    cannot_save: bool = False
 
     def to_bytes(self) -> bytes:
         flags = (
@@ -45,15 +56,19 @@ class Brought:
             | _HAS_WRITER * self.has_writer
             | _PATIENCE_OVER * self.patience_over
             | _GIVES_UP * self.gives_up
+            | _HAS_NEW_TABLE * self.has_new_table
+            | _CANNOT_SAVE * self.cannot_save
         )
         readiness = self.readiness.to_bytes() if self.readiness is not None else bytes(READINESS_BYTES)
-        return _RECORD.pack(self.step, self.shards.encode(), self.size, self.common, flags, readiness)
+        return RECORD.pack(
+            self.step, self.shards.encode(), self.size, self.common, self.token, flags, readiness
+        )
 
     @staticmethod
     def from_bytes(raw: bytes) -> Brought:
         """Raises ValueError."""
         try:
-            step, shards, size, common, flags, readiness = _RECORD.unpack(raw)
+            step, shards, size, common, token, flags, readiness = RECORD.unpack(raw)
         except struct.error as error:
             raise ValueError(f"a record of {len(raw)} bytes") from error
         return Brought(
@@ -65,10 +80,13 @@ class Brought:
             Readiness.from_bytes(readiness) if flags & _HAS_MEMORY else None,
             bool(flags & _PATIENCE_OVER),
             bool(flags & _GIVES_UP),
+            token,
+            bool(flags & _HAS_NEW_TABLE),
+            bool(flags & _CANNOT_SAVE),
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Met:
     """What all ranks have brought, by rank."""
 
@@ -83,9 +101,21 @@ class Met:
         return all(one.has_writer for one in self.all)
 
     @property
+    def some_cannot_save(self) -> bool:
+        return any(one.cannot_save for one in self.all)
+
+    @property
     def some_refused(self) -> bool:
         """Some rank's state cannot be taken."""
         return not all(one.shards for one in self.all)
+
+    @property
+    def some_have_new_tables(self) -> bool:
+        return any(one.has_new_table for one in self.all)
+
+    @property
+    def token(self) -> bytes:
+        return self.all[0].token
 
     @property
     def patience_over(self) -> bool:
@@ -101,19 +131,26 @@ class Met:
 
     def twins_of(self, rank: int) -> tuple[int, ...]:
         """The other ranks that have the same shards."""
-        mine = self.all[rank].shards
-        return tuple(other for other, one in enumerate(self.all) if one.shards == mine and other != rank)
+        return tuple(twin for twin in self._holders[self.all[rank].shards] if twin != rank)
 
-    def first_twin_of(self, rank: int) -> int | None:
-        """The lowest rank with the same shards, which writes them to disk; None: this rank does."""
-        twins = self.twins_of(rank)
-        return min(twins) if twins and min(twins) < rank else None
+    @property
+    def first_twins(self) -> list[int | None]:
+        """By rank, the lowest rank with the same shards, which writes them to disk; None: this rank does."""
+        first = [self._holders[one.shards][0] for one in self.all]
+        return [twin if twin != rank else None for rank, twin in enumerate(first)]
+
+    @cached_property
+    def _holders(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for rank, one in enumerate(self.all):
+            found.setdefault(one.shards, []).append(rank)
+        return found
 
 
 def meet(group: Group, brought: Brought) -> Met:
     """Every rank calls it. Raises CheckpointError, on all ranks, where they do not come for the same step."""
     try:
-        found = [Brought.from_bytes(raw) for raw in group.gather(brought.to_bytes())]
+        found = [Brought.from_bytes(raw) for raw in group.gather_fixed(brought.to_bytes())]
     except ValueError as error:
         raise CheckpointError(
             f"ranks cannot read each other's records ({error}): install the same version of elastic-agent on all nodes"

@@ -9,22 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, Unconfirmed
 from ...ranks.group import Group, current_group
-from ...ranks.refusals import because, raise_together, together
+from ...ranks.refusals import all_did, because, raise_together, tried
 from ...state.sharding.layout import ShardLayout
-from ...state.sharding.reading import metadata_of
-from ...state.sharding.table import Table
 from ...steps import progress
 from ...storage.disk.checkpoint_files import CheckpointFiles
-from ...storage.disk.shard_files import data_name
-from ...storage.disk.sharded.commit import new_attempt
-from ...storage.disk.sharded.own_rows import own_rows
+from ...storage.disk.sharded.commit import new_token
 from ...storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
-from ...storage.disk.sharded.shared_directory import not_shared, remove_mark, sees_mark, write_mark
 from ...storage.memory.checksums import undisturbed
 from ...storage.memory.copy_header import Header, RankShards
 from ...storage.memory.shard_memory import ShardMemory
@@ -33,7 +28,9 @@ from ...wire.environment import WorkerEnv
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from ..saving.slot_copies import SlotCopies
 from .contents import ShardContents
+from .directory_check import DirectoryCheck
 from .meeting import Brought, Met, meet
+from .save_plans import SavePlans
 from .shard_replicas import ShardReplicas
 
 logger = logging.getLogger(__name__)
@@ -80,12 +77,10 @@ class ShardSaving(SaveOutcomes):
         self._resumed_from = 0
         self._compared = False
         """All ranks had the same, of what they should have, after training changed it."""
-        self._is_shared: bool | None = None
-        """All nodes see one directory; None: they have not looked yet."""
-        self._why_not_shared = ""
-        self._tables = _Tables()
-        self._last: ShardedSave | None = None
-        """What `order_write` has written."""
+        self._directory = DirectoryCheck(files, env.node, self.count)
+        self._plans = SavePlans(files, env.generation)
+        self._last: tuple[Met, Group] | None = None
+        """Those of the step that `order_write` lets be written."""
 
     def began(self, step: int, loaded: tuple[int, int] | None) -> None:
         """All ranks have loaded the state of `step`; `loaded` is its version if it came out of memory."""
@@ -110,16 +105,42 @@ class ShardSaving(SaveOutcomes):
         # No word of it: where replicas take longer than some steps, not every step can be remembered.
         return verdict.copies and self._copy(layout, step, met, verdict)
 
-    def _meet(self, step: int, group: Group, *, compare: bool) -> tuple[ShardLayout, Met]:
-        layout, refusal = self._contents.lay_out(step, group, common=self._keeps_common)
-        common = self._contents.digest() if compare else None
-        met = meet(group, self._brought(step, layout, common))
-        if met.some_refused or layout is None:
+    def _meet(
+        self,
+        step: int,
+        group: Group,
+        *,
+        compare: bool,
+        saves: bool = False,
+        refusal: CheckpointError | None = None,
+    ) -> tuple[ShardLayout, Met]:
+        """What this rank would copy, and what all have brought. `saves`: to disk, if no rank has a `refusal`.
+
+        Raises on all ranks what any of them has against it.
+        """
+        layout, unplaced, common = None, None, None
+        if refusal is None:
+            layout, unplaced = self._contents.lay_out(step, group, common=self._keeps_common)
+            common = self._contents.digest() if compare else None
+        brought = self._brought(step, layout, common)
+        if saves:
+            brought = replace(
+                brought,
+                token=new_token(),
+                has_new_table=layout is not None and self._plans.is_new(layout.packed_table),
+                cannot_save=refusal is not None,
+            )
+        met = meet(group, brought)
+        if met.some_cannot_save:
             raise_together(group, refusal)
+        if met.some_refused or layout is None:
+            raise_together(group, unplaced)
             raise CheckpointError("some rank's state cannot be taken")
         if compare:
             self._contents.compare(group, [one.common for one in met.all], step)
             self._compared = step > self._resumed_from
+        if met.some_have_new_tables:
+            self._plans.exchange(layout.packed_table, group)
         return layout, met
 
     def _brought(self, step: int, layout: ShardLayout | None, common: bytes | None = None) -> Brought:
@@ -162,14 +183,9 @@ class ShardSaving(SaveOutcomes):
         if not met.all_have_memory:
             return False
         verdict = self._await_turn(layout, step, met, group)
-        copied = verdict.decision is Decision.HAVE
-
-        def copy() -> None:
-            nonlocal copied
-            copied = copied or (verdict.copies and self._copy(layout, step, met, verdict))
-
-        together(group, copy, f"step {step} is not copied")
-        return all(group.gather(b"copied" if copied else b""))
+        if not verdict.copies:
+            return verdict.decision is Decision.HAVE
+        return all_did(group, lambda: self._copy(layout, step, met, verdict), f"step {step} is not copied")
 
     def _await_turn(self, layout: ShardLayout, step: int, met: Met, group: Group) -> Verdict:
         since = self._clock()
@@ -191,25 +207,24 @@ class ShardSaving(SaveOutcomes):
     # ---------------------------------------------------------------- on disk
 
     def save(self, step: int) -> bool:
+        return self._save(step, in_memory=True)
+
+    def _save(self, step: int, *, in_memory: bool) -> bool:
+        """`in_memory`: the disk writers take it from there, if all ranks can copy it."""
         group = current_group()
         started_s = time.monotonic()
-        if not unless_refused(lambda: self._prepare(step, group)):
-            return False
-        layout, met = self._meet(step, group, compare=True)
         try:
-            self._require_shared_directory(group)
+            refusal = tried(lambda: self._prepare(step, group), "not saved")[1]
+            layout, met = self._meet(step, group, compare=True, saves=True, refusal=refusal)
+            self._directory.require(group)
         except (NotSaved, Unconfirmed):
             return False
-        copied = self._copy_surely(layout, step, met, group)
-        if copied and met.all_have_writers:
-            save = self._plan(step, met, group, layout.packed_table, twins=True)
-            saved = unless_refused(lambda: self._order(save))
-        else:
-            save = self._plan(step, met, group, layout.packed_table, twins=False)
-            saved = self._write_now(save, layout, group, started_s)
-        if saved:
-            self.floor = step
-        return saved
+        if in_memory and self._copy_surely(layout, step, met, group) and met.all_have_writers:
+            self._order(step, met, group)
+        elif not self._write_now(step, met, layout, group, started_s):
+            return False
+        self.floor = step
+        return True
 
     def wait(self) -> bool:
         return unless_refused(self.make_durable)
@@ -228,23 +243,21 @@ class ShardSaving(SaveOutcomes):
                         digest, size = shards.digest, held.header.size
             except (OSError, ValueError) as error:
                 logger.warning("the loaded state is not brought to disk: step=%d reason=%s", step, error)
-        on_disk = group.rank == 0 and self._is_on_disk(step)
-        met = meet(group, Brought(step, "" if on_disk else digest, size, has_writer=bool(table)))
+        if group.rank == 0 and self._is_on_disk(step):
+            digest = ""
+        is_new = self._plans.is_new(table)
+        met = meet(group, Brought(step, digest, size, token=new_token(), has_new_table=is_new))
         if met.some_refused:
             return
         try:
-            self._require_shared_directory(group)
-            save = self._plan(step, met, group, table, twins=True)
+            self._directory.require(group)
         except CheckpointError as refusal:
             logger.warning("the loaded state is not brought to disk: step=%d reason=%s", step, refusal)
             return
-        self._disk.expect(save)
+        if met.some_have_new_tables:
+            self._plans.exchange(table, group)
         assert memory is not None
-        try:
-            self._disk.begin(*memory.lend(version))
-        except (OSError, ValueError) as error:
-            logger.warning("the loaded state is not brought to disk: step=%d reason=%s", step, error)
-            self._disk.refuse(error)
+        self._order_part(step, met, group, lambda: self._disk.begin(*memory.lend(version)))
 
     def _is_on_disk(self, step: int) -> bool:
         try:
@@ -262,109 +275,71 @@ class ShardSaving(SaveOutcomes):
         except (NotSaved, Unconfirmed):
             pass  # the log has it; this one may fare better
 
-    def _require_shared_directory(self, group: Group) -> None:
-        """Raises DirectoryNotShared on all ranks."""
-        if self._is_shared is None:
-            self._is_shared = group.world_size == 1 or self._all_see_one_directory(group)
-        if not self._is_shared:
-            raise DirectoryNotShared(self._why_not_shared)
-
     def _may_write(self, group: Group) -> bool:
         try:
-            self._require_shared_directory(group)
+            self._directory.require(group)
         except (DirectoryNotShared, NotSaved, Unconfirmed) as refusal:
             if group.rank == 0:
                 logger.warning("the last state is in memory only: reason=%s", refusal)
             return False
         return True
 
-    def _all_see_one_directory(self, group: Group) -> bool:
-        directory = self._files.directory
-        token = ""
-
-        def mark() -> None:
-            nonlocal token
-            if group.rank == 0:
-                try:
-                    token = write_mark(directory, self._files.run)
-                except OSError as error:
-                    self.count(because(SaveFailed, f"nothing can be written to {directory}: {error}", error))
-
-        together(group, mark, f"nothing can be written to {directory}")
-        token = group.gather(token.encode())[0].decode()
-        seen = group.gather(b"" if sees_mark(directory, token) else self._env.node.encode() or b"?")
-        if group.rank == 0:
-            remove_mark(directory, token)
-        blind = next((rank for rank, node in enumerate(seen) if node), None)
-        if blind is not None:
-            self._why_not_shared = str(not_shared(directory, blind, seen[blind].decode()))
-        return blind is None
-
-    def _plan(self, step: int, met: Met, group: Group, table: bytes, *, twins: bool) -> ShardedSave:
-        """`twins`: a rank whose shards another one writes, too, writes only what it has for itself."""
-        attempt = new_attempt(self._files, step, self._env.generation) if group.rank == 0 else ""
-        attempt = self._tables.exchange(group, attempt, table)
-        first = [met.first_twin_of(rank) if twins else None for rank in range(group.world_size)]
-        metadata = b""
-
-        def index() -> None:
-            nonlocal metadata
-            if group.rank == 0:
-                metadata = self._tables.metadata(first)
-
-        together(group, index, f"step {step} is not saved")
-        return ShardedSave(
-            step,
-            attempt,
-            group.rank,
-            group.world_size,
-            _most_bytes_of_a_node(group, met, first),
-            first[group.rank],
-            metadata,
-        )
-
-    def _order(self, save: ShardedSave) -> None:
+    def _order(self, step: int, met: Met, group: Group) -> None:
+        """Let the disk have the step, which all ranks have in memory, or will have when a GPU is done."""
         memory = self._memory
         assert memory is not None
-        self._disk.expect(save)
-        self._disk.promise(save.step)
-        version = memory.place.generation, save.step
-        self._copies.hand_on(lambda: memory.lend(version), self._disk.begin)
+        version = memory.place.generation, step
+        self._disk.promise(step)
+        self._order_part(
+            step, met, group, lambda: self._copies.hand_on(lambda: memory.lend(version), self._disk.begin)
+        )
         self._disk.take_note()  # where the writer could not be asked, this process writes now
 
-    def _write_now(self, save: ShardedSave, layout: ShardLayout, group: Group, started_s: float) -> bool:
+    def _order_part(self, step: int, met: Met, group: Group, hand: Callable[[], None]) -> None:
+        """`hand` lets the disk writer have this rank's copy. All others go on meanwhile, so this raises nothing."""
+        try:
+            self._disk.expect(self._plans.plan(step, met, group, twins=True))
+            hand()
+        except Exception as error:
+            self._disk.refuse(step, error)
+
+    def _write_now(self, step: int, met: Met, layout: ShardLayout, group: Group, started_s: float) -> bool:
         """All ranks write their parts while all wait, and rank 0 commits."""
+        save: ShardedSave | None = None
         size = 0
 
         def write() -> None:
-            try:
-                self._disk.write_now(save, self._header(save.step, layout, group), layout.pour)
-            except CheckpointError as refusal:
-                self.count(refusal)
-            except OSError as error:
-                reason = f"step {save.step} not saved in {self._files.directory}: {error}"
-                self.count(because(SaveFailed, reason, error))
+            nonlocal save
+            save = self._plans.plan(step, met, group, twins=False)
+            self._disk.write_now(save, self._header(step, layout, group), layout.pour)
 
         def commit() -> None:
             nonlocal size
-            if group.rank:
-                return
-            try:
+            if group.rank == 0 and save is not None:
                 size = self._disk.commit_now(save)
+
+        saved = unless_refused(self._counted(step, write)) and unless_refused(self._counted(step, commit))
+        if saved:
+            self.count(None)
+            self._disk.wrote(step, durable=True)
+        if group.rank == 0:
+            took_s = time.monotonic() - started_s
+            progress.checkpoint_save(step, "ok" if saved else "error", took_s, size, blocked_s=took_s)
+        return saved
+
+    def _counted(self, step: int, part: Callable[[], None]) -> Callable[[], None]:
+        """The same, which raises what `count` makes of a refusal."""
+
+        def counted() -> None:
+            try:
+                part()
             except CheckpointError as refusal:
                 self.count(refusal)
             except OSError as error:
-                reason = f"step {save.step} not saved in {self._files.directory}: {error}"
+                reason = f"step {step} not saved in {self._files.directory}: {error}"
                 self.count(because(SaveFailed, reason, error))
 
-        saved = unless_refused(write) and unless_refused(commit)
-        if saved:
-            self.count(None)
-            self._disk.wrote(save.step, durable=True)
-        if group.rank == 0:
-            took_s = time.monotonic() - started_s
-            progress.checkpoint_save(save.step, "ok" if saved else "error", took_s, size, blocked_s=took_s)
-        return saved
+        return counted
 
     def _header(self, step: int, layout: ShardLayout, group: Group) -> Header:
         return Header(
@@ -382,18 +357,22 @@ class ShardSaving(SaveOutcomes):
     def save_last_step(self, step: int) -> bool:
         """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not."""
         group = current_group()
-        layout, met = self._meet(step, group, compare=True)
+        layout, met = self._meet(step, group, compare=True, saves=True)
         copied = self._copy_surely(layout, step, met, group)
-        kept = copied and self._copies.settled() and self._outlives_node(step, layout.size)
-        if copied and all(group.gather(b"kept" if kept else b"")):
+
+        def keep() -> bool:
+            return self._copies.settled() and self._outlives_node(step, layout.size)
+
+        if copied and all_did(group, keep, f"step {step} is not kept"):
             self._disk.is_leaving = True
             if met.all_have_writers and self._may_write(group):
-                self._last = self._plan(step, met, group, layout.packed_table, twins=True)
+                self._last = met, group
             return True
         if self.floor is not None and step <= self.floor:
             return True
         try:
-            saved = self.save(step) and self.wait()
+            # What was not copied, after the wait for that, is not waited for again.
+            saved = self._save(step, in_memory=copied) and self.wait()
         except DirectoryNotShared as refusal:
             if group.rank == 0:
                 logger.error(
@@ -418,57 +397,9 @@ class ShardSaving(SaveOutcomes):
 
     def order_write(self, step: int) -> None:
         """After that: let the disk writers have what is only in memory."""
-        save, self._last = self._last, None
+        last, self._last = self._last, None
         memory = self._memory
-        if save is None or memory is None:
+        if last is None or memory is None:
             return
-        self._disk.expect(save)
-        try:
-            self._disk.hand_over(*memory.lend((memory.place.generation, step)))
-        except (OSError, ValueError) as error:
-            logger.warning("the last state is in memory only: step=%d reason=%s", step, error)
-            self._disk.refuse(error)
-
-
-class _Tables:
-    """Those of all ranks' copies, at rank 0; each is sent only when it is another one than before."""
-
-    def __init__(self) -> None:
-        self._sent = b""
-        self._packed: dict[int, bytes] = {}
-        self._known: dict[int, tuple[bytes, Table]] = {}
-        self._metadata: tuple[list[int | None], bytes] | None = None
-
-    def exchange(self, group: Group, attempt: str, table: bytes) -> str:
-        """Every rank calls it; returns the name of the attempt that rank 0 has given."""
-        new = table if table != self._sent else b""
-        self._sent = table
-        rows = group.gather(attempt.encode() + b"\n" + new)
-        for rank, row in enumerate(rows):
-            name, _, packed = row.partition(b"\n")
-            if rank == 0:
-                attempt = name.decode()
-            if packed and group.rank == 0:
-                self._packed[rank] = packed
-                self._metadata = None
-        return attempt
-
-    def metadata(self, first_twins: list[int | None]) -> bytes:
-        """Rank 0: DCP's index of all files. Raises Invalid for a table that cannot be read."""
-        if self._metadata is None or self._metadata[0] != first_twins:
-            for rank, packed in self._packed.items():
-                if self._known.get(rank, (b"",))[0] != packed:
-                    self._known[rank] = packed, Table.from_bytes(packed)
-            tables = {
-                rank: table if first_twins[rank] is None else own_rows(table, rank).table
-                for rank, (_, table) in self._known.items()
-            }
-            self._metadata = first_twins, metadata_of(tables, {rank: data_name(rank) for rank in tables})
-        return self._metadata[1]
-
-
-def _most_bytes_of_a_node(group: Group, met: Met, first_twins: Sequence[int | None]) -> int:
-    """No rank knows which ranks share a node, but all nodes of a world have about as many."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    sizes = [one.size if first is None else 0 for one, first in zip(met.all, first_twins, strict=True)]
-    return max(sum(sizes[begin : begin + local]) for begin in range(0, group.world_size, local))
+        version = memory.place.generation, step
+        self._order_part(step, *last, lambda: self._disk.hand_over(*memory.lend(version)))

@@ -104,6 +104,7 @@ class ShardLayouts:
             tail.table,
             (table_at, len(tail.packed)),
             tail.digest,
+            tail.packed,
             places,
             bytes(behind),
             items.tensors,
@@ -170,15 +171,13 @@ class ShardLayout:
     table: Table
     table_place: tuple[int, int]
     digest: str
+    packed_table: bytes
+    """The same object until the table changes."""
     _places: _Places
     _behind: bytes
     """Values and table."""
     _tensors: Sequence[torch.Tensor]
     _views: _Views
-
-    @property
-    def packed_table(self) -> bytes:
-        return self._behind[self.table_place[0] - self._places.end :]
 
     @torch.no_grad()
     def copy_to(self, view: memoryview, target: torch.Tensor) -> list[torch.cuda.Event]:

@@ -45,6 +45,7 @@ from ..shard_files import (
 FIRST_LOOK_S = 0.02
 LAST_LOOK_S = 1.0
 """Between two looks for the parts of others: longer each time."""
+TOKEN_BYTES = 4
 _SHOWN_RANKS = 8
 
 
@@ -60,9 +61,13 @@ class Commit:
     within_s: float
 
 
-def new_attempt(files: CheckpointFiles, step: int, generation: int) -> str:
-    """A name for the directory of one save, which no other has: rank 0 tells it to all."""
-    return f"step-{step:012d}-{files.run.id}-{generation:08d}-{os.urandom(4).hex()}"
+def new_attempt(files: CheckpointFiles, step: int, generation: int, token: bytes = b"") -> str:
+    """A name for the directory of one save, which no other has: rank 0 gives all ranks its `new_token`."""
+    return f"step-{step:012d}-{files.run.id}-{generation:08d}-{(token or new_token()).hex()}"
+
+
+def new_token() -> bytes:
+    return os.urandom(TOKEN_BYTES)
 
 
 def commit(

@@ -2,7 +2,7 @@
 
     all ranks      save = ShardedSave(step, attempt, ...)      rank 0 has named the attempt (`new_attempt`) to all
     in background  saver.expect(save); saver.promise(step)
-                   saver.begin(slots, held)                    when the copy is sealed; else saver.refuse(error)
+                   saver.begin(slots, held)                    when the copy is sealed; else saver.refuse(step, error)
                    outcome = saver.finish()                    at the next save: all ranks, before any collective
     while all wait saver.write_now(save, header, pour)         each rank; all gather whether it went well
                    saver.commit_now(save)                      rank 0
@@ -15,6 +15,7 @@ so in the directory of the attempt, and the others need not wait for it.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -26,8 +27,11 @@ from ....wire.messages import CommitOrder, ShardOrder, Tier, WriteOutcome
 from ...memory.copy_header import Header
 from ...memory.slots import HeldSlot, Slots
 from ..async_save import LEAST_S, SLOWEST_BYTES_PER_S, BackgroundSaver
+from ..background_write import outcome_of
 from .commit import Commit, commit
 from .parts import Part, refuse_part, write_held, write_part
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +99,18 @@ class ShardSaver(BackgroundSaver):
         if committing is not None:
             return self._end_commit(committing)
         if lost and outcome is not None:
-            self.refuse(SaveFailed(outcome.reason))
+            self._refuse_part(outcome.step, SaveFailed(outcome.reason))
         return outcome
 
-    def refuse(self, error: Exception) -> None:
-        """This rank's part of the expected save cannot be begun: the one that commits need not wait for it."""
+    def refuse(self, step: int, error: Exception) -> None:
+        """This rank's part of that step cannot begin to be written: `finish` says so, and no commit waits for it."""
+        logger.warning("a part of a checkpoint is not brought to disk: step=%d reason=%s", step, error)
+        self._due, self._outcome = None, outcome_of(step, error, self.files.directory)
+        self._refuse_part(step, error)
+
+    def _refuse_part(self, step: int, error: Exception) -> None:
         save = self._expected
-        if save is not None:
+        if save is not None and save.step == step:
             refuse_part(self.files, save.attempt, save.rank, error)
 
     # ---------------------------------------------------------------- while all wait

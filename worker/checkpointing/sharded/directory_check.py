@@ -1,0 +1,53 @@
+"""Whether all nodes see one checkpoint directory, as a sharded state needs it. They look once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import CheckpointError, DirectoryNotShared, SaveFailed
+from ...ranks.group import Group
+from ...ranks.refusals import because, together
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.disk.sharded.shared_directory import not_shared, remove_mark, sees_mark, write_mark
+
+
+class DirectoryCheck:
+    """Of one Checkpointer's directory."""
+
+    def __init__(self, files: CheckpointFiles, node: str, count: Callable[[CheckpointError], None]) -> None:
+        """`count` gets what the disk refuses, and raises."""
+        self._files = files
+        self._node = node
+        self._count = count
+        self._is_shared: bool | None = None
+        """None: the nodes have not looked yet."""
+        self._refusal = ""
+
+    def require(self, group: Group) -> None:
+        """All ranks call it. Raises DirectoryNotShared, or what `count` raises, on all of them."""
+        if self._is_shared is None:
+            self._is_shared = group.world_size == 1 or self._all_see_one(group)
+        if not self._is_shared:
+            raise DirectoryNotShared(self._refusal)
+
+    def _all_see_one(self, group: Group) -> bool:
+        directory = self._files.directory
+        token = ""
+
+        def mark() -> None:
+            nonlocal token
+            if group.rank == 0:
+                try:
+                    token = write_mark(directory, self._files.run)
+                except OSError as error:
+                    self._count(because(SaveFailed, f"nothing can be written to {directory}: {error}", error))
+
+        together(group, mark, f"nothing can be written to {directory}")
+        token = group.gather(token.encode())[0].decode()
+        seen = group.gather(b"" if sees_mark(directory, token) else self._node.encode() or b"?")
+        if group.rank == 0:
+            remove_mark(directory, token)
+        blind = next((rank for rank, node in enumerate(seen) if node), None)
+        if blind is not None:
+            self._refusal = str(not_shared(directory, blind, seen[blind].decode()))
+        return blind is None

@@ -1,0 +1,81 @@
+"""What a save to disk is for one rank: its attempt, who writes what it has twice, and rank 0's index of all files.
+
+DCP's index is made of the tables of all ranks' copies. They change only with the form of a state, so rank 0 keeps them:
+a rank sends its own only when it is another one than before, and where none is, no collective is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ...ranks.group import Group
+from ...state.sharding.reading import metadata_of
+from ...state.sharding.table import Table
+from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.disk.shard_files import data_name
+from ...storage.disk.sharded.commit import new_attempt
+from ...storage.disk.sharded.own_rows import own_rows
+from ...storage.disk.sharded.shard_saver import ShardedSave
+from .meeting import Met
+
+
+class SavePlans:
+    """Of one Checkpointer's saves, one after the other."""
+
+    def __init__(self, files: CheckpointFiles, generation: int) -> None:
+        self._files = files
+        self._generation = generation
+        self._sent = b""
+        self._packed: dict[int, bytes] = {}
+        """Of rank 0: the tables of all ranks' copies."""
+        self._known: dict[int, tuple[bytes, Table]] = {}
+        self._index: tuple[list[int | None], bytes] | None = None
+        """Of rank 0: for those first twins."""
+
+    def is_new(self, table: bytes) -> bool:
+        """Whether rank 0 does not have this rank's table yet."""
+        return table != self._sent
+
+    def exchange(self, table: bytes, group: Group) -> None:
+        """All ranks call it, where some have a new table."""
+        rows = group.gather(table if table != self._sent else b"")
+        self._sent = table
+        if group.rank == 0:
+            self._packed |= {rank: packed for rank, packed in enumerate(rows) if packed}
+            self._index = None
+
+    def plan(self, step: int, met: Met, group: Group, *, twins: bool) -> ShardedSave:
+        """`twins`: a rank whose shards another one writes, too, writes only what it has for itself.
+
+        Raises Invalid for a table that cannot be read.
+        """
+        first: list[int | None] = met.first_twins if twins else [None] * group.world_size
+        return ShardedSave(
+            step,
+            new_attempt(self._files, step, self._generation, met.token),
+            group.rank,
+            group.world_size,
+            _most_bytes_of_a_node(met, first),
+            first[group.rank],
+            self._indexed(first) if group.rank == 0 else b"",
+        )
+
+    def _indexed(self, first_twins: list[int | None]) -> bytes:
+        if self._index is None or self._index[0] != first_twins:
+            for rank, packed in self._packed.items():
+                if self._known.get(rank, (b"",))[0] != packed:
+                    self._known[rank] = packed, Table.from_bytes(packed)
+            tables = {
+                rank: table if first_twins[rank] is None else own_rows(table, rank).table
+                for rank, (_, table) in self._known.items()
+            }
+            self._index = first_twins, metadata_of(tables, {rank: data_name(rank) for rank in tables})
+        return self._index[1]
+
+
+def _most_bytes_of_a_node(met: Met, first_twins: Sequence[int | None]) -> int:
+    """No rank knows which ranks share a node, but all nodes of a world have about as many."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    sizes = [one.size if first is None else 0 for one, first in zip(met.all, first_twins, strict=True)]
+    return max(sum(sizes[begin : begin + local]) for begin in range(0, len(sizes), local))
