@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from elastic_agent.worker.errors import CheckpointMismatch, OtherWorldSize, Sharded
 from elastic_agent.worker.state.kinds import is_sharded
+from elastic_agent.worker.state.sharding import reading
 from elastic_agent.worker.state.sharding.layout import ShardLayouts
 from elastic_agent.worker.state.sharding.parts import ShardedParts
 from elastic_agent.worker.state.sharding.reading import OpenCopy, metadata_of
@@ -341,6 +342,37 @@ def test_what_no_copy_holds_is_missed_before_anything_changes(alone: None) -> No
     ):
         ShardedParts({"model": net}, (), {}).prepare({0: copy}, 0, 1, 1)
     assert torch.equal(net[0].weight.full_tensor(), before)
+
+
+def test_what_a_copy_elsewhere_has_is_asked_for_at_once(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question of its own would be a way there and back; of many small ranges only so many bytes are held."""
+    old = fsdp(flat(1), 0)
+    here = taken({"model": old})
+    assert here.mapped is not None
+    memory = here.mapped
+    asked: list[int] = []
+
+    def read_many(ranges: Sequence[tuple[int, memoryview]]) -> None:
+        asked.append(len(ranges))
+        for offset, view in ranges:
+            view[:] = memory[offset : offset + len(view)]
+
+    def questions() -> list[int]:
+        asked.clear()
+        net = fsdp(flat(1), 1)
+        there = OpenCopy(here.table, here.read, None, read_many)
+        ShardedParts({"model": net}, (), {}).prepare({0: there}, 0, 1, 2).apply()
+        for one, other in zip(net.parameters(), old.parameters(), strict=True):
+            assert torch.equal(one.full_tensor(), other.full_tensor())  # type: ignore[attr-defined]
+        return [count for count in asked if count]
+
+    assert questions() == [1], "all are neighbours"
+    monkeypatch.setattr(reading, "SMALL", 0)
+    assert questions() == [6], "each tensor is read into its place"
+    monkeypatch.undo()
+    monkeypatch.setattr(reading, "MOST", 3 << 10)
+    monkeypatch.setattr(reading, "AT_ONCE", 1)
+    assert len(questions()) > 1
 
 
 def _place(row: Any) -> tuple[int, int, int]:

@@ -118,7 +118,10 @@ class MemoryReader:
         def read(offset: int, into: memoryview) -> None:
             client.read(folder, place.slot, version, offset, into)
 
-        return OpenCopy(_table(place.header, read), read, None)
+        def read_many(ranges: Sequence[tuple[int, memoryview]]) -> None:
+            client.read_many(folder, place.slot, version, ranges)
+
+        return OpenCopy(_table(place.header, read), read, None, read_many)
 
 
 def _folder(place: Place) -> SlotFolder:

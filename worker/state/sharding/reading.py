@@ -1,8 +1,9 @@
 """Which bytes of which copies make the pieces that a rank wants, and the reading of these and no others.
 
 A piece that some copy in local memory holds as it is wanted is not read: it is a view on that memory. All others are
-put together by DCP's own planner. What is read from one copy is read in the order of its offsets, and neighbours that
-are small are read at once: a state has thousands of them, and a copy may be on another node.
+put together from the pieces that they overlap with. What is read from one copy is asked for at once, in the order of
+its offsets, and neighbours that are small are one range: a state has thousands of them, and a copy may be on another
+node.
 """
 
 from __future__ import annotations
@@ -25,16 +26,29 @@ SMALL = 256 << 10
 GAP = 16 << 10
 """Bytes that are read for nothing, at most, rather than asked for twice."""
 MOST = 8 << 20
-"""Bytes of neighbours that are read at once."""
+"""Bytes of neighbours that are one range."""
+AT_ONCE = 64 << 20
+"""Bytes of ranges of several neighbours that are asked for at once."""
 
 
 @dataclass(slots=True)
 class OpenCopy:
-    """The copy of one rank of the old world. `read` fills the view from an offset on; `mapped`: it is local memory."""
+    """The copy of one rank of the old world. `read` fills the view from an offset on; `mapped`: it is local memory.
+
+    `read_many` does so for several, where that is faster than one after the other.
+    """
 
     table: Table
     read: Callable[[int, memoryview], None]
     mapped: memoryview | None = None
+    read_many: Callable[[Sequence[tuple[int, memoryview]]], None] | None = None
+
+    def fill(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        if self.read_many is not None:
+            self.read_many(ranges)
+            return
+        for offset, view in ranges:
+            self.read(offset, view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,25 +183,14 @@ class Reader:
         return Wanted(box, made, False)
 
     def _want_parts(self, key: str, box: Box, rows: list[tuple[int, Shard]]) -> Wanted:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-        one = rows[0][1]
-        dtype = _dtype(one)
-        saved = TensorStorageMetadata(
-            _properties(dtype),
-            torch.Size(one.shape),
-            [ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes)) for _, row in rows],
-        )
-        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        made = torch.empty(box.sizes, dtype=dtype)
+        made = torch.empty(box.sizes, dtype=_dtype(rows[0][1]))
         lacking = box.numel
-        for item in create_read_items_for_chunk_list(key, saved, [chunk]):
-            assert item.storage_index.index is not None
-            rank, row = rows[item.storage_index.index]
-            lacking -= numel(item.lengths)
-            place = _narrow(made, item.dest_offsets, item.lengths)
-            self._want_part(rank, row, tuple(item.storage_offsets), tuple(item.lengths), place)
+        for rank, row in rows:
+            part = _overlap(box, row)
+            if part is not None:
+                lacking -= part.numel
+                place = _narrow(made, _within(part, box), part.sizes)
+                self._want_part(rank, row, _within(part, row), part.sizes, place)
         if lacking:
             raise CheckpointMismatch(
                 f"{lacking} of {box.numel} elements of {key!r} that this rank needs are in no copy"
@@ -227,18 +230,11 @@ class Reader:
         """Get all that was wanted up to now. Raises what the copies' `read` raises."""
         for rank, ranges in self._ranges.items():
             copy = self._copies[rank]
-            for group in _groups(sorted(ranges, key=lambda one: one.offset)):
-                begin = group[0].offset
-                if copy.mapped is not None:
-                    for one in group:
-                        one.put(copy.mapped[one.offset : one.offset + one.length])
-                elif len(group) == 1 and isinstance(group[0].sink, memoryview):
-                    copy.read(begin, group[0].sink)
-                else:
-                    scratch = memoryview(bytearray(max(one.offset + one.length for one in group) - begin))
-                    copy.read(begin, scratch)
-                    for one in group:
-                        one.put(scratch[one.offset - begin : one.offset - begin + one.length])
+            if copy.mapped is None:
+                _read(copy, _groups(sorted(ranges, key=lambda one: one.offset)))
+                continue
+            for one in ranges:
+                one.put(copy.mapped[one.offset : one.offset + one.length])
         self._ranges = {}
 
 
@@ -294,6 +290,31 @@ class WantedTensor:
         return local
 
 
+def _read(copy: OpenCopy, groups: Sequence[list[_Range]]) -> None:
+    asked: list[tuple[int, memoryview]] = []
+    scratches: list[tuple[list[_Range], memoryview]] = []
+
+    def get() -> None:
+        copy.fill(asked)
+        for group, scratch in scratches:
+            for one in group:
+                one.put(scratch[one.offset - group[0].offset :][: one.length])
+        asked.clear()
+        scratches.clear()
+
+    for group in groups:
+        begin = group[0].offset
+        if len(group) == 1 and isinstance(group[0].sink, memoryview):
+            asked.append((begin, group[0].sink))
+            continue
+        scratch = memoryview(bytearray(max(one.offset + one.length for one in group) - begin))
+        asked.append((begin, scratch))
+        scratches.append((group, scratch))
+        if sum(len(scratch) for _, scratch in scratches) > AT_ONCE:
+            get()
+    get()
+
+
 def _groups(ranges: Sequence[_Range]) -> list[list[_Range]]:
     found: list[list[_Range]] = []
     end = 0
@@ -311,6 +332,23 @@ def _groups(ranges: Sequence[_Range]) -> list[list[_Range]]:
             found.append([one])
         end = max(end if joins else 0, one.offset + one.length)
     return found
+
+
+def _overlap(one: Box, other: Box | Shard) -> Box | None:
+    """The elements that both have, if there are any."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    sizes = tuple(
+        min(begin + size, other_begin + other_size) - offset
+        for begin, size, other_begin, other_size, offset in zip(
+            one.offsets, one.sizes, other.offsets, other.sizes, offsets, strict=True
+        )
+    )
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _within(part: Box, there: Box | Shard) -> Sizes:
+    """Where the part begins in it."""
+    return tuple(at - begin for at, begin in zip(part.offsets, there.offsets, strict=True))
 
 
 def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
