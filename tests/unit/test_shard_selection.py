@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,10 @@ def copy(
     twins: tuple[int, ...] = (),
     resumed_from: int = 0,
     run: str = "",
+    keep: tuple[int, int] | None = None,
 ) -> ShardCopy:
     """In the slots of local rank 0, or in a replica `of` another node."""
-    shards = RankShards(rank, (0, 1), f"{min(rank, *twins, rank):016x}", common, twins)
+    shards = RankShards(rank, (0, 1), f"{min(rank, *twins, rank):016x}", common, twins, keep)
     header = Header(step, generation, resumed_from, world, 1, run=run, shards=shards)
     return ShardCopy("d" * 16 + ".0" + (f".{of * 12}" if of else ""), "ab"[step % 2], header)
 
@@ -146,6 +148,35 @@ def test_of_which_ranks_only_twins_are_left() -> None:
     found = choose_shards([node("a", copy(0, 4, world=4, twins=(2,)), copy(1, 4, world=4, twins=(3,)))])
     assert found is not None
     assert found.without_own == (2, 3)
+
+
+def of_two_groups(rank: int, step: int, generation: int = 1, **more: Any) -> ShardCopy:
+    """As HSDP has it: ranks 0 and 2 hold the same shards, and so do 1 and 3."""
+    return copy(rank, step, generation, world=4, twins=((rank + 2) % 4,), **more)
+
+
+def both_of(first: int, step: int, generation: int = 1, **more: Any) -> list[ShardCopy]:
+    return [of_two_groups(rank, step, generation, **more) for rank in (first, first + 1)]
+
+
+@pytest.mark.parametrize(
+    ("offers", "chosen"),
+    [
+        # rank 0 was killed in the middle of its copy of step 5, and its twin was not
+        ([node("a", *both_of(0, 4), of_two_groups(1, 5, keep=(1, 4))),
+          node("b", *both_of(2, 4), *both_of(2, 5, keep=(1, 4)))], (1, 4)),
+        # a spare still has what it had in the generation before, and the node in its place is lost
+        ([node("a", *both_of(0, 4), *both_of(0, 5, 2, keep=(1, 4))), node("spare", *both_of(2, 4))], (2, 5)),
+        # a node is lost with all that ranks 0 and 1 had for themselves
+        ([node("b", *both_of(2, 4), *both_of(2, 5, keep=(1, 4)))], (1, 5)),
+        # what all have is not what was kept, but older
+        ([node("a", *both_of(0, 2)), node("b", *both_of(2, 2), *both_of(2, 5, keep=(1, 4)))], (1, 5)),
+    ],
+)  # fmt: skip
+def test_a_step_that_a_rank_has_not_finished_gives_way_to_the_one_that_was_kept(
+    offers: list[ShardOffer], chosen: tuple[int, int]
+) -> None:
+    assert version(*offers) == chosen
 
 
 def test_another_runs_disk_counts_where_nothing_else_is() -> None:

@@ -4,6 +4,11 @@ A version in memory counts when it is *whole*: of every rank of its world there 
 node, in its own slot or as a replica, and some copy has what is common. Of the whole versions and of the disks'
 checkpoints the same one wins as of a state that is the same on all ranks: see `checkpoint_selection`.
 
+A twin stands in for the shards of a rank, not for what that rank has for itself, such as its random state. A version
+that some rank has not finished gives way to the one that all kept meanwhile, if that one has the own copies of all
+ranks: a killed worker costs a step, and no bit. Both must be of one generation: then the node where the rank was is
+there, and the rank had not finished. Where that node is lost with all that its ranks had, the newer version counts.
+
 Copies that are not whole never count, as if they were not there. Then a whole older version is taken, else the disk,
 else training begins anew: no decision of a person could bring back shards that no live node has, and a job that has
 not reached its first save shall go on by itself. It is not silent: `unusable` says what is lost, for the log. What is
@@ -123,7 +128,7 @@ def choose_shards(offers: Sequence[ShardOffer], bad: BadState | None = None) -> 
 
     None where there is nothing to load: training begins anew. Raises NoUsableCheckpoint.
     """
-    whole = {versions[0].header: versions for versions in _versions(offers) if not _missing(versions)}
+    whole = _finished({places[0].header: places for places in _versions(offers) if not _missing(places)})
     kin = {copy.header.run for offer in offers for copy in offer.copies}
     source = choose_source(
         [
@@ -179,6 +184,25 @@ def _versions(offers: Sequence[ShardOffer]) -> Iterator[list[Place]]:
                 place = Place(offer.node, offer.address, copy.folder, copy.slot, header)
                 found.setdefault(key, []).append(place)
     yield from found.values()
+
+
+def _finished(whole: dict[Header, list[Place]]) -> dict[Header, list[Place]]:
+    """Those but the ones that a failure has interrupted."""
+    with_own = {(header.run, header.version) for header, places in whole.items() if _has_all_own(places)}
+
+    def gives_way(header: Header, places: Sequence[Place]) -> bool:
+        kept = {place.header.shards.keep for place in places if place.header.shards is not None}
+        interrupted = (header.run, header.version) not in with_own
+        return interrupted and any(
+            version is not None and version[0] == header.generation and (header.run, version) in with_own
+            for version in kept
+        )
+
+    return {header: places for header, places in whole.items() if not gives_way(header, places)}
+
+
+def _has_all_own(places: Sequence[Place]) -> bool:
+    return all(any(place.is_of(rank) for place in those) for rank, those in enumerate(_by_rank(places)))
 
 
 def _by_rank(places: Sequence[Place]) -> tuple[Places, ...]:
