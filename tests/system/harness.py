@@ -55,8 +55,8 @@ LOCKSTEP = Path(__file__).with_name("lockstep.py")
 
 WITHOUT_TORCH = (RECORDER, LOCKSTEP)
 """Workers that ask their store for nothing. The process that serves it would import torch, which costs more than all
-the rest of their job: theirs imports the stand-in in the folder `without_torch`, which only holds the socket. A test
-that sets PYTHONPATH has the real torch."""
+the rest of their job: theirs imports the stand-in in the folder `without_torch`, which only holds the socket, and
+agents that meet in a c10d store import no more of torch than that. A test that sets PYTHONPATH has the real torch."""
 
 TORCH_PRELOADED = "--preload=default"
 """For a job whose workers use torch and start again and again: they are forked from one process that has imported it,
@@ -222,14 +222,12 @@ class Job:
         enter: Sequence[str] = (),
         console: int | None = None,
         stdin: int = subprocess.DEVNULL,
-        torch: bool = False,
     ) -> Agent:
         """An agent with just these options. `script` is what its workers run, with arguments.
 
         Nothing is preloaded unless an option says what: most scripts here need no torch, which would be imported
         beside them. Nor does it ask whether this machine goes away, or is fit. `enter` are words before its command
-        that bring it to another place, and keep its pid. `torch`: the agent itself needs it, to meet others in a c10d
-        store, though its workers are of those in `WITHOUT_TORCH`. Without it the stand-in says what is missing.
+        that bring it to another place, and keep its pid.
         """
         log = self.folder / f"{name}-{len(self.agents)}.log"
         interpreter = [*enter, sys.executable, "-m", "elastic_agent"]
@@ -238,7 +236,7 @@ class Job:
         unchecked = () if any(option.startswith("--check=") for option in options) else ("--check=off",)
         command = [*interpreter, f"--node-id={name}", *cold, *quiet, *unchecked, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
-        if script[:1] and script[0] in WITHOUT_TORCH and cold and not torch:
+        if script[:1] and script[0] in WITHOUT_TORCH and TORCH_PRELOADED not in options:
             path = (str(Path(__file__).with_name("without_torch")), os.environ.get("PYTHONPATH"))
             surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)
@@ -269,7 +267,7 @@ class Job:
         if self.store_port is None:
             self.store_port = port_for_a_store()
         rendezvous = (f"--rdzv-endpoint=127.0.0.1:{self.store_port}", "--local-addr=127.0.0.1")
-        agent = self.start(name, *rendezvous, *options, torch=True, **more)
+        agent = self.start(name, *rendezvous, *options, **more)
         if first:
             self.wait_for(lambda: self.store_port in listening_ports(), f"agent {name} to listen")
         return agent

@@ -20,9 +20,9 @@ def test_resets_on_the_way_to_the_host_are_no_proof_that_it_has_ended(job: Job) 
     """A firewall that is loaded anew: short of the lease nothing stops, beyond it the node joins again."""
     with network("a", "b") as net:
         store = f"--rdzv-endpoint={net['a'].address}:{PORT}"
-        host = job.start("a", store, "--nnodes=1:2", LEASE, enter=net["a"].enter, torch=True)
+        host = job.start("a", store, "--nnodes=1:2", LEASE, enter=net["a"].enter)
         job.wait_for_text(host, "metrics, /healthz")
-        other = job.start("b", store, "--nnodes=1:2", LEASE, enter=net["b"].enter, torch=True)
+        other = job.start("b", store, "--nnodes=1:2", LEASE, enter=net["b"].enter)
         job.wait_for_training(world=2)
         two = job.wait_for_convergence("a", "b")
 

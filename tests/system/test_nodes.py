@@ -41,7 +41,7 @@ def test_torchruns_static_form_is_a_job_that_survives(job: Job) -> None:
     """In the order of the node ranks, whoever comes first."""
     options = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port_for_a_store()}", FAST_LEASE)
     for name, rank in (("b", 1), ("a", 0)):
-        job.start(name, *options, f"--node-rank={rank}", "--local-addr=127.0.0.1", torch=True)
+        job.start(name, *options, f"--node-rank={rank}", "--local-addr=127.0.0.1")
     first = job.wait_for_training(world=2)
     assert first.nodes == ["a", "b"]
     os.kill(first.pid(1), signal.SIGKILL)

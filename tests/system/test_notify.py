@@ -61,7 +61,7 @@ def ear(tmp_path: Path) -> Iterator[Ear]:
 def test_an_agent_is_ready_and_watched_while_it_looks_for_its_store(job: Job, ear: Ear) -> None:
     endpoint = f"192.0.2.200:{port_for_a_store()}"
     options = ("--nnodes=2", f"--rdzv-endpoint={endpoint}")
-    agent = job.start("a", *options, environment=ear.environment, torch=True)
+    agent = job.start("a", *options, environment=ear.environment)
     job.wait_for(ear.heard("READY=1"), "READY")
     job.wait_for(lambda: ear.beats() >= 4, "a wait longer than the watchdog's")
     assert "STATUS=looking for the rendezvous store" in ear.listen()

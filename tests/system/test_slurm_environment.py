@@ -73,7 +73,6 @@ def test_two_tasks_of_srun_meet_and_leave_after_a_warning(job: Job) -> None:
             *("--slurm", "--local-addr=127.0.0.1"),
             script=(LOCKSTEP, state),
             environment=task(2, node, SLURM_JOB_ID=str(port - 20000)),
-            torch=True,
         )
         for node in (0, 1)
     ]

@@ -73,7 +73,7 @@ def test_a_second_signal_cuts_the_grace_short(job: Job) -> None:
 
 
 def test_a_signal_while_looking_for_the_store_ends_at_once(job: Job) -> None:
-    agent = job.start("a", "--nnodes=2", f"--rdzv-endpoint=192.0.2.200:{port_for_a_store()}", torch=True)
+    agent = job.start("a", "--nnodes=2", f"--rdzv-endpoint=192.0.2.200:{port_for_a_store()}")
     job.wait_for_text(agent, "looking for the rendezvous store")
     agent.signal(signal.SIGTERM)
     assert agent.exit_code(within_s=10) == 143
