@@ -209,7 +209,9 @@ class Job:
         self._history = folder / "history.jsonl"
         self._history.touch()
         self._read = 0
-        self._records: list[Record] = []
+        self._records: dict[tuple[Any, Any], list[Record]] = {}
+        """By what they say and by generation, and by either: a wait looks at few of them each time."""
+        self._census = Census(self.id)
 
     # --- starting
 
@@ -293,8 +295,12 @@ class Job:
             file.seek(self._read)
             *lines, rest = file.read().split(b"\n")
             self._read = file.tell() - len(rest)
-        self._records += [json.loads(line) for line in lines]
-        return [record for record in self._records if wanted.items() <= record.items()]
+        for record in map(json.loads, lines):
+            what, generation = record["what"], record.get("generation")
+            for key in {(what, generation), (what, None), (None, generation), (None, None)}:
+                self._records.setdefault(key, []).append(record)
+        found = self._records.get((wanted.get("what"), wanted.get("generation")), ())
+        return [record for record in found if wanted.items() <= record.items()]
 
     def generations(self) -> list[Generation]:
         starts: dict[int, dict[int, Record]] = {}
@@ -350,7 +356,8 @@ class Job:
 
     def processes(self) -> list[Process]:
         """All that came from this job and lives."""
-        return processes_of(self.id)
+        found = (look_at(process.pid) for process in self._census.take())
+        return [process for process in found if process is not None]
 
     def workers(self, node: str | None = None) -> list[Process]:
         """Living workers and their descendants, on one node or on all."""
@@ -365,7 +372,7 @@ class Job:
         for agent in self.agents:
             agent.kill()
         deadline = time.monotonic() + ORPHANS_S
-        while (orphans := self.processes()) and time.monotonic() < deadline:
+        while (orphans := processes_of(self.id)) and time.monotonic() < deadline:
             time.sleep(0.02)
         described = [str(orphan) for orphan in orphans]
         for orphan in orphans:

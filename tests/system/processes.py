@@ -93,27 +93,71 @@ def processes_of(job: str) -> list[Process]:
 class Census:
     """The processes of a job, for one who looks again and again.
 
-    Who has been there for a second without the job's marker is a stranger, and is not looked at any more: no process
-    that a job starts goes on for so long in the environment of the one that started it.
+    /proc is listed only when the kernel has given a pid since. Of what is there, a process that has been met for a
+    second without the job's marker is a stranger, and is not looked at any more: no process that a job starts goes on
+    for so long in the environment of the one that started it. A worker stays one, of the same generation. All others
+    are read each time: a spare becomes a worker, and so does what starts one.
     """
 
     STRANGER_AFTER_S = 1.0
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._met: dict[int, float] = {}
-        """When each process without the marker was first seen."""
+        self._last_pid = b""
+        self._strangers: set[int] = set()
+        self._workers: dict[int, Process] = {}
+        self._others: dict[int, float] = {}
+        """Until when each of them may turn out to be of the job."""
+        self._seen: dict[int, tuple[bytes, Process]] = {}
+        """Of the others: the environment that was read, and what it says."""
 
     def take(self) -> list[Process]:
+        """All that live. One that has ended may be among them until the next process starts."""
         now = time.monotonic()
+        last_pid = _read("/proc/loadavg").split()[-1]
+        if last_pid != self._last_pid:
+            self._last_pid = last_pid
+            self._list(now)
+        found = []
+        for pid, until in list(self._others.items()):
+            process = self._look_at(pid)
+            if process is None or process.environment.get(MARKER) != self._job:
+                if now > until:
+                    self._strangers.add(pid)
+                    self._forget(pid)
+            elif process.generation is None:
+                self._others[pid] = now + self.STRANGER_AFTER_S
+                found.append(process)
+            else:
+                self._workers[pid] = process
+                self._forget(pid)
+        return [*found, *self._workers.values()]
+
+    def _list(self, now: float) -> None:
         there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        self._met = {pid: met for pid, met in self._met.items() if pid in there}
-        strangers = {pid for pid, met in self._met.items() if now > met + self.STRANGER_AFTER_S}
-        found = [process for pid in there - strangers if (process := look_at(pid)) is not None]
-        ours = [process for process in found if process.environment.get(MARKER) == self._job]
-        for pid in there.difference(process.pid for process in ours):
-            self._met.setdefault(pid, now)
-        return ours
+        self._strangers &= there
+        self._workers = {pid: worker for pid, worker in self._workers.items() if pid in there}
+        for pid in self._others.keys() - there:
+            self._forget(pid)
+        for pid in there - self._strangers - self._workers.keys():
+            self._others.setdefault(pid, now + self.STRANGER_AFTER_S)
+
+    def _forget(self, pid: int) -> None:
+        del self._others[pid]
+        self._seen.pop(pid, None)
+
+    def _look_at(self, pid: int) -> Process | None:
+        try:
+            environment = _read(f"/proc/{pid}/environ")
+        except OSError:
+            return None
+        known = self._seen.get(pid)
+        if known is not None and known[0] == environment:
+            return known[1]
+        process = look_at(pid)
+        if process is not None:
+            self._seen[pid] = environment, process
+        return process
 
 
 def alive(pid: int) -> bool:
