@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak slurm benchmark torchft scale steps checkpoints sharded gpu clean
+.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps checkpoints sharded gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -89,6 +89,11 @@ soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with pla
 	SOAK_KILLS=$(KILLS) SOAK_SEED=$(SEED) SOAK_JOBS=$(JOBS) $(BIN)/python -m pytest tests/chaos -s
 	STORE_OUTAGE_S=60 $(BIN)/python -m pytest tests/system/test_etcd_members.py -k gone_for_longer_than_a_lease
 	$(BIN)/python -m pytest tests/system -m long
+
+SHARDED_KILLS ?= 50
+soak-sharded: $(READY)  ## SHARDED_KILLS=50 kills of random workers and nodes that train examples/elastic_fsdp.py, drawn from SEED=1
+	@.ci/system-packages etcd
+	SOAK_KILLS=$(SHARDED_KILLS) SOAK_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos/test_sharded_soak.py -m long -s
 
 # As root. Slurm's daemons are the tests' own, on ports of this machine, without munge.
 slurm: $(READY)  ## a real Slurm on this machine: srun, scancel, --signal, the time limit, 20 preemptions; SLURM_PREEMPTIONS=20

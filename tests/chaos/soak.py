@@ -45,7 +45,7 @@ _MOUNT = 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"'
 OWN_MEMORY = ("unshare", "-m", "sh", "-c", _MOUNT, "sh") if os.geteuid() == 0 else ()
 """Words before an agent's command, which keep its pid."""
 PRELOAD = "--preload=default"
-OPTIONS = (PRELOAD, "--nnodes=3", "--max-restarts=1000000", "--last-call=0")
+OPTIONS = ("--nnodes=3", "--max-restarts=1000000", "--last-call=0")
 
 
 class Kind(enum.Enum):
@@ -64,6 +64,15 @@ class Kind(enum.Enum):
     def on_top(self) -> bool:
         """Not one of the kills that were asked for."""
         return self.planned or self is Kind.FULL
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained meanwhile: `script` with the job's folder and these words, in workers that are preloaded so."""
+
+    script: Path = SCRIPT
+    words: tuple[str, ...] = ("0", str(STEP_S))
+    preload: str = PRELOAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +102,15 @@ def plan(seed: int, kills: int) -> list[Fault]:
 class Soak:
     """One run. `faults` happen in this order; `seed` is what a failure names."""
 
-    def __init__(self, job: Job, etcd: EtcdCluster, seed: int, faults: Sequence[Fault]) -> None:
-        self._job, self._seed, self._faults = job, seed, faults
+    def __init__(
+        self,
+        job: Job,
+        etcd: EtcdCluster,
+        seed: int,
+        faults: Sequence[Fault],
+        training: Training = Training(),
+    ) -> None:
+        self._job, self._seed, self._faults, self._training = job, seed, faults, training
         endpoints = ",".join(f"{host}:{port}" for host, port in etcd.endpoints)
         self._deaf = random.Random(seed).choice(NODES)
         """Nobody reads what this node's agents say: their console stands still from the first word on."""
@@ -190,11 +206,16 @@ class Soak:
         return None
 
     def _start(self, node: str) -> Agent:
-        script = (SCRIPT, self._job.folder, "0", str(STEP_S))
+        training = self._training
+        script = (training.script, self._job.folder, *training.words)
         environment = {"OMP_NUM_THREADS": "1"}
         console = self._console if node == self._deaf else None
         return self._job.join(
-            node, *OPTIONS, script=script, environment=environment, enter=OWN_MEMORY, console=console
+            *(node, training.preload, *OPTIONS),
+            script=script,
+            environment=environment,
+            enter=OWN_MEMORY,
+            console=console,
         )
 
     def _where(self, number: int, fault: Fault, error: str) -> str:
@@ -205,6 +226,26 @@ class Soak:
         kills = sum(not fault.kind.on_top for fault in self._faults)
         again = f"SOAK_SEED={self._seed} SOAK_KILLS={kills}"
         return f"{again}, fault {number} ({fault}): {error}\n{logs}"
+
+
+def undisturbed(folder: Path, training: Training) -> list[Record]:
+    """The results by rank of as many ranks on one node, without any fault."""
+    folder.mkdir()
+    (folder / "enough").touch()
+    job = Job(folder)
+    script = (training.script, folder, *training.words)
+    workers = f"--nproc-per-node={len(NODES)}"
+    agent = job.start("quiet", training.preload, workers, script=script, environment={"OMP_NUM_THREADS": "1"})
+    code = agent.exit_code(300)
+    found = results(job)
+    job.close()
+    assert code == 0, agent.text
+    return found
+
+
+def results(job: Job) -> list[Record]:
+    found = sorted(job.history(what="result"), key=lambda result: int(result["rank"]))
+    return [{name: one[name] for name in ("rank", "step", "weights")} for one in found]
 
 
 @contextlib.contextmanager

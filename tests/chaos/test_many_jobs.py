@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,6 @@ while [ $(ls $0 | grep -c ^$ELASTIC_AGENT_GENERATION-) -lt $1 ]; do sleep 0.2; d
 exit $((2 - ELASTIC_AGENT_GENERATION))
 """
 """In the first generation it fails, in the second one it ends, and each time only when all jobs are there."""
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
-    yield job
-    job.close()
 
 
 def a_range(size: int) -> range:
