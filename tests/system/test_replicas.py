@@ -20,7 +20,7 @@ def run(worlds: Worlds, scenario: str, directory: Path, **more: Any) -> list[dic
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("fsdp1", ["part 'model'", "FullyShardedDataParallel"]),
+        ("partial", ["'rows.0' of part 'table'", "redistribute it"]),
         (
             "shards",
             ["'0.bias' of part 'model'", "other values on rank 0 than on rank 1", "of_rank_0=['model']"],
@@ -40,7 +40,7 @@ def test_a_sharded_state_is_refused_by_name_on_all_ranks(
 
 
 def test_what_can_be_told_by_type_is_refused_before_training(worlds: Worlds, tmp_path: Path) -> None:
-    answers = run(worlds, "load_unequal", tmp_path, kind="fsdp1")
+    answers = run(worlds, "load_unequal", tmp_path, kind="partial")
     assert [answer["raised"] for answer in answers] == ["Sharded"] * 2
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import Checkpointer, CheckpointError, Fenced
@@ -60,8 +60,11 @@ class Training:
     def fsdp2(self) -> None:
         fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
 
-    def fsdp1(self) -> None:
-        self.model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    def partial(self) -> None:
+        """A sum of which each rank has a term."""
+        self.ddp()
+        mesh = init_device_mesh("cpu", (2,))
+        self.more["table"] = {"rows": [DTensor.from_local(torch.ones(4), mesh, [Partial()])]}
 
     def dtensor(self) -> None:
         self.ddp()

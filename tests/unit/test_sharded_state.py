@@ -17,16 +17,17 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from elastic_agent.worker.errors import CheckpointMismatch, OtherWorldSize, Sharded
+from elastic_agent.worker.errors import CheckpointError, CheckpointMismatch, OtherWorldSize, Sharded
 from elastic_agent.worker.state.kinds import is_sharded
 from elastic_agent.worker.state.sharding import reading
 from elastic_agent.worker.state.sharding.layout import ShardLayouts
 from elastic_agent.worker.state.sharding.parts import ShardedParts
+from elastic_agent.worker.state.sharding.pieces import boxes_of_run
 from elastic_agent.worker.state.sharding.reading import OpenCopy, metadata_of
 from elastic_agent.worker.state.sharding.table import Table
 
@@ -38,7 +39,8 @@ Parts = dict[str, Any]
 
 def model(seed: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 12), nn.Linear(12, 3)).to(dtype)
+    """The last layer has fewer elements than there are ranks."""
+    return nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 12), nn.Linear(12, 3), nn.PReLU(3)).to(dtype)
 
 
 def with_adam(net: nn.Module, *, foreach: bool = True) -> Parts:
@@ -91,7 +93,27 @@ def momentum(mesh: DeviceMesh, seed: int) -> Parts:
     return {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)}
 
 
-GROUPS: dict[int, Any] = {}
+GROUPS: dict[Any, Any] = {}
+"""Of fewer ranks, by their number; and those that HYBRID_SHARD has, as "hybrid"."""
+
+
+def fsdp1(group: Any, seed: int, *, orig: bool, strategy: str = "FULL_SHARD") -> nn.Module:
+    """The unit of the root has most parameters, that of the last layer fewer elements than there are ranks."""
+    net = model(seed)
+    net.register_buffer("seen", torch.tensor([float(seed)]))
+    more = {
+        "use_orig_params": orig,
+        "process_group": group,
+        "sharding_strategy": ShardingStrategy[strategy],
+        "device_id": torch.device("cpu"),
+    }
+    net[3] = FullyShardedDataParallel(net[3], **more)
+    return FullyShardedDataParallel(net, **more)
+
+
+def fsdp1_on(ranks: int, seed: int, *, orig: bool) -> Parts:
+    return with_adam(fsdp1(dist.group.WORLD if ranks == WORLD else GROUPS[ranks], seed, orig=orig))
+
 
 KINDS: dict[str, Callable[[int], Parts]] = {
     "fsdp": lambda seed: with_adam(fsdp(flat(WORLD), seed)),
@@ -100,6 +122,10 @@ KINDS: dict[str, Callable[[int], Parts]] = {
     "fsdp and tp": lambda seed: with_adam(both(seed), foreach=False),
     "zero": lambda seed: zero(WORLD, seed),
     "bf16": lambda seed: momentum(flat(WORLD), seed),
+    "fsdp1": lambda seed: fsdp1_on(WORLD, seed, orig=False),
+    "fsdp1 with original parameters": lambda seed: fsdp1_on(WORLD, seed, orig=True),
+    "fsdp1 in two": lambda seed: with_adam(fsdp1(GROUPS["hybrid"], seed, orig=True, strategy="HYBRID_SHARD")),
+    "fsdp1 of all": lambda seed: with_adam(fsdp1(None, seed, orig=False, strategy="NO_SHARD")),
 }
 """As four ranks have it."""
 
@@ -108,6 +134,10 @@ OTHERS: list[tuple[str, str]] = [
     ("hsdp", "fsdp and tp"),
     ("fsdp and tp", "tp"),
     ("tp", "fsdp"),
+    ("fsdp1", "fsdp1 with original parameters"),
+    ("fsdp1 with original parameters", "fsdp1 in two"),
+    ("fsdp1 in two", "fsdp1 of all"),
+    ("fsdp1 of all", "fsdp1"),
 ]
 """Saved as the first, loaded as the second."""
 
@@ -116,6 +146,8 @@ SMALLER: dict[str, Callable[[int, int], Parts]] = {
     "fsdp and tp": lambda ranks, seed: with_adam(fsdp(flat(ranks), seed), foreach=False),
     "zero": zero,
     "bf16": lambda ranks, seed: momentum(flat(ranks), seed),
+    "fsdp1": lambda ranks, seed: fsdp1_on(ranks, seed, orig=True),
+    "fsdp1 with original parameters": lambda ranks, seed: fsdp1_on(ranks, seed, orig=False),
 }
 
 
@@ -146,10 +178,48 @@ def full(parts: Parts) -> dict[str, Any]:
         for one in gathered:
             state |= one
         return state | {"lr": optimizer.param_groups[0]["lr"]}
+    if isinstance(parts["model"], FullyShardedDataParallel):
+        return full_of_fsdp1(parts)
     of_model, of_optimizer = get_state_dict(parts["model"], optimizer)
     found, _ = flatten_state_dict({"model": of_model, "optimizer": of_optimizer})
     whole = {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in found.items()}
     return {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in whole.items()}
+
+
+def full_of_fsdp1(parts: Parts) -> dict[str, Any]:
+    """Not by `FSDP.optim_state_dict`: on a CPU the tensors that it returns have the memory of one (torch 2.13)."""
+    net, optimizer = parts["model"], parts["optimizer"]
+    found: dict[str, Any] = {}
+    with FullyShardedDataParallel.summon_full_params(net, writeback=False):
+        for name, one in (*net.named_parameters(), *net.named_buffers()):
+            found[f"model.{name.replace('_fsdp_wrapped_module.', '')}"] = one.detach().clone()
+    for unit in FullyShardedDataParallel.fsdp_modules(net):
+        flat, group = unit._handle.flat_param, unit.process_group
+        weights = flat._params or [flat]
+        states = [optimizer.state.get(weight, {}) for weight in weights]
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            shard = torch.zeros_like(getattr(flat, "_local_shard", flat.detach()))
+            for state, here in zip(states, flat._shard_param_infos, strict=False):
+                if key in state:
+                    place = here.offset_in_shard if flat._params else 0
+                    shard[place : place + state[key].numel()] = state[key].flatten()
+            whole = shard
+            if unit._handle.uses_sharded_strategy:
+                pieces = [torch.empty_like(shard) for _ in range(group.size())]
+                dist.all_gather(pieces, shard, group=group)
+                whole = torch.cat(pieces)
+            at = 0
+            numbers = iter(zip(flat._fqns, flat._shapes, strict=True))
+            for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+                if not padding:
+                    name, shape = next(numbers)
+                    prefix = "3." if unit is not net else ""
+                    found[f"optimizer.{prefix}{name}.{key}"] = whole[at : at + numel].view(shape).clone()
+                at += numel
+        steps: list[Any] = [None] * group.size()
+        dist.all_gather_object(steps, {float(one["step"]) for one in states if "step" in one}, group=group)
+        found[f"steps.{'tail' if unit is not net else 'root'}"] = set.union(*steps)
+    return found | {"lr": optimizer.param_groups[0]["lr"]}
 
 
 def assert_same(got: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
@@ -237,6 +307,9 @@ def check_dcp(kind: str, rank: int, folder: Path, expected: Mapping[str, Any]) -
         tables = {one: copy.table for one, copy in Saved(folder).copies.items()}
         (folder / ".metadata").write_bytes(metadata_of(tables, {one: f"__{one}_0.distcp" for one in tables}))
     dist.barrier()
+    if kind.startswith("fsdp1"):
+        check_dcp_of_fsdp1(kind, folder, expected)
+        return
     parts = KINDS[kind](2)
     of_model, of_optimizer = get_state_dict(parts["model"], parts["optimizer"])
     state = {"model": of_model, "optimizer": of_optimizer}
@@ -250,12 +323,20 @@ def check_dcp(kind: str, rank: int, folder: Path, expected: Mapping[str, Any]) -
     assert_same(full(parts), expected, f"{kind}, read by dcp.load")
 
 
+def check_dcp_of_fsdp1(kind: str, folder: Path, expected: Mapping[str, Any]) -> None:
+    state = {f"model.{name}": torch.empty_like(one) for name, one in model(0).named_parameters()}
+    dcp.load(state, checkpoint_id=str(folder))
+    assert_same(state, {key: expected[key] for key in state}, f"{kind}, read by dcp.load")
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=WORLD)
     for ranks in (2, 3):
         GROUPS[ranks] = dist.new_group(list(range(ranks)))
         flat(ranks)
+    halves = [[dist.new_group(ranks) for ranks in some] for some in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
+    GROUPS["hybrid"] = halves[0][rank // 2], halves[1][rank % 2]
     wholes: dict[str, dict[str, Any]] = {}
     for number, kind in enumerate(KINDS):
         parts, place = KINDS[kind](0), Path(folder) / str(number)
@@ -265,7 +346,7 @@ def work(rank: int, folder: str) -> None:
         check_same_placement(kind, rank, place, wholes[kind], parts)
         if kind != "zero":
             check_dcp(kind, rank, place, wholes[kind])
-        if kind in ("hsdp",):
+        if kind in ("hsdp", "fsdp1 in two"):
             digests = [(place / f"{one}.digest").read_text() for one in range(WORLD)]
             assert digests[0] == digests[2] != digests[1] == digests[3], "replica groups are twins"
     for old, new in OTHERS:
@@ -290,6 +371,19 @@ def work(rank: int, folder: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_every_kind_comes_back_to_the_last_bit(tmp_path: Path) -> None:
     mp.spawn(work, (str(tmp_path),), WORLD)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (2, 1, 3)])
+def test_a_run_of_elements_is_some_boxes_in_its_order(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    for begin in range(numbers.numel()):
+        for end in range(begin, numbers.numel() + 1):
+            found = [
+                numbers[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+                for box in boxes_of_run(shape, begin, end)
+            ]
+            assert [one for piece in found for one in piece.flatten().tolist()] == list(range(begin, end))
+            assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
 @pytest.fixture
@@ -322,7 +416,9 @@ def test_tied_weights_lie_in_a_copy_once(alone: None) -> None:
 
 def test_a_state_of_other_names_or_shapes_does_not_fit(alone: None) -> None:
     copies = {0: taken({"model": fsdp(flat(1), 0)})}
-    smaller = fully_shard(nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 11), nn.Linear(11, 3)), mesh=flat(1))
+    smaller = fully_shard(
+        nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 11), nn.Linear(11, 3), nn.PReLU(3)), mesh=flat(1)
+    )
     with pytest.raises(CheckpointMismatch, match=r"'model\.1\.weight' was saved as float32 of shape"):
         ShardedParts({"model": smaller}, (), {}).prepare(copies, 0, 1, 1)
     with pytest.raises(CheckpointMismatch, match=r"has the parts \['model'\]"):
@@ -368,7 +464,7 @@ def test_what_a_copy_elsewhere_has_is_asked_for_at_once(alone: None, monkeypatch
 
     assert questions() == [1], "all are neighbours"
     monkeypatch.setattr(reading, "SMALL", 0)
-    assert questions() == [6], "each tensor is read into its place"
+    assert questions() == [7], "each tensor is read into its place"
     monkeypatch.undo()
     monkeypatch.setattr(reading, "MOST", 3 << 10)
     monkeypatch.setattr(reading, "AT_ONCE", 1)
@@ -397,12 +493,33 @@ def test_a_part_of_each_rank_needs_a_rule_in_another_world(alone: None) -> None:
         ShardedParts({"model": parts["model"]}, (), {}).prepare(copies, 0, 2, 2)
 
 
+def test_what_a_script_puts_into_the_place_of_flat_parameters_is_taken(alone: None) -> None:
+    net = fsdp1(None, 0, orig=True)
+    net(torch.ones(1, 7)).sum().backward()
+    net.module[2].bias.data = torch.full((3,), 7.0)
+    copy = taken({"model": net})
+    row = next(row for row in copy.table.shards if row.key == "model.2.bias")
+    assert copy.mapped is not None
+    assert torch.frombuffer(copy.mapped, dtype=torch.float32, count=3, offset=row.data).tolist() == [7.0] * 3
+    with (
+        FullyShardedDataParallel.summon_full_params(net),
+        pytest.raises(CheckpointError, match="leave summon_full_params"),
+    ):
+        taken({"model": net})
+
+
 def test_what_cannot_be_carried_is_refused_by_name(alone: None) -> None:
     sharded = fsdp(flat(1), 0)
-    with pytest.raises(Sharded, match="part 'old' is sharded by FullyShardedDataParallel"):
-        ShardedParts(
-            {"old": FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))}, (), {}
-        ).refuse()
+    cpu = torch.device("cpu")
+    channels_last = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+    with pytest.raises(Sharded, match="'weight' of part 'old' was not contiguous when it was wrapped"):
+        ShardedParts({"old": FullyShardedDataParallel(channels_last, device_id=cpu)}, (), {}).refuse()
+    with_hook = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2)), device_id=cpu)
+    with_hook.module[0].register_state_dict_post_hook(lambda *_: None)
+    with pytest.raises(
+        Sharded, match=r"'_fsdp_wrapped_module\.0' of part 'old' has its own hook of state_dict"
+    ):
+        ShardedParts({"old": with_hook}, (), {}).refuse()
     with pytest.raises(Sharded, match="part 'net' is spread over ranks, and declared to be rank 0's"):
         ShardedParts({"net": sharded}, ("net",), {}).refuse()
     with pytest.raises(Sharded, match="cannot be called 'ranks'"):

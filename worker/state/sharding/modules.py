@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ...errors import CheckpointMismatch, Sharded
-from ..kinds import is_dtensor, is_fsdp1, is_tensor
+from ...errors import CheckpointMismatch
+from ..kinds import is_dtensor, is_tensor
 from .items import FormCache, Leaf, Taken
 from .leaves import Path, key_of
-from .pieces import placed, refuse
+from .pieces import Held, placed, refuse
 from .reading import Reader, Wanted
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -123,12 +123,12 @@ def _is_written_by_copy(module: torch.nn.Module) -> bool:
         kind = type(one)
         methods = [getattr(kind, name) for name in (*_READING, *_WRITING)]
         hooks = (*one._load_state_dict_pre_hooks.values(), *one._load_state_dict_post_hooks.values())
-        if not all(_is_of_torch(method) for method in (*methods, *hooks)):
+        if not all(is_of_torch(method) for method in (*methods, *hooks)):
             return False
     return True
 
 
-def _is_of_torch(function: Any) -> bool:
+def is_of_torch(function: Any) -> bool:
     return str(getattr(getattr(function, "hook", function), "__module__", "")).startswith("torch.")
 
 
@@ -149,11 +149,6 @@ class ModuleState:
 
     def refuse(self) -> None:
         """Raises NotPlainData or Sharded."""
-        if any(map(is_fsdp1, self._module.modules())):
-            raise Sharded(
-                f"part {self._name!r} is sharded by FullyShardedDataParallel, which a Checkpointer does not carry: use "
-                "torch.distributed.fsdp.fully_shard instead"
-            )
         self._settle()
         names = Names(self._module)
         for raw, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
@@ -237,10 +232,11 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def wanted_for(reader: Reader, key: str, target: torch.Tensor) -> list[Wanted]:
+def wanted_for(reader: Reader, key: str, target: Held, *, any_dtype: bool = False) -> list[Wanted]:
     """What a tensor needs of the copies, by the boxes that this rank has of it. Raises CheckpointMismatch."""
     saved = reader.shard(key)
-    if saved.shape != tuple(target.shape) or saved.dtype != str(target.dtype).removeprefix("torch."):
+    other = saved.dtype != str(target.dtype).removeprefix("torch.") and not any_dtype
+    if saved.shape != tuple(target.shape) or other:
         raise CheckpointMismatch(
             f"{key!r} was saved as {saved.dtype} of shape {saved.shape}, and is "
             f"{str(target.dtype).removeprefix('torch.')} of shape {tuple(target.shape)} in this script"
@@ -249,7 +245,7 @@ def wanted_for(reader: Reader, key: str, target: torch.Tensor) -> list[Wanted]:
 
 
 @torch.no_grad()
-def fill(target: torch.Tensor, pieces: list[Wanted]) -> None:
+def fill(target: Held, pieces: list[Wanted]) -> None:
     """Copy what was wanted into the tensor that it was wanted for."""
     for one, piece in zip(placed(target), pieces, strict=True):
         one.tensor.copy_(piece.tensor)

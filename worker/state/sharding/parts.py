@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import CheckpointMismatch, OtherWorldSize, Sharded
-from ..kinds import is_dtensor, is_sharded, is_tensor, own_tensors, tensors_of
+from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_tensor, own_tensors, tensors_of
 from ..rank_parts import Reshard, Rules
 from ..state_dicts import Part, state_of, unwrapped
+from .flat_modules import FlatModuleState
 from .items import FormCache, Items, Joined, Leaf, Taken
 from .leaves import RANKS, STRUCTURE, Archives, Path, flatten, key_of, split, structure_path
 from .modules import ModuleState
@@ -284,7 +285,8 @@ def _state_of_part(
     name: str, part: Part, modules: Mapping[str, torch.nn.Module], names: ParameterNames
 ) -> _PartState:
     if name in modules:
-        return ModuleState(name, modules[name])
+        has_flat = any(map(is_fsdp1, modules[name].modules()))
+        return FlatModuleState(name, modules[name]) if has_flat else ModuleState(name, modules[name])
     if isinstance(part, torch.optim.Optimizer):
         return OptimizerState(name, part, names)
     return _OtherState(name, part)

@@ -171,7 +171,7 @@ class Reader:
         return self._want_parts(key, box, list(distinct.values()))
 
     def _want_piece(self, rank: int, row: Shard) -> Wanted:
-        box, dtype = Box(row.offsets, row.sizes), _dtype(row)
+        box, dtype = Box(row.offsets, row.sizes), dtype_of(row)
         length = box.numel * dtype.itemsize
         _check(row, length)
         memory = self._memory.get(rank)
@@ -183,7 +183,7 @@ class Reader:
         return Wanted(box, made, False)
 
     def _want_parts(self, key: str, box: Box, rows: list[tuple[int, Shard]]) -> Wanted:
-        made = torch.empty(box.sizes, dtype=_dtype(rows[0][1]))
+        made = torch.empty(box.sizes, dtype=dtype_of(rows[0][1]))
         lacking = box.numel
         for rank, row in rows:
             part = _overlap(box, row)
@@ -199,7 +199,7 @@ class Reader:
 
     def _want_part(self, rank: int, row: Shard, offsets: Sizes, lengths: Sizes, place: torch.Tensor) -> None:
         """Of one piece what begins at `offsets` in it."""
-        dtype = _dtype(row)
+        dtype = dtype_of(row)
         _check(row, numel(row.sizes) * dtype.itemsize)
         memory = self._memory.get(rank)
         if memory is not None:
@@ -252,7 +252,7 @@ class WantedTensor:
     def like(cls, reader: Reader, key: str, like: Any) -> WantedTensor:
         """Raises CheckpointMismatch where the copies do not have all of it."""
         saved = reader.shard(key)
-        shape, dtype = saved.shape, _dtype(saved)
+        shape, dtype = saved.shape, dtype_of(saved)
         if like is None:
             return cls([reader.want(key, whole(shape))], None, shape, dtype)
         boxes = boxes_of(shape, like.device_mesh, like.placements)
@@ -362,7 +362,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _dtype(row: Shard) -> torch.dtype:
+def dtype_of(row: Shard) -> torch.dtype:
+    """Raises CheckpointMismatch."""
     dtype = getattr(torch, row.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointMismatch(
@@ -413,7 +414,7 @@ def index_of(tables: Mapping[int, Table], files: Mapping[int, str]) -> Any:
             offsets, sizes = torch.Size(row.offsets), torch.Size(row.sizes)
             entry = entries.get(row.key)
             if entry is None:
-                entry = TensorStorageMetadata(_properties(_dtype(row)), torch.Size(row.shape), [])
+                entry = TensorStorageMetadata(_properties(dtype_of(row)), torch.Size(row.shape), [])
                 entries[row.key] = entry
             index = MetadataIndex(row.key, offsets, len(entry.chunks))
             if index not in stored:
