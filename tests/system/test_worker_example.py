@@ -1,12 +1,13 @@
-"""The example of docs/worker.md, as it stands: killed in the middle, it ends like a run that was left alone."""
+"""The examples of docs/worker.md, as they stand: killed in the middle, each ends like a run that was left alone."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import sys
 from pathlib import Path
+
+import pytest
 
 from .harness import Agent, Job
 
@@ -17,12 +18,18 @@ def losses(agent: Agent) -> list[str]:
     return re.findall(r"epoch \d step \d+: loss [\d.]+", agent.text)
 
 
-def test_the_example_survives_a_kill(job: Job) -> None:
+@pytest.mark.parametrize("example", ["elastic_ddp.py", "elastic_fsdp.py"])
+def test_the_example_survives_a_kill(job: Job, example: str) -> None:
     for name in ("undisturbed", "disturbed"):
         folder = job.folder / f"{name}-files"
         folder.mkdir()
-        script = ("--no-python", "env", f"--chdir={folder}", sys.executable, EXAMPLES / "elastic_ddp.py")
-        agent = job.start(name, "--nproc-per-node=2", script=script)
+        agent = job.start(
+            name,
+            "--nproc-per-node=2",
+            "--preload=default,torch.distributed.fsdp",
+            script=[EXAMPLES / example],
+            enter=["env", f"--chdir={folder}"],
+        )
         if name == "disturbed":
             job.wait_for_text(agent, "epoch 1 step ")
             victim = next(worker for worker in job.workers(name) if worker.environment["RANK"] == "1")
