@@ -29,7 +29,6 @@ from elastic_agent.worker.storage.replication.messages import (
     STRETCHES,
     AbandonNewer,
     Continue,
-    Partner,
     Piece,
     Push,
     Read,
@@ -391,7 +390,7 @@ def test_a_push_goes_on_where_the_connection_broke(make: Make) -> None:
     size = 5 * PIECE_BYTES + 100
     data = filled(a, 3, size)
     proxy = Proxy(b.port, cut_after=(2 * PIECE_BYTES + 5000, 0, 10, PIECE_BYTES + 5000))
-    a.replicate_to(Partner("b", proxy.address))
+    a.replicate_to(replace(b.partner, address=proxy.address))
     acked(a, 3, "b")
     assert b.replica("a", 3) == data
     assert len(proxy.passed) == 5
@@ -403,7 +402,7 @@ def test_a_byte_that_changed_on_the_way_is_sent_again(make: Make) -> None:
     a, b = make("a"), make("b")
     data = filled(a, 3, 3 * PIECE_BYTES)
     proxy = Proxy(b.port, corrupt_at=PIECE_BYTES + 5000)
-    a.replicate_to(Partner("b", proxy.address))
+    a.replicate_to(replace(b.partner, address=proxy.address))
     acked(a, 3, "b")
     assert b.replica("a", 3) == data
     assert len(proxy.passed) == 2
@@ -552,12 +551,14 @@ def test_only_what_the_order_names_is_brought(make: Make) -> None:
     a.fill(header_of(9, 100), b"x" * 100)  # of an abandoned line
     a.fill(header_of(7, 100), b"y" * 100, local_rank=1)
     a.fill(header_of(7, 100), b"z" * 100, local_rank=2)
-    a.replicate_to(b.partner_of(0, 1), generation=2, resumed=(1, 7))
+    a.replicate_to(replace(b.partner, local_ranks=(0,), loaded_ranks=(1,)), generation=2, resumed=(1, 7))
     acked(a, 7, "b", ordered_by=2, local_rank=1)
+    a.fill(header_of(8, 100, generation=2), b"v" * 100, local_rank=1)
     a.fill(header_of(8, 100, generation=2), b"w" * 100)
     acked(a, 8, "b", generation=2, ordered_by=2)
     assert b.replica("a", 9) is None
     assert b.replica("a", 7, local_rank=2) is None
+    assert b.replica("a", 8, local_rank=1) is None
 
 
 def test_a_replica_of_the_version_to_keep_is_not_overwritten(make: Make) -> None:

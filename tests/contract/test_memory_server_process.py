@@ -23,7 +23,7 @@ from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.replication.client import MemoryClient, order
 from elastic_agent.worker.storage.replication.key_file import key_of
-from elastic_agent.worker.storage.replication.messages import Partner, Replicate
+from elastic_agent.worker.storage.replication.messages import Replicate
 from elastic_agent.worker.wire.messages import MAX_BYTES, REPORTS, ReplicationReport
 from tests.io_threads import settle_io, started_io
 from tests.memory_servers import DIRECTORY, Node, header_of, wait_for
@@ -98,7 +98,7 @@ def test_a_killed_server_goes_on_with_its_orders(
     key = key_of(str(agent.memory), PATIENCE_S)
     partner = Node(tmp_path, "b", key=key)
     try:
-        assert order(agent.orders, Replicate(DIRECTORY, 1, (0, 0), (Partner("b", partner.address),)))
+        assert order(agent.orders, Replicate(DIRECTORY, 1, (0, 0), (partner.partner,)))
         agent.turn(MemoryServerWanted)
         kept = agent.memory / f"{SlotFolder.of(DIRECTORY).directory}.replicate"
         wait_for(kept.exists, "the order to be kept")

@@ -17,8 +17,9 @@ SHOWN_BY = {
     "the older slot is overwritten before the newer was acknowledged": 2,
     "replicas are dropped too early": 1,
     "a replica's older slot is overwritten": 1,
-    "the first copy does not wait for the loaded version's replicas": 21,
-    "a transfer goes on in another copy's bytes": 6,
+    "the first copy does not wait for the loaded version's replicas": 37,
+    "a transfer goes on in another copy's bytes": 55,
+    "who will have the same shards counts for the loaded version, too": 556,
 }
 """The first seed that shows the bug, where this is not 0."""
 

@@ -42,7 +42,9 @@ def main() -> None:
         time.sleep(0.02)
     others = {path.stem.partition("-")[2]: path.read_text() for path in found}
     del others[env.node]
-    partners = tuple(Partner(node, address) for node, address in others.items())[: env.memory_replicas]
+    everyone = tuple(range(8))
+    partners = tuple(Partner(node, address, everyone, everyone) for node, address in others.items())
+    partners = partners[: env.memory_replicas]
     slots = Slots(env.memory, SlotFolder.of(DIRECTORY, env.local_rank))
     assert order(env.memory_server, Replicate(DIRECTORY, env.generation, (0, 0), partners))
     for step in range(1, 4):

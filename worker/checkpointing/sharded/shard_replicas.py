@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...storage.memory.copy_header import Header
 from ...storage.memory.shard_memory import ShardMemory
@@ -15,6 +15,7 @@ from ...storage.replication.copy_rule import Readiness, Replication, SlotState, 
 from ...storage.replication.messages import Partner, Replicate, Settled
 from ...storage.replication.partners import NodePlace, partners
 from ...wire.environment import WorkerEnv
+from .meeting import RankHome
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,9 @@ class ShardReplicas:
         self._clock = clock
         self._partners: frozenset[str] = frozenset()
         """The nodes that keep replicas of this worker's shards."""
+        self._partners_of_loaded: frozenset[str] = frozenset()
+        """Those that are to have replicas of the version `_resumed`."""
+        self._resumed: Version = (0, 0)
         self._nodes = 1
         self._has_twins = False
         """Another node's workers hold the shards of this one."""
@@ -47,27 +51,28 @@ class ShardReplicas:
         self._lost_order = False
         """The newest one. Said once in a row."""
 
-    def began(self, places: Sequence[NodePlace], digests: Sequence[str], resumed: Version) -> None:
-        """All ranks have loaded, and know all nodes of the world; `digests` are of this node's workers, in their order.
+    def began(self, homes: Sequence[RankHome], resumed: Version) -> None:
+        """All ranks have loaded the version `resumed`, and told where they are: `homes` are by rank.
 
         From here on this node's copies are brought to its partners.
         """
-        chosen = partners(places, self._env.memory_replicas).get(self._env.node, ())
-        addresses = {place.node: place.address for place in places}
-        mine = digests[self._memory.place.local_rank]
-        self._partners = frozenset(one.node for one in chosen if mine in one.digests)
-        self._nodes = len(places)
-        self._has_twins = any(mine in one.digests for one in places if one.node != self._env.node)
+        node, local_rank = self._env.node, self._memory.place.local_rank
+        nodes: dict[str, list[RankHome]] = {}
+        for home in homes:
+            nodes.setdefault(home.node, []).append(home)
+        new = _Layout(nodes, lambda home: home.digest, node, self._env.memory_replicas)
+        # A twin may be gone, and ranks that have the shards of another one from now on lack what was loaded.
+        old = _Layout(nodes, lambda home: home.loaded, node, self._env.memory_replicas)
+        self._partners, self._partners_of_loaded = new.partners_of(local_rank), old.partners_of(local_rank)
+        self._resumed = resumed
+        self._nodes = len(nodes)
+        self._has_twins = new.has_twins_of(local_rank)
         self._settled, self._pending = None, None
         if not self._memory.keeps_common or not self._env.memory_server:
             return
         ordered = tuple(
-            Partner(
-                one.node,
-                addresses[one.node],
-                tuple(local_rank for local_rank, digest in enumerate(digests) if digest in one.digests),
-            )
-            for one in chosen
+            Partner(one, nodes[one][0].address, new.local_ranks_for(one), old.local_ranks_for(one))
+            for one in dict.fromkeys((*new.chosen, *old.chosen))
         )
         self._order(Replicate(self._directory, self._env.generation, resumed, ordered), BEGIN_S)
 
@@ -115,10 +120,11 @@ class ShardReplicas:
         return SlotState(header.version, self._replication(name, header.version, header.size), held)
 
     def _replication(self, name: str, version: Version, size: int) -> Replication:
-        if not self._partners:
+        partners_of_it = self._partners_of_loaded if version == self._resumed else self._partners
+        if not partners_of_it:
             return Replication.ACKNOWLEDGED
         acks = read_acks(self._memory.folder, name, version, self._env.generation)
-        missing = self._partners.difference(acks.nodes)
+        missing = partners_of_it.difference(acks.nodes)
         if not missing:
             return Replication.ACKNOWLEDGED
         if missing <= set(acks.unreachable) or self._is_late(version, size):
@@ -138,6 +144,40 @@ class ShardReplicas:
             logger.warning(
                 "shards have no replicas on other nodes, training goes on without: step=%d partners=%s",
                 version[1],
-                sorted(self._partners),
+                sorted(self._partners | self._partners_of_loaded),
             )
         return True
+
+
+class _Layout:
+    """Who has which shards of one version, and to whom this node brings its own."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Sequence[RankHome]],
+        digest: Callable[[RankHome], str],
+        node: str,
+        replicas: int,
+    ) -> None:
+        """`nodes`: by name, the ranks of each in their order; `node` is this one."""
+        places = [
+            NodePlace(name, homes[0].address, homes[0].domain, frozenset(map(digest, homes)) - {""})
+            for name, homes in nodes.items()
+        ]
+        chosen = partners(places, replicas)[node]
+        self.chosen = {one.node: one.digests for one in chosen}
+        self._mine = [digest(home) for home in nodes[node]]
+        self._elsewhere = frozenset[str]().union(*(one.digests for one in places if one.node != node))
+
+    def partners_of(self, local_rank: int) -> frozenset[str]:
+        mine = self._mine[local_rank]
+        return frozenset(node for node, digests in self.chosen.items() if mine in digests)
+
+    def has_twins_of(self, local_rank: int) -> bool:
+        """Whether another node's workers have the same shards."""
+        return self._mine[local_rank] in self._elsewhere
+
+    def local_ranks_for(self, node: str) -> tuple[int, ...]:
+        """Whose copies go to that node."""
+        digests = self.chosen.get(node, frozenset())
+        return tuple(rank for rank, digest in enumerate(self._mine) if digest in digests)

@@ -14,7 +14,6 @@ from ...state.state_dicts import Part
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.shard_saver import ShardSaver
 from ...storage.memory.shard_memory import local_rank_of, shard_memory_of
-from ...storage.replication.partners import NodePlace
 from ...wire.environment import WorkerEnv
 from ..saving.slot_copies import SlotCopies
 from .contents import ShardContents
@@ -109,19 +108,15 @@ class ShardedState:
     def _begin_replicas(self, group: Group, loaded: LoadedShards) -> None:
         """All ranks tell where they are and what they have; then each node knows its partners."""
         layout, _ = self._contents.lay_out(loaded.step, group, common=False)
-        env = self._env
+        resumed = loaded.version or (0, 0)
+        env, memory = self._env, self._memory
         home = RankHome(
-            env.node, env.memory_address, env.failure_domain, layout.digest if layout is not None else ""
+            env.node,
+            env.memory_address,
+            env.failure_domain,
+            layout.digest if layout is not None else "",
+            memory.digest_of(resumed) if memory is not None else "",
         )
         homes = group.exchange(home)
-        if self._replicas is None:
-            return
-        nodes: dict[str, list[RankHome]] = {}
-        for one in homes:
-            nodes.setdefault(one.node, []).append(one)
-        places = [
-            NodePlace(node, ranks[0].address, ranks[0].domain, frozenset(one.digest for one in ranks))
-            for node, ranks in nodes.items()
-        ]
-        digests = [one.digest for one in nodes[env.node]]
-        self._replicas.began(places, digests, loaded.version or (0, 0))
+        if self._replicas is not None:
+            self._replicas.began(homes, resumed)

@@ -41,6 +41,12 @@ class ShardMemory(SlotMemory):
         """By slot, what this worker's two slots hold."""
         return self._slots.headers()
 
+    def digest_of(self, version: tuple[int, int]) -> str:
+        """Of the shards in this worker's own copy of that version; empty: it has none."""
+        headers = self.headers().values()
+        found = (one.shards.digest for one in headers if one.version == version and one.shards is not None)
+        return next(found, "")
+
     def is_free(self, name: str) -> bool:
         """Whether no process reads that slot now, but this one's own checksums."""
         return self._checksums.reads(name) or self._slots.is_free(name)

@@ -142,11 +142,13 @@ class Acknowledged(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Partner(Checked):
-    """`local_ranks` are of the workers whose copies it is to get; none: all."""
+    """`local_ranks` are of the workers whose copies it is to get, `loaded_ranks` of those whose copies of the loaded
+    version, and of older ones: other nodes may hold the same shards of that than of those to come."""
 
     node: NodeName
     address: Address
-    local_ranks: Annotated[tuple[Count, ...], AtMost(MOST_WORKERS)] = ()
+    local_ranks: Annotated[tuple[Count, ...], AtMost(MOST_WORKERS)]
+    loaded_ranks: Annotated[tuple[Count, ...], AtMost(MOST_WORKERS)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,10 @@ class _Order:
             and (header.generation >= order.generation or header.version <= order.resumed)
         )
 
+    def _gets(self, partner: Partner, copy: FoundCopy) -> bool:
+        loaded = copy.header.version <= self._order.resumed
+        return copy.folder.local_rank in (partner.loaded_ranks if loaded else partner.local_ranks)
+
     # ---------------------------------------------------------------- one partner's thread
 
     def _serve(self, partner: Partner) -> None:
@@ -228,7 +232,7 @@ class _Order:
                 missing = [
                     copy
                     for copy in self._newest.values()
-                    if _gets(partner, copy)
+                    if self._gets(partner, copy)
                     and partner.node not in self._acks[copy.folder.name, copy.slot].nodes
                 ]
                 if missing:
@@ -352,7 +356,7 @@ class _Order:
             partner.node in self._acks[copy.folder.name, copy.slot].nodes
             for partner in self._order.partners
             for copy in newest
-            if _gets(partner, copy)
+            if self._gets(partner, copy)
         )
         versions = {copy.header.version for copy in newest}
         unreachable = tuple(sorted(self._unreachable))
@@ -366,10 +370,6 @@ class _Order:
             lag_s = time.monotonic() - max(seen)
         self._reported = version, unreachable
         self._report(Progress(*version, lag_s, self._of.sent_bytes, unreachable))
-
-
-def _gets(partner: Partner, copy: FoundCopy) -> bool:
-    return not partner.local_ranks or copy.folder.local_rank in partner.local_ranks
 
 
 def _say(text: str) -> None:

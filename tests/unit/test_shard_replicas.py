@@ -1,0 +1,61 @@
+"""What a worker makes of the places of all ranks: to whom its node's copies go, and when they count as replicated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.worker.checkpointing.sharded import shard_replicas
+from elastic_agent.worker.checkpointing.sharded.meeting import RankHome
+from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
+from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
+from elastic_agent.worker.storage.memory.slot_memory import RankPlace
+from elastic_agent.worker.storage.memory.slots import Slots
+from elastic_agent.worker.storage.replication.acks import Acks, write_acks
+from elastic_agent.worker.storage.replication.copy_rule import Replication
+from elastic_agent.worker.storage.replication.messages import Partner, Replicate
+from elastic_agent.worker.wire.environment import WorkerEnv
+
+from ..shards import copy_of, in_slot
+
+DIRECTORY = "/checkpoints"
+LOADED = (1, 10)
+
+
+@pytest.mark.parametrize("twin_has_it", [False, True])
+def test_a_loaded_copy_without_a_twin_is_brought_to_a_partner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, twin_has_it: bool
+) -> None:
+    """n1 and n2 will have the same shards, and n2, which took the place of a lost node, may lack what was loaded."""
+    in_slot(tmp_path, DIRECTORY, 0, *copy_of(0, LOADED[1], 2))
+    orders: list[Any] = []
+    monkeypatch.setattr(shard_replicas, "order", lambda path, message, within_s: not orders.append(message))
+    slots = Slots(str(tmp_path), SlotFolder.of(DIRECTORY, 0))
+    memory = ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 3, "run-a"), 1, 1)
+    env = WorkerEnv(2, "run-a", "n1", 0, memory_server="here", memory_replicas=1)
+    replicas = ShardReplicas(DIRECTORY, env, memory)
+    mine = memory.digest_of(LOADED)
+    assert mine
+    assert memory.digest_of((1, 9)) == ""
+    homes = [
+        RankHome("n1", "n1:1", "", "0" * 16, mine),
+        RankHome("n2", "n2:1", "", "0" * 16, mine if twin_has_it else ""),
+        RankHome("n3", "n3:1", "", "1" * 16, ""),
+    ]
+    replicas.began(homes, LOADED)
+    [order] = orders
+    assert isinstance(order, Replicate)
+    loaded, _ = replicas.readiness(11, None).slots
+    assert loaded.version == LOADED
+    if twin_has_it:
+        assert order.partners == ()
+        assert loaded.replication is Replication.ACKNOWLEDGED
+        return
+    [partner] = order.partners
+    assert partner == Partner(partner.node, f"{partner.node}:1", (), (0,))
+    assert loaded.replication is Replication.PENDING
+    write_acks(slots.folder, "a", Acks(*LOADED, 2, (partner.node,)))
+    assert replicas.readiness(11, None).slots[0].replication is Replication.ACKNOWLEDGED
