@@ -1,12 +1,13 @@
 """Train a small network with FSDP2 and torch.distributed.checkpoint, through kills and changing worlds.
 
 The script saves its sharded state itself: every 20 steps, and after the last step before a planned change. Each world
-takes what it needs of the newest checkpoint. `elastic_fsdp.py` lets a Checkpointer do all of that.
+takes what it needs of the newest checkpoint. The two classes of `elastic_agent.worker.dcp` give DCP a Checkpointer's
+directory: verified, pruned, and committed by the newest generation alone. `elastic_fsdp.py` lets a Checkpointer do all
+of that.
 
     elastic-agent --nproc-per-node 2 examples/fsdp2_dcp.py
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_agent.worker import Drained, ElasticSampler, init_process_group, step
+from elastic_agent.worker.dcp import ElasticStorageReader, ElasticStorageWriter
 
 STEPS, BATCH = 120, 16
-FOLDER = Path("runs/fsdp2")
+FOLDER = "runs/fsdp2"
 
 
 def main() -> None:
@@ -75,18 +77,16 @@ class Training:
         }
 
     def save(self) -> None:
-        """All ranks call it. The file .metadata, which comes last, makes the checkpoint a whole one."""
-        dcp.save(self.state(), checkpoint_id=FOLDER / f"step-{self.done:06}")
+        """All ranks call it."""
+        dcp.save(self.state(), storage_writer=ElasticStorageWriter(FOLDER, step=self.done))
 
     def load(self) -> None:
-        """Go on from the newest checkpoint that is whole, if there is one."""
-        found = sorted(path.parent for path in FOLDER.glob("step-*/.metadata"))
-        newest = [str(found[-1]) if found else None]
-        dist.broadcast_object_list(newest)
-        if newest[0] is None:
+        """Go on from the newest checkpoint that is whole, if there is one. All ranks call it."""
+        reader = ElasticStorageReader(FOLDER)
+        if reader.step is None:
             return
         state = self.state()
-        dcp.load(state, checkpoint_id=newest[0])
+        dcp.load(state, storage_reader=reader)
         set_state_dict(
             self.model,
             self.optimizer,
