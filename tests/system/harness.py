@@ -53,10 +53,17 @@ TRAINING_GAP = "longest training gap by store fault"
 RECORDER = Path(__file__).with_name("recorder.py")
 LOCKSTEP = Path(__file__).with_name("lockstep.py")
 
-WITHOUT_TORCH = (RECORDER, LOCKSTEP)
-"""Workers that ask their store for nothing. The process that serves it would import torch, which costs more than all
-the rest of their job: theirs imports the stand-in in the folder `without_torch`, which only holds the socket, and
-agents that meet in a c10d store import no more of torch than that. A test that sets PYTHONPATH has the real torch."""
+LACKING = Path(__file__).with_name("lacking.py")
+
+NO_MORE_TORCH_THAN_NEEDED = str(Path(__file__).with_name("without_torch"))
+"""On the PYTHONPATH of agents: they and the processes that serve the workers' stores import of torch the store alone.
+An import of all of it costs more than the rest of most jobs. A test that sets PYTHONPATH has the real torch."""
+
+WITHOUT_TORCH = (RECORDER, LOCKSTEP, LACKING)
+"""Workers that ask their store for nothing: it is a stand-in, which only holds the socket."""
+
+HELD_STORES = {"SYSTEM_TEST_WITHOUT_TORCH": "yes"}
+"""In the environment of an agent: its workers have no use for torch."""
 
 TORCH_PRELOADED = "--preload=default"
 """For a job whose workers use torch and start again and again: they are forked from one process that has imported it,
@@ -238,9 +245,10 @@ class Job:
         unchecked = () if any(option.startswith("--check=") for option in options) else ("--check=off",)
         command = [*interpreter, f"--node-id={name}", *cold, *quiet, *unchecked, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
+        path = (NO_MORE_TORCH_THAN_NEEDED, os.environ.get("PYTHONPATH"))
+        surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         if script[:1] and script[0] in WITHOUT_TORCH and TORCH_PRELOADED not in options:
-            path = (str(Path(__file__).with_name("without_torch")), os.environ.get("PYTHONPATH"))
-            surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+            surroundings |= HELD_STORES
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)
         self.agents.append(agent)
         return agent

@@ -21,7 +21,7 @@ from elastic_agent.pool.view import SCOPES, PoolView
 from elastic_agent.rendezvous.local.files import StoreFiles
 from elastic_agent.rendezvous.local.store import LocalStore
 
-from .harness import Agent, Job
+from .harness import HELD_STORES, NO_MORE_TORCH_THAN_NEEDED, Agent, Job
 from .processes import MARKER, Process
 
 SHORT_LEASE = "--lease-ttl=2s"
@@ -63,12 +63,14 @@ class Pool:
         self.script = self.folder / "worker.py"
         self.script.write_text(WORKER)
         (self.folder / "run").mkdir(mode=0o700)
-        stand_in = str(Path(__file__).with_name("without_torch"))
         self.place: tuple[str, ...] = ()
         """Options that say where its store is."""
         self.environment = {
             "RUNTIME_DIRECTORY": str(self.folder / "run"),
-            "PYTHONPATH": os.pathsep.join(filter(None, (stand_in, os.environ.get("PYTHONPATH")))),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, (NO_MORE_TORCH_THAN_NEEDED, os.environ.get("PYTHONPATH")))
+            ),
+            **HELD_STORES,
         }
 
     def daemon(

@@ -15,7 +15,7 @@ import pytest
 from elastic_agent.agent.machine.affinity import probe_cpus, share
 
 from .fake_gpus import ADDRESS
-from .harness import C_LIBRARY_SIGNALS, RECORDER, Job
+from .harness import C_LIBRARY_SIGNALS, HELD_STORES, RECORDER, Job
 from .processes import MARKER
 
 ON_GPUS = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
@@ -325,6 +325,7 @@ def test_explain_env_tells_what_a_worker_sees(job: Job) -> None:
         "SYSTEM_TEST_HISTORY",
         "PYTHONPATH",
         MARKER,
+        *HELD_STORES,
     }
     assert chosen <= rows.keys()
     for name, row in rows.items():

@@ -1,1 +1,1 @@
-"""Stands for torch in the agents of jobs whose workers have no use for it: see `harness.WITHOUT_TORCH`."""
+"""Stands for torch in agents and store holders of tests: see `distributed`."""

@@ -1,13 +1,13 @@
-"""All that an agent asks of torch where its workers ask their store for nothing.
+"""All that agents and store holders ask of torch: the real TCPStore, of torch's C library.
 
-An agent that meets others in a c10d store gets the real TCPStore, of torch's C library: its Python modules, which a
-store does not use, are four fifths of what an import of torch costs. Every other process is one that serves the
-workers' store: it gets a stand-in, which costs nothing.
+Its Python modules, which a store does not use, are four fifths of what an import of torch costs. Where the workers ask
+their store for nothing, the process that serves it gets a stand-in, which costs nothing.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import sys
 from importlib.machinery import PathFinder
@@ -27,13 +27,7 @@ class HeldSocket:
         self._listener = socket.socket(fileno=master_listen_fd)
 
 
-def _is_agent() -> bool:
-    """Whether this is `python -m elastic_agent`."""
-    program = sys.modules["__main__"].__spec__
-    return program is not None and program.name == "elastic_agent.__main__"
-
-
-if _is_agent():
+if "SYSTEM_TEST_WITHOUT_TORCH" not in os.environ or sys.orig_argv[1:3] == ["-m", "elastic_agent"]:
     real = PathFinder.find_spec("torch", [entry for entry in sys.path if Path(entry) != HERE])
     assert real is not None
     torch.__path__.extend(real.submodule_search_locations or ())
