@@ -21,7 +21,7 @@ from .errors import RecordInvalid
 from .terms import Limits, Program
 from .text import NAME, ROLE, Age, Name, Role, clean, line
 
-SCHEMA = 12
+SCHEMA = 13
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -189,6 +189,8 @@ class NodeRecord(_Record):
     higher."""
     role: Role = DEFAULT_ROLE
     """What its workers are called; those of one role are also counted by themselves."""
+    memory: Port = 0
+    """Where this node's memory server is, at `address`; 0: it has none."""
 
     def has(self, condition: Condition, generation: int) -> bool:
         """It holds for this node's workers of this generation."""

@@ -140,6 +140,11 @@ class MemoryServerEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOver:
+    """What only this node had in memory is on others, or the time for that is over."""
+
+
+@dataclass(frozen=True, slots=True)
 class Replicated:
     """What that process says of the replicas."""
 
@@ -265,6 +270,7 @@ Event: TypeAlias = (
     | WriterEnded
     | MemoryServerWanted
     | MemoryServerEnded
+    | HandedOver
     | Replicated
     | SpareReadable
     | SavesFinished

@@ -13,7 +13,7 @@ import queue
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
@@ -24,6 +24,7 @@ from ..common.events import (
     Event,
     GenerationEvent,
     GpuMemoryMessage,
+    HandedOver,
     Handlers,
     MemoryServerEnded,
     MemoryServerWanted,
@@ -56,6 +57,9 @@ from ..workers.processes.failures import WorkerFailure
 from ..workers.supervision.supervisor import Supervisor
 from .heartbeat import Heartbeat
 from .service_manager import ServiceManager
+
+if TYPE_CHECKING:
+    from ..workers.checkpoints.handover import Handover
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +151,8 @@ class Loop:
         """By --job-ends-at, on the monotonic clock; known once this node leaves."""
         self._saves_cut_at = math.inf
         """When the last saves are given up, where their end has come nearer since they began."""
+        self._handover: Handover | None = None
+        """Of this leave, once the workers have ended."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
@@ -216,6 +222,8 @@ class Loop:
         workers_gone = self._supervisor.turn(now)
         if workers_gone:
             self._services.gpu_memory.workers_gone(now)
+        if self._participant.hands_over and self._handover is None:
+            self._hand_over(now)
         return workers_gone
 
     def carry_out(self, action: Action, now: float) -> bool:
@@ -276,6 +284,21 @@ class Loop:
                 self._left_as,
             )
 
+    def _hand_over(self, now: float) -> None:
+        """The time for it is that of the last saves, which go on meanwhile."""
+        participant, world, server = self._participant, self._participant.world, self._services.memory_server
+        if server is None or world is None:
+            participant.handed_over()
+            return
+        self._handover = server.new_handover()
+        longest = now + last_save_s(self._stop.grace_s, rescues=True)
+        deadline = min(longest, participant.leave_times.saved_by)
+        kept = participant.keeps(world.generation)
+        self._handover.begin(world, deadline, lambda: self._events.put(HandedOver()), kept=kept)
+
+    def _handed_over(self, _: HandedOver, __: float) -> None:
+        self._participant.handed_over()
+
     def _finish_saves(self, action: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
         self._services.observer.left(action.why)
@@ -284,9 +307,20 @@ class Loop:
         rescues = world is not None and world.final_saver == self._participant.incarnation
         left_s = max(0.0, self._participant.leave_times.saved_by - self._clock())
         within_s = round(min(last_save_s(self._stop.grace_s, rescues=rescues), left_s), 1)
+        deadline = self._clock() + within_s
+        handover, server = self._handover, self._services.memory_server
+        # Other nodes may have come since, or those that had it may have gone.
+        again = world if world is not None and self._participant.leaves_memory(world.generation) else None
+        if again is not None and handover is None and server is not None:
+            handover = self._handover = server.new_handover()
+        kept = again is not None and self._participant.keeps(again.generation)
 
         def finish() -> None:
             self._services.disk_writer.finish(within_s)
+            if handover is not None:
+                if again is not None:
+                    handover.run(again, deadline, kept=kept)
+                handover.report_lost()
             self._events.put(SavesFinished())
 
         Thread(finish, "last-saves", lambda: self._events.put(SavesFinished())).start()
@@ -317,6 +351,7 @@ class Loop:
         on(MemoryServerWanted, self._memory_server)
         on(MemoryServerEnded, self._memory_server)
         on(Replicated, lambda event, _: services.observer.replicated(event.report))
+        on(HandedOver, self._handed_over)
         on(SavesFinished, self._saves_finished)
         on(ThreadFailed, self._thread_failed)
         on(Signalled, self._signalled)
@@ -359,6 +394,8 @@ class Loop:
         else:
             log.info("%s again: killing the workers now", name)
             self._supervisor.stop(0.0, gently=False, reason="a second signal")
+            if self._handover is not None:
+                self._handover.cut()
             self._ending = self._departing
 
     def _repeated(self, name: str) -> bool:
@@ -417,6 +454,8 @@ class Loop:
         """By what is known of the end of this machine and of the job here."""
         deadline = self._notice.deadline if self._notice is not None else None
         self._participant.leave(now, min(self._job_ends_at, deadline if deadline is not None else math.inf))
+        if self._handover is not None:
+            self._handover.hurry(self._participant.leave_times.saved_by)
         if self._departing is not None:
             self._saves_cut_at = self._participant.leave_times.saved_by
 
@@ -426,6 +465,8 @@ class Loop:
             return
         if self._stop.job_ends_at is not None and (left_s := self._stop.job_ends_at - self._wall_clock()) > 0:
             self._job_ends_at = now + left_s
+        if self._services.memory_server is not None:
+            self._services.memory_server.expect_handover()
         self._left_as, self._left_with = asked_by, code_of_leave(number, requeues=self._stop.requeues)
         self._divide_leave(now)
         self._services.observer.leaving()

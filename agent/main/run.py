@@ -364,6 +364,7 @@ def _make_rendezvous(
         node_rank=agent.config.rendezvous.node_rank,
         hosts_store=claimed.listeners.store is not None,
         role=agent.config.role,
+        memory=claimed.listeners.memory.getsockname()[1] if claimed.listeners.memory is not None else 0,
     )
     lease_ttl_s = agent.config.rendezvous.lease_ttl_s
     participant = Participant(

@@ -91,6 +91,9 @@ class Participant:
         self._session = self._new_session(identity)
         self._generation = 0
         self._started_world: World
+        self.hands_over = False
+        """Workers are gone, and the next generation waits until the driver has brought to other nodes what only this
+        one has: it calls `handed_over`."""
         self._known: World | None = None
         """The newest world of all earlier sessions."""
         self._deadlines = Deadlines(policy, now)
@@ -196,6 +199,8 @@ class Participant:
             if self._generation:
                 return Stop(self._generation, False, self._refusal.reason)
             return self._refusal
+        if self.hands_over:
+            return Stay()
         action = next_action(self.world, local)
         if not isinstance(action, Stay):
             return action
@@ -325,7 +330,7 @@ class Participant:
         if world is None or not (world.drains or world.stops) or self._generation:
             return
         stopped = self._session.record.has_stopped(world.generation)
-        if world.member(self.incarnation) is not None and not stopped:
+        if world.member(self.incarnation) is not None and not stopped and not self.hands_over:
             self._settle(world)
 
     def _settle(self, world: World) -> None:
@@ -546,8 +551,30 @@ class Participant:
         assert generation == self._generation, "workers that were not started cannot end"
         self._generation = 0
         self._session.validity.runs(None, self._session.incarnation)
-        self._settle(self._started_world)
+        self.hands_over = self.leaves_memory(generation)
+        if not self.hands_over:
+            self._settle(self._started_world)
         self._rejoin_if_idle()
+
+    def leaves_memory(self, generation: int) -> bool:
+        """This node leaves, and may have in memory what the world after this generation goes on with."""
+        record, world = self._session.record, self.world
+        return (
+            bool(record.memory)
+            and record.leaving
+            and not record.has(Condition.SUCCEEDED, generation)
+            and world is not None
+            and world.generation == generation
+            and (world.drains or world.stops)
+        )
+
+    def keeps(self, generation: int) -> bool:
+        """This node has the state after the last step of a planned change."""
+        return self._session.record.has(Condition.STATE_SAVED, generation)
+
+    def handed_over(self) -> None:
+        """The others have what only this node had, or will never have it. The next request says that it has stopped."""
+        self.hands_over = False
 
     def leave(self, now: float, ends_at: float = math.inf) -> None:
         """This node was asked to stop: report it, stop with the others, then leave, before its machine goes away at

@@ -300,7 +300,6 @@ def test_who_has_the_key_cannot_send_garbage_either(make: Make) -> None:
     for push in (
         Push("b", FOLDER.name, replace(header_of(3, 10), shards=None)),
         Push("b", SlotFolder.of(DIRECTORY).name, header_of(3, 10)),
-        Push("b", FOLDER.replica_of("c").name, header_of(3, 10)),
     ):
         wrong = link.connect(node.address, KEY, 5.0)
         with contextlib.closing(wrong):

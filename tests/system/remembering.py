@@ -1,6 +1,7 @@
 """A DDP script that copies its state to memory after every step and saves to disk only where the test says.
 
-`remembering.py FOLDER [SAVE_AT...]`: trains until FOLDER/finish exists. Writes to the job's history where it began,
+`remembering.py FOLDER [SAVE_AT...]`: trains until FOLDER/finish exists; FOLDER/disk-of-NODE is the checkpoint directory
+where SYSTEM_TEST_CHECKPOINTS does not name another. Writes to the job's history where it began,
 with the state and the random numbers that it found there, and every step with those that it had.
 """
 
@@ -41,7 +42,8 @@ def main(folder: Path, *save_at: int) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
-    checkpoints = Checkpointer(folder / f"disk-of-{os.environ['ELASTIC_AGENT_NODE']}", state, memory_every=1)
+    own = folder / f"disk-of-{os.environ['ELASTIC_AGENT_NODE']}"
+    checkpoints = Checkpointer(os.environ.get("SYSTEM_TEST_CHECKPOINTS", own), state, memory_every=1)
 
     def bits() -> str:
         buffer = io.BytesIO()

@@ -1,6 +1,7 @@
 """A script with FSDP2 that copies its shards to memory after every step, and saves to disk where the test says.
 
-`sharding.py FOLDER [SAVE_AT...]`: trains until FOLDER/finish exists. Writes to the job's history where it began, with
+`sharding.py FOLDER [SAVE_AT...]`: trains until FOLDER/finish exists; FOLDER/disk is the checkpoint directory where
+SYSTEM_TEST_CHECKPOINTS does not name another. Writes to the job's history where it began, with
 a digest of the whole state and of its random numbers there, and every step with those that it had.
 """
 
@@ -38,8 +39,9 @@ def main(folder: Path, *save_at: int) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     meta = {"done": 0}
+    directory = os.environ.get("SYSTEM_TEST_CHECKPOINTS", folder / "disk")
     checkpoints = Checkpointer(
-        folder / "disk", {"model": model, "optimizer": optimizer, "meta": meta}, memory_every=1
+        directory, {"model": model, "optimizer": optimizer, "meta": meta}, memory_every=1
     )
 
     def whole() -> str:

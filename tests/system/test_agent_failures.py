@@ -42,6 +42,8 @@ ELSEWHERE = (
     "peer",
     "doing.replace(' ', '-')",
     "error-file",
+    "handover",  # tests/contract/test_handover.py
+    "handover-disk",
     "job-agent",  # of a daemon: test_daemon.py
     "job-folders",  # of a daemon
     "master-port",

@@ -47,6 +47,7 @@ class Peer:
         program: Program | None,
         held_back: str,
         hosts_store: bool,
+        memory: int,
     ) -> None:
         self.bench = bench
         self.name = name
@@ -63,6 +64,7 @@ class Peer:
         http = Endpoint(f"host-{name}", 80)
         identity = NodeRecord(name, f"{name}-{life}", f"host-{name}", self.ports, slots, http)
         identity = replace(identity, limits=policy.limits, program=program, hosts_store=hosts_store)
+        identity = replace(identity, memory=memory)
         self.part = Participant(
             identity,
             policy,
@@ -207,8 +209,9 @@ class Bench:
         program: Program | None = None,
         held_back: str = "",
         hosts_store: bool = False,
+        memory: int = 0,
     ) -> Peer:
-        peer = Peer(self, name, policy, life, slots, program, held_back, hosts_store)
+        peer = Peer(self, name, policy, life, slots, program, held_back, hosts_store, memory)
         if ready:
             peer.part.became_ready()
         self.peers.append(peer)

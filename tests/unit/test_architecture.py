@@ -81,7 +81,7 @@ machine/network: common configuration configuration/types
 machine/memory:
 workers/processes: common output configuration configuration/types
 workers/checkpoints/server: common workers/processes
-workers/checkpoints: common workers/processes
+workers/checkpoints: common workers/processes workers/checkpoints/server
 machine: common configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints
 workers/links: common

@@ -980,6 +980,64 @@ def test_a_drain_ends_in_time(bench: Bench, listeners: list[Peer]) -> None:
     assert bench.members() == ["a", "c"]
 
 
+@pytest.fixture
+def with_memory(bench: Bench) -> list[Peer]:
+    """Two nodes that can hand over what is in their memory, and whose workers end by themselves."""
+    peers = []
+    for name in "ab":
+        peers.append(bench.join(name, ALONE, memory=7000))
+        peers[-1].listens = True
+        bench.settle()
+    bench.after(ALONE.last_call_s + TICK_S)
+    assert bench.members() == ["a", "b"]
+    return peers
+
+
+def test_the_next_world_waits_for_what_a_leaving_node_hands_over(
+    bench: Bench, with_memory: list[Peer]
+) -> None:
+    a, b = with_memory
+    generation = b.generation
+    b.part.leave(bench.now)
+    bench.settle()
+    assert b.part.hands_over
+    assert not a.part.hands_over, "it stays"
+    assert b.part.keeps(generation)
+    record = b.record
+    assert record is not None
+    assert (record.has(Condition.STATE_SAVED, generation), record.has_stopped(generation)) == (True, False)
+    bench.after(ALONE.drain_timeout_s + 5.0)
+    assert b.order == Stay(), "it does not leave meanwhile, either"
+    assert bench.phase() is Phase.LAST_STEP
+    b.part.handed_over()
+    bench.settle()
+    assert (bench.phase(), bench.members()) == (Phase.RUNNING, ["a"])
+    assert b.left().why is Refusal.ASKED
+
+
+def test_a_node_whose_handover_is_cut_short_by_its_death_is_not_waited_for(
+    bench: Bench, with_memory: list[Peer]
+) -> None:
+    a, b = with_memory
+    generation = b.generation
+    b.part.leave(bench.now)
+    bench.settle()
+    bench.kill(b)
+    bench.after(TTL_S + 1.0)
+    assert bench.members() == ["a"]
+    assert a.generation == generation + 1
+
+
+def test_nothing_is_handed_over_where_training_is_over(bench: Bench, with_memory: list[Peer]) -> None:
+    for peer in with_memory:
+        peer.part.leave(bench.now)
+        peer.part.workers_succeeded(peer.generation)
+        peer.part.workers_gone(peer.generation)
+    bench.settle()
+    assert not any(peer.part.hands_over for peer in with_memory)
+    assert bench.phase() is Phase.ENDED
+
+
 def test_a_drain_ends_on_all_nodes_at_once_where_a_machine_goes_away(
     bench: Bench, listeners: list[Peer]
 ) -> None:

@@ -38,11 +38,11 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        12,
+        13,
         {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
-                "hosts_store leaving ready generation conditions failure step progress seen role"
+                "hosts_store leaving ready generation conditions failure step progress seen role memory"
             ),
             "World": (
                 "job generation phase members master cause restarts step result final_saver limits "
@@ -114,8 +114,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
             "CheckStatus": "check outcome summary advice",
-            "World": "records 12",
-            "NodeRecord": "records 12",
+            "World": "records 13",
+            "NodeRecord": "records 13",
         },
     ),
     "run file": (

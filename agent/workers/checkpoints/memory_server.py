@@ -1,7 +1,7 @@
 """Keeps a memory server at hand: the process is started when the first request or order comes, and anew when it ends.
 
 The agent listens, and the server inherits the listening sockets: what comes while there is no server waits there. A job
-without sharded state never starts one.
+without sharded state starts one only where a node that leaves hands its state over.
 
 A thread of its own asks the job's store for the key by which the servers know each other, at the start and again with
 each generation: the store of a job without etcd may be another one then.
@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ....rendezvous.errors import StoreError, StoreUnavailable
 from ....rendezvous.store.interface import Store
@@ -33,6 +34,9 @@ from ..processes.workers import start_helper
 from .folder import MemoryFolder
 from .helper_end import HelperEnd
 from .job_key import NoKey, key_of_job
+
+if TYPE_CHECKING:
+    from .handover import Handover
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +89,7 @@ class MemoryServer:
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
+        self._leaving = False
         self._asks: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._orders.bind(str(place.orders))
@@ -112,6 +117,15 @@ class MemoryServer:
     def renew_key(self) -> None:
         """A generation begins."""
         self._asks.put(None)
+
+    def expect_handover(self) -> None:
+        """This node leaves: let `new_handover` find its modules loaded. Until then they are not worth an agent's time
+        to start."""
+        self._leaving = True
+        self._asks.put(None)
+
+    def new_handover(self) -> Handover:
+        return _handover_type()(str(self._place.memory.path), self._place.node, self._store)
 
     def close(self) -> None:
         """The agent is ending."""
@@ -165,6 +179,8 @@ class MemoryServer:
         rng = random.Random()
         while True:
             self._asks.get()
+            if self._leaving:
+                _handover_type()
             attempt = 0
             while not self._closed.is_set():
                 try:
@@ -191,3 +207,9 @@ class MemoryServer:
             log.warning("no replicas in other nodes' memory, the job's key cannot be kept: %s", error)
             return key
         return found
+
+
+def _handover_type() -> type[Handover]:
+    from .handover import Handover
+
+    return Handover

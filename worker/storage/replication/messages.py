@@ -85,7 +85,7 @@ class Gone(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Push(Checked):
-    """Keep the copy that `node` has in `folder`. Answered by Have, Continue or Refused."""
+    """Keep the copy that `node` has in `folder`, its own or a replica. Answered by Have, Continue or Refused."""
 
     node: NodeName
     folder: Folder
@@ -94,7 +94,7 @@ class Push(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Have(Checked):
-    """That copy, or one of the same shards, is here and whole."""
+    """That copy is here, or one of the same shards; or a newer one of a state that is the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,26 +30,23 @@ from functools import partial
 
 from .....codec import Invalid
 from .....threads import Thread, listen
-from .....worker.storage.memory.slot_folders import SlotFolder
 from .....worker.storage.replication.link import Link
 from .....worker.storage.replication.messages import (
-    MAX_ORDER_BYTES,
     ORDERS,
     Order,
     Replicate,
     Settled,
-    encode,
 )
 from .....worker.wire.channel import receive
-from .....worker.wire.files import open_directory, read_whole, replace_file
 from .....worker.wire.messages import ReplicationReport
 from .....worker.wire.messages import encode as encode_report
 from ....common.io_thread import IoThread
 from ...processes.guard import IGNORED
 from .entrance import Entrance
+from .orders import keep, kept_orders
 from .rate import Rate
 from .receiving import Receiver
-from .replicator import MOST_ORDERS, Progress, Replicator
+from .replicator import Progress, Replicator
 from .requests import answer
 from .seals import Seals
 
@@ -60,9 +57,6 @@ ORDER_S = 1.0
 LOOK_S = 1.0
 """Between two looks for copies, where the kernel does not tell of them."""
 MOST_DESCRIPTORS = 4096
-
-_KEPT = ".replicate"
-"""The end of the name of a file with an order."""
 
 
 def main(memory: str, limit: str, node: str, reports: str, rate: str, listener: str) -> None:
@@ -107,7 +101,7 @@ class Server:
         """Returns at once; `listener` is for other nodes."""
         self._sockets = listener, orders
         self._entrance = Entrance(listener, self._memory, self._io, self._serve)
-        for order in _kept_orders(self._memory):
+        for order in kept_orders(self._memory):
             self._carry_out(order)
         self._io.start()
         self._entrance.open()
@@ -195,7 +189,7 @@ class Server:
                     _say(f"an order to the memory server is left: {error}")
                     continue
             if isinstance(order, Replicate):
-                _keep(self._memory, order)
+                keep(self._memory, order)
             self._carry_out(order)
 
     def _carry_out(self, order: Order) -> None:
@@ -215,26 +209,6 @@ def _report_to(path: str, report: ReplicationReport) -> None:
             agent.sendto(encode_report(report), path)
     except OSError:
         pass  # the agent has too much to do, or is ending
-
-
-def _keep(memory: str, order: Replicate) -> None:
-    """For the next process."""
-    name = SlotFolder.of(order.directory).directory + _KEPT
-    with contextlib.suppress(OSError), open_directory(memory) as folder:
-        replace_file(folder, name, encode(order))
-
-
-def _kept_orders(memory: str) -> list[Replicate]:
-    found = []
-    with contextlib.suppress(OSError), open_directory(memory) as folder:
-        names = [name for name in os.listdir(folder) if name.endswith(_KEPT)]
-        oldest_first = sorted(names, key=lambda name: os.stat(name, dir_fd=folder).st_mtime_ns)
-        for name in oldest_first[-MOST_ORDERS:]:
-            with contextlib.suppress(OSError, ValueError):
-                order = ORDERS.decode(read_whole(folder, name, MAX_ORDER_BYTES))
-                if isinstance(order, Replicate):
-                    found.append(order)
-    return found
 
 
 def _raise_descriptors() -> None:

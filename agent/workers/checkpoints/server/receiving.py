@@ -1,7 +1,9 @@
-"""Takes replicas of other nodes' copies into this node's memory.
+"""Takes copies that other nodes bring into this node's memory.
 
-A replica has two slots, like any state: the one that was acknowledged stays whole while the next one comes. A copy that
-has come in part waits for its rest: where the connection broke, the next one goes on after the last whole piece.
+Of a rank's shards it is a replica, which has two slots, like any state: the one that was acknowledged stays whole while
+the next one comes. A state that is the same on all ranks, which a node that leaves hands over, comes into the slots of
+this node's own workers, where the next ones find it. A copy that has come in part waits for its rest: where the
+connection broke, the next one goes on after the last whole piece.
 
 Invariant: a replica is sealed, and acknowledged, after all its bytes are here and match the checksums of the sender's
 header; where that has none, those that the sender has computed while it sent.
@@ -156,12 +158,15 @@ class Receiver:
     def receive(self, link: Link, push: Push) -> None:
         """The copy that is offered. Raises OSError, and then the connection is of no more use."""
         folder = SlotFolder.parse(push.folder)
-        if folder is None or folder.local_rank is None or folder.origin or push.header.shards is None:
-            raise Damaged("what is offered is no copy of one rank's shards")
-        replica_folder = folder.replica_of(push.node)
+        if folder is None or (push.header.shards is None) != (folder.local_rank is None):
+            raise Damaged(
+                "what is offered is neither one rank's shards nor a state that is the same on all ranks"
+            )
+        if folder.local_rank is not None and not folder.origin:
+            folder = folder.replica_of(push.node)
         try:
-            with self._taken(replica_folder, link) as replica:
-                self._receive(link, push, replica_folder, replica)
+            with self._taken(folder, link) as replica:
+                self._receive(link, push, folder, replica)
         except Overtaken as error:
             link.send(Refused("busy", str(error)))
 
@@ -228,7 +233,12 @@ class Receiver:
         return order is not None and header.generation < order.generation and header.version > order.resumed
 
     def _is_here(self, replica: SlotFolder, header: Header) -> bool:
-        """Its very bytes as a replica, or the same shards as a copy of this node's own workers."""
+        """Its very bytes as a replica, or the same shards as a copy of this node's own workers; of a state that is the
+        same on all ranks also a newer one."""
+        if header.shards is None:
+            return any(
+                found.version >= header.version for found in headers_in(self._memory, replica).values()
+            )
         return any(
             _is_same(found, header) if folder == replica else not folder.origin and _is_twin(found, header)
             for folder in folders(self._memory, replica.directory)

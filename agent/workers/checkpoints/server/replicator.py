@@ -17,32 +17,20 @@ import random
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from .....rendezvous.store.requests import RetryPolicy
 from .....threads import Thread
 from .....worker.storage.memory.slot_folders import SlotFolder
-from .....worker.storage.memory.slots import PIECE_BYTES
 from .....worker.storage.replication.acks import Acks, write_acks
 from .....worker.storage.replication.client import CopyGone, FoundCopy
 from .....worker.storage.replication.key_file import key_of
 from .....worker.storage.replication.link import Link, connect
-from .....worker.storage.replication.messages import (
-    PUSH_ANSWERS,
-    PUSH_ENDS,
-    Acknowledged,
-    Have,
-    Partner,
-    Piece,
-    Push,
-    Refused,
-    Replicate,
-    Sent,
-    Superseded,
-)
+from .....worker.storage.replication.messages import Partner, Replicate
 from .copies import CopyReader, copies_of
+from .orders import MOST_ORDERS
+from .pushing import RefusedCopy, Sender
 from .rate import Rate
 
 SILENCE_S = 10.0
@@ -53,23 +41,8 @@ UNREACHABLE_AFTER_S = 10.0
 # A partner that is away for good costs one try in these seconds, until the workers name others.
 RETRY = RetryPolicy(first_wait_s=0.1, max_wait_s=5.0)
 
-MOST_ORDERS = 16
-"""Checkpoint directories, of which the newest count."""
-
 Key = tuple[str, str]
 """Folder and slot."""
-
-
-LASTING = ("no_room", "abandoned")
-"""Refusals of which the next try would bring another."""
-
-
-class RefusedCopy(Exception):
-    """The partner does not take the copy now."""
-
-    def __init__(self, refusal: Refused) -> None:
-        super().__init__(refusal.reason)
-        self.lasts = refusal.why in LASTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,52 +223,19 @@ class _Order:
     def _push(self, link: Link, copy: FoundCopy) -> bool:
         """Whether the partner has acknowledged it; False: there is a newer one. Raises OSError, CopyGone,
         RefusedCopy."""
-        header = copy.header
-        sums = self._sums.setdefault((copy.folder, header.version), {})
-        count = -(-header.size // PIECE_BYTES)
-        with (
-            CopyReader(self._of.memory, copy.folder, copy.slot, header.version) as reader,
-            memoryview(bytearray(min(PIECE_BYTES, header.size))) as buffer,
-        ):
 
-            def read(index: int) -> memoryview:
-                begin = index * PIECE_BYTES
-                piece = buffer[: min(PIECE_BYTES, header.size - begin)]
-                reader.read(begin, piece)
-                sums[index] = zlib.crc32(piece)
-                return piece
+        def superseded() -> bool:
+            if self._ended:
+                raise ConnectionError("the workers have named other partners")
+            return self._is_superseded(copy)
 
-            link.send(Push(self._of.node, copy.folder.name, reader.header))
-            answer = link.receive(PUSH_ANSWERS)
-            if isinstance(answer, Have):
-                return True
-            if isinstance(answer, Refused):
-                raise RefusedCopy(answer)
-            try:
-                for index in range(answer.piece):
-                    if index not in sums:
-                        read(index).release()
-                for index in range(answer.piece, count):
-                    if self._ended:
-                        raise ConnectionError("the workers have named other partners")
-                    if self._is_superseded(copy):
-                        link.send(Superseded())
-                        return False
-                    with read(index) as piece:
-                        link.send(Piece(index), piece, sums[index], self._of.rate.pause)
-                        self._of.sent_bytes += len(piece)
-            except CopyGone:
-                link.send(Superseded())
-                raise
-            whole = tuple(sums[index] for index in range(count))
-            link.send(Sent(whole))
-            end = link.receive(PUSH_ENDS)
-            if not isinstance(end, Acknowledged):
-                sums.clear()
-                raise RefusedCopy(end)
-            with contextlib.suppress(OSError):  # no room for the sums: the copy goes without
-                reader.add_sums(whole)
-        return True
+        def sent(count: int) -> None:
+            self._of.sent_bytes += count
+
+        sums = self._sums.setdefault((copy.folder, copy.header.version), {})
+        sender = Sender(self._of.node, self._of.rate.pause, sent, superseded, sums)
+        with CopyReader(self._of.memory, copy.folder, copy.slot, copy.header.version) as reader:
+            return sender.push(link, reader)
 
     def _is_superseded(self, copy: FoundCopy) -> bool:
         with self._changed:
