@@ -375,8 +375,9 @@ class ShardSaving(SaveOutcomes):
             saved = self._save(step, in_memory=copied) and self.wait()
         except DirectoryNotShared as refusal:
             if group.rank == 0:
-                logger.error(
-                    "step %d is in memory only, and what a node that leaves now has of it is lost: %s",
+                logger.warning(
+                    "step %d is in memory only: nodes that leave now hand over what they have of it, or say what is "
+                    "lost: %s",
                     step,
                     refusal,
                 )
