@@ -133,7 +133,7 @@ def answer(listener: socket.socket) -> None:
             return  # shut down
         with worker:
             receive(worker, FROM_WORKERS, drain.ANSWER_S)
-            send(worker, StepAnswer(Verdict.GO_ON), drain.ANSWER_S)
+            send(worker, StepAnswer(Verdict.GO_ON, leaves=False), drain.ANSWER_S)
 
 
 def table(runs: Sequence[Run]) -> str:

@@ -41,6 +41,8 @@ class NodeSnapshot:
     """When this node first saw the world in its present phase."""
     known_nodes: tuple[NodeRecord, ...] = ()
     """Oldest first; complete only on the coordinator."""
+    leaving: bool = False
+    """It was asked to leave its job."""
     coordinates: bool = False
     coordinator: str | None = None
     waiting_for: str = ""
@@ -80,6 +82,7 @@ def snapshot_of(
         world_revision=membership.world_revision,
         world_since=membership.world_since,
         known_nodes=membership.nodes,
+        leaving=session.record.leaving,
         coordinates=membership.coordinates,
         coordinator=membership.leader,
         waiting_for=waiting_for,

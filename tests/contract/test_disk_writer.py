@@ -541,7 +541,7 @@ def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> No
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
     agent.turn()
-    checkpoints._state._planned.save_last_step(11)
+    checkpoints._state._planned.save_last_step(11, leaves=False)
     checkpoints._state._planned.order_write(11)
     checkpoints._state._disk._finish_at_exit()
     assert on_disk(directory) == []

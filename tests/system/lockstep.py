@@ -55,7 +55,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, save_and_exit)
     if not options.own_handler:
         saver = SimpleNamespace(
-            save_last_step=keep, order_write=lambda _: None, save_last_step_alone=keep, saves_alone=True
+            save_last_step=lambda step, leaves: keep(step),
+            outlive_node=lambda _: None,
+            order_write=lambda _: None,
+            save_last_step_alone=keep,
+            saves_alone=True,
         )
         progress.checkpointers.add("lockstep", saver)
     kept = [int(path.name.rpartition("-")[2]) for path in folder.glob("kept-*")]

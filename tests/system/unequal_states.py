@@ -227,7 +227,7 @@ def copy_unequal(rank: int, directory: str, kind: str, way: str) -> dict[str, An
                 return checkpoints._state._planned.save_just_in_time(training.done, {})
         progress.step(training.done)
         if way == "keep":
-            checkpoints._state._planned.save_last_step(training.done)
+            checkpoints._state._planned.save_last_step(training.done, leaves=False)
         if way == "keep alone":
             dist.barrier()  # the others are known to have finished that step
             checkpoints._state._planned.save_last_step_alone(training.done)

@@ -31,6 +31,8 @@ class Agent:
 
     def __init__(self, path: Path, answer: Callable[[StepEnded], Verdict | None]) -> None:
         self.words: list[StepEnded] = []
+        self.leaves: list[bool] = []
+        """What it answers one after the other: whether the node leaves."""
         self._answer = answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
@@ -48,7 +50,7 @@ class Agent:
                 self.words.append(word)
                 answer = self._answer(word)
                 if answer is not None:
-                    send(connection, StepAnswer(answer), 5.0)
+                    send(connection, StepAnswer(answer, self.leaves.pop(0) if self.leaves else False), 5.0)
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -67,11 +69,14 @@ class DrainSaver:
         self._kept = kept
         self._refused = refused
 
-    def save_last_step(self, step: int) -> bool:
-        self._kept.append(("together", step))
+    def save_last_step(self, step: int, *, leaves: bool) -> bool:
+        self._kept.append(("leaving" if leaves else "together", step))
         if isinstance(self._refused, Exception):
             raise self._refused
         return not self._refused
+
+    def outlive_node(self, step: int) -> None:
+        self._kept.append(("outlives", step))
 
     def order_write(self, step: int) -> None:
         self._kept.append(("to disk", step))
@@ -182,6 +187,25 @@ def test_the_last_step_is_kept_and_then_said_and_then_ends_the_process(
     assert scene.reported == [(StepStatus.FINISHED, 120), (StepStatus.KEPT, 120)]
 
 
+@pytest.mark.parametrize(
+    ("leaves", "kept"),
+    [
+        ([True, True], ["leaving", "to disk"]),
+        ([False, True], ["together", "to disk", "outlives"]),
+        ([False, False], ["together", "to disk"]),
+    ],
+)
+def test_what_a_node_that_leaves_has_is_waited_for_also_where_it_is_asked_to_late(
+    scene: Scene, leaves: list[bool], kept: list[str]
+) -> None:
+    scene.announce()
+    scene.answer = Verdict.END
+    scene.agent.leaves = leaves
+    with pytest.raises(Drained):
+        progress.step(120)
+    assert [what for what, _ in scene.kept] == kept
+
+
 def test_listeners_of_the_step_come_before_its_end(scene: Scene) -> None:
     scene.announce()
     scene.answer = Verdict.END
@@ -195,7 +219,7 @@ def test_listeners_of_the_step_come_before_its_end(scene: Scene) -> None:
 def test_a_state_that_could_not_be_kept_is_not_said_to_be(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(step: int) -> None:
+    def fail(step: int, *, leaves: bool) -> None:
         raise OSError("no space left")
 
     (here,) = progress.checkpointers.all()
@@ -313,8 +337,10 @@ def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
         "class Slow:\n    def __del__(self): print('taken apart')\n"
         "slow = Slow()\n"
         "atexit.register(print, 'at exit')\n"
-        "drain._StepReporter = type('Reporter', (), {'report': lambda *_: None})\n"
-        "try:\n    drain._end(7, (), drain._StepReporter(), alone=False)\nfinally:\n    print('finally', end=' ')"
+        "answer = drain.StepAnswer(drain.Verdict.GO_ON, leaves=True)\n"
+        "drain._StepReporter = type('Reporter', (), {'report': lambda *_: answer})\n"
+        "try:\n    drain._end(7, (), drain._StepReporter(), alone=False, leaves=True)\n"
+        "finally:\n    print('finally', end=' ')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (DRAINED, "finally at exit\n", "")
@@ -333,8 +359,8 @@ def test_a_thread_of_the_script_that_holds_up_the_end_is_named_and_not_waited_fo
         "threading.Thread(target=time.sleep, args=[600], name='uploader').start()\n"
         "threading.Thread(target=time.sleep, args=[600], name='unnoticed', daemon=True).start()\n"
         "atexit.register(print, 'at exit')\n"
-        "reporter = type('Reporter', (), {'report': lambda *_: None})()\n"
-        "drain._end(7, (), reporter, alone=False)"
+        "reporter = type('Reporter', (), {'report': lambda *_: drain.StepAnswer(drain.Verdict.GO_ON, True)})()\n"
+        "drain._end(7, (), reporter, alone=False, leaves=True)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (DRAINED, "at exit\n")
@@ -347,8 +373,8 @@ def test_what_the_script_does_at_its_end_may_take_longer_than_its_threads() -> N
         "from elastic_agent.worker.steps import drain\n"
         "drain.THREADS_S = 0.2\n"
         "atexit.register(lambda: (print('begun'), time.sleep(1), print('uploaded')))\n"
-        "reporter = type('Reporter', (), {'report': lambda *_: None})()\n"
-        "drain._end(7, (), reporter, alone=False)"
+        "reporter = type('Reporter', (), {'report': lambda *_: drain.StepAnswer(drain.Verdict.GO_ON, True)})()\n"
+        "drain._end(7, (), reporter, alone=False, leaves=True)"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (DRAINED, "begun\nuploaded\n")

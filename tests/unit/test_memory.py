@@ -419,7 +419,7 @@ def test_all_that_were_loaded_are_kept_for_a_drain_and_an_archive_is_not(tmp_pat
     ema.load()
     best.save(5)
     for saver in progress.checkpointers.all():
-        saver.save_last_step(7)
+        saver.save_last_step(7, leaves=False)
     assert [Checkpointer(tmp_path / name, {"meta": {}}).load() for name in ("model", "ema", "best")] == [
         7,
         7,
@@ -436,7 +436,7 @@ def test_a_last_save_that_the_disk_refuses_keeps_nothing_and_says_so(
     shutil.rmtree(directory)
     directory.write_text("no directory")
     (saver,) = progress.checkpointers.all()
-    assert not saver.save_last_step(8)
+    assert not saver.save_last_step(8, leaves=False)
     assert f"step 8 is NOT on disk in {directory}" in caplog.text
 
 
@@ -447,7 +447,7 @@ def test_of_one_directory_the_newest_checkpointer_keeps_the_state(
     monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
     Checkpointer(tmp_path / "disk", {"meta": {"is": "new"}}).load()
     (saver,) = progress.checkpointers.all()
-    saver.save_last_step(8)
+    saver.save_last_step(8, leaves=False)
     meta: dict[str, Any] = {}
     assert Checkpointer(tmp_path / "disk", {"meta": meta}).load() == 8
     assert meta == {"is": "new"}

@@ -73,7 +73,7 @@ MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (COMMIT_ANSWERS, CommitRefused("it is over")),
     (COMMIT_ANSWERS, CommitUndecided(MAX_REASON_CHARS * "\U0001f600")),
     *((FROM_WORKERS, StepEnded(7, 3, 1, 120, status)) for status in StepStatus),
-    *((STEP_ANSWERS, StepAnswer(verdict)) for verdict in Verdict),
+    *((STEP_ANSWERS, StepAnswer(verdict, leaves=True)) for verdict in Verdict),
     (FROM_WORKERS, Guarding(7, 1)),
     (FROM_WORKERS, Broken()),
     (FROM_WORKERS, Held(120)),
@@ -115,13 +115,14 @@ def test_no_message_is_forgotten_here() -> None:
 
 def test_the_form_is_one_object_with_version_and_kind() -> None:
     assert json.loads(encode(SaveReport(7, 0, 120, "ok", 0.25, 4096))) == {
-        "v": 6, "kind": "save_report", "generation": 7, "local_rank": 0,
+        "v": 7, "kind": "save_report", "generation": 7, "local_rank": 0,
         "step": 120, "result": "ok", "duration_s": 0.25, "bytes": 4096, "tier": "local", "blocked_s": 0.0,
     }  # fmt: skip
-    assert json.loads(encode(StepAnswer(Verdict.END_ALONE))) == {
-        "v": 6,
+    assert json.loads(encode(StepAnswer(Verdict.END_ALONE, leaves=True))) == {
+        "v": 7,
         "kind": "step_answer",
         "verdict": "end alone",
+        "leaves": True,
     }
 
 
@@ -175,7 +176,7 @@ def test_whatever_is_wrong_in_a_message_is_found() -> None:
     [
         b"", b"\xff\xfe", b"1", b"[]", b"null", b'"x"', b"{", b"{}", b"[" * 4000,
         b'{"v":' * 1500, b" " * (MAX_BYTES + 1),
-        b'{"v": 6, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
+        b'{"v": 7, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_message(codec: Codec[Any], raw: bytes) -> None:

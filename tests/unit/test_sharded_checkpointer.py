@@ -82,7 +82,7 @@ def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
             assert second.save(2), "in memory"
         assert not second.wait()
         saving: Any = second._state
-        assert saving._saving.save_last_step(3)
+        assert saving._saving.save_last_step(3, leaves=True)
         with slots_gone(rank):
             saving._saving.order_write(3)
         dist.barrier()
@@ -104,7 +104,7 @@ def check_last_step_of_busy_slots(saving: Any, patched: pytest.MonkeyPatch) -> N
     patched.setattr(sharded_saving, "SLOT_PATIENCE_S", 0.1)
     slots = saving._memory._slots
     with slots.hold("a"), slots.hold("b"):
-        assert saving.save_last_step(4)
+        assert saving.save_last_step(4, leaves=True)
     assert len(waits) == 1
 
 

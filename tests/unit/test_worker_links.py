@@ -145,7 +145,7 @@ def test_questions_are_answered_by_what_the_store_holds(scene: Scene) -> None:
     with pytest.raises(Fenced, match="fallen back to generation 7"):
         CommitPermission(scene.env.socket, 8, answer_s=PATIENCE_S).check()
     kept = StepEnded(7, 0, 0, 20, StepStatus.KEPT)
-    assert ask(scene.env.socket, kept, STEP_ANSWERS, PATIENCE_S) == StepAnswer(Verdict.GO_ON)
+    assert ask(scene.env.socket, kept, STEP_ANSWERS, PATIENCE_S) == StepAnswer(Verdict.GO_ON, leaves=False)
     scene.expect(WorkerKept(7, 0))
 
 

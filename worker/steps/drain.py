@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import CheckpointError
 from ..wire.channel import ask
 from ..wire.environment import WorkerEnv
-from ..wire.messages import STEP_ANSWERS, StepEnded, StepStatus, Verdict
+from ..wire.messages import STEP_ANSWERS, StepAnswer, StepEnded, StepStatus, Verdict
 from .quick_end import leave
 from .registry import DrainSaver, give_up
 from .signals import script_handles_sigterm
@@ -70,17 +70,19 @@ def _ask(step: int, savers: Sequence[DrainSaver], status: StepStatus) -> None:
         return
     try:
         reporter = _StepReporter(os.environ)
-        verdict = reporter.report(step, status)
+        answer = reporter.report(step, status)
     except (KeyError, ValueError, OSError) as error:
         logger.warning(
             "the agent gave no answer whether step %d is the last one, going on: reason=%s", step, error
         )
         return
-    if verdict is not Verdict.GO_ON:
-        _end(step, savers, reporter, alone=verdict is Verdict.END_ALONE)
+    if answer.verdict is not Verdict.GO_ON:
+        _end(step, savers, reporter, alone=answer.verdict is Verdict.END_ALONE, leaves=answer.leaves)
 
 
-def _end(step: int, savers: Sequence[DrainSaver], reporter: _StepReporter, *, alone: bool) -> None:
+def _end(
+    step: int, savers: Sequence[DrainSaver], reporter: _StepReporter, *, alone: bool, leaves: bool
+) -> None:
     """Keep the state and raise Drained; or, where only the script can keep it, let the script do as for a SIGTERM."""
     if not savers and script_handles_sigterm():
         global _left_to_script
@@ -88,20 +90,24 @@ def _end(step: int, savers: Sequence[DrainSaver], reporter: _StepReporter, *, al
         logger.info("step %d is the last one: calling the script's handler of SIGTERM", step)
         signal.raise_signal(signal.SIGTERM)
         return
-    if _keep(step, savers, alone=alone):
+    if _keep(step, savers, alone=alone, leaves=leaves):
         try:
-            reporter.report(step, StepStatus.KEPT)
+            if reporter.report(step, StepStatus.KEPT).leaves and not leaves:  # it was asked to only now
+                for saver in savers:
+                    saver.outlive_node(step)
         except (ValueError, OSError) as error:
             logger.warning("the agent does not know that step %d is kept: reason=%s", step, error)
     _leave_at_exit()
     raise Drained(step)
 
 
-def _keep(step: int, savers: Sequence[DrainSaver], *, alone: bool) -> bool:
+def _keep(step: int, savers: Sequence[DrainSaver], *, alone: bool, leaves: bool) -> bool:
     """Whether every Checkpointer that takes part keeps its state."""
     if not alone:
         try:
-            answers = [saver.save_last_step(step) for saver in savers]  # the other ranks wait in each
+            answers = [
+                saver.save_last_step(step, leaves=leaves) for saver in savers
+            ]  # the other ranks wait in each
         except CheckpointError:
             give_up(step, savers)
             raise
@@ -166,7 +172,7 @@ class _StepReporter:
         self._env = WorkerEnv.of(environ)
         self._rank = int(environ["RANK"])
 
-    def report(self, step: int, status: StepStatus) -> Verdict:
+    def report(self, step: int, status: StepStatus) -> StepAnswer:
         """The agent's answer. Raises OSError and Invalid."""
         ended = StepEnded(self._env.generation, self._rank, self._env.local_rank, step, status)
-        return ask(self._env.socket, ended, STEP_ANSWERS, ANSWER_S).verdict
+        return ask(self._env.socket, ended, STEP_ANSWERS, ANSWER_S)

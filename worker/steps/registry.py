@@ -35,10 +35,14 @@ class DrainSaver(InMemory, Protocol):
     def saves_alone(self) -> bool:
         """Whether it could do so without the other ranks."""
 
-    def save_last_step(self, step: int) -> bool:
-        """Make the state after this step survive this process. Every rank calls it, and waits there for the others.
+    def save_last_step(self, step: int, *, leaves: bool) -> bool:
+        """Make the state after this step survive this process, and this node where that `leaves`. Every rank calls it,
+        and waits there for the others.
 
         False: it does not, which the log has."""
+
+    def outlive_node(self, step: int) -> None:
+        """After that: this node leaves after all. Wait, without the others, until that costs nothing of this step."""
 
     def order_write(self, step: int) -> None:
         """All Checkpointers have kept this step: let the disk writer have what is only in memory."""

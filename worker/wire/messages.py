@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 from ...codec import AtMost, Checked, Codec, Count, Positive, Seconds, Text, Within
 
-VERSION = 6
+VERSION = 7
 MAX_BYTES = 8192
 """Of one message."""
 MAX_UNSAVED_BYTES = 2**20
@@ -186,7 +186,10 @@ class StepEnded(Checked):
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer(Checked):
+    """`leaves`: this node leaves at the end of the generation, as far as it is known now."""
+
     verdict: Verdict
+    leaves: bool
 
 
 Question = CommitQuestion | StepEnded

@@ -86,7 +86,7 @@ class LastSteps:
     def answer(self, word: StepEnded) -> StepAnswer:
         if word.status is StepStatus.KEPT:
             self._post(WorkerKept(word.generation, word.local_rank))
-            return StepAnswer(Verdict.GO_ON)
+            return StepAnswer(Verdict.GO_ON, self._latest().leaving)
         key = word.generation, word.local_rank
         self._count(key, 1)
         try:
@@ -95,7 +95,7 @@ class LastSteps:
                 self._post(WorkerAnswered(word.generation, word.local_rank, word.step, answer))
         finally:
             self._count(key, -1)
-        return StepAnswer(_verdict(answer))
+        return StepAnswer(_verdict(answer), self._latest().leaving)
 
     def _count(self, key: tuple[int, int], by: int) -> None:
         with self._lock:

@@ -54,7 +54,7 @@ class ReplicatedPlannedSaver(PlannedSaver):
             and not self._contents.of_each_rank
         )
 
-    def save_last_step(self, step: int) -> bool:
+    def save_last_step(self, step: int, *, leaves: bool) -> bool:
         """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not.
 
         No rank waits for the disk: `order_write` orders the write, and a generation that goes on from the copy orders
@@ -78,6 +78,9 @@ class ReplicatedPlannedSaver(PlannedSaver):
                 logger.error("step %d is NOT on disk in %s: its save was refused", step, self.directory)
             return False
         return True
+
+    def outlive_node(self, step: int) -> None:
+        """All nodes have it."""
 
     def order_write(self, step: int) -> None:
         """Rank 0, after `keep`: order the write of a copy that was made on every node."""

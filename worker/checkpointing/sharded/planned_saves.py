@@ -22,8 +22,12 @@ class ShardedPlannedSaver(PlannedSaver):
         super().__init__(directory, memory, saving)
         self._saving = saving
 
-    def save_last_step(self, step: int) -> bool:
-        return self.is_beyond(step) or self._saving.save_last_step(step)
+    def save_last_step(self, step: int, *, leaves: bool) -> bool:
+        return self.is_beyond(step) or self._saving.save_last_step(step, leaves=leaves)
+
+    def outlive_node(self, step: int) -> None:
+        if not self.is_beyond(step):
+            self._saving.outlive_node(step)
 
     def order_write(self, step: int) -> None:
         self._saving.order_write(step)

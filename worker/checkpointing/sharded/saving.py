@@ -354,14 +354,18 @@ class ShardSaving(SaveOutcomes):
 
     # ---------------------------------------------------------------- the last step of a planned change
 
-    def save_last_step(self, step: int) -> bool:
-        """Every rank: let the state after `step` outlive this process, which is about to end. False: it does not."""
+    def save_last_step(self, step: int, *, leaves: bool) -> bool:
+        """Every rank: let the state after `step` outlive this process, which is about to end, and this node where that
+        `leaves`. False: it does not.
+
+        What a node has that stays needs no other copy for that: the next generation gives it one.
+        """
         group = current_group()
         layout, met = self._meet(step, group, compare=True, saves=True)
         copied = self._copy_surely(layout, step, met, group)
 
         def keep() -> bool:
-            return self._copies.settled() and self._outlives_node(step, layout.size)
+            return self._copies.settled() and (not leaves or self._outlives_node(step, layout.size))
 
         if copied and all_did(group, keep, f"step {step} is not kept"):
             self._disk.is_leaving = True
@@ -387,7 +391,7 @@ class ShardSaving(SaveOutcomes):
         return saved
 
     def _outlives_node(self, step: int, size: int) -> bool:
-        """Whether other nodes have this rank's shards, for its own may be about to leave; after a wait for that."""
+        """Whether other nodes have this rank's shards, after a wait for that."""
         assert self._replicas is not None
         deadline = self._clock() + LAST_REPLICA_S + size / LAST_REPLICA_BYTES_PER_S
         while (found := self._replicas.outlives_node((self._env.generation, step))) is None:
@@ -395,6 +399,15 @@ class ShardSaving(SaveOutcomes):
                 return False
             time.sleep(_LOOK_S)
         return found
+
+    def outlive_node(self, step: int) -> None:
+        """After that, of one rank alone: its node leaves, and was asked to only after all had copied this step."""
+        memory = self._memory
+        for header in memory.headers().values() if memory is not None else ():
+            if header.version == (self._env.generation, step) and not self._outlives_node(step, header.size):
+                logger.error(
+                    "step %d is in memory only, and is lost if this node leaves before it is on disk", step
+                )
 
     def order_write(self, step: int) -> None:
         """After that: let the disk writers have what is only in memory."""
