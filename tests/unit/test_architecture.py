@@ -54,8 +54,10 @@ worker/checkpointing/conversion: worker/errors worker/wire worker/state worker/s
     worker/storage/disk worker/storage/disk/sharded
 worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks \
     worker/storage/disk worker/checkpointing/replicated worker/checkpointing/sharded
-worker: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
-    worker/storage/memory worker/storage/disk worker/storage/disk/sharded worker/checkpointing
+worker/dcp: worker/errors worker/wire worker/state/sharding worker/steps worker/ranks worker/storage/memory \
+    worker/storage/disk worker/storage/disk/sharded worker/storage/replication worker/checkpointing/loading \
+    worker/checkpointing/saving worker/checkpointing/sharded
+worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 health/checks:
 health/checks/rules: health/checks
 health/checks/probes: health/checks health/checks/rules

@@ -1,8 +1,19 @@
-"""DCP's save and load into a checkpoint directory: by two ranks, read by two, by one, and by DCP alone."""
+"""DCP's save and load into a checkpoint directory: by two ranks, read by two, by one, and by DCP alone.
+
+Without agents, and then as workers of two nodes: each with a folder in memory and a memory server, which are this
+process's, as is the gate that a disk writer asks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import pickle
+import queue
+import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker.dcp import ElasticStorageReader, ElasticStorageWriter
-from elastic_agent.worker.errors import BadCheckpoint, NoUsableCheckpoint, StepNotGrowing
+from elastic_agent.worker.errors import BadCheckpoint, Fenced, NoUsableCheckpoint, StepNotGrowing
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder, folders_of
+from elastic_agent.worker.storage.memory.slots import Slots
+from elastic_agent.worker.wire.environment import WorkerEnv
+from elastic_agent.worker.wire.messages import CommitGranted, CommitRefused
+from tests.contract.test_disk_writer import Agent
+from tests.memory_servers import Node, wait_for
 
 
 def state(seed: int, *, sharded: bool = True) -> dict[str, Any]:
@@ -65,10 +82,187 @@ def failure(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
     return next(iter(caught.value.failures.values()))[0]
 
 
+def worker_of(folder: Path, rank: int, world_size: int, *, generation: int) -> dict[str, str]:
+    """What an agent gives the only worker of a node."""
+    node = f"n{rank}"
+    env = WorkerEnv(
+        generation,
+        "run-a",
+        node,
+        0,
+        incarnation="x",
+        socket=str(folder / "commits"),
+        reports=str(folder / "reports"),
+        memory=str(folder / node),
+        memory_bytes=1 << 30,
+        writes=str(folder / "writes"),
+        memory_server=str(folder / f"{node}.orders"),
+        memory_address=(folder / f"{node}.address").read_text(),
+        memory_replicas=1,
+    )
+    places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    return env.variables() | {name: str(value) for name, value in places.items()}
+
+
+class Switch:
+    """A file by which the ranks say what the gate of the agents answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "gate"
+
+    def set(self, rank: int, to: str) -> None:
+        dist.barrier()
+        if rank == 0:
+            self._file.write_text(to)
+            wait_for(lambda: self._file.with_suffix(".is").exists() and self.now == to, to)
+        dist.barrier()
+
+    @property
+    def now(self) -> str:
+        return self._file.with_suffix(".is").read_text()
+
+    def obey(self, agent: Agent, until: threading.Event) -> None:
+        while not until.wait(0.005):
+            with contextlib.suppress(FileNotFoundError):
+                wanted = self._file.read_text()
+                agent.gate.answer = CommitRefused("over") if wanted == "refuses" else CommitGranted(60.0)
+                if wanted == "waits":
+                    agent.gate.open.clear()
+                else:
+                    agent.gate.open.set()
+                self._file.with_suffix(".is").write_text(wanted)
+
+
+def manifests(directory: str) -> list[int]:
+    return [int(one.stem[5:17]) for one in sorted(Path(directory).glob("step-*.json"))]
+
+
+def save(seed: int, directory: str, step: int, **options: Any) -> None:
+    dcp.save(state(seed), storage_writer=ElasticStorageWriter(directory, step=step, **options))
+
+
+def copies_in(memory: Path, directory: str) -> list[tuple[SlotFolder, str, int]]:
+    found = []
+    for folder in folders_of(str(memory), directory):
+        with contextlib.closing(Slots(str(memory), folder)) as slots:
+            found += [(folder, name, header.step) for name, header in slots.headers().items()]
+    return found
+
+
+def replicas(memory: Path, directory: str) -> set[int]:
+    return {step for folder, _, step in copies_in(memory, directory) if folder.origin}
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("elastic_agent").addHandler(handler)
+    yield lines
+    logging.getLogger("elastic_agent").removeHandler(handler)
+
+
+def under_agents(rank: int, folder: Path, runs: str) -> None:
+    gate = Switch(folder)
+    memory = folder / f"n{rank}"
+    with pytest.raises(CheckpointException) as caught:
+        load(runs)
+    assert isinstance(failure(caught), NoUsableCheckpoint)
+
+    gate.set(rank, "waits")
+    save(1, runs, 10)
+    assert not manifests(runs), "the disk writer waits, and training does not"
+    found, step = load(runs)
+    assert step == 10
+    same(found, state(1))
+    gate.set(rank, "grants")
+    save(2, runs, 20)
+    assert 10 in manifests(runs), "the next save has waited for it"
+    wait_for(lambda: manifests(runs) == [10, 20], "the newest save to be on disk")
+
+    second = state(3)
+    pending = dcp.async_save(second, storage_writer=ElasticStorageWriter(runs, step=30, durable=True))
+    for tensor in second["model"].values():
+        tensor.zero_()
+    pending.result()  # type: ignore[union-attr]
+    assert manifests(runs) == [20, 30]
+    found, step = load(runs)
+    assert step == 30
+    same(found, state(3))
+    plain = state(9)
+    dcp.load(plain, storage_reader=dcp.FileSystemReader(attempts(runs)[-1]))
+    same(plain, state(3))
+    dist.barrier()
+
+    refused(rank, gate, runs)
+    several_at_once(runs)
+    damaged(rank, memory, runs)
+    save(8, runs, 80)
+    wait_for(lambda: 80 in replicas(memory, runs), "the other node's part to be here")
+
+
+def refused(rank: int, gate: Switch, runs: str) -> None:
+    gate.set(rank, "refuses")
+    save(4, runs, 40)
+    with logged() as lines, pytest.raises(CheckpointException) as caught:
+        save(5, runs, 41)
+    assert isinstance(failure(caught), Fenced), "the next save says what became of the one before"
+    assert any("a save is not on disk: step=40" in line for line in lines)
+    found, step = load(runs)
+    assert step == 41, "it is in memory nevertheless"
+    same(found, state(5))
+    gate.set(rank, "grants")
+    save(6, runs, 42)
+    assert 42 in manifests(runs), "after a refusal a save ends on disk"
+
+
+def several_at_once(runs: str) -> None:
+    other = dist.new_group()
+    first = dcp.async_save(state(1), storage_writer=ElasticStorageWriter(runs, step=50))
+    second = dcp.async_save(state(2), storage_writer=ElasticStorageWriter(runs, step=51), process_group=other)
+    second.result()  # type: ignore[union-attr]
+    late = first.exception()  # type: ignore[union-attr]
+    if late is not None:  # the other one has come first
+        assert isinstance(late, CheckpointException)
+        assert isinstance(next(iter(late.failures.values()))[0], StepNotGrowing)
+    found, step = load(runs)
+    assert step == 51
+    same(found, state(2))
+
+
+def damaged(rank: int, memory: Path, runs: str) -> None:
+    """Of rank 1's newest part no copy is good: what is on disk is loaded, and the log says why."""
+    save(7, runs, 70, durable=True)
+    wait_for(lambda: 70 in replicas(memory, runs), "the other node's part to be here")
+    dist.barrier()
+    for part, slot, step in copies_in(memory, runs):
+        if step == 70 and bool(part.origin) == (rank == 0):
+            flip(memory / part.name / f"{slot}.pt", 300)
+    dist.barrier()
+    with logged() as lines:
+        found, step = load(runs)
+    assert step == 70
+    same(found, state(7))
+    told = [line for line in lines if "a copy in memory cannot be read, trying another: step=70" in line]
+    assert len(told) == (2 if rank == 0 else 0)
+    dist.barrier()
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
-    runs = f"{folder}/runs"
+    without_agents(rank, f"{folder}/runs")
+    os.environ |= worker_of(Path(folder), rank, 2, generation=1)
+    try:
+        under_agents(rank, Path(folder), f"{folder}/behind")
+    finally:
+        Path(folder, "gate").write_text("grants")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def without_agents(rank: int, runs: str) -> None:
     assert ElasticStorageReader(runs).step is None
     dist.barrier()
     dcp.save(state(1), storage_writer=ElasticStorageWriter(runs, step=10))
@@ -101,12 +295,61 @@ def work(rank: int, folder: str) -> None:
     assert step == 20, "all ranks fall back alike"
     same(found, state(2))
     dist.barrier()
-    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def agents(folder: Path) -> Iterator[list[Node]]:
+    nodes = [Node(folder, f"n{rank}") for rank in range(2)]
+    for node in nodes:
+        (folder / f"{node.name}.address").write_text(node.address)
+    agent, over = Agent(folder), threading.Event()
+    switch = threading.Thread(target=Switch(folder).obey, args=(agent, over), daemon=True)
+
+    def launch() -> None:
+        while not over.is_set():
+            with contextlib.suppress(queue.Empty):
+                agent.turn()
+                over.wait()  # the disk writer ends with the thread that has started it
+
+    launches = threading.Thread(target=launch, daemon=True)
+    switch.start()
+    launches.start()
+    try:
+        yield nodes
+    finally:
+        over.set()
+        agent.close()
+        for node in nodes:
+            node.close()
+
+
+def one_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node of rank 1 is gone, and nothing is on disk: one rank takes what two had from its memory."""
+    runs = str(folder / "behind")
+    shutil.rmtree(runs)
+    with monkeypatch.context() as patch:
+        for name, value in worker_of(folder, 0, 1, generation=2).items():
+            patch.setenv(name, value)
+        found, step = load(runs, sharded=False)
+        assert step == 80
+        same(found, state(8, sharded=False))
+        dcp.save(
+            state(9, sharded=False),
+            storage_writer=ElasticStorageWriter(runs, step=90, durable=True),
+        )
+        assert manifests(runs) == [90]
+        found, step = load(runs, sharded=False)
+        assert step == 90
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_two_ranks_have_saved_two_ranks_one_and_dcp_load(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path),), 2)
+def test_what_two_ranks_have_saved_two_ranks_one_and_dcp_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with agents(tmp_path) as nodes:
+        mp.spawn(work, (str(tmp_path),), 2)
+        nodes[1].close()
+        one_is_left(tmp_path, monkeypatch)
     runs = str(tmp_path / "runs")
     found, step = load(runs, sharded=False)
     assert step == 20

@@ -1,0 +1,383 @@
+"""Loads for DCP: the newest version that is whole in the memory of the living nodes, else the newest on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ...codec import Count
+from ..checkpointing.loading.shard_selection import (
+    Place,
+    ShardCopy,
+    ShardOffer,
+    ShardSource,
+    choose_shards,
+    unusable,
+)
+from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
+from ..ranks.group import Group, current_group
+from ..ranks.refusals import raise_together
+from ..state.sharding.reading import OpenCopy, index_of
+from ..state.sharding.table import Table
+from ..storage.disk.checkpoint_files import CheckpointFiles
+from ..storage.disk.manifests import Manifest
+from ..storage.disk.shard_files import DiskCopy, data_name
+from ..storage.memory.slot_folders import folders_of
+from ..storage.memory.slots import Slots
+from ..storage.replication.partners import NodePlace
+from ..wire.environment import WorkerEnv
+from ..wire.messages import MAX_REASON_CHARS, Reason
+from .agreement import Home, are_the_world, nodes_of
+from .copies import MemoryCopies, best_of, folder_of
+from .directory import DirectoryOfRank, directory_of_rank
+from .plans import read_plan
+from .writer import refuse_id
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is loaded, and the tables of its copies, by rank. `places`: where these lie in memory."""
+
+    what: Manifest | ShardSource
+    tables: dict[int, Table]
+    places: tuple[Place, ...] = ()
+
+    @property
+    def step(self) -> int:
+        return self.what.step if isinstance(self.what, Manifest) else self.what.what.step
+
+    @property
+    def name(self) -> str:
+        """No other has it."""
+        if isinstance(self.what, Manifest):
+            return self.what.file
+        generation, step = self.what.version
+        return f"step {step} of generation {generation} in memory"
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """By one rank, with its plan."""
+
+    name: str
+    home: Home
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Copies that one rank cannot read: the ranks whose they are, and why."""
+
+    ranks: tuple[Count, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+
+
+class ElasticStorageReader(StorageReader):
+    """For `dcp.load`: the newest good checkpoint, or that of `step`. A sharded `Checkpointer`'s are read, too.
+
+    Under an agent all ranks look together, when the first of `step` and `dcp.load` is asked for: what the memory of all
+    nodes has comes before what is on disk, unless that is newer. With `memory=False` each rank looks by itself, at the
+    disk only: for `no_dist`, for a process group of some of the ranks, and to ask for `step` on one rank alone.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, step: int | None = None, memory: bool = True
+    ) -> None:
+        self._directory = os.path.abspath(directory)
+        self._wanted = step
+        self._memory = memory
+        self._found: _Found | None = None
+        self._was_loaded = False
+        self._failure: CheckpointError | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Of the checkpoint that was loaded, or that would be; None: there is none.
+
+        Raises NoUsableCheckpoint when there are some and none verifies, CheckpointMismatch when it is not of shards.
+        """
+        if self._found is None:
+            self._found = self._look()
+        return self._found.step if self._found is not None else None
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self._directory
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """What `step` has found is what is loaded; a second load looks again."""
+        refuse_id(checkpoint_id)
+        self._failure = None
+        if self._was_loaded:
+            self._found, self._was_loaded = None, False
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """An error waits for `set_up_storage_reader`: here DCP would keep only its text."""
+        try:
+            if self.step is None:
+                raise NoUsableCheckpoint(
+                    f"{self._directory} has no checkpoint: where step is None, do not load"
+                )
+        except OSError as error:
+            self._failure = CheckpointError(f"{self._directory} cannot be read: {error}")
+        except CheckpointError as error:
+            self._failure = error
+        if self._found is None:
+            return Metadata({})
+        self._was_loaded = True
+        tables = self._found.tables
+        metadata: Metadata = index_of(tables, {rank: data_name(rank) for rank in tables})
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        assert self._found is not None
+        return replace(plan, storage_data=_Choice(self._found.name, self._own().home))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        choices = [plan.storage_data for plan in plans]
+        chosen = sorted({choice.name for choice in choices})
+        if len(chosen) > 1:
+            raise CheckpointError(
+                f"the ranks found different checkpoints in {self._directory}: {', '.join(chosen)}. Let all nodes see "
+                "the same directory, and load again when no save is under way"
+            )
+        homes = [choice.home for choice in choices]
+        nodes = nodes_of(homes) if self._memory and are_the_world(homes) else ()
+        return [replace(plan, storage_data=nodes) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        found = self._found
+        assert found is not None
+        version = None
+        if isinstance(found.what, Manifest):
+            self._read_from_disk(found.what, found.tables, plan, planner)
+        else:
+            version = found.what.version
+            self._read_from_memory(found, plan, planner)
+        nodes: tuple[NodePlace, ...] = plan.storage_data
+        if nodes and WorkerEnv.of(os.environ).run:
+            self._own().began(found.step, version, nodes)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_from_memory(self, found: _Found, plan: LoadPlan, planner: LoadPlanner) -> None:
+        try:
+            with MemoryCopies(WorkerEnv.of(os.environ)) as memory:
+                copies = {
+                    rank: memory.open(place, found.tables[rank]) for rank, place in enumerate(found.places)
+                }
+                read_plan(plan, planner, copies)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{found.name} cannot be read any more ({error}): load again") from error
+
+    def _read_from_disk(
+        self, manifest: Manifest, tables: Mapping[int, Table], plan: LoadPlan, planner: LoadPlanner
+    ) -> None:
+        files = self._own().files
+        with contextlib.ExitStack() as stack:
+            open_rank = functools.cache(lambda rank: stack.enter_context(files.open_rank(manifest, rank)))
+            try:
+                copies = {rank: OpenCopy(table, _late(open_rank, rank)) for rank, table in tables.items()}
+                read_plan(plan, planner, copies)
+            except BadCheckpoint as bad:
+                reason = (
+                    f"{bad.reason}. To go on from an older one: "
+                    f"ElasticStorageReader({self._directory!r}, step=OLDER)"
+                )
+                raise BadCheckpoint(bad.step, bad.path, reason) from bad
+
+    def _own(self) -> DirectoryOfRank:
+        return directory_of_rank(self._directory)
+
+    # ---------------------------------------------------------------- what is there
+
+    def _look(self) -> _Found | None:
+        group = self._group()
+        own = self._own()
+        if group is None:
+            return self._look_on_disk(own.files)
+        return self._look_together(group, own)
+
+    def _group(self) -> Group | None:
+        """None: this rank looks by itself. The same on all ranks, or some would wait for the others for ever."""
+        if not self._memory or not WorkerEnv.of(os.environ).run:
+            return None
+        if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") == "1":
+            return current_group()
+        return None
+
+    def _look_together(self, group: Group, own: DirectoryOfRank) -> _Found | None:
+        """The disk is looked at only where it could win: that takes longer than all else."""
+        manifest = self._newest_manifest(own.files)
+        on_disk: _Found | None = None
+        failure: CheckpointError | None = None
+        looked = False
+        copies = _copies_on_this_node(own.env, self._directory)
+        damaged: set[Place] = set()
+        while True:
+            offers = [
+                self._without(offer, damaged) for offer in group.exchange(self._offer(own, manifest, copies))
+            ]
+            source = choose_shards(offers)
+            if source is not None and not isinstance(source.what, Manifest):
+                places = tuple(best_of(places, rank) for rank, places in enumerate(source.places))
+                tables = _open_together(group, own.env, places, damaged)
+                if tables is not None:
+                    if group.rank == 0:
+                        for one in unusable(offers, source):
+                            logger.warning("%s", one.reason)
+                    return _Found(source, tables, places)
+                continue
+            if looked:
+                raise_together(group, failure)
+                return on_disk
+            own.settle()
+            try:
+                on_disk = self._look_on_disk(own.files)
+            except CheckpointError as error:
+                failure = error
+            except OSError as error:
+                failure = CheckpointError(f"{self._directory} cannot be read: {error}")
+            manifest = on_disk.what if on_disk is not None and isinstance(on_disk.what, Manifest) else None
+            looked = True
+
+    def _newest_manifest(self, files: CheckpointFiles) -> Manifest | None:
+        with contextlib.suppress(OSError):
+            manifest = files.newest_manifest(self._is_unwanted)
+            if manifest is not None and not self._is_unwanted(manifest):
+                return manifest
+        return None
+
+    def _offer(
+        self, own: DirectoryOfRank, manifest: Manifest | None, copies: tuple[ShardCopy, ...]
+    ) -> ShardOffer:
+        foreign = manifest is not None and not own.files.claim.is_ours(manifest)
+        return ShardOffer(
+            manifest, (), copies, own.env.node, own.env.memory_address, own.files.run.id, foreign
+        )
+
+    def _without(self, offer: ShardOffer, damaged: set[Place]) -> ShardOffer:
+        """Those that could be loaded."""
+        gone = {(one.node, one.folder, one.slot, one.header.version) for one in damaged}
+        return replace(
+            offer,
+            copies=tuple(
+                copy
+                for copy in offer.copies
+                if self._wanted in (None, copy.header.step)
+                and (offer.node, copy.folder, copy.slot, copy.header.version) not in gone
+            ),
+        )
+
+    def _is_unwanted(self, manifest: Manifest) -> bool:
+        return self._wanted not in (None, manifest.step) or not manifest.is_sharded
+
+    def _look_on_disk(self, files: CheckpointFiles) -> _Found | None:
+        reported = set[int]()
+        while True:
+            checkpoint, bad = files.find(self._is_unwanted)
+            for one in bad:
+                if one.step not in reported:
+                    reported.add(one.step)
+                    logger.warning(
+                        "checkpoint does not verify, trying an older one: step=%d reason=%s", one.step, one
+                    )
+            if checkpoint is None:
+                if bad:
+                    raise NoUsableCheckpoint(f"no checkpoint in {self._directory} verifies: {bad[0]}")
+                return None
+            checkpoint.stream.close()
+            manifest = checkpoint.manifest
+            if self._wanted not in (None, manifest.step):
+                raise NoUsableCheckpoint(f"{self._directory} has no good checkpoint of step {self._wanted}")
+            if not manifest.is_sharded:
+                raise CheckpointMismatch(
+                    f"step {manifest.step} in {self._directory} is not of shards: load it with Checkpointer"
+                )
+            try:
+                return _Found(
+                    manifest, {rank: _table(files, manifest, rank) for rank in range(manifest.world_size)}
+                )
+            except BadCheckpoint as damage:
+                files.reject(manifest, damage)
+
+
+def _copies_on_this_node(env: WorkerEnv, directory: str) -> tuple[ShardCopy, ...]:
+    """All that is there of other nodes', too: the first rank of a node names it."""
+    if not env.memory or env.local_rank > 0:
+        return ()
+    found: list[ShardCopy] = []
+    with contextlib.suppress(OSError):
+        for folder in folders_of(env.memory, directory):
+            with contextlib.suppress(OSError), contextlib.closing(Slots(env.memory, folder)) as slots:
+                for problem in slots.problems():
+                    logger.warning("a copy in memory is left aside: reason=%s", problem)
+                found += (ShardCopy(folder.name, name, header) for name, header in slots.headers().items())
+    return tuple(found)
+
+
+def _open_together(
+    group: Group, env: WorkerEnv, places: tuple[Place, ...], damaged: set[Place]
+) -> dict[int, Table] | None:
+    """The tables of these copies, by rank, when all can be read; None: some are `damaged`, on all ranks the same.
+
+    Each worker verifies what its own slots have, and those of a worker with its number on other nodes.
+    """
+    tables: dict[int, Table] = {}
+    problems: dict[int, str] = {}
+    with MemoryCopies(env) as memory:
+        for rank, place in enumerate(places):
+            try:
+                tables[rank] = memory.table(place)
+                if place.node == env.node and _is_verified_by(env, place):
+                    memory.verify(place)
+            except (OSError, ValueError) as error:
+                problems[rank] = f"{place.node}: {error}"[:MAX_REASON_CHARS]
+    everywhere = group.exchange(_Unreadable(tuple(problems), tuple(problems.values())))
+    for one in everywhere:
+        for rank, reason in zip(one.ranks, one.reasons, strict=True):
+            if group.rank == 0 and places[rank] not in damaged:
+                logger.warning(
+                    "a copy in memory cannot be read, trying another: step=%d rank=%d reason=%s",
+                    places[rank].header.step,
+                    rank,
+                    reason,
+                )
+            damaged.add(places[rank])
+    return None if any(one.ranks for one in everywhere) else tables
+
+
+def _is_verified_by(env: WorkerEnv, place: Place) -> bool:
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (folder_of(place).local_rank or 0) % workers == max(0, env.local_rank)
+
+
+def _late(open_rank: Callable[[int], DiskCopy], rank: int) -> Callable[[int, memoryview], None]:
+    """A file is opened when something is read of it."""
+    return lambda offset, into: open_rank(rank).read(offset, into)
+
+
+def _table(files: CheckpointFiles, manifest: Manifest, rank: int) -> Table:
+    with files.open_rank(manifest, rank) as copy:
+        return copy.table
