@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from ..checkpointing.loading.shard_selection import Place, Places
 from ..state.sharding.reading import OpenCopy
@@ -55,7 +55,8 @@ class MemoryCopies:
             _, held = self._hold(place)
             return Table.from_bytes(os.pread(held.stream.fileno(), length, offset))
         raw = bytearray(length)
-        self._reader_there(place)(offset, memoryview(raw))
+        version = place.header.version
+        self._client(place).read(folder_of(place), place.slot, version, offset, memoryview(raw))
         return Table.from_bytes(bytes(raw))
 
     def verify(self, place: Place) -> None:
@@ -68,7 +69,7 @@ class MemoryCopies:
     def open(self, place: Place, table: Table) -> OpenCopy:
         """One on this node is mapped. One elsewhere is read where it is, when it is read."""
         if place.node != self._env.node:
-            return OpenCopy(table, self._reader_there(place), None)
+            return self._open_there(place, table)
         _, held = self._hold(place)
         view = memoryview(mmap.mmap(held.stream.fileno(), held.header.size, prot=mmap.PROT_READ))
 
@@ -77,17 +78,23 @@ class MemoryCopies:
 
         return OpenCopy(table, read, view)
 
-    def _reader_there(self, place: Place) -> Callable[[int, memoryview], None]:
+    def _open_there(self, place: Place, table: Table) -> OpenCopy:
         version, folder = place.header.version, folder_of(place)
 
         def read(offset: int, into: memoryview) -> None:
-            client = self._clients.get(place.address)
-            if client is None:
-                client = MemoryClient(place.address, key_of(self._env.memory, READ_S), READ_S)
-                self._clients[place.address] = self._stack.enter_context(client)
-            client.read(folder, place.slot, version, offset, into)
+            self._client(place).read(folder, place.slot, version, offset, into)
 
-        return read
+        def read_many(ranges: Sequence[tuple[int, memoryview]]) -> None:
+            self._client(place).read_many(folder, place.slot, version, ranges)
+
+        return OpenCopy(table, read, None, read_many)
+
+    def _client(self, place: Place) -> MemoryClient:
+        client = self._clients.get(place.address)
+        if client is None:
+            client = MemoryClient(place.address, key_of(self._env.memory, READ_S), READ_S)
+            self._clients[place.address] = self._stack.enter_context(client)
+        return client
 
     def _hold(self, place: Place) -> tuple[Slots, HeldSlot]:
         if place not in self._held:

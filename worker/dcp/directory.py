@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..checkpointing.saving.slot_copies import SlotCopies
-from ..checkpointing.sharded.replication import Replicas
+from ..checkpointing.sharded.shard_replicas import ShardReplicas
 from ..state.sharding.items import Form
 from ..state.sharding.layout import ShardLayout, ShardLayouts
 from ..steps import progress
@@ -59,7 +59,7 @@ class DirectoryOfRank:
         self.form: Form | None = None
         """Of the newest save."""
         self._memory = shard_memory_of(os.environ, path)
-        self._replicas = Replicas(path, env, self._memory) if self._memory is not None else None
+        self._replicas = ShardReplicas(path, env, self._memory) if self._memory is not None else None
         self._copies = SlotCopies(self._memory)
         self._saver = ShardSaver(self.files, env)
         self._clock = clock
