@@ -64,15 +64,15 @@ def main(folder: Path) -> None:
         optimizer.step()
         done += 1
         record("step", step=done, whole=whole())
-        if wishes[1] and not saved:
-            save()
-            saved = True
-            record("saved", step=done)
         try:
             step(done)
         except Drained:
             save(durable=True)
             raise
+        if wishes[1] and not saved:
+            save()
+            saved = True
+            record("saved", step=done)
         wishes = torch.tensor([(folder / "finish").exists(), (folder / "save").exists()], dtype=torch.float32)
         dist.all_reduce(wishes)
         time.sleep(0.02)

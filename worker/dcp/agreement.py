@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..checkpointing.sharded.meeting import RankHome
 from ..errors import CheckpointError
 from ..storage.replication.copy_rule import Decision, Line, Readiness, Version, may_copy, settled
-from ..storage.replication.partners import NodePlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Home:
 
     rank: int
     world_size: int
-    node: NodePlace
+    place: RankHome
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Brought:
     """By one rank.
 
     `size` is what it would write, in bytes, before DCP leaves out what other ranks write. `readiness`: of its slots;
-    None: it has no memory for copies. `knows_nodes`: it need not be told which nodes there are. `was_refused`: its
+    None: it has no memory for copies. `knows_others`: it need not be told where the others are. `was_refused`: its
     newest copy did not reach the disk.
     """
 
@@ -36,7 +36,7 @@ class Brought:
     home: Home
     size: int
     readiness: Readiness | None
-    knows_nodes: bool
+    knows_others: bool
     was_refused: bool
 
 
@@ -44,15 +44,15 @@ class Brought:
 class Agreed:
     """What all ranks do.
 
-    `copies`: each rank copies into memory, into the slot without the version `keep`. `nodes`: those of the world, for
-    the replicas; empty: all ranks know them. `durable`: the save ends when it is on disk. `most_bytes`: what the ranks
-    of one node write, of that node which writes most.
+    `copies`: each rank copies into memory, into the slot without the version `keep`. `places` are those of all ranks,
+    for the replicas; empty: all know them. `durable`: the save ends when it is on disk. `most_bytes`: what the ranks of
+    one node write, of that node which writes most.
     """
 
     copies: bool = False
     keep: Version | None = None
     settled: Version | None = None
-    nodes: tuple[NodePlace, ...] = ()
+    places: tuple[RankHome, ...] = ()
     durable: bool = False
     most_bytes: int = 0
 
@@ -78,7 +78,7 @@ def agree(brought: Sequence[Brought], line: Line) -> Agreed:
         copies=verdict.decision in (Decision.COPY, Decision.HAVE),
         keep=verdict.keep,
         settled=settled(everyone, line.generation),
-        nodes=() if all(one.knows_nodes for one in brought) else nodes_of([one.home for one in brought]),
+        places=() if all(one.knows_others for one in brought) else tuple(one.home.place for one in brought),
     )
 
 
@@ -87,22 +87,8 @@ def are_the_world(homes: Sequence[Home]) -> bool:
     return all((one.rank, one.world_size) == (rank, len(homes)) for rank, one in enumerate(homes))
 
 
-def nodes_of(homes: Sequence[Home]) -> tuple[NodePlace, ...]:
-    """Each once. DCP lets one rank write what several have, so no rank's part can stand for another's."""
-    found: dict[str, NodePlace] = {}
-    for one in homes:
-        first = found.get(one.node.node, one.node)
-        found[first.node] = replace(first, digests=first.digests | {part_name(one.rank)})
-    return tuple(found.values())
-
-
-def part_name(rank: int) -> str:
-    """What stands for the digest of a rank's part where partners are chosen."""
-    return f"{rank:08}"
-
-
 def _by_node(brought: Sequence[Brought]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for one in brought:
-        found.setdefault(one.home.node.node, []).append(one.size)
+        found.setdefault(one.home.place.node, []).append(one.size)
     return found

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..checkpointing.saving.slot_copies import SlotCopies
+from ..checkpointing.sharded.meeting import RankHome
 from ..checkpointing.sharded.shard_replicas import ShardReplicas
 from ..state.sharding.items import Form
 from ..state.sharding.layout import ShardLayout, ShardLayouts
@@ -32,10 +33,9 @@ from ..storage.memory.shard_memory import ShardMemory, shard_memory_of
 from ..storage.memory.slot_memory import CopyUnderWay
 from ..storage.memory.slots import HeldSlot, Slots
 from ..storage.replication.copy_rule import Decision, Line, Readiness, Version, may_copy
-from ..storage.replication.partners import NodePlace
 from ..wire.environment import WorkerEnv
 from ..wire.run import Run, this_run
-from .agreement import Agreed, Brought, Home, part_name
+from .agreement import Agreed, Brought, Home
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +67,15 @@ class DirectoryOfRank:
         self._resumed_from = 0
         self._copied: set[int] = set()
         """The steps that this process has copied."""
-        self._knows_nodes = False
+        self._knows_others = False
         self._warned = False
 
-    @property
-    def home(self) -> Home:
-        """As the launcher says; without one there is a single process."""
-        rank = int(os.environ.get("RANK", "0"))
-        env = self.env
-        place = NodePlace(env.node, env.memory_address, env.failure_domain, frozenset((part_name(rank),)))
+    def home(self, loaded: Version | None = None) -> Home:
+        """As the launcher says; without one there is a single process. `loaded`: the version from which it goes on."""
+        rank, env, memory = int(os.environ.get("RANK", "0")), self.env, self._memory
+        kept = memory.digest_of(loaded) if memory is not None and loaded is not None else ""
+        # DCP lets one rank write what several have: no rank's part can stand for another's.
+        place = RankHome(env.node, env.memory_address, env.failure_domain, f"{rank:016}", kept)
         return Home(rank, int(os.environ.get("WORLD_SIZE", "1")), place)
 
     # ---------------------------------------------------------------- saving
@@ -93,7 +93,7 @@ class DirectoryOfRank:
     def bring(self, step: int, size: int) -> Brought:
         with self._lock:
             was_refused = not self.settle()
-            return Brought(step, self.home, size, self._await_turn(step), self._knows_nodes, was_refused)
+            return Brought(step, self.home(), size, self._await_turn(step), self._knows_others, was_refused)
 
     def _await_turn(self, step: int) -> Readiness | None:
         """What the slots hold, after a wait that has an end for replicas and readers of these; None: no memory."""
@@ -130,8 +130,8 @@ class DirectoryOfRank:
         The coordinator gets what it has copied, for `commit`. Raises OSError, CheckpointError.
         """
         with self._lock:
-            if agreed.nodes and not self._knows_nodes:
-                self._begin_replicas(agreed.nodes, (0, 0))
+            if agreed.places and not self._knows_others:
+                self._begin_replicas(agreed.places, (0, 0))
             if agreed.copies:
                 assert self._replicas is not None
                 self.line = replace(self.line, keep=agreed.keep)
@@ -211,7 +211,7 @@ class DirectoryOfRank:
 
     # ---------------------------------------------------------------- what was loaded
 
-    def began(self, step: int, version: Version | None, nodes: tuple[NodePlace, ...]) -> None:
+    def began(self, step: int, version: Version | None, places: tuple[RankHome, ...]) -> None:
         """All ranks have loaded `step`, in memory if there is a version: training goes on from there.
 
         After the first save of this process a load is no beginning any more.
@@ -224,14 +224,13 @@ class DirectoryOfRank:
             self.line = Line(self.env.generation, version)
             if version is not None:
                 memory.abandon_newer(version)
-            if nodes:
-                self._begin_replicas(nodes, version or (0, 0))
+            if places:
+                self._begin_replicas(places, version or (0, 0))
 
-    def _begin_replicas(self, nodes: tuple[NodePlace, ...], resumed: Version) -> None:
-        self._knows_nodes = True
+    def _begin_replicas(self, places: tuple[RankHome, ...], resumed: Version) -> None:
+        self._knows_others = True
         if self._replicas is not None:
-            here = next(one for one in nodes if one.node == self.env.node)
-            self._replicas.began(nodes, sorted(here.digests), resumed)
+            self._replicas.began(places, resumed)
 
 
 def directory_of_rank(path: str, run: Run | None = None) -> DirectoryOfRank:

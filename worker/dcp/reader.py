@@ -25,6 +25,7 @@ from ..checkpointing.loading.shard_selection import (
     choose_shards,
     unusable,
 )
+from ..checkpointing.sharded.meeting import RankHome
 from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from ..ranks.group import Group, current_group
 from ..ranks.refusals import raise_together
@@ -35,10 +36,10 @@ from ..storage.disk.manifests import Manifest
 from ..storage.disk.shard_files import DiskCopy, data_name
 from ..storage.memory.slot_folders import folders_of
 from ..storage.memory.slots import Slots
-from ..storage.replication.partners import NodePlace
+from ..storage.replication.copy_rule import Version
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS, Reason
-from .agreement import Home, are_the_world, nodes_of
+from .agreement import Home, are_the_world
 from .copies import MemoryCopies, best_of, folder_of
 from .directory import DirectoryOfRank, directory_of_rank
 from .plans import read_plan
@@ -58,6 +59,11 @@ class _Found:
     @property
     def step(self) -> int:
         return self.what.step if isinstance(self.what, Manifest) else self.what.what.step
+
+    @property
+    def version(self) -> Version | None:
+        """Of copies in memory."""
+        return None if isinstance(self.what, Manifest) else self.what.version
 
     @property
     def name(self) -> str:
@@ -151,7 +157,7 @@ class ElasticStorageReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._found is not None
-        return replace(plan, storage_data=_Choice(self._found.name, self._own().home))
+        return replace(plan, storage_data=_Choice(self._found.name, self._own().home(self._found.version)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         choices = [plan.storage_data for plan in plans]
@@ -162,21 +168,19 @@ class ElasticStorageReader(StorageReader):
                 "the same directory, and load again when no save is under way"
             )
         homes = [choice.home for choice in choices]
-        nodes = nodes_of(homes) if self._memory and are_the_world(homes) else ()
-        return [replace(plan, storage_data=nodes) for plan in plans]
+        places = tuple(one.place for one in homes) if self._memory and are_the_world(homes) else ()
+        return [replace(plan, storage_data=places) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         found = self._found
         assert found is not None
-        version = None
         if isinstance(found.what, Manifest):
             self._read_from_disk(found.what, found.tables, plan, planner)
         else:
-            version = found.what.version
             self._read_from_memory(found, plan, planner)
-        nodes: tuple[NodePlace, ...] = plan.storage_data
-        if nodes and WorkerEnv.of(os.environ).run:
-            self._own().began(found.step, version, nodes)
+        places: tuple[RankHome, ...] = plan.storage_data
+        if places and WorkerEnv.of(os.environ).run:
+            self._own().began(found.step, found.version, places)
         done: Future[None] = Future()
         done.set_result(None)
         return done
