@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
@@ -108,6 +110,23 @@ def check_last_step_of_busy_slots(saving: Any, patched: pytest.MonkeyPatch) -> N
     assert len(waits) == 1
 
 
+def check_stages(rank: int, folder: str) -> None:
+    """Of a pipeline: each rank has one, with names of its own."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("stage", "shard"))["shard"]
+    stage = nn.Sequential(OrderedDict([(str(rank), nn.Linear(3, 2 + rank))]))
+    optimizer = torch.optim.SGD(fully_shard(stage, mesh=mesh).parameters(), lr=0.1, momentum=0.9)
+    parts = {"model": stage, "optimizer": optimizer}
+    checkpoints = Checkpointer(f"{folder}/stages", parts)
+    assert checkpoints.load() == 0
+    stage(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert checkpoints.save(1)
+    weights = [weight.full_tensor() for weight in stage.parameters()]
+    optimizer.step()
+    assert Checkpointer(f"{folder}/stages", parts, read_only=True).load() == 1
+    assert all(map(torch.equal, weights, (weight.full_tensor() for weight in stage.parameters())))
+
+
 def work(rank: int, folder: str) -> None:
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     # As where each worker sees its own devices alone.
@@ -144,6 +163,7 @@ def work(rank: int, folder: str) -> None:
         for pair in zip(weights, (w.full_tensor() for w in model.parameters()), strict=True)
     )
     check_missing_parts(rank, folder, model)
+    check_stages(rank, folder)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -155,7 +156,9 @@ def train(parts: Parts, steps: int, ranks: int = WORLD) -> None:
     dtype = next(parts["model"].parameters()).dtype
     for step in range(steps):
         torch.manual_seed(step)
-        parts["model"](torch.randn(8, 7, dtype=dtype)).square().sum().backward()
+        parts["model"](
+            torch.randn(8, getattr(parts["model"], "width", 7), dtype=dtype)
+        ).square().sum().backward()
         parts["optimizer"].step()
         parts["optimizer"].zero_grad()
         if "scheduler" in parts:
@@ -329,6 +332,59 @@ def check_dcp_of_fsdp1(kind: str, folder: Path, expected: Mapping[str, Any]) -> 
     assert_same(state, {key: expected[key] for key in state}, f"{kind}, read by dcp.load")
 
 
+def stage(layers: Sequence[int], mesh: DeviceMesh, seed: int) -> Parts:
+    """Of a pipeline: some layers of the model under their own names, sharded over the ranks that have them."""
+    whole = model(seed)
+    net = nn.Sequential(OrderedDict((str(number), whole[number]) for number in layers))
+    net.width = 12 if layers[0] > 1 else 7  # type: ignore[assignment]
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    weights = dict(fully_shard(net, mesh=mesh).named_parameters())
+    groups = [
+        {"params": [one for name, one in weights.items() if "weight" in name], "weight_decay": 0.1},
+        {"params": [one for name, one in weights.items() if "bias" in name], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([one for one in groups if one["params"]], lr=1e-2)
+    return {"model": net, "optimizer": optimizer, "counts": {"seen": 5}}
+
+
+def tensors_of_stage(parts: Parts) -> dict[str, Any]:
+    return {key: one for key, one in full(parts).items() if isinstance(one, torch.Tensor)}
+
+
+def check_stages(rank: int, folder: Path) -> None:
+    """A pipeline of two stages with two ranks each; loaded as it was, split elsewhere, as one stage, and back."""
+    halves = square()["inner"]
+    parts = stage(((0, 1), (2, 3))[rank // 2], halves, 0)
+    train(parts, STEPS)
+    save(parts, rank, folder / "stages")
+    of_ranks: list[Any] = [None] * WORLD
+    dist.all_gather_object(of_ranks, tensors_of_stage(parts))
+    whole = {key: one for some in of_ranks for key, one in some.items()}
+    assert len(whole) == 7 + 3 * 7
+
+    def check(new: Parts, copies: Mapping[int, OpenCopy], ranks: int, what: str) -> None:
+        ShardedParts(new, (), {}).prepare(copies, rank, ranks, WORLD).apply()
+        got = tensors_of_stage(new)
+        assert_same(got, {key: whole[key] for key in got}, what)
+        assert [group["weight_decay"] for group in new["optimizer"].param_groups] == [0.1, 0.0]
+        assert new["counts"] == {"seen": 5}
+
+    copies = Saved(folder / "stages", mapped=(0, rank)).copies
+    here = {one: copies[one] for one in {0, rank}}
+    check(stage(((0, 1), (2, 3))[rank // 2], halves, 1), here, WORLD, "the same stages")
+    other = stage(((0,), (1, 2, 3))[rank // 2], halves, 1)
+    if rank == 3:
+        with pytest.raises(CheckpointMismatch, match=r"'model\.1\.weight'"):
+            ShardedParts(other, (), {}).prepare(here, rank, WORLD, WORLD)
+    check(other, copies, WORLD, "split elsewhere")
+    as_one = stage(range(4), flat(WORLD), 1)
+    check(as_one, copies, WORLD + 1, "as one")
+    save(as_one, rank, folder / "one")
+    whole = tensors_of_stage(as_one)
+    check(stage(((0,), (1, 2, 3))[rank // 2], halves, 1), Saved(folder / "one").copies, WORLD + 1, "as two")
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=WORLD)
@@ -354,6 +410,7 @@ def work(rank: int, folder: str) -> None:
         parts = KINDS[new](3)
         ShardedParts(parts, (), {}).prepare(saved.copies, rank, WORLD, WORLD + 1).apply()
         assert_same(full(parts), wholes[old], f"{old} as {new}")
+    check_stages(rank, Path(folder))
     for ranks in (3, 2):
         for kind, make in SMALLER.items():
             if rank >= ranks:

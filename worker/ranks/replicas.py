@@ -374,8 +374,13 @@ class _StoreComparison:
 
 
 def _refusal(part: str, what: str) -> str:
+    of_stages = (
+        " Where ranks have stages of a pipeline, call fully_shard() on each, also over a mesh of one rank, before the "
+        "Checkpointer is made."
+    )
     return (
-        f"{what}: {_CARRIED}. Where rank 0's is meant for all, declare it: Checkpointer(..., of_rank_0=[{part!r}]); "
+        f"{what}: {_CARRIED}.{of_stages if what.endswith('only') else ''} "
+        f"Where rank 0's is meant for all, declare it: Checkpointer(..., of_rank_0=[{part!r}]); "
         f"where each rank goes on with its own: of_each_rank=[{part!r}]"
     )
 

@@ -101,7 +101,8 @@ class FlatModuleState:
         # Of what this rank has nothing of, its own copy has nothing, either.
         needed = {keys[name] for name, one in held.items() if placed(one)}
         saved = set(reader.under((self._name,)))
-        check_names(f"part {self._name!r}", saved, needed | (saved & set(keys.values())))
+        expected = needed | (saved & set(keys.values()))
+        check_names(f"part {self._name!r}", saved, expected, has_stages=reader.has_stages)
         buffers = {id(one) for one in self._module.buffers()}
         wanted = {
             # FSDP1 has buffers in another precision from the first forward on.

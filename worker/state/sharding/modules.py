@@ -189,7 +189,7 @@ class ModuleState:
         state, names = self._module.state_dict(), Names(self._module)
         saved = reader.under((self._name,))
         expected = {key_of((self._name, names.clean(raw))): raw for raw in state}
-        check_names(f"part {self._name!r}", saved, expected)
+        check_names(f"part {self._name!r}", saved, expected, has_stages=reader.has_stages)
         wanted = {
             raw: wanted_for(reader, key, state[raw])
             for key, raw in expected.items()
@@ -214,14 +214,15 @@ class ModuleState:
         return apply
 
 
-def check_names(what: str, saved: Any, expected: Any) -> None:
-    """Raises CheckpointMismatch."""
+def check_names(what: str, saved: Any, expected: Any, *, has_stages: bool = False) -> None:
+    """Raises CheckpointMismatch. `has_stages`: what is not expected here is another rank's."""
     if missing := sorted(set(expected) - set(saved)):
         raise CheckpointMismatch(
             f"the checkpoint lacks {_some(missing)}, which {what} has: give Checkpointer the state that was saved, or "
             "use another directory"
         )
-    if unknown := sorted(set(saved) - set(expected)):
+    unknown = [] if has_stages else sorted(set(saved) - set(expected))
+    if unknown:
         raise CheckpointMismatch(
             f"the checkpoint has {_some(unknown)}, which {what} has not: give Checkpointer the state that was saved, "
             "or use another directory"

@@ -254,14 +254,13 @@ class OptimizerState:
     def prepare(self, reader: Reader) -> Callable[[], None]:
         """Name what is wanted; the function puts it into the optimizer. Raises CheckpointMismatch."""
         weights = self._local_weights()
-        saved_groups = self._saved_groups(reader)
-        groups = self._matched(saved_groups)
+        groups = self._matched(reader)
         state_path = (self._name, _STATE)
         by_name: dict[str, list[str]] = {}
         for key, path in reader.under(state_path).items():
             by_name.setdefault(str(path[2]), []).append(key)
         names = {name for weight in self._weights for name in weight.names}
-        check_names(f"part {self._name!r}", {*by_name, *names}, names)
+        check_names(f"part {self._name!r}", {*by_name, *names}, names, has_stages=reader.has_stages)
         current = self._local.state_dict()[_STATE]
         states: dict[int, Callable[[], Any]] = {}
         for number, (weight, tensor) in weights.items():
@@ -285,27 +284,46 @@ class OptimizerState:
             reader.read()
             return wanted.made()
 
-        groups = reader.state((self._name, _GROUPS), hyperparameter)
+        return self._required(reader.state((self._name, _GROUPS), hyperparameter))
+
+    def _required(self, groups: Any) -> list[dict[str, Any]]:
+        """Raises CheckpointMismatch."""
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise CheckpointMismatch(f"the checkpoint has no groups of parameters for part {self._name!r}")
         return groups
 
-    def _matched(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _matched(self, reader: Reader) -> list[dict[str, Any]]:
         """The saved hyperparameters for each group of this optimizer. Raises CheckpointMismatch."""
-        own = self._groups()
-        found = []
-        for group in own:
-            names = set(group[_PARAMS])
-            same = [one for one in saved if set(one.get(_PARAMS, ())) == names]
-            if not same:
-                have = {name for one in saved for name in one.get(_PARAMS, ())}
-                check_names(f"part {self._name!r}", have, {name for one in own for name in one[_PARAMS]})
-                raise CheckpointMismatch(
-                    f"part {self._name!r} has other groups of parameters than the checkpoint: give the optimizer the "
-                    "groups that were saved"
-                )
-            found.append({key: value for key, value in same[0].items() if key != _PARAMS})
-        return found
+        own = [set(group[_PARAMS]) for group in self._groups()]
+        saved = self._saved_groups(reader)
+        by_names = {frozenset(one.get(_PARAMS, ())): one for one in saved}
+        if all(frozenset(names) in by_names for names in own):
+            return [_hyperparameters(by_names[frozenset(names)]) for names in own]
+        # Each rank may have had a stage of the model: then it has saved the groups of its own parameters.
+        of_ranks = [
+            group
+            for groups in reader.states_of_copies((self._name, _GROUPS))
+            for group in self._required(groups)
+        ]
+        return [
+            self._joined(names, set().union(*own) - names, of_ranks, has_stages=reader.has_stages)
+            for names in own
+        ]
+
+    def _joined(
+        self, names: set[str], others: set[str], saved: list[dict[str, Any]], *, has_stages: bool
+    ) -> dict[str, Any]:
+        """Of the saved groups of which this one has parameters, and no other one has any."""
+        mine = [one for one in saved if not names.isdisjoint(one.get(_PARAMS, ()))]
+        have = {name for one in mine for name in one[_PARAMS]}
+        check_names(f"part {self._name!r}", have, names, has_stages=has_stages or not others.isdisjoint(have))
+        found = [_hyperparameters(one) for one in mine]
+        if not found or not others.isdisjoint(have) or not all(_is_same(found[0], one) for one in found):
+            raise CheckpointMismatch(
+                f"part {self._name!r} has other groups of parameters than the checkpoint: give the optimizer the "
+                "groups that were saved"
+            )
+        return found[0]
 
     @torch.no_grad()
     def _load(self, states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
@@ -417,6 +435,18 @@ def _not_alike(weight: _Weight, rest: Path) -> CheckpointMismatch:
 def _is_of_elements(reader: Reader, key: str, slot: Slot) -> bool:
     """Whether this is spread as the parameter is; else all ranks that keep it have the same."""
     return reader.shard(key).shape == slot.shape and (bool(slot.shape) or not key.endswith(".step"))
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != _PARAMS}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return bool(one == other)
 
 
 def _want(reader: Reader, key: str, weight: torch.Tensor, present: torch.Tensor | None) -> WantedTensor:

@@ -148,6 +148,8 @@ class ShardedParts:
     def _covers(self, world_size: int) -> bool:
         """Whether all ranks have all parts: every mesh has all ranks."""
         for part in self._parts.values():
+            if any(ranks < world_size for ranks in _ranks_of_units(part)):
+                return False
             for one in _tensors_in(part):
                 mesh: Any = one
                 if is_dtensor(one) and mesh.device_mesh.size() < world_size:
@@ -165,9 +167,10 @@ class ShardedParts:
         no rule, and what the copies' `read` raises.
         """
         same = world_size == old_world_size
-        reader = Reader(copies, rank if same else None)
+        has_stages = not self._covers(world_size)
+        reader = Reader(copies, rank if same else None, has_stages=has_stages)
         unknown = {str(path[0]) for path in reader.paths.values()} - {*self._states, *_RESERVED}
-        if unknown:
+        if unknown and not has_stages:
             raise CheckpointMismatch(
                 f"the checkpoint has the parts {sorted(unknown)}, this script has {sorted(self._states)}: give "
                 "Checkpointer the state that was saved, or use another directory"
@@ -301,6 +304,17 @@ def _tensors_in(part: Part) -> Iterator[torch.Tensor]:
         yield from own_tensors(part)
     elif isinstance(part, torch.optim.Optimizer):
         yield from (weight for group in part.param_groups for weight in group["params"])
+
+
+def _ranks_of_units(part: Part) -> Iterator[int]:
+    """Over which FSDP1 has spread them, and copied them."""
+    module = unwrapped(part) if not isinstance(part, dict) else None
+    if isinstance(module, torch.nn.Module):
+        for unit in module.modules():
+            if is_fsdp1(unit):
+                one: Any = unit
+                copies = getattr(one, "_inter_node_pg", None)
+                yield one.process_group.size() * (copies.size() if copies is not None else 1)
 
 
 def _putter(part: Part, state: Any) -> Callable[[], None]:

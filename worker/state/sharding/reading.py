@@ -78,9 +78,15 @@ class Wanted:
 class Reader:
     """All that one rank reads of the copies of an old world. What is wanted is named first; `read` gets it."""
 
-    def __init__(self, copies: Mapping[int, OpenCopy], first: int | None) -> None:
-        """`first`: the old rank whose place this rank has; what several copies hold is taken from its own."""
+    def __init__(
+        self, copies: Mapping[int, OpenCopy], first: int | None, *, has_stages: bool = False
+    ) -> None:
+        """`first`: the old rank whose place this rank has; what several copies hold is taken from its own.
+
+        `has_stages`: ranks have other parts of the model, so what this one does not know is another one's.
+        """
         self._copies = copies
+        self.has_stages = has_stages
         order = sorted(copies, key=lambda rank: (rank != first, copies[rank].mapped is None))
         self._rows: dict[str, list[tuple[int, Shard]]] = {}
         self._values: dict[str, tuple[int, Value]] = {}
@@ -140,6 +146,21 @@ class Reader:
     def is_common(self, key: str) -> bool:
         rows = self._rows.get(key)
         return rows[0][1].common if rows else self._values[key][1].common
+
+    def states_of_copies(self, path: Path) -> list[Any]:
+        """What each copy has there that has anything there."""
+        found: list[Any] = []
+        for rank, copy in self._copies.items():
+            one = Reader({rank: copy}, rank)
+            keys = list(one.under(path))
+            if not keys:
+                continue
+            structure = key_of(structure_path(path))
+            one.read_values([*keys, structure])
+            wanted = {key: WantedTensor.like(one, key, None) for key in keys if one.is_tensor(key)}
+            one.read()
+            found.append(one.state(path, _maker(wanted)))
+        return found
 
     def value(self, key: str) -> Any:
         return self._known[key]
@@ -313,6 +334,10 @@ def _read(copy: OpenCopy, groups: Sequence[list[_Range]]) -> None:
         if sum(len(scratch) for _, scratch in scratches) > AT_ONCE:
             get()
     get()
+
+
+def _maker(wanted: Mapping[str, WantedTensor]) -> Callable[[str], torch.Tensor]:
+    return lambda key: wanted[key].made()
 
 
 def _groups(ranges: Sequence[_Range]) -> list[list[_Range]]:
