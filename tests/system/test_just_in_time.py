@@ -34,17 +34,29 @@ class Run:
 
     script = SCRIPT
 
-    def __init__(self, job: Job, name: str, nodes: int, steps: int, **environment: str) -> None:
+    def __init__(
+        self,
+        job: Job,
+        name: str,
+        nodes: int,
+        steps: int,
+        *,
+        preload: str = TORCH_PRELOADED,
+        **environment: str,
+    ) -> None:
         self.job = job
         self.steps = steps
         self.directory = job.folder / f"{name}-checkpoints"
         self._file = job.folder / f"{name}-steps"
         self._file.touch()
         # A machine that runs three tests at once may take longer than the usual 2 s.
-        options = (f"--nproc-per-node={2 // nodes}", "--max-restarts=1000", "--just-in-time-grace=8s")
-        if nodes == 1:  # the others start their workers afresh: it must not matter
-            options += (TORCH_PRELOADED,)
-        self._options = (f"--min-nodes={nodes}", f"--max-nodes={nodes}", *options)
+        options = ("--max-restarts=1000", "--just-in-time-grace=8s", preload)
+        self._options = (
+            f"--nproc-per-node={2 // nodes}",
+            f"--min-nodes={nodes}",
+            f"--max-nodes={nodes}",
+            *options,
+        )
         self._more: dict[str, Any] = {
             "script": (self.script, self.directory, str(steps)),
             "environment": {"STEPS_FILE": str(self._file), **environment},
@@ -109,6 +121,7 @@ def digest(state: Any) -> str:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.timeout(240 + 20 * KILLS)
+@pytest.mark.usefixtures("in_etcd")
 def test_no_finished_step_is_done_again(job: Job, nodes: int) -> None:
     steps = STEPS_PER_KILL * (KILLS + 1)
     if steps not in undisturbed:
