@@ -30,6 +30,9 @@ CHUNK_BYTES = 64 << 20
 RECORDS = 3
 """The version of all that ranks exchange: it changes with the fields, or the bounds, of any of these dataclasses."""
 
+# torch 2.12 has given it another name, and warns of the old one.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 LET_GO_S = 1.0
 """For gloo's thread to let go of a collective's tensors. It takes microseconds, unless this process gets no CPU."""
 
@@ -70,7 +73,7 @@ class Group:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self.device)
         rows = torch.empty(self.world_size * len(payload), dtype=torch.uint8, device=self.device)
         with _Lent([mine, rows]):
-            dist.all_gather_into_tensor(rows, mine)
+            _all_gather_single(rows, mine)
         found = _bytes(rows.cpu())
         return [found[begin : begin + len(payload)] for begin in range(0, len(found), len(payload))]
 

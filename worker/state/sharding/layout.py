@@ -24,6 +24,7 @@ from .pieces import Sizes, numel, strides_of
 from .table import Shard, Table, Value
 
 ALIGNMENT = 64
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _aligned(offset: int) -> int:
@@ -185,13 +186,7 @@ class ShardLayout:
         for offset, data in self._places.written:
             view[offset : offset + len(data)] = data
         view[self._places.end : self._places.end + len(self._behind)] = self._behind
-        streams: dict[torch.device, torch.cuda.Stream] = {}
-        for place, source in zip(self._views.of(self._places, target), self._tensors, strict=True):
-            if source.device.type == "cuda":
-                copy_beside(place, source, streams)
-            else:
-                place.copy_(source)
-        return [over(device, stream) for device, stream in streams.items()]
+        return _copy_all(self._views.of(self._places, target), self._tensors)
 
     def pour(self, sink: BinaryIO) -> None:
         """Through memory of its own: there was no room, or no agent, for a copy that stays."""
@@ -202,6 +197,23 @@ class ShardLayout:
                     event.synchronize()
                 sink.write(view)
             del target
+
+
+def _copy_all(places: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.cuda.Event]:
+    """Of many small tensors the calls cost more than the bytes: one call copies all that are in plain memory."""
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    plain: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for place, source in zip(places, sources, strict=True):
+        if source.is_cpu and type(source) in _PLAIN:
+            plain[0].append(place)
+            plain[1].append(source)
+        elif source.is_cuda:
+            copy_beside(place, source, streams)
+        else:
+            place.copy_(source)
+    if plain[0]:
+        torch._foreach_copy_(*plain)
+    return [over(device, stream) for device, stream in streams.items()]
 
 
 class _Views:

@@ -52,7 +52,9 @@ def flatten(state: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 def _is_leaf(state: Any) -> bool:
     if isinstance(state, Mapping):
         return False
-    return not isinstance(state, list) or not any(is_tensor(one) or not _is_leaf(one) for one in state)
+    if not isinstance(state, list) or _SCALARS.issuperset(map(type, state)):
+        return True
+    return not any(is_tensor(one) or not _is_leaf(one) for one in state)
 
 
 def unflatten(leaves: Sequence[tuple[Path, Any]]) -> Any:
@@ -140,7 +142,9 @@ class Archives:
 def _is_scalar(value: Any) -> bool:
     """Whether two of these with equal pickles are the same."""
     kind = type(value)
-    return kind in _SCALARS or (kind in (list, tuple) and all(map(_is_scalar, value)))
+    if kind in (list, tuple):
+        return _SCALARS.issuperset(map(type, value)) or all(map(_is_scalar, value))
+    return kind in _SCALARS
 
 
 def _archive(value: Any, step: int) -> bytes:
