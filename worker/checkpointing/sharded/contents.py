@@ -18,7 +18,7 @@ from ...ranks.replicas import Comparison
 from ...state import rng
 from ...state.rank_parts import Rules
 from ...state.sharding.layout import ShardLayout, ShardLayouts
-from ...state.sharding.parts import ShardedParts
+from ...state.sharding.parts import ShardedParts, common_tensors
 from ...state.state_dicts import Part, modules_in
 
 RANDOM_STATE = "rng"
@@ -32,6 +32,8 @@ class ShardContents:
         self._parts = dict(parts)
         self._of_rank_0 = sorted(of_rank_0)
         self._layouts = ShardLayouts()
+        self._common: list[tuple[str, str, torch.Tensor]] = []
+        """With part and key, the tensors of the newest layout that are to be compared."""
         self._comparison = Comparison(self._look)
 
     def refuse(self) -> None:
@@ -44,26 +46,34 @@ class ShardContents:
         self.parts.refuse()
 
     def lay_out(
-        self, step: int, group: Group, *, common: bool
+        self, step: int, group: Group, *, common: bool, compare: bool = False
     ) -> tuple[ShardLayout | None, CheckpointError | None]:
-        """This rank's copy after `step`, or why there can be none: the other ranks wait for this one."""
+        """This rank's copy after `step`, or why there can be none: the other ranks wait for this one.
+
+        `compare`: `digest` follows.
+        """
 
         def lay_out() -> ShardLayout:
             random_state = torch.frombuffer(bytearray(rng.capture()), dtype=torch.uint8)
             items = self.parts.take(
                 group.rank, group.world_size, step, common=common, own={RANDOM_STATE: random_state}
             )
+            if compare:
+                self._common = common_tensors(items)
             return self._layouts.lay_out(items)
 
         return tried(lay_out, "a state cannot be taken")
 
     def digest(self) -> bytes:
         """Of what all ranks should have alike, see `Comparison`."""
-        return self._comparison.digest()
+        try:
+            return self._comparison.digest()
+        finally:
+            self._common = []  # tensors may be replaced before the next
 
     def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
         """Raises NotReplicated on all ranks together."""
         self._comparison.compare(group, digests, step)
 
     def _look(self) -> Look:
-        return look_at_tensors(self.parts.common_tensors(), modules_in(self._parts))
+        return look_at_tensors(self._common, modules_in(self._parts))

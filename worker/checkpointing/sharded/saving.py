@@ -120,7 +120,7 @@ class ShardSaving(SaveOutcomes):
         """
         layout, unplaced, common = None, None, None
         if refusal is None:
-            layout, unplaced = self._contents.lay_out(step, group, common=self._keeps_common)
+            layout, unplaced = self._contents.lay_out(step, group, common=self._keeps_common, compare=compare)
             common = self._contents.digest() if compare else None
         brought = self._brought(step, layout, common)
         if saves:

@@ -34,10 +34,11 @@ class Row:
 class Form:
     """Compared by identity."""
 
-    __slots__ = ("rows", "sources")
+    __slots__ = ("common", "rows", "sources")
 
     def __init__(self, rows: Sequence[Row], sources: int) -> None:
         self.rows = tuple(rows)
+        self.common = tuple(row for row in self.rows if row.common)
         self.sources = sources
 
 
@@ -186,6 +187,8 @@ class Items:
     tells_ranks_apart: bool
     """The rank has parts for itself, so no other rank's copy can stand for its own."""
     rank: int
+    taken: Sequence[Taken] = ()
+    """What all this is of, also where the rank does not keep what is common."""
 
 
 class Joined:

@@ -115,18 +115,7 @@ class ShardedParts:
             for leaf in one.leaves
             if common or not leaf.common
         ]
-        return Items(form, tensors, values, bool(self._rules), rank)
-
-    def common_tensors(self) -> list[tuple[str, str, torch.Tensor]]:
-        """With part and key, those that all ranks should have alike."""
-        world_size, shared = self._shared or (1, True)
-        return [
-            (str(row.path[0]), key_of(row.path[1:]), one.tensors[row.source])
-            for state in self._states.values()
-            for one in state.take(world_size, shared=shared)
-            for row in one.form.rows
-            if row.common
-        ]
+        return Items(form, tensors, values, bool(self._rules), rank, taken)
 
     def _take_own(self, rank: int, own: Mapping[str, Any]) -> Taken:
         states = {_own_path(rank, name): value for name, value in own.items()}
@@ -229,6 +218,15 @@ class ShardedParts:
                 f"the rule of {name!r} in of_each_rank cannot reshape the checkpoint from {len(states)} ranks to "
                 f"{world_size}: {error!r}"
             ) from error
+
+
+def common_tensors(items: Items) -> list[tuple[str, str, torch.Tensor]]:
+    """With part and key, those that all ranks should have alike."""
+    return [
+        (str(row.path[0]), key_of(row.path[1:]), one.tensors[row.source])
+        for one in items.taken
+        for row in one.form.common
+    ]
 
 
 class _OtherState:

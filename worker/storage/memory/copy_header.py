@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -87,10 +88,16 @@ class Header(Checked):
     def to_json(self) -> bytes:
         return seal(SCHEMA, self)
 
-    @classmethod
-    def from_json(cls, raw: bytes) -> Header:
+    @staticmethod
+    def from_json(raw: bytes) -> Header:
         """Raises Invalid."""
-        return from_plain(cls, unseal(raw, "header", SCHEMA)[1])
+        return _header_of(raw)
+
+
+@functools.lru_cache(maxsize=16)
+def _header_of(raw: bytes) -> Header:
+    """A copy's header is read several times before it is replaced."""
+    return from_plain(Header, unseal(raw, "header", SCHEMA)[1])
 
 
 @dataclass(frozen=True, slots=True)
