@@ -545,6 +545,17 @@ def test_a_twin_of_the_partner_s_own_is_as_good(make: Make) -> None:
     assert c.replica("a", 3) == data
 
 
+def test_who_has_a_copy_is_known_when_the_order_comes_again(make: Make) -> None:
+    """As to a server that is started anew: a newer copy may take the place of the one that it would ask about."""
+    a, b, c = make("a"), make("b"), make("c")
+    filled(a, 3, 100)
+    a.replicate_to(b.partner)
+    acked(a, 3, "b")
+    b.close()
+    a.replicate_to(b.partner, c.partner)
+    acked(a, 3, "b", "c")
+
+
 def test_only_what_the_order_names_is_brought(make: Make) -> None:
     a, b = make("a"), make("b")
     a.fill(header_of(9, 100), b"x" * 100)  # of an abandoned line

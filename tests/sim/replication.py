@@ -176,6 +176,8 @@ class Team:
         self.loaded_needs: list[frozenset[str]] = []
         """Those that are to have its copy of the loaded version."""
         self.resumed: Version = (0, 0)
+        self.released: tuple[Version, Version] = ((0, 0), (0, 0))
+        """What is newer than the one and older than the other gives way to a copy that must be made."""
         self.whole: Version | None = None
         """The newest that all ranks had sealed."""
         self.calls = 0
@@ -580,6 +582,7 @@ class Replicating:
         if must and self.floor is not None and (keep is None or keep < self.floor or not known):
             self.floor = keep if known else None
         if must:
+            team.released = keep or (0, 0), (team.generation, team.step)
             self.seen["had to copy"] += 1
 
     def begin(self, team: Team, rank: int, step: int, verdict: Verdict) -> None:
@@ -837,6 +840,8 @@ class Replicating:
         """Whether that version now counts as replicated."""
         if version[0] != team.generation or (self.floor is not None and version <= self.floor):
             return
+        if team.released[0] < version < team.released[1]:
+            return
         for rank, (node, local) in enumerate(team.ranks):
             slot = next(
                 (s for s in node.slots((local, "")) if s.header and s.header.version == version), None
@@ -914,9 +919,7 @@ class Replicating:
             self.soon(0.5, 15.0, self.fault)
 
     def serve_anew(self, node: Node) -> None:
-        """The order is kept; who has what is asked again."""
-        for slot in (slot for slots in node.folders.values() for slot in slots):
-            slot.acks = None
+        """The order is kept, and who has what."""
         self.kick(node)
 
     def lose(self, node: Node, how: str) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from .....rendezvous.store.requests import RetryPolicy
 from .....threads import Thread
 from .....worker.storage.memory.slot_folders import SlotFolder
-from .....worker.storage.replication.acks import Acks, write_acks
+from .....worker.storage.replication.acks import Acks, read_acks, write_acks
 from .....worker.storage.replication.client import CopyGone, FoundCopy
 from .....worker.storage.replication.key_file import key_of
 from .....worker.storage.replication.link import Link, connect
@@ -153,10 +153,15 @@ class _Order:
                 key = copy.folder.name, copy.slot
                 if self._seen_at.get(key, ((-1, -1), 0.0))[0] != copy.header.version:
                     self._seen_at[key] = copy.header.version, now
-                    self._write(copy, ())
+                    self._write(copy, self._known(copy))
             versions = {(copy.folder, copy.header.version) for copy in found.values()}
             self._sums = {key: sums for key, sums in self._sums.items() if key in versions}
             self._changed.notify_all()
+
+    def _known(self, copy: FoundCopy) -> tuple[str, ...]:
+        """Who has it, as far as a process before this one was told: a newer copy may leave no time to ask again."""
+        folder = os.path.join(self._of.memory, copy.folder.name)
+        return read_acks(folder, copy.slot, copy.header.version, self._order.generation).nodes
 
     def _is_wanted(self, copy: FoundCopy) -> bool:
         header, order = copy.header, self._order
