@@ -56,7 +56,6 @@ def main() -> None:
     if not options.own_handler:
         saver = SimpleNamespace(
             save_last_step=lambda step, leaves: keep(step),
-            outlive_node=lambda _: None,
             order_write=lambda _: None,
             save_last_step_alone=keep,
             saves_alone=True,

@@ -31,8 +31,7 @@ class Agent:
 
     def __init__(self, path: Path, answer: Callable[[StepEnded], Verdict | None]) -> None:
         self.words: list[StepEnded] = []
-        self.leaves: list[bool] = []
-        """What it answers one after the other: whether the node leaves."""
+        self.leaves = False
         self._answer = answer
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
@@ -50,7 +49,7 @@ class Agent:
                 self.words.append(word)
                 answer = self._answer(word)
                 if answer is not None:
-                    send(connection, StepAnswer(answer, self.leaves.pop(0) if self.leaves else False), 5.0)
+                    send(connection, StepAnswer(answer, self.leaves), 5.0)
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -74,9 +73,6 @@ class DrainSaver:
         if isinstance(self._refused, Exception):
             raise self._refused
         return not self._refused
-
-    def outlive_node(self, step: int) -> None:
-        self._kept.append(("outlives", step))
 
     def order_write(self, step: int) -> None:
         self._kept.append(("to disk", step))
@@ -187,23 +183,13 @@ def test_the_last_step_is_kept_and_then_said_and_then_ends_the_process(
     assert scene.reported == [(StepStatus.FINISHED, 120), (StepStatus.KEPT, 120)]
 
 
-@pytest.mark.parametrize(
-    ("leaves", "kept"),
-    [
-        ([True, True], ["leaving", "to disk"]),
-        ([False, True], ["together", "to disk", "outlives"]),
-        ([False, False], ["together", "to disk"]),
-    ],
-)
-def test_what_a_node_that_leaves_has_is_waited_for_also_where_it_is_asked_to_late(
-    scene: Scene, leaves: list[bool], kept: list[str]
-) -> None:
+def test_the_state_is_kept_so_that_it_outlives_a_node_that_leaves(scene: Scene) -> None:
     scene.announce()
     scene.answer = Verdict.END
-    scene.agent.leaves = leaves
+    scene.agent.leaves = True
     with pytest.raises(Drained):
         progress.step(120)
-    assert [what for what, _ in scene.kept] == kept
+    assert scene.kept == [("leaving", 120), ("to disk", 120)]
 
 
 def test_listeners_of_the_step_come_before_its_end(scene: Scene) -> None:

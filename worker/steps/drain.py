@@ -92,9 +92,7 @@ def _end(
         return
     if _keep(step, savers, alone=alone, leaves=leaves):
         try:
-            if reporter.report(step, StepStatus.KEPT).leaves and not leaves:  # it was asked to only now
-                for saver in savers:
-                    saver.outlive_node(step)
+            reporter.report(step, StepStatus.KEPT)
         except (ValueError, OSError) as error:
             logger.warning("the agent does not know that step %d is kept: reason=%s", step, error)
     _leave_at_exit()

@@ -41,9 +41,6 @@ class DrainSaver(InMemory, Protocol):
 
         False: it does not, which the log has."""
 
-    def outlive_node(self, step: int) -> None:
-        """After that: this node leaves after all. Wait, without the others, until that costs nothing of this step."""
-
     def order_write(self, step: int) -> None:
         """All Checkpointers have kept this step: let the disk writer have what is only in memory."""
 

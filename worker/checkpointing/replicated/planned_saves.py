@@ -79,9 +79,6 @@ class ReplicatedPlannedSaver(PlannedSaver):
             return False
         return True
 
-    def outlive_node(self, step: int) -> None:
-        """All nodes have it."""
-
     def order_write(self, step: int) -> None:
         """Rank 0, after `keep`: order the write of a copy that was made on every node."""
         memory = self._copies.memory

@@ -58,9 +58,6 @@ class PlannedSaver(ABC):
     def save_last_step(self, step: int, *, leaves: bool) -> bool: ...
 
     @abstractmethod
-    def outlive_node(self, step: int) -> None: ...
-
-    @abstractmethod
     def order_write(self, step: int) -> None: ...
 
     @abstractmethod

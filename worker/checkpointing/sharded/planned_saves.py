@@ -25,10 +25,6 @@ class ShardedPlannedSaver(PlannedSaver):
     def save_last_step(self, step: int, *, leaves: bool) -> bool:
         return self.is_beyond(step) or self._saving.save_last_step(step, leaves=leaves)
 
-    def outlive_node(self, step: int) -> None:
-        if not self.is_beyond(step):
-            self._saving.outlive_node(step)
-
     def order_write(self, step: int) -> None:
         self._saving.order_write(step)
 

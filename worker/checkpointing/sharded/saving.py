@@ -358,7 +358,8 @@ class ShardSaving(SaveOutcomes):
         """Every rank: let the state after `step` outlive this process, which is about to end, and this node where that
         `leaves`. False: it does not.
 
-        What a node has that stays needs no other copy for that: the next generation gives it one.
+        What a node has that stays needs no other copy for that: the next generation gives it one. A node that is asked
+        to leave later hands over what it has.
         """
         group = current_group()
         layout, met = self._meet(step, group, compare=True, saves=True)
@@ -399,15 +400,6 @@ class ShardSaving(SaveOutcomes):
                 return False
             time.sleep(_LOOK_S)
         return found
-
-    def outlive_node(self, step: int) -> None:
-        """After that, of one rank alone: its node leaves, and was asked to only after all had copied this step."""
-        memory = self._memory
-        for header in memory.headers().values() if memory is not None else ():
-            if header.version == (self._env.generation, step) and not self._outlives_node(step, header.size):
-                logger.error(
-                    "step %d is in memory only, and is lost if this node leaves before it is on disk", step
-                )
 
     def order_write(self, step: int) -> None:
         """After that: let the disk writers have what is only in memory."""
