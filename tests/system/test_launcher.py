@@ -13,6 +13,8 @@ import pytest
 
 from elastic_agent.launcher import LaunchConfig, LaunchError, elastic_launch
 
+from .harness import NO_MORE_TORCH_THAN_NEEDED
+
 COLD = {"preload": "none"}
 TWO = LaunchConfig(nproc_per_node=2, options=COLD)
 
@@ -30,6 +32,12 @@ try:
 except LaunchError as error:
     sys.exit(error.exit_code)
 """
+
+
+@pytest.fixture(autouse=True)
+def no_more_torch_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the processes that serve the workers' stores."""
+    monkeypatch.setenv("PYTHONPATH", NO_MORE_TORCH_THAN_NEEDED, prepend=os.pathsep)
 
 
 def test_each_ranks_result_comes_back() -> None:
