@@ -16,7 +16,9 @@ from elastic_agent.launcher import LaunchConfig, LaunchError, elastic_launch
 from .harness import NO_MORE_TORCH_THAN_NEEDED
 
 COLD = {"preload": "none"}
-TWO = LaunchConfig(nproc_per_node=2, options=COLD)
+WARM = {"preload": "torch.distributed.elastic.multiprocessing.errors"}
+"""Two workers, or two generations, import torch once: all that runs a function needs of it."""
+TWO = LaunchConfig(nproc_per_node=2, options=WARM)
 
 ENDLESS = """
 import sys
@@ -62,7 +64,7 @@ def test_the_first_failure_is_raised_with_its_traceback() -> None:
         return 1 / (int(os.environ["RANK"]) - 1)
 
     with pytest.raises(LaunchError, match="ZeroDivisionError") as caught:
-        elastic_launch(LaunchConfig(nproc_per_node=2, max_restarts=0, options=COLD), divide)()
+        elastic_launch(LaunchConfig(nproc_per_node=2, max_restarts=0, options=WARM), divide)()
     assert caught.value.exit_code == 1
     assert "in divide" in str(caught.value)
 
