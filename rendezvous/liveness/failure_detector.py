@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from ..records import Endpoint, Introduction, Member, NodeRecord, Phase, World
 
-ASK_AFTER_S = 0.1
+ASK_AFTER_S = 0.05
 """A node that has so long not done what is awaited of it may be gone."""
 ASK_IN_TURN_S = 0.2
 """Of the members who wait for the coordinator each asks so much later than the one before it: one is enough."""

@@ -20,6 +20,7 @@ from elastic_agent.agent.workers.preloader.fidelity.env_rules import RULES
 from elastic_agent.worker.state import layout_cache
 from elastic_agent.worker.state.archive_layout import lay_out
 from elastic_agent.worker.state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, Kind
+from elastic_agent.worker.steps.quick_end import finalizers_of_torch
 
 PAYLOAD = {"weights": torch.arange(1024, dtype=torch.float32), "step": 7, "rate": 0.25}
 
@@ -34,6 +35,11 @@ def test_save_leaves_tensors_out_with_seeks_and_names_their_storages() -> None:
     loaded = torch.load(io.BytesIO(file), weights_only=True)
     assert torch.equal(loaded["weights"], PAYLOAD["weights"])
     assert file[offset : offset + 4096] == PAYLOAD["weights"].numpy().tobytes()
+
+
+def test_the_finalizers_that_a_quick_end_leaves_out_are_found() -> None:
+    """`worker/steps/quick_end.py`: weakref.finalize keeps them by itself."""
+    assert finalizers_of_torch()
 
 
 def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import ctypes
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,9 +26,19 @@ from typing import Any, NoReturn
 def leave(code: int, registered: Callable[..., object]) -> NoReturn:
     """Call all that is registered for the end of the process, but for `registered`, which calls this; then end."""
     atexit.unregister(registered)
+    for finalizer in finalizers_of_torch():
+        finalizer.atexit = False
     atexit._run_exitfuncs()
     _flush()
     os._exit(code)
+
+
+def finalizers_of_torch() -> list[weakref.finalize[..., Any]]:
+    """They take operators out of torch's dispatcher, which ends with the process: 25 ms for those that torch has."""
+    registry = getattr(weakref.finalize, "_registry", {})
+    return [
+        one for one, info in [*registry.items()] if getattr(info.func, "__module__", "") == "torch.library"
+    ]
 
 
 def leave_when_failed() -> None:

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -149,6 +150,7 @@ RULES = (
 """For each variable the first that fits, and of those after it that name it in full, all."""
 
 
+@cache
 def rules_for(name: str) -> tuple[Rule, ...]:
     fitting = [rule for rule in RULES if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.names)]
     return tuple(rule for rule in fitting if rule is fitting[0] or name in rule.names)
