@@ -41,6 +41,8 @@ GUARD_KILLS_IN_S = 0.1
 """The longest that the guard takes when it is told to: it has nothing to notice first."""
 LOOK_S = 0.25
 """Between two looks of the thread that watches the main loop."""
+HANDS_OVER_IN_S = 1.0
+"""A part of the time for which a node that leaves brings others what it has in memory."""
 STOPS_IN_S = 1.0
 """The longest that workers take to end after they were asked to."""
 
@@ -123,6 +125,7 @@ class SimNode:
             http=Endpoint(self.name, 80),
             limits=sim.policy_of(self.name).limits,
             hosts_store=self.hosts,
+            memory=7000 if self.name == "n1" else 0,
         )
         self.agent = Participant(
             identity,
@@ -586,3 +589,11 @@ class SimNode:
     def gone(self, generation: int) -> None:
         self.stopping = False
         self.agent.workers_gone(generation)
+        if self.agent.hands_over:
+            self.sim.seen["handed over"] += 1
+            longest = HANDS_OVER_IN_S * (generation % 4)  # no draw: other seeds show what they always did
+            self.sim.after(longest, self.guarded(self.handed_over))
+
+    def handed_over(self) -> None:
+        self.agent.handed_over()
+        self.turn()

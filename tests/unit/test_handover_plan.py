@@ -61,6 +61,8 @@ def in_twos(most: int = 8) -> World:
         (WORLD, [LEAVING_A, replace(C, incarnation="c-2")], "c", "", False),
         # without a memory server it takes nothing, and hands over nothing
         (WORLD, [LEAVING_A, node("b", memory=0), replace(LEAVING_B, node="c", memory=0)], "", "", True),
+        # the job ends with its store
+        (WORLD, [LEAVING_A, replace(LEAVING_B, hosts_store=True), C], "", "b", False),
         # those that the next world leaves out
         (replace(WORLD, aside=(Aside("n", "n-1", "it fails"),)), [LEAVING_A, NEW], "", "", False),
         (in_twos(), [LEAVING_A, B, C, NEW], "bc", "", True),

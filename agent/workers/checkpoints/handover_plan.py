@@ -51,7 +51,10 @@ class Task:
 
 
 def others(world: World, node: str, nodes: Sequence[NodeRecord]) -> Others:
-    """`node` leaves `world`, whose generation has ended there; `nodes` are all that have a lease, oldest first."""
+    """`node` leaves `world`, whose generation has ended there; `nodes` are all that have a lease, oldest first.
+
+    Where the one that hosts the store leaves, the job ends, and no node goes on.
+    """
     ranks = {one.incarnation: range(one.first_rank, one.first_rank + one.slots) for one in world.members}
     aside = {one.life for one in world.aside}
     stay = [one for one in nodes if one.incarnation in ranks and not one.leaving]
@@ -65,6 +68,8 @@ def others(world: World, node: str, nodes: Sequence[NodeRecord]) -> Others:
         and life_of(one.incarnation) not in aside
     ]
     come.sort(key=lambda one: not one.ready)
+    if any(one.leaving and one.hosts_store for one in nodes):
+        stay = come = []
     return Others(
         tuple(
             Peer(one.node, str(Endpoint(one.address, one.memory)), frozenset(ranks.get(one.incarnation, ())))
