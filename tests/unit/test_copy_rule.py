@@ -97,6 +97,13 @@ def test_the_rule(
     assert (found.rank is None) == (not found.reason)
 
 
+def test_of_many_ranks_with_one_readiness_the_one_that_waits_is_named() -> None:
+    raw = rank(slot(110), slot(100)).to_bytes()
+    alike = [Readiness.from_bytes(raw) for _ in range(4)]
+    found = may_copy([*alike, rank(slot(110, PENDING), slot(100)), *alike], LINE)
+    assert (found.decision, found.keep, found.rank) == (Decision.WAIT, (4, 100), 4)
+
+
 def test_a_copy_that_must_be_made_overwrites_the_one_without_replicas() -> None:
     ranks = [rank(slot(100), slot(110, PENDING)), rank(slot(110), slot(100))]
     found = may_copy(ranks, LINE, must=True)

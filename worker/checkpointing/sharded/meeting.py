@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from ....codec import Checked, Text
 from ...errors import CheckpointError
@@ -25,9 +25,8 @@ _HAS_MEMORY, _HAS_WRITER, _PATIENCE_OVER, _GIVES_UP, _HAS_NEW_TABLE, _CANNOT_SAV
 RECORD = struct.Struct(f"!q{_DIGEST_CHARS}sQ{DIGEST_BYTES}s{TOKEN_BYTES}sB{READINESS_BYTES}s")
 
 
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """By one rank.
+class Brought(NamedTuple):
+    """By one rank. No dataclass, for each rank makes those of all, and there may be thousands.
 
     `shards` is the digest of its shards, `size` that of its copy in bytes; empty and 0: its state cannot be taken.
     `common` is the digest of what all ranks should have alike, where that is compared. `readiness`: of its slots; None:
@@ -42,11 +41,11 @@ class Brought:
     shards: str
     size: int
     common: bytes = _NOTHING
+    token: bytes = _NO_TOKEN
     has_writer: bool = False
     readiness: Readiness | None = None
     patience_over: bool = False
     gives_up: bool = False
-    token: bytes = _NO_TOKEN
     has_new_table: bool = False
     cannot_save: bool = False
 
@@ -72,18 +71,21 @@ class Brought:
         except struct.error as error:
             raise ValueError(f"a record of {len(raw)} bytes") from error
         return Brought(
-            step,
-            shards.rstrip(b"\0").decode("ascii"),
-            size,
-            common,
-            bool(flags & _HAS_WRITER),
-            Readiness.from_bytes(readiness) if flags & _HAS_MEMORY else None,
-            bool(flags & _PATIENCE_OVER),
-            bool(flags & _GIVES_UP),
-            token,
-            bool(flags & _HAS_NEW_TABLE),
-            bool(flags & _CANNOT_SAVE),
+            step, shards.rstrip(b"\0").decode("ascii"), size, common, token, *_unpacked(flags, readiness)
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _unpacked(flags: int, readiness: bytes) -> tuple[bool, Readiness | None, bool, bool, bool, bool]:
+    """The last fields of a record, which most ranks have alike."""
+    return (
+        bool(flags & _HAS_WRITER),
+        Readiness.from_bytes(readiness) if flags & _HAS_MEMORY else None,
+        bool(flags & _PATIENCE_OVER),
+        bool(flags & _GIVES_UP),
+        bool(flags & _HAS_NEW_TABLE),
+        bool(flags & _CANNOT_SAVE),
+    )
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Met:
         first = [self._holders[one.shards][0] for one in self.all]
         return [twin if twin != rank else None for rank, twin in enumerate(first)]
 
-    @cached_property
+    @functools.cached_property
     def _holders(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for rank, one in enumerate(self.all):

@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, Unconfirmed
 from ...ranks.group import Group, current_group
@@ -124,8 +123,7 @@ class ShardSaving(SaveOutcomes):
             common = self._contents.digest() if compare else None
         brought = self._brought(step, layout, common)
         if saves:
-            brought = replace(
-                brought,
+            brought = brought._replace(
                 token=new_token(),
                 has_new_table=layout is not None and self._plans.is_new(layout.packed_table),
                 cannot_save=refusal is not None,
@@ -152,7 +150,7 @@ class ShardSaving(SaveOutcomes):
             has_writer=self._disk.has_writer,
             readiness=self._readiness(step),
         )
-        return brought if common is None else replace(brought, common=common)
+        return brought if common is None else brought._replace(common=common)
 
     def _readiness(self, step: int) -> Readiness | None:
         return self._replicas.readiness(step, self._copies.filling) if self._replicas is not None else None
@@ -197,8 +195,7 @@ class ShardSaving(SaveOutcomes):
             waited_s = self._clock() - since
             met = meet(
                 group,
-                replace(
-                    self._brought(step, layout),
+                self._brought(step, layout)._replace(
                     patience_over=waited_s > REPLICA_PATIENCE_S,
                     gives_up=waited_s > SLOT_PATIENCE_S,
                 ),

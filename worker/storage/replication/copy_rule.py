@@ -21,8 +21,9 @@ Only versions of this generation can be whole here. Copies of the loaded one may
 from __future__ import annotations
 
 import enum
+import functools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 Version = tuple[int, int]
@@ -78,8 +79,9 @@ class Readiness:
         )
 
     @staticmethod
+    @functools.lru_cache(maxsize=64)
     def from_bytes(raw: bytes) -> Readiness:
-        """Raises ValueError."""
+        """The same object for the same bytes, which most of thousands of ranks bring. Raises ValueError."""
         if len(raw) != READINESS_BYTES:
             raise ValueError(f"readiness of {len(raw)} bytes, expected {READINESS_BYTES}")
         first, second = (
@@ -140,30 +142,31 @@ class Line:
 
 def may_copy(everyone: Sequence[Readiness], line: Line, *, must: bool = False) -> Verdict:
     """See the module's docstring; `everyone` is by rank. `must`: do not wait for acknowledgments any longer."""
+    some = _distinct(everyone)
     keep = _newer(settled(everyone, line.generation), line.keep)
     step = everyone[0].step
-    for rank, one in enumerate(everyone):
+    for rank, one in some.items():
         if one.step != step:
             return Verdict(
                 Decision.REFUSE, keep, f"rank {rank} is at step {one.step}, rank 0 at step {step}", rank
             )
-    for rank, one in enumerate(everyone):
+    for rank, one in some.items():
         if any(slot.writing for slot in one.slots):
             return Verdict(Decision.WAIT, keep, f"the copy before is not complete yet on rank {rank}", rank)
     version = line.generation, step
-    whole = max(_whole(everyone, line.generation), default=None)
+    whole = max(_whole(some.values(), line.generation), default=None)
     if whole == version:
         return Verdict(Decision.HAVE, keep)
     # The loaded version is all that there is, as long as none of this generation is whole.
     newest = _newer(whole, keep)
     if newest is not None and not must and (newest != keep or newest[0] != line.generation):
-        for rank, one in enumerate(everyone):
+        for rank, one in some.items():
             if replication_of(one.slots, newest) is Replication.PENDING:
                 reason = (
                     f"the copy of step {newest[1]} of rank {rank} is not acknowledged by its partners yet"
                 )
                 return Verdict(Decision.WAIT, keep, reason, rank)
-    for rank, one in enumerate(everyone):
+    for rank, one in some.items():
         if not has(one.slots, version) and slot_to_overwrite(one.slots, keep) is None:
             return Verdict(Decision.WAIT, keep, f"the older slot of rank {rank} is being read", rank)
     return Verdict(Decision.COPY, keep)
@@ -171,7 +174,7 @@ def may_copy(everyone: Sequence[Readiness], line: Line, *, must: bool = False) -
 
 def settled(everyone: Sequence[Readiness], generation: int) -> Version | None:
     """The newest version of this generation that every rank has sealed, with those replicas that can be had."""
-    return max(_settled(everyone, generation), default=None)
+    return max(_settled(_distinct(everyone).values(), generation), default=None)
 
 
 def oldest_needed(everyone: Sequence[Readiness], generation: int) -> Version | None:
@@ -180,11 +183,12 @@ def oldest_needed(everyone: Sequence[Readiness], generation: int) -> Version | N
     That is the newest version of which all partners have their replicas. While a partner is out of reach, a node that
     is lost may leave the version before as the newest whole one: until all ranks have two newer ones.
     """
-    found = sorted(_settled(everyone, generation))
+    some = _distinct(everyone).values()
+    found = sorted(_settled(some, generation))
     acknowledged = [
         version
         for version in found
-        if all(replication_of(one.slots, version) is Replication.ACKNOWLEDGED for one in everyone)
+        if all(replication_of(one.slots, version) is Replication.ACKNOWLEDGED for one in some)
     ]
     return max([*acknowledged, *found[:-1]], default=None)
 
@@ -209,7 +213,13 @@ def replication_of(slots: SlotStates, version: Version) -> Replication | None:
     return max((slot.replication for slot in slots if slot.version == version), default=None)
 
 
-def _settled(everyone: Sequence[Readiness], generation: int) -> list[Version]:
+def _distinct(everyone: Sequence[Readiness]) -> dict[int, Readiness]:
+    """By the lowest rank that brings it: most of thousands of ranks bring the very same, see `Readiness.from_bytes`."""
+    ranks = dict(zip(map(id, reversed(everyone)), reversed(range(len(everyone))), strict=True))
+    return {rank: everyone[rank] for rank in sorted(ranks.values())}
+
+
+def _settled(everyone: Collection[Readiness], generation: int) -> list[Version]:
     return [
         version
         for version in _whole(everyone, generation)
@@ -217,7 +227,7 @@ def _settled(everyone: Sequence[Readiness], generation: int) -> list[Version]:
     ]
 
 
-def _whole(everyone: Sequence[Readiness], generation: int) -> Iterable[Version]:
+def _whole(everyone: Iterable[Readiness], generation: int) -> Iterable[Version]:
     versions = [
         {slot.version for slot in one.slots if slot.version and slot.version[0] == generation}
         for one in everyone
