@@ -2,8 +2,8 @@
 
 The script saves its sharded state itself: every 20 steps, and after the last step before a planned change. Each world
 takes what it needs of the newest checkpoint. The two classes of `elastic_agent.worker.dcp` give DCP a Checkpointer's
-directory: verified, pruned, and committed by the newest generation alone. `elastic_fsdp.py` lets a Checkpointer do all
-of that.
+directory, verified, pruned, and committed by the newest generation alone, and copies in the memory of the nodes.
+`elastic_fsdp.py` lets a Checkpointer do all of that.
 
     elastic-agent --nproc-per-node 2 examples/fsdp2_dcp.py
 """
@@ -49,7 +49,7 @@ def main() -> None:
             try:
                 step(training.done)
             except Drained:
-                training.save()
+                training.save(durable=True)
                 raise
             if training.done % 20 == 0:
                 training.save()
@@ -76,9 +76,10 @@ class Training:
             "done": self.done,
         }
 
-    def save(self) -> None:
-        """All ranks call it."""
-        dcp.save(self.state(), storage_writer=ElasticStorageWriter(FOLDER, step=self.done))
+    def save(self, *, durable: bool = False) -> None:
+        """All ranks call it. It returns when all have copied what they write, with `durable` when that is on disk."""
+        writer = ElasticStorageWriter(FOLDER, step=self.done, durable=durable)
+        dcp.save(self.state(), storage_writer=writer)
 
     def load(self) -> None:
         """Go on from the newest checkpoint that is whole, if there is one. All ranks call it."""
