@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.workers.checkpoints.server import entrance, process, replicator, seals
+from elastic_agent.agent.workers.checkpoints.server.receiving import Receiver
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import PIECE_BYTES
 from elastic_agent.worker.storage.replication import link
@@ -32,6 +33,7 @@ from elastic_agent.worker.storage.replication.messages import (
     Piece,
     Push,
     Read,
+    Replicate,
     Settled,
     Stretch,
 )
@@ -421,6 +423,25 @@ def test_a_copy_that_does_not_match_its_own_checksums_is_never_acknowledged(
     assert b.replica("a", 3) is None
 
 
+def test_what_one_partner_refuses_does_not_disturb_the_way_to_another(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal forgets the checksums of the pieces: the other push would look in vain for those that it has sent."""
+    known: list[dict[int, int]] = []
+
+    class Seen(replicator.Sender):
+        def push(self, *where: Any) -> bool:
+            known.append(self.sums)
+            return super().push(*where)
+
+    monkeypatch.setattr(replicator, "Sender", Seen)
+    a, b, c = make("a"), make("b"), make("c")
+    a.replicate_to(b.partner, c.partner)
+    filled(a, 3, 2 * PIECE_BYTES)
+    acked(a, 3, "b", "c")
+    assert len({id(sums) for sums in known}) == len(known) > 1
+
+
 def test_a_newer_copy_takes_the_place_of_one_on_its_way(make: Make) -> None:
     """And a slot that is overwritten meanwhile, as by a save that must not wait."""
     a, b = make("a", rate=16 * PIECE_BYTES), make("b")
@@ -669,6 +690,20 @@ def test_orders_are_given_in_no_time_and_none_is_fatal(make: Make, tmp_path: Pat
     assert time.monotonic() - began < 1.0
     node.replicate_to()
     wait_for(lambda: node.server.replicator._orders, "the order behind the garbage")
+
+
+def test_copies_are_brought_to_partners_also_where_theirs_cannot_be_prepared_for(
+    make: Make, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replicate(_: Receiver, order: Replicate) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    a, b = make("a"), make("b")
+    monkeypatch.setattr(Receiver, "replicate", replicate)
+    a.replicate_to(b.partner)
+    filled(a, 3, 100)
+    acked(a, 3, "b")
+    assert "Replicate: [Errno 24] too many open files" in capfd.readouterr().err
 
 
 def test_an_idle_server_does_nothing(make: Make) -> None:

@@ -193,14 +193,19 @@ class Server:
             self._carry_out(order)
 
     def _carry_out(self, order: Order) -> None:
-        with contextlib.suppress(OSError):  # the folder goes: the agent ends
-            if isinstance(order, Replicate):
-                self.receiver.replicate(order)
-                self.replicator.replicate(order)
-            elif isinstance(order, Settled):
-                self.receiver.settle(order)
-            else:
-                self.receiver.abandon(order)
+        parts: list[Callable[[], None]]
+        if isinstance(order, Replicate):
+            parts = [lambda: self.replicator.replicate(order), lambda: self.receiver.replicate(order)]
+        elif isinstance(order, Settled):
+            parts = [lambda: self.receiver.settle(order)]
+        else:
+            parts = [lambda: self.receiver.abandon(order)]
+        for part in parts:
+            try:
+                part()
+            except OSError as error:
+                if os.path.isdir(self._memory):  # else the agent ends
+                    _say(f"an order is not carried out as it should be: {type(order).__name__}: {error}")
 
 
 def _report_to(path: str, report: ReplicationReport) -> None:

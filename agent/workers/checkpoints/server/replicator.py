@@ -237,10 +237,16 @@ class _Order:
         def sent(count: int) -> None:
             self._of.sent_bytes += count
 
-        sums = self._sums.setdefault((copy.folder, copy.header.version), {})
+        key = copy.folder, copy.header.version
+        with self._changed:
+            sums = dict(self._sums.get(key, {}))  # other threads bring the same copy to other partners
         sender = Sender(self._of.node, self._of.rate.pause, sent, superseded, sums)
-        with CopyReader(self._of.memory, copy.folder, copy.slot, copy.header.version) as reader:
-            return sender.push(link, reader)
+        try:
+            with CopyReader(self._of.memory, copy.folder, copy.slot, copy.header.version) as reader:
+                return sender.push(link, reader)
+        finally:
+            with self._changed:
+                self._sums[key] = sums
 
     def _is_superseded(self, copy: FoundCopy) -> bool:
         with self._changed:
