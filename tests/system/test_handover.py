@@ -58,7 +58,7 @@ def test_two_partners_leave_at_once_and_take_no_shards_with_them(job: Job, in_et
     assert {
         one["whole"] for one in job.history(what="step", generation=three.number, step=loaded["step"])
     } == {loaded["whole"]}
-    assert not list(job.folder.glob("of-*/disk/step-*")), "it came from disk"
+    assert not list(job.folder.glob("of-*/disk/*/step-*")), "it came from disk"
     for name in ("a", "b"):
         assert agents[name].exit_code() == 143
         assert not agents[name].says("is lost with it")
