@@ -66,6 +66,9 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
 
+LEAST_SAVE_S = 1.0
+"""For the last saves after a handover that took all of their time: the disk writer has saved meanwhile."""
+
 JOB_ENDS_AT_OPTION = f"--{JOB_ENDS_AT.name}"
 
 DRAIN_COMMAND = "elastic-agent drain"
@@ -153,6 +156,8 @@ class Loop:
         """When the last saves are given up, where their end has come nearer since they began."""
         self._handover: Handover | None = None
         """Of this leave, once the workers have ended."""
+        self._saves_due_at = math.inf
+        """By then what is in memory here is to be elsewhere, on other nodes or on disk."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
@@ -291,8 +296,8 @@ class Loop:
             participant.handed_over()
             return
         self._handover = server.new_handover()
-        longest = now + last_save_s(self._stop.grace_s, rescues=True)
-        deadline = min(longest, participant.leave_times.saved_by)
+        self._saves_due_at = now + last_save_s(self._stop.grace_s, rescues=True)
+        deadline = min(self._saves_due_at, participant.leave_times.saved_by)
         kept = participant.keeps(world.generation)
         self._handover.begin(world, deadline, lambda: self._events.put(HandedOver()), kept=kept)
 
@@ -305,9 +310,11 @@ class Loop:
         self._departing = self._end(action)
         world = self._participant.world
         rescues = world is not None and world.final_saver == self._participant.incarnation
-        left_s = max(0.0, self._participant.leave_times.saved_by - self._clock())
-        within_s = round(min(last_save_s(self._stop.grace_s, rescues=rescues), left_s), 1)
-        deadline = self._clock() + within_s
+        now = self._clock()
+        left_s = max(0.0, self._participant.leave_times.saved_by - now)
+        rest_s = max(LEAST_SAVE_S, self._saves_due_at - now)
+        within_s = round(min(last_save_s(self._stop.grace_s, rescues=rescues), left_s, rest_s), 1)
+        deadline = now + within_s
         handover, server = self._handover, self._services.memory_server
         # Other nodes may have come since, or those that had it may have gone.
         again = world if world is not None and self._participant.leaves_memory(world.generation) else None

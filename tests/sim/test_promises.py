@@ -31,7 +31,6 @@ SHOWN_BY = {
     "a rank misses the pending flag": 2,
     "stop published after going on": 8,
     "stop published before all acknowledged": 9,
-    "a joiner that is not warm is invited": 0,
     "a stuck loop is not missed": 3,
     "a dead thread is not missed": 6,
     "the first world of an empty store does not wait": 26,

@@ -32,7 +32,7 @@ from elastic_agent.agent.common.ports import OfferedPort, PortError
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.timeouts import LAST_SAVE_S
 from elastic_agent.agent.configuration.types.values import CheckMode
-from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop, Services
+from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, LEAST_SAVE_S, Ending, Loop, Services
 from elastic_agent.agent.main.probes import Probes
 from elastic_agent.agent.rendezvous_io.join_checks import JoinChecks
 from elastic_agent.health.checks.finding import Finding as CheckFinding
@@ -185,6 +185,34 @@ class Store:
         self.scene.read()
 
 
+class Handing:
+    """The memory server and its handover, which takes as long as it is said to."""
+
+    def __init__(self, scene: Scene, takes_s: float) -> None:
+        self.scene = scene
+        self.takes_s = takes_s
+        self.begun: list[tuple[int, float, bool]] = []
+        """Generation, for how long, and whether the last step was kept."""
+        self.again: list[float] = []
+        self.told: list[object] = []
+
+    def new_handover(self) -> Handing:
+        return self
+
+    def begin(self, world: World, deadline: float, done: Callable[[], object], *, kept: bool) -> None:
+        self.begun.append((world.generation, deadline - self.scene.now, kept))
+        self.scene.plan[self.scene.now + self.takes_s] = done
+
+    def run(self, world: World, deadline: float, *, kept: bool) -> None:
+        self.again.append(deadline - self.scene.now)
+
+    def hurry(self, deadline: float) -> None:
+        self.told.append(deadline)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.told.append(name)
+
+
 @dataclass
 class Scene:
     """One agent's loop."""
@@ -197,8 +225,13 @@ class Scene:
     plan: dict[float, Callable[[], object]] = field(default_factory=dict)
     """What happens at which instant."""
 
+    hands_over_in_s: float | None = None
+    """None: it has nothing in memory."""
+
     def __post_init__(self) -> None:
-        me = NodeRecord("a", "a-1", "host-a", 1, 1, limits=self.policy.limits)
+        self.handing = Handing(self, self.hands_over_in_s) if self.hands_over_in_s is not None else None
+        memory = 7000 if self.handing is not None else 0
+        me = NodeRecord("a", "a-1", "host-a", 1, 1, limits=self.policy.limits, memory=memory)
         self.events = Events(self)
         self.checks = JoinChecks(self.check, self.new_run, self.events.put, random.Random(1))
         self.participant = Participant(
@@ -209,6 +242,8 @@ class Scene:
             now=self.now,
             held_back=self.checks.held_back,
         )
+        if self.handing is not None:  # nothing is delivered here of what becomes of the world
+            self.participant.leaves_memory = lambda generation: True  # type: ignore[method-assign]
         self.training = Training(self)
         self.store = Store(self)
         self.ports = iter(range(2, 100))
@@ -233,6 +268,7 @@ class Scene:
             self.observer(),  # type: ignore[arg-type]
             SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),  # type: ignore[arg-type]
             SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),  # type: ignore[arg-type]
+            self.handing,  # type: ignore[arg-type]
         )
         self.probes = Probes(Introduction("a", "a-1", generation=0), lambda: self.now)
         self.probes.begin(self.participant, services.heartbeat)
@@ -306,6 +342,40 @@ def test_an_agent_trains_leaves_when_asked_and_finishes_its_saves() -> None:
     assert (grace_s, gently) == (30.0, True)
     assert len(scene.finished) == 1
     assert "leaving the job, as SIGTERM asks" in scene.said
+
+
+@pytest.mark.parametrize(("takes_s", "left_s"), [(0.5, LAST_SAVE_S), (25.0, 5.0), (29.9, LEAST_SAVE_S)])
+def test_what_is_in_memory_is_handed_over_before_the_last_saves_and_in_their_time(
+    takes_s: float, left_s: float
+) -> None:
+    scene = Scene(hands_over_in_s=takes_s)
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.handing is not None
+    [(generation, within_s, kept)] = scene.handing.begun
+    assert (generation, within_s, kept) == (1, STOP.grace_s, False)
+    [finished_s] = scene.finished
+    assert finished_s == pytest.approx(left_s, abs=0.2)
+    assert scene.handing.again == [pytest.approx(finished_s)], "others may have come meanwhile"
+    assert scene.handing.told[-1] == "report_lost"
+
+
+def test_a_second_signal_cuts_a_handover_short() -> None:
+    scene = Scene(hands_over_in_s=20.0)
+    scene.at(10.0, Signalled(signal.SIGINT))
+    scene.at(15.0, Signalled(signal.SIGINT))
+    assert scene.loop.run().code is ExitCode.STOPPED_BY_SIGINT
+    assert scene.handing is not None
+    assert "cut" in scene.handing.told
+
+
+def test_a_notice_leaves_a_handover_no_more_time_than_there_is() -> None:
+    scene = Scene(hands_over_in_s=3.0)
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    scene.at(15.0, NoticeGiven("the cloud ends it", scene.now + 30.0))
+    scene.loop.run()
+    assert scene.handing is not None
+    assert scene.participant.leave_times.saved_by in scene.handing.told
 
 
 def test_a_second_signal_cuts_the_grace_short() -> None:
