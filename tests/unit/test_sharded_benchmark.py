@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from sharded import DCP, OURS, Run, table
+from recovery_figures import Step
+from sharded import DCP, OURS, Run, stood_still, table
 
 
 def test_the_table_compares_with_a_copy_with_dcp_and_with_no_replica() -> None:
     saves = {"copy": 0.01, "remember": 0.012, "save": 0.015, "async_save": 0.06}
-    fault = {"recovery_s": 0.5, "outage_s": 0.5, "redone": 3, "load_s": 0.1, "disk_mb": 0.0}
+    fault = {"recovery_s": 0.5, "outage_s": 0.5, "redone": 3, "load_s": 0.1, "disk_mb": 0.0, "still_s": 0.4}
     runs = [
         Run("stall", "saves", 100, 0.0, saves),
         Run("killed", OURS, 100, 0.0, fault),
@@ -22,5 +23,19 @@ def test_the_table_compares_with_a_copy_with_dcp_and_with_no_replica() -> None:
     assert rows["save(): stall, ms", "async_save"] == ("100 MB a rank", "15 (15-15)", "0.25x")
     assert rows["to the first new step, s", DCP] == ("a node of 3 killed", "0.50 (0.50-0.50)", "0.25x")
     assert rows["data files of the disk opened, MB", DCP] == ("a node of 3 killed", "0 (0-0)", "0x")
-    assert rows["outage, s", ""] == ("planned, 3 -> 2", "0.50 (0.50-0.50)", "")
+    still, outage = (
+        "from the last step to the first new one, s",
+        "longest pause since the change was asked for, s",
+    )
+    assert rows[still, ""] == ("planned, 3 -> 2", "0.40 (0.40-0.40)", "")
+    assert rows[outage, ""] == ("planned, 3 -> 2", "0.50 (0.50-0.50)", "")
     assert rows["steps a second", "no replica"] == ("1 replica", "19 (19-19)", "0.95x")
+
+
+def test_a_planned_change_takes_from_the_last_step_of_the_old_world_to_the_first_of_the_new() -> None:
+    """A pause before that is no part of it."""
+    steps = [
+        Step(at_s, 0, 0, 3, generation, 1)
+        for at_s, generation in ((1, 4), (9, 4), (9.1, 4), (9.6, 5), (9.7, 5))
+    ]
+    assert stood_still(steps) == 9.6 - 9.1
