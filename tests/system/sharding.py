@@ -197,10 +197,9 @@ def main() -> None:
             if done == asked.save_at or done >= asked.save_from:
                 for training, checkpoint in zip(trainings, checkpoints, strict=True):
                     record("saved", kind=training.kind, step=done, ok=checkpoint.save(done))
-            time.sleep(0.02)
         else:
             poll()
-            time.sleep(0.05)
+        time.sleep(0.05)
     dist.destroy_process_group()
 
 

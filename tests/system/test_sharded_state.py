@@ -126,26 +126,26 @@ def test_every_kind_lives_through_a_kill_a_power_cut_and_a_lost_node(
     rng, restarted = random.Random(SEED), second_job_in_etcd
     options = (PRELOADED, "--nnodes=1:2", "--nproc-per-node=2", "--lease-ttl=60", "--expected-nodes=2")
     script = (SCRIPT, job.folder, "--kinds", *KINDS)
-    hold(job, 12)
+    hold(job, 7)
     for name in ("a", "b"):
-        saving = ("--quiet", "12", "--save-from", "13")
+        saving = ("--quiet", "7", "--save-from", "8")
         job.join(name, *options, "--last-call=60s", script=(*script, *saving))
 
     training = job.wait_for_training(world=4)
-    reach(job, training, rng.randint(3, 8))
+    reach(job, training, rng.randint(2, 4))
     copied = least(job, training, "copied")
     os.kill(training.pid(rng.randrange(4)), signal.SIGKILL)
     again = job.wait_for_training(world=4, after=training.number)
     expect_to_go_on(job, training, again, copied)
-    reach(job, again, 12)
-    for end in job.history(what="step", generation=again.number, step=12):
-        (quiet,) = job.history(what="quiet", step=12, rank=end["rank"], kind=end["kind"])
+    reach(job, again, 7)
+    for end in job.history(what="step", generation=again.number, step=7):
+        (quiet,) = job.history(what="quiet", step=7, rank=end["rank"], kind=end["kind"])
         assert [end[name] for name in ("whole", "randomness")] == [
             quiet[name] for name in ("whole", "randomness")
         ], f"{end['kind']}: a run with a kill has come to something else than one without"
 
     (job.folder / "hold").unlink()
-    cut_power(job, 13, rng.uniform(0, 0.01))
+    cut_power(job, 8, rng.uniform(0, 0.01))
     saved = {kind: on_disk(job.folder, kind) for kind in KINDS}
     for name in ("a", "b"):
         restarted.join(name, *options, "--last-call=60s", script=script)
