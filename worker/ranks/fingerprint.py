@@ -11,7 +11,7 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ _DIRECTIONS = 4
 _SKETCH = struct.Struct(f"<{_DIRECTIONS + 1}f")
 _HUGE = 1e18
 """In the place of what is no number."""
+_STACKED = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
+"""Dtypes of which small tensors are looked at many at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def look_at_tensors(
     seen: list[tuple[Entry, Sample | None]] = []
     for name, key, tensor in found:
         sample = samples.get(id(tensor))
-        form = f"{shape_of(tensor)} {tensor.dtype}"
+        form = _form(shape_of(tensor), tensor.dtype)
         if sample is None:
             seen.append((Entry(name, key, form), None))
         else:
@@ -184,14 +186,25 @@ def tensors_in(state: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors_in(value, f"{path}.{key}" if path else str(key))
 
 
+@functools.lru_cache(maxsize=1024)
+def _form(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape} {dtype}"
+
+
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """A nested one has none."""
     return () if tensor.is_nested else tuple(tensor.shape)
 
 
+@torch.no_grad()
 def _samples(tensors: Sequence[torch.Tensor]) -> list[Sample]:
-    """With one transfer for each device."""
-    rows = [_row(tensor.detach()) for tensor in tensors]
+    """With one transfer for each device, and one call for all small tensors of a form, as an optimizer's counters."""
+    alike: dict[Hashable, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        small = tensor.dtype in _STACKED and tensor.numel() <= SAMPLES
+        form = (tensor.device, tensor.dtype, tensor.shape) if small else place
+        alike.setdefault(form, []).append(place)
+    rows = [_rows([tensors[place] for place in places]) for places in alike.values()]
     raws = [row.view(torch.uint8) for row in rows]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for raw in raws:
@@ -200,7 +213,16 @@ def _samples(tensors: Sequence[torch.Tensor]) -> list[Sample]:
         device: iter(torch.cat(some).cpu().split_with_sizes([raw.numel() for raw in some]))
         for device, some in by_device.items()
     }
-    return [Sample(next(on_host[raw.device]), row.dtype) for row, raw in zip(rows, raws, strict=True)]
+    found: dict[int, Sample] = {}
+    for places, row, raw in zip(alike.values(), rows, raws, strict=True):
+        samples = next(on_host[raw.device]).view(len(places), -1).unbind()
+        found |= {place: Sample(one, row.dtype) for place, one in zip(places, samples, strict=True)}
+    return [found[place] for place in range(len(tensors))]
+
+
+def _rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other, where they are several of one form."""
+    return _row(tensors[0].detach()) if len(tensors) == 1 else torch.stack(list(tensors)).flatten()
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
