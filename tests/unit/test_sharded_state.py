@@ -18,7 +18,13 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -565,12 +571,38 @@ def test_what_a_script_puts_into_the_place_of_flat_parameters_is_taken(alone: No
         taken({"model": net})
 
 
+def test_flat_parameters_may_be_tied_and_buffers_of_another_precision_once_used(alone: None) -> None:
+    def wrapped(seed: int) -> Parts:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        net.register_buffer("seen", torch.rand(3))
+        net[1].weight = net[0].weight
+        half = MixedPrecision(buffer_dtype=torch.bfloat16)
+        return {"model": FullyShardedDataParallel(net, device_id=torch.device("cpu"), mixed_precision=half)}
+
+    old = wrapped(0)
+    old["model"](torch.randn(4, 3)).sum().backward()
+    copy = taken(old)
+    rows = {row.key: row for row in copy.table.shards}
+    assert rows["model.0.weight"].begin == rows["model.1.weight"].begin
+    assert rows["model.seen"].dtype == "bfloat16"
+    new = wrapped(1)
+    ShardedParts(new, (), {}).prepare({0: copy}, 0, 1, 1).apply()
+    assert torch.equal(new["model"].module.seen, old["model"].module.seen.float())
+    assert torch.equal(new["model"].module[0].weight, old["model"].module[0].weight)
+
+
 def test_what_cannot_be_carried_is_refused_by_name(alone: None) -> None:
     sharded = fsdp(flat(1), 0)
     cpu = torch.device("cpu")
     channels_last = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
     with pytest.raises(Sharded, match="'weight' of part 'old' was not contiguous when it was wrapped"):
         ShardedParts({"old": FullyShardedDataParallel(channels_last, device_id=cpu)}, (), {}).refuse()
+    offloaded = FullyShardedDataParallel(
+        nn.Linear(2, 2), device_id=cpu, cpu_offload=CPUOffload(offload_params=True)
+    )
+    with pytest.raises(Sharded, match="part 'old' is a FullyShardedDataParallel with cpu_offload"):
+        ShardedParts({"old": offloaded}, (), {}).refuse()
     with_hook = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2)), device_id=cpu)
     with_hook.module[0].register_state_dict_post_hook(lambda *_: None)
     with pytest.raises(

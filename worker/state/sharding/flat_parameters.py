@@ -77,6 +77,11 @@ class FlatParameter:
     def refuse(self, part: str) -> None:
         """Raises Sharded."""
         flat = self.flat
+        if self._handle._offload_params:
+            raise Sharded(
+                f"part {part!r} is a FullyShardedDataParallel with cpu_offload, which a Checkpointer does not carry: "
+                f"{_INSTEAD}, with CPUOffloadPolicy"
+            )
         for slot, contiguous, extension in zip(
             self.slots, flat._contiguities, flat._param_extensions, strict=True
         ):

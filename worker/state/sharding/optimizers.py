@@ -433,8 +433,8 @@ def _not_alike(weight: _Weight, rest: Path) -> CheckpointMismatch:
 
 
 def _is_of_elements(reader: Reader, key: str, slot: Slot) -> bool:
-    """Whether this is spread as the parameter is; else all ranks that keep it have the same."""
-    return reader.shard(key).shape == slot.shape and (bool(slot.shape) or not key.endswith(".step"))
+    """Whether this is spread as the parameter is, which FSDP1 refuses without a dimension; else it is one for all."""
+    return reader.shard(key).shape == slot.shape
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
