@@ -200,6 +200,12 @@ class Soak:
 
     def _trained(self, fault: Fault, before: int) -> Generation | None:
         """The newest generation, when it follows the one before and every rank has done its steps there."""
+        for node in NODES:
+            code = agent_of(self._job, node).process.poll()
+            assert code is None, (
+                f"agent {node} has ended with exit code {code}, and not by a fault: the run is invalid if its lease "
+                "ran out because this machine was too busy"
+            )
         for newest in self._job.generations()[-1:]:
             if newest.number > before and self._steps_done(newest) >= fault.after_steps:
                 return newest
