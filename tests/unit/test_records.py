@@ -372,6 +372,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("progress", "reached"): number()[1:],
         ("seen",): number(high=MAX_SEEN),
         ("role",): [None, 1, True, [], {}, "", "a\n", 'a"b', "a\\b", "\u00fc", "x" * 129],
+        ("memory",): number(0, 65535),
     },
     "world": {
         ("job",): NAME,
