@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker.dcp import ElasticStorageReader, ElasticStorageWriter
-from elastic_agent.worker.errors import BadCheckpoint, Fenced, NoUsableCheckpoint, StepNotGrowing
+from elastic_agent.worker.dcp.directory import directory_of_rank
+from elastic_agent.worker.errors import BadCheckpoint, Fenced, NoUsableCheckpoint, SaveFailed, StepNotGrowing
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder, folders_of
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
@@ -80,6 +81,23 @@ def attempts(folder: str) -> list[Path]:
 
 def failure(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
     return next(iter(caught.value.failures.values()))[0]
+
+
+def without_room(rank: int, memory: Path, runs: str) -> None:
+    """On rank 1's node: it writes its part while rank 0 has copied, and what is on disk is all that counts."""
+    kept = directory_of_rank(runs)._memory
+    assert kept is not None
+    limit = kept._limit
+    if rank == 1:
+        kept._limit = 0
+    save(4, runs, 75)
+    kept._limit = limit
+    assert (75 in {step for part, _, step in copies_in(memory, runs) if not part.origin}) == (rank == 0)
+    wait_for(lambda: 75 in manifests(runs), "the disk writer of rank 0")
+    dist.barrier()
+    found, step = load(runs)
+    assert step == 75
+    same(found, state(4))
 
 
 def worker_of(folder: Path, rank: int, world_size: int, *, generation: int) -> dict[str, str]:
@@ -198,6 +216,7 @@ def under_agents(rank: int, folder: Path, runs: str) -> None:
     refused(rank, gate, runs)
     several_at_once(runs)
     damaged(rank, memory, runs)
+    without_room(rank, memory, runs)
     save(8, runs, 80)
     wait_for(lambda: 80 in replicas(memory, runs), "the other node's part to be here")
 
@@ -223,9 +242,10 @@ def several_at_once(runs: str) -> None:
     second = dcp.async_save(state(2), storage_writer=ElasticStorageWriter(runs, step=51), process_group=other)
     second.result()  # type: ignore[union-attr]
     late = first.exception()  # type: ignore[union-attr]
-    if late is not None:  # the other one has come first
+    if late is not None:  # the newer one has come first, or has cleared up while the older one was under way
         assert isinstance(late, CheckpointException)
-        assert isinstance(next(iter(late.failures.values()))[0], StepNotGrowing)
+        error = next(iter(late.failures.values()))[0]
+        assert isinstance(error, StepNotGrowing | SaveFailed), repr(error)
     found, step = load(runs)
     assert step == 51
     same(found, state(2))
