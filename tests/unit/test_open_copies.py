@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.worker.checkpointing.loading.shard_selection import Place
-from elastic_agent.worker.checkpointing.sharded.open_copies import MemoryReader
+from elastic_agent.worker.checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.state.sharding.table import Table
 from elastic_agent.worker.storage.memory.copy_header import Header
@@ -78,6 +80,27 @@ def test_a_node_without_copies_fetches_one_into_its_own_slot(
     with slots.hold(next(iter(slots.headers()))) as held:
         assert held.header == header
         assert held.stream.read() == wanted
+
+
+def test_what_does_not_come_as_its_checksums_say_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, header = copy_of(0, 10, 2)
+
+    def read(offset: int, into: memoryview) -> None:
+        into[:] = sent[offset : offset + len(into)]
+
+    monkeypatch.setattr(
+        MemoryReader, "_open_there", lambda self, place: OpenCopy(Table((), (), {}), read, None)
+    )
+    folder = SlotFolder.of(DIRECTORY, 0)
+    slots = Slots(str(tmp_path), folder)
+    memory = ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 1, 1)
+    place = Place("n2", "n2:1", folder.name, "a", replace(header, sums=(zlib.crc32(sent) ^ 1,)))
+    with contextlib.ExitStack() as stack, pytest.raises(CopiesUnusable, match="checksums") as refusal:
+        MemoryReader(str(tmp_path), "n1", memory, stack).bring([place], 0)
+    assert refusal.value.places == (place,)
+    assert not slots.headers()
 
 
 @pytest.mark.parametrize("own_answers", [True, False])

@@ -22,9 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
+from elastic_agent.worker.checkpointing.loading.shard_selection import Place
 from elastic_agent.worker.checkpointing.sharded import saving as sharded_saving
+from elastic_agent.worker.checkpointing.sharded.open_copies import MemoryReader
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
 from elastic_agent.worker.errors import CheckpointError
+from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
 from elastic_agent.worker.storage.disk.sharded import shard_saver
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
@@ -91,6 +94,35 @@ def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
         assert len(list((Path(folder) / "parts").glob("step-000000000003-*/__1_0.refused"))) == 1
         check_last_step_of_busy_slots(saving._saving, patched)
     del os.environ["ELASTIC_AGENT_GENERATION"]
+
+
+def check_unreadable_copies(rank: int, folder: str, model: nn.Module) -> None:
+    """A copy that one rank cannot read is left aside by all: they go on from the version before it."""
+
+    def opened(reader: MemoryReader, place: Place) -> OpenCopy:
+        if rank == 1 and place.header.step == 2:
+            raise ValueError("it does not match its checksums")
+        return original(reader, place)
+
+    original = MemoryReader._open_here
+    with pytest.MonkeyPatch.context() as patched:
+        memory = Path(folder) / "unreadable"
+        memory.mkdir(exist_ok=True)
+        agents = {"MEMORY": memory, "MEMORY_BYTES": 1 << 30, "NODE": "n", "RUN": "run-a", "GENERATION": 1}
+        for name, value in agents.items():
+            patched.setenv(f"ELASTIC_AGENT_{name}", str(value))
+        done = {"done": 0}
+        checkpoints = Checkpointer(f"{folder}/unreadable-runs", {"model": model, "meta": done})
+        assert checkpoints.load() == 0
+        for step in (1, 2):
+            done["done"] = step
+            assert checkpoints.remember(step)
+        dist.barrier()
+        patched.setenv("ELASTIC_AGENT_GENERATION", "2")
+        patched.setattr(MemoryReader, "_open_here", opened)
+        again = Checkpointer(f"{folder}/unreadable-runs", {"model": model, "meta": done})
+        assert again.load() == 1
+        assert done == {"done": 1}
 
 
 def check_last_step_of_busy_slots(saving: Any, patched: pytest.MonkeyPatch) -> None:
@@ -163,6 +195,7 @@ def work(rank: int, folder: str) -> None:
         for pair in zip(weights, (w.full_tensor() for w in model.parameters()), strict=True)
     )
     check_missing_parts(rank, folder, model)
+    check_unreadable_copies(rank, folder, model)
     check_stages(rank, folder)
     dist.barrier()
     dist.destroy_process_group()

@@ -17,9 +17,10 @@ on disk and does not verify is another matter, which a person can mend: NoUsable
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from ....codec import Count
 from ...storage.disk.manifests import Manifest
 from ...storage.memory.copy_header import Copy, Header
 from .checkpoint_selection import BadState, Offer, choose_source
@@ -53,6 +54,17 @@ class ShardOffer:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyName:
+    """Of one copy on one node."""
+
+    node: str
+    folder: str
+    slot: str
+    generation: Count
+    step: Count
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a copy lies."""
 
@@ -61,6 +73,10 @@ class Place:
     folder: str
     slot: str
     header: Header
+
+    @property
+    def name(self) -> CopyName:
+        return CopyName(self.node, self.folder, self.slot, *self.header.version)
 
     @property
     def common(self) -> bool:
@@ -149,6 +165,16 @@ def choose_shards(offers: Sequence[ShardOffer], bad: BadState | None = None) -> 
     if isinstance(source.what, Manifest):
         return ShardSource(source.what, source.rank)
     return ShardSource(source.what, places=_by_rank(whole[source.what]))
+
+
+def without(offer: ShardOffer, left_out: Collection[CopyName]) -> ShardOffer:
+    """What is offered but for these copies, which could not be read."""
+    copies = (
+        copy
+        for copy in offer.copies
+        if CopyName(offer.node, copy.folder, copy.slot, *copy.header.version) not in left_out
+    )
+    return replace(offer, copies=tuple(copies)) if left_out else offer
 
 
 def unusable(

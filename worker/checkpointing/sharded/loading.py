@@ -32,16 +32,26 @@ from ...wire.messages import MAX_REASON_CHARS, LoadResult, Tier
 from ..loading.checkpoint_selection import BadState
 from ..loading.node_sharing import first_ranks
 from ..loading.shard_selection import (
+    CopyName,
     ShardCopy,
     ShardOffer,
     ShardSource,
     choose_shards,
     unusable,
+    without,
 )
 from .contents import RANDOM_STATE, ShardContents
-from .open_copies import CopiesInMemory, CopiesOnDisk
+from .open_copies import CopiesInMemory, CopiesOnDisk, CopiesUnusable
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What one rank could not read of the chosen version: the checkpoint on disk, or these copies in memory."""
+
+    on_disk: bool = False
+    copies: tuple[CopyName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,8 @@ class ShardLoading:
         self._read_only = read_only
         self._report = progress.Silent() if read_only else progress
         self._bad_state = None if read_only else BadState.of(env, files.run.id)
+        self._left_out: set[CopyName] = set()
+        """Copies that some rank could not read; the same on all ranks."""
         self._speaks_for_node = not read_only and env.local_rank == 0
 
     def load(self, finish_last_write: Callable[[], None]) -> LoadedShards:
@@ -136,7 +148,9 @@ class ShardLoading:
         looked = False
         reasons: tuple[str, ...] = ()
         while True:
-            offers = group.exchange(self._offer(manifest, reasons))
+            offers = [
+                without(offer, self._left_out) for offer in group.exchange(self._offer(manifest, reasons))
+            ]
             source = None
             if looked or any(offer.copies for offer in offers):
                 source = choose_shards(offers, self._bad_state)
@@ -214,18 +228,10 @@ class ShardLoading:
     # ---------------------------------------------------------------- taking
 
     def _take(self, group: Group, source: ShardSource) -> bool:
-        """Bring the chosen state here and apply it. False, on all ranks: it is damaged, and another is to be chosen."""
+        """Bring the chosen state here and apply it. False, on all ranks: it cannot be read, choose another."""
         with contextlib.ExitStack() as stack:
             prepared, error = self._read(group, source, stack)
-            bad = error if isinstance(error, BadCheckpoint) else None
-            if any(group.gather(b"bad" if bad is not None else b"")):
-                assert isinstance(source.what, Manifest)
-                self._files.reject(
-                    source.what,
-                    bad or BadCheckpoint(source.what.step, source.what.file, "another rank says so"),
-                )
-                if bad is not None:
-                    self._warn_of(bad)
+            if self._leave_out(group, source, error):
                 return False
             raise_together(group, error if isinstance(error, CheckpointError) else None)
             assert prepared is not None
@@ -234,6 +240,26 @@ class ShardLoading:
             if self._memory is not None and not isinstance(source.what, Manifest):
                 self._memory.abandon_newer(source.version)
         return True
+
+    def _leave_out(self, group: Group, source: ShardSource, error: CheckpointError | None) -> bool:
+        """Whether some rank could not read what it needs: then it is not chosen again."""
+        bad = error if isinstance(error, BadCheckpoint) else None
+        places = error.places if isinstance(error, CopiesUnusable) else ()
+        unread = group.exchange(Unread(bad is not None, tuple(place.name for place in places)))
+        if places:
+            logger.warning("a version in memory is left aside: step=%d reason=%s", source.what.step, error)
+        lost = {name for one in unread for name in one.copies}
+        self._left_out |= lost
+        if any(one.on_disk for one in unread):
+            assert isinstance(source.what, Manifest)
+            self._files.reject(
+                source.what,
+                bad or BadCheckpoint(source.what.step, source.what.file, "another rank says so"),
+            )
+            if bad is not None:
+                self._warn_of(bad)
+            return True
+        return bool(lost)
 
     def _read(
         self, group: Group, source: ShardSource, stack: contextlib.ExitStack

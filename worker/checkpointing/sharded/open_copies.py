@@ -20,7 +20,7 @@ from ...storage.disk.shard_files import DiskCopy
 from ...storage.memory.copy_header import Header
 from ...storage.memory.shard_memory import ShardMemory
 from ...storage.memory.slot_folders import SlotFolder
-from ...storage.memory.slots import NoRoom, Slots, SlotsBusy, sums_of
+from ...storage.memory.slots import NoRoom, Slots, SlotsBusy, sums_of, sums_of_bytes
 from ...storage.replication.client import MemoryClient
 from ...storage.replication.key_file import key_of
 from ...wire.environment import WorkerEnv
@@ -32,6 +32,14 @@ READ_S = 10.0
 """For a connection to another node's memory server, and for its next bytes."""
 
 FETCH_BYTES = 16 << 20
+
+
+class CopiesUnusable(CheckpointError):
+    """None of these can be read: another version is to be chosen, without them."""
+
+    def __init__(self, places: Sequence[Place], reason: str) -> None:
+        super().__init__(f"a copy that was here a moment ago cannot be read: {reason}")
+        self.places = tuple(places)
 
 
 class MemoryReader:
@@ -51,15 +59,15 @@ class MemoryReader:
         """The first copy of that old rank's shards that can be opened, and where it is.
 
         The rank's own copies come before those of twins, which lack what it has for itself; of these the ones on this
-        node. Raises CheckpointError where none can be opened.
+        node. Raises CopiesUnusable where none can be opened.
         """
-        reasons = []
+        reasons: list[str] = []
         for place in sorted(places, key=lambda one: (not one.is_of(rank), one.node != self._node)):
             try:
                 return place, self._open_here(place) if place.node == self._node else self._open_there(place)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, CopiesUnusable) as error:
                 reasons.append(f"{place.node}: {error}")
-        raise CheckpointError(f"a copy that was here a moment ago cannot be opened: {'; '.join(reasons)}")
+        raise CopiesUnusable(places, "; ".join(reasons))
 
     def nearest(self, places: Sequence[Place]) -> Place:
         """On this node, if there is one."""
@@ -68,7 +76,8 @@ class MemoryReader:
     def bring(self, places: Sequence[Place], rank: int) -> tuple[Place, OpenCopy]:
         """As `open`, for what this rank needs whole: mapped where it is, or fetched into its own slot and mapped there.
 
-        Without room for it, it is read where it is.
+        Without room for it, it is read where it is. Raises CopiesUnusable, also where what came does not match the
+        checksums of the copy.
         """
         place, there = self.open(places, rank)
         if there.mapped is not None or self._own is None:
@@ -88,6 +97,8 @@ class MemoryReader:
             for begin in range(0, header.size, FETCH_BYTES):
                 with mapped[begin : min(begin + FETCH_BYTES, header.size)] as stretch:
                     there.read(begin, stretch)
+            if header.sums and sums_of_bytes(mapped) != header.sums:
+                raise CopiesUnusable([place], f"{place.node}: what it has sent does not match the checksums")
             self._own.keep(opened, header)
         except BaseException:
             opened.close()
@@ -116,10 +127,13 @@ class MemoryReader:
         version, folder = place.header.version, _folder(place)
 
         def read(offset: int, into: memoryview) -> None:
-            client.read(folder, place.slot, version, offset, into)
+            read_many([(offset, into)])
 
         def read_many(ranges: Sequence[tuple[int, memoryview]]) -> None:
-            client.read_many(folder, place.slot, version, ranges)
+            try:
+                client.read_many(folder, place.slot, version, ranges)
+            except (OSError, ValueError) as error:
+                raise CopiesUnusable([place], f"{place.node}: {error}") from error
 
         return OpenCopy(_table(place.header, read), read, None, read_many)
 

@@ -357,17 +357,19 @@ def sums_of(stream: BufferedReader, size: int) -> tuple[int, ...]:
     """The checksums of the pieces of a slot."""
     if not size:
         return ()
-    with (
-        mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapping,
-        memoryview(mapping) as view,
-        ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads,
-    ):
+    with mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapping, memoryview(mapping) as view:
+        return sums_of_bytes(view)
 
-        def sum_from(offset: int) -> int:
-            with view[offset : offset + PIECE_BYTES] as piece:
-                return zlib.crc32(piece)
 
-        return tuple(threads.map(sum_from, range(0, size, PIECE_BYTES)))
+def sums_of_bytes(view: memoryview) -> tuple[int, ...]:
+    """The checksums of their pieces, as of a slot with these bytes."""
+
+    def sum_from(offset: int) -> int:
+        with view[offset : offset + PIECE_BYTES] as piece:
+            return zlib.crc32(piece)
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return tuple(threads.map(sum_from, range(0, len(view), PIECE_BYTES)))
 
 
 def _reserve(fd: int, size: int) -> None:
