@@ -53,6 +53,7 @@ from elastic_agent.worker.storage.replication.copy_rule import (
     slot_to_overwrite,
 )
 from elastic_agent.worker.storage.replication.partners import NodePlace, Partner, partners
+from elastic_agent.worker.storage.replication.replica_rules import is_abandoned, is_superfluous, is_twin
 
 from .checks import PromiseBroken
 
@@ -122,14 +123,7 @@ class Order:
         return any(one.node == partner and header.shards.digest in one.digests for one in chosen)
 
     def abandons(self, version: Version) -> bool:
-        return version[0] < self.generation and version > self.resumed
-
-
-def are_twins(one: Header, other: Header) -> bool:
-    """Whether both have the same shards of one state."""
-    assert one.shards is not None
-    assert other.shards is not None
-    return one.version == other.version and one.shards.digest == other.shards.digest
+        return is_abandoned(version, generation=self.generation, resumed=self.resumed)
 
 
 class Node:
@@ -738,7 +732,7 @@ class Replicating:
             self.failed(node, order, boot, partner, refused=True)
             return
         if any(
-            found == header if at == replica else not at[1] and are_twins(found, header)
+            found == header if at == replica else not at[1] and is_twin(found, header)
             for at, _, _, found in to.sealed()
         ):
             self.seen["had it already"] += 1
@@ -869,7 +863,7 @@ class Replicating:
             incoming = node.incoming.get(key)
             if incoming is not None:
                 versions.append(incoming.header.version)
-            if key[1] and all(one < version for one in versions):
+            if key[1] and is_superfluous(versions, version):
                 del node.folders[key]
                 self.seen["dropped"] += 1
         self.check()

@@ -31,7 +31,7 @@ import mmap
 import os
 import stat
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BufferedReader
@@ -182,15 +182,11 @@ class Slots:
         Raises SlotsBusy; OSError when there is not so much memory, and then the slot gives back what it had.
         """
         headers = self.headers()
-        # The one without a header first, then the older: never the newest, unless the other is being read. Of a step
-        # that was remembered and then saved, the copy with holes.
-        order = sorted(
-            NAMES,
-            key=lambda name: (
-                (headers[name].version, not headers[name].rng_holes) if name in headers else ((-1, -1), False)
-            ),
-        )
-        for name in order:
+        found = (headers.get(name) for name in NAMES)
+        for place in overwrite_order(
+            [(one.version, not one.rng_holes) if one is not None else None for one in found]
+        ):
+            name = NAMES[place]
             if keep is not None and name in headers and headers[name].version == keep:
                 continue
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -351,6 +347,19 @@ class OpenSlot:
 def room_for(size: int) -> int:
     """The bytes that a slot takes for a state of `size`: a little more, since the next may be a little larger."""
     return -(-size // _GRAIN) * _GRAIN + _GRAIN
+
+
+def overwrite_order(contents: Sequence[tuple[tuple[int, int], bool] | None]) -> list[int]:
+    """The places of slots in the order in which the next copy takes them. `contents`: the version of each, and whether
+    it has all random states.
+
+    One without a copy comes first, then the older: never the newest, unless the other is being read. Of a step that was
+    remembered and then saved, the copy with holes.
+
+    >>> overwrite_order([((1, 20), True), ((1, 10), True)])
+    [1, 0]
+    """
+    return sorted(range(len(contents)), key=lambda place: contents[place] or ((-1, -1), False))
 
 
 def sums_of(stream: BufferedReader, size: int) -> tuple[int, ...]:

@@ -26,6 +26,8 @@ import struct
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ..memory.slots import overwrite_order
+
 Version = tuple[int, int]
 """Generation and step, see `Header.version`."""
 
@@ -200,12 +202,11 @@ def has(slots: SlotStates, version: Version) -> bool:
 
 def slot_to_overwrite(slots: SlotStates, keep: Version | None) -> int | None:
     """The place of the slot that takes the next copy: an empty one, else the older; None: none is free."""
-    free = [
-        place
-        for place, slot in enumerate(slots)
-        if not (slot.held or slot.writing or (keep is not None and slot.version == keep))
-    ]
-    return min(free, key=lambda place: (slots[place].version or _NO_VERSION, place), default=None)
+    order = overwrite_order([(slot.version, True) if slot.version is not None else None for slot in slots])
+    kept = [keep is not None and slot.version == keep for slot in slots]
+    return next(
+        (place for place in order if not (kept[place] or slots[place].held or slots[place].writing)), None
+    )
 
 
 def replication_of(slots: SlotStates, version: Version) -> Replication | None:

@@ -24,6 +24,7 @@ from .....worker.storage.memory.copy_header import Header
 from .....worker.storage.memory.room import Need, limiting_levels
 from .....worker.storage.memory.slot_folders import SlotFolder
 from .....worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy
+from .....worker.storage.replication.copy_rule import Version
 from .....worker.storage.replication.link import Damaged, Link
 from .....worker.storage.replication.messages import (
     PUSHED,
@@ -39,6 +40,7 @@ from .....worker.storage.replication.messages import (
     Settled,
     Superseded,
 )
+from .....worker.storage.replication.replica_rules import is_abandoned, is_superfluous, is_twin
 from .copies import folders, headers_in
 
 TAKE_OVER_S = 5.0
@@ -98,10 +100,7 @@ class Receiver:
     def replicate(self, order: Replicate) -> None:
         """From now on what the workers have abandoned is not taken; what was taken before is dropped."""
         self._orders[SlotFolder.of(order.directory).directory] = order
-        self._drop(
-            order.directory,
-            lambda version: version[0] < order.generation and version > order.resumed,
-        )
+        self._drop(order.directory, lambda version: _is_abandoned(version, order))
 
     def settle(self, order: Settled) -> None:
         """Drop replicas whose node brings them here no more: an assigned one has brought that version."""
@@ -114,7 +113,7 @@ class Receiver:
                 versions = [header.version for header in headers_in(self._memory, folder).values()]
                 if replica.incoming is not None:
                     versions.append(replica.incoming.header.version)
-                if all(version < settled for version in versions):
+                if is_superfluous(versions, settled):
                     self._give_up(replica)
                     shutil.rmtree(os.path.join(self._memory, folder.name), ignore_errors=True)
             finally:
@@ -230,7 +229,7 @@ class Receiver:
 
     def _is_abandoned(self, header: Header, directory: str) -> bool:
         order = self._orders.get(directory)
-        return order is not None and header.generation < order.generation and header.version > order.resumed
+        return order is not None and _is_abandoned(header.version, order)
 
     def _is_here(self, replica: SlotFolder, header: Header) -> bool:
         """Its very bytes as a replica, or the same shards as a copy of this node's own workers; of a state that is the
@@ -240,7 +239,7 @@ class Receiver:
                 found.version >= header.version for found in headers_in(self._memory, replica).values()
             )
         return any(
-            _is_same(found, header) if folder == replica else not folder.origin and _is_twin(found, header)
+            _is_same(found, header) if folder == replica else not folder.origin and is_twin(found, header)
             for folder in folders(self._memory, replica.directory)
             for found in headers_in(self._memory, folder).values()
         )
@@ -325,6 +324,10 @@ class Receiver:
             replica.lock.release()
 
 
+def _is_abandoned(version: Version, order: Replicate) -> bool:
+    return is_abandoned(version, generation=order.generation, resumed=order.resumed)
+
+
 def _abandoned(header: Header) -> Refused:
     return Refused("abandoned", f"the job has gone on without version {header.version}")
 
@@ -332,13 +335,3 @@ def _abandoned(header: Header) -> Refused:
 def _is_same(found: Header, header: Header) -> bool:
     known = found.sums and header.sums
     return found.is_same_copy(header) and (not known or found.sums == header.sums)
-
-
-def _is_twin(found: Header, header: Header) -> bool:
-    """Whether both have the same shards of one state."""
-    return (
-        found.shards is not None
-        and header.shards is not None
-        and found.shards.digest == header.shards.digest
-        and (found.version, found.run, found.world_size) == (header.version, header.run, header.world_size)
-    )

@@ -28,6 +28,7 @@ from .....worker.storage.replication.client import CopyGone, FoundCopy
 from .....worker.storage.replication.key_file import key_of
 from .....worker.storage.replication.link import Link, connect
 from .....worker.storage.replication.messages import Partner, Replicate
+from .....worker.storage.replication.replica_rules import is_abandoned
 from .copies import CopyReader, copies_of
 from .orders import MOST_ORDERS
 from .pushing import RefusedCopy, Sender
@@ -169,7 +170,7 @@ class _Order:
             not copy.folder.origin
             and header.shards is not None
             and not header.rng_holes
-            and (header.generation >= order.generation or header.version <= order.resumed)
+            and not is_abandoned(header.version, generation=order.generation, resumed=order.resumed)
         )
 
     def _gets(self, partner: Partner, copy: FoundCopy) -> bool:
