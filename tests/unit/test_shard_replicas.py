@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_agent.worker.checkpointing.sharded import shard_replicas
 from elastic_agent.worker.checkpointing.sharded.meeting import RankHome
+from elastic_agent.worker.checkpointing.sharded.planned_saves import ShardedPlannedSaver
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
+from elastic_agent.worker.steps.registry import NO_COPY
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slot_memory import RankPlace
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.storage.replication.acks import Acks, write_acks
 from elastic_agent.worker.storage.replication.copy_rule import Replication
-from elastic_agent.worker.storage.replication.messages import Partner, Replicate
+from elastic_agent.worker.storage.replication.messages import AbandonNewer, Partner, Replicate
 from elastic_agent.worker.wire.environment import WorkerEnv
 
 from ..shards import copy_of, in_slot
@@ -59,3 +62,22 @@ def test_a_loaded_copy_without_a_twin_is_brought_to_a_partner(
     assert loaded.replication is Replication.PENDING
     write_acks(slots.folder, "a", Acks(*LOADED, 2, (partner.node,)))
     assert replicas.readiness(11, None).slots[0].replication is Replication.ACKNOWLEDGED
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [((2, 11), (2, 11)), (NO_COPY, (0, 0))], ids=["a copy", "none is left"]
+)
+def test_replicas_of_a_step_that_was_given_up_are_dropped_on_every_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], told: tuple[int, int]
+) -> None:
+    """Where another Checkpointer could not keep the step, no rank may find it in the memory of a partner."""
+    orders: list[Any] = []
+    monkeypatch.setattr(shard_replicas, "order", lambda path, message, within_s: not orders.append(message))
+    memory = ShardMemory(
+        Slots(str(tmp_path), SlotFolder.of(DIRECTORY, 0)), 1 << 30, RankPlace("n1", 2, 0, 0, 3, "run-a"), 1, 1
+    )
+    replicas = ShardReplicas(DIRECTORY, WorkerEnv(2, "run-a", "n1", 0, memory_server="here"), memory)
+    saving: Any = SimpleNamespace(floor=None)
+    saver = ShardedPlannedSaver(DIRECTORY, memory, replicas, saving)
+    saver.go_back(12, version)
+    assert orders == [AbandonNewer(DIRECTORY, *told)]

@@ -136,7 +136,7 @@ def test_all_places_of_each_rank_are_named_its_own_copies_first() -> None:
     assert lie(found) == [["b", "a"], ["a", "b"], ["a", "b"]]
     assert found is not None
     assert found.world_size == 3
-    assert found.without_own == ()
+    assert all(places[0].is_of(rank) for rank, places in enumerate(found.places))
     assert {(one.node, one.folder) for one in found.common} == {
         ("b", "d" * 16 + ".0"),
         ("b", "d" * 16 + ".0." + "c" * 12),
@@ -147,7 +147,7 @@ def test_all_places_of_each_rank_are_named_its_own_copies_first() -> None:
 def test_of_which_ranks_only_twins_are_left() -> None:
     found = choose_shards([node("a", copy(0, 4, world=4, twins=(2,)), copy(1, 4, world=4, twins=(3,)))])
     assert found is not None
-    assert found.without_own == (2, 3)
+    assert [places[0].is_of(rank) for rank, places in enumerate(found.places)] == [True, True, False, False]
 
 
 def of_two_groups(rank: int, step: int, generation: int = 1, **more: Any) -> ShardCopy:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.codec import Invalid
-from elastic_agent.worker.state.sharding.table import Shard, Table, Value, missing, own_key
+from elastic_agent.worker.state.sharding.table import Shard, Table, Value, own_key
 
 ROW = Shard("model.weight", "float32", (8, 4), (4, 0), (4, 4), 0, 1200, 896)
 TABLE = Table(
@@ -53,10 +53,3 @@ def test_copies_of_the_same_shards_have_one_digest() -> None:
     moved = replace(TABLE, shards=(replace(ROW, begin=64, data=960),), values=())
     other = replace(TABLE, shards=(replace(ROW, offsets=(0, 0)),))
     assert moved.digest == TABLE.digest != other.digest
-
-
-def test_what_is_missing_of_a_tensor() -> None:
-    first = replace(ROW, offsets=(0, 0))
-    assert missing((8, 4), [first, ROW, ROW]) == 0
-    assert missing((8, 4), [ROW]) == 16
-    assert missing((), []) == 1

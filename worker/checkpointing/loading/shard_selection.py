@@ -112,11 +112,6 @@ class ShardSource:
         """The copies that have what is the same on all ranks."""
         return tuple(dict.fromkeys(place for places in self.places for place in places if place.common))
 
-    @property
-    def without_own(self) -> tuple[int, ...]:
-        """The ranks of which only twins are left: what each of these had for itself is lost."""
-        return tuple(rank for rank, places in enumerate(self.places) if not places[0].is_of(rank))
-
 
 @dataclass(frozen=True, slots=True)
 class Unusable:

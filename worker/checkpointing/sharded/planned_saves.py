@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 
 from ...storage.memory.shard_memory import ShardMemory
+from ...storage.replication.copy_rule import Version
 from ..saving.planned_saver import PlannedSaver
 from .saving import ShardSaving
+from .shard_replicas import ShardReplicas
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +20,15 @@ class ShardedPlannedSaver(PlannedSaver):
     saves_alone = False
     """No rank has what the others have."""
 
-    def __init__(self, directory: str, memory: ShardMemory | None, saving: ShardSaving) -> None:
+    def __init__(
+        self,
+        directory: str,
+        memory: ShardMemory | None,
+        replicas: ShardReplicas | None,
+        saving: ShardSaving,
+    ) -> None:
         super().__init__(directory, memory, saving)
+        self._replicas = replicas
         self._saving = saving
 
     def save_last_step(self, step: int, *, leaves: bool) -> bool:
@@ -33,3 +42,8 @@ class ShardedPlannedSaver(PlannedSaver):
             return True
         logger.warning("step %d is not kept: its shards are on all ranks, and some do not come here", step)
         return False
+
+    def go_back(self, step: int, version: Version) -> None:
+        super().go_back(step, version)
+        if self._replicas is not None and not self.is_beyond(step):
+            self._replicas.abandon_newer(version)

@@ -12,7 +12,7 @@ from ...storage.memory.slots import NAMES
 from ...storage.replication.acks import read_acks
 from ...storage.replication.client import ORDER_S, order
 from ...storage.replication.copy_rule import Readiness, Replication, SlotState, Version
-from ...storage.replication.messages import Partner, Replicate, Settled
+from ...storage.replication.messages import AbandonNewer, Order, Partner, Replicate, Settled
 from ...storage.replication.partners import NodePlace, partners
 from ...wire.environment import WorkerEnv
 from .meeting import RankHome
@@ -102,7 +102,13 @@ class ShardReplicas:
         if self._memory.keeps_common and self._env.memory_server:
             self._order(Settled(self._directory, *version))
 
-    def _order(self, message: Replicate | Settled, within_s: float = ORDER_S) -> None:
+    def abandon_newer(self, version: Version) -> None:
+        """Training goes on from this version: what this node keeps for others of newer ones must not be loaded."""
+        if self._memory.keeps_common and self._env.memory_server:
+            generation, step = max(version, (0, 0))
+            self._order(AbandonNewer(self._directory, generation, step))
+
+    def _order(self, message: Order, within_s: float = ORDER_S) -> None:
         lost = not order(self._env.memory_server, message, within_s)
         if lost and not self._lost_order:
             logger.warning(

@@ -60,7 +60,7 @@ class ShardedState:
             keeps_common=local_rank_of(os.environ) == 0,
         )
         self._loading = ShardLoading(files, self._contents, self._memory, self._env, read_only=read_only)
-        self._planned = ShardedPlannedSaver(files.directory, self._memory, self._saving)
+        self._planned = ShardedPlannedSaver(files.directory, self._memory, self._replicas, self._saving)
 
     def load(self) -> int:
         self._join_run()

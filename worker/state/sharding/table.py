@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....codec import Checked, Count, Invalid, from_plain, load_object, plain
@@ -110,17 +109,3 @@ def own_key(rank: int, key: str) -> str:
 
 def is_own(key: str) -> bool:
     return key.startswith("ranks.")
-
-
-def missing(shape: Sequence[int], pieces: Sequence[Shard]) -> int:
-    """How many elements of a tensor no piece holds; pieces may repeat, and otherwise do not overlap."""
-    distinct = {(one.offsets, one.sizes) for one in pieces}
-    total = 1
-    for size in shape:
-        total *= size
-    for _, sizes in distinct:
-        count = 1
-        for size in sizes:
-            count *= size
-        total -= count
-    return total
