@@ -40,12 +40,11 @@ from elastic_agent.worker.checkpointing.loading.shard_selection import (
 from elastic_agent.worker.storage.disk.manifests import Manifest
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.replication.copy_rule import (
+    CopyVerdict,
     Decision,
-    Line,
     Readiness,
     Replication,
     SlotState,
-    Verdict,
     Version,
     has,
     may_copy,
@@ -161,7 +160,7 @@ class Team:
         self.training = False
         self.step = 0
         self.resumed_from = 0
-        self.line = Line(generation, None)
+        self.keep: Version | None = None
         self.ranks = [(node, local) for node in nodes for local in range(per_node)]
         # Replica groups, as HSDP has them, where the world can be divided so.
         self.shards = self.world_size // (groups if self.world_size % groups == 0 else 1)
@@ -321,7 +320,7 @@ class Replicating:
         if source is not None:
             team.step = team.resumed_from = source.what.step
         if source is not None and isinstance(source.what, Header):
-            team.line = Line(team.generation, source.version)
+            team.keep = source.version
         self.soon(0.1, 2.0, lambda: self.loaded(team, source))
 
     def offers(self, team: Team) -> list[ShardOffer]:
@@ -383,7 +382,7 @@ class Replicating:
             return
         if source is not None and source.places and source.world_size == team.world_size:
             self.fetch(team, source)
-        team.resumed = team.line.keep or (0, 0)
+        team.resumed = team.keep or (0, 0)
         digests = [team.digest(rank) for rank in range(team.world_size)]
         loaded = [self.loaded_digest(team, rank) for rank in range(team.world_size)]
         if self.bug == "who will have the same shards counts for the loaded version, too":
@@ -491,7 +490,7 @@ class Replicating:
         def bring(rank: int) -> None:
             if not team.alive:
                 return
-            everyone[rank] = Readiness.from_bytes(Readiness(team.step, self.states(team, rank)).to_bytes())
+            everyone[rank] = Readiness.from_bytes(Readiness(self.states(team, rank)).to_bytes())
             ready = [one for one in everyone if one is not None]
             if len(ready) == team.world_size:
                 self.decide(team, ready, must_at)
@@ -532,8 +531,8 @@ class Replicating:
         must = must_at is not None and self.now >= must_at
         if self.bug == "the newest whole version is overwritten" and self.rng.random() < 0.3:
             must = True
-        verdict = may_copy(everyone, team.line, must=must)
-        team.line = team.line.after(verdict)
+        verdict = may_copy(everyone, (team.generation, team.step), team.keep, must=must)
+        team.keep = verdict.keep
         self.seen[f"verdict {verdict.decision.value}"] += 1
         self.say(f"step {team.step}: {verdict.decision.value}, keeps {verdict.keep} {verdict.reason}")
         self.went_on_without(everyone, verdict)
@@ -553,7 +552,7 @@ class Replicating:
             return
         self.after(STEP_S, lambda: self.step(team))
 
-    def went_on_without(self, everyone: Sequence[Readiness], verdict: Verdict) -> None:
+    def went_on_without(self, everyone: Sequence[Readiness], verdict: CopyVerdict) -> None:
         """The version to keep has not all of its replicas, and what was before it is kept no longer."""
         keep = verdict.keep
         if self.floor is None or keep is None or keep <= self.floor:
@@ -567,7 +566,7 @@ class Replicating:
             self.floor = None
             self.seen["went on without a partner"] += 1
 
-    def released(self, team: Team, everyone: Sequence[Readiness], verdict: Verdict, must: bool) -> None:
+    def released(self, team: Team, everyone: Sequence[Readiness], verdict: CopyVerdict, must: bool) -> None:
         """What is promised no longer, by a decision that is documented to cost that."""
         keep = verdict.keep
         known = keep is not None and keep[0] == team.generation
@@ -579,7 +578,7 @@ class Replicating:
             team.released = keep or (0, 0), (team.generation, team.step)
             self.seen["had to copy"] += 1
 
-    def begin(self, team: Team, rank: int, step: int, verdict: Verdict) -> None:
+    def begin(self, team: Team, rank: int, step: int, verdict: CopyVerdict) -> None:
         if not team.alive or (step != team.step and self.rng.random() < 0.5):
             return  # what a rank does by chance alone: its worker hit an error of its own
         states = self.states(team, rank)

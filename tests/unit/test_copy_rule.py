@@ -9,7 +9,6 @@ import pytest
 from elastic_agent.worker.storage.replication.copy_rule import (
     READINESS_BYTES,
     Decision,
-    Line,
     Readiness,
     Replication,
     SlotState,
@@ -22,8 +21,7 @@ from elastic_agent.worker.storage.replication.copy_rule import (
 PENDING, DEGRADED, ACKNOWLEDGED = Replication
 EMPTY = SlotState()
 LOADED = (3, 90)
-LINE = Line(4, LOADED)
-FRESH = Line(4, None)
+VERSION = (4, 120)
 
 
 def slot(step: int, replication: Replication = ACKNOWLEDGED, *, held: bool = False) -> SlotState:
@@ -34,79 +32,81 @@ def old(step: int = 90, replication: Replication = ACKNOWLEDGED) -> SlotState:
     return SlotState((3, step), replication)
 
 
-def rank(*slots: SlotState, step: int = 120) -> Readiness:
+def rank(*slots: SlotState) -> Readiness:
     first, second = (*slots, EMPTY, EMPTY)[:2]
-    return Readiness(step, (first, second))
+    return Readiness((first, second))
 
 
 WRITING = SlotState(writing=True)
 
 
 @pytest.mark.parametrize(
-    ("everyone", "line", "decision", "keep"),
+    ("everyone", "before", "decision", "keep"),
     [
         # the first copy of all
-        ([rank(), rank()], FRESH, Decision.COPY, None),
+        ([rank(), rank()], None, Decision.COPY, None),
         # the first one after a load; the other slot has what was settled before
-        ([rank(old(), old(80)), rank()], LINE, Decision.COPY, LOADED),
-        ([rank(old(80, PENDING), old()), rank()], LINE, Decision.COPY, LOADED),
-        ([rank(old(), old(80)), rank(old(80), old(90, PENDING))], LINE, Decision.WAIT, LOADED),
-        ([rank(slot(100)), rank(old(90, PENDING))], LINE, Decision.WAIT, LOADED),
+        ([rank(old(), old(80)), rank()], LOADED, Decision.COPY, LOADED),
+        ([rank(old(80, PENDING), old()), rank()], LOADED, Decision.COPY, LOADED),
+        ([rank(old(), old(80)), rank(old(80), old(90, PENDING))], LOADED, Decision.WAIT, LOADED),
+        ([rank(slot(100)), rank(old(90, PENDING))], LOADED, Decision.WAIT, LOADED),
         # an acknowledgment that an earlier verdict knew of
         (
             [rank(slot(110), slot(100)), rank(slot(110, PENDING), slot(100))],
-            Line(4, (4, 110)),
+            (4, 110),
             Decision.COPY,
             (4, 110),
         ),
         # the rule at work: all have the newest, with its replicas
-        ([rank(slot(100), slot(110)), rank(slot(110), slot(100))], LINE, Decision.COPY, (4, 110)),
-        ([rank(slot(110), old()), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
+        ([rank(slot(100), slot(110)), rank(slot(110), slot(100))], LOADED, Decision.COPY, (4, 110)),
+        ([rank(slot(110), old()), rank(slot(110))], LOADED, Decision.COPY, (4, 110)),
         # a partner is out of reach
-        ([rank(slot(100), slot(110, DEGRADED)), rank(slot(110), slot(100))], LINE, Decision.COPY, (4, 110)),
+        ([rank(slot(100), slot(110, DEGRADED)), rank(slot(110), slot(100))], LOADED, Decision.COPY, (4, 110)),
         # the newest has not reached all partners
-        ([rank(slot(100), slot(110)), rank(slot(110, PENDING), slot(100))], LINE, Decision.WAIT, (4, 100)),
-        ([rank(slot(110), old()), rank(slot(110, PENDING))], LINE, Decision.WAIT, LOADED),
+        ([rank(slot(100), slot(110)), rank(slot(110, PENDING), slot(100))], LOADED, Decision.WAIT, (4, 100)),
+        ([rank(slot(110), old()), rank(slot(110, PENDING))], LOADED, Decision.WAIT, LOADED),
         # a GPU is still copying
-        ([rank(slot(100), slot(110)), rank(slot(100), WRITING)], LINE, Decision.WAIT, (4, 100)),
+        ([rank(slot(100), slot(110)), rank(slot(100), WRITING)], LOADED, Decision.WAIT, (4, 100)),
         # the memory of rank 1 was full at step 110: this version will never be whole
-        ([rank(slot(100), slot(110)), rank(slot(100))], LINE, Decision.COPY, (4, 100)),
-        ([rank(slot(100), slot(110)), rank(slot(90), slot(100))], LINE, Decision.COPY, (4, 100)),
+        ([rank(slot(100), slot(110)), rank(slot(100))], LOADED, Decision.COPY, (4, 100)),
+        ([rank(slot(100), slot(110)), rank(slot(90), slot(100))], LOADED, Decision.COPY, (4, 100)),
         # nor does it matter to anyone that it has not reached the partners
-        ([rank(slot(100), slot(110, PENDING)), rank(slot(100))], LINE, Decision.COPY, (4, 100)),
+        ([rank(slot(100), slot(110, PENDING)), rank(slot(100))], LOADED, Decision.COPY, (4, 100)),
         # the older slot is being written to disk
-        ([rank(slot(100, held=True), slot(110)), rank(slot(110))], LINE, Decision.WAIT, (4, 110)),
+        ([rank(slot(100, held=True), slot(110)), rank(slot(110))], LOADED, Decision.WAIT, (4, 110)),
         # the newer one is, which is no matter
-        ([rank(slot(100), slot(110, held=True)), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
+        ([rank(slot(100), slot(110, held=True)), rank(slot(110))], LOADED, Decision.COPY, (4, 110)),
         # all have this step already, as when a step is remembered and then saved
-        ([rank(slot(120, PENDING)), rank(slot(120, PENDING))], LINE, Decision.HAVE, LOADED),
+        ([rank(slot(120, PENDING)), rank(slot(120, PENDING))], LOADED, Decision.HAVE, LOADED),
         # one has not
-        ([rank(slot(120), slot(110)), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
-        ([rank(slot(120), slot(110, held=True)), rank(slot(110))], LINE, Decision.COPY, (4, 110)),
+        ([rank(slot(120), slot(110)), rank(slot(110))], LOADED, Decision.COPY, (4, 110)),
+        ([rank(slot(120), slot(110, held=True)), rank(slot(110))], LOADED, Decision.COPY, (4, 110)),
         # the same step of the generation before is another version
-        ([rank(old(120), old()), rank(old(120))], Line(4, (3, 120)), Decision.COPY, (3, 120)),
-        ([rank(), rank(step=121)], LINE, Decision.REFUSE, LOADED),
+        ([rank(old(120), old()), rank(old(120))], (3, 120), Decision.COPY, (3, 120)),
     ],
 )
 def test_the_rule(
-    everyone: list[Readiness], line: Line, decision: Decision, keep: tuple[int, int] | None
+    everyone: list[Readiness],
+    before: tuple[int, int] | None,
+    decision: Decision,
+    keep: tuple[int, int] | None,
 ) -> None:
-    found = may_copy(everyone, line)
+    found = may_copy(everyone, VERSION, before)
     assert (found.decision, found.keep) == (decision, keep), found
-    assert bool(found.reason) == (decision in (Decision.WAIT, Decision.REFUSE))
-    assert (found.rank is None) == (not found.reason)
+    assert bool(found.reason) == (decision is Decision.WAIT)
 
 
 def test_of_many_ranks_with_one_readiness_the_one_that_waits_is_named() -> None:
     raw = rank(slot(110), slot(100)).to_bytes()
     alike = [Readiness.from_bytes(raw) for _ in range(4)]
-    found = may_copy([*alike, rank(slot(110, PENDING), slot(100)), *alike], LINE)
-    assert (found.decision, found.keep, found.rank) == (Decision.WAIT, (4, 100), 4)
+    found = may_copy([*alike, rank(slot(110, PENDING), slot(100)), *alike], VERSION, LOADED)
+    assert (found.decision, found.keep) == (Decision.WAIT, (4, 100))
+    assert "of rank 4 " in found.reason
 
 
 def test_a_copy_that_must_be_made_overwrites_the_one_without_replicas() -> None:
     ranks = [rank(slot(100), slot(110, PENDING)), rank(slot(110), slot(100))]
-    found = may_copy(ranks, LINE, must=True)
+    found = may_copy(ranks, VERSION, LOADED, must=True)
     assert (found.decision, found.keep) == (Decision.COPY, (4, 100))
     assert [slot_to_overwrite(one.slots, found.keep) for one in ranks] == [1, 0]
 
@@ -116,7 +116,7 @@ def test_even_a_copy_that_must_be_made_waits_for_readers_and_writers(must: bool)
     held = [rank(slot(100), slot(110)), rank(slot(110), slot(100, held=True))]
     writing = [rank(slot(110), WRITING)] * 2
     for ranks in (held, writing):
-        found = may_copy(ranks, LINE, must=must)
+        found = may_copy(ranks, VERSION, LOADED, must=must)
         assert (found.decision, found.keep) == (Decision.WAIT, (4, 110))
 
 
@@ -173,10 +173,10 @@ def test_which_replicas_are_needed_no_more(everyone: list[Readiness], needed: tu
 
 def test_what_was_settled_once_is_kept_for_good() -> None:
     ranks = [rank(slot(110), slot(100)), rank(slot(110), slot(100))]
-    line = LINE.after(may_copy(ranks, LINE))
+    keep = may_copy(ranks, VERSION, LOADED).keep
     forgotten = [ranks[0], rank(slot(110, PENDING), slot(100))]
-    assert line == Line(4, (4, 110))
-    assert may_copy(forgotten, line, must=True).keep == (4, 110)
+    assert keep == (4, 110)
+    assert may_copy(forgotten, VERSION, keep, must=True).keep == (4, 110)
 
 
 STATES = [
@@ -200,7 +200,7 @@ def test_of_all_states_of_two_ranks_a_whole_version_lives_through_the_copy() -> 
     for first, second in itertools.product(pairs, pairs):
         ranks = [rank(*first), rank(*second)]
         for must in (False, True):
-            found = may_copy(ranks, LINE, must=must)
+            found = may_copy(ranks, VERSION, LOADED, must=must)
             done = settled(ranks, 4)
             assert found.keep == (done or LOADED)
             if not found.copies:
@@ -219,7 +219,7 @@ def test_of_all_states_of_two_ranks_a_whole_version_lives_through_the_copy() -> 
 
 @pytest.mark.parametrize("slots", list(itertools.product(STATES, STATES)))
 def test_readiness_travels_in_a_fixed_size(slots: tuple[SlotState, SlotState]) -> None:
-    ready = Readiness(2**40, slots)
+    ready = Readiness(slots)
     raw = ready.to_bytes()
     assert len(raw) == READINESS_BYTES
     assert Readiness.from_bytes(raw) == ready

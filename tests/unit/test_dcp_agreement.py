@@ -9,9 +9,9 @@ import pytest
 from elastic_agent.worker.checkpointing.sharded.meeting import RankHome
 from elastic_agent.worker.dcp.agreement import Agreed, Brought, Home, agree
 from elastic_agent.worker.errors import CheckpointError
-from elastic_agent.worker.storage.replication.copy_rule import Line, Readiness, Replication, SlotState
+from elastic_agent.worker.storage.replication.copy_rule import Readiness, Replication, SlotState
 
-EMPTY = Readiness(20, (SlotState(), SlotState()))
+EMPTY = Readiness((SlotState(), SlotState()))
 OF_10 = SlotState((3, 10), Replication.ACKNOWLEDGED)
 
 
@@ -20,8 +20,8 @@ def brought(rank: int, readiness: Readiness | None = EMPTY, *, world_size: int =
     return Brought(20, Home(rank, world_size, place), 100, readiness, True, False)
 
 
-def agreed(*ranks: Brought, line: Line | None = None) -> Agreed:
-    return agree(ranks, line or Line(3, None))
+def agreed(*ranks: Brought, loaded: tuple[int, int] | None = None) -> Agreed:
+    return agree(ranks, 3, loaded)
 
 
 def test_all_copy_where_all_have_memory() -> None:
@@ -30,16 +30,16 @@ def test_all_copy_where_all_have_memory() -> None:
 
 
 def test_the_settled_version_is_kept_and_the_loaded_one_before_there_is_one() -> None:
-    ready = Readiness(20, (OF_10, SlotState()))
+    ready = Readiness((OF_10, SlotState()))
     both = agreed(brought(0, ready), brought(1, ready))
     assert (both.copies, both.keep, both.settled) == (True, (3, 10), (3, 10))
-    one = agreed(brought(0, ready), brought(1), line=Line(3, (2, 5)))
+    one = agreed(brought(0, ready), brought(1), loaded=(2, 5))
     assert (one.copies, one.keep, one.settled) == (True, (2, 5), None)
 
 
 def test_where_a_slot_is_read_that_is_needed_all_write_while_all_wait() -> None:
-    busy = Readiness(20, (OF_10, replace(OF_10, version=(3, 5), held=True)))
-    free = Readiness(20, (OF_10, SlotState()))
+    busy = Readiness((OF_10, replace(OF_10, version=(3, 5), held=True)))
+    free = Readiness((OF_10, SlotState()))
     found = agreed(brought(0, free), brought(1, busy))
     assert (found.copies, found.keep) == (False, (3, 10))
 

@@ -51,7 +51,7 @@ def test_a_loaded_copy_without_a_twin_is_brought_to_a_partner(
     replicas.began(homes, LOADED)
     [order] = orders
     assert isinstance(order, Replicate)
-    loaded, _ = replicas.readiness(11, None).slots
+    loaded, _ = replicas.readiness(None).slots
     assert loaded.version == LOADED
     if twin_has_it:
         assert order.partners == ()
@@ -61,7 +61,7 @@ def test_a_loaded_copy_without_a_twin_is_brought_to_a_partner(
     assert partner == Partner(partner.node, f"{partner.node}:1", (), (0,))
     assert loaded.replication is Replication.PENDING
     write_acks(slots.folder, "a", Acks(*LOADED, 2, (partner.node,)))
-    assert replicas.readiness(11, None).slots[0].replication is Replication.ACKNOWLEDGED
+    assert replicas.readiness(None).slots[0].replication is Replication.ACKNOWLEDGED
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_na
 from elastic_agent.worker.storage.disk.sharded import shard_saver
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slots import HeldSlot, Slots
-from elastic_agent.worker.storage.replication.copy_rule import Verdict
+from elastic_agent.worker.storage.replication.copy_rule import CopyVerdict
 from elastic_agent.worker.wire.environment import WorkerEnv
 
 
@@ -129,7 +129,7 @@ def check_last_step_of_busy_slots(saving: Any, patched: pytest.MonkeyPatch) -> N
     """All ranks write while training waits, after one wait for the slots."""
     waits: list[int] = []
 
-    def await_turn(*of: Any) -> Verdict:
+    def await_turn(*of: Any) -> CopyVerdict:
         waits.append(1)
         return original(*of)
 

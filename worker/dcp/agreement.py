@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..checkpointing.sharded.meeting import RankHome
 from ..errors import CheckpointError
-from ..storage.replication.copy_rule import Decision, Line, Readiness, Version, may_copy, settled
+from ..storage.replication.copy_rule import Decision, Readiness, Version, may_copy, settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Agreed:
     most_bytes: int = 0
 
 
-def agree(brought: Sequence[Brought], line: Line) -> Agreed:
-    """By rank. Raises CheckpointError where the ranks save different steps.
+def agree(brought: Sequence[Brought], generation: int, keep: Version | None) -> Agreed:
+    """`brought` is by rank, `keep` as of `may_copy`. Raises CheckpointError where the ranks save different steps.
 
     They copy only where all have memory, and all ranks of the world take part: a slot belongs to a rank of the world.
     """
@@ -72,12 +72,12 @@ def agree(brought: Sequence[Brought], line: Line) -> Agreed:
     everyone = [one.readiness for one in brought if one.readiness is not None]
     if len(everyone) < len(brought) or not are_the_world([one.home for one in brought]):
         return agreed
-    verdict = may_copy(everyone, line, must=True)
+    verdict = may_copy(everyone, (generation, brought[0].step), keep, must=True)
     return replace(
         agreed,
         copies=verdict.decision in (Decision.COPY, Decision.HAVE),
         keep=verdict.keep,
-        settled=settled(everyone, line.generation),
+        settled=settled(everyone, generation),
         places=() if all(one.knows_others for one in brought) else tuple(one.home.place for one in brought),
     )
 

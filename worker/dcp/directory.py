@@ -32,7 +32,7 @@ from ..storage.memory.copy_header import Header, RankShards
 from ..storage.memory.shard_memory import ShardMemory, shard_memory_of
 from ..storage.memory.slot_memory import CopyUnderWay
 from ..storage.memory.slots import HeldSlot, Slots
-from ..storage.replication.copy_rule import Decision, Line, Readiness, Version, may_copy
+from ..storage.replication.copy_rule import Decision, Readiness, Version, may_copy
 from ..wire.environment import WorkerEnv
 from ..wire.run import Run, this_run
 from .agreement import Agreed, Brought, Home
@@ -54,7 +54,8 @@ class DirectoryOfRank:
     def __init__(self, path: str, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self.files = CheckpointFiles(path, keep=1, run=run, lend=progress.lend)
         self.env = env = WorkerEnv.of(os.environ)
-        self.line = Line(env.generation, None)
+        self.keep: Version | None = None
+        """No rank overwrites it, see `may_copy`."""
         self.layouts = ShardLayouts()
         self.form: Form | None = None
         """Of the newest save."""
@@ -101,9 +102,11 @@ class DirectoryOfRank:
             return None
         since = self._clock()
         while True:
-            readiness = self._replicas.readiness(step, None)
+            readiness = self._replicas.readiness(None)
             waited_s = self._clock() - since
-            verdict = may_copy([readiness], self.line, must=waited_s > REPLICA_PATIENCE_S)
+            verdict = may_copy(
+                [readiness], (self.env.generation, step), self.keep, must=waited_s > REPLICA_PATIENCE_S
+            )
             if verdict.decision is not Decision.WAIT or waited_s > SLOT_PATIENCE_S:
                 return readiness
             time.sleep(_LOOK_S)
@@ -134,7 +137,7 @@ class DirectoryOfRank:
                 self._begin_replicas(agreed.places, (0, 0))
             if agreed.copies:
                 assert self._replicas is not None
-                self.line = replace(self.line, keep=agreed.keep)
+                self.keep = agreed.keep
                 self._replicas.settled(agreed.settled)
             lent = self._copy(save, agreed, layout) if agreed.copies else None
             if lent is None:
@@ -221,7 +224,7 @@ class DirectoryOfRank:
             return
         with self._lock:
             self._resumed_from = memory.resumed_from = step
-            self.line = Line(self.env.generation, version)
+            self.keep = version
             if version is not None:
                 memory.abandon_newer(version)
             if places:

@@ -99,7 +99,7 @@ class ElasticStorageWriter(StorageWriter):
         attempt = new_attempt(own.files, self._step, own.env.generation)
         brought = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Brought)]
         # A planner may have left out what came with the plans: then nothing is known of the others' memory.
-        agreed = agree(brought, own.line) if len(brought) == len(plans) else Agreed()
+        agreed = agree(brought, own.env.generation, own.keep) if len(brought) == len(plans) else Agreed()
         agreed = replace(agreed, durable=agreed.durable or self._durable)
         return [
             replace(plan, storage_data=_Target(self._step, attempt, own.files.run, rank, len(plans), agreed))

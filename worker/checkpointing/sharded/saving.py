@@ -22,7 +22,15 @@ from ...storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
 from ...storage.memory.checksums import undisturbed
 from ...storage.memory.copy_header import Header, RankShards
 from ...storage.memory.shard_memory import ShardMemory
-from ...storage.replication.copy_rule import Decision, Line, Readiness, Verdict, has, may_copy, oldest_needed
+from ...storage.replication.copy_rule import (
+    CopyVerdict,
+    Decision,
+    Readiness,
+    Version,
+    has,
+    may_copy,
+    oldest_needed,
+)
 from ...wire.environment import WorkerEnv
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from ..saving.slot_copies import SlotCopies
@@ -72,7 +80,8 @@ class ShardSaving(SaveOutcomes):
         self._env = env
         self._keeps_common = keeps_common
         self._clock = clock
-        self._line = Line(env.generation, None)
+        self._keep: Version | None = None
+        """No rank overwrites it, see `may_copy`."""
         self._resumed_from = 0
         self._compared = False
         """All ranks had the same, of what they should have, after training changed it."""
@@ -85,7 +94,7 @@ class ShardSaving(SaveOutcomes):
         """All ranks have loaded the state of `step`; `loaded` is its version if it came out of memory."""
         # The step just loaded may be saved again.
         self.floor = step - 1
-        self._line = Line(self._env.generation, loaded)
+        self._keep = loaded
         self._resumed_from, self._compared = step, False
         if self._memory is not None:
             self._memory.resumed_from = step
@@ -98,7 +107,7 @@ class ShardSaving(SaveOutcomes):
         layout, met = self._meet(step, group, compare=not self._compared)
         if not met.all_have_memory:
             return False
-        verdict = self._judge(met)
+        verdict = self._judge(step, met)
         if verdict.decision is Decision.HAVE:
             return True
         # No word of it: where replicas take longer than some steps, not every step can be remembered.
@@ -148,24 +157,23 @@ class ShardSaving(SaveOutcomes):
             layout.digest if layout is not None else "",
             layout.size if layout is not None else 0,
             has_writer=self._disk.has_writer,
-            readiness=self._readiness(step),
+            readiness=self._readiness(),
         )
         return brought if common is None else brought._replace(common=common)
 
-    def _readiness(self, step: int) -> Readiness | None:
-        return self._replicas.readiness(step, self._copies.filling) if self._replicas is not None else None
+    def _readiness(self) -> Readiness | None:
+        return self._replicas.readiness(self._copies.filling) if self._replicas is not None else None
 
-    def _judge(self, met: Met) -> Verdict:
-        """The same on all ranks. Raises CheckpointError, on all of them."""
+    def _judge(self, step: int, met: Met) -> CopyVerdict:
+        """The same on all ranks."""
         assert self._replicas is not None
-        verdict = may_copy(met.readiness, self._line, must=met.patience_over)
-        if verdict.decision is Decision.REFUSE:
-            raise CheckpointError(verdict.reason)
-        self._line = self._line.after(verdict)
+        version = self._env.generation, step
+        verdict = may_copy(met.readiness, version, self._keep, must=met.patience_over)
+        self._keep = verdict.keep
         self._replicas.settled(oldest_needed(met.readiness, self._env.generation))
         return verdict
 
-    def _copy(self, layout: ShardLayout, step: int, met: Met, verdict: Verdict) -> bool:
+    def _copy(self, layout: ShardLayout, step: int, met: Met, verdict: CopyVerdict) -> bool:
         memory = self._memory
         assert memory is not None
         rank = memory.place.rank
@@ -181,14 +189,16 @@ class ShardSaving(SaveOutcomes):
         if not met.all_have_memory:
             return False
         verdict = self._await_turn(layout, step, met, group)
+        if verdict.decision is Decision.WAIT and group.rank == 0:
+            logger.warning("training waits while all ranks write: step=%d reason=%s", step, verdict.reason)
         if not verdict.copies:
             return verdict.decision is Decision.HAVE
         return all_did(group, lambda: self._copy(layout, step, met, verdict), f"step {step} is not copied")
 
-    def _await_turn(self, layout: ShardLayout, step: int, met: Met, group: Group) -> Verdict:
+    def _await_turn(self, layout: ShardLayout, step: int, met: Met, group: Group) -> CopyVerdict:
         since = self._clock()
         while True:
-            verdict = self._judge(met)
+            verdict = self._judge(step, met)
             if verdict.decision is not Decision.WAIT or met.gives_up:
                 return verdict
             time.sleep(_LOOK_S)

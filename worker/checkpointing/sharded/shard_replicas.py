@@ -76,11 +76,11 @@ class ShardReplicas:
         )
         self._order(Replicate(self._directory, self._env.generation, resumed, ordered), BEGIN_S)
 
-    def readiness(self, step: int, writing: str | None) -> Readiness:
+    def readiness(self, writing: str | None) -> Readiness:
         """Of this worker's slots; `writing` is the one into which a GPU still copies."""
         headers = self._memory.headers()
         first, second = (self._state(name, headers.get(name), name == writing) for name in NAMES)
-        return Readiness(step, (first, second))
+        return Readiness((first, second))
 
     def outlives_node(self, version: Version) -> bool | None:
         """Whether other nodes have what this worker has of that version; None: not yet."""

@@ -2,7 +2,7 @@
 
 Each rank has two slots. A version is *whole* when every rank has sealed its copy of it, and *settled* once all of them
 were acknowledged: every partner has its replica, or is known to be out of reach. At each `remember` the ranks exchange
-what their slots hold (`Readiness`), and all come to the same `Verdict`. It names the version to keep: the newest
+what their slots hold (`Readiness`), and all come to the same `CopyVerdict`. It names the version to keep: the newest
 settled one of this generation, or, before there is one, the version that was loaded. No rank overwrites a slot that
 holds it, and no partner a replica of it (`keep` in the header of the new copy), until a later verdict names a newer
 one. So at any instant one version is on its nodes whole, and from the first settled one on its replicas, too.
@@ -24,7 +24,7 @@ import enum
 import functools
 import struct
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..memory.slots import overwrite_order
 
@@ -58,7 +58,6 @@ class SlotState:
 SlotStates = tuple[SlotState, SlotState]
 """In the order of `slots.NAMES`."""
 
-_HEAD = struct.Struct("!q")
 _SLOT = struct.Struct("!qqB")
 _NO_VERSION: Version = (-1, -1)
 _HELD, _WRITING = 4, 8
@@ -66,14 +65,13 @@ _HELD, _WRITING = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What one rank brings: the step that it would copy, and its slots."""
+    """What one rank brings: its slots."""
 
-    step: int
     slots: SlotStates
 
     def to_bytes(self) -> bytes:
         """Of one size always, as collectives need it."""
-        return _HEAD.pack(self.step) + b"".join(
+        return b"".join(
             _SLOT.pack(
                 *(slot.version or _NO_VERSION), slot.replication | _HELD * slot.held | _WRITING * slot.writing
             )
@@ -93,13 +91,12 @@ class Readiness:
                 bool(flags & _HELD),
                 bool(flags & _WRITING),
             )
-            for generation, step, flags in _SLOT.iter_unpack(raw[_HEAD.size :])
+            for generation, step, flags in _SLOT.iter_unpack(raw)
         )
-        (step,) = _HEAD.unpack_from(raw)
-        return Readiness(step, (first, second))
+        return Readiness((first, second))
 
 
-READINESS_BYTES = _HEAD.size + 2 * _SLOT.size
+READINESS_BYTES = 2 * _SLOT.size
 
 
 class Decision(enum.Enum):
@@ -111,67 +108,52 @@ class Decision(enum.Enum):
     """All have this very version already."""
     WAIT = "wait"
     """They cannot copy now; a later call may."""
-    REFUSE = "refuse"
-    """The ranks do not make the same calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The same on all ranks. `keep` is the version that no rank overwrites, `rank` the one that `reason` is about."""
+class CopyVerdict:
+    """The same on all ranks. `keep` is the version that no rank overwrites; `reason` names the rank that waits."""
 
     decision: Decision
     keep: Version | None
     reason: str = ""
-    rank: int | None = None
 
     @property
     def copies(self) -> bool:
         return self.decision is Decision.COPY
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What the ranks of a generation know of what came before: `keep` is the version that they took out of memory, None
-    if they took none, and later that of the verdict before."""
+def may_copy(
+    everyone: Sequence[Readiness], version: Version, keep: Version | None, *, must: bool = False
+) -> CopyVerdict:
+    """See the module's docstring; `everyone` is by rank, and `version` the one that they would copy.
 
-    generation: int
-    keep: Version | None
-
-    def after(self, verdict: Verdict) -> Line:
-        """An acknowledgment that was seen once counts, whatever becomes of the file that told of it."""
-        return replace(self, keep=verdict.keep)
-
-
-def may_copy(everyone: Sequence[Readiness], line: Line, *, must: bool = False) -> Verdict:
-    """See the module's docstring; `everyone` is by rank. `must`: do not wait for acknowledgments any longer."""
+    keep: the version that the verdict before has named: an acknowledgment that was seen once counts, whatever becomes
+        of the file that told of it. Before the first one it is the version that was loaded out of memory, if any.
+    must: do not wait for acknowledgments any longer.
+    """
     some = _distinct(everyone)
-    keep = _newer(settled(everyone, line.generation), line.keep)
-    step = everyone[0].step
-    for rank, one in some.items():
-        if one.step != step:
-            return Verdict(
-                Decision.REFUSE, keep, f"rank {rank} is at step {one.step}, rank 0 at step {step}", rank
-            )
+    generation = version[0]
+    keep = _newer(settled(everyone, generation), keep)
     for rank, one in some.items():
         if any(slot.writing for slot in one.slots):
-            return Verdict(Decision.WAIT, keep, f"the copy before is not complete yet on rank {rank}", rank)
-    version = line.generation, step
-    whole = max(_whole(some.values(), line.generation), default=None)
+            return CopyVerdict(Decision.WAIT, keep, f"the copy before is not complete yet on rank {rank}")
+    whole = max(_whole(some.values(), generation), default=None)
     if whole == version:
-        return Verdict(Decision.HAVE, keep)
+        return CopyVerdict(Decision.HAVE, keep)
     # The loaded version is all that there is, as long as none of this generation is whole.
     newest = _newer(whole, keep)
-    if newest is not None and not must and (newest != keep or newest[0] != line.generation):
+    if newest is not None and not must and (newest != keep or newest[0] != generation):
         for rank, one in some.items():
             if replication_of(one.slots, newest) is Replication.PENDING:
                 reason = (
                     f"the copy of step {newest[1]} of rank {rank} is not acknowledged by its partners yet"
                 )
-                return Verdict(Decision.WAIT, keep, reason, rank)
+                return CopyVerdict(Decision.WAIT, keep, reason)
     for rank, one in some.items():
         if not has(one.slots, version) and slot_to_overwrite(one.slots, keep) is None:
-            return Verdict(Decision.WAIT, keep, f"the older slot of rank {rank} is being read", rank)
-    return Verdict(Decision.COPY, keep)
+            return CopyVerdict(Decision.WAIT, keep, f"the older slot of rank {rank} is being read")
+    return CopyVerdict(Decision.COPY, keep)
 
 
 def settled(everyone: Sequence[Readiness], generation: int) -> Version | None:
