@@ -23,7 +23,7 @@ from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import PIECE_BYTES
 from elastic_agent.worker.storage.replication import link
 from elastic_agent.worker.storage.replication.client import CopyGone, MemoryClient, order
-from elastic_agent.worker.storage.replication.key_file import key_of, write_key
+from elastic_agent.worker.storage.replication.key_file import read_key, write_key
 from elastic_agent.worker.storage.replication.link import HELLO_BYTES, NotAuthenticated
 from elastic_agent.worker.storage.replication.messages import (
     PUSH_ANSWERS,
@@ -327,9 +327,9 @@ def test_a_key_that_is_not_there_yet_lets_no_one_in(make: Make) -> None:
     with node.client() as client, pytest.raises(ConnectionError):
         client.copies(DIRECTORY)
     with pytest.raises(FileNotFoundError):
-        key_of(node.memory)
+        read_key(node.memory)
     threading.Timer(0.05, write_key, (node.memory, KEY)).start()
-    assert key_of(node.memory, 5.0) == KEY
+    assert read_key(node.memory, 5.0) == KEY
     assert os.stat(os.path.join(node.memory, "server-key")).st_mode & 0o777 == 0o600
 
 

@@ -22,7 +22,7 @@ from elastic_agent.rendezvous.store.interface import Delete, Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.replication.client import MemoryClient, order
-from elastic_agent.worker.storage.replication.key_file import key_of
+from elastic_agent.worker.storage.replication.key_file import read_key
 from elastic_agent.worker.storage.replication.messages import Replicate
 from elastic_agent.worker.wire.messages import MAX_BYTES, REPORTS, ReplicationReport
 from tests.io_threads import settle_io, started_io
@@ -75,7 +75,7 @@ def agent(tmp_path: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_server_is_there_when_it_is_needed_and_ends_with_the_agent(agent: Agent, tmp_path: Path) -> None:
-    key = key_of(str(agent.memory), PATIENCE_S)
+    key = read_key(str(agent.memory), PATIENCE_S)
     assert agent.server.pids == ()
     with ThreadPoolExecutor() as pool, MemoryClient(agent.address, key, PATIENCE_S) as client:
         found = pool.submit(client.copies, DIRECTORY)
@@ -95,7 +95,7 @@ def test_a_killed_server_goes_on_with_its_orders(
     agent: Agent, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    key = key_of(str(agent.memory), PATIENCE_S)
+    key = read_key(str(agent.memory), PATIENCE_S)
     partner = Node(tmp_path, "b", key=key)
     try:
         assert order(agent.orders, Replicate(DIRECTORY, 1, (0, 0), (partner.partner,)))
@@ -138,14 +138,14 @@ def test_a_store_that_has_forgotten_the_key_is_told_it_and_one_with_another_is_b
 ) -> None:
     """The c10d store of a job whose host has begun anew."""
     memory = str(agent.memory)
-    key = key_of(memory, PATIENCE_S)
+    key = read_key(memory, PATIENCE_S)
     store.transact((), (Delete(KEY),))
     agent.server.renew_key()
     wait_for(lambda: store.read((KEY,)).entries, "the key")
     assert key_of_job(store) == key
     store.transact((), (Put(KEY, bytes(range(32)).hex()),))
     agent.server.renew_key()
-    wait_for(lambda: key_of(memory) == bytes(range(32)), "the other key")
+    wait_for(lambda: read_key(memory) == bytes(range(32)), "the other key")
 
 
 def test_a_store_that_is_away_is_asked_again(tmp_path: Path) -> None:
@@ -159,5 +159,5 @@ def test_a_store_that_is_away_is_asked_again(tmp_path: Path) -> None:
             return super().read(scopes, oldest_under)
 
     agent = Agent(tmp_path, Away())
-    key_of(str(agent.memory), PATIENCE_S)
+    read_key(str(agent.memory), PATIENCE_S)
     agent.close()

@@ -17,7 +17,7 @@ from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.storage.replication.acks import read_acks
 from elastic_agent.worker.storage.replication.client import MemoryClient, order
-from elastic_agent.worker.storage.replication.key_file import key_of
+from elastic_agent.worker.storage.replication.key_file import read_key
 from elastic_agent.worker.storage.replication.messages import Partner, Replicate
 from elastic_agent.worker.wire.environment import WorkerEnv
 
@@ -57,7 +57,7 @@ def main() -> None:
                 break
             time.sleep(0.01)
         record("acked", step=step, nodes=acks.nodes)
-    key = key_of(env.memory, 10.0)
+    key = read_key(env.memory, 10.0)
     for node, address in others.items():
         with MemoryClient(address, key, 10.0) as client:
             [replica, *_] = [

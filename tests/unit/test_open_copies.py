@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.worker.checkpointing.loading.shard_selection import Place
+from elastic_agent.worker.checkpointing.loading.shard_selection import CopyPlace
 from elastic_agent.worker.checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.state.sharding.table import Table
@@ -40,7 +40,7 @@ def test_the_part_of_another_rank_stays_where_the_worker_was_that_rank(
     def read(offset: int, into: memoryview) -> None:
         into[:] = wanted[offset : offset + len(into)]
 
-    def opened(self: MemoryReader, places: Sequence[Place], rank: int) -> tuple[Place, OpenCopy]:
+    def opened(self: MemoryReader, places: Sequence[CopyPlace], rank: int) -> tuple[CopyPlace, OpenCopy]:
         offset, length = _table_place(header)
         return places[0], OpenCopy(Table.from_bytes(wanted[offset : offset + length]), read, None)
 
@@ -50,7 +50,7 @@ def test_the_part_of_another_rank_stays_where_the_worker_was_that_rank(
     before = slots.headers()
     with contextlib.ExitStack() as stack:
         reader = MemoryReader(str(tmp_path), "n1", memory, stack)
-        _, copy = reader.bring([Place("n2", "n2:1", folder.name, "a", header)], 0)
+        _, copy = reader.bring([CopyPlace("n2", "n2:1", folder.name, "a", header)], 0)
         found = bytearray(len(wanted))
         copy.read(0, memoryview(found))
     assert bytes(found) == wanted
@@ -74,7 +74,7 @@ def test_a_node_without_copies_fetches_one_into_its_own_slot(
     memory = ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 1, 1)
     with contextlib.ExitStack() as stack:
         reader = MemoryReader(str(tmp_path), "n1", memory, stack)
-        _, copy = reader.bring([Place("n2", "n2:1", folder.name, "a", header)], 0)
+        _, copy = reader.bring([CopyPlace("n2", "n2:1", folder.name, "a", header)], 0)
         assert copy.mapped is not None
         assert bytes(copy.mapped[: header.size]) == wanted
     with slots.hold(next(iter(slots.headers()))) as held:
@@ -96,7 +96,7 @@ def test_what_does_not_come_as_its_checksums_say_is_not_kept(
     folder = SlotFolder.of(DIRECTORY, 0)
     slots = Slots(str(tmp_path), folder)
     memory = ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 1, 1)
-    place = Place("n2", "n2:1", folder.name, "a", replace(header, sums=(zlib.crc32(sent) ^ 1,)))
+    place = CopyPlace("n2", "n2:1", folder.name, "a", replace(header, sums=(zlib.crc32(sent) ^ 1,)))
     with contextlib.ExitStack() as stack, pytest.raises(CopiesUnusable, match="checksums") as refusal:
         MemoryReader(str(tmp_path), "n1", memory, stack).bring([place], 0)
     assert refusal.value.places == (place,)
@@ -109,11 +109,11 @@ def test_a_copy_comes_with_the_place_that_it_was_opened_at(
 ) -> None:
     """Rank 2's own copy is on another node and longer than that of its twin, which is here and stands first."""
     folder = SlotFolder.of(DIRECTORY, 0).name
-    twin = Place("n1", "n1:1", folder, "a", copy_of(0, 10, 4)[1])
-    own = Place("n2", "n2:1", folder, "a", copy_of(2, 10, 4, group=0, length=800)[1])
+    twin = CopyPlace("n1", "n1:1", folder, "a", copy_of(0, 10, 4)[1])
+    own = CopyPlace("n2", "n2:1", folder, "a", copy_of(2, 10, 4, group=0, length=800)[1])
     assert own.header.size != twin.header.size
 
-    def opened(self: MemoryReader, place: Place) -> OpenCopy:
+    def opened(self: MemoryReader, place: CopyPlace) -> OpenCopy:
         if place is own and not own_answers:
             raise ConnectionRefusedError("nothing listens there")
         return OpenCopy(Table((), (), {}), lambda offset, into: None, None)

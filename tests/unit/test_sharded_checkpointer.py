@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.checkpointing.loading.shard_selection import Place
+from elastic_agent.worker.checkpointing.loading.shard_selection import CopyPlace
 from elastic_agent.worker.checkpointing.sharded import saving as sharded_saving
 from elastic_agent.worker.checkpointing.sharded.open_copies import MemoryReader
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
@@ -99,7 +99,7 @@ def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
 def check_unreadable_copies(rank: int, folder: str, model: nn.Module) -> None:
     """A copy that one rank cannot read is left aside by all: they go on from the version before it."""
 
-    def opened(reader: MemoryReader, place: Place) -> OpenCopy:
+    def opened(reader: MemoryReader, place: CopyPlace) -> OpenCopy:
         if rank == 1 and place.header.step == 2:
             raise ValueError("it does not match its checksums")
         return original(reader, place)

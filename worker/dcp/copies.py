@@ -7,25 +7,25 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from ..checkpointing.loading.shard_selection import Place, Places
+from ..checkpointing.loading.shard_selection import CopyPlace, Places
 from ..state.sharding.reading import OpenCopy
 from ..state.sharding.table import Table
 from ..storage.memory.slot_folders import SlotFolder
 from ..storage.memory.slots import HeldSlot, Slots, sums_of
 from ..storage.replication.client import MemoryClient
-from ..storage.replication.key_file import key_of
+from ..storage.replication.key_file import read_key
 from ..wire.environment import WorkerEnv
 
 READ_S = 10.0
 """For a connection to another node's memory server, and for its next bytes."""
 
 
-def best_of(places: Places, rank: int) -> Place:
+def best_of(places: Places, rank: int) -> CopyPlace:
     """The same on all ranks: that old rank's own copy, and a replica only where its node is gone."""
     return min(places, key=lambda one: (not one.is_of(rank), bool(folder_of(one).origin)))
 
 
-def folder_of(place: Place) -> SlotFolder:
+def folder_of(place: CopyPlace) -> SlotFolder:
     """Raises ValueError."""
     folder = SlotFolder.parse(place.folder)
     if folder is None:
@@ -40,7 +40,7 @@ class MemoryCopies:
         self._env = env
         self._stack = contextlib.ExitStack()
         self._clients: dict[str, MemoryClient] = {}
-        self._held: dict[Place, tuple[Slots, HeldSlot]] = {}
+        self._held: dict[CopyPlace, tuple[Slots, HeldSlot]] = {}
 
     def __enter__(self) -> MemoryCopies:
         return self
@@ -48,7 +48,7 @@ class MemoryCopies:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def table(self, place: Place) -> Table:
+    def table(self, place: CopyPlace) -> Table:
         assert place.header.shards is not None, "only shards are opened here"
         offset, length = place.header.shards.table
         if place.node == self._env.node:
@@ -59,14 +59,14 @@ class MemoryCopies:
         self._client(place).read(folder_of(place), place.slot, version, offset, memoryview(raw))
         return Table.from_bytes(bytes(raw))
 
-    def verify(self, place: Place) -> None:
+    def verify(self, place: CopyPlace) -> None:
         """Of a copy on this node: all its bytes. One that has no checksums yet is believed."""
         slots, held = self._hold(place)
         if held.header.sums and sums_of(held.stream, held.header.size) != held.header.sums:
             slots.drop(lambda version: version == held.header.version)
             raise ValueError(f"{place.slot}.pt in {slots.folder} does not match its checksums")
 
-    def open(self, place: Place, table: Table) -> OpenCopy:
+    def open(self, place: CopyPlace, table: Table) -> OpenCopy:
         """One on this node is mapped. One elsewhere is read where it is, when it is read."""
         if place.node != self._env.node:
             return self._open_there(place, table)
@@ -78,7 +78,7 @@ class MemoryCopies:
 
         return OpenCopy(table, read, view)
 
-    def _open_there(self, place: Place, table: Table) -> OpenCopy:
+    def _open_there(self, place: CopyPlace, table: Table) -> OpenCopy:
         version, folder = place.header.version, folder_of(place)
 
         def read(offset: int, into: memoryview) -> None:
@@ -89,14 +89,14 @@ class MemoryCopies:
 
         return OpenCopy(table, read, None, read_many)
 
-    def _client(self, place: Place) -> MemoryClient:
+    def _client(self, place: CopyPlace) -> MemoryClient:
         client = self._clients.get(place.address)
         if client is None:
-            client = MemoryClient(place.address, key_of(self._env.memory, READ_S), READ_S)
+            client = MemoryClient(place.address, read_key(self._env.memory, READ_S), READ_S)
             self._clients[place.address] = self._stack.enter_context(client)
         return client
 
-    def _hold(self, place: Place) -> tuple[Slots, HeldSlot]:
+    def _hold(self, place: CopyPlace) -> tuple[Slots, HeldSlot]:
         if place not in self._held:
             slots = self._stack.enter_context(contextlib.closing(Slots(self._env.memory, folder_of(place))))
             held = self._stack.enter_context(slots.hold(place.slot))

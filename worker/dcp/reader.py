@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from ...codec import Count
 from ..checkpointing.loading.shard_selection import (
-    Place,
+    CopyPlace,
     ShardCopy,
     ShardOffer,
     ShardSource,
@@ -54,7 +54,7 @@ class _Found:
 
     what: Manifest | ShardSource
     tables: dict[int, Table]
-    places: tuple[Place, ...] = ()
+    places: tuple[CopyPlace, ...] = ()
 
     @property
     def step(self) -> int:
@@ -238,7 +238,7 @@ class ElasticStorageReader(StorageReader):
         failure: CheckpointError | None = None
         looked = False
         copies = _copies_on_this_node(own.env, self._directory)
-        damaged: set[Place] = set()
+        damaged: set[CopyPlace] = set()
         while True:
             offers = [
                 self._without(offer, damaged) for offer in group.exchange(self._offer(own, manifest, copies))
@@ -281,7 +281,7 @@ class ElasticStorageReader(StorageReader):
             manifest, (), copies, own.env.node, own.env.memory_address, own.files.run.id, foreign
         )
 
-    def _without(self, offer: ShardOffer, damaged: set[Place]) -> ShardOffer:
+    def _without(self, offer: ShardOffer, damaged: set[CopyPlace]) -> ShardOffer:
         """Those that could be loaded."""
         gone = {(one.node, one.folder, one.slot, one.header.version) for one in damaged}
         return replace(
@@ -342,7 +342,7 @@ def _copies_on_this_node(env: WorkerEnv, directory: str) -> tuple[ShardCopy, ...
 
 
 def _open_together(
-    group: Group, env: WorkerEnv, places: tuple[Place, ...], damaged: set[Place]
+    group: Group, env: WorkerEnv, places: tuple[CopyPlace, ...], damaged: set[CopyPlace]
 ) -> dict[int, Table] | None:
     """The tables of these copies, by rank, when all can be read; None: some are `damaged`, on all ranks the same.
 
@@ -372,7 +372,7 @@ def _open_together(
     return None if any(one.ranks for one in everywhere) else tables
 
 
-def _is_verified_by(env: WorkerEnv, place: Place) -> bool:
+def _is_verified_by(env: WorkerEnv, place: CopyPlace) -> bool:
     workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return (folder_of(place).local_rank or 0) % workers == max(0, env.local_rank)
 

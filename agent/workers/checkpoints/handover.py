@@ -29,7 +29,7 @@ from ....worker.storage.memory.slot_folders import SlotFolder
 from ....worker.storage.memory.slots import Slots
 from ....worker.storage.replication.acks import read_acks
 from ....worker.storage.replication.client import CopyGone, FoundCopy
-from ....worker.storage.replication.key_file import key_of
+from ....worker.storage.replication.key_file import read_key
 from ....worker.storage.replication.link import Link, connect
 from ....worker.wire.run import Run
 from .handover_plan import Others, Peer, Task, others, tasks
@@ -219,7 +219,9 @@ class Handover:
         link = self._links.get(peer.node)
         if link is None:
             left_s = max(0.1, self._left_s())
-            link = connect(peer.address, key_of(self._memory, min(CONNECT_S, left_s)), min(CONNECT_S, left_s))
+            link = connect(
+                peer.address, read_key(self._memory, min(CONNECT_S, left_s)), min(CONNECT_S, left_s)
+            )
             link.silence_s = min(SILENCE_S, left_s)
             self._links[peer.node] = link
         return link

@@ -65,8 +65,8 @@ class CopyName:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a copy lies."""
+class CopyPlace:
+    """Where one copy lies."""
 
     node: str
     address: str
@@ -87,7 +87,7 @@ class Place:
         return self.header.shards is not None and self.header.shards.rank == rank
 
 
-Places = tuple[Place, ...]
+Places = tuple[CopyPlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,24 +194,24 @@ def _copy(header: Header) -> Copy:
     return Copy(header, frozenset())
 
 
-def _versions(offers: Sequence[ShardOffer]) -> Iterator[list[Place]]:
+def _versions(offers: Sequence[ShardOffer]) -> Iterator[list[CopyPlace]]:
     """All copies, those of one version together: none is empty."""
-    found: dict[tuple[object, ...], list[Place]] = {}
+    found: dict[tuple[object, ...], list[CopyPlace]] = {}
     for offer in offers:
         for copy in offer.copies:
             header = copy.header
             if header.shards is not None:
                 key = (header.run, *header.version, header.resumed_from, header.world_size)
-                place = Place(offer.node, offer.address, copy.folder, copy.slot, header)
+                place = CopyPlace(offer.node, offer.address, copy.folder, copy.slot, header)
                 found.setdefault(key, []).append(place)
     yield from found.values()
 
 
-def _finished(whole: dict[Header, list[Place]]) -> dict[Header, list[Place]]:
+def _finished(whole: dict[Header, list[CopyPlace]]) -> dict[Header, list[CopyPlace]]:
     """Those but the ones that a failure has interrupted."""
     with_own = {(header.run, header.version) for header, places in whole.items() if _has_all_own(places)}
 
-    def gives_way(header: Header, places: Sequence[Place]) -> bool:
+    def gives_way(header: Header, places: Sequence[CopyPlace]) -> bool:
         kept = {place.header.shards.keep for place in places if place.header.shards is not None}
         interrupted = (header.run, header.version) not in with_own
         return interrupted and any(
@@ -222,13 +222,13 @@ def _finished(whole: dict[Header, list[Place]]) -> dict[Header, list[Place]]:
     return {header: places for header, places in whole.items() if not gives_way(header, places)}
 
 
-def _has_all_own(places: Sequence[Place]) -> bool:
+def _has_all_own(places: Sequence[CopyPlace]) -> bool:
     return all(any(place.is_of(rank) for place in those) for rank, those in enumerate(_by_rank(places)))
 
 
-def _by_rank(places: Sequence[Place]) -> tuple[Places, ...]:
-    found: list[list[Place]] = [[] for _ in range(places[0].header.world_size)]
-    twins: list[list[Place]] = [[] for _ in found]
+def _by_rank(places: Sequence[CopyPlace]) -> tuple[Places, ...]:
+    found: list[list[CopyPlace]] = [[] for _ in range(places[0].header.world_size)]
+    twins: list[list[CopyPlace]] = [[] for _ in found]
     for place in places:
         assert place.header.shards is not None
         found[place.header.shards.rank].append(place)
@@ -237,7 +237,7 @@ def _by_rank(places: Sequence[Place]) -> tuple[Places, ...]:
     return tuple((*own, *others) for own, others in zip(found, twins, strict=True))
 
 
-def _missing(places: Sequence[Place]) -> bool:
+def _missing(places: Sequence[CopyPlace]) -> bool:
     return not (all(_by_rank(places)) and any(place.common for place in places))
 
 

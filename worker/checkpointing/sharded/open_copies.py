@@ -22,9 +22,9 @@ from ...storage.memory.shard_memory import ShardMemory
 from ...storage.memory.slot_folders import SlotFolder
 from ...storage.memory.slots import NoRoom, Slots, SlotsBusy, sums_of, sums_of_bytes
 from ...storage.replication.client import MemoryClient
-from ...storage.replication.key_file import key_of
+from ...storage.replication.key_file import read_key
 from ...wire.environment import WorkerEnv
-from ..loading.shard_selection import Place, ShardSource
+from ..loading.shard_selection import CopyPlace, ShardSource
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ FETCH_BYTES = 16 << 20
 class CopiesUnusable(CheckpointError):
     """None of these can be read: another version is to be chosen, without them."""
 
-    def __init__(self, places: Sequence[Place], reason: str) -> None:
+    def __init__(self, places: Sequence[CopyPlace], reason: str) -> None:
         super().__init__(f"a copy that was here a moment ago cannot be read: {reason}")
         self.places = tuple(places)
 
@@ -55,7 +55,7 @@ class MemoryReader:
         self._stack = stack
         self._clients: dict[str, MemoryClient] = {}
 
-    def open(self, places: Sequence[Place], rank: int) -> tuple[Place, OpenCopy]:
+    def open(self, places: Sequence[CopyPlace], rank: int) -> tuple[CopyPlace, OpenCopy]:
         """The first copy of that old rank's shards that can be opened, and where it is.
 
         The rank's own copies come before those of twins, which lack what it has for itself; of these the ones on this
@@ -69,11 +69,11 @@ class MemoryReader:
                 reasons.append(f"{place.node}: {error}")
         raise CopiesUnusable(places, "; ".join(reasons))
 
-    def nearest(self, places: Sequence[Place]) -> Place:
+    def nearest(self, places: Sequence[CopyPlace]) -> CopyPlace:
         """On this node, if there is one."""
         return min(places, key=lambda one: one.node != self._node)
 
-    def bring(self, places: Sequence[Place], rank: int) -> tuple[Place, OpenCopy]:
+    def bring(self, places: Sequence[CopyPlace], rank: int) -> tuple[CopyPlace, OpenCopy]:
         """As `open`, for what this rank needs whole: mapped where it is, or fetched into its own slot and mapped there.
 
         Without room for it, it is read where it is. Raises CopiesUnusable, also where what came does not match the
@@ -105,7 +105,7 @@ class MemoryReader:
             raise
         return place, OpenCopy(there.table, _reader_of(mapped), mapped)
 
-    def _open_here(self, place: Place) -> OpenCopy:
+    def _open_here(self, place: CopyPlace) -> OpenCopy:
         """Raises OSError, ValueError when it is not what was offered."""
         slots = self._stack.enter_context(contextlib.closing(Slots(self._memory, _folder(place))))
         held = self._stack.enter_context(slots.hold(place.slot))
@@ -119,10 +119,10 @@ class MemoryReader:
         view = memoryview(mapping)
         return OpenCopy(_table(header, _reader_of(view)), _reader_of(view), view)
 
-    def _open_there(self, place: Place) -> OpenCopy:
+    def _open_there(self, place: CopyPlace) -> OpenCopy:
         client = self._clients.get(place.address)
         if client is None:
-            client = MemoryClient(place.address, key_of(self._memory, READ_S), READ_S)
+            client = MemoryClient(place.address, read_key(self._memory, READ_S), READ_S)
             self._clients[place.address] = self._stack.enter_context(client)
         version, folder = place.header.version, _folder(place)
 
@@ -138,7 +138,7 @@ class MemoryReader:
         return OpenCopy(_table(place.header, read), read, None, read_many)
 
 
-def _folder(place: Place) -> SlotFolder:
+def _folder(place: CopyPlace) -> SlotFolder:
     """Raises ValueError."""
     folder = SlotFolder.parse(place.folder)
     if folder is None:

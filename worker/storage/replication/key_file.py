@@ -21,7 +21,7 @@ def write_key(memory: str, key: bytes) -> None:
         replace_file(folder, _NAME, key)
 
 
-def key_of(memory: str, within_s: float = 0.0) -> bytes:
+def read_key(memory: str, within_s: float = 0.0) -> bytes:
     """`within_s`: the agent may still be asking the store for it. Raises OSError."""
     deadline = time.monotonic() + within_s
     while True:

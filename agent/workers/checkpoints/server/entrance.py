@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from .....worker.storage.replication.key_file import key_of
+from .....worker.storage.replication.key_file import read_key
 from .....worker.storage.replication.link import (
     MAC_BYTES,
     PROOF_BYTES,
@@ -148,7 +148,7 @@ class Entrance:
     def _let_in(self, visitor: _Visitor) -> None:
         connection = visitor.connection
         try:
-            key = key_of(self._memory)
+            key = read_key(self._memory)
             link, reply = answered(connection, visitor.said, visitor.proof, key, SILENCE_S)
             if connection.send(reply) != MAC_BYTES:
                 raise NotAuthenticated("the other end does not read")

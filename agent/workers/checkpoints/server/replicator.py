@@ -25,7 +25,7 @@ from .....threads import Thread
 from .....worker.storage.memory.slot_folders import SlotFolder
 from .....worker.storage.replication.acks import Acks, read_acks, write_acks
 from .....worker.storage.replication.client import CopyGone, FoundCopy
-from .....worker.storage.replication.key_file import key_of
+from .....worker.storage.replication.key_file import read_key
 from .....worker.storage.replication.link import Link, connect
 from .....worker.storage.replication.messages import Partner, Replicate
 from .....worker.storage.replication.replica_rules import is_abandoned
@@ -186,7 +186,7 @@ class _Order:
             began = time.monotonic()
             try:
                 if link is None:
-                    key = key_of(self._of.memory, KEY_WITHIN_S)
+                    key = read_key(self._of.memory, KEY_WITHIN_S)
                     link = connect(partner.address, key, CONNECT_S)
                     link.silence_s = SILENCE_S
                 if self._push(link, copy):
