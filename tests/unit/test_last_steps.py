@@ -115,8 +115,7 @@ def test_an_end_is_posted_to_the_main_loop_before_it_is_sent_to_the_worker(scene
 @pytest.mark.parametrize("leaving", [True, False])
 def test_a_worker_is_answered_whether_its_node_leaves(scene: Scene, leaving: bool) -> None:
     scene.latest = replace(scene.latest, leaving=leaving)
-    for status in (StepStatus.FINISHED, StepStatus.KEPT):
-        assert scene.steps.answer(StepEnded(7, 0, 0, 20, status)).leaves is leaving
+    assert scene.steps.answer(StepEnded(7, 0, 0, 20, StepStatus.FINISHED)).leaves is leaving
 
 
 def test_between_steps_rank_0_ends_at_once_and_others_need_not_come(scene: Scene) -> None:

@@ -186,7 +186,7 @@ class StepEnded(Checked):
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer(Checked):
-    """`leaves`: this node leaves at the end of the generation, as far as it is known now."""
+    """`leaves`: this node leaves at the end of the generation, as far as is known now; False in an answer to KEPT."""
 
     verdict: Verdict
     leaves: bool

@@ -86,7 +86,7 @@ class LastSteps:
     def answer(self, word: StepEnded) -> StepAnswer:
         if word.status is StepStatus.KEPT:
             self._post(WorkerKept(word.generation, word.local_rank))
-            return StepAnswer(Verdict.GO_ON, self._latest().leaving)
+            return StepAnswer(Verdict.GO_ON, leaves=False)
         key = word.generation, word.local_rank
         self._count(key, 1)
         try:

@@ -48,7 +48,8 @@ SLOT_PATIENCE_S = 10.0
 """For which it waits until nothing reads the slot that it needs: after that all ranks write while training waits."""
 LAST_REPLICA_S = 2.0
 LAST_REPLICA_BYTES_PER_S = 200e6
-"""For which, both together, the last step of a planned change waits for its replicas: after that it goes to disk."""
+"""For which, both together, ranks of a node that leaves wait for the replicas of their last step: after that all ranks
+save it to disk. A node that stays keeps its copy in memory."""
 _LOOK_S = 0.01
 
 
@@ -399,7 +400,7 @@ class ShardSaving(SaveOutcomes):
         return saved
 
     def _outlives_node(self, step: int, size: int) -> bool:
-        """Whether other nodes have this rank's shards, after a wait for that."""
+        """See `ShardReplicas.outlives_node`; after a wait for the replicas it is False."""
         assert self._replicas is not None
         deadline = self._clock() + LAST_REPLICA_S + size / LAST_REPLICA_BYTES_PER_S
         while (found := self._replicas.outlives_node((self._env.generation, step))) is None:

@@ -83,7 +83,7 @@ class ShardReplicas:
         return Readiness((first, second))
 
     def outlives_node(self, version: Version) -> bool | None:
-        """Whether other nodes have what this worker has of that version; None: not yet."""
+        """Whether other nodes have what this worker has of that version, or this is the only node; None: not yet."""
         if self._nodes == 1:
             return True
         if not self._partners:
