@@ -30,7 +30,14 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker.dcp import ElasticStorageReader, ElasticStorageWriter
 from elastic_agent.worker.dcp.directory import directory_of_rank
-from elastic_agent.worker.errors import BadCheckpoint, Fenced, NoUsableCheckpoint, SaveFailed, StepNotGrowing
+from elastic_agent.worker.errors import (
+    BadCheckpoint,
+    CheckpointError,
+    Fenced,
+    NoUsableCheckpoint,
+    SaveFailed,
+    StepNotGrowing,
+)
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder, folders_of
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
@@ -391,6 +398,21 @@ def test_one_process_keeps_one(tmp_path: Path) -> None:
     reader.reset()
     found, _ = load(runs, sharded=False)
     same(found, state(2, sharded=False))
+
+
+@pytest.mark.filterwarnings("ignore")  # DCP's, of a load without a process group
+def test_a_rank_of_several_needs_the_process_group_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the rank would look at the disk alone, and miss what is in memory."""
+    for name, value in WorkerEnv(1, "run-a", "n", 0).variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CheckpointError, match=r"no process group.*call .*init_process_group\(\) before"):
+        assert ElasticStorageReader(tmp_path).step is None
+    with pytest.raises(CheckpointException, match="init_process_group"):
+        load(str(tmp_path), sharded=False)
+    assert ElasticStorageReader(tmp_path, memory=False).step is None
 
 
 @pytest.mark.filterwarnings("ignore")

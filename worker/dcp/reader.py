@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -94,8 +93,9 @@ class ElasticStorageReader(StorageReader):
     """For `dcp.load`: the newest good checkpoint, or that of `step`. A sharded `Checkpointer`'s are read, too.
 
     Under an agent all ranks look together, when the first of `step` and `dcp.load` is asked for: what the memory of all
-    nodes has comes before what is on disk, unless that is newer. With `memory=False` each rank looks by itself, at the
-    disk only: for `no_dist`, for a process group of some of the ranks, and to ask for `step` on one rank alone.
+    nodes has comes before what is on disk, unless that is newer. Ranks of several need their process group by then.
+    With `memory=False` each rank looks by itself, at the disk only: for `no_dist`, without a process group or with one
+    of some of the ranks, and to ask for `step` on one rank alone.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class ElasticStorageReader(StorageReader):
     def step(self) -> int | None:
         """Of the checkpoint that was loaded, or that would be; None: there is none.
 
-        Raises NoUsableCheckpoint when there are some and none verifies, CheckpointMismatch when it is not of shards.
+        Raises NoUsableCheckpoint when there are some and none verifies, CheckpointMismatch when it is not of shards,
+        CheckpointError when ranks of several have no process group yet.
         """
         if self._found is None:
             self._found = self._look()
@@ -225,11 +226,7 @@ class ElasticStorageReader(StorageReader):
 
     def _group(self) -> Group | None:
         """None: this rank looks by itself. The same on all ranks, or some would wait for the others for ever."""
-        if not self._memory or not WorkerEnv.of(os.environ).run:
-            return None
-        if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") == "1":
-            return current_group()
-        return None
+        return current_group() if self._memory and WorkerEnv.of(os.environ).run else None
 
     def _look_together(self, group: Group, own: DirectoryOfRank) -> _Found | None:
         """The disk is looked at only where it could win: that takes longer than all else."""

@@ -191,8 +191,8 @@ def current_group() -> Group:
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size != "1":
         raise CheckpointError(
-            f"WORLD_SIZE is {world_size} but there is no process group, so every rank would write as if it were "
-            "alone: call torch.distributed.init_process_group() before load() and save()"
+            f"WORLD_SIZE is {world_size} but there is no process group, so every rank would save and load as if "
+            "it were alone: call torch.distributed.init_process_group() before it saves or loads"
         )
     return Group(0, 1, torch.device("cpu"))
 
