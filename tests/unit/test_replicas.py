@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
-from elastic_agent.worker.errors import NotPlainData, NotReplicated
+from elastic_agent.worker.errors import NotPlainData, NotReplicated, Sharded
 from elastic_agent.worker.ranks.fingerprint import difference, farthest, look_at
 from elastic_agent.worker.ranks.group import RECORDS, Group
 from elastic_agent.worker.ranks.replicas import Replicas
@@ -160,3 +166,91 @@ def test_a_sparse_tensor_is_carried(tmp_path: Path, layout: torch.layout) -> Non
     loaded: dict[str, torch.Tensor] = {}
     assert Checkpointer(tmp_path, {"log": loaded}).load() == 1
     assert torch.equal(loaded["s"].to_dense(), torch.eye(4))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+class Average:
+    """It has shards, and no type that shows it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {"0": torch.ones(4)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+
+
+def shard(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+
+
+def copied(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(tensor.detach(), mesh, [Replicate()])
+
+
+def by_fully_shard(parts: dict[str, Any], mesh: DeviceMesh) -> None:
+    fully_shard(parts["model"], mesh=mesh)
+
+
+def by_fsdp1(parts: dict[str, Any], mesh: DeviceMesh) -> None:
+    parts["model"][1] = FullyShardedDataParallel(parts["model"][1], device_id=torch.device("cpu"))
+
+
+def by_tensor_parallelism(parts: dict[str, Any], mesh: DeviceMesh) -> None:
+    """The first parameter is whole on every rank, as with SequenceParallel."""
+    parts["model"][0].weight = nn.Parameter(copied(parts["model"][0].weight, mesh))
+    parts["model"][1].weight = nn.Parameter(shard(parts["model"][1].weight, mesh))
+
+
+def by_the_script(parts: dict[str, Any], mesh: DeviceMesh) -> None:
+    parts["log"]["rows"] = shard(torch.ones(4), mesh)
+
+
+def in_an_object(parts: dict[str, Any], mesh: DeviceMesh) -> None:
+    parts["average"].values["0"] = shard(torch.ones(4), mesh)
+
+
+def whole_in_a_module(parts: dict[str, Any], mesh: DeviceMesh) -> None:
+    parts["model"][0].weight = nn.Parameter(copied(parts["model"][0].weight, mesh))
+
+
+def whole_in_a_dict(parts: dict[str, Any], mesh: DeviceMesh) -> None:
+    parts["log"]["rows"] = copied(torch.ones(4), mesh)
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "advice"),
+    [
+        (by_fully_shard, "part 'model' is a FSDPModule", "make the Checkpointer after fully_shard"),
+        (by_fsdp1, "module '1' of part 'model' is a FullyShardedDataParallel", "make the Checkpointer after"),
+        (by_tensor_parallelism, "'0.weight' of part 'model' is a DTensor", "make the Checkpointer after"),
+        (by_the_script, "'rows' of part 'log' is a DTensor", "make the Checkpointer after"),
+        (in_an_object, "'0' of part 'average' is a DTensor", "or these tensors in a dict"),
+        (whole_in_a_module, "'0.weight' of part 'model' is a DTensor", "plain tensor"),
+        (whole_in_a_dict, "'rows' of part 'log' is a DTensor", "plain tensor"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # FSDP's, that it is old and that there is one rank
+def test_a_state_that_is_sharded_too_late_is_refused_with_what_to_do(
+    tmp_path: Path,
+    mesh: DeviceMesh,
+    change: Callable[[dict[str, Any], DeviceMesh], None],
+    what: str,
+    advice: str,
+) -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    parts: dict[str, Any] = {"model": model, "log": {}, "average": Average()}
+    checkpoints = Checkpointer(tmp_path, parts)
+    change(parts, mesh)
+    with pytest.raises(Sharded) as caught:
+        checkpoints.save(1)
+    assert what in str(caught.value)
+    assert advice in str(caught.value)

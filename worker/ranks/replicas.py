@@ -1,8 +1,10 @@
 """Whether rank 0's state may stand for that of all ranks, which is what a Checkpointer saves and every rank loads.
 
-State that is sharded (FSDP, DTensor, tensor parallelism, ZeRO) or that each rank has for itself (PowerSGD's error
-feedback) must never be saved so: the other ranks would go on with a part that is not theirs, and nothing would show it.
-What the script declares to be each rank's own is saved by each rank, and not compared.
+State of which each rank has only a part must never be saved so: the other ranks would go on with a part that is not
+theirs, and nothing would show it. A Checkpointer that is made of sharded parts saves the shards of each rank, see
+`checkpointing.sharded`. Refused here are parts that were sharded later, and those that no type shows: tensor
+parallelism and ZeRO with plain tensors, PowerSGD's error feedback. What the script declares to be each rank's own is
+saved by each rank, and not compared.
 Two checks refuse it, by name:
 
 1. By type, before any `state_dict()` is called: some are collectives, which one rank alone would never leave.
@@ -28,7 +30,14 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, NotPlainData, NotReplicated, Sharded
-from ..state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, kind_of
+from ..state.kinds import (
+    SHARDED_TENSORS,
+    SHARDING_MODULES,
+    SHARDING_OPTIMIZERS,
+    is_sharded,
+    is_spread,
+    kind_of,
+)
 from ..state.state_dicts import Part, state_of, unwrapped
 from ..steps import progress
 from .fingerprint import DRIFT, Entry, Look, difference, entries_of, farthest, look_at, shape_of, tensors_in
@@ -44,9 +53,19 @@ REFUSED = hashlib.sha256(b"refused").digest()
 """In the place of a digest, where a state was refused."""
 DIGEST_BYTES = len(REFUSED)
 
-_CARRIED = (
-    "a Checkpointer carries only what is the same on every rank. Leave it out of the Checkpointer's state and save it "
-    "with torch.distributed.checkpoint, or train with DistributedDataParallel"
+_TOO_LATE = (
+    "it was sharded after the Checkpointer was made: make the Checkpointer after fully_shard(), "
+    "FullyShardedDataParallel() or parallelize_module()"
+)
+_HIDDEN = (
+    "a Checkpointer sees shards in modules, optimizers and dicts only, as it calls no state_dict() to find them: give "
+    "it the module that has these tensors, or these tensors in a dict"
+)
+_WHOLE = "every rank has all of it: let it be a plain tensor, as its to_local()"
+_PLAIN = (
+    "a Checkpointer carries of plain tensors only what is the same on every rank. Where these are shards, use "
+    "fully_shard() or parallelize_module() before the Checkpointer is made, or leave them out of its state and save "
+    "them with torch.distributed.checkpoint"
 )
 
 _CARRIED_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
@@ -67,27 +86,27 @@ def refuse_sharded(state: Mapping[str, Part]) -> None:
             _refuse_module(name, part)
         elif isinstance(part, torch.optim.Optimizer):
             if kind := kind_of(part, SHARDING_OPTIMIZERS):
-                raise Sharded(f"part {name!r} is a {kind}, of which each rank has only its shard: {_CARRIED}")
+                raise Sharded(f"part {name!r} is a {kind}: {_TOO_LATE}")
             for number, group in enumerate(part.param_groups):
                 for index, weight in enumerate(group["params"]):
-                    _refuse_tensor(name, f"param_groups.{number}.params.{index}", weight)
+                    _refuse_tensor(part, name, f"param_groups.{number}.params.{index}", weight)
 
 
 def _refuse_module(name: str, module: torch.nn.Module) -> None:
     for path, child in module.named_modules():
         if kind := kind_of(child, SHARDING_MODULES):
             where = f"module {path!r} of part {name!r}" if path else f"part {name!r}"
-            raise Sharded(f"{where} is a {kind}, of which each rank has only its shard: {_CARRIED}")
+            raise Sharded(f"{where} is a {kind}: {_TOO_LATE}")
     for key, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        _refuse_tensor(name, key, tensor)
+        _refuse_tensor(module, name, key, tensor)
 
 
-def _refuse_tensor(name: str, key: str, tensor: torch.Tensor) -> None:
+def _refuse_tensor(part: Part, name: str, key: str, tensor: torch.Tensor) -> None:
     if kind := kind_of(tensor, SHARDED_TENSORS):
         placed = getattr(tensor, "placements", "")
+        advice = _TOO_LATE if is_sharded({name: part}) else _HIDDEN if is_spread(tensor) else _WHOLE
         raise Sharded(
-            f"{key!r} of part {name!r} is a {kind}{f' placed {placed}' if placed else ''}, of which each rank has only "
-            f"its shard: {_CARRIED}"
+            f"{key!r} of part {name!r} is a {kind}{f' placed {placed}' if placed else ''}: {advice}"
         )
 
 
@@ -104,11 +123,6 @@ def _refuse_kind(name: str, key: str, tensor: torch.Tensor) -> None:
         f"{key!r} of part {name!r} is {kind}, which a Checkpointer does not carry: let its state_dict() return plain "
         "tensors"
     )
-
-
-def _refuse_any(name: str, key: str, tensor: torch.Tensor) -> None:
-    _refuse_tensor(name, key, tensor)
-    _refuse_kind(name, key, tensor)
 
 
 def _outline(state: Mapping[str, Part], of_rank_0: Collection[str]) -> int:
@@ -223,7 +237,11 @@ class Replicas(Comparison):
 
     def _look(self) -> Look:
         refuse_sharded(self._state)
-        return look_at(self._state, self._of_rank_0, _refuse_any)
+        return look_at(self._state, self._of_rank_0, self._refuse_in_states)
+
+    def _refuse_in_states(self, name: str, key: str, tensor: torch.Tensor) -> None:
+        _refuse_tensor(self._state[name], name, key, tensor)
+        _refuse_kind(name, key, tensor)
 
     def _equal(self, step: int) -> None:
         """All ranks were the same after `step`."""
@@ -379,7 +397,7 @@ def _refusal(part: str, what: str) -> str:
         "Checkpointer is made."
     )
     return (
-        f"{what}: {_CARRIED}.{of_stages if what.endswith('only') else ''} "
+        f"{what}: {_PLAIN}.{of_stages if what.endswith('only') else ''} "
         f"Where rank 0's is meant for all, declare it: Checkpointer(..., of_rank_0=[{part!r}]); "
         f"where each rank goes on with its own: of_each_rank=[{part!r}]"
     )
