@@ -92,7 +92,8 @@ def await_all_ranks(generation: int, world: int) -> None:
     """A fault hits a world of which every rank has started, and so can hear what comes of it."""
     while True:
         with open(os.environ["SYSTEM_TEST_HISTORY"]) as file:
-            records = [json.loads(line) for line in file]
+            # Another rank may be writing the last line.
+            records = [json.loads(line) for line in file if line.endswith("\n")]
         started = [r for r in records if r["what"] == "start" and r["generation"] == generation]
         if len(started) == world:
             return

@@ -111,8 +111,24 @@ def cmdline(pid: int) -> bytes:
 
 
 def preloaded(pid: int) -> bool:
-    """Its child has got to its imports."""
-    return any(b"process.py" in cmdline(child) for child in descendants(pid))
+    """Its child has done its imports: it sleeps, and has not worked since the last look."""
+    for child in descendants(pid):
+        if b"process.py" in cmdline(child):
+            look = state_and_work(child)
+            before, _looks[child] = _looks.get(child), look
+            return look == before and look[0] == "S"
+    return False
+
+
+_looks: dict[int, tuple[str, ...]] = {}
+
+
+def state_and_work(pid: int) -> tuple[str, ...]:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ("gone",)
+    return fields[0], fields[11], fields[12]  # the ticks in user mode and in the kernel
 
 
 def gone(pids: Sequence[int]) -> bool:

@@ -387,7 +387,7 @@ def test_a_lease_that_is_lost_while_the_own_record_stands_is_no_duplicate(bench:
     assert a.member.tracks
 
 
-@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":2,"tickets":0,"runs":[],"setbacks":[]}'])
+@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":3,"tickets":0,"runs":[],"setbacks":[]}'])
 @pytest.mark.parametrize("there_before", [True, False])
 def test_a_plan_that_cannot_be_read_ends_the_daemon(bench: Bench, plan: str, there_before: bool) -> None:
     a = bench.daemon("a")
