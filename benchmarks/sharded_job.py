@@ -2,7 +2,7 @@
 
 A step changes the shards of one layer, after a sleep that stands for the computation of a GPU: what is measured is the
 machinery around the steps, not the CPU. With `--saves` the job measures how long saves hold it up, and ends. Otherwise
-it trains until it is ended, with `Checkpointer` or as `examples/fsdp2_dcp.py` does it, and writes to DIRECTORY:
+it trains until it is ended, with `Checkpointer` or with plain `dcp.save(checkpoint_id=...)`, and writes to DIRECTORY:
 
 - `steps`: a line of each finished step, as `ddp_job.py` writes them;
 - `loads`: a line of JSON for each load: rank, generation, step, seconds, and bytes of the data files that it opened.
@@ -183,7 +183,7 @@ class Library:
 
 
 class Plain:
-    """As `examples/fsdp2_dcp.py` does it."""
+    """With plain `dcp.save(checkpoint_id=...)`."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self._training = training

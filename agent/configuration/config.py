@@ -253,7 +253,8 @@ PORT_RANGE: Option[PortRange | None] = NETWORK.option(
     "port-range",
     Parser("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
     "ports this agent may listen on for its workers, for other nodes' probes (unless --http-address names"
-    " a port), for copies of sharded state and, without an endpoint, for the store (default: any free port)",
+    " a port), for other nodes' copies of sharded state, for states that they hand over when they leave and, without an"
+    " endpoint, for the store (default: any free port)",
     metavar="FIRST-LAST",
 )
 HTTP_ADDRESS: Option[Endpoint | None] = NETWORK.option(

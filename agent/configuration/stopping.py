@@ -90,7 +90,8 @@ MEMORY_REPLICAS: Option[int] = STOPPING.option(
 MEMORY_REPLICA_RATE: Option[int | None] = STOPPING.option(
     "memory-replica-rate",
     RATE,
-    "at most so many bytes per second leave this node for its replicas, over all its partners (default: no limit)",
+    "at most so many bytes per second leave this node for its replicas, over all its partners; what it hands over when"
+    " it leaves is not held back (default: no limit)",
     metavar="RATE",
 )
 FAILURE_DOMAIN: Option[str | None] = STOPPING.option(

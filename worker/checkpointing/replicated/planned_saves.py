@@ -80,7 +80,7 @@ class ReplicatedPlannedSaver(PlannedSaver):
         return True
 
     def order_write(self, step: int) -> None:
-        """Rank 0, after `keep`: order the write of a copy that was made on every node."""
+        """Every rank, after `save_last_step`: rank 0 orders the write of a copy that was made on every node."""
         memory = self._copies.memory
         if memory is None or not self._disk.is_leaving:
             return

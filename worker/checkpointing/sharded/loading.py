@@ -233,7 +233,7 @@ class ShardLoading:
             prepared, error = self._read(group, source, stack)
             if self._leave_out(group, source, error):
                 return False
-            raise_together(group, error if isinstance(error, CheckpointError) else None)
+            raise_together(group, error)
             assert prepared is not None
             together(group, prepared.apply, f"step {source.what.step} cannot be loaded")
             self._restore_random_state(group, source, prepared)

@@ -1,9 +1,11 @@
 """Every message to and from a memory server, the process of an agent that serves its node's copies to other nodes.
 
-    requests       MemoryClient, another server -> server    List, Read, Push, each on a `Link`
-    answers        server -> who asked                        Found ... End; Stretch ... ; Have, Continue, Acknowledged
-    a push         the node that sends -> server              Push, then Piece ..., Sent; or Superseded
-    orders         a worker -> its own node's server          Replicate, Settled, AbandonNewer, on a UNIX socket
+    requests    MemoryClient, a server, an agent -> server    List, Read, Push, each on a `Link`
+    answers     server -> who asked                           Found ... End; Stretch ... ; Have, Continue, Acknowledged
+    a push      the node that sends -> server                 Push, then Piece ..., Sent; or Superseded
+    orders      a worker -> its own node's server             Replicate, Settled, AbandonNewer, on a UNIX socket
+
+Servers push replicas, and the agent of a node that leaves pushes what only that node has.
 
 A message that cannot be read is refused where it is made, and where it arrives.
 """
@@ -107,7 +109,8 @@ class Continue(Checked):
 @dataclass(frozen=True, slots=True)
 class Refused(Checked):
     """`no_room`: the memory that the agent may take is used up; `abandoned`: the job has gone on from an older state;
-    `busy`: both slots of the replica are being read; `damaged`: what came is not what was to come."""
+    `busy`: both slots of the replica are being read, or another connection brings the copy; `damaged`: what came is not
+    what was to come."""
 
     why: Literal["no_room", "abandoned", "busy", "damaged"]
     reason: Reason
