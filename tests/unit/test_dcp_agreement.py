@@ -16,8 +16,8 @@ OF_10 = SlotState((3, 10), Replication.ACKNOWLEDGED)
 
 
 def brought(rank: int, readiness: Readiness | None = EMPTY, *, world_size: int = 2) -> Brought:
-    place = RankHome(f"n{rank // 2}", f"n{rank // 2}:1", "", f"{rank:016}", "")
-    return Brought(20, Home(rank, world_size, place), 100, readiness, True, False)
+    home = RankHome(f"n{rank // 2}", f"n{rank // 2}:1", "", f"{rank:016}", "")
+    return Brought(20, Home(rank, world_size, home), 100, readiness, True, False)
 
 
 def agreed(*ranks: Brought, loaded: tuple[int, int] | None = None) -> Agreed:
@@ -54,10 +54,10 @@ def test_after_a_refusal_anywhere_the_save_ends_on_disk() -> None:
     assert agreed(brought(0), replace(brought(1), was_refused=True)).durable
 
 
-def test_places_go_out_until_all_know_them() -> None:
+def test_homes_go_out_until_all_know_them() -> None:
     new = replace(brought(1), knows_others=False)
-    assert [one.digest[-1] for one in agreed(brought(0), new).places] == ["0", "1"]
-    assert not agreed(brought(0), brought(1)).places
+    assert [one.digest[-1] for one in agreed(brought(0), new).homes] == ["0", "1"]
+    assert not agreed(brought(0), brought(1)).homes
 
 
 def test_the_disk_writers_get_the_time_of_the_node_that_writes_most() -> None:

@@ -20,7 +20,7 @@ class Home:
 
     rank: int
     world_size: int
-    place: RankHome
+    home: RankHome
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Brought:
 class Agreed:
     """What all ranks do.
 
-    `copies`: each rank copies into memory, into the slot without the version `keep`. `places` are those of all ranks,
+    `copies`: each rank copies into memory, into the slot without the version `keep`. `homes` are those of all ranks,
     for the replicas; empty: all know them. `durable`: the save ends when it is on disk. `most_bytes`: what the ranks of
     one node write, of that node which writes most.
     """
@@ -52,7 +52,7 @@ class Agreed:
     copies: bool = False
     keep: Version | None = None
     settled: Version | None = None
-    places: tuple[RankHome, ...] = ()
+    homes: tuple[RankHome, ...] = ()
     durable: bool = False
     most_bytes: int = 0
 
@@ -78,7 +78,7 @@ def agree(brought: Sequence[Brought], generation: int, keep: Version | None) -> 
         copies=verdict.decision in (Decision.COPY, Decision.HAVE),
         keep=verdict.keep,
         settled=settled(everyone, generation),
-        places=() if all(one.knows_others for one in brought) else tuple(one.home.place for one in brought),
+        homes=() if all(one.knows_others for one in brought) else tuple(one.home.home for one in brought),
     )
 
 
@@ -90,5 +90,5 @@ def are_the_world(homes: Sequence[Home]) -> bool:
 def _by_node(brought: Sequence[Brought]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for one in brought:
-        found.setdefault(one.home.place.node, []).append(one.size)
+        found.setdefault(one.home.home.node, []).append(one.size)
     return found

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from ..checkpointing.saving.slot_copies import SlotCopies
 from ..checkpointing.sharded.meeting import RankHome
-from ..checkpointing.sharded.shard_replicas import ShardReplicas
+from ..checkpointing.sharded.shard_replicas import LOOK_S, REPLICA_PATIENCE_S, SLOT_PATIENCE_S, ShardReplicas
 from ..state.sharding.items import Form
 from ..state.sharding.layout import ShardLayout, ShardLayouts
 from ..steps import progress
@@ -38,12 +38,6 @@ from ..wire.run import Run, this_run
 from .agreement import Agreed, Brought, Home
 
 logger = logging.getLogger(__name__)
-
-REPLICA_PATIENCE_S = 1.0
-"""For which a save waits until the copy before has its replicas: after that it overwrites this one."""
-SLOT_PATIENCE_S = 10.0
-"""For which it waits until nothing reads the slot that it needs: after that all ranks write while training waits."""
-_LOOK_S = 0.01
 
 Lent = tuple[Slots, HeldSlot]
 
@@ -76,8 +70,8 @@ class DirectoryOfRank:
         rank, env, memory = int(os.environ.get("RANK", "0")), self.env, self._memory
         kept = memory.digest_of(loaded) if memory is not None and loaded is not None else ""
         # DCP lets one rank write what several have: no rank's part can stand for another's.
-        place = RankHome(env.node, env.memory_address, env.failure_domain, f"{rank:016}", kept)
-        return Home(rank, int(os.environ.get("WORLD_SIZE", "1")), place)
+        home = RankHome(env.node, env.memory_address, env.failure_domain, f"{rank:016}", kept)
+        return Home(rank, int(os.environ.get("WORLD_SIZE", "1")), home)
 
     # ---------------------------------------------------------------- saving
 
@@ -109,7 +103,7 @@ class DirectoryOfRank:
             )
             if verdict.decision is not Decision.WAIT or waited_s > SLOT_PATIENCE_S:
                 return readiness
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
 
     def _is_taken(self, memory: ShardMemory) -> bool:
         """A Checkpointer keeps its own copies in these slots."""
@@ -133,8 +127,8 @@ class DirectoryOfRank:
         The coordinator gets what it has copied, for `commit`. Raises OSError, CheckpointError.
         """
         with self._lock:
-            if agreed.places and not self._knows_others:
-                self._begin_replicas(agreed.places, (0, 0))
+            if agreed.homes and not self._knows_others:
+                self._begin_replicas(agreed.homes, (0, 0))
             if agreed.copies:
                 assert self._replicas is not None
                 self.keep = agreed.keep
@@ -214,7 +208,7 @@ class DirectoryOfRank:
 
     # ---------------------------------------------------------------- what was loaded
 
-    def began(self, step: int, version: Version | None, places: tuple[RankHome, ...]) -> None:
+    def began(self, step: int, version: Version | None, homes: tuple[RankHome, ...]) -> None:
         """All ranks have loaded `step`, in memory if there is a version: training goes on from there.
 
         After the first save of this process a load is no beginning any more.
@@ -227,13 +221,13 @@ class DirectoryOfRank:
             self.keep = version
             if version is not None:
                 memory.abandon_newer(version)
-            if places:
-                self._begin_replicas(places, version or (0, 0))
+            if homes:
+                self._begin_replicas(homes, version or (0, 0))
 
-    def _begin_replicas(self, places: tuple[RankHome, ...], resumed: Version) -> None:
+    def _begin_replicas(self, homes: tuple[RankHome, ...], resumed: Version) -> None:
         self._knows_others = True
         if self._replicas is not None:
-            self._replicas.began(places, resumed)
+            self._replicas.began(homes, resumed)
 
 
 def directory_of_rank(path: str, run: Run | None = None) -> DirectoryOfRank:

@@ -16,13 +16,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ...codec import Count
+from ..checkpointing.loading.shard_copies import shard_copies_in
 from ..checkpointing.loading.shard_selection import (
+    CopyName,
     CopyPlace,
     ShardCopy,
     ShardOffer,
     ShardSource,
     choose_shards,
     unusable,
+    without,
 )
 from ..checkpointing.sharded.meeting import RankHome
 from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
@@ -33,8 +36,6 @@ from ..state.sharding.table import Table
 from ..storage.disk.checkpoint_files import CheckpointFiles
 from ..storage.disk.manifests import Manifest
 from ..storage.disk.shard_files import DiskCopy, data_name
-from ..storage.memory.slot_folders import folders_of
-from ..storage.memory.slots import Slots
 from ..storage.replication.copy_rule import Version
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS, Reason
@@ -168,9 +169,9 @@ class ElasticStorageReader(StorageReader):
                 f"the ranks found different checkpoints in {self._directory}: {', '.join(chosen)}. Let all nodes see "
                 "the same directory, and load again when no save is under way"
             )
-        homes = [choice.home for choice in choices]
-        places = tuple(one.place for one in homes) if self._memory and are_the_world(homes) else ()
-        return [replace(plan, storage_data=places) for plan in plans]
+        ranks = [choice.home for choice in choices]
+        homes = tuple(one.home for one in ranks) if self._memory and are_the_world(ranks) else ()
+        return [replace(plan, storage_data=homes) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         found = self._found
@@ -179,9 +180,9 @@ class ElasticStorageReader(StorageReader):
             self._read_from_disk(found.what, found.tables, plan, planner)
         else:
             self._read_from_memory(found, plan, planner)
-        places: tuple[RankHome, ...] = plan.storage_data
-        if places and WorkerEnv.of(os.environ).run:
-            self._own().began(found.step, found.version, places)
+        homes: tuple[RankHome, ...] = plan.storage_data
+        if homes and WorkerEnv.of(os.environ).run:
+            self._own().began(found.step, found.version, homes)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -234,12 +235,10 @@ class ElasticStorageReader(StorageReader):
         on_disk: _Found | None = None
         failure: CheckpointError | None = None
         looked = False
-        copies = _copies_on_this_node(own.env, self._directory)
-        damaged: set[CopyPlace] = set()
+        copies = self._wanted_copies(own.env)
+        damaged: set[CopyName] = set()
         while True:
-            offers = [
-                self._without(offer, damaged) for offer in group.exchange(self._offer(own, manifest, copies))
-            ]
+            offers = [without(offer, damaged) for offer in group.exchange(self._offer(own, manifest, copies))]
             source = choose_shards(offers)
             if source is not None and not isinstance(source.what, Manifest):
                 places = tuple(best_of(places, rank) for rank, places in enumerate(source.places))
@@ -270,25 +269,17 @@ class ElasticStorageReader(StorageReader):
                 return manifest
         return None
 
+    def _wanted_copies(self, env: WorkerEnv) -> tuple[ShardCopy, ...]:
+        """On this node. Its first rank names them."""
+        found = shard_copies_in(env.memory, self._directory) if env.memory and env.local_rank <= 0 else ()
+        return tuple(copy for copy in found if self._wanted in (None, copy.header.step))
+
     def _offer(
         self, own: DirectoryOfRank, manifest: Manifest | None, copies: tuple[ShardCopy, ...]
     ) -> ShardOffer:
         foreign = manifest is not None and not own.files.claim.is_ours(manifest)
         return ShardOffer(
             manifest, (), copies, own.env.node, own.env.memory_address, own.files.run.id, foreign
-        )
-
-    def _without(self, offer: ShardOffer, damaged: set[CopyPlace]) -> ShardOffer:
-        """Those that could be loaded."""
-        gone = {(one.node, one.folder, one.slot, one.header.version) for one in damaged}
-        return replace(
-            offer,
-            copies=tuple(
-                copy
-                for copy in offer.copies
-                if self._wanted in (None, copy.header.step)
-                and (offer.node, copy.folder, copy.slot, copy.header.version) not in gone
-            ),
         )
 
     def _is_unwanted(self, manifest: Manifest) -> bool:
@@ -324,22 +315,8 @@ class ElasticStorageReader(StorageReader):
                 files.reject(manifest, damage)
 
 
-def _copies_on_this_node(env: WorkerEnv, directory: str) -> tuple[ShardCopy, ...]:
-    """All that is there of other nodes', too: the first rank of a node names it."""
-    if not env.memory or env.local_rank > 0:
-        return ()
-    found: list[ShardCopy] = []
-    with contextlib.suppress(OSError):
-        for folder in folders_of(env.memory, directory):
-            with contextlib.suppress(OSError), contextlib.closing(Slots(env.memory, folder)) as slots:
-                for problem in slots.problems():
-                    logger.warning("a copy in memory is left aside: reason=%s", problem)
-                found += (ShardCopy(folder.name, name, header) for name, header in slots.headers().items())
-    return tuple(found)
-
-
 def _open_together(
-    group: Group, env: WorkerEnv, places: tuple[CopyPlace, ...], damaged: set[CopyPlace]
+    group: Group, env: WorkerEnv, places: tuple[CopyPlace, ...], damaged: set[CopyName]
 ) -> dict[int, Table] | None:
     """The tables of these copies, by rank, when all can be read; None: some are `damaged`, on all ranks the same.
 
@@ -358,14 +335,14 @@ def _open_together(
     everywhere = group.exchange(_Unreadable(tuple(problems), tuple(problems.values())))
     for one in everywhere:
         for rank, reason in zip(one.ranks, one.reasons, strict=True):
-            if group.rank == 0 and places[rank] not in damaged:
+            if group.rank == 0 and places[rank].name not in damaged:
                 logger.warning(
                     "a copy in memory cannot be read, trying another: step=%d rank=%d reason=%s",
                     places[rank].header.step,
                     rank,
                     reason,
                 )
-            damaged.add(places[rank])
+            damaged.add(places[rank].name)
     return None if any(one.ranks for one in everywhere) else tables
 
 

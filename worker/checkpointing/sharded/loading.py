@@ -25,15 +25,13 @@ from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.manifests import Manifest
 from ...storage.disk.ownership import MOST_STEPS, Former
 from ...storage.memory.shard_memory import ShardMemory
-from ...storage.memory.slot_folders import folders_of
-from ...storage.memory.slots import Slots
 from ...wire.environment import WorkerEnv
 from ...wire.messages import MAX_REASON_CHARS, LoadResult, Tier
 from ..loading.checkpoint_selection import BadState
 from ..loading.node_sharing import first_ranks
+from ..loading.shard_copies import shard_copies_in
 from ..loading.shard_selection import (
     CopyName,
-    ShardCopy,
     ShardOffer,
     ShardSource,
     choose_shards,
@@ -173,25 +171,11 @@ class ShardLoading:
     def _offer(self, manifest: Manifest | None, reasons: tuple[str, ...]) -> ShardOffer:
         foreign = manifest is not None and not self._files.claim.is_ours(manifest)
         env = self._env
-        copies = self._copies_here() if env.memory and env.local_rank == 0 and not self._read_only else ()
+        has_some = env.memory and self._speaks_for_node
+        copies = shard_copies_in(env.memory, self._files.directory) if has_some else ()
         return ShardOffer(
             manifest, reasons, copies, env.node, env.memory_address, self._files.run.id, foreign
         )
-
-    def _copies_here(self) -> tuple[ShardCopy, ...]:
-        """All on this node: its workers' own, and replicas of other nodes'."""
-        found: list[ShardCopy] = []
-        try:
-            folders = folders_of(self._env.memory, self._files.directory)
-        except OSError as error:
-            logger.warning("no copies in memory are found: reason=%s", error)
-            return ()
-        for folder in folders:
-            with contextlib.suppress(OSError), contextlib.closing(Slots(self._env.memory, folder)) as slots:
-                for problem in slots.problems():
-                    logger.warning("a copy in memory is left aside: reason=%s", problem)
-                found += (ShardCopy(folder.name, name, header) for name, header in slots.headers().items())
-        return tuple(found)
 
     def _look(self, report: Callable[[int, LoadResult], None]) -> tuple[Manifest | None, tuple[str, ...]]:
         """The newest good checkpoint on disk, and what is wrong with those before it."""

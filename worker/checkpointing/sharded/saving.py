@@ -38,19 +38,14 @@ from .contents import ShardContents
 from .directory_check import DirectoryCheck
 from .meeting import Brought, Met, meet
 from .save_plans import SavePlans
-from .shard_replicas import ShardReplicas
+from .shard_replicas import LOOK_S, REPLICA_PATIENCE_S, SLOT_PATIENCE_S, ShardReplicas
 
 logger = logging.getLogger(__name__)
 
-REPLICA_PATIENCE_S = 1.0
-"""For which a save waits until the copy before has its replicas: after that it overwrites this one."""
-SLOT_PATIENCE_S = 10.0
-"""For which it waits until nothing reads the slot that it needs: after that all ranks write while training waits."""
 LAST_REPLICA_S = 2.0
 LAST_REPLICA_BYTES_PER_S = 200e6
 """For which, both together, ranks of a node that leaves wait for the replicas of their last step: after that all ranks
 save it to disk. A node that stays keeps its copy in memory."""
-_LOOK_S = 0.01
 
 
 class ShardSaving(SaveOutcomes):
@@ -202,7 +197,7 @@ class ShardSaving(SaveOutcomes):
             verdict = self._judge(step, met)
             if verdict.decision is not Decision.WAIT or met.gives_up:
                 return verdict
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
             waited_s = self._clock() - since
             met = meet(
                 group,
@@ -406,7 +401,7 @@ class ShardSaving(SaveOutcomes):
         while (found := self._replicas.outlives_node((self._env.generation, step))) is None:
             if self._clock() >= deadline:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
         return found
 
     def order_write(self, step: int) -> None:

@@ -19,6 +19,12 @@ from .meeting import RankHome
 
 logger = logging.getLogger(__name__)
 
+REPLICA_PATIENCE_S = 1.0
+"""For which a save waits until the copy before has its replicas: after that it overwrites this one."""
+SLOT_PATIENCE_S = 10.0
+"""For which it waits until nothing reads the slot that it needs: after that all ranks write while training waits."""
+LOOK_S = 0.01
+"""Between two looks at the slots and their replicas."""
 BEGIN_S = 2.0
 """For the order that begins the replicas of a generation: the memory server may only be starting."""
 LONGEST_S = 60.0
