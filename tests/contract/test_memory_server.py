@@ -554,6 +554,26 @@ def test_a_partner_that_is_away_is_unreachable_after_a_time(
     assert a.acks(4).unreachable == ()
 
 
+def test_a_copy_that_cannot_be_opened_is_tried_again_after_a_pause(make: Make) -> None:
+    """As where no descriptor is left: it is still listed."""
+    a, b = make("a"), make("b")
+    filled(a, 3, 100)
+    tries = 0
+
+    def fail(*_: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise CopyGone("slot a has no copy now: [Errno 24] Too many open files")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(replicator, "UNREACHABLE_AFTER_S", 0.1)
+        patched.setattr(replicator, "CopyReader", fail)
+        a.replicate_to(b.partner)
+        wait_for(lambda: a.acks(3).unreachable == ("b",), "the partner to be called unreachable")
+        assert tries < 20
+    acked(a, 3, "b")
+
+
 def test_a_twin_of_the_partner_s_own_is_as_good(make: Make) -> None:
     a, b, c = make("a"), make("b"), make("c")
     data = b"x" * 1000

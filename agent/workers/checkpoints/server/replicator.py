@@ -192,10 +192,12 @@ class _Order:
                 if self._push(link, copy):
                     self._acknowledged(partner, copy)
                 attempt = 0
-            except CopyGone:
-                self.look()
             except (OSError, RefusedCopy) as error:
-                if not isinstance(error, RefusedCopy) and link is not None:
+                if isinstance(error, CopyGone):
+                    self.look()
+                    if self._is_superseded(copy):
+                        continue  # else it is listed, and cannot be opened: a failure as any other
+                elif not isinstance(error, RefusedCopy) and link is not None:
                     link.close()
                     link = None
                 self._failed(partner, error, began)
