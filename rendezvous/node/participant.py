@@ -569,7 +569,7 @@ class Participant:
         )
 
     def keeps(self, generation: int) -> bool:
-        """This node has the state after the last step of a planned change."""
+        """This node has the state after the last step that all have done."""
         return self._session.record.has(Condition.STATE_SAVED, generation)
 
     def handed_over(self) -> None:

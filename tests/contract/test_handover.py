@@ -39,6 +39,7 @@ from elastic_agent.worker.storage.replication.messages import Replicate
 from tests.memory_servers import DIRECTORY, Node, Proxy, header_of, wait_for
 
 LONG_S = 30.0
+LOST = "the shards of rank 0 after step 7 of generation 1 are only in the memory of this node and are lost with it"
 
 
 class Nodes:
@@ -125,6 +126,10 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
 
 
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+
 # ---------------------------------------------------------------- shards
 
 
@@ -206,10 +211,9 @@ def test_the_next_node_takes_what_the_first_has_no_room_for(
     job.asked_to_leave("ac")
     job.leave("a").report_lost()
     [line] = errors(caplog)
-    assert line.startswith(
-        "the shards of ranks 0 after step 7 of generation 1 is only in the memory of this node"
-    )
-    assert "node b: two copies of a replica take" in line
+    assert LOST in line
+    assert "lost with it: node b: two copies of a replica take" in line
+    assert "raise --memory-checkpoints there" in line
     assert b.replica("a", 7) is None
 
 
@@ -232,6 +236,32 @@ def test_no_memory_server_is_asked_where_a_member_stays(job: Nodes) -> None:
     state(a, 7, b"seven")
     job.asked_to_leave("a")
     job.leave("a")
+    assert found_in(b) == {}
+
+
+def test_a_member_that_stays_without_the_state_is_given_it(job: Nodes) -> None:
+    """It had no room, and the ranks have kept the state each for itself."""
+    a, b = job.make("ab")
+    state(a, 7, b"seven")
+    job.asked_to_leave("a")
+    job.write(job.record("b"))
+    thread = threading.Thread(target=job.leave, args=("a",))
+    thread.start()
+    time.sleep(0.1)
+    assert found_in(b) == {}, "its workers have not ended"
+    job.write(job.record("b").having(1, Condition.STOPPED))
+    thread.join()
+    assert found_in(b) == {7: b"seven"}
+
+
+def test_shards_do_not_wait_until_it_is_known_who_keeps_a_state_of_all_ranks(job: Nodes) -> None:
+    a, b = job.make("ab")
+    data = shards(a, 7, 0)
+    state(a, 7, b"seven")
+    job.asked_to_leave("a")
+    job.write(job.record("b"))
+    job.leave("a", within_s=0.5)
+    assert b.replica("a", 7) == data
     assert found_in(b) == {}
 
 
@@ -284,10 +314,7 @@ def test_what_is_lost_is_said_before_it_is(job: Nodes, caplog: pytest.LogCapture
     found.run(job.world, began + 0.05, kept=True)
     assert time.monotonic() - began < 3.0
     [line] = lost(job, found, caplog)
-    assert line.startswith(
-        "the shards of ranks 0 after step 7 of generation 1 is only in the memory of this node, and"
-    )
-    assert "the time for that was over" in line
+    assert line.startswith(f"{LOST}: the time for that was over, raise --stop-grace")
     slow.close()
 
 
@@ -331,7 +358,9 @@ def test_without_another_node_shards_are_lost_unless_they_are_on_disk(
     job.asked_to_leave("a")
     found = job.leave("a")
     [line] = lost(job, found, caplog)
-    assert "no other node stays or comes" in line
+    assert line.startswith(
+        f"{LOST}: no other node stays or comes, let one stay until another has joined. Nodes"
+    )
     assert DIRECTORY in line
     monkeypatch.setattr(handover, "_on_disk", lambda path, header: (path, header.step) == (DIRECTORY, 7))
     assert lost(job, found, caplog) == []
@@ -365,10 +394,81 @@ def test_a_store_that_does_not_answer_is_asked_again(
         return answer(*args)
 
     monkeypatch.setattr(job.store, "read", read)
-    assert lost(job, job.leave("a"), caplog) == []
+    found = job.leave("a")
+    assert lost(job, found, caplog) == []
     assert b.replica("a", 7) == data
+    found.run(job.world, time.monotonic() + 0.2, kept=True)
+    assert lost(job, found, caplog) == [], "it was brought before"
     [line] = lost(job, job.leave("a", within_s=0.2), caplog)
-    assert "the job's nodes are not known: no answer" in line
+    assert line.startswith(
+        "it is not known whether a node that goes on has the shards of rank 0 after step 7 of generation 1: the store "
+        "gives no answer, no answer. If none has"
+    )
+
+
+def test_without_an_answer_of_the_store_no_more_is_said_than_is_known(
+    job: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of a replica, whose own node has it, nor an error of a state that members that stay may have."""
+    a, b = job.make("ab")
+    shards(a, 7, 0)
+    shards(b, 7, 1)
+    b.replicate_to(a.partner)
+    wait_for(lambda: b.acks(7).nodes == ("a",), "the replica")
+    state(a, 7, b"seven")
+
+    def read(*_: object) -> Snapshot:
+        raise StoreUnavailable("no answer")
+
+    monkeypatch.setattr(job.store, "read", read)
+    [line] = lost(job, job.leave("a", within_s=0.05), caplog)
+    assert line.startswith(
+        "it is not known whether a node that goes on has the shards of rank 0 after step 7"
+    )
+    assert warnings(caplog)[0].startswith(
+        "the state after step 7 of generation 1 was handed over to no other node"
+    )
+
+
+def test_whether_a_state_of_all_ranks_is_on_disk_is_for_the_disk_writer_to_say(
+    job: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, _new = job.make("a", "n")
+    state(a, 7, b"seven")
+    job.asked_to_leave("a")
+    assert lost(job, job.leave("a", within_s=0.0), caplog) == []
+    [line] = warnings(caplog)
+    assert line.startswith(
+        "the state after step 7 of generation 1 was handed over to no other node: the time for that was over, raise"
+    )
+
+
+def test_what_was_brought_is_not_lost_where_a_second_run_has_no_time(
+    job: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, _b = job.make("ab")
+    shards(a, 7, 0)
+    job.asked_to_leave("a")
+    found = job.leave("a")
+    found.run(job.world, time.monotonic(), kept=True)
+    assert lost(job, found, caplog) == []
+
+
+def test_what_was_brought_is_not_lost_where_the_time_of_a_second_run_ends(
+    job: Nodes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _b, _c = job.make("abc")
+    shards(a, 7, 0)
+    job.asked_to_leave("a")
+    found = job.leave("a")
+    taker = next(iter(found._brought.values()))
+    monkeypatch.setattr(found, "_acked", lambda *_: found.cut() or {})
+    found.run(job.world, time.monotonic() + LONG_S, kept=True)
+    assert lost(job, found, caplog) == []
+    monkeypatch.setattr(found, "_cut", threading.Event())
+    job.asked_to_leave(f"a{taker}")  # it takes along what it was brought
+    found.run(job.world, time.monotonic() + LONG_S, kept=True)
+    assert len(lost(job, found, caplog)) == 1
 
 
 @pytest.mark.parametrize("method", ["run", "start"])

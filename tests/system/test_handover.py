@@ -61,7 +61,7 @@ def test_two_partners_leave_at_once_and_take_no_shards_with_them(job: Job, in_et
     assert not list(job.folder.glob("of-*/disk/*/step-*")), "it came from disk"
     for name in ("a", "b"):
         assert agents[name].exit_code() == 143
-        assert not agents[name].says("is lost with it")
+        assert not agents[name].says("lost with it")
 
 
 @pytest.mark.parametrize("leavers", [1, 2])
@@ -103,6 +103,6 @@ def test_what_there_is_no_time_for_is_said_before_it_is_lost(job: Job, in_etcd: 
         os.kill(server, signal.SIGCONT)
     rank = next(one["rank"] for one in job.history(what="start", node="a"))
     assert leaver.says(
-        rf"the shards of ranks {rank} after step 3 of generation \d is only in the memory of this node, "
-        "and is lost with it: the time for that was over"
+        rf"the shards of rank {rank} after step 3 of generation \d are only in the memory of this node "
+        "and are lost with it: the time for that was over"
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.workers.checkpoints.handover_plan import Others, Peer, others, tasks
+from elastic_agent.agent.workers.checkpoints.handover_plan import Others, Peer, others, tasks, waits_for
 from elastic_agent.rendezvous.records import (
     Aside,
     Cause,
@@ -48,7 +48,7 @@ def in_twos(most: int = 8) -> World:
 
 
 @pytest.mark.parametrize(
-    ("world", "nodes", "go_on", "leaving", "member_stays"),
+    ("world", "nodes", "go_on", "leaving", "member_keeps"),
     [
         (WORLD, [LEAVING_A, B, C], "bc", "", True),
         (WORLD, [LEAVING_A, LEAVING_B, C], "c", "b", True),
@@ -57,6 +57,8 @@ def in_twos(most: int = 8) -> World:
         (WORLD, [LEAVING_A, NEW, C], "cn", "", True),
         (WORLD, [LEAVING_A, replace(NEW, ready=False), node("m", kept=False, generation=0)], "mn", "", False),
         (WORLD, [LEAVING_A], "", "", False),
+        # one that stays, and has not kept the state after the last step, has to be given it
+        (WORLD, [LEAVING_A, node("b", kept=False)], "b", "", False),
         # a new life of a member is no member
         (WORLD, [LEAVING_A, replace(C, incarnation="c-2")], "c", "", False),
         # without a memory server it takes nothing, and hands over nothing
@@ -71,12 +73,12 @@ def in_twos(most: int = 8) -> World:
     ],
 )
 def test_the_nodes_that_go_on(
-    world: World, nodes: list[NodeRecord], go_on: str, leaving: str, member_stays: bool
+    world: World, nodes: list[NodeRecord], go_on: str, leaving: str, member_keeps: bool
 ) -> None:
     found = others(world, "a", nodes)
     assert "".join(peer.node for peer in found.go_on) == go_on
     assert found.leaving == frozenset(leaving)
-    assert found.member_stays is member_stays
+    assert found.member_keeps is member_keeps
     assert found.busy == ()
 
 
@@ -92,6 +94,29 @@ def test_who_still_has_workers() -> None:
 
 
 # ---------------------------------------------------------------- what is handed over
+
+
+@pytest.mark.parametrize(
+    ("kept", "keeps", "replicated", "waits"),
+    [
+        (False, False, False, True),
+        (
+            False,
+            True,
+            True,
+            True,
+        ),  # where there is no common last step, it may be about to overwrite the slot
+        (True, False, False, False),
+        (True, True, True, False),
+        (True, False, True, True),  # it may still say that it keeps it
+    ],
+)
+def test_workers_that_have_not_ended_are_waited_for_where_it_matters(
+    kept: bool, keeps: bool, replicated: bool, waits: bool
+) -> None:
+    seen = Others(peers("b"), member_keeps=keeps, busy=("b",))
+    copies = [copy(9), *([copy(9, local_rank=None)] if replicated else [])]
+    assert waits_for(copies, seen, kept=kept) == (("b",) if waits else ())
 
 
 def copy(
@@ -123,12 +148,12 @@ def todo(
     leaving: str = "",
     *,
     kept: bool = True,
-    stays: bool = True,
+    keeps: bool = True,
     acked: str = "",
 ) -> list[tuple[int, str, str]]:
     """Step, of which folder, and the first taker, in order."""
     known = {(one.folder.name, one.slot): tuple(acked) for one in copies}
-    found = tasks(copies, known, Others(peers(go_on), frozenset(leaving), stays), kept=kept)
+    found = tasks(copies, known, Others(peers(go_on), frozenset(leaving), keeps), kept=kept)
     names = {SlotFolder.of("/checkpoints", 0, of).name: of or "own" for of in ("", *"abc")}
     names |= {SlotFolder.of("/checkpoints").name: "state"}
     return [
@@ -179,16 +204,17 @@ def test_two_that_have_a_replica_choose_one_taker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "stays", "go_on", "expected"),
+    ("kept", "keeps", "go_on", "expected"),
     [
-        (True, True, "bc", []),  # every node has it
+        (True, True, "bc", []),  # one of them has it
+        (True, False, "b", [(9, "state", "b")]),  # it stays, and does not
         (True, False, "n", [(9, "state", "n")]),
         (False, True, "cb", [(9, "state", "c")]),  # that one may have an older one
         (True, False, "", [(9, "state", "")]),
     ],
 )
 def test_a_state_that_is_on_all_nodes(
-    kept: bool, stays: bool, go_on: str, expected: list[tuple[int, str, str]]
+    kept: bool, keeps: bool, go_on: str, expected: list[tuple[int, str, str]]
 ) -> None:
     state = [copy(9, local_rank=None, slot="b"), copy(8, local_rank=None)]
-    assert todo(state, go_on, kept=kept, stays=stays) == expected
+    assert todo(state, go_on, kept=kept, keeps=keeps) == expected

@@ -1,8 +1,9 @@
 """Brings what only this node has in memory to nodes that go on, before this node leaves.
 
 It runs after this node's workers have ended and before that is written to the store: the next generation waits for it,
-and finds what it brings as it finds any replica. It has a deadline. What no other node has taken by then, and is not on
-disk either, is an error in the log: `report_lost`.
+and finds what it brings as it finds any replica. It has a deadline. `report_lost` logs what no other node has taken by
+then: shards that are not on disk either are an error. Of a state that is the same on all ranks it warns that no other
+node took it: whether it is on disk is for the disk writer to say.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ....worker.storage.replication.client import CopyGone, FoundCopy
 from ....worker.storage.replication.key_file import read_key
 from ....worker.storage.replication.link import Link, connect
 from ....worker.wire.run import Run
-from .handover_plan import Others, Peer, Task, others, tasks
+from .handover_plan import Others, Peer, Task, others, tasks, waits_for
 from .server.copies import CopyReader, copies_of
 from .server.orders import kept_orders
 from .server.pushing import RefusedCopy, Sender
@@ -48,8 +49,15 @@ LOOK_S = 0.05
 DISK_S = 2.0
 """For a look at the disk: it may not answer."""
 
+_TIME_OVER = "the time for that was over, raise --stop-grace"
+_NO_NODE = "no other node stays or comes, let one stay until another has joined"
+
 # At most 0.7 s for the tries of one node.
 RETRY = RetryPolicy(first_wait_s=0.1, max_wait_s=0.4)
+
+
+Key = tuple[str, str, tuple[int, int]]
+"""Of a copy: folder, slot and version."""
 
 
 class OutOfTime(Exception):
@@ -64,7 +72,9 @@ class Left:
     header: Header
     reason: str
     taker: bool
-    """Some node goes on that could have taken it."""
+    """Some node goes on that could have taken it, as far as is known."""
+    known: bool = True
+    """False: the job's nodes are not known, and another one may have it."""
 
 
 class Handover:
@@ -81,7 +91,10 @@ class Handover:
         self._cut = threading.Event()
         self._deadline, self._latest = 0.0, math.inf
         self._links: dict[str, Link] = {}
-        self._left: tuple[Left, ...] = ()
+        self._left: tuple[Left, ...] | None = None
+        """None: there was no `run`."""
+        self._brought: dict[Key, str] = {}
+        """The node that has taken it, in any `run`."""
         self._sent_bytes = 0
 
     def begin(self, world: World, deadline: float, done: Callable[[], None], *, kept: bool) -> None:
@@ -104,36 +117,55 @@ class Handover:
     def run(self, world: World, deadline: float, *, kept: bool) -> None:
         """This node leaves `world`; it may run again, and sends nothing twice. `deadline` is on the clock.
 
-        `kept`: this node has the state after the last step that all have done.
+        `kept`: this node has the state after the last step that all have done. A run without time, or without an answer
+        of the store, leaves what the one before has found.
         """
-        self._deadline, self._sent_bytes, began = deadline, 0, self._clock()
+        self._deadline, self._sent_bytes, before = deadline, 0, self._left
+        if before is not None and self._is_over():
+            return
         copies = tuple(self._copies())
-        self._left = ()
-        if not copies:
-            return
+        # Shards never wait until it is known who keeps a state that is the same on all ranks.
+        shards = tuple(copy for copy in copies if copy.folder.local_rank is not None)
+        states = tuple(copy for copy in copies if copy.folder.local_rank is None)
         try:
-            seen = self._others(world, kept=kept)
-        except (StoreError, RecordInvalid, OutOfTime) as error:
-            self._left = tuple(_left(copy, f"the job's nodes are not known: {error}") for copy in copies)
-            return
-        todo = tasks(copies, self._acked(copies, world.generation), seen, kept=kept)
-        try:
-            reasons = [(task, self._bring(task)) for task in todo]
+            self._left = tuple(
+                left
+                for some in (shards, states)
+                if some
+                for left in self._hand_over(world, some, before, kept=kept)
+            )
         finally:
             for link in self._links.values():
                 link.close()
             self._links.clear()
-        self._left = tuple(
-            _left(task.copy, reason, taker=bool(task.takers)) for task, reason in reasons if reason
-        )
-        if self._sent_bytes:
+
+    def _hand_over(
+        self, world: World, copies: Sequence[FoundCopy], before: Sequence[Left] | None, *, kept: bool
+    ) -> Sequence[Left]:
+        """Those of these copies that no other node has taken; `before`: in the `run` before this one."""
+        began, sent_before = self._clock(), self._sent_bytes
+        try:
+            seen = self._others(world, copies, kept=kept)
+        except (StoreError, RecordInvalid, OutOfTime) as error:
+            if before is None:
+                return _not_known(copies, str(error), kept=kept)
+            folders = {copy.folder for copy in copies}
+            return [left for left in before if left.folder in folders]
+        todo = tasks(copies, self._acked(copies, world.generation), seen, kept=kept)
+        reasons = [(task, self._bring(task)) for task in todo]
+        if self._sent_bytes > sent_before:
             log.info(
                 "handed over to other nodes: step=%d copies=%d bytes=%d took_s=%.2f",
                 max(task.copy.header.step for task in todo),
                 sum(not reason for _, reason in reasons),
-                self._sent_bytes,
+                self._sent_bytes - sent_before,
                 self._clock() - began,
             )
+        return [
+            Left(task.copy.folder, task.copy.header, reason, bool(task.takers))
+            for task, reason in reasons
+            if reason and not self._was_brought(task)
+        ]
 
     # ---------------------------------------------------------------- what there is
 
@@ -154,22 +186,22 @@ class Handover:
             if copy.folder.local_rank is not None and not copy.folder.origin
         }
 
-    def _others(self, world: World, *, kept: bool) -> Others:
-        """Without a common last step: when they have ended their workers, too. Raises StoreError, RecordInvalid, and
-        OutOfTime."""
+    def _others(self, world: World, copies: Sequence[FoundCopy], *, kept: bool) -> Others:
+        """When those that `waits_for` names have ended their workers. Raises StoreError, RecordInvalid, OutOfTime."""
         attempt, rng = 0, random.Random()
         while True:
             try:
                 entries = self._store.read((NODES_PREFIX,)).entries
             except StoreUnavailable as error:
-                self._wait(RETRY.wait_s(attempt, rng), str(error))
+                self._wait(RETRY.wait_s(attempt, rng), f"the store gives no answer, {error}")
                 attempt += 1
                 continue
             nodes = [NodeRecord.from_json(entry.key, entry.value) for entry in _oldest_first(entries)]
             found = others(world, self._node, nodes)
-            if kept or not found.busy:
+            busy = waits_for(copies, found, kept=kept)
+            if not busy:
                 return found
-            self._wait(LOOK_S, f"the workers of {shortened(found.busy)} have not ended")
+            self._wait(LOOK_S, f"the workers of {shortened(busy)} have not ended in time, raise --stop-grace")
 
     def _wait(self, wait_s: float, what_for: str) -> None:
         """Raises OutOfTime."""
@@ -186,23 +218,22 @@ class Handover:
 
     def _bring(self, task: Task) -> str:
         """Why it is nowhere else; empty: another node has it."""
-        copy, reason, rng = task.copy, "no other node stays or comes", random.Random()
+        copy, reason, rng = task.copy, _NO_NODE, random.Random()
         sender = Sender(self._node, self._pause, self._count)
         for peer in task.takers:
             for attempt in range(TRIES):
                 if self._is_over():
-                    return (
-                        f"the time for that was over; {reason}" if attempt else "the time for that was over"
-                    )
+                    return f"{_TIME_OVER}; {reason}" if attempt else _TIME_OVER
                 try:
                     with CopyReader(self._memory, copy.folder, copy.slot, copy.header.version) as reader:
                         sender.push(self._link(peer), reader)
+                    self._brought[_key(copy)] = peer.node
                     return ""
                 except CopyGone as error:
                     return str(error)
                 except OutOfTime:
                     self._drop_link(peer)
-                    return f"the time for that was over while it went to node {peer.node}"
+                    return f"{_TIME_OVER}; it was on its way to node {peer.node}"
                 except RefusedCopy as error:
                     reason = f"node {peer.node}: {error}"
                     if error.lasts:
@@ -213,6 +244,10 @@ class Handover:
                 with contextlib.suppress(OutOfTime):
                     self._wait(RETRY.wait_s(attempt, rng), reason)
         return reason
+
+    def _was_brought(self, task: Task) -> bool:
+        """By a `run` before, to a node that still goes on."""
+        return self._brought.get(_key(task.copy)) in {peer.node for peer in task.takers}
 
     def _link(self, peer: Peer) -> Link:
         """Raises OSError."""
@@ -242,33 +277,68 @@ class Handover:
     # ---------------------------------------------------------------- what is lost
 
     def report_lost(self) -> None:
-        """Of the last `run`. Where no node goes on, only the disk writer can save a state that is on all nodes."""
+        """Of all runs. Where no node goes on, only the disk writer says what becomes of a state of all ranks."""
         paths = {
             SlotFolder.of(order.directory).directory: order.directory for order in kept_orders(self._memory)
         }
-        by_version: dict[tuple[str, tuple[int, int]], list[Left]] = {}
-        for left in self._left:
-            if left.taker or left.header.shards is not None:
-                by_version.setdefault((left.folder.directory, left.header.version), []).append(left)
-        for (directory, (generation, step)), lost in by_version.items():
+        by_version: dict[tuple[str, tuple[int, int], bool], list[Left]] = {}
+        for left in self._left or ():
+            sharded = left.header.shards is not None
+            if left.taker or sharded:
+                by_version.setdefault((left.folder.directory, left.header.version, sharded), []).append(left)
+        for (directory, _, sharded), lost in by_version.items():
             path = paths.get(directory, "")
-            if path and _on_disk(path, lost[0].header):
-                continue
-            ranks = sorted({left.header.shards.rank for left in lost if left.header.shards is not None})
-            what = f"the shards of ranks {', '.join(map(str, ranks))}" if ranks else "the state"
-            log.error(
-                "%s after step %d of generation %d is only in the memory of this node, and is lost with it: %s. Nodes "
-                "that go on begin with an older step, or with what they find in the checkpoint directory%s",
-                what, step, generation, lost[0].reason, path and f" {path}",
-            )  # fmt: skip
+            if not sharded:
+                _log_not_taken(lost[0])
+            elif not (path and _on_disk(path, lost[0].header)):
+                _log_lost(lost, path)
+
+
+def _log_not_taken(left: Left) -> None:
+    """A state that is the same on all ranks."""
+    generation, step = left.header.version
+    log.warning(
+        "the state after step %d of generation %d was handed over to no other node: %s. Nodes that go on begin with it "
+        "where they have it, or find it in the checkpoint directory",
+        step, generation, left.reason,
+    )  # fmt: skip
+
+
+def _log_lost(lost: Sequence[Left], path: str) -> None:
+    """Shards of one version that are not on disk, as far as can be seen here."""
+    generation, step = lost[0].header.version
+    ranks = sorted({left.header.shards.rank for left in lost if left.header.shards is not None})
+    shards = f"the shards of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    where = path and f" {path}"
+    if not lost[0].known:
+        log.error(
+            "it is not known whether a node that goes on has %s after step %d of generation %d: %s. If none has, the "
+            "others begin with an older step, or with what they find in the checkpoint directory%s",
+            shards, step, generation, lost[0].reason, where,
+        )  # fmt: skip
+        return
+    log.error(
+        "%s after step %d of generation %d are only in the memory of this node and are lost with it: %s. Nodes "
+        "that go on begin with an older step, or with what they find in the checkpoint directory%s",
+        shards, step, generation, lost[0].reason, where,
+    )  # fmt: skip
+
+
+def _key(copy: FoundCopy) -> Key:
+    return copy.folder.name, copy.slot, copy.header.version
 
 
 def _oldest_first(entries: Sequence[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.create_revision)
 
 
-def _left(copy: FoundCopy, reason: str, *, taker: bool = True) -> Left:
-    return Left(copy.folder, copy.header, reason, taker)
+def _not_known(copies: Sequence[FoundCopy], reason: str, *, kept: bool) -> tuple[Left, ...]:
+    """What would go to another node if there was one. A replica's own node hands over the same, or has it."""
+    own = [copy for copy in copies if not copy.folder.origin]
+    return tuple(
+        Left(task.copy.folder, task.copy.header, reason, True, known=False)
+        for task in tasks(own, {}, Others(()), kept=kept)
+    )
 
 
 def _complete(memory: str, directory: str) -> None:

@@ -2,7 +2,11 @@
 
 A copy is handed over to a node of the next world. Each leaving node does so with the copies of its own workers, and
 with replicas whose node does not: it is gone, or stands by in the next world. Of a state that is the same on all ranks
-nothing needs to go anywhere when a member that has it stays.
+nothing needs to go anywhere when a member stays that has written that it keeps it.
+
+That condition, `STATE_SAVED`, proves that the state outlives that node's workers: in the node's memory, or, where some
+node has no room for a copy, on rank 0's disk. So one case is not handed over: rank 0's node leaves with a disk that no
+other node sees, and the one that stays had no room. It would have none for what is handed over, either.
 
 All nodes rank the takers of a copy in the same way (by a hash), so that two that have a replica of it choose one taker,
 which takes it once. Those that are known to have it come first: asked to keep it, they answer that they do.
@@ -37,7 +41,8 @@ class Others:
     """Those of the next world, as far as it is known, that can take a copy: members first."""
     leaving: frozenset[str] = frozenset()
     """They hand over what is theirs."""
-    member_stays: bool = False
+    member_keeps: bool = False
+    """A member that stays has written that it keeps the state after the last step that all have done."""
     busy: tuple[str, ...] = ()
     """Members that stay and still have workers."""
 
@@ -77,7 +82,7 @@ def others(world: World, node: str, nodes: Sequence[NodeRecord]) -> Others:
             if one.memory
         ),
         frozenset(one.node for one in nodes if one.leaving and one.memory and one.node != node),
-        bool(stay),
+        any(one.has(Condition.STATE_SAVED, world.generation) for one in stay),
         tuple(one.node for one in stay if not one.has_stopped(world.generation)),
     )
 
@@ -91,6 +96,17 @@ def _next_world(world: World, nodes: Sequence[NodeRecord]) -> Sequence[NodeRecor
     return nodes[: most // limits.nodes_multiple_of * limits.nodes_multiple_of] or nodes
 
 
+def waits_for(copies: Sequence[FoundCopy], others: Others, *, kept: bool) -> tuple[str, ...]:
+    """The nodes whose workers have to end first; `kept` as for `tasks`.
+
+    Where this node has the state after the last step, they only matter to a state that is the same on all ranks: until
+    one that stays has written that it keeps it.
+    """
+    if kept and (others.member_keeps or all(copy.folder.local_rank is not None for copy in copies)):
+        return ()
+    return others.busy
+
+
 def tasks(
     copies: Sequence[FoundCopy],
     acked: Mapping[tuple[str, str], Collection[str]],
@@ -100,14 +116,14 @@ def tasks(
 ) -> tuple[Task, ...]:
     """In this order; `copies` are all on this node, and `acked` has the nodes with a replica, by folder and slot.
 
-    `kept`: all have the state after the last step, and so no older one counts.
+    `kept`: this node has the state after the last step that all have done, and so no older one counts.
     """
     found: list[Task] = []
     by_folder = sorted(copies, key=lambda copy: copy.folder.name)
     for folder, of_folder in groupby(by_folder, key=lambda copy: copy.folder):
         newest_first = sorted(of_folder, key=lambda copy: copy.header.version, reverse=True)
         if folder.local_rank is None:
-            if not (kept and others.member_stays):
+            if not (kept and others.member_keeps):
                 found.append(Task(newest_first[0], others.go_on))
         elif not (folder.origin and _has_its_node(newest_first[0], others)):
             for copy in newest_first[:1] if kept else newest_first:
@@ -123,13 +139,14 @@ def _has_its_node(copy: FoundCopy, others: Others) -> bool:
 
 
 def _ranked(copy: FoundCopy, holders: Collection[str], peers: Sequence[Peer]) -> tuple[Peer, ...]:
-    assert copy.header.shards is not None, "only shards have a local rank"
-    twins = frozenset(copy.header.shards.twins)
+    shards = copy.header.shards
+    assert shards is not None, "only shards have a local rank"
+    twins = frozenset(shards.twins)
 
     def rank(peer: Peer) -> tuple[bool, bytes]:
         has_it = peer.node in holders or not twins.isdisjoint(peer.ranks)
         # Of the shards' own name, which is the same wherever a replica of them lies.
-        name = f"{copy.folder.directory} {copy.header.shards and copy.header.shards.digest} {peer.node}"
+        name = f"{copy.folder.directory} {shards.digest} {peer.node}"
         return not has_it, hashlib.sha256(name.encode()).digest()
 
     return tuple(sorted(peers, key=rank))
