@@ -31,6 +31,9 @@ LAST_SAVE_S = 10.0
 """How long a stop waits for a save that a worker had ordered before it was stopped. One that ended by itself has waited
 for it. A node that brings to disk what no other node has in memory may take a stop grace, if that is longer."""
 
+LEAST_SAVE_S = 1.0
+"""For the last saves after a handover that took all of their time: the disk writer has saved meanwhile."""
+
 LEAVING_S = 5.0
 """What a planned stop takes beside: at most 3 s until the others stop with this node
 (`LEAVE_TOGETHER_S` in `rendezvous`), and the rest to reap the workers and to give the lease back."""
@@ -51,6 +54,19 @@ def drain_timeout_s(stop: StopConfig) -> float:
 
 def last_save_s(grace_s: float, *, rescues: bool) -> float:
     return max(LAST_SAVE_S, grace_s) if rescues else LAST_SAVE_S
+
+
+def last_saves_s(
+    now: float, grace_s: float, *, rescues: bool, handing_since: float = math.inf, saved_by: float = math.inf
+) -> float:
+    """How long a handover may take from `now` on, or the last saves after it with another handover after them: they
+    share the time of one last save that rescues.
+
+    `handing_since` is when the first handover began, if there was one; by `saved_by` this machine goes away.
+    """
+    shared_s = handing_since + last_save_s(grace_s, rescues=True) - now
+    own_s = last_save_s(grace_s, rescues=rescues)
+    return max(0.0, min(own_s, max(LEAST_SAVE_S, shared_s), saved_by - now))
 
 
 def whole_stop_s(grace_s: float) -> float:

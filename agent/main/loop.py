@@ -44,7 +44,7 @@ from ..common.events import (
 from ..common.exits import ENDINGS, TIME_IS_OVER, ExitCode, code_of_leave
 from ..common.ports import OfferedPort, PortError
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig
-from ..configuration.timeouts import last_save_s, obeys_before_s
+from ..configuration.timeouts import last_saves_s, obeys_before_s
 from ..machine.gpu_memory import GpuMemory
 from ..observability.accounting.observer import Observer
 from ..rendezvous_io.join_checks import JoinChecks
@@ -65,9 +65,6 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
-
-LEAST_SAVE_S = 1.0
-"""For the last saves after a handover that took all of their time: the disk writer has saved meanwhile."""
 
 JOB_ENDS_AT_OPTION = f"--{JOB_ENDS_AT.name}"
 
@@ -156,8 +153,8 @@ class Loop:
         """When the last saves are given up, where their end has come nearer since they began."""
         self._handover: Handover | None = None
         """Of this leave, once the workers have ended."""
-        self._saves_due_at = math.inf
-        """By then what is in memory here is to be elsewhere, on other nodes or on disk."""
+        self._handing_since = math.inf
+        """When this node began to bring what is in its memory to others: the last saves have the rest of that time."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
@@ -296,10 +293,19 @@ class Loop:
             participant.handed_over()
             return
         self._handover = server.new_handover()
-        self._saves_due_at = now + last_save_s(self._stop.grace_s, rescues=True)
-        deadline = min(self._saves_due_at, participant.leave_times.saved_by)
+        self._handing_since = now
+        within_s = self._last_saves_s(now, rescues=True)
         kept = participant.keeps(world.generation)
-        self._handover.begin(world, deadline, lambda: self._events.put(HandedOver()), kept=kept)
+        self._handover.begin(world, now + within_s, lambda: self._events.put(HandedOver()), kept=kept)
+
+    def _last_saves_s(self, now: float, *, rescues: bool) -> float:
+        return last_saves_s(
+            now,
+            self._stop.grace_s,
+            rescues=rescues,
+            handing_since=self._handing_since,
+            saved_by=self._participant.leave_times.saved_by,
+        )
 
     def _handed_over(self, _: HandedOver, __: float) -> None:
         self._participant.handed_over()
@@ -311,9 +317,7 @@ class Loop:
         world = self._participant.world
         rescues = world is not None and world.final_saver == self._participant.incarnation
         now = self._clock()
-        left_s = max(0.0, self._participant.leave_times.saved_by - now)
-        rest_s = max(LEAST_SAVE_S, self._saves_due_at - now)
-        within_s = round(min(last_save_s(self._stop.grace_s, rescues=rescues), left_s, rest_s), 1)
+        within_s = round(self._last_saves_s(now, rescues=rescues), 1)
         deadline = now + within_s
         handover, server = self._handover, self._services.memory_server
         # Other nodes may have come since, or those that had it may have gone.
