@@ -1,7 +1,7 @@
 """The very `examples/elastic_fsdp.py`, with more epochs: `sharded_soak_job.py FOLDER EPOCHS STEP_S`.
 
 It saves below FOLDER, waits for STEP_S seconds after each step, and writes the records that the harness reads, with
-`load` and `result` beside them.
+`load` and `result` beside them. What it has saved is gone when it loads: only copies in memory are there to go on from.
 """
 
 from __future__ import annotations
@@ -47,16 +47,19 @@ def main(folder: Path, epochs: int, step_s: float) -> None:
     record("start", env={name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")})
     os.chdir(folder)
     example = load_example()
-    model = torch.nn.Module()
+    model, disk = torch.nn.Module(), Path()
     done = 0
 
     class Recorded(worker.Checkpointer):
         def __init__(self, directory: str, state: dict[str, Any], **options: Any) -> None:
-            nonlocal model
-            model = state["model"]
+            nonlocal model, disk
+            model, disk = state["model"], Path(directory)
             super().__init__(directory, state, **options)
 
         def load(self) -> int:
+            # Each rank does so before it looks, so that no rank finds any, whichever comes first.
+            for manifest in disk.glob("step-*.json"):
+                manifest.unlink(missing_ok=True)
             record("load", step=(found := super().load()))
             return found
 

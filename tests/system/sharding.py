@@ -4,8 +4,9 @@
 is there, and does no step beyond the number in FOLDER/hold while that is there. It writes to the job's history where
 each kind began, with a digest of the whole state and of the random numbers there, and every step with those that it
 had, and with the newest step that this rank had copied before, and the newest before that: what is newer is copied only
-when the partners have acknowledged that. With `--quiet N` the first generation writes before all this what N steps come
-to without a Checkpointer. The checkpoints are in FOLDER/disk/KIND, or in SYSTEM_TEST_CHECKPOINTS/KIND.
+when the partners have acknowledged that. Where a planned change ends it, it writes which step is on disk by then. With
+`--quiet N` the first generation writes before all this what N steps come to without a Checkpointer. The checkpoints are
+in FOLDER/disk/KIND, or in SYSTEM_TEST_CHECKPOINTS/KIND.
 
 The inputs of a step come from its number and the rank's place in the mesh, dropout from the rank's random state.
 """
@@ -28,7 +29,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from elastic_agent.worker import Checkpointer, mesh, poll, step
+from elastic_agent.worker import Checkpointer, Drained, mesh, poll, step
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.wire.environment import WorkerEnv
@@ -150,6 +151,11 @@ def orders(folder: Path) -> tuple[bool, float]:
     return bool(both[0]), -float(both[1])
 
 
+def on_disk(directory: Path) -> int:
+    """The newest step that a manifest vouches for."""
+    return max((int(path.stem.split("-")[1]) for path in directory.glob("step-*.json")), default=0)
+
+
 def quiet(kinds: Sequence[str], steps: int) -> None:
     trainings = [Training(kind) for kind in kinds]
     torch.manual_seed(RANK)
@@ -193,7 +199,12 @@ def main() -> None:
             for training in due:
                 training.record("step", **training.copied(disk / training.kind))
             done += 1
-            step(done)
+            try:
+                step(done)
+            except Drained:
+                for training in trainings:
+                    record("drained", kind=training.kind, step=done, on_disk=on_disk(disk / training.kind))
+                raise
             if done == asked.save_at or done >= asked.save_from:
                 for training, checkpoint in zip(trainings, checkpoints, strict=True):
                     record("saved", kind=training.kind, step=done, ok=checkpoint.save(done))

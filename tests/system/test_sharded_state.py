@@ -133,7 +133,7 @@ def test_every_kind_lives_through_a_kill_a_power_cut_and_a_lost_node(
 
     training = job.wait_for_training(world=4)
     reach(job, training, rng.randint(2, 4))
-    copied = least(job, training, "copied")
+    copied = job.wait_for(lambda: least(job, training, "copied"), "copies")
     os.kill(training.pid(rng.randrange(4)), signal.SIGKILL)
     again = job.wait_for_training(world=4, after=training.number)
     expect_to_go_on(job, training, again, copied)
@@ -218,4 +218,7 @@ def test_a_leave_without_replicas_brings_the_last_step_to_disk(job: Job, in_etcd
     some_steps(job, two)
     agents[1].signal(signal.SIGTERM)
     one = job.wait_for_training(world=1, after=two.number)
-    expect_to_go_on(job, two, one, newest(job, two))
+    last = newest(job, two)
+    expect_to_go_on(job, two, one, last)
+    (ended,) = job.history(what="drained", generation=two.number, rank=0)  # which commits
+    assert ended["on_disk"] == ended["step"] == last
