@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.worker.checkpointing.sharded.meeting import RankHome
-from elastic_agent.worker.dcp.agreement import Agreed, Brought, Home, agree
+from elastic_agent.worker.dcp.agreement import Agreed, Brought, WorldRank, agree
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.storage.replication.copy_rule import Readiness, Replication, SlotState
 
@@ -17,7 +17,7 @@ OF_10 = SlotState((3, 10), Replication.ACKNOWLEDGED)
 
 def brought(rank: int, readiness: Readiness | None = EMPTY, *, world_size: int = 2) -> Brought:
     home = RankHome(f"n{rank // 2}", f"n{rank // 2}:1", "", f"{rank:016}", "")
-    return Brought(20, Home(rank, world_size, home), 100, readiness, True, False)
+    return Brought(20, WorldRank(rank, world_size, home), 100, readiness, True, False)
 
 
 def agreed(*ranks: Brought, loaded: tuple[int, int] | None = None) -> Agreed:

@@ -15,7 +15,7 @@ from ..storage.replication.copy_rule import Decision, Readiness, Version, may_co
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class WorldRank:
     """Where a rank is: its number and that of all ranks as the launcher counts them, and its node."""
 
     rank: int
@@ -33,7 +33,7 @@ class Brought:
     """
 
     step: int
-    home: Home
+    rank: WorldRank
     size: int
     readiness: Readiness | None
     knows_others: bool
@@ -70,7 +70,7 @@ def agree(brought: Sequence[Brought], generation: int, keep: Version | None) -> 
         most_bytes=max(sum(sizes) for sizes in _by_node(brought).values()),
     )
     everyone = [one.readiness for one in brought if one.readiness is not None]
-    if len(everyone) < len(brought) or not are_the_world([one.home for one in brought]):
+    if len(everyone) < len(brought) or not are_the_world([one.rank for one in brought]):
         return agreed
     verdict = may_copy(everyone, (generation, brought[0].step), keep, must=True)
     return replace(
@@ -78,17 +78,17 @@ def agree(brought: Sequence[Brought], generation: int, keep: Version | None) -> 
         copies=verdict.decision in (Decision.COPY, Decision.HAVE),
         keep=verdict.keep,
         settled=settled(everyone, generation),
-        homes=() if all(one.knows_others for one in brought) else tuple(one.home.home for one in brought),
+        homes=() if all(one.knows_others for one in brought) else tuple(one.rank.home for one in brought),
     )
 
 
-def are_the_world(homes: Sequence[Home]) -> bool:
+def are_the_world(ranks: Sequence[WorldRank]) -> bool:
     """Whether these, by rank of DCP's process group, are all ranks of the world, in its order."""
-    return all((one.rank, one.world_size) == (rank, len(homes)) for rank, one in enumerate(homes))
+    return all((one.rank, one.world_size) == (rank, len(ranks)) for rank, one in enumerate(ranks))
 
 
 def _by_node(brought: Sequence[Brought]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for one in brought:
-        found.setdefault(one.home.home.node, []).append(one.size)
+        found.setdefault(one.rank.home.node, []).append(one.size)
     return found

@@ -35,7 +35,7 @@ from ..storage.memory.slots import HeldSlot, Slots
 from ..storage.replication.copy_rule import Decision, Readiness, Version, may_copy
 from ..wire.environment import WorkerEnv
 from ..wire.run import Run, this_run
-from .agreement import Agreed, Brought, Home
+from .agreement import Agreed, Brought, WorldRank
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,13 @@ class DirectoryOfRank:
         self._knows_others = False
         self._warned = False
 
-    def home(self, loaded: Version | None = None) -> Home:
+    def world_rank(self, loaded: Version | None = None) -> WorldRank:
         """As the launcher says; without one there is a single process. `loaded`: the version from which it goes on."""
         rank, env, memory = int(os.environ.get("RANK", "0")), self.env, self._memory
         kept = memory.digest_of(loaded) if memory is not None and loaded is not None else ""
         # DCP lets one rank write what several have: no rank's part can stand for another's.
         home = RankHome(env.node, env.memory_address, env.failure_domain, f"{rank:016}", kept)
-        return Home(rank, int(os.environ.get("WORLD_SIZE", "1")), home)
+        return WorldRank(rank, int(os.environ.get("WORLD_SIZE", "1")), home)
 
     # ---------------------------------------------------------------- saving
 
@@ -88,7 +88,9 @@ class DirectoryOfRank:
     def bring(self, step: int, size: int) -> Brought:
         with self._lock:
             was_refused = not self.settle()
-            return Brought(step, self.home(), size, self._await_turn(step), self._knows_others, was_refused)
+            return Brought(
+                step, self.world_rank(), size, self._await_turn(step), self._knows_others, was_refused
+            )
 
     def _await_turn(self, step: int) -> Readiness | None:
         """What the slots hold, after a wait that has an end for replicas and readers of these; None: no memory."""

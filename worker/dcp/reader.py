@@ -39,7 +39,7 @@ from ..storage.disk.shard_files import DiskCopy, data_name
 from ..storage.replication.copy_rule import Version
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS, Reason
-from .agreement import Home, are_the_world
+from .agreement import WorldRank, are_the_world
 from .copies import MemoryCopies, best_of, folder_of
 from .directory import DirectoryOfRank, directory_of_rank
 from .plans import read_plan
@@ -79,7 +79,7 @@ class _Choice:
     """By one rank, with its plan."""
 
     name: str
-    home: Home
+    rank: WorldRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,9 @@ class ElasticStorageReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._found is not None
-        return replace(plan, storage_data=_Choice(self._found.name, self._own().home(self._found.version)))
+        return replace(
+            plan, storage_data=_Choice(self._found.name, self._own().world_rank(self._found.version))
+        )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         choices = [plan.storage_data for plan in plans]
@@ -169,7 +171,7 @@ class ElasticStorageReader(StorageReader):
                 f"the ranks found different checkpoints in {self._directory}: {', '.join(chosen)}. Let all nodes see "
                 "the same directory, and load again when no save is under way"
             )
-        ranks = [choice.home for choice in choices]
+        ranks = [choice.rank for choice in choices]
         homes = tuple(one.home for one in ranks) if self._memory and are_the_world(ranks) else ()
         return [replace(plan, storage_data=homes) for plan in plans]
 
