@@ -323,13 +323,13 @@ class Library(System):
     def measure_saves(self) -> dict[str, float]:
         import torch.distributed as dist
 
+        from elastic_agent.worker.ranks.comparison import ReplicatedComparison
         from elastic_agent.worker.ranks.group import current_group
-        from elastic_agent.worker.ranks.replicas import Replicas
 
         group = current_group()
-        replicas = Replicas(self._state, ())
+        comparison = ReplicatedComparison(self._state, ())
         dist.barrier()
-        compare_s = seconds(lambda: replicas.compare(group, group.gather(replicas.digest()), 1))
+        compare_s = seconds(lambda: comparison.compare(group, group.gather(comparison.digest()), 1))
         return {**super().measure_saves(), "compare_s": compare_s}
 
     def save(self, step: int) -> None:

@@ -92,12 +92,13 @@ class Checked:
 
 
 class Row:
-    """Base of dataclasses that are written as a list. The field that holds them declares the function that reads it."""
+    """Base of dataclasses that are written as a list, or a text. The field that holds them declares the function that
+    reads it."""
 
     __slots__ = ()
 
     @property
-    def row(self) -> tuple[Any, ...]:
+    def row(self) -> tuple[Any, ...] | str:
         raise NotImplementedError
 
 

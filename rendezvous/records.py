@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
@@ -21,16 +21,18 @@ from .errors import RecordInvalid
 from .terms import Limits, Program
 from .text import NAME, ROLE, Age, Name, Role, clean, line
 
-SCHEMA = 13
+SCHEMA = 14
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
 """Less than a store takes in one request, evictions included."""
 MAX_MEMBERS_BYTES = 704 * 1024
 """Of these, the members of a world: 4,096 nodes, the most that a job may have, have 176 bytes each. The rest
-is room for the longest failure, and for those that were put aside."""
+is room for the longest failure, and for those that stand by or were put aside."""
 MAX_ROW_BYTES = 4096
 """Of one member at most."""
+MAX_STANDBYS_BYTES = 64 * 1024
+"""Of the nodes that stand by with copies in their memory: about a thousand."""
 MAX_ASIDE = 32
 MAX_ASIDE_REASON = 512
 MAX_TEXT = 4096
@@ -330,6 +332,14 @@ class Aside:
 
 
 @dataclass(frozen=True, slots=True)
+class Standby:
+    """A live node outside a world, and its memory server: the world's workers load from there what only it has."""
+
+    node: Name
+    memory: Endpoint
+
+
+@dataclass(frozen=True, slots=True)
 class World(_Record):
     """The ordered members of one generation, and the phase this generation is in."""
 
@@ -353,6 +363,7 @@ class World(_Record):
     unproven: tuple[Count, ...] = ()
     """Places of the members that were not in the last healthy generation."""
     aside: tuple[Aside, ...] = ()
+    standbys: tuple[Standby, ...] = ()
     finishing: bool = False
     """Some members' workers have all ended with success for a while now, and others' have not."""
     run: Annotated[str, Text(128, re.compile(f"({NAME.pattern})?"))] = ""
@@ -462,6 +473,22 @@ def row_bytes(node: NodeRecord) -> int:
     """At least as many as the node takes among the members of a world."""
     at = node.http.address if node.http is not None else ""
     return len(node.node) + len(node.incarnation) + len(json.dumps(at)) + len(node.role) + 43
+
+
+def standbys_among(nodes: Iterable[NodeRecord], ended: int) -> tuple[Standby, ...]:
+    """Of these nodes, none of which is in the world: those that have memory for copies, as many as fit.
+
+    But for those that leave, and have handed over what they had of generation `ended`.
+    """
+    found: list[Standby] = []
+    size = 0
+    for node in nodes:
+        size += len(node.node) + len(json.dumps(node.address)) + 48
+        if size > MAX_STANDBYS_BYTES:
+            break
+        if node.memory and not (node.leaving and node.has(Condition.DRAINED, ended)):
+            found.append(Standby(node.node, Endpoint(node.address, node.memory)))
+    return tuple(found)
 
 
 def line_up(nodes: tuple[NodeRecord, ...]) -> tuple[Member, ...]:

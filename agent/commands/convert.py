@@ -36,13 +36,23 @@ def main(words: Sequence[str]) -> int:
     try:
         source, target, options = read(words)
         step = int(options["step"]) if "step" in options else None
-        names = Path(options["parameter-names"]).read_text().split() if "parameter-names" in options else None
+        names = _lines(Path(options["parameter-names"])) if "parameter-names" in options else None
         form = options.get("to")
         if form not in (None, *FORMS) or (step is not None and step < 0):
             raise ValueError("an option has a value that it cannot have")
     except (OSError, ValueError) as error:
         print(f"elastic-agent convert: {error}; see --help", file=sys.stderr)
         return ConvertCode.BAD_CONFIG
+    try:
+        return _convert(source, target, form, step, names)
+    except KeyboardInterrupt:
+        print(f"elastic-agent convert: interrupted, {target} has no checkpoint", file=sys.stderr)
+        return ConvertCode.INTERRUPTED
+
+
+def _convert(
+    source: Path, target: Path, form: str | None, step: int | None, names: Sequence[str] | None
+) -> ConvertCode:
     try:
         from ...worker.checkpointing.conversion.convert import convert  # late: it needs torch
         from ...worker.errors import CheckpointError
@@ -55,6 +65,11 @@ def main(words: Sequence[str]) -> int:
         print(f"elastic-agent convert: {error}", file=sys.stderr)
         return ConvertCode.NOT_CONVERTED
     return ConvertCode.CONVERTED
+
+
+def _lines(path: Path) -> list[str]:
+    """Without empty ones. Raises OSError, ValueError."""
+    return [line for raw in path.read_text().splitlines() if (line := raw.strip())]
 
 
 def read(words: Sequence[str]) -> tuple[Path, Path, dict[str, str]]:

@@ -202,6 +202,9 @@ class StopRead:
 class SavesFinished:
     """The disk writer has done what was ordered, or has had its time."""
 
+    lost: str = ""
+    """Why the last save is not on disk; empty: it is, or there was none."""
+
 
 MORE_THREADS = "raise ulimit -u, or TasksMax of the service"
 

@@ -50,6 +50,11 @@ class ExitCode(Code):
         "no interface, route or host name that leads to the other nodes came up within --network-wait; starting again"
         " later may work",
     )
+    NOT_ON_DISK = (
+        72,
+        "every worker ended with exit code 0, but the disk has not taken the last save, however often it was tried:"
+        " the log says which step and why",
+    )
     NOT_HERE = (
         73,
         "this machine cannot run it now: too few devices or descriptors, an address, a port or a node id that is taken"
@@ -209,6 +214,7 @@ class ConvertCode(Code):
     CONVERTED = 0, "the checkpoint is there in its new form, verified and durable"
     NOT_CONVERTED = 1, "nothing was written: the text says why"
     BAD_CONFIG = 78, "the command line cannot be"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C): nothing was written"
 
 
 class CannotStart(Exception):

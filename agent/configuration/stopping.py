@@ -84,7 +84,8 @@ MEMORY_REPLICAS: Option[int] = STOPPING.option(
     "memory-replicas",
     whole_number(0, MOST_REPLICAS, "nodes"),
     "sharded state: so many other nodes keep copies of this node's newest shards in their memory, two of each;"
-    " --memory-checkpoints of each node is for (2 + 2N) x its shards. 0: a node that is lost takes its shards with it",
+    " --memory-checkpoints of each node is for (2 + 2N) x its shards. No more than other nodes may join. 0: a node that"
+    " is lost takes its shards with it",
     default="1",
 )
 MEMORY_REPLICA_RATE: Option[int | None] = STOPPING.option(

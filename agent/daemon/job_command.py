@@ -31,7 +31,7 @@ OF_THE_POOL: frozenset[str] = frozenset(
 )
 """Options of a job's agents that its pool decides, not who submits the job."""
 
-_FAILED = frozenset({ExitCode.WORKERS_FAILED, ExitCode.CRASH_LOOP})
+_FAILED = frozenset({ExitCode.WORKERS_FAILED, ExitCode.CRASH_LOOP, ExitCode.NOT_ON_DISK})
 _REFUSED = frozenset({ExitCode.UNLIKE_THE_JOB, ExitCode.STORE_MISMATCH, ExitCode.BAD_CONFIG})
 _LEFT = frozenset({ExitCode.STOPPED_BY_SIGTERM, ExitCode.STOPPED_BY_SIGINT, ExitCode.LEFT_IN_TIME})
 

@@ -155,6 +155,8 @@ class Loop:
         """Of this leave, once the workers have ended."""
         self._handing_since = math.inf
         """When this node began to bring what is in its memory to others: the last saves have the rest of that time."""
+        self._handed_over_from = 0
+        """The generation whose end let `_handover` begin."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
@@ -293,7 +295,7 @@ class Loop:
             participant.handed_over()
             return
         self._handover = server.new_handover()
-        self._handing_since = now
+        self._handing_since, self._handed_over_from = now, world.generation
         within_s = self._last_saves_s(now, rescues=True)
         kept = participant.keeps(world.generation)
         self._handover.begin(world, now + within_s, lambda: self._events.put(HandedOver()), kept=kept)
@@ -320,19 +322,21 @@ class Loop:
         within_s = round(self._last_saves_s(now, rescues=rescues), 1)
         deadline = now + within_s
         handover, server = self._handover, self._services.memory_server
-        # Other nodes may have come since, or those that had it may have gone.
+        # Other nodes may have come since, or those that had it may have gone. To a newer world it has handed over.
         again = world if world is not None and self._participant.leaves_memory(world.generation) else None
+        if again is not None and handover is not None and again.generation > self._handed_over_from:
+            again = None
         if again is not None and handover is None and server is not None:
             handover = self._handover = server.new_handover()
         kept = again is not None and self._participant.keeps(again.generation)
 
         def finish() -> None:
-            self._services.disk_writer.finish(within_s)
+            lost = self._services.disk_writer.finish(within_s)
             if handover is not None:
                 if again is not None:
                     handover.run(again, deadline, kept=kept)
                 handover.report_lost()
-            self._events.put(SavesFinished())
+            self._events.put(SavesFinished(lost))
 
         Thread(finish, "last-saves", lambda: self._events.put(SavesFinished())).start()
 
@@ -379,8 +383,10 @@ class Loop:
         if self._services.memory_server is not None:
             self._services.memory_server.handle(event)
 
-    def _saves_finished(self, _: SavesFinished, __: float) -> None:
-        self._ending = self._departing
+    def _saves_finished(self, event: SavesFinished, _: float) -> None:
+        self._ending = departing = self._departing
+        if event.lost and departing is not None and departing.code is ExitCode.SUCCESS:
+            self._ending = Ending(ExitCode.NOT_ON_DISK, f"{departing.reason}, but {event.lost}")
 
     def _thread_failed(self, event: ThreadFailed, _: float) -> None:
         """What it did is not done any more, and the others may wait for it: they are better off without this node."""

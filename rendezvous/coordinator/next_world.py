@@ -31,6 +31,7 @@ from ..records import (
     World,
     life_of,
     line_up,
+    standbys_among,
 )
 from ..text import counted, shortened
 from . import blame
@@ -204,10 +205,20 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
         program=view.program,
         unproven=tuple(place for place, node in enumerate(chosen) if node.incarnation not in basis.proven),
         aside=basis.aside,
+        standbys=standbys_among(
+            _outside(chosen, [*here, *view.nodes]), world.generation if world is not None else 0
+        ),
         # The life of an agent is its own, so no second job, wherever its store, has the same.
         run=(world.run if world is not None else "") or life_of(chosen[0].incarnation),
     )
     return Publish(next_world, f"{len(chosen)} nodes are ready")
+
+
+def _outside(chosen: Sequence[NodeRecord], nodes: Sequence[NodeRecord]) -> list[NodeRecord]:
+    inside = {node.incarnation for node in chosen}
+    return [
+        node for node in {node.incarnation: node for node in nodes}.values() if node.incarnation not in inside
+    ]
 
 
 def _explained(world: World, detail: str) -> World:

@@ -557,7 +557,11 @@ class Participant:
         self._rejoin_if_idle()
 
     def leaves_memory(self, generation: int) -> bool:
-        """This node leaves, and may have in memory what the world after this generation goes on with."""
+        """This node leaves, and may have in memory what the world after this generation goes on with.
+
+        That is so in any phase: workers may end by themselves, beside a node that is lost, before it changes. And a
+        node that stands by may be the only one with what the world is about to load.
+        """
         record, world = self._session.record, self.world
         return (
             bool(record.memory)
@@ -565,7 +569,7 @@ class Participant:
             and not record.has(Condition.SUCCEEDED, generation)
             and world is not None
             and world.generation == generation
-            and (world.drains or world.stops)
+            and world.phase is not Phase.ENDED
         )
 
     def keeps(self, generation: int) -> bool:

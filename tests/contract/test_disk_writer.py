@@ -228,7 +228,7 @@ def test_the_end_of_the_agent_waits_for_what_was_ordered(agent: Agent, directory
         Checkpointer(directory, {"meta": {}}).save(10)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    agent.writer.finish(PATIENCE_S)
+    assert agent.writer.finish(PATIENCE_S) == ""
     assert on_disk(directory) == [10]
     assert agent.writer.pids == ()
 
@@ -269,7 +269,7 @@ def test_a_last_save_that_fails_is_tried_again_and_logged_with_step_directory_an
     if begun:
         agent.turn()
         assert agent.heard().result == "error"
-    agent.writer.finish(1.0)
+    assert [agent.writer.finish(1.0)] == errors(caplog)
     (error,) = errors(caplog)
     assert error.startswith(f"step 10 is NOT on disk in {directory}: ")
     assert "Not a directory" in error
@@ -541,8 +541,8 @@ def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> No
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
     agent.turn()
-    checkpoints._state._planned.save_last_step(11, leaves=False)
-    checkpoints._state._planned.order_write(11)
+    checkpoints._state._drain_saver.save_last_step(11, leaves=False)
+    checkpoints._state._drain_saver.order_write(11)
     checkpoints._state._disk._finish_at_exit()
     assert on_disk(directory) == []
     agent.gate.open.set()

@@ -273,6 +273,7 @@ def test_a_job_ends_by_the_agents_exit_codes() -> None:
         "FailJob": {
             ExitCode.WORKERS_FAILED,
             ExitCode.CRASH_LOOP,
+            ExitCode.NOT_ON_DISK,
             ExitCode.STORE_MISMATCH,
             ExitCode.BAD_CONFIG,
         },

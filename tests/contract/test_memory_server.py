@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.workers.checkpoints.server import entrance, process, replicator, seals
+from elastic_agent.agent.workers.checkpoints.server.copies import CopyReader, copies_of
 from elastic_agent.agent.workers.checkpoints.server.receiving import Receiver
+from elastic_agent.worker.storage.memory.copy_header import FoundCopy
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
-from elastic_agent.worker.storage.memory.slots import PIECE_BYTES
+from elastic_agent.worker.storage.memory.slots import PIECE_BYTES, sums_of_bytes
 from elastic_agent.worker.storage.replication import link
 from elastic_agent.worker.storage.replication.client import CopyGone, MemoryClient, order
 from elastic_agent.worker.storage.replication.key_file import read_key, write_key
@@ -67,6 +69,15 @@ def acked(node: Node, step: int, *by: str, **more: int) -> None:
     wait_for(lambda: set(node.acks(step, **more).nodes) == set(by), f"the acks of step {step}")
 
 
+def copies(node: Node, directory: str = DIRECTORY) -> list[FoundCopy]:
+    return list(copies_of(node.memory, SlotFolder.of(directory).directory))
+
+
+def ask(client: MemoryClient) -> None:
+    """For a few bytes of what `filled` has put there."""
+    client.read(FOLDER, "a", (1, 3), 0, memoryview(bytearray(4)))
+
+
 def ended(connection: socket.socket) -> bool:
     """Whether the other end closes it, without another word."""
     connection.settimeout(5.0)
@@ -76,7 +87,7 @@ def ended(connection: socket.socket) -> bool:
         return True
 
 
-# ---------------------------------------------------------------- list and read
+# ---------------------------------------------------------------- read
 
 
 def test_all_copies_of_a_directory_are_found(make: Make) -> None:
@@ -84,14 +95,16 @@ def test_all_copies_of_a_directory_are_found(make: Make) -> None:
     node.fill(header_of(3, 10, rank=4), b"x" * 10)
     node.fill(header_of(4, 10, rank=4), b"x" * 10)
     node.fill(header_of(4, 12, rank=5), b"y" * 12, local_rank=1)
+    found = copies(node)
+    assert [(one.folder, one.slot, one.header.step) for one in found] == [
+        (SlotFolder.of(DIRECTORY, 0), "a", 3),
+        (SlotFolder.of(DIRECTORY, 0), "b", 4),
+        (SlotFolder.of(DIRECTORY, 1), "a", 4),
+    ]
+    assert found[2].header == header_of(4, 12, rank=5)
+    assert copies(node, "/elsewhere") == []
     with node.client() as client:
-        found = client.copies(DIRECTORY)
-        assert [(one.folder, one.slot, one.header.step) for one in found] == [
-            (SlotFolder.of(DIRECTORY, 0), "a", 3),
-            (SlotFolder.of(DIRECTORY, 0), "b", 4),
-            (SlotFolder.of(DIRECTORY, 1), "a", 4),
-        ]
-        assert found[2].header == header_of(4, 12, rank=5)
+        assert list(client.copies(DIRECTORY)) == found
         assert client.copies("/elsewhere") == ()
 
 
@@ -133,7 +146,7 @@ def test_a_slot_that_is_being_read_can_be_overwritten_and_the_read_says_so(make:
     filled(node, 3, 64 << 20)
     reading = link.connect(node.address, KEY, 5.0)
     with node.client() as client:
-        reading.send(Read(FOLDER.name, "a", 1, 3, 0, 64 << 20))
+        reading.send(Read(FOLDER, "a", 1, 3, 0, 64 << 20, False))
         time.sleep(0.1)  # the server has filled all buffers on the way, and waits
         node.fill(header_of(4, 10), b"x" * 10)
         node.fill(header_of(5, 10), b"y" * 10)  # into the slot that is being read
@@ -163,6 +176,39 @@ def test_many_ranges_are_read_at_once(make: Make) -> None:
         client.read_many(FOLDER, "a", (1, 3), [])
 
 
+def test_ranges_are_verified_where_that_is_asked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a copy of three pieces only those that have the ranges, each once for all connections."""
+    seen: list[int] = []
+
+    def verify(self: CopyReader, piece: int) -> None:
+        seen.append(piece)
+        original(self, piece)
+
+    original = CopyReader._verify
+    monkeypatch.setattr(CopyReader, "_verify", verify)
+    node = make("a")
+    data = bytearray(random.Random(3).randbytes(1 << 20) * 33)
+    header = header_of(3, len(data))
+    damaged_at = 2 * PIECE_BYTES + 7
+    sums = sums_of_bytes(memoryview(data))
+    data[damaged_at] ^= 1
+    node.fill(replace(header, sums=sums), bytes(data))
+    into = bytearray(5000)
+    for _ in range(2):
+        with node.client() as client:
+            client.read(FOLDER, "a", (1, 3), PIECE_BYTES - 100, memoryview(into), verify=True)
+            assert into == data[PIECE_BYTES - 100 :][:5000]
+    assert seen == [0, 1]
+    with node.client() as client:
+        client.read(FOLDER, "a", (1, 3), damaged_at, memoryview(into))
+        with pytest.raises(CopyGone, match=r"33554432 to 34603008 in slot a .* do not match their checksum"):
+            client.read(FOLDER, "a", (1, 3), len(data) - 5000, memoryview(into), verify=True)
+        assert copies(node) == []
+        node.fill(replace(header, sums=sums), bytes(data))
+        with pytest.raises(CopyGone, match="do not match"):
+            client.read(FOLDER, "a", (1, 3), damaged_at, memoryview(into), verify=True)
+
+
 # ---------------------------------------------------------------- the door
 
 
@@ -170,7 +216,7 @@ def test_without_the_key_nothing_is_said(make: Make) -> None:
     node = make("a")
     filled(node)
     with node.client(bytes(32)) as client, pytest.raises(ConnectionError):
-        client.copies(DIRECTORY)
+        ask(client)
     with socket.create_connection(("127.0.0.1", node.port)) as stranger:
         hello = link.receive_exactly(stranger, HELLO_BYTES, time.monotonic() + 5.0)
         stranger.sendall(bytes(64))
@@ -193,7 +239,7 @@ def test_a_server_without_the_key_is_not_believed(make: Make) -> None:
 
         threading.Thread(target=lambda: [impostor(), impostor()], daemon=True).start()
         with pytest.raises(NotAuthenticated, match="does not have this job's key"):
-            client.copies(DIRECTORY)
+            ask(client)
 
 
 def test_a_recorded_conversation_opens_nothing(make: Make) -> None:
@@ -201,7 +247,7 @@ def test_a_recorded_conversation_opens_nothing(make: Make) -> None:
     filled(node)
     proxy = Recorder(node.port)
     with MemoryClient(proxy.address, KEY, 5.0) as client:
-        assert len(client.copies(DIRECTORY)) == 1
+        ask(client)
     said = proxy.said
     assert len(said) > 64
     with socket.create_connection(("127.0.0.1", node.port)) as replayed:
@@ -219,17 +265,19 @@ def test_a_silent_client_is_cut_off(make: Make, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(entrance, "HANDSHAKE_S", 0.1)
     monkeypatch.setattr(entrance, "SILENCE_S", 0.1)
     node = make("a")
+    filled(node)
     with socket.create_connection(("127.0.0.1", node.port), timeout=5.0) as silent:
         link.receive_exactly(silent, HELLO_BYTES, time.monotonic() + 5.0)
         assert ended(silent)
     # In the middle of a request, too; one that waits between two requests may wait.
     begun = link.connect(node.address, KEY, 5.0)
     with contextlib.closing(begun), node.client() as idle:
-        assert idle.copies(DIRECTORY) == ()
+        ask(idle)
         begun.connection.sendall(b"x")
         assert ended(begun.connection)
         kept = idle._link
-        assert idle.copies(DIRECTORY) == ()
+        assert kept is not None
+        ask(idle)
         assert idle._link is kept
 
 
@@ -241,7 +289,7 @@ def test_who_reads_or_sends_too_slowly_is_cut_off(make: Make, monkeypatch: pytes
     filled(node, 3, 64 << 20)
     reader = link.connect(node.address, KEY, 5.0)
     with contextlib.closing(reader):
-        reader.send(Read(FOLDER.name, "a", 1, 3, 0, 64 << 20))
+        reader.send(Read(FOLDER, "a", 1, 3, 0, 64 << 20, False))
         taken = 0
         with contextlib.suppress(ConnectionError):
             while more := reader.connection.recv(1 << 14):
@@ -251,7 +299,7 @@ def test_who_reads_or_sends_too_slowly_is_cut_off(make: Make, monkeypatch: pytes
     sender = link.connect(node.address, KEY, 5.0)
     began = time.monotonic()
     with contextlib.closing(sender):
-        sender.send(Push("b", FOLDER.name, header_of(3, 1 << 20, digest="b")))
+        sender.send(Push("b", FOLDER, header_of(3, 1 << 20, digest="b")))
         assert isinstance(sender.receive(PUSH_ANSWERS), Continue)
         with contextlib.suppress(ConnectionError):
             sender.send(Piece(0), memoryview(bytes(1 << 20)), pause=lambda _: time.sleep(0.6))
@@ -259,7 +307,7 @@ def test_who_reads_or_sends_too_slowly_is_cut_off(make: Make, monkeypatch: pytes
     assert time.monotonic() - began < 5.0
     assert node.replica("b", 3) is None
     with node.client() as client:
-        assert len(client.copies(DIRECTORY)) == 1
+        ask(client)
 
 
 def test_garbage_costs_nothing(make: Make) -> None:
@@ -300,32 +348,33 @@ def test_who_has_the_key_cannot_send_garbage_either(make: Make) -> None:
         wrong.send(Stretch())  # no request
         assert ended(wrong.connection)
     for push in (
-        Push("b", FOLDER.name, replace(header_of(3, 10), shards=None)),
-        Push("b", SlotFolder.of(DIRECTORY).name, header_of(3, 10)),
+        Push("b", FOLDER, replace(header_of(3, 10), shards=None)),
+        Push("b", SlotFolder.of(DIRECTORY), header_of(3, 10)),
     ):
         wrong = link.connect(node.address, KEY, 5.0)
         with contextlib.closing(wrong):
             wrong.send(push)
             assert ended(wrong.connection)
     with node.client() as client:
-        assert len(client.copies(DIRECTORY)) == 1
+        ask(client)
 
 
 def test_a_connection_that_was_closed_is_made_anew(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entrance, "MOST_INSIDE", 2)
     node = make("a")
+    filled(node)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(node.client()) for _ in range(4)]
         for _ in range(2):
             for client in clients:
-                assert client.copies(DIRECTORY) == ()
+                ask(client)
 
 
 def test_a_key_that_is_not_there_yet_lets_no_one_in(make: Make) -> None:
     node = make("a")
     os.unlink(os.path.join(node.memory, "server-key"))
     with node.client() as client, pytest.raises(ConnectionError):
-        client.copies(DIRECTORY)
+        ask(client)
     with pytest.raises(FileNotFoundError):
         read_key(node.memory)
     threading.Timer(0.05, write_key, (node.memory, KEY)).start()
@@ -357,10 +406,9 @@ def test_a_sealed_copy_comes_to_all_partners_and_is_acknowledged(make: Make) -> 
         for partner in (b, c):
             assert partner.replica("a", step) == data
     assert a.acks(4).nodes  # the older one of the two slots
-    with b.client() as client:
-        [older, newer] = client.copies(DIRECTORY)
-        assert {older.header.step, newer.header.step} == {4, 5}
-        assert older.folder == FOLDER.replica_of("a")
+    [older, newer] = copies(b)
+    assert {older.header.step, newer.header.step} == {4, 5}
+    assert older.folder == FOLDER.replica_of("a")
     slots = a.slots()
     assert all(found.sums for found in slots.headers().values())
     slots.close()
@@ -618,7 +666,7 @@ def test_a_replica_of_the_version_to_keep_is_not_overwritten(make: Make) -> None
     a.replicate_to(b.partner)
     for step in (3, 4, 5):
         slots = a.slots()
-        opened = slots.begin(100, keep=(1, 3))
+        opened = slots.begin(100, protected=(1, 3))
         opened.trim()
         slots.seal(opened, header_of(step, 100, keep=(1, 3)))
         slots.close()

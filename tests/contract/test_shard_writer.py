@@ -66,7 +66,7 @@ class Node:
         )
         return ShardSaver(CheckpointFiles(self.directory, keep=2, run=RUN), env)
 
-    def begin(self, attempt: str, step: int, *, hand_over: bool = False) -> None:
+    def begin(self, attempt: str, step: int, *, leave_to_writer: bool = False) -> None:
         for local_rank, rank in enumerate(self.ranks):
             raw, header = copy_of(rank, step, WORLD_SIZE, generation=GENERATION)
             slots = in_slot(self.folder / "memory", str(self.directory), local_rank, raw, header)
@@ -75,8 +75,8 @@ class Node:
             saver.expect(
                 ShardedSave(step, attempt, rank, WORLD_SIZE, 1000, None, METADATA if rank == 0 else b"")
             )
-            if hand_over:
-                saver.hand_over(slots, held)
+            if leave_to_writer:
+                saver.leave_to_writer(slots, held)
             else:
                 saver.promise(step)
                 saver.begin(slots, held)
@@ -138,10 +138,10 @@ def attempt_of(nodes: list[Node], step: int) -> str:
     return new_attempt(nodes[0].savers[0].files, step, GENERATION)
 
 
-def begin(nodes: list[Node], step: int, *, hand_over: bool = False) -> str:
+def begin(nodes: list[Node], step: int, *, leave_to_writer: bool = False) -> str:
     attempt = attempt_of(nodes, step)
     for node in nodes:
-        node.begin(attempt, step, hand_over=hand_over)
+        node.begin(attempt, step, leave_to_writer=leave_to_writer)
     return attempt
 
 
@@ -383,7 +383,7 @@ def test_saves_that_follow_each_other_do_not_remove_each_others_attempts(
     """As at a planned change: the second is ordered while the slow node has not begun the first."""
     begin(nodes, 10)
     nodes[0].agent.turn()
-    attempt = begin(nodes, second, hand_over=True)
+    attempt = begin(nodes, second, leave_to_writer=True)
     nodes[1].agent.turn()
     assert finish(nodes) == GOOD
     reader = CheckpointFiles(directory, keep=2, run=RUN)
@@ -415,7 +415,7 @@ def join(threads: list[threading.Thread]) -> None:
 def test_the_end_of_the_agents_waits_for_what_was_ordered(
     nodes: list[Node], directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begin(nodes, 10, hand_over=True)
+    begin(nodes, 10, leave_to_writer=True)
     for node in nodes:
         node.savers.clear()
     join(end(nodes, PATIENCE_S))
@@ -427,7 +427,7 @@ def test_what_is_not_on_disk_at_the_end_of_the_agents_is_named(
     nodes: list[Node], directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = FullDisk(nodes[1])
-    begin(nodes, 10, hand_over=True)
+    begin(nodes, 10, leave_to_writer=True)
     nodes[0].agent.turn()
     full.begin()
     join(end(nodes, 2.0))
@@ -445,7 +445,7 @@ def test_a_disk_that_takes_the_last_parts_in_time_loses_nothing(
     nodes: list[Node], directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = FullDisk(nodes[1])
-    begin(nodes, 10, hand_over=True)
+    begin(nodes, 10, leave_to_writer=True)
     nodes[0].agent.turn()
     full.begin()
     ends = end(nodes, PATIENCE_S)

@@ -31,14 +31,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_agent.worker.checkpointing.loading.shard_selection import (
-    ShardCopy,
+    CopyPlace,
     ShardOffer,
     ShardSource,
     choose_shards,
     unusable,
 )
 from elastic_agent.worker.storage.disk.manifests import Manifest
-from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
+from elastic_agent.worker.storage.memory.copy_header import FoundCopy, Header, RankShards
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.replication.copy_rule import (
     CopyVerdict,
     Decision,
@@ -76,6 +77,7 @@ BUGS = (
     "a transfer goes on in another copy's bytes",
     "the newest whole version is overwritten",
     "who will have the same shards counts for the loaded version, too",
+    "nodes that stand by offer nothing",
 )
 """Planted on purpose, one at a time: each must be caught, or the checks prove nothing."""
 
@@ -83,6 +85,10 @@ Token = tuple[Version, str]
 """What a piece really is: of which version, and of which shards."""
 Key = tuple[int, str]
 """A folder: the local rank, and the node whose replica it is; empty: of this node's own worker."""
+
+
+def key_of(place: CopyPlace) -> Key:
+    return place.folder.local_rank or 0, place.folder.origin
 
 
 @dataclass
@@ -160,7 +166,7 @@ class Team:
         self.training = False
         self.step = 0
         self.resumed_from = 0
-        self.keep: Version | None = None
+        self.protected: Version | None = None
         self.ranks = [(node, local) for node in nodes for local in range(per_node)]
         # Replica groups, as HSDP has them, where the world can be divided so.
         self.shards = self.world_size // (groups if self.world_size % groups == 0 else 1)
@@ -196,6 +202,8 @@ class Replicating:
         self.per_node = rng.choice((1, 1, 2))
         self.groups = rng.choice((1, 1, 1, 2))
         self.replicas = rng.choice((1, 1, 1, 1, 2))
+        self.multiple = random.Random(~seed).choice((1, 1, 2))
+        """Nodes beyond a multiple stand by."""
         self.pieces = rng.randint(1, 4)
         self.piece_s = rng.choice((0.02, 0.1, 0.3, 0.6))
         """The longest time that a piece takes to a partner."""
@@ -305,7 +313,8 @@ class Replicating:
         self.generation += 1
         before = self.team.nodes if self.team is not None else []
         alive.sort(key=lambda node: node not in before)  # a member makes room for no other node
-        members = alive[:MOST_NODES]
+        most = alive[:MOST_NODES]
+        members = most[: len(most) // self.multiple * self.multiple] or most
         if self.rng.random() < 0.3:
             self.rng.shuffle(members)
         team = self.team = Team(self.generation, members, self.per_node, self.groups)
@@ -320,20 +329,26 @@ class Replicating:
         if source is not None:
             team.step = team.resumed_from = source.what.step
         if source is not None and isinstance(source.what, Header):
-            team.keep = source.version
+            team.protected = source.version
         self.soon(0.1, 2.0, lambda: self.loaded(team, source))
 
     def offers(self, team: Team) -> list[ShardOffer]:
         found = []
         for rank, (node, local) in enumerate(team.ranks):
-            copies = []
-            if local == 0:
-                for (at, origin), place, _, header in node.sealed():
-                    claimed = self.claimed(header, origin)
-                    copies.append(ShardCopy(f"{at}.{origin}", "ab"[place], claimed))
-            manifest = self.disk if rank == 0 else None
-            found.append(ShardOffer(manifest, (), tuple(copies), node.name, f"{node.name}:1"))
+            copies = self.copies_on(node) if local == 0 else ()
+            found.append(
+                ShardOffer(self.disk if rank == 0 else None, (), copies, node.name, f"{node.name}:1")
+            )
+        for node in self.nodes:
+            if node.alive and node not in team.nodes and self.bug != "nodes that stand by offer nothing":
+                found.append(ShardOffer(None, (), self.copies_on(node), node.name, f"{node.name}:1"))
         return found
+
+    def copies_on(self, node: Node) -> tuple[FoundCopy, ...]:
+        return tuple(
+            FoundCopy(SlotFolder("d" * 16, at, origin), "ab"[place], self.claimed(header, origin))
+            for (at, origin), place, _, header in node.sealed()
+        )
 
     def claimed(self, header: Header, origin: str) -> Header:
         assert header.shards is not None
@@ -352,15 +367,17 @@ class Replicating:
             self.seen["loaded from memory"] += 1
             for rank, places in enumerate(source.places):
                 for place in places:
-                    local, _, origin = place.folder.partition(".")
-                    slot = by_name[place.node].slots((int(local), origin))["ab".index(place.slot)]
+                    assert self.team is not None
+                    on_team = by_name[place.node] in self.team.nodes
+                    self.seen["loaded from a node that stands by"] += not on_team
+                    slot = by_name[place.node].slots(key_of(place))["ab".index(place.slot)]
                     wanted = (
                         source.version,
                         f"{source.world_size:08x}{rank % self.shards_of[source.version]:08x}",
                     )
                     torn = slot.pieces != [wanted] * self.pieces
                     self.require(not torn, "R3", f"{place} has {slot.pieces} for rank {rank}")
-            if any(place.folder[2:] and len(places) == 1 for places in source.places for place in places):
+            if any(place.folder.origin and len(places) == 1 for places in source.places for place in places):
                 self.seen["loaded from a replica alone"] += 1
         elif source is not None:
             self.seen["loaded from disk"] += 1
@@ -382,7 +399,7 @@ class Replicating:
             return
         if source is not None and source.places and source.world_size == team.world_size:
             self.fetch(team, source)
-        team.resumed = team.keep or (0, 0)
+        team.resumed = team.protected or (0, 0)
         digests = [team.digest(rank) for rank in range(team.world_size)]
         loaded = [self.loaded_digest(team, rank) for rank in range(team.world_size)]
         if self.bug == "who will have the same shards counts for the loaded version, too":
@@ -442,8 +459,7 @@ class Replicating:
                 or any(s.header and s.header.version == source.version for s in slots)
             ):
                 continue
-            at, _, origin = place.folder.partition(".")
-            there = by_name[place.node].slots((int(at), origin))["ab".index(place.slot)]
+            there = by_name[place.node].slots(key_of(place))["ab".index(place.slot)]
             if not by_name[place.node].alive or there.header != place.header:
                 continue
             slots[target].header, slots[target].pieces = place.header, list(there.pieces)
@@ -531,10 +547,10 @@ class Replicating:
         must = must_at is not None and self.now >= must_at
         if self.bug == "the newest whole version is overwritten" and self.rng.random() < 0.3:
             must = True
-        verdict = may_copy(everyone, (team.generation, team.step), team.keep, must=must)
-        team.keep = verdict.keep
+        verdict = may_copy(everyone, (team.generation, team.step), team.protected, must=must)
+        team.protected = verdict.protected
         self.seen[f"verdict {verdict.decision.value}"] += 1
-        self.say(f"step {team.step}: {verdict.decision.value}, keeps {verdict.keep} {verdict.reason}")
+        self.say(f"step {team.step}: {verdict.decision.value}, keeps {verdict.protected} {verdict.reason}")
         self.went_on_without(everyone, verdict)
         version = oldest_needed(everyone, team.generation)
         if version is not None:
@@ -554,36 +570,36 @@ class Replicating:
 
     def went_on_without(self, everyone: Sequence[Readiness], verdict: CopyVerdict) -> None:
         """The version to keep has not all of its replicas, and what was before it is kept no longer."""
-        keep = verdict.keep
-        if self.floor is None or keep is None or keep <= self.floor:
+        protected = verdict.protected
+        if self.floor is None or protected is None or protected <= self.floor:
             return
         if any(
             slot.replication is Replication.DEGRADED
             for one in everyone
             for slot in one.slots
-            if slot.version == keep
+            if slot.version == protected
         ):
             self.floor = None
             self.seen["went on without a partner"] += 1
 
     def released(self, team: Team, everyone: Sequence[Readiness], verdict: CopyVerdict, must: bool) -> None:
         """What is promised no longer, by a decision that is documented to cost that."""
-        keep = verdict.keep
-        known = keep is not None and keep[0] == team.generation
-        if must and self.whole_floor is not None and keep is not None:
-            self.whole_floor = min(self.whole_floor, keep)
-        if must and self.floor is not None and (keep is None or keep < self.floor or not known):
-            self.floor = keep if known else None
+        protected = verdict.protected
+        known = protected is not None and protected[0] == team.generation
+        if must and self.whole_floor is not None and protected is not None:
+            self.whole_floor = min(self.whole_floor, protected)
+        if must and self.floor is not None and (protected is None or protected < self.floor or not known):
+            self.floor = protected if known else None
         if must:
-            team.released = keep or (0, 0), (team.generation, team.step)
+            team.released = protected or (0, 0), (team.generation, team.step)
             self.seen["had to copy"] += 1
 
     def begin(self, team: Team, rank: int, step: int, verdict: CopyVerdict) -> None:
         if not team.alive or (step != team.step and self.rng.random() < 0.5):
             return  # what a rank does by chance alone: its worker hit an error of its own
         states = self.states(team, rank)
-        keep = None if self.bug == "each rank overwrites its older slot" else verdict.keep
-        target = slot_to_overwrite(states, keep)
+        protected = None if self.bug == "each rank overwrites its older slot" else verdict.protected
+        target = slot_to_overwrite(states, protected)
         if has(states, (team.generation, step)):
             return
         if target is None:
@@ -603,7 +619,9 @@ class Replicating:
             team.resumed_from,
             team.world_size,
             self.pieces,
-            shards=RankShards(rank, (0, 0), team.digest(rank), local == 0, team.twins(rank), verdict.keep),
+            shards=RankShards(
+                rank, (0, 0), team.digest(rank), local == 0, team.twins(rank), verdict.protected
+            ),
         )
         self.shards_of[header.version] = team.shards
         self.soon(0.0, self.write_s, lambda: self.copy(team, node, slot, header))
@@ -746,12 +764,12 @@ class Replicating:
             self.give_up(to, replica)
             slots = to.slots(replica)
             assert header.shards is not None
-            keep = None if self.bug == "a replica's older slot is overwritten" else header.shards.keep
+            protected = None if self.bug == "a replica's older slot is overwritten" else header.shards.keep
             first, second = (
                 SlotState(s.header.version if s.header else None, held=bool(s.readers), writing=s.writing)
                 for s in slots
             )
-            target = slot_to_overwrite((first, second), keep)
+            target = slot_to_overwrite((first, second), protected)
             if target is None:
                 self.seen["a replica was busy"] += 1
                 self.failed(node, order, boot, partner, refused=True)

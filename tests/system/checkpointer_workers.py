@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unequal_states import attempt
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.checkpointing.loading import restore
+from elastic_agent.worker.checkpointing.replicated import loader
 from elastic_agent.worker.ranks import group
 from elastic_agent.worker.state import archive_layout
 from elastic_agent.worker.steps import progress
@@ -119,7 +119,7 @@ def load_at(
         be_of_node(node, local_rank)
         os.environ["ELASTIC_AGENT_MEMORY_BYTES"] = str(limit)
     if as_directory:
-        restore.Restore._place = lambda self: f"{node}:{as_directory}"
+        loader.Loader._place = lambda self: f"{node}:{as_directory}"
     verified, mapped = [], []
 
     def verify(stream: Any, manifest: Any) -> None:

@@ -53,7 +53,9 @@ def main() -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, save_and_exit)
-    if not options.own_handler:
+    if options.fault == "own save":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    elif not options.own_handler:
         saver = SimpleNamespace(
             save_last_step=lambda step, leaves: keep(step),
             order_write=lambda _: None,
@@ -91,8 +93,15 @@ def main() -> None:
                 evaluate(folder, record)
     except Drained as drained:
         record("drained", step=drained.step)
+        if options.fault == "own save":
+            save_by_itself(rank)
         raise
     record("end")
+
+
+def save_by_itself(rank: int) -> None:
+    if rank == 1:
+        raise OSError("the disk is full")
 
 
 def evaluate(folder: Path, record) -> None:  # type: ignore[no-untyped-def]
@@ -115,7 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--evaluates", default="nobody", help="all or rank 0, in a world of two after every 20 steps"
     )
-    parser.add_argument("--fault", default="", help="step or keep: where rank 1 crashes in a drain")
+    parser.add_argument("--fault", default="", help="step, keep or own save: where rank 1 crashes in a drain")
     return parser.parse_known_args()[0]
 
 

@@ -6,6 +6,7 @@ all. Not a test.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -16,10 +17,11 @@ from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots
 from elastic_agent.worker.storage.replication.acks import read_acks
-from elastic_agent.worker.storage.replication.client import MemoryClient, order
+from elastic_agent.worker.storage.replication.client import CopyGone, MemoryClient, order
 from elastic_agent.worker.storage.replication.key_file import read_key
 from elastic_agent.worker.storage.replication.messages import Partner, Replicate
 from elastic_agent.worker.wire.environment import WorkerEnv
+from elastic_agent.worker.wire.messages import SLOT_NAMES
 
 DIRECTORY = "/checkpoints"
 SIZE = 40 << 20
@@ -60,13 +62,11 @@ def main() -> None:
     key = read_key(env.memory, 10.0)
     for node, address in others.items():
         with MemoryClient(address, key, 10.0) as client:
-            [replica, *_] = [
-                one
-                for one in client.copies(DIRECTORY)
-                if one.folder == SlotFolder.of(DIRECTORY, env.local_rank, env.node) and one.header.step == 3
-            ]
             into = bytearray(SIZE)
-            client.read(replica.folder, replica.slot, replica.header.version, 0, memoryview(into))
+            replica = SlotFolder.of(DIRECTORY, env.local_rank, env.node)
+            for slot in SLOT_NAMES:
+                with contextlib.suppress(CopyGone):  # its older slot
+                    client.read(replica, slot, (env.generation, 3), 0, memoryview(into))
             record("read", of=node, same=into == data(rank, 3))
     while True:
         record("step", step=3)

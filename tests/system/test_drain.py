@@ -16,6 +16,7 @@ from .lockstep_job import LockstepJob
 from .test_just_in_time import SCRIPT, Run, undisturbed
 
 STORE_LOST = 69
+NOT_KEPT = "in its drain: no Checkpointer has kept the state after its last step"
 
 
 @pytest.fixture
@@ -111,8 +112,15 @@ def test_training_that_is_not_synchronous_is_stopped_as_before(lockstep: Lockste
     assert any(agent.says("this training is not synchronous") for agent in agents)
 
 
-@pytest.mark.parametrize("fault", ["step", "keep"])
-def test_a_crash_on_the_way_is_a_failure_at_once(lockstep: LockstepJob, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        pytest.param("step", "exit code 9", id="step"),
+        pytest.param("keep", f"exit code 9; {NOT_KEPT}", id="keep"),
+        pytest.param("own save", f"exit code 1: OSError: the disk is full; {NOT_KEPT}", id="own save"),
+    ],
+)
+def test_a_crash_on_the_way_is_a_failure_at_once(lockstep: LockstepJob, fault: str, cause: str) -> None:
     job = lockstep.job
     agents = [lockstep.join(name, worker=("--fault", fault, "--keep-s=30")) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
@@ -120,7 +128,8 @@ def test_a_crash_on_the_way_is_a_failure_at_once(lockstep: LockstepJob, fault: s
     one = job.wait_for_training(world=1, after=two.number)
     assert agents[1].exit_code() == 143
     assert one.number == two.number + 1
-    assert any(agent.says("rank 1 failed: exit code 9") for agent in agents)
+    assert any(agent.says(f"rank 1 failed: {cause}") for agent in agents)
+    assert not agents[1].says("this node keeps the state after its last step")
     ends = [record["at"] for record in job.history(what="step", generation=two.number)]
     assert one.starts[0]["at"] - max(ends) < 10, "nobody waits for the time of a drain"
 

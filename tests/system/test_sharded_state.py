@@ -192,6 +192,20 @@ def test_nodes_that_leave_come_and_are_lost_cost_no_step(job: Job, in_etcd: None
     expect_to_go_on(job, three, two, acknowledged)
 
 
+def test_what_only_a_node_that_stands_by_has_is_not_lost(job: Job, in_etcd: None) -> None:
+    """Of 2 x 2 ranks on four nodes the second is lost: the two that go on have the same half, and a third the other."""
+    script = (SCRIPT, job.folder, "--kinds", "hsdp")
+    options = (PRELOADED, "--nnodes=2:4", "--nodes-multiple-of=2", "--lease-ttl=60")
+    for name in ("a", "b", "c", "d"):
+        job.join(name, *options, "--expected-nodes=4", "--last-call=60s", script=script)
+    four = job.wait_for_training(world=4)
+    some_steps(job, four)
+    agents_of(job)[four.nodes[1]].kill()
+    two = job.wait_for_training(world=2, after=four.number)
+    assert two.nodes == [four.nodes[0], four.nodes[2]]
+    expect_to_go_on(job, four, two, newest(job, four) - 1)
+
+
 def test_a_save_is_found_by_another_world(job: Job, second_job: Job) -> None:
     """All agents are gone, and their memory with them: a world of another size goes on from what is on disk."""
     saving = (SCRIPT, job.folder, "--save-at", "5")

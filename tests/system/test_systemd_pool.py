@@ -124,6 +124,9 @@ def test_a_store_that_is_away_is_waited_for(pool: Pool) -> None:
 
 def is_main(pid: int, inside: str) -> bool:
     """Is this the process that has this number in the machine?"""
-    status = Path(f"/proc/{pid}/status").read_text()
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:  # a helper that has ended meanwhile
+        return False
     [numbers] = [line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")]
     return numbers[-1] == inside

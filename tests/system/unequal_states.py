@@ -1,4 +1,4 @@
-"""States that differ between ranks, by right or not, for the worlds of `test_replicas`. Not a test."""
+"""States that differ between ranks, by right or not, for the worlds of `test_unequal_states`. Not a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor,
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_agent.worker import Checkpointer, CheckpointError, Fenced
-from elastic_agent.worker.ranks import replicas
+from elastic_agent.worker.ranks import comparison
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.storage.disk.commit_permission import CommitPermission
 from elastic_agent.worker.storage.memory import slots
@@ -175,14 +175,14 @@ def count_comparisons(rank: int, directory: str, kind: str, nodes: int = 1) -> d
     if nodes == 2:
         os.environ.update(ELASTIC_AGENT_NODE="ab"[rank], ELASTIC_AGENT_LOCAL_RANK="0")
     looks = 0
-    look = replicas.look_at
+    look = comparison.look_at
 
     def counted(*args: Any) -> Any:
         nonlocal looks
         looks += 1
         return look(*args)
 
-    replicas.look_at = counted
+    comparison.look_at = counted
     training = Training(kind, rank)
     own = [name for name in training.state if name == "best"]
     checkpoints = Checkpointer(directory, training.state, of_rank_0=own)
@@ -224,13 +224,13 @@ def copy_unequal(rank: int, directory: str, kind: str, way: str) -> dict[str, An
         if way == "just in time":
             with checkpoints.just_in_time():
                 progress.step(training.done)
-                return checkpoints._state._planned.save_just_in_time(training.done, {})
+                return checkpoints._state._drain_saver.save_just_in_time(training.done, {})
         progress.step(training.done)
         if way == "keep":
-            checkpoints._state._planned.save_last_step(training.done, leaves=False)
+            checkpoints._state._drain_saver.save_last_step(training.done, leaves=False)
         if way == "keep alone":
             dist.barrier()  # the others are known to have finished that step
-            checkpoints._state._planned.save_last_step_alone(training.done)
+            checkpoints._state._drain_saver.save_last_step_alone(training.done)
         return None
 
     answer = attempt(go)
@@ -240,7 +240,7 @@ def copy_unequal(rank: int, directory: str, kind: str, way: str) -> dict[str, An
 
 
 def copy_where_one_rank_does_not_come(rank: int, directory: str) -> dict[str, Any]:
-    replicas.PATIENCE_S = 0.2
+    comparison.PATIENCE_S = 0.2
     be_guarded(directory, rank)
     training = Training("ddp", rank)
     checkpoints = Checkpointer(directory, training.state)

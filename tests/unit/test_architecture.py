@@ -41,7 +41,7 @@ worker/storage/memory: worker/wire worker/state worker/state/sharding
 worker/storage/replication: worker/wire worker/storage/memory
 worker/storage/disk: worker/errors worker/wire worker/state/sharding worker/steps worker/storage/memory
 worker/storage/disk/sharded: worker/errors worker/wire worker/state/sharding worker/storage/memory worker/storage/disk
-worker/checkpointing/loading: worker/errors worker/wire worker/state worker/ranks worker/storage/memory \
+worker/checkpointing/loading: worker/errors worker/wire worker/steps worker/ranks worker/storage/memory \
     worker/storage/disk
 worker/checkpointing/saving: worker/errors worker/wire worker/state worker/steps worker/ranks \
     worker/storage/memory worker/storage/disk

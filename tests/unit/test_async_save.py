@@ -86,7 +86,7 @@ def test_a_writer_is_left_only_what_it_finds(
     case = Case(tmp_path, monkeypatch, REFUSED)
     if lost:
         case.lose()
-    case.disk.hand_over(case.slots, case.held)
+    case.disk.leave_to_writer(case.slots, case.held)
     assert case.asked == (not lost)
 
 

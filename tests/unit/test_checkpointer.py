@@ -21,13 +21,14 @@ from elastic_agent.worker import (
     OtherRun,
     StepNotGrowing,
 )
-from elastic_agent.worker.checkpointing.loading import restore
 from elastic_agent.worker.checkpointing.loading.checkpoint_selection import (
     BadState,
     Offer,
     Source,
     choose_source,
 )
+from elastic_agent.worker.checkpointing.replicated import loader
+from elastic_agent.worker.checkpointing.replicated.contents import Contents
 from elastic_agent.worker.ranks.group import current_group
 from elastic_agent.worker.state import rng
 from elastic_agent.worker.steps import progress
@@ -336,9 +337,9 @@ def test_a_state_that_ends_the_process_that_reads_it_was_told_before(
     def die(*_: Any) -> None:
         raise SystemExit(139)
 
-    monkeypatch.setattr(restore, "load_mapped", break_off)
+    monkeypatch.setattr(loader, "load_mapped", break_off)
     assert chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}})) == ("CheckpointError", 10)
-    monkeypatch.setattr(restore, "load_mapped", die)
+    monkeypatch.setattr(loader, "load_mapped", die)
     with pytest.raises(SystemExit):
         chosen(monkeypatch, Checkpointer(tmp_path, {"a": {}}))
     assert progress._words is not None
@@ -356,14 +357,14 @@ def test_a_bad_state_never_costs_another_run_its_checkpoints(
     monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "5")
     monkeypatch.setenv("ELASTIC_AGENT_BAD_STATE", "4:90")
     mine = Manifest(85, 2, 1, f"step-{85:012d}-mine-00000000-{'a' * 16}.pt", 1, "a" * 64, "mine")
-    bad_state = BadState.of(WorkerEnv.of(os.environ), "mine")
+    env = WorkerEnv.of(os.environ)
     files = CheckpointFiles(tmp_path, keep=2, run=Run("mine"))
-    with restore.Restore(current_group(), files, None, "", lambda _: None, lambda _: None, bad_state) as one:
-        (foreign,) = one._exchange(one._claim(), ())
-        assert foreign.foreign
-        assert foreign.manifest is not None
-        assert one.related_runs() == ()
-        assert choose_source([foreign, Offer(mine)], bad_state) == Source(1, mine)
+    one = loader.Loader(files, Contents({}, (), {}, is_compared=False), None, env, read_only=False)
+    foreign = one._offer(one._claimed(), ())
+    assert foreign.foreign
+    assert foreign.manifest is not None
+    assert one._loaded(current_group(), None).related == ()
+    assert choose_source([foreign, Offer(mine)], BadState.of(env, "mine")) == Source(1, mine)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("step-*")} == before
 
 

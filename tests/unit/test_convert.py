@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -211,9 +212,83 @@ def test_a_directory_of_dcp_that_lacks_bytes_is_refused(tmp_path: Path, damage: 
         data.unlink()
     else:
         os.truncate(data, data.stat().st_size - 10)
-    with pytest.raises((OSError, CheckpointMismatch)):
+    with pytest.raises((Refused, CheckpointMismatch)):
         convert(tmp_path / "a", tmp_path / "b", step=1)
     assert not (tmp_path / "b").exists()
+
+
+def test_pieces_that_overlap_are_refused(tmp_path: Path) -> None:
+    """As many elements as the tensor has, and one row of it in no file."""
+    dcp.save({"table": {"rows": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    index = FileSystemReader(tmp_path / "a").read_metadata()
+    (rows,) = index.state_dict_metadata.values()
+    rows.size = torch.Size([4, 3])
+    rows.chunks.append(rows.chunks[0])
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointMismatch, match=r"a: two pieces of 'table\.rows' overlap"):
+        convert(tmp_path / "a", tmp_path / "b", step=1)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_tensor_of_which_some_is_in_no_file_is_refused(tmp_path: Path) -> None:
+    dcp.save({"table": {"rows": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    index = FileSystemReader(tmp_path / "a").read_metadata()
+    (rows,) = index.state_dict_metadata.values()
+    rows.size = torch.Size([4, 3])
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointMismatch, match=r"6 of 12 elements of 'table\.rows' are in no file"):
+        convert(tmp_path / "a", tmp_path / "b", step=1)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_what_cannot_be_read_is_named_with_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    dcp_directory(tmp_path / "a")
+    (tmp_path / "a" / name).unlink()
+    (tmp_path / "a" / name).mkdir()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--step=1"]) == ConvertCode.NOT_CONVERTED
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert capsys.readouterr().err == (
+        f"elastic-agent convert: {tmp_path / 'a'} cannot be read: [Errno 21] Is a directory: {name!r}\n"
+    )
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
+@pytest.mark.parametrize("to", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), ConvertCode.INTERRUPTED, "interrupted"),
+        (OSError(28, "No space left on device"), ConvertCode.NOT_CONVERTED, "b cannot be written: [Errno 28] No space"),
+    ],
+    ids=["Ctrl-C", "full"],
+)  # fmt: skip
+def test_a_conversion_that_does_not_end_leaves_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: ConvertCode,
+    text: str,
+    to: str,
+    is_there: bool,
+) -> None:
+    dcp_directory(tmp_path / "a")
+    if is_there:
+        (tmp_path / "b").mkdir()
+
+    def publish(*_: object) -> None:
+        raise error
+
+    words = [str(tmp_path / "a"), str(tmp_path / "b"), "--step=1", f"--to={to}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFiles, "publish", publish)
+        assert main(words) == code
+    assert text in capsys.readouterr().err
+    assert (tmp_path / "b").exists() == is_there
+    assert main(words) == ConvertCode.CONVERTED
 
 
 def test_the_files_of_a_dcp_index_are_in_its_directory(tmp_path: Path) -> None:
@@ -290,7 +365,7 @@ def test_the_converted_is_a_checkpoint_of_its_own_run(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_replicated(tmp_path / "a")
-    (tmp_path / "names").write_text("\n".join(name for name, _ in model(1).named_parameters()))
+    (tmp_path / "names").write_text("\n".join(name for name, _ in model(1).named_parameters()) + "\n")
     words = [str(tmp_path / "a"), str(tmp_path / "b"), "--to=sharded", "--step", "10"]
     assert main([*words, "--parameter-names", str(tmp_path / "names")]) == ConvertCode.CONVERTED
     assert "is now in" in capsys.readouterr().out
@@ -308,6 +383,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_command_line_that_cannot_be(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == ConvertCode.BAD_CONFIG
     assert capsys.readouterr().err.startswith("elastic-agent convert: ")
+
+
+def test_a_name_of_a_parameter_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    (tmp_path / "names").write_text("head.scale by row\r\n\n  body.weight \n")
+    monkeypatch.setattr(
+        "elastic_agent.worker.checkpointing.conversion.convert.convert",
+        lambda *_, parameter_names, **__: given.append(parameter_names),
+    )
+    assert main(["a", "b", f"--parameter-names={tmp_path / 'names'}"]) == ConvertCode.CONVERTED
+    assert given == [["head.scale by row", "body.weight"]]
 
 
 def test_errors_of_a_conversion_are_errors_of_checkpoints() -> None:

@@ -41,7 +41,7 @@ WRITING = SlotState(writing=True)
 
 
 @pytest.mark.parametrize(
-    ("everyone", "before", "decision", "keep"),
+    ("everyone", "before", "decision", "protected"),
     [
         # the first copy of all
         ([rank(), rank()], None, Decision.COPY, None),
@@ -89,10 +89,10 @@ def test_the_rule(
     everyone: list[Readiness],
     before: tuple[int, int] | None,
     decision: Decision,
-    keep: tuple[int, int] | None,
+    protected: tuple[int, int] | None,
 ) -> None:
     found = may_copy(everyone, VERSION, before)
-    assert (found.decision, found.keep) == (decision, keep), found
+    assert (found.decision, found.protected) == (decision, protected), found
     assert bool(found.reason) == (decision is Decision.WAIT)
 
 
@@ -100,15 +100,15 @@ def test_of_many_ranks_with_one_readiness_the_one_that_waits_is_named() -> None:
     raw = rank(slot(110), slot(100)).to_bytes()
     alike = [Readiness.from_bytes(raw) for _ in range(4)]
     found = may_copy([*alike, rank(slot(110, PENDING), slot(100)), *alike], VERSION, LOADED)
-    assert (found.decision, found.keep) == (Decision.WAIT, (4, 100))
+    assert (found.decision, found.protected) == (Decision.WAIT, (4, 100))
     assert "of rank 4 " in found.reason
 
 
 def test_a_copy_that_must_be_made_overwrites_the_one_without_replicas() -> None:
     ranks = [rank(slot(100), slot(110, PENDING)), rank(slot(110), slot(100))]
     found = may_copy(ranks, VERSION, LOADED, must=True)
-    assert (found.decision, found.keep) == (Decision.COPY, (4, 100))
-    assert [slot_to_overwrite(one.slots, found.keep) for one in ranks] == [1, 0]
+    assert (found.decision, found.protected) == (Decision.COPY, (4, 100))
+    assert [slot_to_overwrite(one.slots, found.protected) for one in ranks] == [1, 0]
 
 
 @pytest.mark.parametrize("must", [False, True])
@@ -117,17 +117,17 @@ def test_even_a_copy_that_must_be_made_waits_for_readers_and_writers(must: bool)
     writing = [rank(slot(110), WRITING)] * 2
     for ranks in (held, writing):
         found = may_copy(ranks, VERSION, LOADED, must=must)
-        assert (found.decision, found.keep) == (Decision.WAIT, (4, 110))
+        assert (found.decision, found.protected) == (Decision.WAIT, (4, 110))
 
 
 @pytest.mark.parametrize(
-    ("slots", "keep", "place"),
+    ("slots", "protected", "place"),
     [
         ((EMPTY, EMPTY), None, 0),
         ((slot(100), EMPTY), None, 1),
         ((slot(110), slot(100)), (4, 110), 1),
         ((slot(100), slot(110)), (4, 110), 0),
-        # a version that is newer than the one to keep
+        # a version that is newer than the protected one
         ((slot(100), slot(110)), (4, 100), 1),
         # neither is to be kept: the older, but not while it is read
         ((old(80), slot(110)), (4, 120), 0),
@@ -137,9 +137,9 @@ def test_even_a_copy_that_must_be_made_waits_for_readers_and_writers(must: bool)
     ],
 )
 def test_the_slot_to_overwrite(
-    slots: tuple[SlotState, SlotState], keep: tuple[int, int] | None, place: int | None
+    slots: tuple[SlotState, SlotState], protected: tuple[int, int] | None, place: int | None
 ) -> None:
-    assert slot_to_overwrite(slots, keep) == place
+    assert slot_to_overwrite(slots, protected) == place
 
 
 def test_what_is_settled() -> None:
@@ -173,10 +173,10 @@ def test_which_replicas_are_needed_no_more(everyone: list[Readiness], needed: tu
 
 def test_what_was_settled_once_is_kept_for_good() -> None:
     ranks = [rank(slot(110), slot(100)), rank(slot(110), slot(100))]
-    keep = may_copy(ranks, VERSION, LOADED).keep
+    protected = may_copy(ranks, VERSION, LOADED).protected
     forgotten = [ranks[0], rank(slot(110, PENDING), slot(100))]
-    assert keep == (4, 110)
-    assert may_copy(forgotten, VERSION, keep, must=True).keep == (4, 110)
+    assert protected == (4, 110)
+    assert may_copy(forgotten, VERSION, protected, must=True).protected == (4, 110)
 
 
 STATES = [
@@ -202,15 +202,15 @@ def test_of_all_states_of_two_ranks_a_whole_version_lives_through_the_copy() -> 
         for must in (False, True):
             found = may_copy(ranks, VERSION, LOADED, must=must)
             done = settled(ranks, 4)
-            assert found.keep == (done or LOADED)
+            assert found.protected == (done or LOADED)
             if not found.copies:
                 continue
             for one in ranks:
-                place = slot_to_overwrite(one.slots, found.keep)
+                place = slot_to_overwrite(one.slots, found.protected)
                 assert place is not None
                 lost = one.slots[place]
                 assert not lost.held
-                assert lost.version != found.keep
+                assert lost.version != found.protected
                 whole = all(lost.version in {s.version for s in other.slots} for other in ranks)
                 if not must and whole and lost.version and lost.version[0] == 4:
                     assert done is not None

@@ -7,13 +7,14 @@ process's, as is the gate that a disk writer asks.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pickle
 import queue
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,23 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from elastic_agent.worker.dcp import ElasticStorageReader, ElasticStorageWriter
-from elastic_agent.worker.dcp.directory import directory_of_rank
+from elastic_agent.worker.dcp import ElasticStorageReader, ElasticStorageWriter, rank_storage
+from elastic_agent.worker.dcp.rank_storage import storage_of
 from elastic_agent.worker.errors import (
     BadCheckpoint,
     CheckpointError,
+    DirectoryNotShared,
     Fenced,
+    NotPlainData,
     NoUsableCheckpoint,
     SaveFailed,
     StepNotGrowing,
 )
+from elastic_agent.worker.storage.disk import ownership
+from elastic_agent.worker.storage.disk.sharded import shared_directory
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder, folders_of
 from elastic_agent.worker.storage.memory.slots import Slots
-from elastic_agent.worker.wire.environment import WorkerEnv
+from elastic_agent.worker.wire.environment import NAMES, WorkerEnv
 from elastic_agent.worker.wire.messages import CommitGranted, CommitRefused
 from tests.contract.test_disk_writer import Agent
 from tests.memory_servers import Node, wait_for
@@ -92,7 +97,7 @@ def failure(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
 
 def without_room(rank: int, memory: Path, runs: str) -> None:
     """On rank 1's node: it writes its part while rank 0 has copied, and what is on disk is all that counts."""
-    kept = directory_of_rank(runs)._memory
+    kept = storage_of(runs)._memory
     assert kept is not None
     limit = kept._limit
     if rank == 1:
@@ -220,12 +225,41 @@ def under_agents(rank: int, folder: Path, runs: str) -> None:
     same(plain, state(3))
     dist.barrier()
 
+    not_shared(rank, folder)
+    by_itself(rank, folder)
     refused(rank, gate, runs)
     several_at_once(runs)
     damaged(rank, memory, runs)
     without_room(rank, memory, runs)
     save(8, runs, 80)
     wait_for(lambda: 80 in replicas(memory, runs), "the other node's part to be here")
+
+
+def not_shared(rank: int, folder: Path) -> None:
+    shared_directory.LOOK_S = 0.2
+    runs = folder / f"of-{rank}"
+    with pytest.raises(CheckpointException) as caught:
+        save(1, str(runs), 1)
+    assert isinstance(failure(caught), DirectoryNotShared)
+    assert f"{folder / 'of-1'}: rank 1 on node n1 does not see there" in str(failure(caught))
+    assert not copies_in(folder / "n1", str(folder / "of-1")), "what cannot be saved is not copied"
+
+
+def by_itself(rank: int, folder: Path) -> None:
+    """Each rank is a coordinator: at most one of them saves that step, and the others are refused."""
+    runs, outcome = str(folder / "of-all"), ""
+    dist.barrier()
+    writer = ElasticStorageWriter(runs, step=1)
+    try:
+        dcp.save({"mine": torch.full((3,), float(rank))}, storage_writer=writer, no_dist=True)
+    except CheckpointException as caught:
+        error = next(iter(caught.failures.values()))[0]
+        assert isinstance(error, StepNotGrowing), repr(error)
+        outcome = str(error)
+    outcomes: list[str] = ["", ""]
+    dist.all_gather_object(outcomes, outcome)
+    assert all("process" in one for one in outcomes if one)
+    assert sum(not one for one in outcomes) == len(manifests(runs)) <= 1
 
 
 def refused(rank: int, gate: Switch, runs: str) -> None:
@@ -350,13 +384,19 @@ def agents(folder: Path) -> Iterator[list[Node]]:
             node.close()
 
 
-def one_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node of rank 1 is gone, and nothing is on disk: one rank takes what two had from its memory."""
+def one_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch, other: Node) -> None:
+    """The node of rank 1 stands by, with a damaged copy, and nothing is on disk: one rank takes what two had from its
+    memory."""
     runs = str(folder / "behind")
     shutil.rmtree(runs)
+    for part, slot, step in copies_in(Path(other.memory), runs):
+        if step == 80 and not part.origin:
+            for at in range(0, 5000, 40):  # a shard, wherever it lies
+                flip(Path(other.memory) / part.name / f"{slot}.pt", at)
     with monkeypatch.context() as patch:
         for name, value in worker_of(folder, 0, 1, generation=2).items():
             patch.setenv(name, value)
+        patch.setenv(NAMES["memory_standbys"], f"{other.name}={other.address}")
         found, step = load(runs, sharded=False)
         assert step == 80
         same(found, state(8, sharded=False))
@@ -367,6 +407,28 @@ def one_is_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert manifests(runs) == [90]
         found, step = load(runs, sharded=False)
         assert step == 90
+        goes_back(runs)
+
+
+def goes_back(runs: str) -> None:
+    """In one process: what it has copied since must not come to disk, nor be loaded, for what it copies now."""
+
+    def save_one(seed: int, step: int) -> None:
+        dcp.save(state(seed, sharded=False), storage_writer=ElasticStorageWriter(runs, step=step))
+
+    save_one(10, 91)
+    save_one(11, 92)
+    found, step = load(runs, sharded=False, step=91)
+    same(found, state(10, sharded=False))
+    for seed, at in ((20, 92), (21, 93)):
+        save_one(seed, at)
+        found, step = load(runs, sharded=False)
+        assert step == at
+        same(found, state(seed, sharded=False))
+    wait_for(lambda: manifests(runs) == [92, 93], "the newest save to be on disk")
+    reader, found = ElasticStorageReader(runs, step=92, memory=False), state(99, sharded=False)
+    dcp.load(found, storage_reader=reader)
+    same(found, state(20, sharded=False))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -375,8 +437,7 @@ def test_what_two_ranks_have_saved_two_ranks_one_and_dcp_load(
 ) -> None:
     with agents(tmp_path) as nodes:
         mp.spawn(work, (str(tmp_path),), 2)
-        nodes[1].close()
-        one_is_left(tmp_path, monkeypatch)
+        one_is_left(tmp_path, monkeypatch, nodes[1])
     runs = str(tmp_path / "runs")
     found, step = load(runs, sharded=False)
     assert step == 20
@@ -400,6 +461,77 @@ def test_one_process_keeps_one(tmp_path: Path) -> None:
     same(found, state(2, sharded=False))
 
 
+def save_one(seed: int, directory: str, step: int) -> None:
+    dcp.save(state(seed, sharded=False), storage_writer=ElasticStorageWriter(directory, step=step, keep=3))
+
+
+def no_lock(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "no locks here")
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """The only worker of that run and generation, after those before have ended."""
+
+    def begin(run: str, generation: int) -> None:
+        storage_of(str(tmp_path)).files.claim._lock.forget()
+        rank_storage._storage.cache_clear()
+        rank_storage._loads.clear()
+        for name, value in WorkerEnv(generation, run, "n", 0).variables().items():
+            monkeypatch.setenv(name, value)
+
+    return begin
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("run", ["run-a", "run-b"])
+@pytest.mark.parametrize("damage", [0, 300])
+def test_what_is_newer_than_what_was_loaded_is_given_up(
+    tmp_path: Path, begin: Callable[[str, int], None], run: str, damage: int
+) -> None:
+    """By the next generation of the same job, or by another job: a step of its own takes the place."""
+    runs = str(tmp_path)
+    begin("run-a", 1)
+    for step in (1, 2, 3):
+        save_one(step, runs, step)
+    begin(run, 2)
+    if damage:
+        flip(attempts(runs)[-1] / "__0_0.distcp", damage)
+    found, loaded = load(runs, sharded=False, step=None if damage else 2)
+    assert loaded == 2
+    same(found, state(2, sharded=False))
+    save_one(13, runs, 3)
+    with pytest.raises(CheckpointException) as caught:
+        save_one(14, runs, 3)
+    assert isinstance(failure(caught), StepNotGrowing), "it is not the one that was given up"
+    found, loaded = load(runs, sharded=False)
+    assert loaded == 3
+    same(found, state(13, sharded=False))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("run", "locks"), [("run-a", True), ("run-b", True), ("run-b", False)])
+def test_the_step_that_was_loaded_may_be_saved_again_and_none_before_it(
+    tmp_path: Path, begin: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch, run: str, locks: bool
+) -> None:
+    """A script that ended behind its last save trains nothing when it is started again."""
+    runs = str(tmp_path)
+    if not locks:
+        monkeypatch.setattr(ownership.fcntl, "flock", no_lock)
+    begin("run-a", 1)
+    save_one(1, runs, 5)
+    begin(run, 2)
+    load(runs, sharded=False)
+    with pytest.raises(CheckpointException) as caught:
+        save_one(2, runs, 4)
+    assert isinstance(failure(caught), StepNotGrowing)
+    assert "step 4 is not beyond step 5" in str(failure(caught))
+    save_one(3, runs, 5)
+    found, step = load(runs, sharded=False)
+    assert step == 5
+    same(found, state(3, sharded=False))
+
+
 @pytest.mark.filterwarnings("ignore")  # DCP's, of a load without a process group
 def test_a_rank_of_several_needs_the_process_group_to_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -419,12 +551,67 @@ def test_a_rank_of_several_needs_the_process_group_to_look(
 def test_damage_that_a_read_finds_names_the_step_to_everyone(tmp_path: Path) -> None:
     runs = str(tmp_path)
     large = {"weight": torch.randn(12 << 20), "seen": 1}
-    dcp.save(large, storage_writer=ElasticStorageWriter(runs, step=1))
-    flip(attempts(runs)[0] / "__0_0.distcp", 300)
+    dcp.save({"seen": 0}, storage_writer=ElasticStorageWriter(runs, step=1))
+    dcp.save(large, storage_writer=ElasticStorageWriter(runs, step=2))
+    flip(attempts(runs)[1] / "__0_0.distcp", 300)
     with pytest.raises(CheckpointException) as caught:
         dcp.load({"weight": torch.zeros(12 << 20), "seen": 0}, storage_reader=ElasticStorageReader(runs))
     bad = failure(caught)
     assert isinstance(bad, BadCheckpoint)
     again = pickle.loads(pickle.dumps(bad))
-    assert (again.step, str(again)) == (1, str(bad))
-    assert "step=OLDER" in str(bad)
+    assert (again.step, str(again)) == (2, str(bad))
+    assert f"ElasticStorageReader({runs!r}, step=1)" in str(bad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_that_a_training_has_removed_meanwhile_is_not_called_damaged(tmp_path: Path) -> None:
+    runs = str(tmp_path)
+    save_one(1, runs, 1)
+    reader = ElasticStorageReader(runs)
+    assert reader.step == 1
+    dcp.save(state(2, sharded=False), storage_writer=ElasticStorageWriter(runs, step=2, keep=1))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state(99, sharded=False), storage_reader=reader)
+    assert "was removed while it was loaded" in str(failure(caught))
+    assert not isinstance(failure(caught), BadCheckpoint)
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "12", None, 10**19])
+def test_what_is_no_step_is_refused_at_once(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ValueError, match=r"step is .*expected the number of steps"):
+        ElasticStorageWriter(tmp_path, step=step)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (lambda: torch.empty(3, device="meta"), "on the meta device"),
+        (lambda: torch.eye(3).to_sparse(), "of the layout torch.sparse_coo"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "a quantized tensor"),
+    ],
+    ids=["meta", "sparse", "quantized"],
+)
+def test_a_tensor_that_is_not_carried_is_named(
+    tmp_path: Path, tensor: Callable[[], torch.Tensor], kind: str
+) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"odd": tensor()}, storage_writer=ElasticStorageWriter(tmp_path, step=1))
+    assert isinstance(failure(caught), NotPlainData)
+    assert "'odd' is " in str(failure(caught))
+    assert kind in str(failure(caught))
+
+
+def test_a_directory_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "owner.json").mkdir()
+    with pytest.raises(CheckpointError, match=f"{tmp_path} cannot be read: .*Is a directory"):
+        assert ElasticStorageReader(tmp_path).step is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_in_the_place_of_the_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointException) as caught:
+        save_one(1, str(tmp_path / "file"), 1)
+    assert isinstance(failure(caught), SaveFailed)
+    assert f"step 1 not saved in {tmp_path / 'file'}: [Errno 20]" in str(failure(caught))

@@ -38,6 +38,7 @@ from elastic_agent.rendezvous.records import (
     Phase,
     Restarts,
     Result,
+    Standby,
     World,
     line_up,
 )
@@ -530,6 +531,24 @@ def test_a_world_has_a_multiple_of_nodes_and_the_others_stand_by(
     seen: View, decision: str, reason: str
 ) -> None:
     check(seen, IN_PAIRS, decision, reason)
+
+
+def test_a_world_names_the_memory_of_all_nodes_that_stand_by() -> None:
+    """Of a survivor that is one too many, of a newcomer that is not ready, and of one that leaves; not of one that has
+    left by plan, or has none."""
+    b, c, d, e, f = (replace(node, memory=7000 + place) for place, node in enumerate(STOPPED_SIX[1:]))
+    fresh, going = replace(e, ready=False), replace(f, leaving=True)
+    left = replace(f, node="h", incarnation="h-1", leaving=True).having(4, Condition.DRAINED)
+    without = replace(D, node="g", incarnation="g-1")
+    seen = view(stopping(*SIX[:4]), *(b, c, d), fresh, going, left, without)
+    decision = decide(seen, replace(IN_PAIRS, max_nodes=2), NOW)
+    assert isinstance(decision, Publish)
+    assert {member.node for member in decision.world.members} == {"b", "c"}
+    assert decision.world.standbys == (
+        Standby("d", Endpoint("host-d", 7002)),
+        Standby("e", Endpoint("host-e", 7003)),
+        Standby("f", Endpoint("host-f", 7004)),
+    )
 
 
 # ---------------------------------------------------------------- decide: between two generations

@@ -315,6 +315,45 @@ def test_a_script_that_keeps_its_state_by_itself_does_so_once(scene: Scene) -> N
     assert scene.reported == [(StepStatus.FINISHED, 120)]
 
 
+def test_without_a_checkpointer_nothing_is_said_to_be_kept(scene: Scene) -> None:
+    """Whether the script keeps it is seen when it ends."""
+    progress.checkpointers.clear()
+    scene.announce()
+    scene.answer = Verdict.END
+    with pytest.raises(Drained):
+        progress.step(120)
+    assert scene.reported == [(StepStatus.FINISHED, 120)]
+
+
+@pytest.mark.parametrize(
+    ("handler", "code"),
+    [
+        ("raise OSError('disk full')", drain.FAILED),
+        ("raise KeyboardInterrupt", drain.FAILED),
+        ("sys.excepthook = print; raise OSError", drain.FAILED),
+        ("raise", DRAINED),
+        ("pass", DRAINED),
+    ],
+)
+def test_an_error_in_the_scripts_own_save_is_seen_in_the_exit_code(handler: str, code: int) -> None:
+    """What it registers for its end meanwhile is done once."""
+    program = (
+        "import atexit, sys\n"
+        "from elastic_agent.worker.steps import drain, quick_end\n"
+        "quick_end.leave_when_failed()\n"
+        "sys.last_value = ValueError('shown by a console of the script')\n"
+        "atexit.register(print, 'before')\n"
+        "try:\n    drain._end(7, (), None, alone=False, leaves=True)\n"
+        "except drain.Drained:\n"
+        "    atexit.register(print, 'in the handler')\n"
+        f"    {handler}"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.splitlines()[-2:] == ["in the handler", "before"]
+    assert ended.stdout.count("in the handler") == 1
+
+
 def test_a_drained_process_cleans_up_and_leaves_at_once(tmp_path: Path) -> None:
     """What it has registered for its end is done; what Python takes apart after that is not waited for."""
     program = (

@@ -143,6 +143,15 @@ def test_for_a_pipe_every_variable_is_a_line_and_for_a_terminal_none_is_wide(
     }
 
 
+def test_no_more_replicas_are_wanted_than_other_nodes_may_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script := tmp_path / "train.py").touch()
+    assert main(["--max-nodes", "2", "--memory-replicas", "5", "--json", str(script)]) == 0
+    rows = {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["ELASTIC_AGENT_MEMORY_REPLICAS"] == "1"
+
+
 def test_a_bad_configuration_is_refused_as_for_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

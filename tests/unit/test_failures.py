@@ -48,7 +48,7 @@ from elastic_agent.worker.errors import (
     OtherRun,
     UnsupportedTraining,
 )
-from elastic_agent.worker.ranks.replicas import refuse_sharded
+from elastic_agent.worker.ranks.comparison import refuse_sharded
 
 FAILURE = WorkerFailure(
     rank=3,

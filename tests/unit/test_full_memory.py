@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_agent.worker import Checkpointer
-from elastic_agent.worker.ranks.replicas import Replicas
+from elastic_agent.worker.ranks.comparison import ReplicatedComparison
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.storage.memory import room, slot_memory, slots
 from elastic_agent.worker.storage.memory.available_memory import Memory, file_system
@@ -101,7 +101,7 @@ def test_a_rank_that_cannot_write_its_random_state_goes_on_and_says_it_once(
     rank: int,
 ) -> None:
     be_rank(monkeypatch, rank, 2)
-    monkeypatch.setattr(Replicas, "proven", True)  # there is no other rank to compare with
+    monkeypatch.setattr(ReplicatedComparison, "proven", True)  # there is no other rank to compare with
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}}, memory_every=1)
     progress.step(1)
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from elastic_agent.worker.ranks import gloo_threads
-from elastic_agent.worker.ranks.gloo_threads import LOOKS, MOST_S, THREAD, settle, thread_states, watch
+from elastic_agent.worker.ranks.gloo_threads import LOOKS, MOST_S, settle, thread_states, watch
 
 
 def played(monkeypatch: pytest.MonkeyPatch, states: list[list[str]]) -> list[float]:
@@ -55,17 +55,17 @@ def test_torch_destroys_what_it_was_asked_to_after_that(monkeypatch: pytest.Monk
 
 
 def test_the_states_are_those_of_the_threads_of_this_name() -> None:
-    quit_ = threading.Event()
+    name, quit_ = "of this name", threading.Event()  # other tests may have left threads of gloo itself
 
     def wait() -> None:
-        Path("/proc/thread-self/comm").write_text(THREAD)
+        Path("/proc/thread-self/comm").write_text(name)
         quit_.wait()
 
     thread = threading.Thread(target=wait)
     thread.start()
     try:
         give_up_at = time.monotonic() + 20
-        while list(thread_states(THREAD)) != ["S"]:
+        while list(thread_states(name)) != ["S"]:
             assert time.monotonic() < give_up_at
             time.sleep(0.01)
         assert list(thread_states("no thread")) == []

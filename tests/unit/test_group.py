@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.utils import dlpack
 
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
+from elastic_agent.worker.checkpointing.loading import state_loader
 from elastic_agent.worker.checkpointing.loading.checkpoint_selection import Offer
 from elastic_agent.worker.checkpointing.loading.node_sharing import RankBytes
-from elastic_agent.worker.checkpointing.replicated import loader
 from elastic_agent.worker.checkpointing.sharded import meeting
 from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.ranks import group
@@ -144,7 +144,7 @@ class WithOlderPeer(Group):
 def test_a_load_beside_another_version_gives_the_directory_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "current_group", lambda: WithOlderPeer(0, 2, torch.device("cpu")))
+    monkeypatch.setattr(state_loader, "current_group", lambda: WithOlderPeer(0, 2, torch.device("cpu")))
     released = []
     release = Claim.release_lock
 

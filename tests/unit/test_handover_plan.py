@@ -19,9 +19,8 @@ from elastic_agent.rendezvous.records import (
     line_up,
 )
 from elastic_agent.rendezvous.terms import Limits
-from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
+from elastic_agent.worker.storage.memory.copy_header import FoundCopy, Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
-from elastic_agent.worker.storage.replication.client import FoundCopy
 
 # ---------------------------------------------------------------- the nodes that go on
 
@@ -41,6 +40,16 @@ WORLD = World(
 A, B, C = MEMBERS
 LEAVING_A, LEAVING_B = (replace(one, leaving=True) for one in (A, B))
 NEW = node("n", kept=False, generation=0, conditions=frozenset())
+
+
+def test_a_node_that_stands_by_hands_over_until_the_others_have_trained_for_a_minute() -> None:
+    training = replace(WORLD, phase=Phase.RUNNING, generation=5)
+    lasting = [one.having(5, Condition.STABLE) for one in (A, B, C)]
+    for nodes, need_nothing in (([A, B, lasting[2]], False), (lasting, True)):
+        found = others(training, "n", [*nodes, replace(NEW, leaving=True)])
+        assert (found.busy, found.need_nothing) == ((), need_nothing)
+        assert [peer.node for peer in found.go_on] == ["a", "b", "c"]
+        assert bool(tasks([copy(7)], {}, found, kept=False)) is not need_nothing
 
 
 def in_twos(most: int = 8) -> World:

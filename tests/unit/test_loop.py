@@ -257,13 +257,15 @@ class Scene:
         self.stopped: list[tuple[float, float]] = []
         """When the workers were to stop, and with which grace."""
         self.finished: list[float] = []
+        self.lost = ""
+        """Why the disk writer has not brought the last save to disk."""
         self.port: Any = OfferedPort(self.listener(), self.listener)
         services: Any = Services(
             self.store,  # type: ignore[arg-type]
             SimpleNamespace(ask=self.probe),  # type: ignore[arg-type]
             self.gpus,  # type: ignore[arg-type]
             SimpleNamespace(handle=lambda event, now: None),  # type: ignore[arg-type]
-            SimpleNamespace(finish=self.finished.append, handle=lambda event: None),  # type: ignore[arg-type]
+            SimpleNamespace(finish=self.finish, handle=lambda event: None),  # type: ignore[arg-type]
             self.checks,
             self.observer(),  # type: ignore[arg-type]
             SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),  # type: ignore[arg-type]
@@ -282,6 +284,10 @@ class Scene:
             lambda: self.now,
             lambda: self.now,
         )
+
+    def finish(self, within_s: float) -> str:
+        self.finished.append(within_s)
+        return self.lost
 
     def observer(self) -> object:
         self.seen_to_leave: list[object] = []
@@ -358,6 +364,24 @@ def test_what_is_in_memory_is_handed_over_before_the_last_saves_and_in_their_tim
     assert finished_s == pytest.approx(left_s, abs=0.2)
     assert scene.handing.again == [pytest.approx(finished_s)], "others may have come meanwhile"
     assert scene.handing.told[-1] == "report_lost"
+
+
+def test_a_node_that_has_handed_over_to_a_world_that_trains_does_so_no_more() -> None:
+    scene = Scene(hands_over_in_s=1.0)
+    handing = scene.handing
+    assert handing is not None
+    begin = handing.begin
+
+    def begin_and_let_the_world_go_on(*given: Any, **more: Any) -> None:
+        begin(*given, **more)
+        scene.plan[scene.now + 0.5] = lambda: setattr(scene.loop, "_handed_over_from", 0)
+
+    handing.begin = begin_and_let_the_world_go_on  # type: ignore[method-assign]
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    scene.loop.run()
+    assert len(handing.begun) == 1
+    assert handing.again == []
+    assert handing.told[-1] == "report_lost"
 
 
 def test_a_second_signal_cuts_a_handover_short() -> None:
@@ -567,6 +591,23 @@ def test_the_end_of_the_job_bounds_its_leave_unless_it_is_over(ends_in_s: float,
     assert at + grace_s == pytest.approx(110.0 + killed_in_s, abs=3.1)
 
 
+def test_a_success_whose_last_save_is_not_on_disk_is_none() -> None:
+    scene = Scene()
+    scene.lost = "step 10 is NOT on disk in /runs/x: No space left on device"
+    done = Leave(Result.SUCCEEDED, "every worker ended with success")
+    scene.plan[110.0] = lambda: scene.loop.carry_out(done, scene.now)
+    assert scene.loop.run() == Ending(
+        ExitCode.NOT_ON_DISK, f"every worker ended with success, but {scene.lost}"
+    )
+
+
+def test_a_leave_whose_last_save_is_not_on_disk_keeps_its_exit_code() -> None:
+    scene = Scene()
+    scene.lost = "step 10 is NOT on disk in /runs/x: No space left on device"
+    scene.at(10.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+
+
 def test_an_operator_may_let_this_node_leave() -> None:
     scene = Scene()
     wish = Put(drain_key("a"), DrainRequest("a-1").to_json())
@@ -608,8 +649,9 @@ def test_a_thread_that_fails_ends_the_workers_and_the_agent() -> None:
 def test_a_thread_that_fails_while_saves_are_finished_is_not_forgotten() -> None:
     scene = Scene()
 
-    def finish(within_s: float) -> None:
+    def finish(within_s: float) -> str:
         scene.events.put(ThreadFailed("store-lease", "RuntimeError()"))
+        return ""
 
     scene.loop._services.disk_writer.finish = finish  # type: ignore[method-assign]
     scene.at(10.0, Signalled(signal.SIGTERM))

@@ -125,7 +125,7 @@ def test_only_the_node_of_rank_0_copies_what_is_rank_0s_own(
     checkpoints = Checkpointer(tmp_path / "disk", {"own": {"of": rank}}, of_rank_0=["own"])
     checkpoints.load()
     assert checkpoints.remember(1) is copies
-    assert checkpoints._state._planned.save_just_in_time(2, {"own": {"of": rank}}) is saves_just_in_time
+    assert checkpoints._state._drain_saver.save_just_in_time(2, {"own": {"of": rank}}) is saves_just_in_time
 
 
 def test_shared_memory_stays_shared(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_the_level_with_the_least_memory_decides_whether_a_slot_grows(
     """A large machine in whose cgroup a job may have a part only: 5 % of all of it is more than the job needs."""
     monkeypatch.setattr(room, "read_memory", lambda: levels)
     monkeypatch.setattr(room, "file_system", lambda _: Memory(1000 * GIB, 1000 * GIB))
-    monkeypatch.setattr(opened, "begin", lambda size, keep: size)
+    monkeypatch.setattr(opened, "begin", lambda size, protected: size)
     of = NodeMemory(opened, 1000 * GIB, RankPlace("a", 1, 0, 0, 1))
     if fits:
         of._begin(5 * GIB)  # and room for the other slot

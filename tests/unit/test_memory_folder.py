@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -19,6 +20,22 @@ def test_a_folder_is_its_owners_alone_and_goes_with_the_agent(tmp_path: Path) ->
     (made.path / "a.pt").write_bytes(b"state")
     made.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_the_limit_is_shown_in_a_unit_of_which_it_has_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for limit, text in (
+        (20 << 20, "20.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (5 << 10, "5.0 KiB"),
+        (900, "900 bytes"),
+    ):
+        made = make_folder(limit, tmp_path)
+        assert made is not None
+        assert f"checkpoints in memory: at most {text} in {made.path}" in caplog.text
+        made.close()
 
 
 def test_by_default_half_of_the_shared_memory_may_be_used(tmp_path: Path) -> None:

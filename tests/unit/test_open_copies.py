@@ -19,10 +19,10 @@ from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slot_memory import RankPlace
 from elastic_agent.worker.storage.memory.slots import Slots
+from elastic_agent.worker.storage.replication.key_file import write_key
 
+from ..memory_servers import DIRECTORY, KEY, Node
 from ..shards import copy_of, in_slot
-
-DIRECTORY = "/checkpoints"
 
 
 @pytest.mark.parametrize("newer", [False, True], ids=["alone", "before one that is not whole"])
@@ -50,57 +50,48 @@ def test_the_part_of_another_rank_stays_where_the_worker_was_that_rank(
     before = slots.headers()
     with contextlib.ExitStack() as stack:
         reader = MemoryReader(str(tmp_path), "n1", memory, stack)
-        _, copy = reader.bring([CopyPlace("n2", "n2:1", folder.name, "a", header)], 0)
+        _, copy = reader.bring([CopyPlace("n2", "n2:1", folder, "a", header)], 0)
         found = bytearray(len(wanted))
         copy.read(0, memoryview(found))
     assert bytes(found) == wanted
     assert slots.headers() == before
 
 
-def test_a_node_without_copies_fetches_one_into_its_own_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_copies_fetches_one_into_its_own_slot(tmp_path: Path) -> None:
     """As the one that takes the place of a lost node does, in a new process."""
     wanted, header = copy_of(0, 10, 2)
-
-    def read(offset: int, into: memoryview) -> None:
-        into[:] = wanted[offset : offset + len(into)]
-
-    monkeypatch.setattr(
-        MemoryReader, "_open_there", lambda self, place: OpenCopy(Table((), (), {}), read, None)
-    )
-    folder = SlotFolder.of(DIRECTORY, 0)
-    slots = Slots(str(tmp_path), folder)
-    memory = ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 1, 1)
     with contextlib.ExitStack() as stack:
-        reader = MemoryReader(str(tmp_path), "n1", memory, stack)
-        _, copy = reader.bring([CopyPlace("n2", "n2:1", folder.name, "a", header)], 0)
+        nodes = Nodes(tmp_path, stack)
+        slots, memory = nodes.own_slots()
+        _, copy = nodes.reader(memory).bring([nodes.there(header, wanted)], 0)
         assert copy.mapped is not None
         assert bytes(copy.mapped[: header.size]) == wanted
-    with slots.hold(next(iter(slots.headers()))) as held:
-        assert held.header == header
-        assert held.stream.read() == wanted
+        with slots.hold(next(iter(slots.headers()))) as held:
+            assert held.header == header
+            assert held.stream.read() == wanted
 
 
-def test_what_does_not_come_as_its_checksums_say_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_come_as_its_checksums_say_is_not_kept(tmp_path: Path) -> None:
     sent, header = copy_of(0, 10, 2)
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(tmp_path, stack)
+        slots, memory = nodes.own_slots()
+        damaged = bytearray(sent)
+        damaged[5] ^= 1
+        place = nodes.there(header, bytes(damaged))
+        offered = replace(place, header=replace(header, sums=(zlib.crc32(sent),)))
+        with pytest.raises(CopiesUnusable, match="match the checksums") as refusal:
+            nodes.reader(memory).bring([offered], 0)
+        assert refusal.value.places == (offered,)
+        assert not slots.headers()
 
-    def read(offset: int, into: memoryview) -> None:
-        into[:] = sent[offset : offset + len(into)]
 
-    monkeypatch.setattr(
-        MemoryReader, "_open_there", lambda self, place: OpenCopy(Table((), (), {}), read, None)
-    )
-    folder = SlotFolder.of(DIRECTORY, 0)
-    slots = Slots(str(tmp_path), folder)
-    memory = ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 1, 1)
-    place = CopyPlace("n2", "n2:1", folder.name, "a", replace(header, sums=(zlib.crc32(sent) ^ 1,)))
-    with contextlib.ExitStack() as stack, pytest.raises(CopiesUnusable, match="checksums") as refusal:
-        MemoryReader(str(tmp_path), "n1", memory, stack).bring([place], 0)
+def test_a_reader_makes_no_folder_of_slots_where_the_copy_is_gone(tmp_path: Path) -> None:
+    place = CopyPlace("n1", "n1:1", SlotFolder.of(DIRECTORY, 0), "a", copy_of(0, 10, 2)[1])
+    with contextlib.ExitStack() as stack, pytest.raises(CopiesUnusable, match="No such file") as refusal:
+        MemoryReader(str(tmp_path), "n1", None, stack).open([place], 0)
     assert refusal.value.places == (place,)
-    assert not slots.headers()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("own_answers", [True, False])
@@ -108,12 +99,12 @@ def test_a_copy_comes_with_the_place_that_it_was_opened_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_answers: bool
 ) -> None:
     """Rank 2's own copy is on another node and longer than that of its twin, which is here and stands first."""
-    folder = SlotFolder.of(DIRECTORY, 0).name
+    folder = SlotFolder.of(DIRECTORY, 0)
     twin = CopyPlace("n1", "n1:1", folder, "a", copy_of(0, 10, 4)[1])
     own = CopyPlace("n2", "n2:1", folder, "a", copy_of(2, 10, 4, group=0, length=800)[1])
     assert own.header.size != twin.header.size
 
-    def opened(self: MemoryReader, place: CopyPlace) -> OpenCopy:
+    def opened(self: MemoryReader, place: CopyPlace, *_: object) -> OpenCopy:
         if place is own and not own_answers:
             raise ConnectionRefusedError("nothing listens there")
         return OpenCopy(Table((), (), {}), lambda offset, into: None, None)
@@ -123,6 +114,53 @@ def test_a_copy_comes_with_the_place_that_it_was_opened_at(
     with contextlib.ExitStack() as stack:
         place, _ = MemoryReader(str(tmp_path), "n1", None, stack).open([twin, own], 2)
     assert place is (own if own_answers else twin)
+
+
+@pytest.mark.parametrize("part", ["shards", "table"])
+def test_ranges_of_a_damaged_copy_on_another_node_are_not_taken(tmp_path: Path, part: str) -> None:
+    """One bit of it, after its checksums were taken."""
+    raw, header = copy_of(0, 10, 2)
+    damaged = bytearray(raw)
+    damaged[_table_place(header)[0] + 9 if part == "table" else 5] ^= 1
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(tmp_path, stack)
+        place = nodes.there(replace(header, sums=(zlib.crc32(raw),)), bytes(damaged))
+        with pytest.raises(CopiesUnusable, match="do not match their checksum") as refusal:
+            nodes.reader().open([place], 0)[1].fill([(0, memoryview(bytearray(20)))])
+        assert refusal.value.places == (place,)
+        assert not nodes.other.slots().headers(), "another load does not choose it"
+
+
+def test_ranges_of_a_copy_without_checksums_are_believed(tmp_path: Path) -> None:
+    raw, header = copy_of(0, 10, 2)
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(tmp_path, stack)
+        into = bytearray(20)
+        nodes.reader().open([nodes.there(header, raw)], 0)[1].fill([(0, memoryview(into))])
+        assert into == raw[:20]
+
+
+class Nodes:
+    """Node n1, where the reader is, and another one, n2, with a memory server."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._memory = folder / "n1"
+        self._memory.mkdir()
+        write_key(str(self._memory), KEY)
+        self.other = Node(folder, "n2")
+        stack.callback(self.other.close)
+
+    def there(self, header: Header, raw: bytes) -> CopyPlace:
+        slot = self.other.fill(header, raw)
+        return CopyPlace("n2", self.other.address, SlotFolder.of(DIRECTORY, 0), slot, header)
+
+    def own_slots(self) -> tuple[Slots, ShardMemory]:
+        slots = Slots(str(self._memory), SlotFolder.of(DIRECTORY, 0))
+        return slots, ShardMemory(slots, 1 << 30, RankPlace("n1", 2, 0, 0, 2, "run-a"), 1, 1)
+
+    def reader(self, memory: ShardMemory | None = None) -> MemoryReader:
+        return MemoryReader(str(self._memory), "n1", memory, self._stack)
 
 
 def _table_place(header: Header) -> tuple[int, int]:

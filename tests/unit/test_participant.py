@@ -1015,6 +1015,17 @@ def test_the_next_world_waits_for_what_a_leaving_node_hands_over(
     assert b.left().why is Refusal.ASKED
 
 
+def test_a_leaving_node_hands_over_also_where_its_workers_end_before_the_world_knows(
+    bench: Bench, with_memory: list[Peer]
+) -> None:
+    """As they do beside a node that is lost at the same time."""
+    b = with_memory[1]
+    b.part.leave(bench.now)
+    b.part.workers_gone(b.generation)
+    assert bench.phase() is Phase.RUNNING
+    assert b.part.hands_over
+
+
 def test_a_node_whose_handover_is_cut_short_by_its_death_is_not_waited_for(
     bench: Bench, with_memory: list[Peer]
 ) -> None:

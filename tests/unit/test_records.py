@@ -39,6 +39,7 @@ from elastic_agent.rendezvous.records import (
     Phase,
     Restarts,
     Result,
+    Standby,
     StopAt,
     World,
     line_up,
@@ -85,6 +86,7 @@ WORLD = World(
     program=Program("train.py", "ab12", words=("--lr", "0.1")),
     unproven=(0, 1),
     aside=(Aside("c", "c-1", "its workers fail"), Aside("d", "d-1", "its workers fail")),
+    standbys=(Standby("e", Endpoint("10.0.0.5", 4712)), Standby("f", Endpoint("10.0.0.6", 4712))),
     run="a",
 )
 INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
@@ -261,6 +263,7 @@ def worlds(draw: st.DrawFn) -> World:
         program=draw(st.none() | programs),
         unproven=tuple(draw(st.lists(numbers, max_size=3))),
         aside=tuple(draw(st.lists(asides, max_size=3))),
+        standbys=tuple(draw(st.lists(st.builds(Standby, names, endpoints), max_size=3))),
         run=draw(st.just("") | names),
     )
 
@@ -415,6 +418,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         **PROGRAM_FIELDS,
         ("unproven",): [None, 1, True, "x", {}, [True], [-1], ["x"], [1.5], [None], [[]]],
         ("aside",): [None, 1, True, "x", {}, [1], [None], [[]]],
+        ("standbys",): [None, 1, True, "x", {}, [1], [None], [[]]],
         ("run",): [*text(128), "a/b", "a b", ".\n"],
     },
     "drain_request": {("incarnation",): NAME},

@@ -38,7 +38,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        13,
+        14,
         {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
@@ -46,7 +46,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             ),
             "World": (
                 "job generation phase members master cause restarts step result final_saver limits "
-                "limits_of program unproven aside finishing run"
+                "limits_of program unproven aside standbys finishing run"
             ),
             "StopAt": "generation step paused",
             "DrainRequest": "incarnation",
@@ -67,6 +67,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             ),
             "Result": "succeeded restarts_exhausted crash_loop final_failure store_host_left",
             "Aside": "node life reason",
+            "Standby": "node memory",
             "CauseKind": "start failure join leave lost withdrawn success",
             "BadState": "generation step",
         },
@@ -114,8 +115,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
             "CheckStatus": "check outcome summary advice",
-            "World": "records 13",
-            "NodeRecord": "records 13",
+            "World": "records 14",
+            "NodeRecord": "records 14",
         },
     ),
     "run file": (

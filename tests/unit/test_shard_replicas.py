@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from elastic_agent.worker.checkpointing.sharded import shard_replicas
-from elastic_agent.worker.checkpointing.sharded.meeting import RankHome
-from elastic_agent.worker.checkpointing.sharded.planned_saves import ShardedPlannedSaver
+from elastic_agent.worker.checkpointing.sharded.meeting import RECORD, Brought, RankHome, meet
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
+from elastic_agent.worker.checkpointing.sharded.sharded_state import ShardedDrainSaver
+from elastic_agent.worker.errors import CheckpointError
 from elastic_agent.worker.steps.registry import NO_COPY
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
@@ -78,6 +79,18 @@ def test_replicas_of_a_step_that_was_given_up_are_dropped_on_every_node(
     )
     replicas = ShardReplicas(DIRECTORY, WorkerEnv(2, "run-a", "n1", 0, memory_server="here"), memory)
     saving: Any = SimpleNamespace(floor=None)
-    saver = ShardedPlannedSaver(DIRECTORY, memory, replicas, saving)
+    saver = ShardedDrainSaver(DIRECTORY, memory, replicas, saving)
     saver.go_back(12, version)
     assert orders == [AbandonNewer(DIRECTORY, *told)]
+
+
+@pytest.mark.parametrize(
+    "other", [b"\xff" * RECORD.size, b"short"], ids=["a tensor of the script", "another version"]
+)
+def test_a_rank_that_does_not_call_save_is_a_cause_that_is_named(other: bytes) -> None:
+    brought = Brought(1, "0" * 16, 8)
+    group: Any = SimpleNamespace(gather_fixed=lambda mine: [mine, other])
+    with pytest.raises(
+        CheckpointError, match=r"some ranks do not call save\(\) or remember\(\) here, and all must"
+    ):
+        meet(group, brought)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from elastic_agent.codec import Invalid, from_plain, plain
 from elastic_agent.worker.checkpointing.loading.checkpoint_selection import BadState
 from elastic_agent.worker.checkpointing.loading.shard_selection import (
-    ShardCopy,
     ShardOffer,
     ShardSource,
     choose_shards,
@@ -18,7 +19,8 @@ from elastic_agent.worker.checkpointing.loading.shard_selection import (
 )
 from elastic_agent.worker.errors import NoUsableCheckpoint
 from elastic_agent.worker.storage.disk.manifests import Manifest
-from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
+from elastic_agent.worker.storage.memory.copy_header import FoundCopy, Header, RankShards
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 
 
 def disk(step: int, generation: int = 1, run: str = "") -> Manifest:
@@ -38,14 +40,14 @@ def copy(
     resumed_from: int = 0,
     run: str = "",
     keep: tuple[int, int] | None = None,
-) -> ShardCopy:
+) -> FoundCopy:
     """In the slots of local rank 0, or in a replica `of` another node."""
     shards = RankShards(rank, (0, 1), f"{min(rank, *twins, rank):016x}", common, twins, keep)
     header = Header(step, generation, resumed_from, world, 1, run=run, shards=shards)
-    return ShardCopy("d" * 16 + ".0" + (f".{of * 12}" if of else ""), "ab"[step % 2], header)
+    return FoundCopy(SlotFolder("d" * 16, 0, of * 12), "ab"[step % 2], header)
 
 
-def node(name: str, *copies: ShardCopy, manifest: Manifest | None = None) -> ShardOffer:
+def node(name: str, *copies: FoundCopy, manifest: Manifest | None = None) -> ShardOffer:
     return ShardOffer(manifest, (), copies, name, f"{name}:7000")
 
 
@@ -117,7 +119,7 @@ LATER = (copy(0, 12, 2, resumed_from=10), copy(1, 12, 2, resumed_from=10))
         (BOTH[:1], disk(10), disk(10)),
     ],
 )
-def test_memory_and_disk(copies: tuple[ShardCopy, ...], manifest: Manifest, chosen: Manifest | None) -> None:
+def test_memory_and_disk(copies: tuple[FoundCopy, ...], manifest: Manifest, chosen: Manifest | None) -> None:
     for offers in itertools.permutations([node("a", *copies), node("b", manifest=manifest)]):
         found = choose_shards(offers)
         assert found is not None
@@ -138,10 +140,20 @@ def test_all_places_of_each_rank_are_named_its_own_copies_first() -> None:
     assert found.world_size == 3
     assert all(places[0].is_of(rank) for rank, places in enumerate(found.places))
     assert {(one.node, one.folder) for one in found.common} == {
-        ("b", "d" * 16 + ".0"),
-        ("b", "d" * 16 + ".0." + "c" * 12),
+        ("b", SlotFolder("d" * 16, 0)),
+        ("b", SlotFolder("d" * 16, 0, "c" * 12)),
     }
     assert all(place.address == f"{place.node}:7000" for places in found.places for place in places)
+
+
+def test_an_offer_names_folders_by_their_names() -> None:
+    offer = node("a", copy(0, 4, of="b"))
+    body = json.loads(json.dumps(plain(offer)))
+    assert body["copies"][0]["folder"] == f"{'d' * 16}.0.{'b' * 12}"
+    assert from_plain(ShardOffer, body) == offer
+    body["copies"][0]["folder"] = "../x"
+    with pytest.raises(Invalid, match=r"folder is '../x', expected the name of a folder of slots"):
+        from_plain(ShardOffer, body)
 
 
 def test_of_which_ranks_only_twins_are_left() -> None:
@@ -150,12 +162,12 @@ def test_of_which_ranks_only_twins_are_left() -> None:
     assert [places[0].is_of(rank) for rank, places in enumerate(found.places)] == [True, True, False, False]
 
 
-def of_two_groups(rank: int, step: int, generation: int = 1, **more: Any) -> ShardCopy:
+def of_two_groups(rank: int, step: int, generation: int = 1, **more: Any) -> FoundCopy:
     """As HSDP has it: ranks 0 and 2 hold the same shards, and so do 1 and 3."""
     return copy(rank, step, generation, world=4, twins=((rank + 2) % 4,), **more)
 
 
-def both_of(first: int, step: int, generation: int = 1, **more: Any) -> list[ShardCopy]:
+def both_of(first: int, step: int, generation: int = 1, **more: Any) -> list[FoundCopy]:
     return [of_two_groups(rank, step, generation, **more) for rank in (first, first + 1)]
 
 
@@ -216,7 +228,7 @@ def test_what_cannot_be_loaded_is_told() -> None:
     assert chosen.version == (1, 4)
     newest, older = unusable(offers, chosen)
     assert newest.reason == (
-        "step 12 of generation 2 cannot be loaded: no live node has the shards of rank 1 of 3; "
+        "step 12 of generation 2 cannot be loaded: no node that answers has the shards of rank 1 of 3; "
         "the others are on nodes a, b"
     )
     assert (older.version, older.missing, older.nodes) == ((2, 10), (1, 2), ("a",))
@@ -228,6 +240,6 @@ def test_what_cannot_be_loaded_is_told() -> None:
 def test_a_version_without_what_is_common_is_told_too() -> None:
     [one] = unusable([node("a", copy(0, 4, world=1, common=False))], None)
     assert one.reason == (
-        "step 4 of generation 1 cannot be loaded: no live node has what is the same on all of its 1 ranks; "
+        "step 4 of generation 1 cannot be loaded: no node that answers has what is the same on all of its 1 ranks; "
         "the others are on node a"
     )

@@ -24,10 +24,13 @@ from torch.distributed.fsdp import fully_shard
 from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.checkpointing.loading.shard_selection import CopyPlace
 from elastic_agent.worker.checkpointing.sharded import saving as sharded_saving
+from elastic_agent.worker.checkpointing.sharded.loaded_write import LoadedWrite
 from elastic_agent.worker.checkpointing.sharded.open_copies import MemoryReader
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
-from elastic_agent.worker.errors import CheckpointError
+from elastic_agent.worker.errors import CheckpointError, NotReplicated
+from elastic_agent.worker.ranks import comparison
 from elastic_agent.worker.state.sharding.reading import OpenCopy
+from elastic_agent.worker.steps import progress
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
 from elastic_agent.worker.storage.disk.sharded import shard_saver
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
@@ -43,6 +46,29 @@ def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
     mixed = Checkpointer(f"{folder}/mixed", {"model": model} if rank else {"meta": {}})
     with pytest.raises(CheckpointError, match=r"sharded on ranks \[1\] and not on the others"):
         mixed.save(1)
+    unequal = Checkpointer(f"{folder}/unequal", {"model": model, "table": {"rows": torch.ones(4) * rank}})
+    with pytest.raises(
+        NotReplicated, match="'rows' of part 'table' has other values on rank 0 than on rank 1"
+    ):
+        unequal.save(1)
+
+
+def check_mixed_copies(rank: int, folder: str, model: nn.Module) -> None:
+    """Without a load no rank with a plain state joins a collective for a copy. All are refused, whoever is first."""
+    with pytest.MonkeyPatch.context() as patched:
+        memory = Path(folder) / "mixed-memory"
+        memory.mkdir(exist_ok=True)
+        for name, value in {"MEMORY": memory, "MEMORY_BYTES": 1 << 30, "NODE": "n", "RUN": "run-a"}.items():
+            patched.setenv(f"ELASTIC_AGENT_{name}", str(value))
+        patched.setattr(comparison, "PATIENCE_S", 0.5)
+        for first, own in ((0, ()), (1, ()), (0, ("meta",))):
+            state: dict[str, Any] = {"model": model} if rank else {"meta": {}}
+            directory = f"{folder}/mixed-copies-{first}-{len(own)}"
+            mixed = Checkpointer(directory, state, of_each_rank=() if rank else own)
+            time.sleep(0.2 * (rank != first))
+            where = "this rank and not on another" if rank else "another rank and not on this"
+            with pytest.raises(CheckpointError, match=f"sharded on {where} one: make the Checkpointer after"):
+                mixed.remember(1)
 
 
 @contextlib.contextmanager
@@ -93,18 +119,23 @@ def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
         dist.barrier()
         assert len(list((Path(folder) / "parts").glob("step-000000000003-*/__1_0.refused"))) == 1
         check_last_step_of_busy_slots(saving._saving, patched)
+        # What the disk refuses is in memory, and is handed over from there.
+        patched.setattr(saving._saving, "_outlives_node", lambda *_: False)
+        patched.setattr(saving._saving, "_save", lambda *_, **__: False)
+        assert saving._saving.save_last_step(5, leaves=True)
     del os.environ["ELASTIC_AGENT_GENERATION"]
 
 
 def check_unreadable_copies(rank: int, folder: str, model: nn.Module) -> None:
-    """A copy that one rank cannot read is left aside by all: they go on from the version before it."""
+    """A copy that one rank cannot read is left aside by all: they go on from the version before it, if there is one."""
 
-    def opened(reader: MemoryReader, place: CopyPlace) -> OpenCopy:
-        if rank == 1 and place.header.step == 2:
+    def opened(reader: MemoryReader, place: CopyPlace, *how: Any) -> OpenCopy:
+        if rank == 1 and place.header.step in unreadable:
             raise ValueError("it does not match its checksums")
-        return original(reader, place)
+        return original(reader, place, *how)
 
     original = MemoryReader._open_here
+    unreadable = {2}
     with pytest.MonkeyPatch.context() as patched:
         memory = Path(folder) / "unreadable"
         memory.mkdir(exist_ok=True)
@@ -123,6 +154,54 @@ def check_unreadable_copies(rank: int, folder: str, model: nn.Module) -> None:
         again = Checkpointer(f"{folder}/unreadable-runs", {"model": model, "meta": done})
         assert again.load() == 1
         assert done == {"done": 1}
+        unreadable.add(1)
+        patched.setenv("ELASTIC_AGENT_GENERATION", "3")
+        anew = Checkpointer(f"{folder}/unreadable-runs", {"model": model, "meta": done})
+        assert anew.load() == 0, "nothing was loaded"
+
+
+def check_interrupted_copy(rank: int, folder: str) -> None:
+    """Rank 1 is killed in the first copy of its generation, and its twin has its shards: its random numbers go on."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
+    parts = {"model": fully_shard(nn.Linear(3, 2), mesh=mesh)}
+    with pytest.MonkeyPatch.context() as patched:
+        memory = Path(folder) / "interrupted"
+        memory.mkdir(exist_ok=True)
+        agents = {"MEMORY": memory, "MEMORY_BYTES": 1 << 30, "NODE": "n", "RUN": "run-a", "GENERATION": 1}
+        for name, value in agents.items():
+            patched.setenv(f"ELASTIC_AGENT_{name}", str(value))
+        checkpoints = Checkpointer(f"{folder}/interrupted-runs", parts)
+        assert checkpoints.load() == 0
+        torch.manual_seed(rank)
+        assert checkpoints.remember(1)
+        drawn = torch.rand(3)
+        if rank == 1:
+            copies: Any = checkpoints._state
+            copies._memory._slots.drop(lambda _version: True)
+        dist.barrier()
+        patched.setenv("ELASTIC_AGENT_GENERATION", "2")
+        torch.manual_seed(7)
+        again = Checkpointer(f"{folder}/interrupted-runs", parts)
+        assert again.load() == 1
+        assert torch.equal(torch.rand(3), drawn)
+        # Rank 1 had no copy of its own: no disk writer can take what was loaded from there.
+        assert again.wait(), "all ranks have written it"
+        assert [path.stem for path in Path(f"{folder}/interrupted-runs").glob("step-*.json")] == [
+            "step-000000000001"
+        ]
+        # And until there is one, a second loss may take what was loaded.
+        state: Any = again._state
+        for step in (2, 3):
+            progress.step(step)
+            assert max(state._memory.versions()) == (2, 2)
+        patched.setenv("ELASTIC_AGENT_GENERATION", "3")
+        third = Checkpointer(f"{folder}/interrupted-runs", parts)
+        assert third.load() == 2
+        with torch.no_grad():
+            parts["model"].weight.add_(rank)
+        assert not third.wait(), "what was loaded is no more"
+        progress.step(4)
+        assert max(state._memory.versions()) == (2, 2), "all ranks had their own"
 
 
 def check_last_step_of_busy_slots(saving: Any, patched: pytest.MonkeyPatch) -> None:
@@ -171,6 +250,7 @@ def work(rank: int, folder: str) -> None:
     fully_shard(model)
     meta = {"done": 0}
     check_refusals(rank, folder, model)
+    check_mixed_copies(rank, folder, model)
     checkpoints = Checkpointer(f"{folder}/runs", {"model": model, "meta": meta}, max_failed_saves=2)
     assert checkpoints.load() == 0
     assert not checkpoints.remember(1), "there is no agent, and no memory"
@@ -196,6 +276,7 @@ def work(rank: int, folder: str) -> None:
     )
     check_missing_parts(rank, folder, model)
     check_unreadable_copies(rank, folder, model)
+    check_interrupted_copy(rank, folder)
     check_stages(rank, folder)
     dist.barrier()
     dist.destroy_process_group()
@@ -217,3 +298,14 @@ def test_a_memory_server_that_is_gone_is_named_once(caplog: pytest.LogCaptureFix
     for step in range(3):
         replicas.settled((1, step))
     assert caplog.text.count("takes no orders") == 1
+
+
+@pytest.mark.parametrize(
+    ("generation", "run", "durable"), [(3, "a", True), (4, "a", True), (2, "a", False), (3, "b", False)]
+)
+def test_only_a_checkpoint_of_that_version_makes_it_durable(generation: int, run: str, durable: bool) -> None:
+    """One of the same step may be of a past that was given up, as below a state that crashed every load."""
+    newest = SimpleNamespace(step=20, generation=generation, run=run)
+    files = SimpleNamespace(newest_manifest=lambda: newest, run=SimpleNamespace(id="a"))
+    loaded: Any = SimpleNamespace(_files=files)
+    assert LoadedWrite._is_on_disk(loaded, (3, 20)) is durable

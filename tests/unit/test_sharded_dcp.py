@@ -11,11 +11,11 @@ import torch.distributed.checkpoint as dcp
 from elastic_agent.worker.state.sharding.items import Form, Items, Row
 from elastic_agent.worker.state.sharding.layout import ShardLayouts
 from elastic_agent.worker.state.sharding.leaves import Archives, key_of
-from elastic_agent.worker.state.sharding.reading import metadata_of
 from elastic_agent.worker.state.sharding.table import Table
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.shard_files import data_name
 from elastic_agent.worker.storage.disk.sharded.commit import Commit, commit, new_attempt
+from elastic_agent.worker.storage.disk.sharded.dcp_index import metadata_of
 from elastic_agent.worker.storage.disk.sharded.own_rows import own_rows
 from elastic_agent.worker.storage.disk.sharded.parts import Part, write_held
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
@@ -63,7 +63,7 @@ def test_dcp_reads_a_checkpoint_of_ours(tmp_path: Path) -> None:
         with slots.hold("a") as held:
             write_held(files, Part(attempt, 1, twin_of), slots, held, permitted)
         tables[rank] = layout.table if twin_of is None else own_rows(layout.table, rank).table
-    index = metadata_of(tables, {rank: data_name(rank) for rank in tables})
+    index = metadata_of(tables)
     manifest = commit(files, Commit(attempt, 10, 1, WORLD_SIZE, index, 0.0), permitted)
 
     state: dict[str, Any] = {

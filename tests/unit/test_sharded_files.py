@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import zlib
@@ -27,6 +28,7 @@ from elastic_agent.worker.storage.disk.shard_files import (
     data_name,
     rank_file_name,
 )
+from elastic_agent.worker.storage.disk.sharded import parts
 from elastic_agent.worker.storage.disk.sharded.commit import commit, new_attempt
 from elastic_agent.worker.storage.disk.sharded.own_rows import own_rows
 from elastic_agent.worker.storage.disk.sharded.parts import Part, refuse_part, write_held, write_part
@@ -267,6 +269,35 @@ def test_a_rank_that_cannot_write_says_why_and_may_try_again(tmp_path: Path) -> 
     refused = pytest.raises(SaveFailed, match="rank 1 cannot write its part: No space left on device")
     with refused:
         commit(all_nodes[0], commit_of(attempt, 10, 2, within_s=60.0), permitted)
+    save_part(all_nodes[1], attempt, 1, 10, 2)
+    manifest = commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
+    assert not list((tmp_path / manifest.file).glob("*refused*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "No space left on device. The log of its node says more",
+        ),
+        (SaveFailed("its memory may be damaged"), "The log of its node says more"),
+    ],
+)
+def test_a_disk_without_room_for_a_reason_spares_the_wait_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    all_nodes = nodes(tmp_path, 2)
+    attempt = new_attempt(all_nodes[0], 10, 1)
+    save_part(all_nodes[0], attempt, 0, 10, 2)
+
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(parts, "replace_file", is_full)
+    refuse_part(all_nodes[1], attempt, 1, error)
+    with pytest.raises(SaveFailed, match=f"rank 1 cannot write its part: {reason}"):
+        commit(all_nodes[0], commit_of(attempt, 10, 2, within_s=60.0), permitted, sleep=pytest.fail)
     save_part(all_nodes[1], attempt, 1, 10, 2)
     manifest = commit(all_nodes[0], commit_of(attempt, 10, 2), permitted)
     assert not list((tmp_path / manifest.file).glob("*refused*"))

@@ -35,8 +35,9 @@ from elastic_agent.worker.state.sharding import reading
 from elastic_agent.worker.state.sharding.layout import ShardLayouts
 from elastic_agent.worker.state.sharding.parts import ShardedParts
 from elastic_agent.worker.state.sharding.pieces import boxes_of_run
-from elastic_agent.worker.state.sharding.reading import OpenCopy, metadata_of
+from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.state.sharding.table import Table
+from elastic_agent.worker.storage.disk.sharded.dcp_index import metadata_of
 
 WORLD = 4
 STEPS = 3
@@ -314,7 +315,7 @@ def check_same_placement(kind: str, rank: int, folder: Path, expected: Mapping[s
 def check_dcp(kind: str, rank: int, folder: Path, expected: Mapping[str, Any]) -> None:
     if rank == 0:
         tables = {one: copy.table for one, copy in Saved(folder).copies.items()}
-        (folder / ".metadata").write_bytes(metadata_of(tables, {one: f"__{one}_0.distcp" for one in tables}))
+        (folder / ".metadata").write_bytes(metadata_of(tables))
     dist.barrier()
     if kind.startswith("fsdp1"):
         check_dcp_of_fsdp1(kind, folder, expected)
@@ -484,8 +485,20 @@ def test_a_state_of_other_names_or_shapes_does_not_fit(alone: None) -> None:
     )
     with pytest.raises(CheckpointMismatch, match=r"'model\.1\.weight' was saved as float32 of shape"):
         ShardedParts({"model": smaller}, (), {}).prepare(copies, 0, 1, 1)
-    with pytest.raises(CheckpointMismatch, match=r"has the parts \['model'\]"):
+    with pytest.raises(
+        CheckpointMismatch,
+        match=r"has the parts \['model'\], which this script does not have, and lacks its parts \['net'\]: give",
+    ):
         ShardedParts({"net": fsdp(flat(1), 0)}, (), {}).prepare(copies, 0, 1, 1)
+
+
+def test_parts_that_a_script_no_longer_has_are_named_alone(alone: None) -> None:
+    net = fsdp(flat(1), 0)
+    copies = {0: taken({"model": net, "meta": {"seen": 1}, "more": {}})}
+    with pytest.raises(
+        CheckpointMismatch, match=r"has the parts \['meta'\], which this script does not have: give"
+    ):
+        ShardedParts({"model": net, "more": {}}, (), {}).prepare(copies, 0, 1, 1)
 
 
 def test_what_no_copy_holds_is_missed_before_anything_changes(alone: None) -> None:

@@ -75,8 +75,8 @@ def test_what_is_to_be_kept_is_not_overwritten_even_where_the_other_slot_is_read
     for step in (1, 2):
         write(slots, step)
     with slots.hold("a"), pytest.raises(SlotsBusy):
-        slots.begin(5, keep=(1, 2))
-    opened = slots.begin(5, keep=(1, 1))
+        slots.begin(5, protected=(1, 2))
+    opened = slots.begin(5, protected=(1, 1))
     assert opened.name == "b", "though it is the newer one"
     opened.close()
 

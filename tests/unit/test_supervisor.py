@@ -109,6 +109,28 @@ def test_workers_that_end_with_success_end_the_generation(node: Supervised) -> N
     assert node.supervisor.wake_at() == (None,)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_error_after_the_last_step_is_named(
+    node: Supervised, caplog: pytest.LogCaptureFixture, kept: bool
+) -> None:
+    """Without a Checkpointer it is the script's own save, as far as the agent knows, and so a failure."""
+    node.supervisor.drain(Drain(1, True, "a node joins"))
+    node.supervisor.handle(WorkerAnswered(1, 3, 5, End(5)), node.now)
+    if kept:
+        node.supervisor.handle(WorkerKept(1, 3), node.now)
+    node.exit(3, 1)
+    node.turn()
+    node.logs.lines = TRACEBACK
+    node.logs.answer()
+    node.turn()
+    cause = (
+        "exit code 1: ValueError: the loss is not a number; in its drain: no Checkpointer has kept the state"
+    )
+    assert node.reported == ([] if kept else [f"{cause} after its last step"])
+    warned = "rank 3 has ended in its drain by an error of the script: exit code 1; the state" in caplog.text
+    assert warned is kept
+
+
 def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
     node.group.codes[0] = 1
     saved = SaveReport(9, 0, 5, "ok", 1.0, 10)

@@ -77,7 +77,7 @@ def test_a_tensor_knows_how_many_hold_it() -> None:
 
 
 def test_the_store_of_the_process_group_can_be_had(tmp_path: Path) -> None:
-    """`worker/ranks/replicas.py`: torch.distributed.distributed_c10d._get_default_store()."""
+    """`worker/ranks/comparison.py`: torch.distributed.distributed_c10d._get_default_store()."""
     with pytest.raises(ValueError, match="process group"):
         dist.distributed_c10d._get_default_store()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -21,13 +21,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
-from ..ranks.group import current_group
 from ..state.kinds import is_sharded
 from ..state.rank_parts import Reshard, rules_of
 from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..storage.disk.checkpoint_files import CheckpointFiles
 from ..wire.run import this_run
+from .agreement import Agreement
 from .replicated.replicated_state import ReplicatedState
 from .sharded.sharded_state import ShardedState
 
@@ -63,8 +63,9 @@ class Checkpointer:
 
     The directory may be shared by all nodes or local to each where only rank 0 writes to it; a sharded state, which
     all ranks write, needs one that all nodes see. It belongs to one run, the one that loaded last (see
-    `ownership`). After `load`, tensors reach the parts' `load_state_dict` on the CPU: modules and optimizers copy
-    them to where theirs are, and optimizers keep the tensors that belong on the CPU there.
+    `ownership`). `load` gives the tensors of a replicated state to the parts' `load_state_dict` on the CPU:
+    modules and optimizers copy them to where theirs are, and optimizers keep the tensors that belong on the CPU there.
+    The tensors of a sharded module are written where they are.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class Checkpointer:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
         rules = rules_of(of_each_rank, state, of_rank_0)
         self._read_only = read_only
-        self._has_agreed = False
-        """The state is sharded on all ranks, or on none."""
         self._files = CheckpointFiles(directory, keep=keep, run=this_run(os.environ), lend=progress.lend)
-        self._kind = ShardedState if is_sharded(state) else ReplicatedState
-        self._state = self._kind(
+        shards = is_sharded(state)
+        self._agreement = Agreement(
+            self._files.directory, is_sharded=shards, copies_alone=not shards and not rules
+        )
+        self._state = (ShardedState if shards else ReplicatedState)(
             self._files, state, of_rank_0, rules, max_failed_saves=max_failed_saves, read_only=read_only
         )
         if memory_every is not None and not read_only:
@@ -110,7 +112,7 @@ class Checkpointer:
         OtherRun when another run has the directory or has left something newer there; CheckpointError when it broke on
         its way from the rank that has it.
         """
-        self._agree()
+        self._agreement.meet()
         return self._state.load()
 
     def save(self, step: int) -> bool:
@@ -136,7 +138,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"this Checkpointer only reads {self._files.directory}: it was made read_only"
             )
-        self._agree()
+        self._agreement.meet()
         return self._state.save(operator.index(step))
 
     def wait(self) -> bool:
@@ -158,11 +160,13 @@ class Checkpointer:
         partners: see docs/worker.md.
 
         Raises NotReplicated when the ranks do not have the same state; NotPlainData when some part's state could not
-        be loaded again.
+        be loaded again; CheckpointError when the state is sharded on some ranks only.
         """
-        if self._kind is ShardedState:  # of a state that all ranks have, no rank waits for another
-            self._agree()
-        return self._state.remember(operator.index(step))
+        self._agreement.before_copy()
+        if self._state.remember(operator.index(step)):
+            return True
+        self._agreement.after_no_copy()
+        return False
 
     def just_in_time(self) -> contextlib.AbstractContextManager[None]:
         """Put this round the training loop: when another rank dies, no finished step is lost.
@@ -179,19 +183,6 @@ class Checkpointer:
         the other rank had for itself.
         """
         return self._state.just_in_time()
-
-    def _agree(self) -> None:
-        """Raises CheckpointError, on all ranks, where the state is sharded on some of them only."""
-        if self._has_agreed:
-            return
-        kinds = current_group().gather(self._kind.__name__.encode())
-        if len(set(kinds)) > 1:
-            ranks = [rank for rank, kind in enumerate(kinds) if kind == ShardedState.__name__.encode()]
-            raise CheckpointError(
-                f"the state is sharded on ranks {ranks} and not on the others: make the Checkpointer after "
-                "fully_shard() or parallelize_module(), with the same parts on all ranks"
-            )
-        self._has_agreed = True
 
     def _remember(self, step: int) -> None:
         self.remember(step)

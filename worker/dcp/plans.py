@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..errors import CheckpointMismatch
+from ..errors import CheckpointMismatch, NotPlainData
 from ..state.sharding.items import Form, Items, Row
-from ..state.sharding.pieces import Box, numel
+from ..state.sharding.pieces import Box, numel, without_plain_values
 from ..state.sharding.reading import OpenCopy, Reader
 from ..state.sharding.table import Table
 
@@ -55,6 +55,10 @@ def items_of(plan: SavePlan, planner: SavePlanner, rank: int, before: Form | Non
             continue
         assert isinstance(data, torch.Tensor)
         assert item.tensor_data is not None
+        if kind := without_plain_values(data):
+            raise NotPlainData(
+                f"{key!r} is {kind}, which ElasticStorageWriter does not carry: save a plain tensor"
+            )
         shape, chunk = tuple(item.tensor_data.size), item.tensor_data.chunk
         row = Row(path, key, data.dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes), False, len(tensors))
         if tuple(data.shape) != row.sizes:

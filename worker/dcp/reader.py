@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,29 +20,33 @@ from ..checkpointing.loading.shard_copies import shard_copies_in
 from ..checkpointing.loading.shard_selection import (
     CopyName,
     CopyPlace,
-    ShardCopy,
+    Places,
     ShardOffer,
     ShardSource,
     choose_shards,
     unusable,
     without,
 )
+from ..checkpointing.loading.state_loader import Reasons, choose_together
 from ..checkpointing.sharded.meeting import RankHome
+from ..checkpointing.sharded.open_copies import CopiesUnusable, MemoryReader
+from ..checkpointing.sharded.standbys import offers_of_standbys
 from ..errors import BadCheckpoint, CheckpointError, CheckpointMismatch, NoUsableCheckpoint
 from ..ranks.group import Group, current_group
 from ..ranks.refusals import raise_together
-from ..state.sharding.reading import OpenCopy, index_of
+from ..state.sharding.reading import OpenCopy
 from ..state.sharding.table import Table
 from ..storage.disk.checkpoint_files import CheckpointFiles
 from ..storage.disk.manifests import Manifest
-from ..storage.disk.shard_files import DiskCopy, data_name
+from ..storage.disk.shard_files import DiskCopy
+from ..storage.disk.sharded.dcp_index import index_of
+from ..storage.memory.copy_header import FoundCopy
 from ..storage.replication.copy_rule import Version
 from ..wire.environment import WorkerEnv
 from ..wire.messages import MAX_REASON_CHARS, Reason
-from .agreement import WorldRank, are_the_world
-from .copies import MemoryCopies, best_of, folder_of
-from .directory import DirectoryOfRank, directory_of_rank
+from .decision import WorldRank, are_the_world
 from .plans import read_plan
+from .rank_storage import RankStorage, note_load, storage_of
 from .writer import refuse_id
 
 logger = logging.getLogger(__name__)
@@ -114,10 +118,13 @@ class ElasticStorageReader(StorageReader):
         """Of the checkpoint that was loaded, or that would be; None: there is none.
 
         Raises NoUsableCheckpoint when there are some and none verifies, CheckpointMismatch when it is not of shards,
-        CheckpointError when ranks of several have no process group yet.
+        CheckpointError when ranks of several have no process group yet, or the directory cannot be read.
         """
         if self._found is None:
-            self._found = self._look()
+            try:
+                self._found = self._look()
+            except OSError as error:
+                raise CheckpointError(f"{self._directory} cannot be read: {error}") from error
         return self._found.step if self._found is not None else None
 
     @property
@@ -142,15 +149,12 @@ class ElasticStorageReader(StorageReader):
                 raise NoUsableCheckpoint(
                     f"{self._directory} has no checkpoint: where step is None, do not load"
                 )
-        except OSError as error:
-            self._failure = CheckpointError(f"{self._directory} cannot be read: {error}")
         except CheckpointError as error:
             self._failure = error
         if self._found is None:
             return Metadata({})
         self._was_loaded = True
-        tables = self._found.tables
-        metadata: Metadata = index_of(tables, {rank: data_name(rank) for rank in tables})
+        metadata: Metadata = index_of(self._found.tables)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
@@ -182,22 +186,29 @@ class ElasticStorageReader(StorageReader):
             self._read_from_disk(found.what, found.tables, plan, planner)
         else:
             self._read_from_memory(found, plan, planner)
+        if self._wanted is not None:
+            self._own().await_disk()  # what is being saved may be newer
+        note_load(self._directory, found.step, is_from_disk=found.version is None)
         homes: tuple[RankHome, ...] = plan.storage_data
         if homes and WorkerEnv.of(os.environ).run:
-            self._own().began(found.step, found.version, homes)
+            self._own().loaded(found.step, found.version, homes)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read_from_memory(self, found: _Found, plan: LoadPlan, planner: LoadPlanner) -> None:
         try:
-            with MemoryCopies(WorkerEnv.of(os.environ)) as memory:
+            with contextlib.ExitStack() as stack:
+                memory = _memory(WorkerEnv.of(os.environ), stack)
                 copies = {
-                    rank: memory.open(place, found.tables[rank]) for rank, place in enumerate(found.places)
+                    rank: memory.open_at(place, found.tables[rank], verify=False)
+                    for rank, place in enumerate(found.places)
                 }
                 read_plan(plan, planner, copies)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{found.name} cannot be read any more ({error}): load again") from error
+        except CopiesUnusable as error:
+            raise CheckpointError(
+                f"{found.name} cannot be read any more ({error.reason}): load again"
+            ) from error
 
     def _read_from_disk(
         self, manifest: Manifest, tables: Mapping[int, Table], plan: LoadPlan, planner: LoadPlanner
@@ -209,14 +220,23 @@ class ElasticStorageReader(StorageReader):
                 copies = {rank: OpenCopy(table, _late(open_rank, rank)) for rank, table in tables.items()}
                 read_plan(plan, planner, copies)
             except BadCheckpoint as bad:
-                reason = (
-                    f"{bad.reason}. To go on from an older one: "
-                    f"ElasticStorageReader({self._directory!r}, step=OLDER)"
-                )
+                if not files.has(manifest):
+                    raise CheckpointError(
+                        f"step {manifest.step} in {self._directory} was removed while it was loaded: run "
+                        f"{manifest.run} saves there, and has newer ones. Load again; if that is not enough, let that "
+                        "run retain more of them (keep)"
+                    ) from bad
+                older = next((step for step in files.steps() if step < manifest.step), None)
+                reason = f"{bad.reason}. There is no older one"
+                if older is not None:
+                    reason = (
+                        f"{bad.reason}. To go on from an older one: "
+                        f"ElasticStorageReader({self._directory!r}, step={older})"
+                    )
                 raise BadCheckpoint(bad.step, bad.path, reason) from bad
 
-    def _own(self) -> DirectoryOfRank:
-        return directory_of_rank(self._directory)
+    def _own(self) -> RankStorage:
+        return storage_of(self._directory)
 
     # ---------------------------------------------------------------- what is there
 
@@ -231,38 +251,46 @@ class ElasticStorageReader(StorageReader):
         """None: this rank looks by itself. The same on all ranks, or some would wait for the others for ever."""
         return current_group() if self._memory and WorkerEnv.of(os.environ).run else None
 
-    def _look_together(self, group: Group, own: DirectoryOfRank) -> _Found | None:
-        """The disk is looked at only where it could win: that takes longer than all else."""
-        manifest = self._newest_manifest(own.files)
+    def _look_together(self, group: Group, own: RankStorage) -> _Found | None:
+        copies = self._copies_here(own.env)
+        standbys = offers_of_standbys(own.env, self._directory, group)
+        damaged: set[CopyName] = set()
+        in_memory: _Found | None = None
         on_disk: _Found | None = None
         failure: CheckpointError | None = None
-        looked = False
-        copies = self._wanted_copies(own.env)
-        damaged: set[CopyName] = set()
-        while True:
-            offers = [without(offer, damaged) for offer in group.exchange(self._offer(own, manifest, copies))]
-            source = choose_shards(offers)
-            if source is not None and not isinstance(source.what, Manifest):
-                places = tuple(best_of(places, rank) for rank, places in enumerate(source.places))
-                tables = _open_together(group, own.env, places, damaged)
-                if tables is not None:
-                    if group.rank == 0:
-                        for one in unusable(offers, source):
-                            logger.warning("%s", one.reason)
-                    return _Found(source, tables, places)
-                continue
-            if looked:
-                raise_together(group, failure)
-                return on_disk
-            own.settle()
+
+        def exchange(manifest: Manifest | None, _: Reasons) -> list[ShardOffer]:
+            of_ranks = group.exchange(self._offer(own, manifest, copies))
+            return [without(self._wanted_of(offer), damaged) for offer in (*of_ranks, *standbys)]
+
+        def look() -> tuple[Manifest | None, Reasons]:
+            nonlocal on_disk, failure
+            own.await_disk()
             try:
                 on_disk = self._look_on_disk(own.files)
             except CheckpointError as error:
                 failure = error
             except OSError as error:
                 failure = CheckpointError(f"{self._directory} cannot be read: {error}")
-            manifest = on_disk.what if on_disk is not None and isinstance(on_disk.what, Manifest) else None
-            looked = True
+            return (on_disk.what if on_disk is not None and isinstance(on_disk.what, Manifest) else None), ()
+
+        def all_can_read(source: ShardSource, offers: list[ShardOffer]) -> bool:
+            nonlocal in_memory
+            places = tuple(_best_of(places, rank) for rank, places in enumerate(source.places))
+            tables = _open_together(group, own.env, places, damaged, {offer.node for offer in standbys})
+            if tables is not None:
+                in_memory = _Found(source, tables, places)
+            return tables is not None
+
+        claimed = self._newest_manifest(own.files)
+        source, offers = choose_together(claimed, exchange, choose_shards, look, all_can_read)
+        if in_memory is None:
+            raise_together(group, failure)
+            return on_disk
+        if group.rank == 0:
+            for one in unusable(offers, source):
+                logger.warning("%s", one.reason)
+        return in_memory
 
     def _newest_manifest(self, files: CheckpointFiles) -> Manifest | None:
         with contextlib.suppress(OSError):
@@ -271,13 +299,16 @@ class ElasticStorageReader(StorageReader):
                 return manifest
         return None
 
-    def _wanted_copies(self, env: WorkerEnv) -> tuple[ShardCopy, ...]:
+    def _copies_here(self, env: WorkerEnv) -> tuple[FoundCopy, ...]:
         """On this node. Its first rank names them."""
-        found = shard_copies_in(env.memory, self._directory) if env.memory and env.local_rank <= 0 else ()
-        return tuple(copy for copy in found if self._wanted in (None, copy.header.step))
+        return shard_copies_in(env.memory, self._directory) if env.memory and env.local_rank <= 0 else ()
+
+    def _wanted_of(self, offer: ShardOffer) -> ShardOffer:
+        wanted = (copy for copy in offer.copies if copy.header.step == self._wanted)
+        return offer if self._wanted is None else replace(offer, copies=tuple(wanted))
 
     def _offer(
-        self, own: DirectoryOfRank, manifest: Manifest | None, copies: tuple[ShardCopy, ...]
+        self, own: RankStorage, manifest: Manifest | None, copies: tuple[FoundCopy, ...]
     ) -> ShardOffer:
         foreign = manifest is not None and not own.files.claim.is_ours(manifest)
         return ShardOffer(
@@ -318,22 +349,28 @@ class ElasticStorageReader(StorageReader):
 
 
 def _open_together(
-    group: Group, env: WorkerEnv, places: tuple[CopyPlace, ...], damaged: set[CopyName]
+    group: Group,
+    env: WorkerEnv,
+    places: tuple[CopyPlace, ...],
+    damaged: set[CopyName],
+    standbys: Collection[str],
 ) -> dict[int, Table] | None:
     """The tables of these copies, by rank, when all can be read; None: some are `damaged`, on all ranks the same.
 
-    Each worker verifies what its own slots have, and those of a worker with its number on other nodes.
+    Each worker verifies what its own slots have, and those of a worker with its number on other nodes. `standbys` have
+    no workers: the ranks share their copies, and let the memory servers verify them.
     """
     tables: dict[int, Table] = {}
     problems: dict[int, str] = {}
-    with MemoryCopies(env) as memory:
+    with contextlib.ExitStack() as stack:
+        memory = _memory(env, stack)
         for rank, place in enumerate(places):
             try:
-                tables[rank] = memory.table(place)
-                if place.node == env.node and _is_verified_by(env, place):
-                    memory.verify(place)
-            except (OSError, ValueError) as error:
-                problems[rank] = f"{place.node}: {error}"[:MAX_REASON_CHARS]
+                tables[rank] = memory.open_at(place, verify=_is_verified_by(env, place)).table
+                if place.node in standbys and rank % group.world_size == group.rank:
+                    memory.verify_there(place)
+            except CopiesUnusable as error:
+                problems[rank] = error.reason[:MAX_REASON_CHARS]
     everywhere = group.exchange(_Unreadable(tuple(problems), tuple(problems.values())))
     for one in everywhere:
         for rank, reason in zip(one.ranks, one.reasons, strict=True):
@@ -348,9 +385,18 @@ def _open_together(
     return None if any(one.ranks for one in everywhere) else tables
 
 
+def _memory(env: WorkerEnv, stack: contextlib.ExitStack) -> MemoryReader:
+    return MemoryReader(env.memory, env.node, None, stack)
+
+
+def _best_of(places: Places, rank: int) -> CopyPlace:
+    """The same on all ranks: that old rank's own copy, and a replica only where its node is gone."""
+    return min(places, key=lambda one: (not one.is_of(rank), bool(one.folder.origin)))
+
+
 def _is_verified_by(env: WorkerEnv, place: CopyPlace) -> bool:
     workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return (folder_of(place).local_rank or 0) % workers == max(0, env.local_rank)
+    return place.node == env.node and (place.folder.local_rank or 0) % workers == max(0, env.local_rank)
 
 
 def _late(open_rank: Callable[[int], DiskCopy], rank: int) -> Callable[[int, memoryview], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import time
 from collections.abc import Iterator
@@ -16,18 +17,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..errors import BadCheckpoint, SaveFailed, StepNotGrowing
+from ..errors import SaveFailed, StepNotGrowing
 from ..steps import progress
-from ..storage.disk.checkpoint_files import CheckpointFiles
-from ..storage.disk.manifests import manifest_of
+from ..storage.disk.manifests import Manifest
+from ..storage.disk.ownership import MOST_STEPS
 from ..storage.disk.shard_files import data_name
-from ..storage.disk.sharded.commit import new_attempt
 from ..storage.disk.sharded.shard_saver import ShardedSave
-from ..wire.files import open_directory
 from ..wire.run import Run
-from .agreement import Agreed, Brought, agree
-from .directory import DirectoryOfRank, Lent, directory_of_rank
+from .decision import SaveDecision, SaveRequest, decide
 from .plans import items_of, results_of, size_of
+from .rank_storage import HeldCopy, RankStorage, newest_load, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +35,16 @@ class _Target:
 
     step: int
     attempt: str
+    is_there: bool
+    """The coordinator has made the directory of the attempt."""
     run: Run
     rank: int
     world_size: int
-    agreed: Agreed
+    decision: SaveDecision
 
     @property
     def save(self) -> ShardedSave:
-        return ShardedSave(self.step, self.attempt, self.rank, self.world_size, self.agreed.most_bytes)
+        return ShardedSave(self.step, self.attempt, self.rank, self.world_size, self.decision.most_bytes)
 
 
 class ElasticStorageWriter(StorageWriter):
@@ -59,14 +60,20 @@ class ElasticStorageWriter(StorageWriter):
     def __init__(
         self, directory: str | os.PathLike[str], *, step: int, keep: int = 2, durable: bool = False
     ) -> None:
+        if not (hasattr(step, "__index__") and 0 <= operator.index(step) <= MOST_STEPS):
+            raise ValueError(
+                f"step is {step!r}, expected the number of steps that the state holds, from 0 on"
+            )
         if keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1 checkpoint to retain")
         self._directory = os.path.abspath(directory)
-        self._step = step
+        self._step = operator.index(step)
         self._keep = keep
         self._durable = durable
+        self._load = newest_load(self._directory)
+        """A process of DCP's own that saves has not loaded anything: it gets this object."""
         self._target: _Target | None = None
-        self._lent: Lent | None = None
+        self._held_copy: HeldCopy | None = None
         """The coordinator's copy, which the disk writer has not been given yet."""
         self._started_s = 0.0
 
@@ -90,21 +97,24 @@ class ElasticStorageWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._started_s = time.monotonic()
-        return replace(plan, storage_data=self._own().bring(self._step, size_of(plan)))
+        return replace(plan, storage_data=self._own().save_request(self._step, size_of(plan), self._load))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         own = self._own()
-        self._check_grows(own.files)
-        own.files.claim.uphold(self._step - 1)
-        attempt = new_attempt(own.files, self._step, own.env.generation)
-        brought = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Brought)]
+        with self._as_save_failed():
+            self._check_grows(own)
+        own.claim(self._step, self._load)
+        requests = [plan.storage_data for plan in plans if isinstance(plan.storage_data, SaveRequest)]
         # A planner may have left out what came with the plans: then nothing is known of the others' memory.
-        agreed = agree(brought, own.env.generation, own.keep) if len(brought) == len(plans) else Agreed()
-        agreed = replace(agreed, durable=agreed.durable or self._durable)
-        return [
-            replace(plan, storage_data=_Target(self._step, attempt, own.files.run, rank, len(plans), agreed))
-            for rank, plan in enumerate(plans)
-        ]
+        decision = (
+            decide(requests, own.env.generation, own.protected)
+            if len(requests) == len(plans)
+            else SaveDecision()
+        )
+        decision = replace(decision, durable=decision.durable or self._durable)
+        attempt, is_there = own.new_attempt(self._step)
+        of_all = _Target(self._step, attempt, is_there, own.files.run, 0, len(plans), decision)
+        return [replace(plan, storage_data=replace(of_all, rank=rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         target = plan.storage_data
@@ -113,12 +123,12 @@ class ElasticStorageWriter(StorageWriter):
                 f"the plan is not of step {self._step}: make the planner without enable_plan_caching"
             )
         self._target = target
-        directory = directory_of_rank(self._directory, target.run)
-        items = items_of(plan, planner, target.rank, directory.form)
-        directory.form = items.form
-        layout = directory.layouts.lay_out(items)
-        with self._typed():
-            self._lent = directory.take(target.save, target.agreed, layout)
+        storage = storage_of(self._directory, target.run)
+        if target.is_there:
+            storage.require_shared(target.attempt, target.rank)
+        layout = storage.lay_out(lambda before: items_of(plan, planner, target.rank, before))
+        with self._as_save_failed():
+            self._held_copy = storage.write(target.save, target.decision, layout)
         written: Future[list[WriteResult]] = Future()
         written.set_result(results_of(plan, layout.table, data_name(target.rank)))
         return written
@@ -131,33 +141,42 @@ class ElasticStorageWriter(StorageWriter):
         if hasattr(metadata, "version"):
             metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
         own = self._own()
-        own.files.keep = self._keep
-        lent, self._lent = self._lent, None
+        held_copy, self._held_copy = self._held_copy, None
         size, saved = None, False
         try:
-            with self._typed():
-                _look_back(own.files, self._step)
+            with self._as_save_failed():
                 save = replace(target.save, metadata=dumps(metadata))
-                size = own.commit(save, lent, durable=target.agreed.durable)
+                size = own.commit(save, held_copy, keep=self._keep, durable=target.decision.durable)
             saved = True
         finally:
-            if lent is None:  # the agent reports what its disk writer does
+            if held_copy is None:  # the agent reports what its disk writer does
                 took_s = time.monotonic() - self._started_s
                 progress.checkpoint_save(self._step, "ok" if saved else "error", took_s, size or 0)
 
-    def _own(self) -> DirectoryOfRank:
-        return directory_of_rank(self._directory)
+    def _own(self) -> RankStorage:
+        return storage_of(self._directory)
 
-    def _check_grows(self, files: CheckpointFiles) -> None:
-        newest = files.newest_manifest(lambda one: one.run != files.run.id)
-        if newest is not None and newest.run == files.run.id and newest.step >= self._step:
+    def _check_grows(self, own: RankStorage) -> None:
+        """The step that was loaded may be saved again, unless this generation has saved it."""
+        files, load = own.files, self._load
+
+        def is_past(one: Manifest) -> bool:
+            if one.run != files.run.id:
+                return True
+            return load is not None and (one.generation < own.env.generation or one in load.newer)
+
+        newest = files.newest_manifest(is_past)
+        saved = newest.step if newest is not None and not is_past(newest) else -1
+        loaded = load.step if load is not None else -1
+        if self._step <= saved or self._step < loaded:
             raise StepNotGrowing(
-                f"step {self._step} is not beyond step {newest.step}, the newest that this run has saved in "
-                f"{self._directory}: give each ElasticStorageWriter the number of steps that its state holds"
+                f"step {self._step} is not beyond step {max(saved, loaded)}, the newest that this run has saved in "
+                f"{self._directory}, or has loaded there: give each ElasticStorageWriter the number of steps that its "
+                "state holds, and let one process group save there"
             )
 
     @contextlib.contextmanager
-    def _typed(self) -> Iterator[None]:
+    def _as_save_failed(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -167,15 +186,3 @@ class ElasticStorageWriter(StorageWriter):
 def refuse_id(checkpoint_id: object) -> None:
     if checkpoint_id is not None:
         raise ValueError("leave checkpoint_id out: the writer and the reader have their directory")
-
-
-def _look_back(files: CheckpointFiles, step: int) -> None:
-    """After a restart: find out which older checkpoints are good, so that no more than these are retained."""
-    for older in files.steps():
-        if len(files.good) >= files.keep - 1:
-            return
-        with open_directory(files.directory) as there:
-            manifest = manifest_of(there, older)
-        if older < step and manifest is not None and manifest.is_sharded and files.claim.is_ours(manifest):
-            with contextlib.suppress(BadCheckpoint):
-                files.open(older).stream.close()

@@ -4,7 +4,8 @@ While a change waits (the flag in the worker's page is up), `progress.step` asks
 whether that was the last one. So may `progress.poll`, anywhere between two steps: an evaluation loop calls it now and
 then, else the change waits until the evaluation is over. When it was the last one, every Checkpointer that was loaded
 keeps its state, and `Drained` is raised. Nothing has to catch it: it ends the process as `sys.exit` would, with a code
-that the agent knows.
+that the agent knows. Where there is no Checkpointer the agent does not learn whether the state is kept: the script has
+to do that, and an exception that ends it is a failure.
 
 An agent that gives no answer is not waited for: this worker goes on, and asks again after the next step. No torch here.
 """
@@ -12,10 +13,10 @@ An agent that gives no answer is not waited for: this worker goes on, and asks a
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 DRAINED = 83
 """The exit code of a worker that has ended for a planned change."""
+FAILED = 1
+"""That of one that an exception has ended after that: its own save has failed, or what else it did."""
 
 ANSWER_S = 5.0
 """How long the agent may take, and with it the store that it asks. The others wait for this rank meanwhile."""
@@ -40,7 +43,7 @@ THREADS_S = 2.0
 
 
 class Drained(SystemExit):
-    """This process has done its last step, and its state is kept: the next generation goes on from there.
+    """This process has done its last step, and each Checkpointer has kept its state: the next generation goes on there.
 
     A SystemExit, so that it passes `except Exception`. A script that catches it may clean up, and must end soon.
     """
@@ -90,7 +93,7 @@ def _end(
         logger.info("step %d is the last one: calling the script's handler of SIGTERM", step)
         signal.raise_signal(signal.SIGTERM)
         return
-    if _keep(step, savers, alone=alone, leaves=leaves):
+    if savers and _keep(step, savers, alone=alone, leaves=leaves):
         try:
             reporter.report(step, StepStatus.KEPT)
         except (ValueError, OSError) as error:
@@ -127,17 +130,22 @@ def _leave_at_exit() -> None:
 
     A function of atexit that hangs is ended by the agent's SIGKILL alone.
     """
-    atexit.register(_leave, os.getpid())
+    end = os.getpid(), _uncaught()
     # Before it calls atexit's functions Python waits for all threads that are no daemons, without a limit. What is
     # registered there is called before that; there is no public way to it.
-    with contextlib.suppress(AttributeError, RuntimeError):
-        threading._register_atexit(_wait_no_longer, os.getpid())  # type: ignore[attr-defined]
+    try:
+        threading._register_atexit(_wait_no_longer, *end)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        atexit.register(_leave, *end)
 
 
-def _wait_no_longer(pid: int) -> None:
+def _wait_no_longer(pid: int, before: BaseException | None) -> None:
     """Called in the main thread, which goes on to wait for the others, and can be interrupted there by a signal."""
     if os.getpid() != pid:
         return
+    atexit.register(
+        _leave, pid, before
+    )  # the last is called first, and calls all others: each is called once
 
     def leave_now(_number: int, _frame: object) -> None:
         main = threading.main_thread()
@@ -148,19 +156,24 @@ def _wait_no_longer(pid: int) -> None:
             THREADS_S,
             ", ".join(names),
         )
-        _leave(pid)
+        _leave(pid, before)
 
     signal.signal(signal.SIGALRM, leave_now)
     signal.setitimer(signal.ITIMER_REAL, THREADS_S)
 
 
-def _leave(pid: int) -> None:
+def _leave(pid: int, before: BaseException | None) -> None:
     if os.getpid() != pid:
         return
     signal.setitimer(
         signal.ITIMER_REAL, 0
     )  # the threads have ended: what is registered takes the time that it needs
-    leave(DRAINED, _leave)
+    leave(DRAINED if _uncaught() is before else FAILED, _leave)
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that has ended the script, if one has; an interactive console may have shown others before."""
+    return getattr(sys, "last_value", None)
 
 
 class _StepReporter:

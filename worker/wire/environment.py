@@ -45,6 +45,8 @@ class WorkerEnv:
     """Path of the stream socket at which this node's memory server takes orders; empty: there is none."""
     memory_address: str = ""
     """HOST:PORT at which other nodes reach it."""
+    memory_standbys: str = ""
+    """NODE=HOST:PORT, with spaces between them: the memory servers of live nodes outside the world."""
     memory_replicas: int = 0
     """On how many other nodes each node's shards are kept."""
     failure_domain: str = ""

@@ -40,7 +40,11 @@ def _opened(path: str, flags: int, dir_fd: int | None = None) -> Iterator[int]:
 def open_for_reading(dir_fd: int, name: str) -> BufferedReader:
     # O_NONBLOCK: a named pipe in the place of a file must fail to verify, not hang the load.
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-    return os.fdopen(fd, "rb")
+    try:
+        return os.fdopen(fd, "rb")
+    except OSError as error:  # a directory: Python's own error names the descriptor, and leaves it open
+        os.close(fd)
+        raise OSError(error.errno, error.strerror, name) from None
 
 
 def read_whole(dir_fd: int, name: str, most_bytes: int) -> bytes:

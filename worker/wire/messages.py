@@ -42,6 +42,8 @@ RunNameOrNone = Annotated[str, Text(128, re.compile(f"({RUN_NAME.pattern})?"))]
 NodeName = Annotated[str, Text(256, re.compile(r"(?s).+"))]
 MOST_PARTNERS = 8
 """Nodes that keep replicas for one node."""
+SLOT_NAMES = ("a", "b")
+SlotName = Annotated[str, Text(1, re.compile("|".join(SLOT_NAMES)))]
 ErrorName = Annotated[str, Text(64, re.compile(r"\w*"))]
 """Of a type in `worker/errors.py`; empty: none."""
 SaveResult = Literal["ok", "error"]
@@ -263,7 +265,7 @@ class WriteOrder(Checked):
 
     memory: str
     directory: str
-    slot: Annotated[str, Text(1, re.compile("[ab]"))]
+    slot: SlotName
     step: Count
     copied_by: Count
     generation: Count
@@ -283,7 +285,7 @@ class ShardOrder(Checked):
     memory: str
     directory: str
     folder: Annotated[str, Text(64, re.compile(r"[0-9a-f.]+"))]
-    slot: Annotated[str, Text(1, re.compile("[ab]"))]
+    slot: SlotName
     step: Count
     copied_by: Count
     generation: Count

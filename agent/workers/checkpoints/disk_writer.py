@@ -85,15 +85,18 @@ class DiskWriter:
             self._process = None
             self._io.later(PAUSE_S, self._await_order)
 
-    def finish(self, within_s: float) -> None:
-        """Let it do all that was ordered, and end; what it has not done within that time is left, and logged."""
+    def finish(self, within_s: float) -> str:
+        """Let it do all that was ordered, and end; what it has not done within that time is left, and logged.
+
+        The first of these errors; empty: there is none.
+        """
         if self._process is None and _has_come(self._socket):
             self._launch()
         self._closed = True
         self._ends.close()
         process, self._process = self._process, None
         if process is None:
-            return
+            return ""
         self._finishing_since = time.monotonic()
         deadline = self._finishing_since + within_s
         try:
@@ -108,7 +111,7 @@ class DiskWriter:
             if self._unsaved is None:
                 log.warning("a save may not be on disk: it was not written within %g s", within_s)
             _end(process)
-        self._log_unsaved(within_s)
+        return next(iter(self._log_unsaved(within_s)), "")
 
     def _report_unsaved(self, unsaved: tuple[UnsavedStep, ...], within_s: float) -> None:
         """What the writer has not done yet, while it finishes."""
@@ -122,18 +125,12 @@ class DiskWriter:
                     *where, within_s, one.reason,
                 )  # fmt: skip
 
-    def _log_unsaved(self, within_s: float) -> None:
+    def _log_unsaved(self, within_s: float) -> list[str]:
         unsaved, self._unsaved = self._unsaved, None
-        for one in unsaved or ():
-            where = _name(one), one.directory
-            if one.reason:
-                log.error("%s is NOT on disk in %s: %s", *where, one.reason)
-            else:
-                log.error(
-                    "%s is not known to be on disk in %s: it was not written within %g s",
-                    *where,
-                    within_s,
-                )
+        errors = [_error(one, within_s) for one in unsaved or ()]
+        for error in errors:
+            log.error("%s", error)
+        return errors
 
     def close(self) -> None:
         """The agent is ending; see `finish`, which may have been cut short."""
@@ -168,6 +165,13 @@ def _name(unsaved: UnsavedStep) -> str:
     if unsaved.rank is None:
         return f"step {unsaved.step}"
     return f"rank {unsaved.rank}'s part of step {unsaved.step}"
+
+
+def _error(unsaved: UnsavedStep, within_s: float) -> str:
+    name, directory = _name(unsaved), unsaved.directory
+    if unsaved.reason:
+        return f"{name} is NOT on disk in {directory}: {unsaved.reason}"
+    return f"{name} is not known to be on disk in {directory}: it was not written within {within_s:g} s"
 
 
 def _messages(connection: socket.socket, deadline: float) -> Iterator[UnsavedSteps]:

@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....worker.storage.memory.available_memory import size_text
+
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -66,7 +68,7 @@ def make_folder(limit: int | None, place: Path = SHARED_MEMORY) -> MemoryFolder 
         return None
     if limit is None:
         limit = share
-    log.info("checkpoints in memory: at most %.1f GiB in %s", limit / 2**30, path)
+    log.info("checkpoints in memory: at most %s in %s", size_text(limit), path)
     return MemoryFolder(path, limit, lock)
 
 

@@ -25,11 +25,11 @@ from ....rendezvous.store.requests import RetryPolicy
 from ....rendezvous.text import shortened
 from ....threads import Thread
 from ....worker.storage.disk.checkpoint_files import CheckpointFiles
-from ....worker.storage.memory.copy_header import Header
+from ....worker.storage.memory.copy_header import FoundCopy, Header
 from ....worker.storage.memory.slot_folders import SlotFolder
 from ....worker.storage.memory.slots import Slots
 from ....worker.storage.replication.acks import read_acks
-from ....worker.storage.replication.client import CopyGone, FoundCopy
+from ....worker.storage.replication.client import CopyGone
 from ....worker.storage.replication.key_file import read_key
 from ....worker.storage.replication.link import Link, connect
 from ....worker.wire.run import Run
@@ -343,10 +343,10 @@ def _not_known(copies: Sequence[FoundCopy], reason: str, *, kept: bool) -> tuple
 
 def _complete(memory: str, directory: str) -> None:
     """Put the random states of all ranks into the copies of a state, where all ranks were on this node."""
-    folder = SlotFolder(directory)
-    if not os.path.isdir(os.path.join(memory, folder.name)):
-        return
-    with contextlib.suppress(OSError, ValueError), contextlib.closing(Slots(memory, folder)) as slots:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        contextlib.closing(Slots(memory, SlotFolder(directory), create=False)) as slots,
+    ):
         for slot, header in slots.headers().items():
             if header.rng_holes:
                 with slots.hold(slot) as held:

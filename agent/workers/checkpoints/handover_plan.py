@@ -1,7 +1,8 @@
 """What a node that leaves hands over, and to whom: pure functions of the job's nodes and of the copies in its memory.
 
-A copy is handed over to a node of the next world. Each leaving node does so with the copies of its own workers, and
-with replicas whose node does not: it is gone, or stands by in the next world. Of a state that is the same on all ranks
+A copy is handed over to a node of the next world, as far as that is known: shards that come to one that stands by are
+not lost either, as the others load from there. Each leaving node does so with the copies of its own workers, and with
+replicas whose node does not: it is gone, or stands by in the next world. Of a state that is the same on all ranks
 nothing needs to go anywhere when a member stays that has written that it keeps it.
 
 That condition, `STATE_SAVED`, proves that the state outlives that node's workers: in the node's memory, or, where some
@@ -21,7 +22,7 @@ from itertools import groupby
 
 from ....rendezvous.records import Condition, Endpoint, NodeRecord, World, life_of
 from ....rendezvous.terms import fits
-from ....worker.storage.replication.client import FoundCopy
+from ....worker.storage.memory.copy_header import FoundCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,9 @@ class Others:
     member_keeps: bool = False
     """A member that stays has written that it keeps the state after the last step that all have done."""
     busy: tuple[str, ...] = ()
-    """Members that stay and still have workers."""
+    """Members that stay and still have workers; none where this node is no member, but stands by: then they train."""
+    need_nothing: bool = False
+    """They have trained for more than a minute without this node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,13 @@ class Task:
 
 
 def others(world: World, node: str, nodes: Sequence[NodeRecord]) -> Others:
-    """`node` leaves `world`, whose generation has ended there; `nodes` are all that have a lease, oldest first.
+    """`node` leaves `world`, whose generation has ended there, or in which it stands by.
 
-    Where the one that hosts the store leaves, the job ends, and no node goes on.
+    `nodes` are all that have a lease, oldest first. Where the one that hosts the store leaves, the job ends, and no
+    node goes on.
     """
     ranks = {one.incarnation: range(one.first_rank, one.first_rank + one.slots) for one in world.members}
+    is_member = any(member.node == node for member in world.members)
     aside = {one.life for one in world.aside}
     stay = [one for one in nodes if one.incarnation in ranks and not one.leaving]
     stay.sort(key=lambda one: not one.has(Condition.STATE_SAVED, world.generation))
@@ -83,7 +88,8 @@ def others(world: World, node: str, nodes: Sequence[NodeRecord]) -> Others:
         ),
         frozenset(one.node for one in nodes if one.leaving and one.memory and one.node != node),
         any(one.has(Condition.STATE_SAVED, world.generation) for one in stay),
-        tuple(one.node for one in stay if not one.has_stopped(world.generation)),
+        tuple(one.node for one in stay if is_member and not one.has_stopped(world.generation)),
+        not is_member and bool(stay) and all(one.has(Condition.STABLE, world.generation) for one in stay),
     )
 
 
@@ -118,6 +124,8 @@ def tasks(
 
     `kept`: this node has the state after the last step that all have done, and so no older one counts.
     """
+    if others.need_nothing:
+        return ()
     found: list[Task] = []
     by_folder = sorted(copies, key=lambda copy: copy.folder.name)
     for folder, of_folder in groupby(by_folder, key=lambda copy: copy.folder):

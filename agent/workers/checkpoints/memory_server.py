@@ -45,8 +45,8 @@ _ROOT = Path(__file__).parents[len(_MODULE.split(".")) - 2]
 _PROGRAM = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {_MODULE} import main; main(*sys.argv[1:])"
 """Isolated, as the disk writer is."""
 
-MOST_ORDERS = 1024
-"""That wait for the server: of one that is starting, those of all workers."""
+BACKLOG = 1024
+"""Orders that wait for the server: of one that is starting, those of all workers."""
 PAUSE_S = 1.0
 """After a server has ended, so that one that cannot start costs nothing."""
 
@@ -93,7 +93,7 @@ class MemoryServer:
         self._asks: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._orders = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._orders.bind(str(place.orders))
-        self._orders.listen(MOST_ORDERS)
+        self._orders.listen(BACKLOG)
 
     def start(self) -> None:
         Thread(self._keep_key, "memory-key").start()

@@ -335,7 +335,7 @@ def _content(files: list[int]) -> bytes:
 def _hold(order: WriteOrder | ShardOrder) -> tuple[Slots, HeldSlot] | Exception:
     """What it names; or why it cannot be had."""
     try:
-        slots = Slots(order.memory, _folder(order))
+        slots = Slots(order.memory, _folder(order), create=False)
     except (OSError, Invalid) as error:
         return error
     try:

@@ -66,7 +66,7 @@ def worker_env(
         env,
         memory_server=str(run_dir / "memory"),
         memory_address=memory_address,
-        memory_replicas=config.memory_replicas,
+        memory_replicas=min(config.memory_replicas, config.nodes.max - 1),
         failure_domain=config.failure_domain or "",
     )
 
@@ -141,6 +141,7 @@ def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ..
         node=member.node,
         local_rank=place.local_rank,
         master_port=world.master.port,
+        memory_standbys=" ".join(f"{one.node}={one.memory}" for one in world.standbys),
         bad_state=f"{bad.generation}:{bad.step}" if bad is not None else "",
     ).variables()
     return tuple(

@@ -192,15 +192,18 @@ def describe_failure(
     oom_killed: bool = False,
     master_port: int = 0,
     owner_of: Callable[[int], PortOwner],
+    not_kept: bool = False,
 ) -> WorkerFailure:
     """What is known about this worker's end.
 
     `master_port`: the MASTER_PORT that the agent has given it. `owner_of` is asked about a port that it found taken.
+    `not_kept`: it had done its last step in a planned change, and no Checkpointer had kept the state after it.
     """
     ended = describe_exit(returncode, oom_killed)
     log_tail = tuple(map(_clean, log_tail))
     report = (None if error_file is None else read_error_file(error_file)) or ErrorReport()
-    notes = [report.note] if report.note else []
+    notes = ["in its drain: no Checkpointer has kept the state after its last step"] if not_kept else []
+    notes += [report.note] if report.note else []
     # A worker that a signal ended may have logged, and survived, any number of exceptions before.
     if report.exception is None and returncode > 0:
         report = find_traceback(log_tail) or report

@@ -45,13 +45,19 @@ from ..environment.contract import bind_of_rank_0_failed
 from ..links.last_steps import LastSteps
 from ..links.server import WorkerLinks
 from ..preloader.spares import Spares
-from ..processes.failures import HANG_SIGNAL, WorkerFailure, describe_failure, hang_failure
+from ..processes.failures import (
+    HANG_SIGNAL,
+    WorkerFailure,
+    describe_exit,
+    describe_failure,
+    hang_failure,
+)
 from ..processes.guard import Guard
 from ..processes.subreaper import Subreaper
 from ..processes.unkillable import process_statuses
 from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup
-from .exits import Exit
+from .exits import LEAVING, Exit
 from .failure_reports import TAIL_WITHIN_S, Crash, report_of, show
 from .generation import Generation, HowToStop, log_changed_terms
 from .just_in_time_state import Orders
@@ -61,7 +67,7 @@ log = logging.getLogger(__name__)
 
 _STATE = {
     True: "and this node keeps the state after its last step",
-    False: "and this node does not keep the state after its last step",
+    False: "and no Checkpointer keeps the state after its last step on this node",
 }
 
 
@@ -295,6 +301,12 @@ class Supervisor:
             self._observer.ended(local_rank, "ok", event.at)
         elif kind is Exit.HUNG:
             self._observer.ended(local_rank, "hang", event.at)
+        elif kind is Exit.DRAINED and returncode not in LEAVING:
+            log.warning(
+                "rank %d has ended in its drain by an error of the script: %s; the state after its last step is kept",
+                group.ranks[local_rank],
+                describe_exit(returncode).text,
+            )
         elif kind is Exit.DOUBTFUL:
             self._processes.last_steps.read_stop(generation.number)
         elif kind is Exit.FAILED:
@@ -466,6 +478,7 @@ class Supervisor:
             oom_killed=self._oom_kills.lately(self._clock()),
             master_port=generation.world.master.port,
             owner_of=partial(find_owner, "0.0.0.0"),
+            not_kept=crash.local_rank in generation.drain.finished - generation.drain.kept,
         )
         generation.failures.append(failure)
         self._observer.ended(crash.local_rank, failure.reason, crash.at)

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from ...errors import CheckpointError, NoUsableCheckpoint
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint
+from ...storage.disk.shard_files import METADATA_NAME
 from ...wire.run import Run
-from .dcp_form import INDEX, read_dcp
+from .dcp_form import read_dcp
 from .replicated_form import read_replicated, write_replicated
 from .sharded_form import read_sharded, write_sharded
 from .whole_state import WholeState
@@ -45,25 +47,54 @@ def convert(
     `step`: which of the source's checkpoints, None: the newest; for a directory of DCP, which knows none, its step.
     `parameter_names`: of the optimizer, in its order, where they cannot be found out.
 
-    Raises OSError, CheckpointError: then the target has no checkpoint.
+    Raises OSError, CheckpointError: then the target is as it was, as after every other exception.
     """
     if target.exists() and (not target.is_dir() or os.listdir(target)):
         raise Refused(f"{target} is there already, and not empty: name a new directory")
     with contextlib.ExitStack() as stack:
-        whole, form = _read(source, step, stack)
+        with _names_directory(f"{source} cannot be read"):
+            whole, form = _read(source, step, stack)
         wanted: Form = to or ("replicated" if form == "sharded" or form == "dcp" else "sharded")
         if wanted == form:
             raise Refused(f"step {whole.step} in {source} is {form} already")
         files = CheckpointFiles(target, keep=1, run=Run(f"converted-{uuid.uuid4().hex[:12]}"))
-        if wanted == "replicated":
-            write_replicated(files, whole)
-        else:
-            write_sharded(files, whole, parameter_names)
+        with _names_directory(f"{target} cannot be written"), _removed_unless_done(target):
+            if wanted == "replicated":
+                write_replicated(files, whole)
+            else:
+                write_sharded(files, whole, parameter_names)
     return f"step {whole.step} of {source} ({form}) is now in {target} ({wanted})"
 
 
+@contextlib.contextmanager
+def _names_directory(problem: str) -> Iterator[None]:
+    """An OSError names a file at most, and no directory. Raises Refused in its place."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(f"{problem}: {error}") from error
+
+
+@contextlib.contextmanager
+def _removed_unless_done(target: Path) -> Iterator[None]:
+    """All that is in `target` after an exception was made since: it was empty, or not there."""
+    was_there = target.exists()
+    try:
+        yield
+    except BaseException:
+        for path in target.iterdir() if target.exists() else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if not was_there:
+            with contextlib.suppress(OSError):
+                target.rmdir()
+        raise
+
+
 def _read(source: Path, step: int | None, stack: contextlib.ExitStack) -> tuple[WholeState, str]:
-    if (source / INDEX).exists():
+    if (source / METADATA_NAME).exists():
         if step is None:
             raise Refused(
                 f"{source} is a directory of DCP, which does not say which step it is of: add --step N"

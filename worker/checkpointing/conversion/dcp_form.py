@@ -17,10 +17,10 @@ import torch
 
 from ...errors import CheckpointMismatch
 from ...state.sharding.leaves import loaded, unflatten
+from ...storage.disk.shard_files import METADATA_NAME
 from ...wire.files import open_directory, open_for_reading
 from .whole_state import WholeState, is_optimizer, numbered
 
-INDEX = ".metadata"
 MOST_BYTES = 1 << 30
 _OF_DCP = {
     "torch.distributed.checkpoint.metadata": {
@@ -50,27 +50,31 @@ class _IndexReader(pickle.Unpickler):
 def read_dcp(directory: Path, step: int) -> WholeState:
     """Raises OSError, CheckpointMismatch."""
     with open_directory(str(directory)) as dir_fd:
-        index = _read_index(dir_fd)
         try:
+            index = _read_index(dir_fd)
             leaves = {key: _leaf(dir_fd, index, key) for key in index.state_dict_metadata}
             return WholeState(step, _states(index, leaves))
-        except (OSError, CheckpointMismatch):
+        except OSError:
             raise
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{directory}: {error}") from error
         except Exception as error:
             raise CheckpointMismatch(f"{directory} cannot be read: {error!r}") from error
 
 
 def _read_index(dir_fd: int) -> Any:
-    with open_for_reading(dir_fd, INDEX) as stream:
+    with open_for_reading(dir_fd, METADATA_NAME) as stream:
         raw = stream.read(MOST_BYTES + 1)
     if len(raw) > MOST_BYTES:
-        raise CheckpointMismatch(f"{INDEX} is longer than {MOST_BYTES} bytes")
+        raise CheckpointMismatch(f"{METADATA_NAME} is longer than {MOST_BYTES} bytes")
     try:
         index = _IndexReader(io.BytesIO(raw)).load()
         if not isinstance(index.state_dict_metadata, dict) or not isinstance(index.storage_data, dict):
             raise TypeError(f"it holds {type(index).__name__}")
     except Exception as error:
-        raise CheckpointMismatch(f"{INDEX} is no index of torch.distributed.checkpoint: {error}") from error
+        raise CheckpointMismatch(
+            f"{METADATA_NAME} is no index of torch.distributed.checkpoint: {error}"
+        ) from error
     return index
 
 
@@ -78,11 +82,11 @@ def _states(index: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
     paths = index.planner_data
     if not isinstance(paths, dict) or set(paths) != set(leaves):
         raise CheckpointMismatch(
-            f"{INDEX} does not say which parts the names belong to: it was saved without flatten_state_dict"
+            f"{METADATA_NAME} does not say which parts the names belong to: it was saved without flatten_state_dict"
         )
     state = unflatten([(tuple(paths[key]), leaf) for key, leaf in leaves.items()])
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise CheckpointMismatch(f"{INDEX} is of a state without names for its parts")
+        raise CheckpointMismatch(f"{METADATA_NAME} is of a state without names for its parts")
     return {name: numbered(part) if is_optimizer(part, str) else part for name, part in state.items()}
 
 
@@ -93,17 +97,19 @@ def _leaf(dir_fd: int, index: Any, key: str) -> Any:
     if not isinstance(found, TensorStorageMetadata):
         return _archive(dir_fd, index.storage_data[MetadataIndex(key)], key)
     whole = torch.empty(found.size, dtype=found.properties.dtype)
-    left = whole.numel()
+    is_read = torch.zeros(found.size, dtype=torch.bool)
     for chunk in found.chunks:
         piece = _archive(dir_fd, index.storage_data[MetadataIndex(key, chunk.offsets)], key)
         if not isinstance(piece, torch.Tensor) or piece.shape != chunk.sizes:
-            raise CheckpointMismatch(f"a piece of {key!r} has another shape than {INDEX} says")
-        place = whole
+            raise CheckpointMismatch(f"a piece of {key!r} has another shape than {METADATA_NAME} says")
+        place, is_place_read = whole, is_read
         for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            place = place.narrow(dim, offset, size)
+            place, is_place_read = place.narrow(dim, offset, size), is_place_read.narrow(dim, offset, size)
+        if is_place_read.any():
+            raise CheckpointMismatch(f"two pieces of {key!r} overlap")
         place.copy_(piece)
-        left -= piece.numel()
-    if left:
+        is_place_read.fill_(True)
+    if left := whole.numel() - int(is_read.count_nonzero()):
         raise CheckpointMismatch(f"{left} of {whole.numel()} elements of {key!r} are in no file")
     return whole
 
@@ -113,7 +119,7 @@ def _archive(dir_fd: int, place: Any, key: str) -> Any:
         raise CheckpointMismatch(f"{key!r} is compressed or encrypted by an extension of DCP's storage")
     name = place.relative_path
     if os.path.basename(name) != name:
-        raise CheckpointMismatch(f"{INDEX} names {name!r}, which is no file of its directory")
+        raise CheckpointMismatch(f"{METADATA_NAME} names {name!r}, which is no file of its directory")
     with open_for_reading(dir_fd, name) as stream:
         raw = os.pread(stream.fileno(), place.length, place.offset)
     if len(raw) != place.length:

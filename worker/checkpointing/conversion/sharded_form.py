@@ -16,19 +16,20 @@ import torch
 from ...errors import CheckpointMismatch
 from ...state.sharding.items import FormCache, Items, Joined, Leaf, Taken
 from ...state.sharding.layout import ShardLayout, ShardLayouts
-from ...state.sharding.leaves import RANKS, STRUCTURE, Archives, Path, key_of, split
+from ...state.sharding.leaves import STRUCTURE, Archives, Path, key_of, split
 from ...state.sharding.pieces import refuse
-from ...state.sharding.reading import OpenCopy, Reader, WantedTensor, metadata_of
+from ...state.sharding.reading import OpenCopy, Reader, WantedTensor
+from ...state.sharding.table import DECLARED, OWN_PARTS, RANDOM_STATE, RANKS
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.manifests import Manifest
-from ...storage.disk.shard_files import data_name
 from ...storage.disk.sharded.commit import Commit, commit, new_attempt
+from ...storage.disk.sharded.dcp_index import metadata_of
 from ...storage.disk.sharded.parts import Part, write_part
-from ...storage.memory.copy_header import Header, RankShards
+from ...storage.memory.shard_memory import header_of_shards
+from ...storage.memory.slot_memory import RankPlace
 from ...storage.memory.slots import PIECE_BYTES
 from .whole_state import GROUPS, STATE, WholeState, is_optimizer, named, names_of_parameters, numbered
 
-_RANDOM_STATE, _PARTS, _DECLARED = "rng", "parts", "declared"
 """What a rank has for itself, see `ShardedParts`."""
 
 
@@ -65,11 +66,11 @@ def read_copies(copies: Mapping[int, OpenCopy], step: int) -> WholeState:
     ranks = sorted({int(path[1]) for path in paths if path[0] == RANKS})
     for rank in ranks:
         at = RANKS, str(rank)
-        if (*at, _RANDOM_STATE) in paths:
-            whole.rng.append(state_at((*at, _RANDOM_STATE)))
-        if (*at, _DECLARED) in paths:
-            declared = state_at((*at, _DECLARED))
-            whole.own.append({name: state_at((*at, _PARTS, name)) for name in declared})
+        if (*at, RANDOM_STATE) in paths:
+            whole.rng.append(state_at((*at, RANDOM_STATE)))
+        if (*at, DECLARED) in paths:
+            declared = state_at((*at, DECLARED))
+            whole.own.append({name: state_at((*at, OWN_PARTS, name)) for name in declared})
     for what in (whole.rng, whole.own):
         if what and len(what) != len(ranks):
             raise CheckpointMismatch(f"step {step}: some ranks lack what others have for themselves")
@@ -102,12 +103,10 @@ def write_sharded(files: CheckpointFiles, whole: WholeState, parameter_names: Se
     for rank in range(whole.world_size):
         layout = _layout(_roots(whole, states, rank), rank, whole.step)
         tables[rank] = layout.table
-        shards = RankShards(rank, layout.table_place, layout.digest, common=rank == 0)
-        header = Header(
-            whole.step, 0, whole.step, whole.world_size, layout.size, run=files.run.id, shards=shards
-        )
+        place = RankPlace("", 0, rank, 0, whole.world_size, files.run.id)
+        header = header_of_shards(layout, place, whole.step, whole.step, common=rank == 0)
         write_part(files, Part(attempt, 0), header, partial(_pour, layout), lambda: None)
-    index = metadata_of(tables, {rank: data_name(rank) for rank in tables})
+    index = metadata_of(tables)
     manifest = commit(files, Commit(attempt, whole.step, 0, whole.world_size, index, 0.0), lambda: None)
     _prove(files, manifest)
 
@@ -123,11 +122,11 @@ def _roots(whole: WholeState, states: Mapping[str, Any], rank: int) -> list[tupl
             roots.append(((name,), state))
     at = RANKS, str(rank)
     if rank < len(whole.rng):
-        roots.append(((*at, _RANDOM_STATE), whole.rng[rank]))
+        roots.append(((*at, RANDOM_STATE), whole.rng[rank]))
     if rank < len(whole.own):
         own = whole.own[rank]
-        roots += [((*at, _PARTS, name), state) for name, state in own.items()]
-        roots.append(((*at, _DECLARED), sorted(own)))
+        roots += [((*at, OWN_PARTS, name), state) for name, state in own.items()]
+        roots.append(((*at, DECLARED), sorted(own)))
     return roots
 
 

@@ -22,19 +22,11 @@ from dataclasses import dataclass, replace
 
 from ....codec import Count
 from ...storage.disk.manifests import Manifest
-from ...storage.memory.copy_header import Copy, Header
+from ...storage.memory.copy_header import Copy, FoundCopy, Header
+from ...storage.memory.slot_folders import Folder
 from .checkpoint_selection import BadState, Offer, choose_source
 
 _MOST_NAMED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ShardCopy:
-    """A copy on one node: `folder` is the name of a `SlotFolder`, `slot` one of its two."""
-
-    folder: str
-    slot: str
-    header: Header
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +38,7 @@ class ShardOffer:
 
     manifest: Manifest | None = None
     bad: tuple[str, ...] = ()
-    copies: tuple[ShardCopy, ...] = ()
+    copies: tuple[FoundCopy, ...] = ()
     node: str = ""
     address: str = ""
     run: str = ""
@@ -58,7 +50,7 @@ class CopyName:
     """Of one copy on one node."""
 
     node: str
-    folder: str
+    folder: Folder
     slot: str
     generation: Count
     step: Count
@@ -70,7 +62,7 @@ class CopyPlace:
 
     node: str
     address: str
-    folder: str
+    folder: Folder
     slot: str
     header: Header
 
@@ -129,8 +121,8 @@ class Unusable:
         if self.missing:
             lost = f"the shards of {_named('rank', self.missing)} of {self.world_size}"
         return (
-            f"step {self.version[1]} of generation {self.version[0]} cannot be loaded: no live node has {lost}; "
-            f"the others are on {_named('node', self.nodes)}"
+            f"step {self.version[1]} of generation {self.version[0]} cannot be loaded: no node that answers has "
+            f"{lost}; the others are on {_named('node', self.nodes)}"
         )
 
 

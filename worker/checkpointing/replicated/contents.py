@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ...ranks.comparison import DIGEST_BYTES, ReplicatedComparison
 from ...ranks.group import Group, current_group
 from ...ranks.refusals import because, raise_together
-from ...ranks.replicas import DIGEST_BYTES, Replicas
 from ...state import rng
 from ...state.rank_parts import Rules, pack
 from ...state.state_dicts import Part, modules_in, state_of
@@ -26,7 +26,7 @@ _NOTHING, _ROW, _REFUSED = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class Gathered:
     """What each rank has brought to a save, by rank."""
 
     random_states: Sequence[bytes]
@@ -53,31 +53,31 @@ class Contents:
         self.shared = {name: part for name, part in self.parts.items() if name not in of_each_rank}
         """The parts of which one rank's state is for all."""
         self._own = {name: part for name, part in self.parts.items() if name in of_each_rank}
-        self.replicas = Replicas(self.parts, {*of_rank_0, *of_each_rank})
+        self.comparison = ReplicatedComparison(self.parts, {*of_rank_0, *of_each_rank})
 
     def states(self) -> dict[str, Any]:
         return {name: state_of(part) for name, part in self.shared.items()}
 
-    def payload(self, step: int, brought: Brought) -> dict[str, Any]:
-        payload = {"step": step, "state": self.states(), "rng": _tensors(brought.random_states)}
-        return {**payload, "ranks": _tensors(brought.rows)} if brought.rows else payload
+    def payload(self, step: int, gathered: Gathered) -> dict[str, Any]:
+        payload = {"step": step, "state": self.states(), "rng": _tensors(gathered.random_states)}
+        return {**payload, "ranks": _tensors(gathered.rows)} if gathered.rows else payload
 
-    def gather(self, step: int, group: Group) -> Brought:
+    def gather(self, step: int, group: Group) -> Gathered:
         """What all ranks have for themselves: they must have come to the same step, and have the same state."""
         row, refusal = self._pack(step)
         kind = _NOTHING if not self._own else _ROW if refusal is None else _REFUSED
-        calls = group.gather(_CALL.pack(step, self.replicas.digest(), kind) + rng.capture())
+        calls = group.gather(_CALL.pack(step, self.comparison.digest(), kind) + rng.capture())
         parts = [_CALL.unpack_from(call) for call in calls]
         steps = {rank: one[0] for rank, one in enumerate(parts)}
         if len(set(steps.values())) > 1:
             raise CheckpointError(
                 f"ranks save different steps, by rank: {steps}; call save() in the same iteration"
             )
-        self.replicas.compare(group, [one[1] for one in parts], step)
+        self.comparison.compare(group, [one[1] for one in parts], step)
         random_states = [call[_CALL.size :] for call in calls]
         kinds = [one[2] for one in parts]
         if not any(kinds):
-            return Brought(random_states)
+            return Gathered(random_states)
         if not all(kinds):
             ranks = [rank for rank, one in enumerate(kinds) if one == _NOTHING]
             raise CheckpointError(
@@ -85,7 +85,7 @@ class Contents:
             )
         if _REFUSED in kinds:
             raise_together(group, refusal)
-        return Brought(random_states, group.gather(row))
+        return Gathered(random_states, group.gather(row))
 
     def _pack(self, step: int) -> tuple[bytes, CheckpointError | None]:
         """This rank's row, and what is wrong with it: other ranks wait for this one, and must get that."""
@@ -116,8 +116,8 @@ class Contents:
                 buffers.restore(row)
 
     def same_on_all_ranks(self, step: int, *, wait: bool) -> bool:
-        """See `Replicas.prove`."""
-        return self.replicas.proven or self.replicas.prove(current_group(), step, wait=wait)
+        """See `ReplicatedComparison.prove`."""
+        return self.comparison.proven or self.comparison.prove(current_group(), step, wait=wait)
 
 
 def _tensors(rows: Sequence[bytes]) -> list[torch.Tensor]:

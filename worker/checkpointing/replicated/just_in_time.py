@@ -45,8 +45,8 @@ from ...storage.memory.rank_state import Buffers, RankStateFile
 from ...storage.memory.slot_memory import RankPlace
 from ...wire.channel import Lines
 from ...wire.messages import TO_GUARDS, Broken, FromGuard, Guarding, Held, Hold, Keep, Kept, ToGuard, encode
-from ..saving.planned_saver import PlannedSaver, all_planned_savers
-from .planned_saves import ReplicatedPlannedSaver
+from ..saving.drain_saver import BaseDrainSaver, all_drain_savers
+from .drain_saver import ReplicatedDrainSaver
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ _COLLECTIVE = re.compile(
 class _Guarded:
     """One Checkpointer's parts, and what is kept aside of them."""
 
-    def __init__(self, owner: ReplicatedPlannedSaver, place: RankPlace) -> None:
+    def __init__(self, owner: ReplicatedDrainSaver, place: RankPlace) -> None:
         """Raises OSError."""
         self.owner = owner
         self._state = dict(owner.parts)
@@ -99,9 +99,9 @@ class JustInTime:
     def __init__(self, place: RankPlace, address: str) -> None:
         self._place = place
         self._address = address
-        self._savers: tuple[PlannedSaver, ...] = ()
+        self._savers: tuple[BaseDrainSaver, ...] = ()
         """All that take part; one may be loaded when the guard has begun."""
-        self._guarded: dict[ReplicatedPlannedSaver, _Guarded] = {}
+        self._guarded: dict[ReplicatedDrainSaver, _Guarded] = {}
         self._boundary: int | None = None
         """The newest, as long as the state of this process can be brought back to it."""
         self._update = threading.Lock()
@@ -186,12 +186,12 @@ class JustInTime:
 
     def _adopt(self) -> None:
         """Guard all that take part now."""
-        before, self._savers = self._savers, all_planned_savers()
+        before, self._savers = self._savers, all_drain_savers()
         if self._savers == before:
             return
         known, self._guarded = self._guarded, {}
         for saver in self._savers:
-            if isinstance(saver, ReplicatedPlannedSaver):
+            if isinstance(saver, ReplicatedDrainSaver):
                 try:
                     self._guarded[saver] = known[saver] if saver in known else self._guard(saver)
                 except OSError as error:
@@ -203,7 +203,7 @@ class JustInTime:
                     saver.directory,
                 )
 
-    def _guard(self, owner: ReplicatedPlannedSaver) -> _Guarded:
+    def _guard(self, owner: ReplicatedDrainSaver) -> _Guarded:
         one = _Guarded(owner, self._place)
         write = partial(self._write_down, one.under_way)
         for module in one.modules:
@@ -288,7 +288,7 @@ class JustInTime:
 
     def _all_are_guarded(self, step: int) -> bool:
         for saver in self._savers:
-            if not isinstance(saver, ReplicatedPlannedSaver) and not saver.is_beyond(step):
+            if not isinstance(saver, ReplicatedDrainSaver) and not saver.is_beyond(step):
                 logger.warning(
                     "step %d is not kept: the state in %s is sharded, and no rank has what another one had of it",
                     step,

@@ -1,31 +1,38 @@
-"""Loads the state of one Checkpointer on all ranks, and claims the directory for what training makes of it."""
+"""Loads a state that is the same on all ranks: the newest that any of them has, in its node's memory or on its disk."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable
+import os
+import struct
+from collections.abc import Mapping
+from io import BufferedReader
+from typing import Any
 
-from ...errors import BadCheckpoint, CheckpointError, NotSaved, Unconfirmed
-from ...ranks.group import Group, current_group
+from ...errors import CheckpointError, CheckpointMismatch
+from ...ranks.comparison import refuse_sharded
+from ...ranks.group import Group
 from ...ranks.refusals import together
-from ...ranks.replicas import refuse_sharded
-from ...steps import progress
-from ...storage.disk.checkpoint_files import CheckpointFiles
+from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
+from ...storage.disk.manifests import Manifest
+from ...storage.disk.ownership import MOST_STEPS, Former, Ownership
 from ...storage.memory.copy_header import Header
-from ...storage.memory.node_memory import NodeMemory
+from ...storage.memory.node_memory import NodeMemory, load_mapped
+from ...storage.memory.slots import HeldSlot
 from ...wire.environment import WorkerEnv
-from ...wire.messages import LoadResult, Tier
-from ..loading.checkpoint_selection import BadState, Source
-from ..loading.restore import Restore
-from ..loading.resume import apply
+from ..loading.checkpoint_selection import Offer, Source, choose_source, nodes_with, runs_in_memory
+from ..loading.node_sharing import Bytes, NodeSharing, first_ranks
+from ..loading.state_loader import LoadedState, Reasons, StateLoader, choose_together
 from .contents import Contents
+from .resume import Loaded, apply
 
 logger = logging.getLogger(__name__)
 
+_RECORD = struct.Struct("!qq")  # rank and length, followed by that rank's random state
 
-class Loader:
+
+class Loader(StateLoader):
     def __init__(
         self,
         files: CheckpointFiles,
@@ -35,83 +42,194 @@ class Loader:
         *,
         read_only: bool,
     ) -> None:
-        """`read_only`: training does not go on from what is loaded, so nothing is claimed or reported."""
-        self._files = files
-        self._node = env.node
+        super().__init__(files, env, read_only=read_only)
         self._contents = contents
         self._memory = memory
-        self._read_only = read_only
-        self._report = progress.Silent() if read_only else progress
-        self._bad_state = None if read_only else BadState.of(env, files.run.id)
-        self._speaks_for_node = not read_only and env.local_rank == 0
+        self._stack = contextlib.ExitStack()
+        """What is open until this load ends."""
+        self._mine: VerifiedCheckpoint | None = None
+        self._held: HeldSlot | None = None
+        self._offers: list[Offer] = []
 
-    def load(self, finish_last_write: Callable[[], None]) -> tuple[int, Source | None]:
-        """The step, and whose state it is; 0 and None when there was none. Raises what `Checkpointer.load` raises.
-
-        `finish_last_write` raises what became of a save that was under way.
-        """
-        self._report.loading()
-        group, started_s, step = current_group(), time.monotonic(), 0
-
-        def report(step: int, result: LoadResult, tier: Tier = "local") -> None:
-            self._report.checkpoint_load(step, result, time.monotonic() - started_s, tier)
-
-        def on_bad(bad: BadCheckpoint) -> None:
-            logger.warning(
-                "checkpoint does not verify, trying the next older one: step=%d reason=%s", bad.step, bad
-            )
-            report(bad.step, "corrupt")
-
-        restore = Restore(
-            group, self._files, self._memory, self._node, on_bad, self._report.load_chosen, self._bad_state
-        )
-        try:
-            together(group, lambda: self._prepare(finish_last_write), "nothing loaded")
-            self._on_rank_0(group, self._files.claim.await_former_run)
-            with restore:
-                source = restore.choose()
-                if source is not None:
-                    step = source.what.step
-                    self._warn_if_set_back(source)
-                    parts, of_each_rank = self._contents.parts, self._contents.of_each_rank
-                    directory, memory = self._files.directory, self._memory
-                    restore.load(lambda loaded: apply(loaded, parts, of_each_rank, group, directory, memory))
-            related = restore.related_runs()
-            self._on_rank_0(
-                group, lambda: self._files.claim.take(step, related, elsewhere=restore.is_elsewhere)
-            )
-        except CheckpointError:
-            self._files.claim.release_lock()
-            if not restore.unreadable:
-                self._report.load_refused()
-            report(step, "error")
-            raise
-        if group.rank and self._speaks_for_node:
-            self._files.claim.share_lock()
-        in_memory = source is not None and isinstance(source.what, Header)
-        report(step, "none" if source is None else "ok", "memory" if in_memory else "local")
-        return step, source
-
-    def _prepare(self, finish_last_write: Callable[[], None]) -> None:
-        """No state is sharded, of the saves before no one is under way, and no agent holds locks of a past run."""
+    def _refuse(self) -> None:
         refuse_sharded(self._contents.parts)
-        if self._speaks_for_node:
-            self._files.claim.release_former_locks()
-        with contextlib.suppress(NotSaved, Unconfirmed):  # the log has it
-            finish_last_write()
 
-    def _warn_if_set_back(self, source: Source) -> None:
-        bad = self._bad_state
-        if bad is None:
-            return
-        if bad.covers(source.what):
-            logger.warning(
-                "there is no older state to go back to: step=%d bad=%d", source.what.step, bad.step
+    def _bring(self, group: Group) -> LoadedState:
+        self._mine = self._held = None
+        with self._stack:
+            source, self._offers = choose_together(
+                self._claimed(),
+                lambda manifest, reasons: group.exchange(self._offer(manifest, reasons)),
+                lambda offers: choose_source(offers, self._bad_state),
+                lambda: self._look_and_keep(group),
+                lambda source, offers: self._all_hold(group, source, offers),
             )
-        else:
-            logger.warning("going on from an older state: step=%d bad=%d", source.what.step, bad.step)
+            if source is not None:
+                self._step = source.what.step
+                self._warn_if_set_back(source.what)
+                together(group, lambda: self._load(group, source), f"step {self._step} cannot be loaded")
+        return self._loaded(group, source)
 
-    def _on_rank_0(self, group: Group, part: Callable[[], None]) -> None:
-        """Let rank 0 do this, and raise on every rank what it raises."""
-        does = group.rank == 0 and not self._read_only
-        together(group, part if does else lambda: None, self._files.directory)
+    def _load(self, group: Group, source: Source) -> None:
+        try:
+            if isinstance(source.what, Header):
+                self._load_copy(group, source.rank, source.what)
+            else:
+                self._load_file(group, source.rank, source.what)
+        except CheckpointError:
+            raise
+        except Exception:
+            self._unreadable = True
+            raise
+
+    def _apply(self, group: Group, loaded: Loaded) -> None:
+        contents = self._contents
+        apply(loaded, contents.parts, contents.of_each_rank, group, self._files.directory, self._memory)
+
+    def _read(self, stream: Bytes, step: int) -> Any:
+        """The state that has reached this rank. From here on what is in it may end this process."""
+        self._report.load_chosen(step)
+        return load_mapped(stream)
+
+    def _offer(self, manifest: Manifest | None, reasons: Reasons) -> Offer:
+        memory = self._memory
+        copies = memory.copies() if memory is not None and memory.copies_for_node else ()
+        node = memory.place.node if memory is not None else ""
+        return Offer(manifest, reasons, copies, node, self._files.run.id, self._is_foreign(manifest))
+
+    def _loaded(self, group: Group, source: Source | None) -> LoadedState:
+        """All ranks call it. Runs in memory are this job's. Of a state from elsewhere it is the run that made it, and
+        what the owner of its directory has."""
+        related = [Former(run, MOST_STEPS) for run in runs_in_memory(self._offers)]
+        if source is None:
+            return LoadedState(None, tuple(related))
+        what = source.what
+        elsewhere = isinstance(what, Header) or source.rank != 0
+        if elsewhere:
+            related.append(Former(what.run, what.step))
+            if isinstance(what, Manifest) or self._offers[0].foreign:
+                for raw in filter(None, group.gather(self._heritage(what))):
+                    related += (one for one in Ownership.from_json(raw).before if one.step >= 0)
+        return LoadedState(what, tuple(related), elsewhere)
+
+    def _heritage(self, what: Manifest | Header) -> bytes:
+        owner = self._files.claim.owner()
+        if owner is None or owner.run.id not in (self._files.run.id, what.run):
+            return b""
+        return owner.to_json()
+
+    # ---------------------------------------------------------------- from disk
+
+    def _look_and_keep(self, group: Group) -> tuple[Manifest | None, Reasons]:
+        self._mine, reasons = self._look(group)
+        if self._mine is None:
+            return None, reasons
+        self._stack.enter_context(self._mine.stream)
+        return self._mine.manifest, reasons
+
+    def _load_file(self, group: Group, owner: int, wanted: Manifest) -> None:
+        memory = self._memory
+        if wanted.is_sharded:
+            raise CheckpointMismatch(
+                f"step {wanted.step} in {self._files.directory} is of a sharded state, and this script's is the same "
+                "on all ranks: `elastic-agent convert` makes one of it, or give this script another directory"
+            )
+        mine: BufferedReader | None = None
+        if self._first_ranks[group.rank] == group.rank:
+            if self._mine is not None and self._mine.manifest.sha256 == wanted.sha256:
+                mine = self._mine.stream
+        else:
+            with contextlib.suppress(OSError):
+                mine = self._stack.enter_context(self._files.open_data(wanted))
+
+        def check(received: Bytes) -> None:
+            if digest(received) != wanted.sha256:
+                raise CheckpointError(f"step {wanted.step} broke on its way from rank {owner}: start again")
+
+        generation = memory.place.generation if memory is not None else 0
+        run = self._files.run.id
+        header = Header(wanted.step, generation, wanted.step, wanted.world_size, wanted.size, run=run)
+        sharing = NodeSharing(group, memory, self._first_ranks, self._stack)
+        payload = self._read(sharing.transfer(owner, header, mine, _identity(mine), check), wanted.step)
+        self._apply(group, Loaded(payload, _random_state(payload, group.rank), len(payload["rng"])))
+
+    # ---------------------------------------------------------------- from memory
+
+    def _all_hold(self, group: Group, source: Source, offers: list[Offer]) -> bool:
+        """Open this node's copy. False: on some node it cannot be read, which is not offered again."""
+        wanted = source.what
+        assert isinstance(wanted, Header)
+        memory, problem = self._memory, ""
+        node = memory.place.node if memory is not None else ""
+        if memory is not None and node in nodes_with(wanted, offers):
+            try:
+                self._held = self._stack.enter_context(memory.hold(wanted.version))
+            except (OSError, ValueError) as error:
+                problem = str(error) or repr(error)
+                logger.warning("a copy in memory is left aside: step=%d reason=%s", wanted.step, problem)
+        problems = group.gather(problem.encode())
+        broken = {offer.node for offer, text in zip(offers, problems, strict=True) if text}
+        if broken:
+            self._stack.pop_all().close()
+            self._held = None
+            if memory is not None and memory.copies_for_node and node in broken:
+                memory.drop(wanted.version)
+        return not broken
+
+    def _load_copy(self, group: Group, owner: int, wanted: Header) -> None:
+        memory, held = self._memory, self._held
+        records = self._gather_records(group, wanted)
+        stream = held.stream if held is not None else None
+        holding = nodes_with(wanted, self._offers)
+        there: Bytes | None = stream
+        if any(offer.node not in holding for offer in self._offers):
+            nodes = first_ranks([offer.node for offer in self._offers])
+            there = NodeSharing(group, memory, nodes, self._stack).transfer(
+                owner, wanted, stream, "copy", lambda _: None
+            )
+        assert there is not None
+        payload = self._read(there, wanted.step)
+        here = wanted if held is None else held.header
+        state = records.get(group.rank) if here.rng_holes else _random_state(payload, group.rank)
+        self._apply(group, Loaded(payload, state, wanted.world_size, wanted.partial, wanted.generation))
+        if memory is not None and memory.copies_for_node:
+            self._keep(memory, wanted, records)
+
+    def _gather_records(self, group: Group, wanted: Header) -> dict[int, bytes]:
+        """Every rank's random state after that step, as far as any node has written it down."""
+        if not any(copy.header.rng_holes for offer in self._offers for copy in offer.copies):
+            return {}
+        memory = self._memory
+        mine = memory.records(wanted) if memory is not None and memory.copies_for_node else {}
+        raw = b"".join(_RECORD.pack(rank, len(state)) + state for rank, state in mine.items())
+        found: dict[int, bytes] = {}
+        for part in group.gather(raw):
+            offset = 0
+            while offset < len(part):
+                rank, length = _RECORD.unpack_from(part, offset)
+                offset += _RECORD.size + length
+                found[rank] = part[offset - length : offset]
+        return found
+
+    def _keep(self, memory: NodeMemory, wanted: Header, records: dict[int, bytes]) -> None:
+        """Let this node's memory have the whole state too: the node that had it until now may be the next to go."""
+        try:
+            memory.abandon_newer(wanted.version)
+            memory.fill(wanted.version, records)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "the loaded state is not in this node's memory: step=%d reason=%s", wanted.step, error
+            )
+
+
+def _identity(stream: BufferedReader | None) -> str:
+    """Of an open file: equal in two processes of a machine for the same content only."""
+    if stream is None:
+        return ""
+    found = os.fstat(stream.fileno())
+    return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}"
+
+
+def _random_state(payload: Mapping[str, Any], rank: int) -> bytes | None:
+    states = payload["rng"]
+    return bytes(states[rank].tolist()) if rank < len(states) else None

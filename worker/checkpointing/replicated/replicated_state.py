@@ -17,9 +17,9 @@ from ...storage.memory.node_memory import memory_of
 from ...wire.environment import WorkerEnv
 from .contents import Contents
 from .copies import Copies
+from .drain_saver import ReplicatedDrainSaver
 from .just_in_time import JustInTime
 from .loader import Loader
-from .planned_saves import ReplicatedPlannedSaver
 from .saver import Saver
 
 
@@ -50,19 +50,20 @@ class ReplicatedState:
         copies = Copies(memory, disk)
         self._saver = Saver(files, self._contents, copies, disk, max_failed_saves)
         self._loader = Loader(files, self._contents, memory, self._env, read_only=read_only)
-        self._planned = ReplicatedPlannedSaver(files.directory, self._contents, copies, disk, self._saver)
+        self._drain_saver = ReplicatedDrainSaver(files.directory, self._contents, copies, disk, self._saver)
 
     def load(self) -> int:
-        step, source = self._loader.load(self._saver.finish_last_write)
+        loaded = self._loader.load(self._saver.finish_last_write)
+        step = loaded.step
         # The step just loaded may be saved again: where the files came from another node this is its second copy.
         self._saver.floor = step - 1
-        self._contents.replicas.began(step)
+        self._contents.comparison.began(step)
         if self._memory is not None:
             self._memory.resumed_from = step
         if not self._read_only:
-            self._planned.loaded(step)
-        if source is not None and isinstance(source.what, Header) and current_group().rank == 0:
-            self._saver.write_loaded(source.what)
+            self._drain_saver.loaded(step)
+        if isinstance(loaded.what, Header) and current_group().rank == 0:
+            self._saver.write_loaded(loaded.what)
         return step
 
     def save(self, step: int) -> bool:
@@ -83,5 +84,5 @@ class ReplicatedState:
         memory, address = self._memory, self._env.socket
         if memory is None or not address:
             return contextlib.nullcontext()
-        self._planned.register()
+        self._drain_saver.register()
         return JustInTime(memory.place, address)

@@ -24,7 +24,7 @@ from ...storage.memory.checksums import undisturbed
 from ...storage.memory.copy_header import Header
 from ...wire.messages import SaveResult
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
-from .contents import Brought, Contents
+from .contents import Contents, Gathered
 from .copies import Copies
 from .save_plan import Occasion, ToDisk
 
@@ -52,8 +52,8 @@ class Saver(SaveOutcomes):
 
     def save(self, step: int) -> bool:
         group = current_group()
-        brought = self._contents.gather(step, group)
-        if not unless_refused(lambda: self._save(step, brought, group)):
+        gathered = self._contents.gather(step, group)
+        if not unless_refused(lambda: self._save(step, gathered, group)):
             return False
         self.floor = step
         return True
@@ -95,13 +95,13 @@ class Saver(SaveOutcomes):
             self._any_has_memory = any(group.gather(b"memory" if memory is not None else b""))
         if not self._any_has_memory:
             return False
-        brought = self._contents.gather(step, group)
+        gathered = self._contents.gather(step, group)
         if memory is None:
             return False
         self._disk.take_note()
         plan = self._copies.plan(Occasion.REMEMBER, memory.place.rank)
         if plan.copies:
-            return self._copies.make(self._contents.payload(step, brought), plan)
+            return self._copies.make(self._contents.payload(step, gathered), plan)
         self._copies.log_copied(step)
         return True
 
@@ -117,13 +117,13 @@ class Saver(SaveOutcomes):
         except (OSError, ValueError) as error:
             logger.warning("the loaded state is not brought to disk: step=%d reason=%s", header.step, error)
 
-    def _save(self, step: int, brought: Brought, group: Group) -> None:
+    def _save(self, step: int, gathered: Gathered, group: Group) -> None:
         """This rank's part of a save. Rank 0 reports its end to the agent; of a background write the writer does."""
         started_s, self._copies.blocked_s = time.monotonic(), 0.0
         result: SaveResult = "error"
         size: int | None = 0
         try:
-            size = self._copy_and_commit(step, brought, group)
+            size = self._copy_and_commit(step, gathered, group)
             result = "ok"
         finally:
             blocked_s = time.monotonic() - started_s
@@ -132,7 +132,7 @@ class Saver(SaveOutcomes):
                     step, result, blocked_s, size, blocked_s=blocked_s - self._copies.blocked_s
                 )
 
-    def _copy_and_commit(self, step: int, brought: Brought, group: Group) -> int | None:
+    def _copy_and_commit(self, step: int, gathered: Gathered, group: Group) -> int | None:
         """The size of the checkpoint that is on disk now; None if that is up to others."""
         plan = self._copies.plan(Occasion.SAVE, group.rank)
         if plan.does_nothing:
@@ -144,7 +144,7 @@ class Saver(SaveOutcomes):
                 self.finish_last_write()
             except (NotSaved, Unconfirmed):
                 pass  # the log has it; this one may fare better
-        payload = self._contents.payload(step, brought)
+        payload = self._contents.payload(step, gathered)
         if plan.disk is ToDisk.BEHIND:
             self._disk.promise(step)
         copied = plan.copies and self._copies.make(payload, plan)

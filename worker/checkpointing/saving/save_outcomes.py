@@ -46,7 +46,7 @@ class SaveOutcomes:
         """Wait for the newest save, and raise while it is not on disk, also when that was raised before."""
         self.finish_last_write()
         if not self._disk.is_durable:
-            raise NotSaved("the newest save was refused")
+            raise NotSaved("the newest save was refused, as a warning before this says")
 
     def count(self, refusal: CheckpointError | None) -> None:
         """Let training go on after a refused save, but not after too many. Raises what `Checkpointer.save` raises."""
@@ -57,7 +57,9 @@ class SaveOutcomes:
             raise refusal
         self._failed_saves += not isinstance(refusal, Unconfirmed)
         if self._failed_saves >= self._max_failed_saves:
-            raise SaveFailed(str(refusal)) from refusal
+            raise SaveFailed(
+                f"{refusal} ({self._failed_saves} saves in a row were refused: max_failed_saves)"
+            ) from refusal
         logger.warning(
             "checkpoint not saved, training goes on: failed=%d limit=%d reason=%s",
             self._failed_saves,
@@ -67,7 +69,7 @@ class SaveOutcomes:
         raise refusal if isinstance(refusal, Unconfirmed) else NotSaved(str(refusal)) from refusal
 
     def check_grows(self, step: int) -> int:
-        """The newest step that this run has come to."""
+        """The step at which the directory is claimed: of this run no newer one is on disk."""
         if self.floor is None:
             # save() without load(): the directory itself says how far the run has come.
             self.floor = max(self._files.steps(), default=-1)

@@ -7,21 +7,30 @@ node, and no rank could tell whose of several different ones is the right one.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ...errors import CheckpointError, Sharded
-from ...ranks.fingerprint import Look, look_at_tensors
+from ...ranks.comparison import Comparison
+from ...ranks.fingerprint import look_at_tensors
 from ...ranks.group import Group
 from ...ranks.refusals import tried
-from ...ranks.replicas import Comparison
 from ...state import rng
 from ...state.rank_parts import Rules
 from ...state.sharding.layout import ShardLayout, ShardLayouts
 from ...state.sharding.parts import ShardedParts, common_tensors
+from ...state.sharding.table import RANDOM_STATE
 from ...state.state_dicts import Part, modules_in
 
-RANDOM_STATE = "rng"
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A rank's copy, or why there can be none; `common` is the digest of what all ranks should have alike."""
+
+    layout: ShardLayout | None
+    refusal: CheckpointError | None
+    common: bytes | None = None
 
 
 class ShardContents:
@@ -32,9 +41,7 @@ class ShardContents:
         self._parts = dict(parts)
         self._of_rank_0 = sorted(of_rank_0)
         self._layouts = ShardLayouts()
-        self._common: list[tuple[str, str, torch.Tensor]] = []
-        """With part and key, the tensors of the newest layout that are to be compared."""
-        self._comparison = Comparison(self._look)
+        self._comparison = Comparison()
 
     def refuse(self) -> None:
         """Raises Sharded, or NotPlainData, for what cannot be carried."""
@@ -45,13 +52,12 @@ class ShardContents:
             )
         self.parts.refuse()
 
-    def lay_out(
-        self, step: int, group: Group, *, common: bool, compare: bool = False
-    ) -> tuple[ShardLayout | None, CheckpointError | None]:
-        """This rank's copy after `step`, or why there can be none: the other ranks wait for this one.
+    def lay_out(self, step: int, group: Group, *, common: bool, compare: bool = False) -> LaidOut:
+        """This rank's copy after `step`. Raises nothing: the other ranks wait for this one.
 
-        `compare`: `digest` follows.
+        `compare`: with the digest that all ranks `compare` then.
         """
+        alike: list[tuple[str, str, torch.Tensor]] = []
 
         def lay_out() -> ShardLayout:
             random_state = torch.frombuffer(bytearray(rng.capture()), dtype=torch.uint8)
@@ -59,21 +65,23 @@ class ShardContents:
                 group.rank, group.world_size, step, common=common, own={RANDOM_STATE: random_state}
             )
             if compare:
-                self._common = common_tensors(items)
+                alike.extend(common_tensors(items))
             return self._layouts.lay_out(items)
 
-        return tried(lay_out, "a state cannot be taken")
+        layout, refusal = tried(lay_out, "a state cannot be taken")
+        if not compare:
+            return LaidOut(layout, refusal)
+        modules = modules_in(self._parts)
+        return LaidOut(layout, refusal, self._comparison.digest_of(lambda: look_at_tensors(alike, modules)))
 
-    def digest(self) -> bytes:
-        """Of what all ranks should have alike, see `Comparison`."""
-        try:
-            return self._comparison.digest()
-        finally:
-            self._common = []  # tensors may be replaced before the next
+    def sample(self) -> bytes:
+        """Of some elements of each weight and buffer here: another one after any step of training.
+
+        What counts changes in place is no such sign: fused and foreach optimizers leave it as it is.
+        """
+        tensors = [(name, str(place), one) for place, (name, one) in enumerate(self.parts.local_tensors())]
+        return look_at_tensors(tensors, ()).digest()
 
     def compare(self, group: Group, digests: Sequence[bytes], step: int) -> None:
         """Raises NotReplicated on all ranks together."""
         self._comparison.compare(group, digests, step)
-
-    def _look(self) -> Look:
-        return look_at_tensors(self._common, modules_in(self._parts))

@@ -49,5 +49,6 @@ class DirectoryCheck:
             remove_mark(directory, token)
         blind = next((rank for rank, node in enumerate(seen) if node), None)
         if blind is not None:
-            self._refusal = str(not_shared(directory, blind, seen[blind].decode()))
+            refusal = not_shared(directory, blind, seen[blind].decode())
+            self._refusal = f"{refusal}. Until then the state is only in memory and in its replicas"
         return blind is None

@@ -10,16 +10,16 @@ from typing import Annotated, NamedTuple
 
 from ....codec import Checked, Text
 from ...errors import CheckpointError
+from ...ranks.comparison import DIGEST_BYTES
 from ...ranks.group import Group
-from ...ranks.replicas import DIGEST_BYTES
 from ...storage.disk.sharded.commit import TOKEN_BYTES
 from ...storage.replication.copy_rule import READINESS_BYTES, Readiness
 
 _DIGEST_CHARS = 16
 _NOTHING = bytes(DIGEST_BYTES)
 _NO_TOKEN = bytes(TOKEN_BYTES)
-_HAS_MEMORY, _HAS_WRITER, _PATIENCE_OVER, _GIVES_UP, _HAS_NEW_TABLE, _CANNOT_SAVE = (
-    1 << bit for bit in range(6)
+_HAS_MEMORY, _HAS_WRITER, _PATIENCE_OVER, _GIVES_UP, _HAS_NEW_TABLE, _CANNOT_SAVE, _DURABLE = (
+    1 << bit for bit in range(7)
 )
 
 RECORD = struct.Struct(f"!q{_DIGEST_CHARS}sQ{DIGEST_BYTES}s{TOKEN_BYTES}sB{READINESS_BYTES}s")
@@ -34,7 +34,8 @@ class Brought(NamedTuple):
     at all. Of these two rank 0's word counts.
 
     Of a save to disk: `token` is rank 0's for the name of the attempt. `has_new_table`: its copy's table is not the one
-    that rank 0 has of it. `cannot_save`: it has a refusal to raise, and no state was taken.
+    that rank 0 has of it. `cannot_save`: it has a refusal to raise, and no state was taken. `durable`: rank 0 has found
+    that step on disk.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Brought(NamedTuple):
     gives_up: bool = False
     has_new_table: bool = False
     cannot_save: bool = False
+    durable: bool = False
 
     def to_bytes(self) -> bytes:
         flags = (
@@ -57,6 +59,7 @@ class Brought(NamedTuple):
             | _GIVES_UP * self.gives_up
             | _HAS_NEW_TABLE * self.has_new_table
             | _CANNOT_SAVE * self.cannot_save
+            | _DURABLE * self.durable
         )
         readiness = self.readiness.to_bytes() if self.readiness is not None else bytes(READINESS_BYTES)
         return RECORD.pack(
@@ -76,7 +79,7 @@ class Brought(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _unpacked(flags: int, readiness: bytes) -> tuple[bool, Readiness | None, bool, bool, bool, bool]:
+def _unpacked(flags: int, readiness: bytes) -> tuple[bool, Readiness | None, bool, bool, bool, bool, bool]:
     """The last fields of a record, which most ranks have alike."""
     return (
         bool(flags & _HAS_WRITER),
@@ -85,6 +88,7 @@ def _unpacked(flags: int, readiness: bytes) -> tuple[bool, Readiness | None, boo
         bool(flags & _GIVES_UP),
         bool(flags & _HAS_NEW_TABLE),
         bool(flags & _CANNOT_SAVE),
+        bool(flags & _DURABLE),
     )
 
 
@@ -105,6 +109,10 @@ class Met:
     @property
     def some_cannot_save(self) -> bool:
         return any(one.cannot_save for one in self.all)
+
+    @property
+    def durable(self) -> bool:
+        return self.all[0].durable
 
     @property
     def some_refused(self) -> bool:
@@ -155,7 +163,8 @@ def meet(group: Group, brought: Brought) -> Met:
         found = [Brought.from_bytes(raw) for raw in group.gather_fixed(brought.to_bytes())]
     except ValueError as error:
         raise CheckpointError(
-            f"ranks cannot read each other's records ({error}): install the same version of elastic-agent on all nodes"
+            "ranks cannot read each other's records: some ranks do not call save() or remember() here, and all must; "
+            "or their versions differ: install the same version of elastic-agent on all nodes"
         ) from error
     steps = {rank: one.step for rank, one in enumerate(found)}
     if len(set(steps.values())) > 1:

@@ -19,8 +19,7 @@ from ...storage.disk.manifests import Manifest
 from ...storage.disk.shard_files import DiskCopy
 from ...storage.memory.copy_header import Header
 from ...storage.memory.shard_memory import ShardMemory
-from ...storage.memory.slot_folders import SlotFolder
-from ...storage.memory.slots import NoRoom, Slots, SlotsBusy, sums_of, sums_of_bytes
+from ...storage.memory.slots import PIECE_BYTES, NoRoom, Slots, SlotsBusy, sums_of, sums_of_bytes
 from ...storage.replication.client import MemoryClient
 from ...storage.replication.key_file import read_key
 from ...wire.environment import WorkerEnv
@@ -40,6 +39,7 @@ class CopiesUnusable(CheckpointError):
     def __init__(self, places: Sequence[CopyPlace], reason: str) -> None:
         super().__init__(f"a copy that was here a moment ago cannot be read: {reason}")
         self.places = tuple(places)
+        self.reason = reason
 
 
 class MemoryReader:
@@ -64,10 +64,26 @@ class MemoryReader:
         reasons: list[str] = []
         for place in sorted(places, key=lambda one: (not one.is_of(rank), one.node != self._node)):
             try:
-                return place, self._open_here(place) if place.node == self._node else self._open_there(place)
-            except (OSError, ValueError, CopiesUnusable) as error:
-                reasons.append(f"{place.node}: {error}")
+                return place, self.open_at(place)
+            except CopiesUnusable as error:
+                reasons.append(error.reason)
         raise CopiesUnusable(places, "; ".join(reasons))
+
+    def open_at(self, place: CopyPlace, table: Table | None = None, *, verify: bool = True) -> OpenCopy:
+        """One on this node is mapped, one elsewhere is read where it is. Raises CopiesUnusable.
+
+        `table`: it is known already. `verify`: here all of the copy now, elsewhere what is read of it.
+        """
+        open_it = self._open_here if place.node == self._node else self._open_there
+        try:
+            return open_it(place, table, verify)
+        except (OSError, ValueError) as error:
+            raise CopiesUnusable([place], f"{place.node}: {error}") from error
+
+    def verify_there(self, place: CopyPlace) -> None:
+        """All of a copy on another node, by its server: a byte of each piece is read. Raises CopiesUnusable."""
+        begins = range(0, place.header.size, PIECE_BYTES)
+        self._read_there(place, [(begin, memoryview(bytearray(1))) for begin in begins], verify=True)
 
     def nearest(self, places: Sequence[CopyPlace]) -> CopyPlace:
         """On this node, if there is one."""
@@ -94,9 +110,7 @@ class MemoryReader:
             return place, there
         try:
             mapped = self._own.map(opened)
-            for begin in range(0, header.size, FETCH_BYTES):
-                with mapped[begin : min(begin + FETCH_BYTES, header.size)] as stretch:
-                    there.read(begin, stretch)
+            self._fetch(place, mapped)
             if header.sums and sums_of_bytes(mapped) != header.sums:
                 raise CopiesUnusable([place], f"{place.node}: what it has sent does not match the checksums")
             self._own.keep(opened, header)
@@ -105,45 +119,55 @@ class MemoryReader:
             raise
         return place, OpenCopy(there.table, _reader_of(mapped), mapped)
 
-    def _open_here(self, place: CopyPlace) -> OpenCopy:
+    def _open_here(self, place: CopyPlace, table: Table | None, verify: bool) -> OpenCopy:
         """Raises OSError, ValueError when it is not what was offered."""
-        slots = self._stack.enter_context(contextlib.closing(Slots(self._memory, _folder(place))))
+        slots = self._stack.enter_context(contextlib.closing(Slots(self._memory, place.folder, create=False)))
         held = self._stack.enter_context(slots.hold(place.slot))
         if not held.header.is_same_copy(place.header):
             raise ValueError(f"slot {place.slot} in {slots.folder} holds another copy by now")
         header = held.header
-        if header.sums and sums_of(held.stream, header.size) != header.sums:
+        if verify and header.sums and sums_of(held.stream, header.size) != header.sums:
             slots.drop(lambda version: version == header.version)
             raise ValueError(f"{place.slot}.pt in {slots.folder} does not match its checksums")
         mapping = mmap.mmap(held.stream.fileno(), header.size, prot=mmap.PROT_READ)
         view = memoryview(mapping)
-        return OpenCopy(_table(header, _reader_of(view)), _reader_of(view), view)
+        return OpenCopy(table or _table(header, _reader_of(view)), _reader_of(view), view)
 
-    def _open_there(self, place: CopyPlace) -> OpenCopy:
-        client = self._clients.get(place.address)
-        if client is None:
-            client = MemoryClient(place.address, read_key(self._memory, READ_S), READ_S)
-            self._clients[place.address] = self._stack.enter_context(client)
-        version, folder = place.header.version, _folder(place)
+    def _fetch(self, place: CopyPlace, mapped: memoryview) -> None:
+        """All of it. Its checksums are compared when it is here: if none were offered, the server may have some now."""
+        size, verify = place.header.size, not place.header.sums
+        for begin in range(0, size, FETCH_BYTES):
+            with mapped[begin : min(begin + FETCH_BYTES, size)] as stretch:
+                self._read_there(place, [(begin, stretch)], verify=verify)
+
+    def _open_there(self, place: CopyPlace, table: Table | None, verify: bool) -> OpenCopy:
+        """What is to be verified is verified by the server.
+
+        The server has the whole pieces in its memory, reads each once for all who ask, and only those that are asked
+        for. Here whole pieces would have to come over the network for each range. On the way the frames' CRC-32, which
+        their HMAC covers, finds what changes; and a copy that the server finds damaged is left aside by all ranks.
+        """
 
         def read(offset: int, into: memoryview) -> None:
             read_many([(offset, into)])
 
         def read_many(ranges: Sequence[tuple[int, memoryview]]) -> None:
-            try:
-                client.read_many(folder, place.slot, version, ranges)
-            except (OSError, ValueError) as error:
-                raise CopiesUnusable([place], f"{place.node}: {error}") from error
+            self._read_there(place, ranges, verify=verify)
 
-        return OpenCopy(_table(place.header, read), read, None, read_many)
+        return OpenCopy(table or _table(place.header, read), read, None, read_many)
 
-
-def _folder(place: CopyPlace) -> SlotFolder:
-    """Raises ValueError."""
-    folder = SlotFolder.parse(place.folder)
-    if folder is None:
-        raise ValueError(f"{place.folder!r} is no folder of slots")
-    return folder
+    def _read_there(
+        self, place: CopyPlace, ranges: Sequence[tuple[int, memoryview]], *, verify: bool
+    ) -> None:
+        """Raises CopiesUnusable."""
+        try:
+            client = self._clients.get(place.address)
+            if client is None:
+                client = MemoryClient(place.address, read_key(self._memory, READ_S), READ_S)
+                self._clients[place.address] = self._stack.enter_context(client)
+            client.read_many(place.folder, place.slot, place.header.version, ranges, verify=verify)
+        except (OSError, ValueError) as error:
+            raise CopiesUnusable([place], f"{place.node}: {error}") from error
 
 
 def _reader_of(view: memoryview) -> Callable[[int, memoryview], None]:

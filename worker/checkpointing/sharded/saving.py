@@ -6,22 +6,24 @@ say what every rank does (`copy_rule`). A version exists only if all ranks have 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
+import math
 import time
 from collections.abc import Callable
 
 from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, Unconfirmed
 from ...ranks.group import Group, current_group
 from ...ranks.refusals import all_did, because, raise_together, tried
+from ...state import rng
 from ...state.sharding.layout import ShardLayout
 from ...steps import progress
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.commit import new_token
 from ...storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
 from ...storage.memory.checksums import undisturbed
-from ...storage.memory.copy_header import Header, RankShards
 from ...storage.memory.shard_memory import ShardMemory
+from ...storage.memory.slots import NoRoom
 from ...storage.replication.copy_rule import (
     CopyVerdict,
     Decision,
@@ -34,14 +36,17 @@ from ...storage.replication.copy_rule import (
 from ...wire.environment import WorkerEnv
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from ..saving.slot_copies import SlotCopies
-from .contents import ShardContents
+from .contents import LaidOut, ShardContents
 from .directory_check import DirectoryCheck
+from .loaded_write import LoadedWrite
 from .meeting import Brought, Met, meet
-from .save_plans import SavePlans
 from .shard_replicas import LOOK_S, REPLICA_PATIENCE_S, SLOT_PATIENCE_S, ShardReplicas
+from .sharded_saves import ShardedSaves
 
 logger = logging.getLogger(__name__)
 
+LONG_WAIT_S = 10.0
+"""After that a warning says that copies in memory wait, for replicas or for the disk."""
 LAST_REPLICA_S = 2.0
 LAST_REPLICA_BYTES_PER_S = 200e6
 """For which, both together, ranks of a node that leaves wait for the replicas of their last step: after that all ranks
@@ -76,13 +81,16 @@ class ShardSaving(SaveOutcomes):
         self._env = env
         self._keeps_common = keeps_common
         self._clock = clock
-        self._keep: Version | None = None
+        self._protected: Version | None = None
         """No rank overwrites it, see `may_copy`."""
         self._resumed_from = 0
         self._compared = False
         """All ranks had the same, of what they should have, after training changed it."""
         self._directory = DirectoryCheck(files, env.node, self.count)
-        self._plans = SavePlans(files, env.generation)
+        self._saves = ShardedSaves(files, env.generation)
+        self._waits_since: float | None = None
+        """On the clock; inf: it was said."""
+        self._loaded = LoadedWrite(files, contents, memory, disk, self._saves, self._directory, env)
         self._last: tuple[Met, Group] | None = None
         """Those of the step that `order_write` lets be written."""
 
@@ -90,24 +98,52 @@ class ShardSaving(SaveOutcomes):
         """All ranks have loaded the state of `step`; `loaded` is its version if it came out of memory."""
         # The step just loaded may be saved again.
         self.floor = step - 1
-        self._keep = loaded
+        self._protected = loaded
         self._resumed_from, self._compared = step, False
+        self._loaded.began(step)
         if self._memory is not None:
             self._memory.resumed_from = step
 
     # ---------------------------------------------------------------- in memory
 
-    @undisturbed()
     def remember(self, step: int) -> bool:
+        return self._remember(step)[1]
+
+    def may_remember_later(self, step: int) -> bool:
+        """As `remember`. Whether a copy of a later step may be made where that of this one was not: on all ranks the
+        same."""
+        return self._remember(step)[0] is Decision.WAIT
+
+    @undisturbed()
+    def _remember(self, step: int) -> tuple[Decision | None, bool]:
+        """What all ranks have decided, and whether this one has a copy of the step."""
         group = current_group()
         layout, met = self._meet(step, group, compare=not self._compared)
         if not met.all_have_memory:
-            return False
+            return None, False
         verdict = self._judge(step, met)
-        if verdict.decision is Decision.HAVE:
-            return True
-        # No word of it: where replicas take longer than some steps, not every step can be remembered.
-        return verdict.copies and self._copy(layout, step, met, verdict)
+        self._note_wait(step, verdict, group)
+        if verdict.copies or verdict.decision is Decision.HAVE:
+            self._loaded.copied(step)
+        copied = verdict.copies and self._copy(layout, step, met, verdict)
+        return verdict.decision, copied or verdict.decision is Decision.HAVE
+
+    def _note_wait(self, step: int, verdict: CopyVerdict, group: Group) -> None:
+        """Where replicas take longer than some steps, not every step can be remembered. A long wait is said, once."""
+        if verdict.decision is not Decision.WAIT:
+            self._waits_since = None
+            return
+        if self._waits_since is None:
+            self._waits_since = self._clock()
+        if self._clock() - self._waits_since >= LONG_WAIT_S and group.rank == 0:
+            self._waits_since = math.inf
+            logger.warning(
+                "no copies in memory for %g s, a failure now costs the steps since: step=%d newest=%d reason=%s",
+                LONG_WAIT_S,
+                step,
+                self._protected[1] if self._protected is not None else 0,
+                verdict.reason,
+            )
 
     def _meet(
         self,
@@ -122,29 +158,41 @@ class ShardSaving(SaveOutcomes):
 
         Raises on all ranks what any of them has against it.
         """
-        layout, unplaced, common = None, None, None
+        laid_out = LaidOut(None, None)
         if refusal is None:
-            layout, unplaced = self._contents.lay_out(step, group, common=self._keeps_common, compare=compare)
-            common = self._contents.digest() if compare else None
-        brought = self._brought(step, layout, common)
+            laid_out = self._contents.lay_out(step, group, common=self._keeps_common, compare=compare)
+        layout = laid_out.layout
+        brought = self._brought(step, layout, laid_out.common)
         if saves:
             brought = brought._replace(
                 token=new_token(),
-                has_new_table=layout is not None and self._plans.is_new(layout.packed_table),
+                has_new_table=layout is not None and self._saves.is_new(layout.packed_table),
                 cannot_save=refusal is not None,
             )
+        self._note(step)
         met = meet(group, brought)
         if met.some_cannot_save:
             raise_together(group, refusal)
         if met.some_refused or layout is None:
-            raise_together(group, unplaced)
+            raise_together(group, laid_out.refusal)
             raise CheckpointError("some rank's state cannot be taken")
         if compare:
             self._contents.compare(group, [one.common for one in met.all], step)
             self._compared = step > self._resumed_from
         if met.some_have_new_tables:
-            self._plans.exchange(layout.packed_table, group)
+            self._saves.exchange(layout.packed_table, group)
         return layout, met
+
+    def _note(self, step: int) -> None:
+        """Before the first copy of a generation, write this rank's random state down.
+
+        If this process is killed in that copy, the version is loaded where another rank has the same shards. Later
+        versions give way to the one before, see `choose_shards`.
+        """
+        is_first = self._protected is None or self._protected[0] != self._env.generation
+        if self._memory is not None and is_first:
+            with contextlib.suppress(NoRoom):
+                self._memory.note(step, rng.capture())
 
     def _brought(self, step: int, layout: ShardLayout | None, common: bytes | None = None) -> Brought:
         self._disk.take_note()  # what is being written holds a slot
@@ -164,8 +212,8 @@ class ShardSaving(SaveOutcomes):
         """The same on all ranks."""
         assert self._replicas is not None
         version = self._env.generation, step
-        verdict = may_copy(met.readiness, version, self._keep, must=met.patience_over)
-        self._keep = verdict.keep
+        verdict = may_copy(met.readiness, version, self._protected, must=met.patience_over)
+        self._protected = verdict.protected
         self._replicas.settled(oldest_needed(met.readiness, self._env.generation))
         return verdict
 
@@ -177,7 +225,7 @@ class ShardSaving(SaveOutcomes):
             return True
         twins = met.twins_of(rank)
         return self._copies.copy(
-            lambda: memory.begin_copy(layout, step, keep=verdict.keep, twins=twins), step
+            lambda: memory.begin_copy(layout, step, protected=verdict.protected, twins=twins), step
         )
 
     def _copy_surely(self, layout: ShardLayout, step: int, met: Met, group: Group) -> bool:
@@ -227,47 +275,17 @@ class ShardSaving(SaveOutcomes):
         elif not self._write_now(step, met, layout, group, started_s):
             return False
         self.floor = step
+        self._loaded.superseded()
         return True
 
+    def write_loaded(self, version: Version) -> None:
+        """See `LoadedWrite.order`."""
+        self._loaded.order(version)
+
     def wait(self) -> bool:
-        return unless_refused(self.make_durable)
-
-    def write_loaded(self, step: int, version: tuple[int, int]) -> None:
-        """Let what was loaded from memory be durable soon, unless it is on disk or is not in all ranks' own slots."""
-        group, memory = current_group(), self._memory
-        table, digest, size = b"", "", 0
-        if memory is not None and self._disk.has_writer:
-            try:
-                with memory.hold(version) as held:
-                    shards = held.header.shards
-                    of_this_world = held.header.world_size == group.world_size
-                    if shards is not None and shards.rank == group.rank and of_this_world:
-                        table = os.pread(held.stream.fileno(), shards.table[1], shards.table[0])
-                        digest, size = shards.digest, held.header.size
-            except (OSError, ValueError) as error:
-                logger.warning("the loaded state is not brought to disk: step=%d reason=%s", step, error)
-        if group.rank == 0 and self._is_on_disk(step):
-            digest = ""
-        is_new = self._plans.is_new(table)
-        met = meet(group, Brought(step, digest, size, token=new_token(), has_new_table=is_new))
-        if met.some_refused:
-            return
-        try:
-            self._directory.require(group)
-        except CheckpointError as refusal:
-            logger.warning("the loaded state is not brought to disk: step=%d reason=%s", step, refusal)
-            return
-        if met.some_have_new_tables:
-            self._plans.exchange(table, group)
-        assert memory is not None
-        self._order_part(step, met, group, lambda: self._disk.begin(*memory.lend(version)))
-
-    def _is_on_disk(self, step: int) -> bool:
-        try:
-            newest = self._files.newest_manifest()
-        except OSError:
+        if not self._loaded.ensure(lambda loaded: self._save(loaded, in_memory=False)):
             return False
-        return newest is not None and newest.step == step
+        return unless_refused(self.make_durable)
 
     def _prepare(self, step: int, group: Group) -> None:
         if group.rank == 0:
@@ -293,18 +311,14 @@ class ShardSaving(SaveOutcomes):
         assert memory is not None
         version = memory.place.generation, step
         self._disk.promise(step)
-        self._order_part(
-            step, met, group, lambda: self._copies.hand_on(lambda: memory.lend(version), self._disk.begin)
+        self._saves.order(
+            self._disk,
+            step,
+            met,
+            group,
+            lambda: self._copies.hand_on(lambda: memory.lend(version), self._disk.begin),
         )
         self._disk.take_note()  # where the writer could not be asked, this process writes now
-
-    def _order_part(self, step: int, met: Met, group: Group, hand: Callable[[], None]) -> None:
-        """`hand` lets the disk writer have this rank's copy. All others go on meanwhile, so this raises nothing."""
-        try:
-            self._disk.expect(self._plans.plan(step, met, group, twins=True))
-            hand()
-        except Exception as error:
-            self._disk.refuse(step, error)
 
     def _write_now(self, step: int, met: Met, layout: ShardLayout, group: Group, started_s: float) -> bool:
         """All ranks write their parts while all wait, and rank 0 commits."""
@@ -313,8 +327,8 @@ class ShardSaving(SaveOutcomes):
 
         def write() -> None:
             nonlocal save
-            save = self._plans.plan(step, met, group, twins=False)
-            self._disk.write_now(save, self._header(step, layout, group), layout.pour)
+            save = self._saves.make(step, met, group, twins=False)
+            self._disk.write_now(save, layout, self._resumed_from, common=self._keeps_common)
 
         def commit() -> None:
             nonlocal size
@@ -344,17 +358,6 @@ class ShardSaving(SaveOutcomes):
 
         return counted
 
-    def _header(self, step: int, layout: ShardLayout, group: Group) -> Header:
-        return Header(
-            step,
-            self._env.generation,
-            self._resumed_from,
-            group.world_size,
-            layout.size,
-            run=self._files.run.id,
-            shards=RankShards(group.rank, layout.table_place, layout.digest, self._keeps_common),
-        )
-
     # ---------------------------------------------------------------- the last step of a planned change
 
     def save_last_step(self, step: int, *, leaves: bool) -> bool:
@@ -381,18 +384,21 @@ class ShardSaving(SaveOutcomes):
         try:
             # What was not copied, after the wait for that, is not waited for again.
             saved = self._save(step, in_memory=copied) and self.wait()
+            reason = "its save was refused"
         except DirectoryNotShared as refusal:
-            if group.rank == 0:
-                logger.warning(
-                    "step %d is in memory only: nodes that leave now hand over what they have of it, or say what is "
-                    "lost: %s",
-                    step,
-                    refusal,
-                )
-            return copied
-        if not saved and group.rank == 0:
-            logger.error("step %d is NOT on disk in %s: its save was refused", step, self._files.directory)
-        return saved
+            saved, reason = False, str(refusal)
+        if saved or group.rank != 0:
+            return saved or copied
+        if copied:
+            logger.warning(
+                "step %d is in memory only: nodes that leave now hand over what they have of it, or say what is lost: "
+                "%s",
+                step,
+                reason,
+            )
+        else:
+            logger.error("step %d is NOT on disk in %s: %s", step, self._files.directory, reason)
+        return copied
 
     def _outlives_node(self, step: int, size: int) -> bool:
         """See `ShardReplicas.outlives_node`; after a wait for the replicas it is False."""
@@ -411,4 +417,4 @@ class ShardSaving(SaveOutcomes):
         if last is None or memory is None:
             return
         version = memory.place.generation, step
-        self._order_part(step, *last, lambda: self._disk.hand_over(*memory.lend(version)))
+        self._saves.order(self._disk, step, *last, lambda: self._disk.leave_to_writer(*memory.lend(version)))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ...storage.memory.copy_header import Header
 from ...storage.memory.shard_memory import ShardMemory
-from ...storage.memory.slots import NAMES
 from ...storage.replication.acks import read_acks
 from ...storage.replication.client import ORDER_S, order
 from ...storage.replication.copy_rule import Readiness, Replication, SlotState, Version
 from ...storage.replication.messages import AbandonNewer, Order, Partner, Replicate, Settled
 from ...storage.replication.partners import NodePlace, partners
 from ...wire.environment import WorkerEnv
+from ...wire.messages import SLOT_NAMES
 from .meeting import RankHome
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class ShardReplicas:
     def readiness(self, writing: str | None) -> Readiness:
         """Of this worker's slots; `writing` is the one into which a GPU still copies."""
         headers = self._memory.headers()
-        first, second = (self._state(name, headers.get(name), name == writing) for name in NAMES)
+        first, second = (self._state(name, headers.get(name), name == writing) for name in SLOT_NAMES)
         return Readiness((first, second))
 
     def outlives_node(self, version: Version) -> bool | None:
@@ -118,7 +118,8 @@ class ShardReplicas:
         lost = not order(self._env.memory_server, message, within_s)
         if lost and not self._lost_order:
             logger.warning(
-                "the memory server of this node takes no orders, replicas may be missing or old: order=%s",
+                "the memory server of this node takes no orders, replicas may be missing or old; the agent's log says "
+                "more: order=%s",
                 type(message).__name__,
             )
         self._lost_order = lost
@@ -154,7 +155,8 @@ class ShardReplicas:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "shards have no replicas on other nodes, training goes on without: step=%d partners=%s",
+                "shards have no replicas on other nodes, training goes on without; do the nodes reach each other's "
+                "memory servers (docs/security.md has the ports)? step=%d partners=%s",
                 version[1],
                 sorted(self._partners | self._partners_of_loaded),
             )

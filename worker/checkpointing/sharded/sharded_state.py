@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ...errors import CheckpointError
 from ...ranks.group import Group, current_group
 from ...ranks.refusals import together
 from ...state.rank_parts import Rules
 from ...state.state_dicts import Part
+from ...steps import progress
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.shard_saver import ShardSaver
-from ...storage.memory.shard_memory import local_rank_of, shard_memory_of
+from ...storage.memory.shard_memory import ShardMemory, local_rank_of, shard_memory_of
+from ...storage.replication.copy_rule import Version
 from ...wire.environment import WorkerEnv
+from ..loading.state_loader import LoadedState
+from ..saving.drain_saver import BaseDrainSaver
 from ..saving.slot_copies import SlotCopies
 from .contents import ShardContents
-from .loading import LoadedShards, ShardLoading
+from .loading import ShardLoading
 from .meeting import RankHome
-from .planned_saves import ShardedPlannedSaver
 from .saving import ShardSaving
 from .shard_replicas import ShardReplicas
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedState:
@@ -60,17 +66,20 @@ class ShardedState:
             keeps_common=local_rank_of(os.environ) == 0,
         )
         self._loading = ShardLoading(files, self._contents, self._memory, self._env, read_only=read_only)
-        self._planned = ShardedPlannedSaver(files.directory, self._memory, self._replicas, self._saving)
+        self._end_first_copy: Callable[[], None] = lambda: None
+        self._drain_saver = ShardedDrainSaver(files.directory, self._memory, self._replicas, self._saving)
 
     def load(self) -> int:
         self._join_run()
         loaded = self._loading.load(self._saving.finish_last_write)
         if not self._read_only:
             self._saving.began(loaded.step, loaded.version)
-            self._planned.loaded(loaded.step)
-            self._begin_replicas(current_group(), loaded)
+            self._drain_saver.loaded(loaded.step)
+            homes = self._begin_replicas(current_group(), loaded)
+            if loaded.version is not None and any(home.loaded != home.digest for home in homes):
+                self._copy_at_next_step()
             if loaded.version is not None:
-                self._saving.write_loaded(loaded.step, loaded.version)
+                self._saving.write_loaded(loaded.version)
         return loaded.step
 
     def save(self, step: int) -> bool:
@@ -105,9 +114,27 @@ class ShardedState:
             self._files.join(run)
             self._is_one_run = True
 
-    def _begin_replicas(self, group: Group, loaded: LoadedShards) -> None:
-        """All ranks tell where they are and what they have; then each node knows its partners."""
-        layout, _ = self._contents.lay_out(loaded.step, group, common=False)
+    def _copy_at_next_step(self) -> None:
+        """What was loaded lies as the world before this one had it, some of it on one node alone: only each rank's own
+        copy gets a replica. A copy of the next step gives all of it a second home again.
+        """
+
+        def copy(step: int) -> None:
+            try:
+                if self._saving.may_remember_later(step):
+                    return
+            except CheckpointError as refusal:
+                logger.warning(
+                    "the state gets no second copy before it is saved: step=%d reason=%s", step, refusal
+                )
+            end()
+
+        self._end_first_copy()
+        end = self._end_first_copy = progress.on_step(copy, stage=progress.Stage.STATE)
+
+    def _begin_replicas(self, group: Group, loaded: LoadedState) -> Sequence[RankHome]:
+        """All ranks tell where they are and what they have, by rank; then each node knows its partners."""
+        layout = self._contents.lay_out(loaded.step, group, common=False).layout
         resumed = loaded.version or (0, 0)
         env, memory = self._env, self._memory
         home = RankHome(
@@ -120,3 +147,39 @@ class ShardedState:
         homes = group.exchange(home)
         if self._replicas is not None:
             self._replicas.began(homes, resumed)
+        return homes
+
+
+class ShardedDrainSaver(BaseDrainSaver):
+    """A Checkpointer of a sharded state as it takes part in training. No guard keeps it."""
+
+    saves_alone = False
+    """What a rank that dies had of the state, no other rank has."""
+
+    def __init__(
+        self,
+        directory: str,
+        memory: ShardMemory | None,
+        replicas: ShardReplicas | None,
+        saving: ShardSaving,
+    ) -> None:
+        super().__init__(directory, memory, saving)
+        self._replicas = replicas
+        self._saving = saving
+
+    def save_last_step(self, step: int, *, leaves: bool) -> bool:
+        return self.is_beyond(step) or self._saving.save_last_step(step, leaves=leaves)
+
+    def order_write(self, step: int) -> None:
+        self._saving.order_write(step)
+
+    def save_last_step_alone(self, step: int) -> bool:
+        if self.is_beyond(step):
+            return True
+        logger.warning("step %d is not kept: its shards are on all ranks, and some do not come here", step)
+        return False
+
+    def go_back(self, step: int, version: Version) -> None:
+        super().go_back(step, version)
+        if self._replicas is not None and not self.is_beyond(step):
+            self._replicas.abandon_newer(version)

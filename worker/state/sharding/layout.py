@@ -21,14 +21,9 @@ from ..archive_layout import copy_beside, lay_out, over
 from .items import Form, Items
 from .leaves import Path
 from .pieces import Sizes, numel, strides_of
-from .table import Shard, Table, Value
+from .table import Shard, Table, Value, aligned
 
-ALIGNMENT = 64
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,7 @@ class ShardLayouts:
         behind = bytearray()
         for _, _, archive, _ in items.values:
             behind += archive
-            behind += bytes(_aligned(len(behind)) - len(behind))
+            behind += bytes(aligned(len(behind)) - len(behind))
         table_at = places.end + len(behind)
         behind += tail.packed
         return ShardLayout(
@@ -133,7 +128,7 @@ class ShardLayouts:
             )
             tensors.append((data, *one))
             archives.append((offset, template.size, data))
-            offset = _aligned(offset + template.size)
+            offset = aligned(offset + template.size)
         begin, stretch = written[-1]
         stretch += bytes(offset - begin - len(stretch))
         shards = tuple(
@@ -155,7 +150,7 @@ class ShardLayouts:
         offset = places.end
         for key, _, length, common in values:
             found.append(Value(key, offset, length, common))
-            offset = _aligned(offset + length)
+            offset = aligned(offset + length)
         paths = {row.key: row.path for row in places.form.rows} | {key: path for key, path, *_ in values}
         table = Table(places.shards, tuple(found), paths)
         digest = table.digest

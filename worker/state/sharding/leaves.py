@@ -17,12 +17,11 @@ import torch
 
 from ..kinds import is_tensor
 from ..state_dicts import is_plain, prove_loadable
+from .table import RANKS
 
 Path = tuple[str | int, ...]
 
 STRUCTURE = "elastic_agent.structure"
-RANKS = "ranks"
-"""Under which each rank has what is its own, see `own_key`."""
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 

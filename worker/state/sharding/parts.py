@@ -18,16 +18,14 @@ from ..rank_parts import Reshard, Rules
 from ..state_dicts import Part, state_of, unwrapped
 from .flat_modules import FlatModuleState
 from .items import FormCache, Items, Joined, Leaf, Taken
-from .leaves import RANKS, STRUCTURE, Archives, Path, flatten, key_of, split, structure_path
+from .leaves import STRUCTURE, Archives, Path, flatten, key_of, split, structure_path
 from .modules import ModuleState
 from .optimizers import OptimizerState, ParameterNames
 from .pieces import refuse
 from .reading import OpenCopy, Reader, WantedTensor
+from .table import DECLARED, OWN_PARTS, RANKS
 
 _RESERVED = (RANKS, STRUCTURE)
-_PARTS = "parts"
-"""Under which a rank has the parts that are declared to be each rank's own."""
-_DECLARED = "declared"
 """The names of these."""
 
 
@@ -117,11 +115,18 @@ class ShardedParts:
         ]
         return Items(form, tensors, values, bool(self._rules), rank, taken)
 
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """With its part, what this rank has of each weight and buffer."""
+        found: Iterator[tuple[str, Any]] = (
+            (name, one) for name, part in self._parts.items() for one in _tensors_in(part)
+        )
+        return ((name, one.to_local() if is_dtensor(one) else one) for name, one in found)
+
     def _take_own(self, rank: int, own: Mapping[str, Any]) -> Taken:
         states = {_own_path(rank, name): value for name, value in own.items()}
-        states |= {_own_path(rank, _PARTS, name): state_of(self._parts[name]) for name in self._rules}
+        states |= {_own_path(rank, OWN_PARTS, name): state_of(self._parts[name]) for name in self._rules}
         if self._rules:
-            states[_own_path(rank, _DECLARED)] = sorted(self._rules)
+            states[_own_path(rank, DECLARED)] = sorted(self._rules)
         paths: list[Path] = []
         tensors: list[torch.Tensor] = []
         leaves: list[Leaf] = []
@@ -160,9 +165,11 @@ class ShardedParts:
         reader = Reader(copies, rank if same else None, has_stages=has_stages)
         unknown = {str(path[0]) for path in reader.paths.values()} - {*self._states, *_RESERVED}
         if unknown and not has_stages:
+            lacks = self._states.keys() - _saved_parts(reader)
             raise CheckpointMismatch(
-                f"the checkpoint has the parts {sorted(unknown)}, this script has {sorted(self._states)}: give "
-                "Checkpointer the state that was saved, or use another directory"
+                f"the checkpoint has the parts {sorted(unknown)}, which this script does not have"
+                + (f", and lacks its parts {sorted(lacks)}" if lacks else "")
+                + ": give Checkpointer the state that was saved, or use another directory"
             )
         reader.read_values()
         applied = [state.prepare(reader) for state in self._states.values()]
@@ -176,7 +183,7 @@ class ShardedParts:
             return reader.state(path, lambda key: wanted[key].made())
 
         for one in ranks:
-            key = key_of(_own_path(one, _DECLARED))
+            key = key_of(_own_path(one, DECLARED))
             declared = reader.value(key) if key in mine else []
             if declared != sorted(self._rules):
                 raise CheckpointMismatch(
@@ -184,12 +191,12 @@ class ShardedParts:
                     "Checkpointer the same of_each_rank, or use another directory"
                 )
         for name, rule in self._rules.items():
-            states = {one: state_at(_own_path(one, _PARTS, name)) for one in ranks}
+            states = {one: state_at(_own_path(one, OWN_PARTS, name)) for one in ranks}
             applied.append(
                 _putter(self._parts[name], self._reshaped(name, rule, states, rank, world_size, same))
             )
         names = {str(path[2]) for path in mine.values()} if same else set()
-        own = {name: state_at(_own_path(rank, name)) for name in names - {_PARTS, _DECLARED, STRUCTURE}}
+        own = {name: state_at(_own_path(rank, name)) for name in names - {OWN_PARTS, DECLARED, STRUCTURE}}
         return Prepared(applied, own)
 
     def _ranks_read(self, rank: int, world_size: int, old_world_size: int) -> Sequence[int]:
@@ -291,6 +298,12 @@ def _state_of_part(
     if isinstance(part, torch.optim.Optimizer):
         return OptimizerState(name, part, names)
     return _OtherState(name, part)
+
+
+def _saved_parts(reader: Reader) -> set[str]:
+    """Of one that is empty there is its structure alone."""
+    paths = reader.paths.values()
+    return {str(path[0]) for path in paths} | {str(path[1]) for path in paths if path[0] == STRUCTURE}
 
 
 def _tensors_in(part: Part) -> Iterator[torch.Tensor]:

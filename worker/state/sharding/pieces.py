@@ -187,22 +187,26 @@ def refuse(part: str, key: str, tensor: Held) -> None:
     if is_dtensor(tensor):
         _refuse_dtensor(what, tensor)
     for one in _locals(tensor):
-        if one.is_meta:
-            kind = "on the meta device, without values"
-        elif one.is_nested:
-            kind = "a nested tensor"
-        elif one.layout != torch.strided:
-            kind = f"a tensor of the layout {one.layout}"
-        elif one.is_quantized:
-            kind = "a quantized tensor"
-        elif type(one).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = without_plain_values(one)
+        if not kind and type(one).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             kind = f"a {type(one).__name__}, of which it is not known what it holds"
-        else:
+        if not kind:
             continue
         raise NotPlainData(
             f"{what} is {kind}, which a Checkpointer does not carry in a sharded state: let its state_dict() return "
             "plain tensors"
         )
+
+
+def without_plain_values(tensor: torch.Tensor) -> str:
+    """What that tensor is; empty: its values lie one after another, and can be copied."""
+    if tensor.is_meta:
+        return "on the meta device, without values"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of the layout {tensor.layout}"
+    return "a quantized tensor" if tensor.is_quantized else ""
 
 
 def _refuse_dtensor(what: str, tensor: Any) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pickle import dumps
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -400,60 +399,3 @@ def dtype_of(row: Shard) -> torch.dtype:
 def _check(row: Shard, length: int) -> None:
     if row.data + length > row.begin + row.length:
         raise CheckpointMismatch(f"the table gives {row.key!r} less room than it needs")
-
-
-# ---------------------------------------------------------------- for those who read with DCP
-
-
-def _properties(dtype: torch.dtype) -> Any:
-    from torch.distributed.checkpoint.metadata import TensorProperties
-
-    return TensorProperties(dtype=dtype)
-
-
-def metadata_of(tables: Mapping[int, Table], files: Mapping[int, str]) -> bytes:
-    """What `torch.distributed.checkpoint.FileSystemWriter` writes into `.metadata`."""
-    return dumps(index_of(tables, files))
-
-
-def index_of(tables: Mapping[int, Table], files: Mapping[int, str]) -> Any:
-    """DCP's `Metadata` of these copies; `files`: of each rank its name.
-
-    A piece, or a value, that several ranks hold is named once, in the file of the lowest.
-    """
-    from torch.distributed.checkpoint import filesystem
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorStorageMetadata,
-    )
-
-    entries: dict[str, Any] = {}
-    stored: dict[Any, Any] = {}
-    paths: dict[str, Path] = {}
-    for rank in sorted(tables):
-        for row in tables[rank].shards:
-            offsets, sizes = torch.Size(row.offsets), torch.Size(row.sizes)
-            entry = entries.get(row.key)
-            if entry is None:
-                entry = TensorStorageMetadata(_properties(dtype_of(row)), torch.Size(row.shape), [])
-                entries[row.key] = entry
-            index = MetadataIndex(row.key, offsets, len(entry.chunks))
-            if index not in stored:
-                entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-                stored[index] = filesystem._StorageInfo(files[rank], row.begin, row.length)
-        for value in tables[rank].values:
-            if value.key not in entries:
-                entries[value.key] = BytesStorageMetadata()
-                stored[MetadataIndex(value.key)] = filesystem._StorageInfo(
-                    files[rank], value.begin, value.length
-                )
-        for key, path in tables[rank].paths.items():
-            paths.setdefault(key, path)
-    metadata = Metadata(entries, paths, stored, StorageMeta())
-    if "version" in {one.name for one in fields(Metadata)}:
-        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    return metadata

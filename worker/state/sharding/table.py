@@ -18,8 +18,15 @@ from dataclasses import dataclass
 from ....codec import Checked, Count, Invalid, from_plain, load_object, plain
 
 SCHEMA = 1
+ALIGNMENT = 64
+"""Of an archive's place in a copy: its elements lie at such multiples from its beginning."""
 MAX_TABLE_BYTES = 256 << 20
 """Of one that is no longer compressed."""
+
+RANKS = "ranks"
+"""Under which each rank has what is its own, see `own_key`: some of it under the names that follow."""
+RANDOM_STATE, OWN_PARTS, DECLARED = "rng", "parts", "declared"
+"""The state of its generators; its parts that are declared to be each rank's own; their names."""
 
 Sizes = tuple[Count, ...]
 
@@ -104,8 +111,12 @@ class Table(Checked):
 
 
 def own_key(rank: int, key: str) -> str:
-    return f"ranks.{rank}.{key}"
+    return f"{RANKS}.{rank}.{key}"
 
 
 def is_own(key: str) -> bool:
-    return key.startswith("ranks.")
+    return key.startswith(f"{RANKS}.")
+
+
+def aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

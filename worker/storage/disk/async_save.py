@@ -104,7 +104,7 @@ class BackgroundSaver(ABC):
         connection = self._ask(slots, held) if slots.shows(held) else None
         self._under_way = UnderWay(slots, held, connection, self.clock() + self.patience_s(held))
 
-    def hand_over(self, slots: Slots, held: HeldSlot) -> None:
+    def leave_to_writer(self, slots: Slots, held: HeldSlot) -> None:
         """Let the writer bring this copy to the disk after what it has to do, and do not wait for the outcome."""
         with held:
             connection = self._ask(slots, held) if slots.shows(held) else None
@@ -148,12 +148,14 @@ class BackgroundSaver(ABC):
                 write.connection.close()
         return outcome
 
-    def _finish_at_exit(self) -> None:
-        """The script is done: what was saved last is durable before the job can count as ended.
+    @property
+    def ends_at_once(self) -> bool:
+        """This process ends, and waits for nothing: its script ended in an error, or at a planned change."""
+        return self.is_leaving or getattr(sys, "last_value", None) is not None
 
-        Where it ends in an error the process ends at once.
-        """
-        if self.is_leaving or getattr(sys, "last_value", None) is not None:
+    def _finish_at_exit(self) -> None:
+        """The script is done: what was saved last is durable before the job can count as ended."""
+        if self.ends_at_once:
             return
         outcome = self.finish()
         if outcome is not None and outcome.error:

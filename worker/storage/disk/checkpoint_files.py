@@ -187,6 +187,14 @@ class CheckpointFiles:
         self.good.add(step)
         return VerifiedCheckpoint(manifest, stream)
 
+    def has(self, manifest: Manifest) -> bool:
+        """Whether that checkpoint is still there, or may be."""
+        try:
+            with open_directory(self.directory) as dir_fd:
+                return is_named(dir_fd, manifest.step, manifest.file)
+        except OSError:
+            return True
+
     def open_data(self, manifest: Manifest) -> BufferedReader:
         """The data of a checkpoint, not verified. Raises OSError; the caller closes the stream."""
         with open_directory(self.directory) as dir_fd:

@@ -46,7 +46,7 @@ class Claim:
     def __init__(self, directory: str, run: Run, lend: Callable[..., bool]) -> None:
         self.run = run
         self.bad_steps: set[int] = set()
-        """Steps that did not verify: no run can go on from them."""
+        """Steps that did not verify, or were given up for an older one: no run goes on from them."""
         self.mark = uuid.uuid4().hex[:8]
         """No two writers, not even of one generation, have a name for a file in common."""
         self._directory = directory
@@ -124,11 +124,14 @@ class Claim:
                 error,
             )
 
-    def uphold(self, step: int) -> None:
+    def uphold(self, step: int, *, loaded_here: bool = False) -> None:
         """Before a save of rank 0, which has come to `step`: the directory is this run's, or becomes it now.
 
+        `loaded_here`: that step was loaded from this directory, and `take` was not asked for it.
         Raises OtherRun. Where the disk refuses, the write that follows raises.
         """
+        if loaded_here:
+            self._elsewhere = False
         try:
             with open_directory(self._directory) as dir_fd:
                 owner = self.read_owner(dir_fd)

@@ -42,6 +42,8 @@ from .manifests import Manifest
 
 LIST_NAME = "files.json"
 METADATA_NAME = ".metadata"
+REFUSED_SUFFIX = ".refused"
+"""In it a rank that cannot write its part says why, so that the others need not wait for it."""
 SCHEMA = 1
 
 MAX_LIST_BYTES = 64 << 20
@@ -50,6 +52,7 @@ LOOKING_THREADS = 16
 """A shared file system answers one question slowly, and many at once."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_REFUSED_NAME = re.compile(r"__(\d{1,7})_0(?:\.(\d{1,5}))?" + re.escape(REFUSED_SUFFIX))
 _FILE_NAME = re.compile(r"__\d{1,7}_0\.(?:distcp|json)|\.metadata")
 
 
@@ -62,9 +65,27 @@ def rank_file_name(rank: int) -> str:
     return f"__{rank}_0.json"
 
 
-def refused_name(rank: int) -> str:
-    """In it a rank that cannot write its part says why, so that the others need not wait for it."""
-    return f"__{rank}_0.refused"
+@dataclass(frozen=True, slots=True)
+class RefusedName:
+    """The name of the file in which a rank says why it cannot write its part.
+
+    A full disk takes a new name, but no content: then the file is empty, and `number` is the error number of the
+    refusal, 0 where there is none.
+    """
+
+    rank: int
+    number: int | None = None
+
+    def __str__(self) -> str:
+        number = "" if self.number is None else f".{self.number}"
+        return f"__{self.rank}_0{number}{REFUSED_SUFFIX}"
+
+    @classmethod
+    def parse(cls, name: str) -> RefusedName | None:
+        found = _REFUSED_NAME.fullmatch(name)
+        if found is None:
+            return None
+        return cls(int(found[1]), None if found[2] is None else int(found[2]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +346,13 @@ def remove_directory(dir_fd: int, name: str) -> None:
             raise
 
 
-def ranks_in(names: Iterable[str], world_size: int) -> tuple[list[int], list[int]]:
-    """Of a directory's names: the ranks that have not written their part, and those of them that cannot."""
+def ranks_in(names: Iterable[str], world_size: int) -> tuple[list[int], list[RefusedName]]:
+    """Of a directory's names: the ranks that have not written their part, and the refusals of those that cannot."""
     there = set(names)
     missing = [rank for rank in range(world_size) if rank_file_name(rank) not in there]
-    return missing, [rank for rank in missing if refused_name(rank) in there]
+    refusals = [refused for name in there if (refused := RefusedName.parse(name)) is not None]
+    unwritten = set(missing)
+    return missing, sorted(
+        (refused for refused in refusals if refused.rank in unwritten),
+        key=lambda refused: (refused.rank, refused.number is not None),
+    )

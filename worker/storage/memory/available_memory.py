@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 MIB = 2**20
+_UNITS = (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10))
 
 _FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
@@ -27,6 +28,14 @@ needed. By controller: of version 2, which has one tree for all, and of version 
 
 _NO_LIMIT = 2**60
 """Version 1 writes a number that no machine has."""
+
+
+def size_text(size: int) -> str:
+    """In the largest unit of which it has one, like 1.5 GiB."""
+    for unit, least in _UNITS:
+        if size >= least:
+            return f"{size / least:.1f} {unit}"
+    return f"{size} bytes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ....codec import Checked, Count, Invalid, Positive, Text, from_plain
-from ...wire.messages import RunNameOrNone
+from ...wire.messages import RunNameOrNone, SlotName
 from ...wire.sealed import seal, unseal
+from .slot_folders import Folder
 
 SCHEMA = 2
 
@@ -98,6 +99,15 @@ class Header(Checked):
 def _header_of(raw: bytes) -> Header:
     """A copy's header is read several times before it is replaced."""
     return from_plain(Header, unseal(raw, "header", SCHEMA)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCopy:
+    """A copy on one node: `slot` is one of the two in `folder`."""
+
+    folder: Folder
+    slot: SlotName
+    header: Header
 
 
 @dataclass(frozen=True, slots=True)

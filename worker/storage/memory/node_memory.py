@@ -19,11 +19,11 @@ import torch
 from ...state.layout_cache import LayoutCache
 from ...state.state_dicts import is_plain, prove_loadable
 from ...wire.environment import WorkerEnv
+from ...wire.messages import SLOT_NAMES
 from ...wire.run import this_run
 from .copy_header import Copy, Header
-from .random_states import RandomState
 from .slot_memory import CopyUnderWay, RankPlace, SlotMemory
-from .slots import NAMES, HeldSlot, Slots, sums_of
+from .slots import HeldSlot, Slots, sums_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,6 @@ class NodeMemory(SlotMemory):
         return self.place.local_rank == 0
 
     # ---------------------------------------------------------------- putting in
-
-    def note(self, step: int, random_state: bytes) -> None:
-        """Every rank: write down the random state after `step`. Raises NoRoom."""
-        place = self.place
-        record = RandomState((place.generation, step), place.world_size, random_state)
-        with self.costing_a_copy_only():
-            self._slots.random_states.put(place.rank, record)
 
     def begin_copy(
         self, payload: dict[str, Any], *, room_for_random_state: int = 0, partial: bool = False
@@ -145,7 +138,7 @@ class NodeMemory(SlotMemory):
 
     def lend(self, version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
-        self._checksums.stop(*NAMES)
+        self._checksums.stop(*SLOT_NAMES)
         return self._slots, self._hold(version)
 
     def records(self, header: Header) -> dict[int, bytes]:
@@ -154,7 +147,7 @@ class NodeMemory(SlotMemory):
 
     def fill(self, version: tuple[int, int], records: dict[int, bytes]) -> None:
         """Local rank 0: complete the copy of that state, so that it needs no records any more."""
-        self._checksums.stop(*NAMES)
+        self._checksums.stop(*SLOT_NAMES)
         with self._hold(version) as held:
             filled = self._slots.fill(held, records)
         if not filled.sums:

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 
 from ...state.sharding.layout import ShardLayout
 from ...wire.environment import WorkerEnv
+from ...wire.messages import SLOT_NAMES
 from ...wire.run import this_run
+from .available_memory import size_text
 from .copy_header import Header, RankShards
 from .slot_folders import SlotFolder
 from .slot_memory import CopyUnderWay, RankPlace, SlotMemory
-from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, room_for
+from .slots import HeldSlot, NoRoom, OpenSlot, Slots, room_for
 
 logger = logging.getLogger(__name__)
 
@@ -47,22 +49,25 @@ class ShardMemory(SlotMemory):
         found = (one.shards.digest for one in headers if one.version == version and one.shards is not None)
         return next(found, "")
 
+    def noted(self, version: tuple[int, int]) -> bytes:
+        """The random state of this rank that belongs to that version, if it was written down; see `ShardSaving`."""
+        return self._slots.random_states.of(version, self.place.world_size).get(self.place.rank, b"")
+
     def is_free(self, name: str) -> bool:
         """Whether no process reads that slot now, but this one's own checksums."""
         return self._checksums.reads(name) or self._slots.is_free(name)
 
     def begin_copy(
-        self, layout: ShardLayout, step: int, *, keep: tuple[int, int] | None, twins: tuple[int, ...]
+        self, layout: ShardLayout, step: int, *, protected: tuple[int, int] | None, twins: tuple[int, ...]
     ) -> CopyUnderWay:
-        """Copy this rank's shards into the slot that does not hold the version `keep`. `seal` follows.
+        """Copy this rank's shards into the slot that does not hold the version `protected`. `seal` follows.
 
         Raises NoRoom, SlotsBusy.
         """
         self._checksums.stop(*self._not_newest())
         self._check_room(layout.size)
-        place = self.place
         with self.costing_a_copy_only():
-            opened = self._begin(layout.size, keep=keep)
+            opened = self._begin(layout.size, protected=protected)
             try:
                 mapping = self._mapped(opened)
                 opened.trim()
@@ -70,14 +75,14 @@ class ShardMemory(SlotMemory):
             except BaseException:
                 opened.close()
                 raise
-        header = Header(
+        header = header_of_shards(
+            layout,
+            self.place,
             step,
-            place.generation,
             self.resumed_from,
-            place.world_size,
-            layout.size,
-            run=place.run,
-            shards=RankShards(place.rank, layout.table_place, layout.digest, self.keeps_common, twins, keep),
+            common=self.keeps_common,
+            twins=twins,
+            protected=protected,
         )
         return CopyUnderWay(opened, header, events)
 
@@ -90,7 +95,7 @@ class ShardMemory(SlotMemory):
 
     def lend(self, version: tuple[int, int]) -> tuple[Slots, HeldSlot]:
         """For the disk: that copy, which is not overwritten until it is closed. Raises as `hold`."""
-        self._checksums.stop(*NAMES)
+        self._checksums.stop(*SLOT_NAMES)
         return self._slots, self.hold(version)
 
     def map(self, opened: OpenSlot) -> memoryview:
@@ -109,10 +114,27 @@ class ShardMemory(SlotMemory):
         if self.keeps_common and wanted > self._announced:
             self._announced = wanted + wanted // 8
             logger.info(
-                "copies of shards will take at most %.1f GiB of %.1f on this node, replicas of others included",
-                wanted / 2**30,
-                self._limit / 2**30,
+                "copies of shards will take at most %s of %s on this node, replicas of others included",
+                size_text(wanted),
+                size_text(self._limit),
             )
+
+
+def header_of_shards(
+    layout: ShardLayout,
+    place: RankPlace,
+    step: int,
+    resumed_from: int,
+    *,
+    common: bool,
+    twins: tuple[int, ...] = (),
+    protected: tuple[int, int] | None = None,
+) -> Header:
+    """Of the copy that has what `layout` says."""
+    shards = RankShards(place.rank, layout.table_place, layout.digest, common, twins, protected)
+    return Header(
+        step, place.generation, resumed_from, place.world_size, layout.size, run=place.run, shards=shards
+    )
 
 
 def local_rank_of(environ: Mapping[str, str]) -> int:

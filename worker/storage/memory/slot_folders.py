@@ -11,6 +11,9 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from ....codec import Invalid, Row, shown
 
 _NAME = re.compile(
     r"(?P<directory>[0-9a-f]{16})(?:\.(?P<local_rank>\d{1,5})(?:\.(?P<origin>[0-9a-f]{12}))?)?"
@@ -18,8 +21,11 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class SlotFolder:
-    """`directory` and `origin` are digests: of the checkpoint directory's path, and of a replica's node."""
+class SlotFolder(Row):
+    """`directory` and `origin` are digests: of the checkpoint directory's path, and of a replica's node.
+
+    In JSON it is its name.
+    """
 
     directory: str
     local_rank: int | None = None
@@ -49,6 +55,18 @@ class SlotFolder:
         local_rank = match["local_rank"]
         return SlotFolder(match["directory"], int(local_rank) if local_rank else None, match["origin"] or "")
 
+    @staticmethod
+    def read(raw: object) -> SlotFolder:
+        """Raises Invalid."""
+        found = SlotFolder.parse(raw) if isinstance(raw, str) else raw
+        if not isinstance(found, SlotFolder):
+            raise Invalid(f"{shown(raw)}, expected the name of a folder of slots")
+        return found
+
+    @property
+    def row(self) -> str:
+        return self.name
+
     @property
     def name(self) -> str:
         if self.local_rank is None:
@@ -56,13 +74,19 @@ class SlotFolder:
         return ".".join(filter(None, (self.directory, str(self.local_rank), self.origin)))
 
 
+Folder = Annotated[SlotFolder, SlotFolder.read]
+
+
 def folders_of(memory: str, directory: str) -> list[SlotFolder]:
     """Those with shards of one checkpoint directory, replicas included, in the order of their names. Raises OSError."""
     wanted = SlotFolder.of(directory).directory
+    return [one for one in all_folders_of(memory, wanted) if one.local_rank is not None]
+
+
+def all_folders_of(memory: str, digest: str) -> list[SlotFolder]:
+    """Those of one checkpoint directory, by its digest, in the order of their names. Raises OSError."""
     found = [SlotFolder.parse(name) for name in sorted(os.listdir(memory))]
-    return [
-        one for one in found if one is not None and one.directory == wanted and one.local_rank is not None
-    ]
+    return [one for one in found if one is not None and one.directory == digest]
 
 
 def _digest_of(node: str) -> str:

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from ...wire.messages import SLOT_NAMES
 from .available_memory import Memory
 from .checksums import ChecksumThreads
 from .copy_header import Header
+from .random_states import RandomState
 from .room import Need, least_free, limiting_levels
-from .slots import NAMES, HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy
+from .slots import HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,13 @@ class SlotMemory:
 
     # ---------------------------------------------------------------- putting in
 
+    def note(self, step: int, random_state: bytes) -> None:
+        """Write down the random state of this rank after `step`. Raises NoRoom."""
+        place = self.place
+        record = RandomState((place.generation, step), place.world_size, random_state)
+        with self.costing_a_copy_only():
+            self._slots.random_states.put(place.rank, record)
+
     def seal(self, copy: CopyUnderWay) -> None:
         """All its bytes have come: it counts. Raises OSError, and then the slot is still open."""
         self._slots.seal(copy.opened, copy.header)
@@ -134,10 +143,10 @@ class SlotMemory:
 
     def _not_newest(self) -> list[str]:
         newest = self._slots.newest_first()[:1]
-        return [name for name in NAMES if name not in newest]
+        return [name for name in SLOT_NAMES if name not in newest]
 
     def open_slot(self, size: int) -> OpenSlot:
-        """Local rank 0: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
+        """Their one worker: a slot for a state that comes from elsewhere; `keep` or its own `close` follows.
 
         Raises NoRoom, SlotsBusy.
         """
@@ -152,7 +161,7 @@ class SlotMemory:
         return opened
 
     def keep(self, opened: OpenSlot, header: Header) -> None:
-        """Local rank 0: it has come. Raises OSError, and then the slot is still open."""
+        """Their one worker: it has come. Raises OSError, and then the slot is still open."""
         self._slots.seal(opened, header)
 
     @contextlib.contextmanager
@@ -176,7 +185,7 @@ class SlotMemory:
             f"no memory in {self.folder}: {error}: give /dev/shm more room, or use --memory-checkpoints off"
         )
 
-    def _begin(self, size: int, *, keep: tuple[int, int] | None = None) -> OpenSlot:
+    def _begin(self, size: int, *, protected: tuple[int, int] | None = None) -> OpenSlot:
         """See `Slots.begin`."""
         need = Need.of(self._slots, size)
         if need.grows:
@@ -184,11 +193,11 @@ class SlotMemory:
         for now in limiting_levels(self._slots.memory):
             self._check_available(need, now)
         try:
-            return self._slots.begin(size, keep=keep)
+            return self._slots.begin(size, protected=protected)
         except SlotsBusy:
             # One is being written to disk, and the other one read for its checksums only.
-            self._checksums.stop(*NAMES)
-            return self._slots.begin(size, keep=keep)
+            self._checksums.stop(*SLOT_NAMES)
+            return self._slots.begin(size, protected=protected)
 
     def _check_limit(self, both: int) -> None:
         """The limit is for all Checkpointers of this agent together."""
@@ -240,7 +249,7 @@ class SlotMemory:
         self._slots.drop(lambda had: had == version)
 
     def abandon_newer(self, version: tuple[int, int]) -> None:
-        """Local rank 0: training goes on from this state; a newer copy must not be taken for what comes of it."""
+        """Their one worker: training goes on from this state; a newer copy must not be taken for what comes of it."""
         self._slots.drop(lambda had: had > version)
 
 

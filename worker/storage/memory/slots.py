@@ -1,9 +1,9 @@
-"""This node's copies in memory: two slots for the state, and each rank's random state beside them.
+"""This node's copies in memory: two slots for a state, or for one worker's shards, and random states beside them.
 
 The agent owns a folder in memory (`WorkerEnv.memory`), which outlives its workers and ends with it. Below it each
-checkpoint directory has one:
+checkpoint directory has one for its state, or one for each worker's shards and each replica (`slot_folders`):
 
-    a.pt, b.pt       the slots: the bytes of a checkpoint file, which `torch.load` reads
+    a.pt, b.pt       the slots: the bytes of a checkpoint file, or of a rank's data file
     a.json, b.json   their headers: what the slot holds, and a checksum of the header itself
     rng-3-0, ...     see `random_states`
 
@@ -11,7 +11,8 @@ Invariant: a header that can be read tells the truth about its slot, whenever it
 removes the header before it changes a byte of the slot, and renames the new one into place after the last. It takes
 the slot that does not hold the newest state, so that a crash in the middle of a copy costs the older one only.
 
-One process of a node writes: the worker with local rank 0; every rank writes its own random state. The reader of a
+One process fills the slots of a folder: local rank 0 those of a state, each worker those of its shards, the memory
+server those of a replica. Every rank writes its own random state. The reader of a
 slot while workers train (the disk writer) holds a shared `flock` on it, and a slot that is held is not overwritten.
 With one slot held the writer has the other one only: then a crash in the middle of a copy leaves the held one.
 
@@ -44,17 +45,27 @@ from ...wire.files import (
     remove,
     replace_file,
 )
+from ...wire.messages import SLOT_NAMES
 from .copy_header import Header
 from .random_states import RandomStates
 from .slot_folders import SlotFolder
 
-NAMES = ("a", "b")
 PIECE_BYTES = 16 << 20
 """What one checksum covers: pieces are summed by several threads at once."""
 
-_SLOT_FILES = tuple(f"{name}.pt" for name in NAMES)
 _GRAIN = 64 << 10
 _MAX_HEADER_BYTES = 4 << 20
+
+
+def data_file(slot: str) -> str:
+    return f"{slot}.pt"
+
+
+def header_file(slot: str) -> str:
+    return f"{slot}.json"
+
+
+_DATA_FILES = tuple(map(data_file, SLOT_NAMES))
 
 
 class NoRoom(RuntimeError):
@@ -62,7 +73,7 @@ class NoRoom(RuntimeError):
 
 
 class SlotsBusy(RuntimeError):
-    """Both slots are being read."""
+    """Each slot is being read, or holds the version that must stay."""
 
 
 class CopyLost(RuntimeError):
@@ -94,13 +105,17 @@ class HeldSlot:
 class Slots:
     """Two slots on this node: of a state that is the same on all ranks, or of one rank's shards."""
 
-    def __init__(self, memory: str, directory: str | SlotFolder) -> None:
-        """`memory` is the agent's folder, `directory` the path by which the script knows the checkpoints."""
+    def __init__(self, memory: str, directory: str | SlotFolder, *, create: bool = True) -> None:
+        """`memory` is the agent's folder, `directory` the path by which the script knows the checkpoints.
+
+        `create`: make their folder where there is none; readers do not. Raises OSError.
+        """
         self.memory = memory
         folder = directory if isinstance(directory, SlotFolder) else SlotFolder.of(directory)
         self.folder = os.path.join(memory, folder.name)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.folder, 0o700)
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.folder, 0o700)
         # All else is below what is open here, whatever takes its name later.
         self._dir_fd = os.open(self.folder, OWN_DIRECTORY)
         self.random_states = RandomStates(self._dir_fd)
@@ -113,7 +128,7 @@ class Slots:
     def headers(self) -> dict[str, Header]:
         """By slot, those that can be believed; `problems` names what is wrong with the others."""
         found = {}
-        for name in NAMES:
+        for name in SLOT_NAMES:
             with contextlib.suppress(OSError, ValueError):
                 found[name] = self._header(name)
         return found
@@ -121,13 +136,13 @@ class Slots:
     def problems(self) -> list[str]:
         """Of headers that are there and cannot be believed."""
         found = []
-        for name in NAMES:
+        for name in SLOT_NAMES:
             try:
                 self._header(name)
             except FileNotFoundError:
                 pass
             except (OSError, ValueError) as error:
-                found.append(f"{self.folder}/{name}.json: {error}")
+                found.append(f"{self.folder}/{header_file(name)}: {error}")
         return found
 
     def newest_first(self) -> list[str]:
@@ -150,7 +165,7 @@ class Slots:
     def is_free(self, name: str) -> bool:
         """Whether no process reads that slot now, or writes it."""
         try:
-            with open_for_reading(self._dir_fd, f"{name}.pt") as stream:
+            with open_for_reading(self._dir_fd, data_file(name)) as stream:
                 fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 fcntl.flock(stream.fileno(), fcntl.LOCK_UN)
         except FileNotFoundError:
@@ -161,7 +176,7 @@ class Slots:
 
     def _shared(self, name: str) -> BufferedReader:
         """The slot, which is not written while this is open. Raises OSError."""
-        stream = open_for_reading(self._dir_fd, f"{name}.pt")
+        stream = open_for_reading(self._dir_fd, data_file(name))
         try:
             fcntl.flock(stream.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BaseException:
@@ -170,34 +185,34 @@ class Slots:
         return stream
 
     def _header(self, name: str) -> Header:
-        return Header.from_json(read_whole(self._dir_fd, f"{name}.json", _MAX_HEADER_BYTES))
+        return Header.from_json(read_whole(self._dir_fd, header_file(name), _MAX_HEADER_BYTES))
 
     # ---------------------------------------------------------------- writing
 
-    def begin(self, size: int, *, keep: tuple[int, int] | None = None) -> OpenSlot:
+    def begin(self, size: int, *, protected: tuple[int, int] | None = None) -> OpenSlot:
         """Open a slot for a state of `size` bytes. From here until `seal` that slot holds nothing.
 
-        keep: the slot that holds this version is left as it is, even if the other one is being read.
+        protected: the slot that holds this version is left as it is, even if the other one is being read.
 
         Raises SlotsBusy; OSError when there is not so much memory, and then the slot gives back what it had.
         """
         headers = self.headers()
-        found = (headers.get(name) for name in NAMES)
+        found = (headers.get(name) for name in SLOT_NAMES)
         for place in overwrite_order(
             [(one.version, not one.rng_holes) if one is not None else None for one in found]
         ):
-            name = NAMES[place]
-            if keep is not None and name in headers and headers[name].version == keep:
+            name = SLOT_NAMES[place]
+            if protected is not None and name in headers and headers[name].version == protected:
                 continue
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(f"{name}.pt", flags, 0o600, dir_fd=self._dir_fd)
+            fd = os.open(data_file(name), flags, 0o600, dir_fd=self._dir_fd)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
                 continue
             try:
-                remove(self._dir_fd, f"{name}.json")
+                remove(self._dir_fd, header_file(name))
                 _reserve(fd, size)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -205,7 +220,9 @@ class Slots:
                 os.close(fd)
                 raise
             return OpenSlot(name, fd, size)
-        raise SlotsBusy(f"both slots in {self.folder} are being read")
+        raise SlotsBusy(
+            f"no slot in {self.folder} is free: each is being read, or holds the version that must stay"
+        )
 
     def seal(self, opened: OpenSlot, header: Header) -> None:
         """From here on the slot holds what `header` says, all of which was written; others may read it.
@@ -217,7 +234,7 @@ class Slots:
 
     def put_header(self, name: str, header: Header) -> None:
         """Only for a caller that keeps all others from changing it. Raises OSError."""
-        replace_file(self._dir_fd, f"{name}.json", header.to_json())
+        replace_file(self._dir_fd, header_file(name), header.to_json())
 
     def add_sums(self, held: HeldSlot, sums: tuple[int, ...]) -> None:
         """Unless that copy has changed meanwhile, or gone. Raises OSError."""
@@ -228,7 +245,7 @@ class Slots:
 
     def mark_partial(self, version: tuple[int, int]) -> bool:
         """Let the copy of that version count without the random states of some ranks. False: there is none."""
-        for name in NAMES:
+        for name in SLOT_NAMES:
             with contextlib.suppress(OSError, ValueError), self._changing_headers(), self._shared(name):
                 header = self._header(name)
                 if header.version == version:
@@ -257,7 +274,7 @@ class Slots:
             not 0 < len(raw) <= hole[1] for raw, hole in zip(known, header.rng_holes, strict=True)
         ):
             return header
-        fd = os.open(f"{held.name}.pt", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
+        fd = os.open(data_file(held.name), os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
         try:
             for raw, (offset, length) in zip(known, header.rng_holes, strict=True):
                 os.pwrite(fd, raw.ljust(length, b"\0"), offset)
@@ -270,7 +287,7 @@ class Slots:
 
     def taken(self) -> int:
         """The memory in bytes that both slots have."""
-        return _taken(self.folder, _SLOT_FILES)
+        return taken_by_slots(self.folder)
 
     def claimed_by_others(self) -> int:
         """The memory in bytes of all else in the agent's folder: other Checkpointers' slots, random states.
@@ -279,9 +296,9 @@ class Slots:
         """
         found = 0
         for folder, _, files in os.walk(self.memory):
-            found += _taken(folder, set(files).difference(_SLOT_FILES))
+            found += _taken(folder, set(files).difference(_DATA_FILES))
             if folder != self.folder:
-                found += 2 * max(_taken(folder, [name]) for name in _SLOT_FILES)
+                found += 2 * max(_taken(folder, [name]) for name in _DATA_FILES)
         return found
 
     def empty_unused(self, used: Collection[str]) -> bool:
@@ -295,9 +312,9 @@ class Slots:
             for folder in (
                 entry.path for entry in os.scandir(self.memory) if entry.is_dir(follow_symlinks=False)
             ):
-                if _directory_of(folder) not in directories and _taken(folder, _SLOT_FILES):
+                if _directory_of(folder) not in directories and taken_by_slots(folder):
                     with open_own_directory(folder) as dir_fd:
-                        for name in NAMES:
+                        for name in SLOT_NAMES:
                             emptied |= _empty(dir_fd, name)
         return emptied
 
@@ -305,7 +322,7 @@ class Slots:
         """Remove the headers of the copies whose version is `unwanted`. Raises OSError."""
         # A folder that is gone has none.
         with contextlib.suppress(FileNotFoundError), self._changing_headers():
-            for name in NAMES:
+            for name in SLOT_NAMES:
                 try:
                     slot: contextlib.AbstractContextManager[object] = self._shared(name)
                 except BlockingIOError:
@@ -314,11 +331,11 @@ class Slots:
                     slot = contextlib.nullcontext()  # a header without a slot
                 with slot, contextlib.suppress(OSError, ValueError):
                     if unwanted(self._header(name).version):
-                        remove(self._dir_fd, f"{name}.json")
+                        remove(self._dir_fd, header_file(name))
 
     def drop_older(self) -> None:
         """Give back the memory of the slot that does not hold the newest state, unless it is being read."""
-        for name in set(NAMES) - set(self.newest_first()[:1]):
+        for name in set(SLOT_NAMES) - set(self.newest_first()[:1]):
             _empty(self._dir_fd, name)
 
 
@@ -401,6 +418,11 @@ def _directory_of(folder: str) -> str:
     return found.directory if found is not None else folder
 
 
+def taken_by_slots(folder: str) -> int:
+    """The memory in bytes that both slots in the folder with this path have."""
+    return _taken(folder, _DATA_FILES)
+
+
 def _taken(folder: str, names: Iterable[str]) -> int:
     """Bytes."""
     blocks = 0
@@ -413,10 +435,10 @@ def _taken(folder: str, names: Iterable[str]) -> int:
 def _empty(dir_fd: int, name: str) -> bool:
     """Give back a slot's memory; False when it is being read, or has none."""
     with contextlib.suppress(OSError):
-        fd = os.open(f"{name}.pt", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        fd = os.open(data_file(name), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
         with os.fdopen(fd, "rb+"):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(dir_fd, f"{name}.json")
+            remove(dir_fd, header_file(name))
             os.ftruncate(fd, 0)
             fcntl.flock(fd, fcntl.LOCK_UN)
             return True

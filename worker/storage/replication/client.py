@@ -5,10 +5,9 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
-from ..memory.copy_header import Header
+from ..memory.copy_header import FoundCopy
 from ..memory.slot_folders import SlotFolder
 from .link import Damaged, Link, connect
 from .messages import LISTED, STRETCHES, End, Gone, List, Order, Read, encode
@@ -22,14 +21,7 @@ _T = TypeVar("_T")
 
 
 class CopyGone(OSError):
-    """The slot no longer has that version: list the copies again, or take another place."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundCopy:
-    folder: SlotFolder
-    slot: str
-    header: Header
+    """The slot no longer has that version, or it was damaged: list the copies again, or take another place."""
 
 
 class MemoryClient:
@@ -58,12 +50,21 @@ class MemoryClient:
         return self._asked(lambda link: _copies(link, SlotFolder.of(directory).directory))
 
     def read(
-        self, folder: SlotFolder, slot: str, version: tuple[int, int], offset: int, into: memoryview
+        self,
+        folder: SlotFolder,
+        slot: str,
+        version: tuple[int, int],
+        offset: int,
+        into: memoryview,
+        *,
+        verify: bool = False,
     ) -> None:
-        """The bytes from `offset` on, as many as `into` has. Raises CopyGone, and OSError for all else."""
-        if len(into):
-            question = Read(folder.name, slot, *version, offset, len(into))
-            self._asked(lambda link: _read_many(link, [(question, into)]))
+        """The bytes from `offset` on, as many as `into` has.
+
+        `verify`: the server compares them with the copy's checksums, if it has some, and raises CopyGone where it is
+        damaged. Not for who reads all of the copy, and verifies that. Raises CopyGone, and OSError for all else.
+        """
+        self.read_many(folder, slot, version, [(offset, into)], verify=verify)
 
     def read_many(
         self,
@@ -71,14 +72,17 @@ class MemoryClient:
         slot: str,
         version: tuple[int, int],
         ranges: Sequence[tuple[int, memoryview]],
+        *,
+        verify: bool = False,
     ) -> None:
         """Like `read` for each offset and its bytes, without a wait for each: for many small ranges."""
         questions = [
-            (Read(folder.name, slot, *version, offset, len(into)), into)
+            (Read(folder, slot, *version, offset, len(into), verify), into)
             for offset, into in ranges
             if len(into)
         ]
-        self._asked(lambda link: _read_many(link, questions))
+        if questions:
+            self._asked(lambda link: _read_many(link, questions))
 
     def _asked(self, ask: Callable[[Link], _T]) -> _T:
         """Once more over a new connection where one has failed: servers close those that are idle."""
@@ -102,10 +106,7 @@ def _copies(link: Link, directory: str) -> tuple[FoundCopy, ...]:
     link.send(List(directory))
     found = []
     while not isinstance(answer := link.receive(LISTED), End):
-        folder = SlotFolder.parse(answer.folder)
-        if folder is None:
-            raise Damaged(f"{answer.folder} is no folder of slots")
-        found.append(FoundCopy(folder, answer.slot, answer.header))
+        found.append(answer.copy)
     return tuple(found)
 
 

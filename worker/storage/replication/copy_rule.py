@@ -2,10 +2,10 @@
 
 Each rank has two slots. A version is *whole* when every rank has sealed its copy of it, and *settled* once all of them
 were acknowledged: every partner has its replica, or is known to be out of reach. At each `remember` the ranks exchange
-what their slots hold (`Readiness`), and all come to the same `CopyVerdict`. It names the version to keep: the newest
-settled one of this generation, or, before there is one, the version that was loaded. No rank overwrites a slot that
-holds it, and no partner a replica of it (`keep` in the header of the new copy), until a later verdict names a newer
-one. So at any instant one version is on its nodes whole, and from the first settled one on its replicas, too.
+what their slots hold (`Readiness`), and all come to the same `CopyVerdict`. It names the *protected* version: the
+newest settled one of this generation, or, before there is one, the version that was loaded. No rank overwrites a slot
+that holds it, and no partner a replica of it (`keep` in the header of the new copy), until a later verdict names a
+newer one. So at any instant one version is on its nodes whole, and from the first settled one on its replicas, too.
 
 While the newest whole version is not settled yet, the ranks do not copy: there is no third slot, and to overwrite it
 would lose it if a worker died in the middle. The same holds for the loaded version, whose replicas may be on nodes that
@@ -56,7 +56,7 @@ class SlotState:
 
 
 SlotStates = tuple[SlotState, SlotState]
-"""In the order of `slots.NAMES`."""
+"""In the order of `SLOT_NAMES`."""
 
 _SLOT = struct.Struct("!qqB")
 _NO_VERSION: Version = (-1, -1)
@@ -112,10 +112,10 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyVerdict:
-    """The same on all ranks. `keep` is the version that no rank overwrites; `reason` names the rank that waits."""
+    """The same on all ranks. `protected` is the version that no rank overwrites; `reason` names the rank that waits."""
 
     decision: Decision
-    keep: Version | None
+    protected: Version | None
     reason: str = ""
 
     @property
@@ -124,36 +124,39 @@ class CopyVerdict:
 
 
 def may_copy(
-    everyone: Sequence[Readiness], version: Version, keep: Version | None, *, must: bool = False
+    everyone: Sequence[Readiness], version: Version, protected: Version | None, *, must: bool = False
 ) -> CopyVerdict:
     """See the module's docstring; `everyone` is by rank, and `version` the one that they would copy.
 
-    keep: the version that the verdict before has named: an acknowledgment that was seen once counts, whatever becomes
-        of the file that told of it. Before the first one it is the version that was loaded out of memory, if any.
+    protected: the version that the verdict before has named: an acknowledgment that was seen once counts, whatever
+        becomes of the file that told of it. Before the first one it is the version that was loaded out of memory, if
+        any.
     must: do not wait for acknowledgments any longer.
     """
     some = _distinct(everyone)
     generation = version[0]
-    keep = _newer(settled(everyone, generation), keep)
+    protected = _newer(settled(everyone, generation), protected)
     for rank, one in some.items():
         if any(slot.writing for slot in one.slots):
-            return CopyVerdict(Decision.WAIT, keep, f"the copy before is not complete yet on rank {rank}")
+            return CopyVerdict(
+                Decision.WAIT, protected, f"the copy before is not complete yet on rank {rank}"
+            )
     whole = max(_whole(some.values(), generation), default=None)
     if whole == version:
-        return CopyVerdict(Decision.HAVE, keep)
+        return CopyVerdict(Decision.HAVE, protected)
     # The loaded version is all that there is, as long as none of this generation is whole.
-    newest = _newer(whole, keep)
-    if newest is not None and not must and (newest != keep or newest[0] != generation):
+    newest = _newer(whole, protected)
+    if newest is not None and not must and (newest != protected or newest[0] != generation):
         for rank, one in some.items():
             if replication_of(one.slots, newest) is Replication.PENDING:
                 reason = (
                     f"the copy of step {newest[1]} of rank {rank} is not acknowledged by its partners yet"
                 )
-                return CopyVerdict(Decision.WAIT, keep, reason)
+                return CopyVerdict(Decision.WAIT, protected, reason)
     for rank, one in some.items():
-        if not has(one.slots, version) and slot_to_overwrite(one.slots, keep) is None:
-            return CopyVerdict(Decision.WAIT, keep, f"the older slot of rank {rank} is being read")
-    return CopyVerdict(Decision.COPY, keep)
+        if not has(one.slots, version) and slot_to_overwrite(one.slots, protected) is None:
+            return CopyVerdict(Decision.WAIT, protected, f"the older slot of rank {rank} is being read")
+    return CopyVerdict(Decision.COPY, protected)
 
 
 def settled(everyone: Sequence[Readiness], generation: int) -> Version | None:
@@ -182,10 +185,10 @@ def has(slots: SlotStates, version: Version) -> bool:
     return any(slot.version == version for slot in slots)
 
 
-def slot_to_overwrite(slots: SlotStates, keep: Version | None) -> int | None:
+def slot_to_overwrite(slots: SlotStates, protected: Version | None) -> int | None:
     """The place of the slot that takes the next copy: an empty one, else the older; None: none is free."""
     order = overwrite_order([(slot.version, True) if slot.version is not None else None for slot in slots])
-    kept = [keep is not None and slot.version == keep for slot in slots]
+    kept = [protected is not None and slot.version == protected for slot in slots]
     return next(
         (place for place in order if not (kept[place] or slots[place].held or slots[place].writing)), None
     )

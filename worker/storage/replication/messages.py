@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ....codec import AtMost, Checked, Codec, Count, Positive, Text
-from ...wire.messages import MOST_PARTNERS, NodeName
-from ..memory.copy_header import Header
+from ...wire.messages import MOST_PARTNERS, NodeName, SlotName
+from ..memory.copy_header import FoundCopy, Header
+from ..memory.slot_folders import Folder
 
 VERSION = 1
 MAX_BYTES = 8 << 20
@@ -28,9 +29,6 @@ MOST_WORKERS = 256
 
 Directory = Annotated[str, Text(16, re.compile(r"[0-9a-f]{16}"))]
 """The digest of a checkpoint directory's path, see `SlotFolder`."""
-Folder = Annotated[str, Text(64, re.compile(r"[0-9a-f]{16}(\.\d{1,5}(\.[0-9a-f]{12})?)?"))]
-"""The name of a `SlotFolder`."""
-Slot = Annotated[str, Text(1, re.compile("[ab]"))]
 Address = Annotated[str, Text(300, re.compile(r".+:\d{1,5}"))]
 """HOST:PORT."""
 Reason = Annotated[str, Text(500)]
@@ -48,9 +46,7 @@ class List(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Found(Checked):
-    folder: Folder
-    slot: Slot
-    header: Header
+    copy: FoundCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +56,18 @@ class End(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Read(Checked):
-    """Bytes of the copy of this version. Answered by Stretch until all have come, or by Gone."""
+    """Bytes of the copy of this version. Answered by Stretch until all have come, or by Gone.
+
+    `verify`: the server first compares the pieces that have these bytes with the copy's checksums, if it has some.
+    """
 
     folder: Folder
-    slot: Slot
+    slot: SlotName
     generation: Count
     step: Count
     offset: Count
     length: Positive
+    verify: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Stretch(Checked):
 
 @dataclass(frozen=True, slots=True)
 class Gone(Checked):
-    """The slot no longer has that version."""
+    """The slot no longer has that version: it was overwritten, or it was damaged and the server has dropped it."""
 
     reason: Reason
 

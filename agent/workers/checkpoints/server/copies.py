@@ -6,38 +6,57 @@ is about to overwrite the slot never waits for that. So each stretch looks anew 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import threading
+import zlib
 from collections.abc import Iterator
 
-from .....worker.storage.memory.copy_header import Header
-from .....worker.storage.memory.slot_folders import SlotFolder
-from .....worker.storage.memory.slots import Slots
-from .....worker.storage.replication.client import CopyGone, FoundCopy
+from .....worker.storage.memory.copy_header import FoundCopy, Header
+from .....worker.storage.memory.slot_folders import SlotFolder, all_folders_of
+from .....worker.storage.memory.slots import PIECE_BYTES, Slots, header_file
+from .....worker.storage.replication.client import CopyGone
 
-
-def folders(memory: str, directory: str) -> list[SlotFolder]:
-    """Of a checkpoint directory, by its digest. Raises OSError."""
-    found = [SlotFolder.parse(name) for name in sorted(os.listdir(memory))]
-    return [one for one in found if one is not None and one.directory == directory]
+_STRETCH_BYTES = 1 << 20
 
 
 def copies_of(memory: str, directory: str) -> Iterator[FoundCopy]:
     """Those that are sealed, in the order of their folders' names. Raises OSError."""
-    for folder in folders(memory, directory):
+    for folder in all_folders_of(memory, directory):
         for slot, header in headers_in(memory, folder).items():
             yield FoundCopy(folder, slot, header)
 
 
 def headers_in(memory: str, folder: SlotFolder) -> dict[str, Header]:
     """By slot; of a folder that is not there, none. Raises OSError."""
-    if not os.path.isdir(os.path.join(memory, folder.name)):
-        return {}
-    slots = Slots(memory, folder)
     try:
-        return slots.headers()
-    finally:
-        slots.close()
+        with contextlib.closing(Slots(memory, folder, create=False)) as slots:
+            return slots.headers()
+    except FileNotFoundError:
+        return {}
+
+
+class VerifiedPieces:
+    """Which pieces of the copies here match their checksums: each is compared once, however many nodes ask for it.
+
+    For any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, str], tuple[Header, set[int]]] = {}
+        """By folder and slot."""
+
+    def of(self, copy: CopyReader) -> set[int]:
+        """The numbers of those that are verified, of this copy as it is now; the caller adds others."""
+        key = copy.folder.name, copy.slot
+        with self._lock:
+            header, pieces = self._found.get(key, (None, set()))
+            if header != copy.header:
+                pieces = set()
+                self._found[key] = copy.header, pieces
+            return pieces
 
 
 class CopyReader:
@@ -45,9 +64,10 @@ class CopyReader:
 
     def __init__(self, memory: str, folder: SlotFolder, slot: str, version: tuple[int, int]) -> None:
         """Raises CopyGone."""
-        if not os.path.isdir(os.path.join(memory, folder.name)):
-            raise CopyGone(f"there is no folder {folder.name}")
-        self.slots = Slots(memory, folder)
+        try:
+            self.slots = Slots(memory, folder, create=False)
+        except FileNotFoundError as error:
+            raise CopyGone(f"there is no folder {folder.name}") from error
         self.folder = folder
         self.slot = slot
         try:
@@ -57,7 +77,7 @@ class CopyReader:
             raise CopyGone(f"slot {slot} of {folder.name} has no copy now: {error}") from error
         self.header = self._held.header
         self._fd = self._held.stream.fileno()
-        self._header_file = os.path.join(self.slots.folder, f"{slot}.json")
+        self._header_file = os.path.join(self.slots.folder, header_file(slot))
         self._seen = self._look()
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         if self.header.version != version:
@@ -87,6 +107,33 @@ class CopyReader:
                 raise CopyGone(f"slot {self.slot} has fewer than {offset + len(into)} bytes")
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def verify(self, offset: int, length: int, verified: set[int]) -> None:
+        """Compare the pieces that have these bytes, but for those `verified`, with their checksums.
+
+        A copy without checksums is believed. Raises CopyGone, and drops a copy that is damaged: no load finds it again.
+        """
+        if not self.header.sums:
+            return
+        for piece in range(offset // PIECE_BYTES, -(-(offset + length) // PIECE_BYTES)):
+            if piece not in verified:
+                self._verify(piece)
+                verified.add(piece)
+
+    def _verify(self, piece: int) -> None:
+        crc, begin = 0, piece * PIECE_BYTES
+        end = min(begin + PIECE_BYTES, self.header.size)
+        with memoryview(bytearray(_STRETCH_BYTES)) as buffer:
+            for offset in range(begin, end, _STRETCH_BYTES):
+                with buffer[: end - offset] as stretch:
+                    self.read(offset, stretch)
+                    crc = zlib.crc32(stretch, crc)
+        if self.header.sums[piece : piece + 1] != (crc,):
+            with contextlib.suppress(OSError):
+                self.slots.drop(lambda version: version == self.header.version)
+            raise CopyGone(
+                f"the bytes {begin} to {end} in slot {self.slot} of {self.folder.name} do not match their checksum"
+            )
 
     def add_sums(self, sums: tuple[int, ...]) -> None:
         """To the copy's header, if it has none. Raises OSError."""

@@ -42,6 +42,7 @@ from .....worker.wire.messages import ReplicationReport
 from .....worker.wire.messages import encode as encode_report
 from ....common.io_thread import IoThread
 from ...processes.guard import IGNORED
+from .copies import VerifiedPieces
 from .entrance import Entrance
 from .orders import keep, kept_orders
 from .rate import Rate
@@ -91,6 +92,7 @@ class Server:
         self._reporting = threading.Lock()
         self._progress = Progress(0, 0, 0.0, 0, ())
         self._reported_bytes = 0
+        self._verified = VerifiedPieces()
         self.receiver = Receiver(memory, limit, self._received)
         self.replicator = Replicator(memory, node, Rate(rate), self._replicated, random.Random())
         self._orders: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
@@ -131,7 +133,7 @@ class Server:
 
     def _answer(self, link: Link) -> None:
         try:
-            answer(link, self._memory, self.receiver)
+            answer(link, self._memory, self.receiver, self._verified)
         except OSError:
             link.close()  # the other end is gone, or says what nothing here understands
         except BaseException:

@@ -66,7 +66,7 @@ class Sender:
                 sums[index] = zlib.crc32(piece)
                 return piece
 
-            link.send(Push(self.node, reader.folder.name, header))
+            link.send(Push(self.node, reader.folder, header))
             answer = link.receive(PUSH_ANSWERS)
             if isinstance(answer, Have):
                 return True

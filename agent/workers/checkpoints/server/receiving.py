@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 
 from .....worker.storage.memory.copy_header import Header
 from .....worker.storage.memory.room import Need, limiting_levels
-from .....worker.storage.memory.slot_folders import SlotFolder
-from .....worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy
+from .....worker.storage.memory.slot_folders import SlotFolder, all_folders_of
+from .....worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy, taken_by_slots
 from .....worker.storage.replication.copy_rule import Version
 from .....worker.storage.replication.link import Damaged, Link
 from .....worker.storage.replication.messages import (
@@ -41,7 +41,7 @@ from .....worker.storage.replication.messages import (
     Superseded,
 )
 from .....worker.storage.replication.replica_rules import is_abandoned, is_superfluous, is_twin
-from .copies import folders, headers_in
+from .copies import headers_in
 
 TAKE_OVER_S = 5.0
 """How long a push waits for the end of another one of the same replica, whose connection it has ended."""
@@ -73,7 +73,7 @@ class _Incoming:
 
 @dataclass(slots=True)
 class _Replica:
-    """Of one worker of another node; `lock` is held by the one who brings, or drops, copies of it."""
+    """One worker's shards, or a whole state, from another node; `lock` is held by who brings or drops copies of it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     link: Link | None = None
@@ -81,7 +81,7 @@ class _Replica:
 
 
 class Receiver:
-    """All replicas here. For any thread."""
+    """All that other nodes have brought here. For any thread."""
 
     def __init__(self, memory: str, limit: int, received: Callable[[], None]) -> None:
         """`limit` is the most bytes that all copies here may take; `received` is called when a replica was sealed."""
@@ -130,14 +130,14 @@ class Receiver:
             versions += [incoming.header.version] if incoming is not None else []
             if not any(map(unwanted, versions)):
                 continue  # a push of it is not disturbed
-            with contextlib.suppress(Overtaken), self._taken(folder) as replica:
+            with contextlib.suppress(Overtaken, FileNotFoundError), self._taken(folder) as replica:
                 if replica.incoming is not None and unwanted(replica.incoming.header.version):
                     self._give_up(replica)
-                with contextlib.closing(Slots(self._memory, folder)) as slots:
+                with contextlib.closing(Slots(self._memory, folder, create=False)) as slots:
                     slots.drop(unwanted)
 
     def _replica_folders(self, directory: str) -> list[SlotFolder]:
-        found = folders(self._memory, SlotFolder.of(directory).directory)
+        found = all_folders_of(self._memory, SlotFolder.of(directory).directory)
         return [folder for folder in found if folder.origin]
 
     # ---------------------------------------------------------------- pushes
@@ -149,15 +149,13 @@ class Receiver:
             for entry in entries:
                 folder = SlotFolder.parse(entry.name)
                 if folder is not None and folder.origin:
-                    for name in ("a.pt", "b.pt"):
-                        with contextlib.suppress(OSError):
-                            found += os.stat(os.path.join(entry.path, name)).st_blocks * 512
+                    found += taken_by_slots(entry.path)
         return found
 
     def receive(self, link: Link, push: Push) -> None:
         """The copy that is offered. Raises OSError, and then the connection is of no more use."""
-        folder = SlotFolder.parse(push.folder)
-        if folder is None or (push.header.shards is None) != (folder.local_rank is None):
+        folder = push.folder
+        if (push.header.shards is None) != (folder.local_rank is None):
             raise Damaged(
                 "what is offered is neither one rank's shards nor a state that is the same on all ranks"
             )
@@ -240,7 +238,7 @@ class Receiver:
             )
         return any(
             _is_same(found, header) if folder == replica else not folder.origin and is_twin(found, header)
-            for folder in folders(self._memory, replica.directory)
+            for folder in all_folders_of(self._memory, replica.directory)
             for found in headers_in(self._memory, folder).values()
         )
 
@@ -262,7 +260,7 @@ class Receiver:
         try:
             with self._room:
                 self._check_room(slots, header.size)
-                opened = slots.begin(header.size, keep=header.shards.keep if header.shards else None)
+                opened = slots.begin(header.size, protected=header.shards.keep if header.shards else None)
             try:
                 opened.trim()
                 mapping = mmap.mmap(opened.fd, header.size)

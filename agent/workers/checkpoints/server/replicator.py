@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 from .....rendezvous.store.requests import RetryPolicy
 from .....threads import Thread
+from .....worker.storage.memory.copy_header import FoundCopy
 from .....worker.storage.memory.slot_folders import SlotFolder
 from .....worker.storage.replication.acks import Acks, read_acks, write_acks
-from .....worker.storage.replication.client import CopyGone, FoundCopy
+from .....worker.storage.replication.client import CopyGone
 from .....worker.storage.replication.key_file import read_key
 from .....worker.storage.replication.link import Link, connect
 from .....worker.storage.replication.messages import Partner, Replicate

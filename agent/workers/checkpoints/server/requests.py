@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .....worker.storage.memory.slot_folders import SlotFolder
 from .....worker.storage.replication.client import CopyGone
 from .....worker.storage.replication.link import Damaged, Link
 from .....worker.storage.replication.messages import (
@@ -14,7 +13,7 @@ from .....worker.storage.replication.messages import (
     Read,
     Stretch,
 )
-from .copies import CopyReader, copies_of
+from .copies import CopyReader, VerifiedPieces, copies_of
 from .receiving import Receiver
 
 STRETCH_BYTES = 1 << 20
@@ -24,20 +23,21 @@ NEXT_S = 0.002
 right after the other."""
 
 
-def answer(link: Link, memory: str, receiver: Receiver) -> None:
+def answer(link: Link, memory: str, receiver: Receiver, verified: VerifiedPieces) -> None:
     """The request that has begun to come, and those right behind it. Raises OSError, and then the connection is of no
     more use."""
-    with _Answers(link, memory, receiver) as answers:
+    with _Answers(link, memory, receiver, verified) as answers:
         answers.give()
         while link.waits(NEXT_S):
             answers.give()
 
 
 class _Answers:
-    def __init__(self, link: Link, memory: str, receiver: Receiver) -> None:
+    def __init__(self, link: Link, memory: str, receiver: Receiver, verified: VerifiedPieces) -> None:
         self._link = link
         self._memory = memory
         self._receiver = receiver
+        self._verified = verified
         self._buffer = bytearray()
         self._copy: CopyReader | None = None
         """That was read last."""
@@ -55,7 +55,7 @@ class _Answers:
             raise Damaged("a request with a payload")
         if isinstance(request, List):
             for copy in copies_of(self._memory, request.directory):
-                self._link.send(Found(copy.folder.name, copy.slot, copy.header))
+                self._link.send(Found(copy))
             self._link.send(End())
         elif isinstance(request, Read):
             try:
@@ -75,6 +75,8 @@ class _Answers:
         with memoryview(self._buffer) as buffer:
             for offset in range(request.offset, end, STRETCH_BYTES):
                 with buffer[: min(STRETCH_BYTES, end - offset)] as stretch:
+                    if request.verify:
+                        copy.verify(offset, len(stretch), self._verified.of(copy))
                     copy.read(offset, stretch)
                     self._link.send(Stretch(), stretch)
 
@@ -82,15 +84,13 @@ class _Answers:
         """Raises CopyGone."""
         version = request.generation, request.step
         copy = self._copy
-        if copy is not None and (copy.folder.name, copy.slot, copy.header.version) == (
+        if copy is not None and (copy.folder, copy.slot, copy.header.version) == (
             request.folder,
             request.slot,
             version,
         ):
             return copy
-        folder = SlotFolder.parse(request.folder)
-        assert folder is not None, "the message allows no other name"
-        found = CopyReader(self._memory, folder, request.slot, version)
+        found = CopyReader(self._memory, request.folder, request.slot, version)
         if copy is not None:
             copy.close()
         self._copy = found

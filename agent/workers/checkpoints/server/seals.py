@@ -11,6 +11,9 @@ import ctypes
 import os
 import struct
 
+from .....worker.storage.memory.slots import header_file
+from .....worker.wire.messages import SLOT_NAMES
+
 IN_CLOEXEC = os.O_CLOEXEC
 IN_NONBLOCK = os.O_NONBLOCK
 IN_MOVED_TO = 0x80
@@ -20,7 +23,7 @@ IN_ISDIR = 0x40000000
 
 _EVENT = struct.Struct("iIII")
 _BUFFER_BYTES = 65536
-_HEADERS = (b"a.json", b"b.json")
+_HEADERS = {header_file(slot).encode() for slot in SLOT_NAMES}
 
 
 class Seals:

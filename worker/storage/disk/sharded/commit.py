@@ -22,24 +22,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ....errors import Fenced, OtherRun, SaveFailed
-from ....wire.files import open_own_directory, read_whole, remove
+from ....wire.files import open_directory, open_own_directory, read_whole, remove
 from ....wire.messages import MAX_REASON_CHARS
 from ..checkpoint_files import CheckpointFiles
-from ..durable import write_durably
+from ..durable import make_directory, write_durably
 from ..manifests import Manifest
 from ..shard_files import (
     LIST_NAME,
     LOOKING_THREADS,
     MAX_RANK_FILE_BYTES,
     METADATA_NAME,
+    REFUSED_SUFFIX,
     FileList,
     FileSum,
     RankFile,
+    RefusedName,
     check_size,
     data_name,
     rank_file_name,
     ranks_in,
-    refused_name,
 )
 
 FIRST_LOOK_S = 0.02
@@ -66,6 +67,19 @@ def new_attempt(files: CheckpointFiles, step: int, generation: int, token: bytes
     return f"step-{step:012d}-{files.run.id}-{generation:08d}-{(token or new_token()).hex()}"
 
 
+def make_attempt(files: CheckpointFiles, attempt: str) -> set[str]:
+    """Make its directory. The other attempts of this run and generation to save that step; raises OSError.
+
+    Of two that are made at once at least one is named to the other.
+    """
+    make_directory(files.directory)
+    with open_directory(files.directory) as root:
+        os.mkdir(attempt, dir_fd=root)
+        names = os.listdir(root)
+    without_token = attempt[: -2 * TOKEN_BYTES]
+    return {name for name in names if name.startswith(without_token) and name != attempt}
+
+
 def new_token() -> bytes:
     return os.urandom(TOKEN_BYTES)
 
@@ -85,9 +99,8 @@ def commit(
         with open_own_directory(save.attempt, root) as there:
             parts = _parts(there, save)
             for name in os.listdir(there):
-                if name.startswith("tmp-") or name.endswith(
-                    ".refused"
-                ):  # of those who have died, or tried again
+                # Of those who have died, or tried again.
+                if name.startswith("tmp-") or name.endswith(REFUSED_SUFFIX):
                     remove(there, name)
             sums = {METADATA_NAME: _put(files, there, METADATA_NAME, save.metadata)}
             for rank, (file, raw) in enumerate(parts):
@@ -141,12 +154,15 @@ def _await_parts(
         pause_s = min(pause_s * 1.5, LAST_LOOK_S)
 
 
-def _reason(there: int, rank: int) -> str:
+def _reason(there: int, refused: RefusedName) -> str:
     try:
-        text = read_whole(there, refused_name(rank), 4 * MAX_REASON_CHARS).decode(errors="replace")
+        text = read_whole(there, str(refused), 4 * MAX_REASON_CHARS).decode(errors="replace")
     except (OSError, ValueError) as error:
         text = str(error)
-    return f"rank {rank} cannot write its part: {text}"
+    if refused.number is not None:
+        text = f"{os.strerror(refused.number)}. " if refused.number else ""
+        text += "The log of its node says more"
+    return f"rank {refused.rank} cannot write its part: {text}"
 
 
 def _parts(there: int, save: Commit) -> list[tuple[RankFile, FileSum]]:
@@ -175,7 +191,8 @@ def _problem(parts: list[RankFile], save: Commit) -> str:
         if (part.rank, header.step, header.world_size) != (rank, save.step, save.world_size):
             return f"the part of rank {rank} is of rank {part.rank}, step {header.step}"
         if (part.generation, header.version) != (save.generation, first.version):
-            return f"the parts of rank 0 and {rank} are of copies that different generations have made"
+            what = f"the parts of rank 0 and {rank} are of copies that different generations have made"
+            return f"{what}: the next save takes new ones"
         if part.twin_of is not None:
             other = parts[part.twin_of]
             assert header.shards is not None
@@ -183,7 +200,7 @@ def _problem(parts: list[RankFile], save: Commit) -> str:
             if other.twin_of is not None or other.header.shards.digest != header.shards.digest:
                 return f"rank {rank} does not have the shards of rank {part.twin_of}"
     if not any(part.header.shards is not None and part.header.shards.common for part in parts):
-        return "no rank has written what is the same on all"
+        return "no rank has written what is the same on all: a version of elastic-agent that differs between nodes?"
     return ""
 
 

@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ....state.sharding.table import Shard, Table, Value, own_key
-
-ALIGNMENT = 64
-"""Of an archive's place in a copy: its elements lie at such multiples from its beginning."""
+from ....state.sharding.table import Shard, Table, Value, aligned, own_key
 
 _Row = TypeVar("_Row", Shard, Value)
 
@@ -50,10 +47,6 @@ def own_rows(table: Table, rank: int) -> OwnRows:
     values = tuple(moved(row) for row in table.values if _is_of(rank, row.key))
     paths = {key: path for key, path in table.paths.items() if _is_of(rank, key)}
     return OwnRows(Table(shards, values, paths), tuple(places))
-
-
-def aligned(length: int) -> int:
-    return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def _is_of(rank: int, key: str) -> bool:

@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 from typing import BinaryIO, cast
 
 from ....errors import Fenced, OtherRun, SaveFailed
-from ....state.sharding.table import Table
+from ....state.sharding.table import Table, aligned
 from ....wire.files import open_directory, open_own_directory, read_whole, remove, replace_file
 from ....wire.messages import MAX_REASON_CHARS
 from ...memory.copy_header import Header
 from ...memory.slots import PIECE_BYTES, HeldSlot, Slots
 from ..checkpoint_files import CheckpointFiles
 from ..durable import make_directory, write_durably
-from ..shard_files import MAX_RANK_FILE_BYTES, RankFile, check_size, data_name, rank_file_name, refused_name
-from .own_rows import aligned, own_rows
+from ..shard_files import MAX_RANK_FILE_BYTES, RankFile, RefusedName, check_size, data_name, rank_file_name
+from .own_rows import own_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def write_part(
 
 
 def refuse_part(files: CheckpointFiles, attempt: str, rank: int, error: Exception) -> None:
-    """Let the one that commits know why this rank's part will not come, if the disk takes so much.
+    """Let the one that commits know why this rank's part will not come, or on a full disk at least that it will not.
 
     Where the generation, or the run, is over, there is no such one.
     """
@@ -103,7 +103,11 @@ def refuse_part(files: CheckpointFiles, attempt: str, rank: int, error: Exceptio
         return
     reason = (str(error) or repr(error))[:MAX_REASON_CHARS]
     with contextlib.suppress(OSError), _attempt(files, attempt) as there:
-        replace_file(there, refused_name(rank), reason.encode(errors="replace"))
+        try:
+            replace_file(there, str(RefusedName(rank)), reason.encode(errors="replace"))
+        except OSError:
+            number = (error.errno or 0) if isinstance(error, OSError) else 0
+            os.mknod(str(RefusedName(rank, number)), dir_fd=there)
 
 
 @contextlib.contextmanager
@@ -141,7 +145,8 @@ def _write(
     try:
         if size != header.size or (header.sums and header.sums != sums.all):
             raise SaveFailed(
-                f"rank {rank}: the copy of step {header.step} is not what its header says, its memory may be damaged"
+                f"rank {rank}: the copy of step {header.step} is not what its header says: the next save takes "
+                "another copy; if it happens again, test this node's memory"
             )
         os.rename(temporary, data_name(rank), src_dir_fd=there, dst_dir_fd=there)
     except BaseException:

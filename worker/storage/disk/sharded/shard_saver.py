@@ -4,7 +4,7 @@
     in background  saver.expect(save); saver.promise(step)
                    saver.begin(slots, held)                    when the copy is sealed; else saver.refuse(step, error)
                    outcome = saver.finish()                    at the next save: all ranks, before any collective
-    while all wait saver.write_now(save, header, pour)         each rank; all gather whether it went well
+    while all wait saver.write_now(save, layout, ...)          each rank; all gather whether it went well
                    saver.commit_now(save)                      rank 0
 
 Each rank orders its own slot of the disk writer of its node, rank 0 also the commit, with DCP's index as an open file:
@@ -18,13 +18,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from ....errors import CheckpointError, SaveFailed
+from ....state.sharding.layout import ShardLayout
 from ....wire.messages import CommitOrder, ShardOrder, Tier, WriteOutcome
-from ...memory.copy_header import Header
+from ...memory.shard_memory import header_of_shards
+from ...memory.slot_memory import RankPlace
 from ...memory.slots import HeldSlot, Slots
 from ..async_save import LEAST_S, SLOWEST_BYTES_PER_S, BackgroundSaver
 from ..background_write import outcome_of
@@ -73,7 +73,7 @@ class ShardSaver(BackgroundSaver):
     _committing: _Commit | None = None
 
     def expect(self, save: ShardedSave) -> None:
-        """The next copy that is begun to be written, or handed over, is for this save."""
+        """The next copy that is begun to be written, or left to the writer, is for this save."""
         self._expected = save
 
     def begin(self, slots: Slots, held: HeldSlot) -> None:
@@ -85,12 +85,12 @@ class ShardSaver(BackgroundSaver):
             self._committing = _Commit(save, connection, self.clock() + save.within_s + LEAST_S)
         super().begin(slots, held)
 
-    def hand_over(self, slots: Slots, held: HeldSlot) -> None:
+    def leave_to_writer(self, slots: Slots, held: HeldSlot) -> None:
         save = self._next(held)
         connection = self._ask_commit(save) if save.rank == 0 and slots.shows(held) else None
         if connection is not None:
             connection.close()
-        super().hand_over(slots, held)
+        super().leave_to_writer(slots, held)
 
     def finish(self, lost: str = "") -> WriteOutcome | None:
         """Wait for the end of the newest write, and as rank 0 for that of its commit, of which then is the outcome."""
@@ -115,15 +115,22 @@ class ShardSaver(BackgroundSaver):
 
     # ---------------------------------------------------------------- while all wait
 
-    def write_now(self, save: ShardedSave, header: Header, pour: Callable[[BinaryIO], object]) -> int:
-        """Write this rank's part: what `pour` writes, all of which `header` describes; its size.
+    def write_now(self, save: ShardedSave, layout: ShardLayout, resumed_from: int, *, common: bool) -> int:
+        """Write this rank's part: what `layout` says, with what is `common` or without; its size.
 
         Raises OSError, CheckpointError.
         """
+        env = self.env
+        place = RankPlace(
+            env.node, env.generation, save.rank, env.local_rank, save.world_size, self.files.run.id
+        )
+        header = header_of_shards(layout, place, save.step, resumed_from, common=common)
         assert save.twin_of is None, "what is poured are the shards, too"
         self.wrote(save.step, durable=False)
         try:
-            return write_part(self.files, self._part(save), header, pour, self.permission()).header.size
+            return write_part(
+                self.files, self._part(save), header, layout.pour, self.permission()
+            ).header.size
         except (CheckpointError, OSError, ValueError) as error:
             refuse_part(self.files, save.attempt, save.rank, error)
             raise

@@ -4,7 +4,8 @@
     ...                                       # all ranks get the token, and gather `sees_mark(directory, token)`
     if rank == 0: remove_mark(directory, token)
 
-A mark that its writer has died over is a temporary file like any other, and removed with those.
+A mark that its writer has died over is a temporary file like any other, and removed with those. The directory of an
+attempt, which one rank has made, serves as a mark, too: its name is the token.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ....errors import DirectoryNotShared
 from ....wire.files import open_directory, remove
 from ....wire.run import Run
 from ..durable import make_directory
+from ..manifests import ATTEMPT_NAME
 
 LOOK_S = 3.0
 """How long a rank looks: a file system over the network may show a new name a moment later."""
@@ -43,7 +45,7 @@ def sees_mark(
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Whether this node has the directory in which the token was written; waits `LOOK_S` before it says no."""
-    if not _MARK.fullmatch(token):
+    if not (_MARK.fullmatch(token) or ATTEMPT_NAME.fullmatch(token)):
         return False
     deadline = clock() + LOOK_S
     while True:
@@ -63,6 +65,5 @@ def remove_mark(directory: str, token: str) -> None:
 def not_shared(directory: str, rank: int, node: str) -> DirectoryNotShared:
     return DirectoryNotShared(
         f"a sharded state is not saved in {directory}: rank {rank} on node {node or 'unknown'} does not see there what "
-        "rank 0 has written. Every node writes its own shards, so give Checkpointer a directory on a file system that "
-        "all nodes share. Until then the state is only in memory and in its replicas"
+        "rank 0 has written. Every node writes its own shards, so use a directory on a file system that all nodes share"
     )

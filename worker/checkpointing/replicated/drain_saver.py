@@ -13,7 +13,7 @@ from ...ranks.group import current_group
 from ...state import rng
 from ...state.state_dicts import Part
 from ...storage.disk.async_save import AsyncSaver
-from ..saving.planned_saver import PlannedSaver
+from ..saving.drain_saver import BaseDrainSaver
 from .contents import Contents
 from .copies import Copies
 from .save_plan import Occasion, ToDisk
@@ -22,7 +22,7 @@ from .saver import Saver
 logger = logging.getLogger(__name__)
 
 
-class ReplicatedPlannedSaver(PlannedSaver):
+class ReplicatedDrainSaver(BaseDrainSaver):
     """One that can be guarded, too: see `just_in_time`."""
 
     def __init__(
@@ -42,7 +42,7 @@ class ReplicatedPlannedSaver(PlannedSaver):
     def loaded(self, step: int) -> None:
         super().loaded(step)
         if self._contents.is_compared:
-            self._contents.replicas.publish_at_next_step(current_group())
+            self._contents.comparison.publish_at_next_step(current_group())
 
     # ---------------------------------------------------------------- planned changes
 
@@ -87,7 +87,7 @@ class ReplicatedPlannedSaver(PlannedSaver):
         if self._copies.plan(Occasion.LAST_STEP, memory.place.rank).disk is not ToDisk.AFTERWARDS:
             return
         try:
-            self._disk.hand_over(*memory.lend((memory.place.generation, step)))
+            self._disk.leave_to_writer(*memory.lend((memory.place.generation, step)))
         except (OSError, ValueError) as error:
             logger.warning("the last state is in memory only: step=%d reason=%s", step, error)
 
@@ -126,7 +126,7 @@ class ReplicatedPlannedSaver(PlannedSaver):
         if self.is_beyond(step):
             return True
         memory = self._copies.memory
-        if memory is None or not self._contents.replicas.proven:
+        if memory is None or not self._contents.comparison.proven:
             logger.warning(
                 "step %d is not kept: not all ranks have shown that they have the same state", step
             )

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from elastic_agent.worker.checkpointing.checkpointer import Checkpointer
 from elastic_agent.worker.errors import NotPlainData, NotReplicated, Sharded
+from elastic_agent.worker.ranks.comparison import ReplicatedComparison
 from elastic_agent.worker.ranks.fingerprint import difference, farthest, look_at
 from elastic_agent.worker.ranks.group import RECORDS, Group
-from elastic_agent.worker.ranks.replicas import Replicas
 
 
 def test_the_order_of_keys_is_each_ranks_own() -> None:
@@ -106,7 +106,7 @@ def test_a_save_of_what_has_drifted_apart_warns_once(
     factor: float, refused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    here, there = (Replicas({"log": {"a": NUMBERS * one}}, ()) for one in (1.0, factor))
+    here, there = (ReplicatedComparison({"log": {"a": NUMBERS * one}}, ()) for one in (1.0, factor))
     for step in (1, 2):
         digests = [here.digest(), there.digest()]
         theirs = [

@@ -7,20 +7,19 @@ a rank sends its own only when it is another one than before, and where none is,
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...ranks.group import Group
-from ...state.sharding.reading import metadata_of
 from ...state.sharding.table import Table
 from ...storage.disk.checkpoint_files import CheckpointFiles
-from ...storage.disk.shard_files import data_name
 from ...storage.disk.sharded.commit import new_attempt
+from ...storage.disk.sharded.dcp_index import metadata_of
 from ...storage.disk.sharded.own_rows import own_rows
-from ...storage.disk.sharded.shard_saver import ShardedSave
+from ...storage.disk.sharded.shard_saver import ShardedSave, ShardSaver
 from .meeting import Met
 
 
-class SavePlans:
+class ShardedSaves:
     """Of one Checkpointer's saves, one after the other."""
 
     def __init__(self, files: CheckpointFiles, generation: int) -> None:
@@ -45,7 +44,7 @@ class SavePlans:
             self._packed |= {rank: packed for rank, packed in enumerate(rows) if packed}
             self._index = None
 
-    def plan(self, step: int, met: Met, group: Group, *, twins: bool) -> ShardedSave:
+    def make(self, step: int, met: Met, group: Group, *, twins: bool) -> ShardedSave:
         """`twins`: a rank whose shards another one writes, too, writes only what it has for itself.
 
         Raises Invalid for a table that cannot be read.
@@ -61,6 +60,14 @@ class SavePlans:
             self._indexed(first) if group.rank == 0 else b"",
         )
 
+    def order(self, disk: ShardSaver, step: int, met: Met, group: Group, hand: Callable[[], None]) -> None:
+        """`hand` lets the disk writer have this rank's copy. All others go on meanwhile, so this raises nothing."""
+        try:
+            disk.expect(self.make(step, met, group, twins=True))
+            hand()
+        except Exception as error:
+            disk.refuse(step, error)
+
     def _indexed(self, first_twins: list[int | None]) -> bytes:
         if self._index is None or self._index[0] != first_twins:
             for rank, packed in self._packed.items():
@@ -70,7 +77,7 @@ class SavePlans:
                 rank: table if first_twins[rank] is None else own_rows(table, rank).table
                 for rank, (_, table) in self._known.items()
             }
-            self._index = first_twins, metadata_of(tables, {rank: data_name(rank) for rank in tables})
+            self._index = first_twins, metadata_of(tables)
         return self._index[1]
 
 

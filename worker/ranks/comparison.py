@@ -13,7 +13,7 @@ Two checks refuse it, by name:
    (copies in memory). There, equal once after training has changed the state, it is not made again before the next save
    or load, unless a part that is no module holds more tensors than it did then: error feedback begins late.
 
-Replicas differ by right in the buffers of modules (statistics of BatchNorm), of which names and shapes are compared
+Ranks differ by right in the buffers of modules (statistics of BatchNorm), of which names and shapes are compared
 only, in all that is no tensor, and in parts that the script has declared to be rank 0's.
 """
 
@@ -148,21 +148,19 @@ def _outline(state: Mapping[str, Part], of_rank_0: Collection[str]) -> int:
 class Comparison:
     """What all ranks should have alike, as this rank sees it; the collectives in which they compare it."""
 
-    def __init__(self, look: Callable[[], Look]) -> None:
-        """`look` takes this rank's fingerprint, and may raise."""
-        self._look_at_state = look
+    def __init__(self) -> None:
         self._mine = Look()
         self._refusal: CheckpointError | None = None
         self._has_warned_of_drift = False
 
-    def digest(self) -> bytes:
-        """What this rank brings to the collective that begins a save.
+    def digest_of(self, look: Callable[[], Look]) -> bytes:
+        """What this rank brings to the collective that begins a save; `look` takes its fingerprint, and may raise.
 
         Raises nothing: what went wrong is raised on all ranks together.
         """
         self._mine, self._refusal = Look(), None
         try:
-            self._mine = self._look_at_state()
+            self._mine = look()
         except CheckpointError as refusal:
             self._refusal = refusal
         except Exception as failure:
@@ -202,11 +200,11 @@ class Comparison:
         return ""
 
 
-class Replicas(Comparison):
+class ReplicatedComparison(Comparison):
     """One Checkpointer's parts as this rank has them, and whether all ranks were seen to have the same."""
 
     def __init__(self, state: Mapping[str, Part], of_rank_0: Collection[str]) -> None:
-        super().__init__(self._look)
+        super().__init__()
         if unknown := set(of_rank_0) - set(state):
             raise ValueError(
                 f"of_rank_0 names {sorted(unknown)}, which are no parts of the state: expected some of {sorted(state)}"
@@ -227,6 +225,10 @@ class Replicas(Comparison):
         """All ranks have loaded the state of `step`, together."""
         self._resumed_from, self._proven, self._published = step, None, None
         self._loads += 1
+
+    def digest(self) -> bytes:
+        """As `digest_of`, of all parts."""
+        return self.digest_of(self._look)
 
     @property
     def proven(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,9 +16,23 @@ from ...state.rank_parts import Rules, states_for
 from ...state.state_dicts import Part, load_into, modules_in
 from ...storage.memory import rank_state
 from ...storage.memory.node_memory import NodeMemory
-from .restore import Loaded
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What reached this rank: the state, and the random state of the same rank when it was saved, if that is known."""
+
+    payload: Mapping[str, Any]
+    """The tensors are mapped, and not to be kept."""
+    random_state: bytes | None
+    world_size: int
+    """When it was saved."""
+    partial: bool = False
+    """Survivors of a failure have saved it: what each rank alone knew is in its rank_state file."""
+    generation: int = 0
+    """Of whose memory it came; 0 from a disk."""
 
 
 def apply(

@@ -16,7 +16,7 @@ from .save_outcomes import SaveOutcomes
 logger = logging.getLogger(__name__)
 
 
-class PlannedSaver(ABC):
+class BaseDrainSaver(ABC):
     """Base of a `registry.DrainSaver`."""
 
     def __init__(self, directory: str, memory: SlotMemory | None, outcomes: SaveOutcomes) -> None:
@@ -27,7 +27,7 @@ class PlannedSaver(ABC):
 
     def loaded(self, step: int) -> None:
         """From here on this one's state is kept at the last step of a planned change."""
-        for other in all_planned_savers():
+        for other in all_drain_savers():
             if other is not self and other._loaded not in (None, step):
                 logger.warning(
                     "training goes on from two steps: put what belongs together into one Checkpointer: "
@@ -79,6 +79,6 @@ class PlannedSaver(ABC):
             self._memory.abandon_newer(version)
 
 
-def all_planned_savers() -> tuple[PlannedSaver, ...]:
+def all_drain_savers() -> tuple[BaseDrainSaver, ...]:
     """Those that take part now."""
-    return tuple(one for one in progress.checkpointers.all() if isinstance(one, PlannedSaver))
+    return tuple(one for one in progress.checkpointers.all() if isinstance(one, BaseDrainSaver))

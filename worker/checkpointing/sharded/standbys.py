@@ -1,0 +1,63 @@
+"""Finds the copies that standbys have in memory: live nodes for which the world has no place.
+
+Such a node has no rank that could offer them, and may be the only one with some shards: a world of fewer nodes, which
+begins when one was lost, may leave out another. The agents name these nodes to all ranks, which share the question.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ...ranks.group import Group
+from ...storage.replication.client import MemoryClient
+from ...storage.replication.key_file import read_key
+from ...wire.environment import WorkerEnv
+from ..loading.shard_selection import ShardOffer
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 5.0
+"""For a connection to a memory server, and for its next bytes."""
+MOST_ASKED = 16
+"""Nodes that one rank asks at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Of the nodes that one rank has asked."""
+
+    offers: tuple[ShardOffer, ...]
+
+
+def offers_of_standbys(env: WorkerEnv, directory: str, group: Group) -> tuple[ShardOffer, ...]:
+    """The same on all ranks: each calls it. A node that does not answer is left out, with a warning.
+
+    Raises CheckpointError, as `Group.exchange`.
+    """
+    standbys = env.memory_standbys.split()
+    if not standbys:
+        return ()
+    mine = _Answers(_ask_all(env, directory, standbys[group.rank :: group.world_size]))
+    return tuple(offer for answers in group.exchange(mine) for offer in answers.offers)
+
+
+def _ask_all(env: WorkerEnv, directory: str, standbys: Sequence[str]) -> tuple[ShardOffer, ...]:
+    """Together: the other ranks wait for those that do not answer."""
+    if not standbys:
+        return ()
+    with ThreadPoolExecutor(min(MOST_ASKED, len(standbys))) as threads:
+        answers = threads.map(lambda standby: _ask(env, directory, standby), standbys)
+        return tuple(offer for offer in answers if offer is not None)
+
+
+def _ask(env: WorkerEnv, directory: str, standby: str) -> ShardOffer | None:
+    node, _, address = standby.partition("=")
+    try:
+        with MemoryClient(address, read_key(env.memory, ASK_S), ASK_S) as client:
+            return ShardOffer(copies=client.copies(directory), node=node, address=address)
+    except (OSError, ValueError) as error:
+        logger.warning("what node %s has in memory, which stands by, is not known: %s", node, error)
+        return None
