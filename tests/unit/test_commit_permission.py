@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.worker.errors import Fenced, Unconfirmed
+from elastic_agent.worker.storage.disk import commit_permission
 from elastic_agent.worker.storage.disk.commit_permission import MAX_QUESTIONS, CommitPermission
 from elastic_agent.worker.wire.messages import (
     FROM_WORKERS,
@@ -116,6 +117,35 @@ def test_grants_that_run_out_are_asked_for_again_a_few_times_only(
     with pytest.raises(Unconfirmed, match="ran out before they could be used"):
         CommitPermission(asked.address, 7, clock=Clock(*[2.0] * 100)).check()
     assert len(asked.heard) == MAX_QUESTIONS
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError])
+def test_a_question_on_a_connection_that_the_agent_has_ended_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """Stopped between connecting and asking, for longer than the agent waits for a question."""
+    asked: list[CommitQuestion] = []
+
+    def ask(_address: str, question: CommitQuestion, *_: object) -> CommitAnswer:
+        asked.append(question)
+        if len(asked) < MAX_QUESTIONS:
+            raise error
+        return CommitGranted(60.0)
+
+    monkeypatch.setattr(commit_permission, "ask", ask)
+    CommitPermission("commits", 7).check()
+    assert asked == [CommitQuestion(7)] * MAX_QUESTIONS
+
+
+def test_connections_that_the_agent_ends_each_time_leave_it_undecided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ask(*_: object) -> CommitAnswer:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(commit_permission, "ask", ask)
+    with pytest.raises(Unconfirmed, match="ended their connections"):
+        CommitPermission("commits", 7).check()
 
 
 def test_a_refusal_says_that_the_generation_is_over(agent: Callable[..., ScriptedAgent]) -> None:

@@ -14,6 +14,7 @@ that gives its workers no address to ask at. Without an agent, under torchrun an
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -64,9 +65,14 @@ class CommitPermission:
         questions = 0
         while self._clock() >= self._valid_until:
             if questions == MAX_QUESTIONS:
-                raise Unconfirmed(f"{questions} grants of the agent ran out before they could be used")
+                raise Unconfirmed(
+                    f"{questions} questions to the agent took so long that it ended their connections, or that its "
+                    "grants ran out before they could be used"
+                )
             questions += 1
-            self._ask()
+            # Where this process stood still between connecting and asking, the agent has ended the connection.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._ask()
 
     def _ask(self) -> None:
         if not self._address:
@@ -78,6 +84,8 @@ class CommitPermission:
         asked_at = self._clock()
         try:
             answer = ask(self._address, CommitQuestion(self._generation), COMMIT_ANSWERS, self._answer_s)
+        except (BrokenPipeError, ConnectionResetError):
+            raise
         except (OSError, Invalid) as error:
             raise self._unknown(f"the agent does not answer: {error}") from error
         if isinstance(answer, CommitGranted):
