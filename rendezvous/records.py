@@ -21,7 +21,7 @@ from .errors import RecordInvalid
 from .terms import Limits, Program
 from .text import NAME, ROLE, Age, Name, Role, clean, line
 
-SCHEMA = 14
+SCHEMA = 15
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
