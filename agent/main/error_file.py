@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ...threads import Thread
-from ..workers.processes.failures import WorkerFailure
+from ..workers.failures.worker_failure import WorkerFailure
 
 log = logging.getLogger(__name__)
 

@@ -52,8 +52,8 @@ from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.store_link import StoreLink, deliver_to
 from ..workers.checkpoints.disk_writer import DiskWriter
 from ..workers.checkpoints.memory_server import MemoryServer
+from ..workers.failures.worker_failure import WorkerFailure
 from ..workers.preloader.spares import Spares
-from ..workers.processes.failures import WorkerFailure
 from ..workers.supervision.supervisor import Supervisor
 from .heartbeat import Heartbeat
 from .service_manager import ServiceManager

@@ -20,11 +20,11 @@ from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.agent.output.worker_logs import WorkerLogs
+from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.agent.workers.links.last_steps import LastSteps
 from elastic_agent.agent.workers.links.server import WorkerLinks
 from elastic_agent.agent.workers.preloader.spares import Spares
 from elastic_agent.agent.workers.processes import workers
-from elastic_agent.agent.workers.processes.failures import WorkerFailure
 from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore

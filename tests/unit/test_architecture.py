@@ -81,28 +81,29 @@ configuration: rendezvous/etcd common configuration/types
 configuration/reading: rendezvous/etcd rendezvous/local common configuration configuration/types
 machine/network: common configuration configuration/types
 machine/memory:
-workers/processes: common output configuration configuration/types
+workers/failures: common
+workers/processes: common output configuration configuration/types workers/failures
 workers/checkpoints/server: common workers/processes
-workers/checkpoints: common workers/processes workers/checkpoints/server
+workers/checkpoints: common workers/failures workers/processes workers/checkpoints/server
 machine: common configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints
 workers/links: common
-workers/environment: common configuration machine/network workers/processes workers/checkpoints machine
+workers/environment: common configuration machine/network workers/failures workers/checkpoints machine
 machine/notices: common configuration/types
 workers/preloader/fidelity:
-workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
+workers/preloader: common workers/failures workers/preloader/fidelity workers/processes machine/memory
 rendezvous_io: common configuration configuration/types machine/network
 observability:
-observability/status: observability common configuration workers/processes rendezvous_io
-observability/accounting: observability workers/processes observability/status
-workers/supervision: common output configuration machine/memory workers/processes machine \
+observability/status: workers/failures observability common configuration workers/processes rendezvous_io
+observability/accounting: workers/failures observability workers/processes observability/status
+workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \
     workers/environment workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
-main: common output configuration configuration/types machine/network machine/memory \
-    machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader rendezvous_io \
-    observability/status observability/accounting workers/supervision workers/links
+main: common output configuration configuration/types machine/network machine/memory workers/failures \
+    machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
+    rendezvous_io observability/status observability/accounting workers/supervision workers/links
 daemon: common output configuration configuration/types configuration/reading machine/network machine \
     workers/preloader/fidelity rendezvous_io main
 commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_agent.agent.main import error_file
 from elastic_agent.agent.main.error_file import VARIABLE, write_error_file
-from elastic_agent.agent.workers.processes.failures import WorkerFailure
+from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 
 PATIENCE_S = 20.0
 

@@ -23,18 +23,15 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elastic_agent.agent.common.port_owner import find_owner
-from elastic_agent.agent.workers.processes.failures import (
+from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
+from elastic_agent.agent.workers.failures.examination import describe_failure, is_final
+from elastic_agent.agent.workers.failures.exit_words import describe_exit
+from elastic_agent.agent.workers.failures.summary import summarize
+from elastic_agent.agent.workers.failures.worker_failure import (
     MAX_JSON,
-    ErrorReport,
     FailureInvalid,
     WorkerFailure,
-    describe_exit,
-    describe_failure,
-    find_traceback,
     fingerprint,
-    is_final,
-    read_error_file,
-    summarize,
 )
 from elastic_agent.agent.workers.supervision.failure_reports import report_of, show
 from elastic_agent.health.metrics import EXIT_REASONS

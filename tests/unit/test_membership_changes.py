@@ -13,7 +13,7 @@ from elastic_agent.agent.observability.accounting.membership_changes import (
     because,
     reason,
 )
-from elastic_agent.agent.workers.processes.failures import WorkerFailure
+from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.rendezvous.records import (
     Aside,
     Cause,

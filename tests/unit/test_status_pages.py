@@ -22,7 +22,7 @@ from elastic_agent.agent.observability.status.pages import (
     job_page,
     worker_failure,
 )
-from elastic_agent.agent.workers.processes.failures import WorkerFailure
+from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.records import (
     Cause,

@@ -20,7 +20,7 @@ from elastic_agent.agent.configuration.timeouts import (
     whole_stop_s,
 )
 from elastic_agent.agent.workers.environment.widening import WIDENING, WideningPolicy, widening
-from elastic_agent.agent.workers.processes.failures import Reason, WorkerFailure
+from elastic_agent.agent.workers.failures.worker_failure import Reason, WorkerFailure
 from elastic_agent.rendezvous.coordinator.restarts import Ended, RestartPolicy, Retry, after_failure
 from elastic_agent.rendezvous.records import (
     Cause,

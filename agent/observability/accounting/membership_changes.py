@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ....rendezvous.records import Cause, CauseKind, Failure, Phase, World
-from ...workers.processes.failures import FailureInvalid, WorkerFailure
+from ...workers.failures.worker_failure import FailureInvalid, WorkerFailure
 from ..status.pages import worker_failure
 
 _CHANGES = {

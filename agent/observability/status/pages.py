@@ -20,7 +20,7 @@ from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
 from ....rendezvous.text import Name, line
 from ....worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
-from ...workers.processes.failures import FailureInvalid, WorkerFailure
+from ...workers.failures.worker_failure import FailureInvalid, WorkerFailure
 from ...workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....rendezvous.records import CauseKind, World
-from ..processes.failures import FailureInvalid, WorkerFailure
+from ..failures.worker_failure import FailureInvalid, WorkerFailure
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import enum
 import signal
 
 from ....worker.steps.drain import DRAINED
-from ..processes.failures import HANG_SIGNAL
+from ..failures.worker_failure import HANG_SIGNAL
 
 LEAVING = (DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM)
 """How a worker ends after its last step in a planned change: as `Drained` does, or as a script does that has kept its

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ....rendezvous.records import Failure
-from ..processes.failures import FailureInvalid, WorkerFailure, fingerprint, is_final, summarize
+from ..failures.examination import is_final
+from ..failures.summary import summarize
+from ..failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
 
 log = logging.getLogger(__name__)
 

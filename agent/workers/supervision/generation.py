@@ -18,8 +18,8 @@ from ....worker.wire.shared_progress import Reading
 from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
+from ..failures.worker_failure import WorkerFailure
 from ..links.pages import WorkerPages
-from ..processes.failures import WorkerFailure
 from ..processes.workers import WorkerGroup
 from .drain_state import DrainState
 from .exits import Exit

@@ -42,16 +42,12 @@ from ...machine.memory.oom import OomKills, find_counter
 from ...observability.accounting.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
+from ..failures.examination import describe_failure, hang_failure
+from ..failures.exit_words import describe_exit
+from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
 from ..links.last_steps import LastSteps
 from ..links.server import WorkerLinks
 from ..preloader.spares import Spares
-from ..processes.failures import (
-    HANG_SIGNAL,
-    WorkerFailure,
-    describe_exit,
-    describe_failure,
-    hang_failure,
-)
 from ..processes.guard import Guard
 from ..processes.subreaper import Subreaper
 from ..processes.unkillable import process_statuses

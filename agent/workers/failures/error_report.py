@@ -1,0 +1,105 @@
+"""What a worker says of its error: torch's *error file*, which `@record` writes for an uncaught exception, and the last
+Python traceback in its output.
+
+The user's program has written both: whatever they hold, reading them never raises, and what does not fit is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .texts import clean, clean_lines, cut
+
+_ERROR_FILE_MAX = 1024 * 1024
+_EXCEPTION_MAX = 2048
+_TRACEBACK_MAX = 16 * 1024
+
+# torch puts "[rank3]: " before each line of an uncaught exception once a process group exists.
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+# A traceback's frame; faulthandler's `File "x", line 1 in f` has no comma and is no Python exception.
+_FRAME = re.compile(r'^\s+File ".*", line \d+(, in .*)?$')
+_HEADER = "Traceback (most recent call last):"
+# What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
+_SECONDS = re.compile("[0-9]{1,12}")
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """From an error file or a traceback. `note`: why an error file that exists could not be used."""
+
+    exception: str | None = None
+    traceback: str | None = None
+    note: str | None = None
+    raised_at: int | None = None
+    """Seconds since the epoch, as the worker wrote it."""
+
+
+def read_error_file(path: Path) -> ErrorReport | None:
+    """What torch's `@record` left there; None if there is no such file. Never raises for anything it may hold."""
+    try:
+        report = json.loads(_read_regular_file(path))
+        message = report["message"]
+        details = report if isinstance(message, str) else message.get("extraInfo")
+        text = message if isinstance(message, str) else message["message"]
+        if not isinstance(text, str) or not text:
+            raise TypeError
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return ErrorReport(note=clean(f"its error file {path} cannot be read: {error.strerror or error}"))
+    except (ValueError, RecursionError) as error:
+        return ErrorReport(note=clean(f"its error file {path} is not usable: {error}"))
+    except (TypeError, KeyError, AttributeError):
+        return ErrorReport(note=clean(f"its error file {path} is not usable: it has no message"))
+    details = details if isinstance(details, dict) else {}
+    traceback = details.get("py_callstack")
+    if isinstance(traceback, str):
+        traceback = cut(clean_lines(traceback).strip("\n"), _TRACEBACK_MAX, keep_end=True)
+    else:
+        traceback = None
+    exception = cut(clean_lines(text), _EXCEPTION_MAX)
+    return ErrorReport(exception, traceback, raised_at=_instant(details.get("timestamp")))
+
+
+def _instant(timestamp: object) -> int | None:
+    """torch writes whole seconds as a text, older forms a number."""
+    text = str(timestamp)
+    return int(text) if _SECONDS.fullmatch(text) else None
+
+
+def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
+    """The last Python traceback in a log's last lines, even if its beginning is no longer among them."""
+    lines = [RANK_PREFIX.sub("", line) for line in lines]
+    frame = next((at for at in reversed(range(len(lines))) if _FRAME.match(lines[at])), None)
+    if frame is None:
+        return None
+    end = next((at for at in range(frame + 1, len(lines)) if lines[at] and not lines[at][0].isspace()), None)
+    if end is None:
+        return None
+    start = next((at for at in reversed(range(frame)) if lines[at] == _HEADER), 0)
+    return ErrorReport(
+        exception=cut(lines[end], _EXCEPTION_MAX),
+        traceback=cut("\n".join(lines[start : end + 1]), _TRACEBACK_MAX, keep_end=True),
+    )
+
+
+def _read_regular_file(path: Path) -> bytes:
+    # A worker chose what lies there: no link to elsewhere, and no pipe that would make the agent wait.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("it is not a regular file")
+        content = os.read(fd, _ERROR_FILE_MAX + 1)
+    finally:
+        os.close(fd)
+    if not content:
+        raise ValueError("it is empty")
+    if len(content) > _ERROR_FILE_MAX:
+        raise ValueError(f"it is larger than {_ERROR_FILE_MAX} bytes")
+    return content

@@ -1,0 +1,40 @@
+"""The block for a tired person: which worker failed first, why, where to read on, and who else failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .error_report import RANK_PREFIX
+from .worker_failure import WorkerFailure
+
+
+def summarize(first: WorkerFailure, others: Sequence[WorkerFailure]) -> str:
+    """A block for a tired person: which worker failed first, why, where to read on, and who else failed."""
+    rule = "=" * 80
+    lines = [
+        rule,
+        f"Worker failure in generation {first.generation}: {_who(first)} failed first",
+        f"  cause:    {first.cause}",
+        f"  log file: {first.log_file or 'none (set --log-dir to keep one per rank)'}",
+    ]
+    if first.exception is not None and "\n" in first.exception:
+        lines += ["  exception:", *_indented(first.exception)]
+    shown: set[str] = set()
+    if first.traceback is not None:
+        lines += ["  traceback:", *_indented(first.traceback)]
+        shown.update(first.traceback.split("\n"))
+    last = [line for line in first.log_tail if RANK_PREFIX.sub("", line) not in shown]
+    if last:
+        lines += ["  last lines of its output:", *_indented("\n".join(last))]
+    if others:
+        lines.append("  failed after it, usually because of it:")
+        lines += [f"    {_who(other)}: {other.cause}" for other in others]
+    return "\n".join([*lines, rule])
+
+
+def _who(failure: WorkerFailure) -> str:
+    return f"rank {failure.rank} (local rank {failure.local_rank} on node {failure.node})"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.split("\n")]
