@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
 from .errors import RecordInvalid
-from .terms import Limits, Program
+from .statements.terms import Limits, Program
 from .text import NAME, ROLE, Age, Name, Role, clean, line
 
 SCHEMA = 15

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from ...rendezvous.terms import MOST_WORDS, Program
+from ...rendezvous.statements.terms import MOST_WORDS, Program
 from ..configuration.config import Config
 from ..configuration.types.values import Command
 

@@ -17,8 +17,8 @@ from ...health.checks.comparison import (
     address_family,
     difference,
 )
-from ...rendezvous import terms
 from ...rendezvous.records import NodeRecord, World
+from ...rendezvous.statements import terms
 
 
 def differences(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:

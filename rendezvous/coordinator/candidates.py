@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from .. import terms
 from ..records import (
     MAX_MEMBERS_BYTES,
     MAX_ROW_BYTES,
@@ -18,7 +17,8 @@ from ..records import (
     life_of,
     row_bytes,
 )
-from ..terms import Limits, fits
+from ..statements import terms
+from ..statements.terms import Limits, fits
 from ..text import shortened
 from . import blame
 from .view import Policy, View

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ..records import NodeRecord, World, life_of
-from ..terms import Limits, Program
+from ..statements.terms import Limits, Program
 from .restarts import RestartPolicy
 
 

@@ -22,10 +22,10 @@ from elastic_agent.rendezvous.records import (
     Phase,
     World,
 )
+from elastic_agent.rendezvous.statements.terms import Program
 from elastic_agent.rendezvous.store.interface import Delete, Entry, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
 from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request, RetryPolicy, Subscription
-from elastic_agent.rendezvous.terms import Program
 from tests.policies import PLAIN_POLICY
 
 TTL_S = 5.0

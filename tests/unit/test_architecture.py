@@ -21,7 +21,12 @@ from elastic_agent.agent.configuration.reading.sources import tomllib
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_agent"
 TOPS = ("rendezvous", "pool", "worker", "health", "agent")
-LOWEST = {"codec.py": "codec", "threads.py": "threads", "worker/errors.py": "worker/errors"}
+LOWEST = {
+    "codec.py": "codec",
+    "threads.py": "threads",
+    "worker/errors.py": "worker/errors",
+    "rendezvous/text.py": "rendezvous/text",
+}
 """Modules that stand on a floor of their own, below those beside them."""
 
 START = "start"
@@ -65,15 +70,17 @@ health/checks/node: health/checks health/checks/rules health/checks/probes
 health/checks/pairs: health/checks
 health/checks/pairs/probes: health/checks health/checks/pairs
 health: health/checks/node
-rendezvous:
+rendezvous/text:
+rendezvous/statements: rendezvous/text
+rendezvous: rendezvous/text rendezvous/statements
 rendezvous/liveness: rendezvous
 rendezvous/store: rendezvous
 rendezvous/c10d: rendezvous rendezvous/store
 rendezvous/etcd: rendezvous rendezvous/store
 rendezvous/local: rendezvous rendezvous/store
-rendezvous/coordinator: rendezvous rendezvous/liveness
+rendezvous/coordinator: rendezvous/text rendezvous/statements rendezvous rendezvous/liveness
 rendezvous/node: rendezvous rendezvous/liveness rendezvous/store rendezvous/coordinator
-pool: rendezvous rendezvous/store
+pool: rendezvous/text rendezvous rendezvous/store
 common:
 output: common
 configuration/types: rendezvous/c10d rendezvous/etcd rendezvous/local common

@@ -42,7 +42,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.terms import Limits, Program
+from elastic_agent.rendezvous.statements.terms import Limits, Program
 from tests.policies import PLAIN_POLICY
 
 POLICY = replace(PLAIN_POLICY, min_nodes=2, max_nodes=3)

@@ -18,7 +18,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.terms import Limits
+from elastic_agent.rendezvous.statements.terms import Limits
 from elastic_agent.worker.storage.memory.copy_header import FoundCopy, Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_agent.rendezvous.node.node_actions import Refusal
 from elastic_agent.rendezvous.records import Failure
-from elastic_agent.rendezvous.terms import Limits, Program, differences
+from elastic_agent.rendezvous.statements.terms import Limits, Program, differences
 
 from .bench import POLICY, Bench
 

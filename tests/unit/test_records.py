@@ -46,7 +46,7 @@ from elastic_agent.rendezvous.records import (
     node_key,
     row_bytes,
 )
-from elastic_agent.rendezvous.terms import Limits, Program
+from elastic_agent.rendezvous.statements.terms import Limits, Program
 from elastic_agent.rendezvous.text import clean
 
 FAILURE = Failure(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", '{"rank": 1}')

@@ -18,7 +18,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
-from elastic_agent.rendezvous.terms import Program
+from elastic_agent.rendezvous.statements.terms import Program
 
 
 def a_node(

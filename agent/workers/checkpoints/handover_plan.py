@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ....rendezvous.records import Condition, Endpoint, NodeRecord, World, life_of
-from ....rendezvous.terms import fits
+from ....rendezvous.statements.terms import fits
 from ....worker.storage.memory.copy_header import FoundCopy
 
 

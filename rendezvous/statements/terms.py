@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated
 
-from ..codec import AtMost, Count, Positive
-from .text import Age, line, shortened
+from ...codec import AtMost, Count, Positive
+from ..text import Age, line, shortened
 
 MOST_WORDS = 64
 WORD_CHARACTERS = 64

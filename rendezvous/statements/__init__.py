@@ -1,0 +1,1 @@
+"""What the records of nodes and of the world are made of."""

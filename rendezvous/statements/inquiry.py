@@ -1,0 +1,166 @@
+"""What the nodes say of workers that seem to hang: a suspicion, the answers to an inquiry, and what follows from them.
+
+One node's agent finds that its workers are still (`Suspicion`, in its record). The coordinator numbers an inquiry in
+the world, and each member looks at its own workers while all of them still run, and says what each of them does
+(`Testimony`, in its record). One pure function of all testimonies names the rank that the others wait for (`Verdict`).
+
+Ages are counted by the node that writes them, when it writes; no field holds an instant.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Annotated
+
+from ...codec import AtMost, Count, Positive
+from ..text import Age, line
+
+ANSWER_S = 2.0
+"""How long the coordinator waits for the members' testimonies, from when it first sees its inquiry in the world."""
+LOOK_S = 1.5
+"""Of these, what a node's own look at its workers may take."""
+MAX_RANKS = 128
+"""In one testimony. Of a node with more workers it has those that are the most telling: see `telling`."""
+MAX_WHERE = 200
+
+
+class Stage(enum.Enum):
+    """What the workers were at when they became still; each has limits of its own."""
+
+    INITIALIZATION = "initialization"
+    """No step yet, or nothing that looks like steps."""
+    FIRST_STEP = "first_step"
+    """The state is loaded, or a rank elsewhere has finished the first one: what is compiled is compiled now."""
+    STEPS = "steps"
+    EVALUATION = "evaluation"
+    """Between two steps, longer than between most: the script does something else."""
+    SAVE = "save"
+    """A checkpoint is being saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """The workers of this node in `generation` are still, and have been active before."""
+
+    generation: Positive
+    stage: Stage
+    why: Annotated[str, line(512)]
+    """For people: which signs, and for how long."""
+    overdue: bool = False
+    """For longer than the limit of this stage: whoever is named now has failed. Until then only what can never go on
+    by itself has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """In the world: the newest of its generation."""
+
+    number: Positive
+    open: bool
+    """The members are to answer; closed: their answers named nobody who has failed."""
+    overdue: bool = False
+    """Whoever its answers name has failed: some suspicion was overdue."""
+
+
+class Doing(enum.Enum):
+    """What one worker does, as far as it can be seen from outside, from the most certain to the least."""
+
+    GONE = "gone"
+    """Its process has ended, or is a zombie, and the agent has not acted on that yet."""
+    STOPPED = "stopped"
+    """By SIGSTOP, a debugger or a frozen cgroup."""
+    UNINTERRUPTIBLE = "uninterruptible"
+    """It waits in the kernel for a disk, a file server or a device."""
+    IN_SAVE = "in_save"
+    IN_DATA_LOADER = "in_data_loader"
+    """It waits for its data, or for a process that prepares them."""
+    IN_COLLECTIVE = "in_collective"
+    """It waits for other ranks: `collective` says in which one, as far as that is known."""
+    AT_STORE = "at_store"
+    """It waits at the workers' store for a key that another rank sets: a rendezvous or a barrier."""
+    LOCKED = "locked"
+    """It waits for a lock of its own process, or for another thread."""
+    READING = "reading"
+    """It waits for bytes from a pipe, a socket, or the end of a child."""
+    ASLEEP = "asleep"
+    HOLDS_GIL = "holds_gil"
+    """Native code runs or waits, and no Python code of this process can."""
+    BUSY = "busy"
+    """It uses the processor, and is at the same place each time that it is looked at."""
+    MOVES = "moves"
+    """It is at work: where it stands changes, or steps, output or bytes do."""
+    OTHER = "other"
+    """Nothing of the above can be said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One that a rank is in. Numbers count those of one group, and only compare within it."""
+
+    name: Annotated[str, line(64)] = ""
+    """As torch calls it: all_reduce."""
+    number: Count | None = None
+    group: Annotated[str, line(64)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one worker does."""
+
+    rank: Count
+    doing: Doing
+    step: Count | None = None
+    """The newest that it has finished; None when it reports none."""
+    still_s: Age | None = None
+    """Nothing of it has moved for so long: no step, output, processor time or bytes. None: not known."""
+    collective: Collective | None = None
+    where: Annotated[str, line(MAX_WHERE)] = ""
+    """One line: the innermost frame of the user's code, or what the kernel says; empty: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Testimony:
+    """One node's answer to inquiry `inquiry` of `generation`."""
+
+    generation: Positive
+    inquiry: Positive
+    ranks: Annotated[tuple[RankState, ...], AtMost(MAX_RANKS)]
+    evidence: Annotated[str, line(512)] = ""
+    """Where on this node the stacks and the rest are kept; empty: nowhere."""
+
+
+class Finding(enum.Enum):
+    """What all testimonies together come to."""
+
+    HEALTHY = "healthy"
+    """Some rank is at work, and the others may well wait for it."""
+    UNCLEAR = "unclear"
+    """Nothing moves, and no rank stands out."""
+    LIKELY = "likely"
+    """One rank is not where the others wait; it could still come."""
+    CERTAIN = "certain"
+    """And it can never come by itself: it is stopped, gone, or in another collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    finding: Finding
+    why: str
+    """A sentence for people, which names rank and node where the finding does."""
+    node: str = ""
+    """That of `rank`; empty where no rank is named."""
+    rank: int | None = None
+    """None for HEALTHY and UNCLEAR."""
+
+
+_TELLING = {doing: place for place, doing in enumerate(Doing)}
+
+
+def telling(states: tuple[RankState, ...]) -> tuple[RankState, ...]:
+    """As many as a testimony may have, in the order of ranks: first those that wait for no other rank."""
+    if len(states) <= MAX_RANKS:
+        return states
+    waits = (Doing.IN_COLLECTIVE, Doing.AT_STORE)
+    chosen = sorted(states, key=lambda one: (one.doing in waits, _TELLING[one.doing], one.rank))[:MAX_RANKS]
+    return tuple(sorted(chosen, key=lambda one: one.rank))
