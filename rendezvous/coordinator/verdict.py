@@ -1,0 +1,189 @@
+"""Whose fault a hang is: a pure function of what all workers are seen to do.
+
+In a synchronous job one rank's stillness stills all others, in the next collective. So to blame is not who waits, but
+who is not where the others wait: stopped or gone, in something else than a collective, or in another collective than
+most. That most are right is a rule for jobs whose ranks run one script; where the ranks are split evenly, nobody is
+named.
+
+A rank that is at work may be what all wait for, and come by itself: then nobody is named either. What can never go on
+by itself is said to be certain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from ..records import World
+from ..statements.inquiry import Doing, Finding, RankState, Testimony, Verdict
+from ..text import counted, shortened
+
+WAITING = (Doing.IN_COLLECTIVE, Doing.AT_STORE)
+"""For other ranks."""
+
+NEVER = (Doing.GONE, Doing.STOPPED)
+"""Goes on by itself."""
+
+_ORDER = {doing: place for place, doing in enumerate(Doing)}
+
+_WORDS = {
+    Doing.GONE: "has ended",
+    Doing.STOPPED: "is stopped",
+    Doing.UNINTERRUPTIBLE: "is in uninterruptible sleep",
+    Doing.IN_SAVE: "is saving",
+    Doing.IN_DATA_LOADER: "waits for its data",
+    Doing.LOCKED: "waits for a lock or another thread",
+    Doing.READING: "waits for bytes, or the end of a child",
+    Doing.ASLEEP: "sleeps",
+    Doing.HOLDS_GIL: "does not let go of Python's lock",
+    Doing.BUSY: "computes in one place",
+    Doing.MOVES: "is at work",
+    Doing.OTHER: "does something else",
+    Doing.IN_COLLECTIVE: "is in a collective",
+    Doing.AT_STORE: "waits at the store",
+}
+
+
+def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
+    """Of these answers to one inquiry in `world`. Ranks of which nothing is said count for nothing."""
+    states = sorted(
+        {
+            one.rank: one for testimony in testimonies for one in testimony.ranks if one.rank < world.size
+        }.values(),
+        key=lambda one: one.rank,
+    )
+    if not states:
+        return Verdict(Finding.UNCLEAR, "no node has said what its workers do")
+    waiting = [one for one in states if one.doing in WAITING]
+    rest = [one for one in states if one.doing not in WAITING]
+    if dead := [one for one in rest if one.doing in NEVER]:
+        return _named(Finding.CERTAIN, _first(dead), waiting, world)
+    if moving := [one for one in rest if one.doing is Doing.MOVES]:
+        ranks = _ranks(moving)
+        return Verdict(
+            Finding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], world)}"
+        )
+    known = [one for one in rest if one.doing is not Doing.OTHER]
+    if known and (waiting or world.size == 1):
+        return _named(Finding.LIKELY, _first(known), waiting, world)
+    if len(rest) == 1 and len(waiting) == world.size - 1 and waiting:
+        return _named(Finding.LIKELY, rest[0], waiting, world)
+    if rest:
+        return Verdict(Finding.UNCLEAR, f"too few ranks wait for others: {_tally(states)}")
+    return _all_wait(waiting, world)
+
+
+def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
+    """For each other, so not all in the same."""
+    for alike, finding in (
+        (_collective, Finding.CERTAIN),
+        (_exact_place, Finding.LIKELY),
+        (_step, Finding.LIKELY),
+    ):
+        most = Counter(map(alike, waiting)).most_common()
+        if len(most) == 1:
+            continue
+        usual, number = most[0]
+        others = [one for one in waiting if alike(one) != usual]
+        if number <= len(others):
+            split = f"the ranks do not wait in the same: {_tally(waiting)}"
+            return _by_number(waiting, world) or Verdict(Finding.UNCLEAR, split)
+        finding = finding if len(others) == 1 else Finding.LIKELY
+        return _named(finding, _hindmost(others), [one for one in waiting if one not in others], world)
+    return Verdict(
+        Finding.UNCLEAR, f"all wait in the same: {_tally(waiting)}; the network, or one that is not seen"
+    )
+
+
+def _by_number(waiting: Sequence[RankState], world: World) -> Verdict | None:
+    """Of one group's collectives the rank with the lowest number has not come to where the others are."""
+    numbers = {one.collective.number for one in waiting if one.collective is not None}
+    groups = {one.collective.group for one in waiting if one.collective is not None}
+    steps = {one.step for one in waiting}
+    key: Callable[[RankState], int]
+    if len(groups) == 1 and len(numbers) > 1 and None not in numbers:
+        key = _number
+    elif len(steps) > 1 and None not in steps:
+        key = _step
+    else:
+        return None
+    last = min(waiting, key=key)
+    behind = [one for one in waiting if key(one) == key(last)]
+    others = [one for one in waiting if one not in behind]
+    return _named(Finding.LIKELY, last, others, world) if len(behind) == 1 else None
+
+
+def _number(one: RankState) -> int:
+    assert one.collective is not None
+    assert one.collective.number is not None
+    return one.collective.number
+
+
+def _step(one: RankState) -> int:
+    return -1 if one.step is None else one.step
+
+
+def _collective(one: RankState) -> Hashable:
+    return one.doing, one.collective
+
+
+def _exact_place(one: RankState) -> Hashable:
+    return one.where
+
+
+def _first(found: Iterable[RankState]) -> RankState:
+    """The most certain; of several the one that is behind."""
+    return min(found, key=lambda one: (_ORDER[one.doing], _step(one), one.rank))
+
+
+def _hindmost(found: Iterable[RankState]) -> RankState:
+    return min(found, key=lambda one: (_step(one), one.rank))
+
+
+def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], world: World) -> Verdict:
+    where = f" ({one.where})" if one.where else ""
+    others = ""
+    if waiting:
+        usual = Counter(map(_what, waiting)).most_common(1)[0][0]
+        others = f", while {counted(len(waiting), 'rank')} {'waits' if len(waiting) == 1 else 'wait'} {usual}"
+    node = _node(one.rank, world)
+    words = _what(one, own=True)
+    return Verdict(finding, f"rank {one.rank} on node {node} {words}{where}{others}", node, one.rank)
+
+
+def _what(one: RankState, *, own: bool = False) -> str:
+    """
+    >>> _what(RankState(0, Doing.AT_STORE))
+    'at the store'
+    """
+    name = one.collective.name if one.collective is not None else ""
+    if one.doing is Doing.IN_COLLECTIVE and name:
+        return f"waits in {name}" if own else f"in {name}"
+    if own:
+        return _WORDS[one.doing]
+    return "at the store" if one.doing is Doing.AT_STORE else "in a collective"
+
+
+def _node(rank: int, world: World) -> str:
+    return next(one.node for one in world.members if one.first_rank <= rank < one.first_rank + one.slots)
+
+
+def _place(one: RankState, world: World) -> str:
+    return f"rank {one.rank} on node {_node(one.rank, world)}" + (f" ({one.where})" if one.where else "")
+
+
+def _ranks(states: Sequence[RankState]) -> str:
+    word = "rank" if len(states) == 1 else "ranks"
+    return f"{word} {shortened(str(one.rank) for one in states)}"
+
+
+def _is_or_are(states: Sequence[RankState]) -> str:
+    return "is" if len(states) == 1 else "are"
+
+
+def _tally(states: Sequence[RankState]) -> str:
+    """How many ranks do what."""
+    counts: dict[str, list[RankState]] = {}
+    for one in states:
+        counts.setdefault(_what(one, own=True), []).append(one)
+    return shortened((f"{_ranks(ones)}: {words}" for words, ones in counts.items()), "; ")
