@@ -147,13 +147,15 @@ class Codec(Generic[_T]):
 class Document(Generic[_T]):
     """Texts that each hold one object of one kind, with its version. Fields that are not declared are ignored."""
 
-    def __init__(self, kind: type[_T], version: int, most_chars: int) -> None:
+    def __init__(self, kind: type[_T], version: int, most_chars: int, version_key: str = "v") -> None:
+        """`version_key`: of the version in the object. `schema` is its name in forms that other programs read."""
         self._kind = kind
         self._version = version
+        self._version_key = version_key
         self.most_chars = most_chars
 
     def encode(self, value: _T) -> str:
-        return json.dumps({"v": self._version, **plain(value)}, separators=(",", ":"))
+        return json.dumps({self._version_key: self._version, **plain(value)}, separators=(",", ":"))
 
     def decode(self, text: str) -> _T:
         """Raises Invalid, never anything else."""
@@ -167,12 +169,12 @@ class Document(Generic[_T]):
 
     def unpack(self, body: dict[str, Any]) -> _T:
         """Raises Invalid."""
-        _take_version(body, "text", self._version)
+        _take_version(body, "text", self._version, self._version_key)
         return _made(self._kind, body, strict=False)
 
 
-def _take_version(body: dict[str, Any], what: str, expected: int) -> None:
-    version = body.pop("v", None)
+def _take_version(body: dict[str, Any], what: str, expected: int, key: str = "v") -> None:
+    version = body.pop(key, None)
     if type(version) is not int or version != expected:
         raise Invalid(f"{what} of version {shown(version)}, this process reads {expected}")
 

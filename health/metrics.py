@@ -330,6 +330,10 @@ class Metrics(Page):
 
     log_lines_total = Row(Counter, "Lines that this node's workers printed.", stream=LOG_STREAMS)
     log_bytes_total = Row(Counter, "Bytes that this node's workers printed.", stream=LOG_STREAMS)
+    events_dropped_total = Row(
+        Counter,
+        "Events of the job that are not in this node's event file because the disk was full or stood still.",
+    )
     log_file_bytes_dropped_total = Row(
         Counter,
         "Bytes that this node's workers printed and that are not in their log files because the disk stood still.",

@@ -22,10 +22,13 @@ from ..common.events import Event
 from ..common.io_thread import IoThread
 from ..common.own_folder import make_own
 from ..configuration.config import Config
-from ..configuration.logs import LogConfig
+from ..configuration.logs import NO_FILES, LogConfig
 from ..configuration.timeouts import drain_timeout_s
 from ..machine.inventory import Machine, needs_of
 from ..machine.network.discovery import Network
+from ..observability.journal.event_file import EventFile
+from ..observability.journal.events import Kind
+from ..observability.journal.journal import Journal
 from ..observability.status.pages import StatusPages
 from ..output.console import Console
 from ..output.log_folders import log_directory
@@ -56,6 +59,8 @@ class Agent:
     manager: ServiceManager
     console: Console
     clock: Callable[[], float]
+    run_directory: Path | None = None
+    """Below it are the folders of runs, with events and evidence; None: there are none."""
     started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +79,27 @@ def choose_log_directory(logs: LogConfig) -> LogConfig:
     if directory not in (None, logs.directory):
         log.info("what workers print is in %s; --log-dir chooses another place", directory)
     return replace(logs, directory=directory)
+
+
+def choose_run_directory(logs: LogConfig) -> Path | None:
+    """The given one, or this user's own; None: no files are wanted, or there is no place for them."""
+    if logs.directory == NO_FILES:
+        return None
+    try:
+        directory = log_directory(logs.directory, own=logs.directory is None)
+        if directory is not None and directory != logs.directory:
+            make_own(directory, readable=True)
+    except OSError as error:
+        log.warning("events and evidence of failures are in no files: %s; set --log-dir", error)
+        return None
+    return directory
+
+
+def journal_of(agent: Agent, metrics: Metrics) -> Journal:
+    file = EventFile(metrics.events_dropped_total.inc) if agent.run_directory is not None else None
+    journal = Journal(agent.name, time.time, file)
+    journal.note(Kind.AGENT_STARTED, f"agent {__version__} starts, incarnation {agent.incarnation}")
+    return journal
 
 
 def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:

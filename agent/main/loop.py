@@ -486,5 +486,5 @@ class Loop:
             self._services.memory_server.expect_handover()
         self._left_as, self._left_with = asked_by, code_of_leave(number, requeues=self._stop.requeues)
         self._divide_leave(now)
-        self._services.observer.leaving()
+        self._services.observer.leaving(asked_by)
         self._services.manager.stopping(f"leaving the job, as {asked_by} asks")

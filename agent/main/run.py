@@ -75,6 +75,8 @@ from .assembly import (
     Agent,
     checks_of,
     choose_log_directory,
+    choose_run_directory,
+    journal_of,
     metrics_of,
     pages_of,
     policy_of,
@@ -104,6 +106,7 @@ def run(config: Config, machine: Machine, prepared: Prepared | None = None) -> i
     prepared = prepared or prepare_process()
     console = take_console(name)
     log_to(console, name, config.logs.level.number)
+    run_directory = choose_run_directory(config.logs)
     config = replace(config, logs=choose_log_directory(config.logs))
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
@@ -119,6 +122,7 @@ def run(config: Config, machine: Machine, prepared: Prepared | None = None) -> i
         manager,
         console,
         clock=time.monotonic,
+        run_directory=run_directory,
     )
     try:
         ending = _run(agent, machine, prepared)
@@ -195,6 +199,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
     machine = replace(machine, network=network)
     metrics = metrics_of(agent, machine, network)
     with contextlib.ExitStack() as parts:
+        journal = _started(parts, journal_of(agent, metrics))
         claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
         helpers = _start_helpers(agent, claimed, prepared, parts)
         checks = _check(agent, machine, helpers.subreaper, parts)
@@ -206,11 +211,20 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
         rendezvous = _make_rendezvous(agent, claimed, helpers, http, store, checks.held_back)
         services = _serve_workers(agent, claimed, helpers, rendezvous.participant, store, metrics, parts)
         rendezvous.link.start()
-        observer = Observer(metrics, pages, agent.config.max_restarts, agent.started_at, time.time)
+        observer = Observer(
+            metrics,
+            pages,
+            journal,
+            agent.run_directory,
+            agent.config.max_restarts,
+            agent.started_at,
+            time.time,
+        )
         _watch_for_notices(agent, parts)
         loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, *services)
         probes.begin(rendezvous.participant, rendezvous.heartbeat)
-        return _live(agent, loop, rendezvous, store, hosts_store=claimed.listeners.store is not None)
+        hosts_store = claimed.listeners.store is not None
+        return _live(agent, loop, rendezvous, observer, store, hosts_store=hosts_store)
 
 
 # ---------------------------------------------------------------- refused before anything is started
@@ -406,8 +420,10 @@ def _serve_workers(
     worker_store = WorkerStore(agent.environment, spares, io, post)
     parts.callback(worker_store.end)
     lost = metrics.log_file_bytes_dropped_total.inc
+    files = agent.config.logs.directory is not None
     logs = _started(
-        parts, WorkerLogs(agent.config.logs.directory, node.name, agent.console, metrics.printed, lost)
+        parts,
+        WorkerLogs(agent.run_directory, node.name, agent.console, metrics.printed, lost, files=files),
     )
     commits = CommitFence(store, latest, clock)
     last_steps = LastSteps(store, latest, post, clock)
@@ -490,10 +506,13 @@ def _watch_for_notices(agent: Agent, parts: contextlib.ExitStack) -> None:
         _started(parts, NoticeWatch(source, agent.events.put, agent.clock, time.time, expected=expected))
 
 
-def _live(agent: Agent, loop: Loop, rendezvous: Rendezvous, store: Store, *, hosts_store: bool) -> Ending:
+def _live(
+    agent: Agent, loop: Loop, rendezvous: Rendezvous, observer: Observer, store: Store, *, hosts_store: bool
+) -> Ending:
     """No worker is left when the loop ends. Only then the lease is given up."""
     rendezvous.heartbeat.start()
     ending = loop.run()
+    observer.ended_with(ending.code, ending.reason, agent.clock())
     rendezvous.heartbeat.close()
     agent.manager.stopping("leaving the rendezvous")
     rendezvous.link.close()

@@ -84,10 +84,15 @@ class WorkerLogs:
         console: Console,
         count: Callable[[str, int, int], None] = lambda name, lines, size: None,
         count_lost: Callable[[int], None] = lambda size: None,
+        *,
+        files: bool = True,
     ) -> None:
         """In the reading thread `count(name, lines, size)` is given what was read from a stream, and `count_lost` how
-        many bytes are missing in a file because its disk stood still."""
+        many bytes are missing in a file because its disk stood still. Without `files` what workers print is in none,
+        and the folder of the run is for others."""
         self._directory = directory
+        self.has_files = files and directory is not None
+        """What workers print is in files."""
         self._run: RunFolder | None = None
         self._tidying: Thread | None = None
         self._count = count
@@ -102,7 +107,7 @@ class WorkerLogs:
         self._left_out: bytes | None = None
 
     def start(self) -> None:
-        if self._directory is not None:
+        if self.has_files:
             self._files.start()
         self._io.start()
 
@@ -119,6 +124,11 @@ class WorkerLogs:
             tidy = partial(_tidy, self._run, generation)
             self._tidying = Thread(tidy, "log-folders")
             self._tidying.start()
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that goes on, which may still be to come; None before it, or without a directory."""
+        return self._run.path.absolute() if self._run is not None else None
 
     def leave_out(self, words: bytes) -> None:
         """From now on lines that end so are in the files only: they would only mislead."""
@@ -149,9 +159,9 @@ class WorkerLogs:
 
     def folder(self, generation: int, name: str) -> Path | None:
         """For what others write beside the logs of a generation, made soon; None when there are no files."""
-        if self._run is None:
+        if self.run is None or not self.has_files:
             return None
-        folder = self._run.path.absolute() / f"gen{generation}" / name
+        folder = self.run / f"gen{generation}" / name
         self._files.do(partial(_make_folder, folder))
         return folder
 
@@ -163,7 +173,7 @@ class WorkerLogs:
         """
         for stream in self._streams[generation, rank]:
             self._io.post(partial(self._drain, stream))
-        self._io.post(partial(self._files.do, then) if self._directory is not None else then)
+        self._io.post(partial(self._files.do, then) if self.has_files else then)
 
     def detach_generation(self, generation: int) -> None:
         """Reads what is left, then closes the generation's pipes and files; its tails are forgotten at once."""
@@ -203,7 +213,7 @@ class WorkerLogs:
         return _Stream(name, pipe, prefix, route.console, file, needles, copies)
 
     def _file(self, generation: int, folder: str, name: str) -> LogFile | None:
-        if self._run is None:
+        if self._run is None or not self.has_files:
             return None
         return self._files.open(generation, self._run.path / f"gen{generation}" / folder / name)
 

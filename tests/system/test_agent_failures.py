@@ -20,6 +20,7 @@ from .harness import RECORDER, Job, planted
 
 THREADS = (
     "console",
+    "event-file",
     "health-http",
     "heartbeat",
     "io",
@@ -53,9 +54,9 @@ ELSEWHERE = (
     "push-*",  # of the memory server, with which it ends
     "rendezvous",
 )
-"""Those of the backlogs (`console` and `log-files`) and `IoThread` (`io` and `worker-logs`); where a lock was lent, for
-one question, for a step of the start or the end (tests/unit/test_threads.py, test_error_file.py), of the process that
-writes checkpoints, which ends with it, and of torchrun's agent."""
+"""Those of the backlogs (`console`, `event-file`, `log-files`) and `IoThread` (`io`, `worker-logs`); where a lock was
+lent, for one question, for a step of the start or the end (tests/unit/test_threads.py, test_error_file.py), of the
+process that writes checkpoints, which ends with it, and of torchrun's agent."""
 
 
 def started_in_agents() -> set[str]:

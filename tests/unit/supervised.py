@@ -18,6 +18,7 @@ from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.accounting.observer import Observer
+from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
@@ -63,6 +64,7 @@ class FakeLogs(Ignored):
     def __init__(self) -> None:
         self.asked: list[tuple[int, Callable[[], None]]] = []
         self.lines: tuple[str, ...] = ()
+        self.has_files = True
 
     def drain(self, generation: int, rank: int, then: Callable[[], None]) -> None:
         self.asked.append((rank, then))
@@ -174,7 +176,7 @@ class Supervised:
             self.config,
             node,
             self.participant,
-            Observer(self.metrics, pages, None, self.now, lambda: 0.0),
+            Observer(self.metrics, pages, Journal("a", lambda: 0.0), None, None, self.now, lambda: 0.0),
             Processes(
                 new_group=self.new_group,
                 guard=cast(Guard, Ignored()),

@@ -102,7 +102,9 @@ workers/preloader: common workers/failures workers/preloader/fidelity workers/pr
 rendezvous_io: common configuration configuration/types machine/network
 observability:
 observability/status: workers/failures observability common configuration workers/processes rendezvous_io
-observability/accounting: workers/failures observability workers/processes observability/status
+observability/journal: output
+observability/accounting: workers/failures observability output workers/processes observability/status \
+    observability/journal
 workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \
     workers/environment workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
@@ -110,7 +112,8 @@ commands: common output configuration configuration/types configuration/reading 
     workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
 main: common output configuration configuration/types machine/network machine/memory workers/failures \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
-    rendezvous_io observability/status observability/accounting workers/supervision workers/links
+    rendezvous_io observability/status observability/journal observability/accounting \
+    workers/supervision workers/links
 daemon: common output configuration configuration/types configuration/reading machine/network machine \
     workers/preloader/fidelity rendezvous_io main
 commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \

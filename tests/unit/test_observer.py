@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_agent.agent.observability.accounting.goodput import Activity
 from elastic_agent.agent.observability.accounting.observer import Observer
+from elastic_agent.agent.observability.journal.events import Kind
+from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.agent.observability.status.pages import STATUS_PAGE, StatusPages
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
@@ -15,9 +18,11 @@ from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
     Endpoint,
+    Failure,
     Member,
     Phase,
     Restarts,
+    Result,
     World,
 )
 
@@ -45,8 +50,13 @@ def pages() -> StatusPages:
 
 
 @pytest.fixture
-def observer(metrics: Metrics, pages: StatusPages) -> Observer:
-    return Observer(metrics, pages, None, 0.0, lambda: 0.0)
+def journal() -> Journal:
+    return Journal("a", lambda: 1000.0)
+
+
+@pytest.fixture
+def observer(metrics: Metrics, pages: StatusPages, journal: Journal) -> Observer:
+    return Observer(metrics, pages, journal, None, None, 0.0, lambda: 0.0)
 
 
 def test_a_state_that_is_passed_over_is_counted_once(metrics: Metrics, observer: Observer) -> None:
@@ -59,10 +69,10 @@ def test_a_state_that_is_passed_over_is_counted_once(metrics: Metrics, observer:
 
 
 def test_a_notice_is_counted_and_its_deadline_shown_until_it_is_withdrawn(
-    metrics: Metrics, pages: StatusPages
+    metrics: Metrics, pages: StatusPages, journal: Journal
 ) -> None:
     """The machine's monotonic clock shows 0 s, its wall clock 1000 s."""
-    observer = Observer(metrics, pages, None, 0.0, lambda: 1000.0)
+    observer = Observer(metrics, pages, journal, None, None, 0.0, lambda: 1000.0)
     for deadline in (30.0, 20.0):
         observer.noticed("the cloud ends it", deadline, 0.0)
     assert [value for *_, value in metrics.notices_total.samples()] == [2]
@@ -96,3 +106,47 @@ def test_what_a_node_waits_for_is_logged_once_it_lasts(
         "waiting: last call: 1 node here, up to 3 may come",
         "waiting: a to stop generation 1",
     ]
+
+
+def test_each_world_is_an_event_of_the_journal_and_each_change_of_it_once(
+    observer: Observer, journal: Journal
+) -> None:
+    failure = Failure(1, fingerprint="x", summary="exit code 1")
+    failed = Cause(CauseKind.FAILURE, "b", "exit code 1", failure)
+    left = Cause(CauseKind.LEAVE, "b", "node b leaves")
+    for world in (
+        None,
+        WORLD,
+        WORLD,
+        replace(WORLD, phase=Phase.STOPPING, cause=failed),
+        replace(WORLD, generation=2, cause=failed),
+        replace(WORLD, generation=2, phase=Phase.DRAINING, cause=left),
+        replace(WORLD, generation=2, phase=Phase.LAST_STEP, cause=left),
+        replace(WORLD, generation=3, cause=left),
+        replace(
+            WORLD, generation=3, phase=Phase.ENDED, result=Result.SUCCEEDED, cause=Cause(CauseKind.SUCCESS)
+        ),
+    ):
+        observer.update(NodeSnapshot("a", "a-1", world=world, waiting_for=""), None, 0.0)
+    observer.failure_shown(failure)
+    observer.failure_shown(failure)
+    observer.ended_with(0, "all is done", 60.0)
+    assert [(event.generation, event.kind, event.text, event.cause) for event in journal.since(0, 99)] == [
+        (1, Kind.WORLD, "the job starts", "start"),
+        (2, Kind.WORLD, "exit code 1", "unknown"),
+        (2, Kind.DRAIN, "node b leaves", "leave"),
+        (3, Kind.WORLD, "node b leaves", "leave"),
+        (3, Kind.JOB_ENDED, "the job starts", "succeeded"),
+        (1, Kind.FAILURE, "exit code 1", ""),
+        (1, Kind.ACCOUNTING, "0 steps, 0 s of 60 s were productive", ""),
+        (1, Kind.AGENT_ENDED, "all is done", ""),
+    ]
+
+
+def test_what_all_seconds_went_into_is_an_event_a_minute(observer: Observer, journal: Journal) -> None:
+    for now in (0.0, 30.0, 60.0, 61.0, 119.0, 120.5):
+        observer.update(NodeSnapshot("a", "a-1", waiting_for="others"), None, now)
+    events = [event for event in journal.since(0, 99) if event.kind is Kind.ACCOUNTING]
+    assert [event.seconds["waiting"] for event in events] == [60.0, 120.5]
+    assert events[0].seconds.keys() == {activity.value for activity in Activity}
+    assert events[0].counts == {"steps": 0, "steps_redone": 0}

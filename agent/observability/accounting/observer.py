@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from ....health.checks.finding import Finding
 from ....health.metrics import Metrics
@@ -19,8 +20,11 @@ from ....rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
 from ....rendezvous.text import counted
 from ....worker.wire.messages import ReplicationReport
+from ...output.log_folders import run_folder
 from ...workers.processes.workers import WorkerGroup
-from ..status.pages import StatusPages
+from ..journal.events import Kind
+from ..journal.journal import Journal
+from ..status.pages import StatusPages, worker_of
 from ..world_comparison import WorldComparison
 from .goodput import TrainingEvent
 from .membership_changes import MembershipWatch, because, reason
@@ -61,17 +65,22 @@ class Observer:
         self,
         metrics: Metrics,
         pages: StatusPages,
+        journal: Journal,
+        run_directory: Path | None,
         max_failures: int | None,
         started_at: float,
         wall_clock: Callable[[], float],
     ) -> None:
-        """`started_at`: when the agent started."""
+        """`started_at`: when the agent started. Below `run_directory` the journal's file is; None: it has none."""
+        self.journal = journal
+        self._run_directory = run_directory
         self._metrics = metrics
         self._pages = pages
         self._max_failures = max_failures
         self._wall_clock = wall_clock
-        self.training = TrainingAccount(metrics, pages, started_at, wall_clock)
+        self.training = TrainingAccount(metrics, pages, journal, started_at, wall_clock)
         self._worlds = MembershipWatch()
+        self._noted: World | None = None
         self._shown: Failure | None = None
         self._generation = _Generation()
         self._seeking_since = started_at
@@ -127,6 +136,7 @@ class Observer:
         self._seen = world, nodes, coordinates
         self._worlds.asked_to_stop(node.incarnation for node in nodes if node.leaving)
         change = self._worlds.see(world)
+        self._note_world(world)
         self._metrics.count_membership_change(**asdict(change))
         running = world is not None and world.trains
         members = {member.incarnation for member in world.members} if world is not None else set()
@@ -138,6 +148,30 @@ class Observer:
             waiting=(0 if running else len(here)) if coordinates else None,
             lost=len(members - here) if coordinates else None,
         )
+
+    def _note_world(self, world: World | None) -> None:
+        """Each generation once, its planned change, and how the job ended."""
+        before, self._noted = self._noted, world
+        if world is None or world is before:
+            return
+        if self._run_directory is not None and world.run:
+            self.journal.begin(run_folder(self._run_directory, world.job, world.run))
+        number, counts = world.generation, {"nodes": len(world.members), "workers": world.size}
+        why = because(world, None) or "the job starts"
+        about = world.cause.node if world.cause.kind is not CauseKind.START else ""
+        if world.phase is Phase.ENDED:
+            result = world.result.value if world.result is not None else ""
+            self.journal.note(
+                Kind.JOB_ENDED, why, generation=number, about=about, cause=result, counts=counts
+            )
+            return
+        noted = before if before is not None and before.generation == number else None
+        if noted is None:
+            started = world.cause.kind is CauseKind.START
+            cause = "start" if started else reason(world.cause)
+            self.journal.note(Kind.WORLD, why, generation=number, about=about, cause=cause, counts=counts)
+        if world.drains and (noted is None or not noted.drains):
+            self.journal.note(Kind.DRAIN, why, generation=number, about=about, cause=world.cause.kind.value)
 
     def _account_for_waiting(self, snapshot: NodeSnapshot, now: float) -> None:
         """No worker is here: the time is the rendezvous', the pause's, or that of a job without this node."""
@@ -231,6 +265,12 @@ class Observer:
         self._metrics.worker_starts_total.inc(len(local_ranks))
         for local_rank in local_ranks:
             self._metrics.worker_up.set(1, local_rank=local_rank)
+        self.journal.note(
+            Kind.WORKERS_STARTED,
+            f"{counted(len(local_ranks), 'worker')} started here",
+            generation=self._generation.number,
+            counts={"workers": len(local_ranks)},
+        )
 
     def spares(self, ready: int) -> None:
         self._metrics.spares.set(ready)
@@ -257,6 +297,16 @@ class Observer:
 
     def failure_shown(self, failure: Failure) -> None:
         """The log has its cause: what follows from it is logged without."""
+        if failure != self._shown:
+            worker = worker_of(failure)
+            self.journal.note(
+                Kind.FAILURE,
+                failure.summary,
+                generation=failure.generation,
+                rank=worker.rank if worker is not None else None,
+                about=worker.node if worker is not None else "",
+                cause=worker.reason if worker is not None else "",
+            )
         self._shown = failure
 
     def stopping(self, now: float) -> None:
@@ -278,6 +328,7 @@ class Observer:
         ends_at = self._wall_clock() + deadline - now if deadline is not None else None
         self._metrics.notice_deadline_timestamp_seconds.set(ends_at)
         self._pages.noticed(text, deadline)
+        self.journal.note(Kind.NOTICE, text)
 
     def checked(self, findings: Sequence[Finding]) -> None:
         """The checks of this node have run, before it joins."""
@@ -298,9 +349,18 @@ class Observer:
     def notice_withdrawn(self) -> None:
         self._metrics.notice_deadline_timestamp_seconds.set(None)
         self._pages.noticed("", None)
+        self.journal.note(Kind.NOTICE, "the notice is withdrawn")
 
-    def leaving(self) -> None:
+    def leaving(self, asked_by: str) -> None:
         self._leaving = True
+        self.journal.note(
+            Kind.DRAIN, f"this node leaves the job: {asked_by}", about=self.journal.node, cause="leave"
+        )
+
+    def ended_with(self, code: int, reason: str, now: float) -> None:
+        """The main loop has ended, and so does this agent."""
+        self.training.account(now)
+        self.journal.note(Kind.AGENT_ENDED, reason, counts={"code": code})
 
     def left(self, why: Result | Refusal) -> None:
         """This node's part is over. Unless its workers had succeeded, it was waiting for a world until now."""

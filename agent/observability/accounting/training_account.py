@@ -7,18 +7,25 @@ the workers have come together) and `step_count` (which steps are new, and which
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from ....health.metrics import Metrics
 from ....rendezvous.records import CauseKind, World
 from ....worker.wire.messages import LoadReport, Report, SaveReport
 from ....worker.wire.shared_progress import Reading
+from ..journal.events import Kind
+from ..journal.journal import Journal
+from ..journal.saves import SaveEvents
 from ..status.pages import StatusPages
 from .goodput import STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
 from .node_progress import NodeProgress, Step, node_progress
 from .step_count import Counted, StepCount
 
 log = logging.getLogger(__name__)
+
+ACCOUNTING_EVERY_S = 60.0
+"""How often the journal has what all seconds went into."""
 
 _RECOVERIES = {
     CauseKind.FAILURE: "process",
@@ -33,10 +40,20 @@ class TrainingAccount:
     """For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
 
     def __init__(
-        self, metrics: Metrics, pages: StatusPages, started_at: float, wall_clock: Callable[[], float]
+        self,
+        metrics: Metrics,
+        pages: StatusPages,
+        journal: Journal,
+        started_at: float,
+        wall_clock: Callable[[], float],
     ) -> None:
         self._metrics = metrics
         self._pages = pages
+        self._journal = journal
+        self._saves = SaveEvents(journal)
+        self._accounted_at = started_at
+        self._done = Counter(steps=0, steps_redone=0)
+        """Since the start of this agent."""
         self._wall_clock = wall_clock
         self._goodput = GoodputAccount(started_at)
         self._steps = StepCount()
@@ -47,6 +64,7 @@ class TrainingAccount:
     def _begin(self, generation: int, because: str) -> None:
         self._generation, self._because = generation, because
         self._progress = NodeProgress()
+        self._load_noted: tuple[str, int] | None = None
         self._damaged: int | None = None
         """The newest checkpoint that a worker of this generation found damaged."""
 
@@ -72,6 +90,12 @@ class TrainingAccount:
         if recovery is not None and self._recovers_from in _RECOVERIES:
             phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
             self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
+            self._journal.note(
+                Kind.RECOVERY,
+                f"training goes on, {recovery.duration_s:.3g} s after it stood still",
+                cause=_RECOVERIES[self._recovers_from],
+                seconds=phases_s,
+            )
         if not self._goodput.recovering:
             self._recovers_from = None
         return recovery
@@ -79,10 +103,23 @@ class TrainingAccount:
     def advance(self, now: float) -> None:
         """Publish what all seconds until now went into."""
         self._goodput.advance(now)
+        if now - self._accounted_at >= ACCOUNTING_EVERY_S:
+            self.account(now)
         lost_s = {activity.value: seconds for activity, seconds in self._goodput.seconds.items()}
         productive_s = lost_s.pop(Activity.PRODUCTIVE.value)
         lost_s["startup"] = sum(lost_s.pop(activity.value) for activity in STARTUP)
         self._metrics.account(productive_s, lost_s, reports_steps=self._goodput.reports_steps)
+
+    def account(self, now: float) -> None:
+        """Into the journal: what all seconds until now went into."""
+        self._accounted_at = now
+        self._goodput.advance(now)
+        self._saves.flush(now)
+        seconds = {activity.value: spent_s for activity, spent_s in self._goodput.seconds.items()}
+        done = self._done
+        productive_s, all_s = seconds[Activity.PRODUCTIVE.value], sum(seconds.values())
+        text = f"{done['steps']} steps, {productive_s:.0f} s of {all_s:.0f} s were productive"
+        self._journal.note(Kind.ACCOUNTING, text, seconds=seconds, counts=done)
 
     def progressed(self, readings: Collection[Reading], now: float) -> None:
         """The shared progress of each worker of this generation as it is now."""
@@ -128,6 +165,7 @@ class TrainingAccount:
         )
 
     def _count(self, counted: Counted) -> None:
+        self._done.update(steps=counted.new, steps_redone=counted.lost)
         self._metrics.count_steps(
             new=counted.new, lost=counted.lost, timed=counted.timed, mean_s=counted.mean_s
         )
@@ -135,8 +173,10 @@ class TrainingAccount:
     def reported(self, report: Report, at: float) -> None:
         self._pages.reported(report, at)
         if isinstance(report, SaveReport):
+            self._saves.add(report, at)
             self._saved(report, at)
         else:
+            self._note_load(report)
             self._loaded(report)
 
     def _saved(self, report: SaveReport, at: float) -> None:
@@ -156,8 +196,9 @@ class TrainingAccount:
             metrics.checkpoint_interval_seconds.set(at - self._saved_at)
         self._saved_at = at
 
-    def saved_later(self, report: SaveReport) -> None:
+    def saved_later(self, report: SaveReport, at: float) -> None:
         """The generation that ordered it has gone: `DiskWriter` logs a failure when it is final."""
+        self._saves.add(report, at)
         if report.result == "ok":
             self._count_saved(report)
         else:
@@ -170,6 +211,27 @@ class TrainingAccount:
             size_bytes=report.bytes,
             duration_s=report.duration_s,
             at_s=self._wall_clock(),
+        )
+
+    def _note_load(self, report: LoadReport) -> None:
+        """Once for all workers of a generation that have found the same."""
+        found = report.result, report.step
+        if found == self._load_noted:
+            return
+        self._load_noted = found
+        place = "memory" if report.tier == "memory" else "disk"
+        text = {
+            "ok": f"training goes on from step {report.step}, from {place}",
+            "none": "there is no checkpoint: training begins at step 0",
+            "corrupt": f"the checkpoint of step {report.step} in {place} is damaged",
+            "error": "no checkpoint could be loaded",
+        }[report.result]
+        self._journal.note(
+            Kind.LOAD,
+            text,
+            cause=report.tier if report.result == "ok" else report.result,
+            seconds={"duration": report.duration_s},
+            counts={"step": report.step},
         )
 
     def _loaded(self, report: LoadReport) -> None:

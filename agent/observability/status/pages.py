@@ -17,7 +17,7 @@ from typing import Annotated
 from ....codec import AtMost, Count, Document, Seconds, Within
 from ....health.checks.finding import Finding, Outcome, worst_first
 from ....rendezvous.node.snapshot import NodeSnapshot
-from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, NodeRecord, Phase, World
+from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
 from ....rendezvous.text import Name, line
 from ....worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
 from ...workers.failures.worker_failure import FailureInvalid, WorkerFailure
@@ -123,7 +123,11 @@ JOB_PAGE = Document(JobStatus, SCHEMA, MAX_JOB_BYTES)
 
 def worker_failure(world: World) -> WorkerFailure | None:
     """The worker that is the cause of the world's phase; None when there is none, or it cannot be read."""
-    failure = world.cause.failure
+    return worker_of(world.cause.failure)
+
+
+def worker_of(failure: Failure | None) -> WorkerFailure | None:
+    """The worker that failed; None when there is none, or it cannot be read."""
     if failure is None or not failure.detail:
         return None
     try:

@@ -259,7 +259,7 @@ class Supervisor:
         generation = self._running
         if generation is None or event.generation != generation.number:
             if isinstance(event, Reported) and isinstance(event.report, SaveReport):
-                self._observer.training.saved_later(event.report)
+                self._observer.training.saved_later(event.report, event.at)
         elif isinstance(event, WorkerExited):
             self._exited(generation, event)
         elif isinstance(event, TailReady):
@@ -429,7 +429,7 @@ class Supervisor:
         logs.begin(world.job, world.run, number)
         logs.leave_out(bind_of_rank_0_failed(world.master.port))
         has_nccl = self._node.machine.software.has_nccl
-        records = logs.folder(number, "flight_records") if has_nccl else None
+        records = logs.folder(number, "flight_records") if has_nccl and logs.has_files else None
         pages = generation.pages
         try:
             make_directory(self._node, number)

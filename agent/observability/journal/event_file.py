@@ -1,0 +1,158 @@
+"""The file of a journal, in the folder of the run: `events-<node>.jsonl`, written by a thread that does nothing else.
+
+A disk that is full or does not answer costs the events that find no room meanwhile, and nothing else: they are dropped
+and counted, and told once. The file is bounded: when it is full it becomes `events-<node>.jsonl.1`, in place of the one
+before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from ...output.backlog import Backlog
+from ...output.log_folders import RunFolder
+from .events import MAX_EVENT_CHARS, JobEvent, read_events
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 8 * 1024 * 1024
+QUEUE_MAX = 1024 * 1024
+"""Bytes that may wait for the disk."""
+CLOSE_S = 1.0
+"""What the disk gets for the last events, when the agent ends."""
+
+OLDER = ".1"
+"""Behind the name of the part that was full."""
+_NAME = re.compile(r"events-(.+)\.jsonl")
+
+
+def file_name(node: str) -> str:
+    return f"events-{node}.jsonl"
+
+
+def journals(folder: Path) -> dict[str, tuple[Path, ...]]:
+    """The files of each node in the folder of a run, the older part first. Raises OSError."""
+    found = {}
+    for name in sorted(os.listdir(folder)):
+        if match := _NAME.fullmatch(name):
+            parts = (folder / f"{name}{OLDER}", folder / name)
+            found[match[1]] = tuple(part for part in parts if part.exists())
+    return found
+
+
+def read_file(path: Path) -> Iterator[JobEvent]:
+    """The events that can be read. Raises OSError."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        yield from read_events(iter(lambda: file.readline(2 * MAX_EVENT_CHARS), ""))
+
+
+class EventFile(Backlog[Callable[[], None]]):
+    """`open`, `write` and `end` are for any thread, and never wait, but for `end`."""
+
+    def __init__(self, count_lost: Callable[[], None], most_bytes: int = MAX_FILE_BYTES) -> None:
+        """`count_lost` is called for each event that is not written."""
+        super().__init__("event-file")
+        self._count_lost = count_lost
+        self._most_bytes = most_bytes
+        self._still = False
+        """The log has that the disk stands still. Under the lock."""
+        # All below is of the thread.
+        self._run: RunFolder | None = None
+        self._path = Path()
+        self._fd = -1
+        self._file_size = 0
+        self._failing = False
+        """The log has that the disk takes nothing."""
+
+    def open(self, folder: Path, node: str) -> None:
+        """From now on events go to the file of this node there."""
+        self.put(partial(self._open, folder, node), 0, float("inf"))
+
+    def write(self, event: str) -> None:
+        data = event.encode(errors="replace") + b"\n"
+        self.put(partial(self._write, data), len(data), QUEUE_MAX)
+
+    def end(self) -> None:
+        """Once; waits a moment for the last events."""
+        self.put(self._close, 0, float("inf"))
+        self.close()
+        if not self.join(CLOSE_S):
+            log.warning("the last events are missing in %s: the disk stands still", self._path)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        work()
+
+    def _refused(self, work: Callable[[], None]) -> None:
+        self._count_lost()
+        if not self._still:
+            self._still = True
+            log.warning(
+                "events are missing in %s: its disk stands still. The job goes on; the newest are in memory",
+                self._path,
+            )
+
+    def _moved(self) -> None:
+        if self._still and not self._waiting:
+            self._still = False
+            log.warning("the disk of the event file moves again")
+
+    # Everything below runs in the thread.
+
+    def _open(self, folder: Path, node: str) -> None:
+        self._close()
+        self._run, self._path = RunFolder(folder), folder / file_name(node)
+
+    def _close(self) -> None:
+        self._close_file()
+        if self._run is not None:
+            self._run.release()
+
+    def _write(self, data: bytes) -> None:
+        if self._run is None:
+            return
+        try:
+            if self._fd >= 0 and self._file_size + len(data) > self._most_bytes:
+                os.replace(self._path, f"{self._path}{OLDER}")
+                self._close_file()
+            if self._fd < 0:
+                self._run.hold()
+                data = self._open_file() + data
+            rest = memoryview(data)
+            while rest:
+                written = os.write(self._fd, rest)
+                self._file_size += written
+                rest = rest[written:]
+        except OSError as error:
+            self._close_file()
+            self._count_lost()
+            if not self._failing:
+                self._failing = True
+                log.warning(
+                    "events are not written to %s: %s. The job goes on; make room, or set another --log-dir",
+                    self._path,
+                    error.strerror,
+                )
+            return
+        if self._failing:
+            self._failing = False
+            log.warning("events are written to %s again", self._path)
+
+    def _open_file(self) -> bytes:
+        """What must stand before the next line: a full disk, or the end of an earlier agent, may have cut the last."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self._path, flags, 0o640)
+        self._file_size = os.fstat(self._fd).st_size
+        whole = not self._file_size or os.pread(self._fd, 1, self._file_size - 1) == b"\n"
+        return b"" if whole else b"\n"
+
+    def _close_file(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # an error of a network disk at close was told at write
+                os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,109 @@
+"""What happened to the job, as this agent saw it: the newest events in memory, all of them in a file.
+
+Any thread may note an event, and none ever waits for the disk. In memory the newest stay; they go into the file as soon
+as the run has a folder, so that it has the events before the first world, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+
+from ....rendezvous.text import clean
+from .event_file import EventFile
+from .events import EVENT, MAX_EVENT_TEXT, JobEvent, Kind, rounded
+
+KEPT_EVENTS = 2048
+"""In memory."""
+_MOST_CAUSE = 64
+
+
+class Journal:
+    def __init__(
+        self,
+        node: str,
+        wall_clock: Callable[[], float],
+        file: EventFile | None = None,
+        kept: int = KEPT_EVENTS,
+    ) -> None:
+        """Without a `file` the events are in memory alone."""
+        self.node = node
+        self._wall_clock = wall_clock
+        self._file = file
+        self._lock = threading.Lock()
+        self._events: deque[JobEvent] = deque(maxlen=kept)
+        self._number = 0
+        self._generation = 0
+        self._folder: Path | None = None
+        self._heard: tuple[Callable[[], None], ...] = ()
+
+    def listen(self, heard: Callable[[], None]) -> None:
+        """Called after each event, in the thread that notes it: it must not wait."""
+        self._heard = (*self._heard, heard)
+
+    def start(self) -> None:
+        if self._file is not None:
+            self._file.start()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.end()
+
+    def begin(self, folder: Path) -> None:
+        """The folder of the run is known: from now on events are in its file. Again: nothing, or another run's."""
+        with self._lock:
+            if self._file is None or folder == self._folder:
+                return
+            first, self._folder = self._folder is None, folder
+            self._file.open(folder, self.node)
+            for event in self._events if first else ():
+                self._file.write(EVENT.encode(event))
+
+    def note(
+        self,
+        kind: Kind,
+        text: str,
+        *,
+        generation: int | None = None,
+        rank: int | None = None,
+        about: str = "",
+        cause: str = "",
+        seconds: Mapping[str, float] = {},
+        counts: Mapping[str, int] = {},
+    ) -> None:
+        """`generation`: the newest that was noted, unless it is said. `about`: the node that it is about."""
+        with self._lock:
+            self._number += 1
+            self._generation = self._generation if generation is None else generation
+            event = JobEvent(
+                number=self._number,
+                at=round(self._wall_clock(), 3),
+                node=self.node,
+                generation=self._generation,
+                kind=kind,
+                rank=rank,
+                about=clean(about)[:128],
+                cause=clean(cause)[:_MOST_CAUSE],
+                text=clean(text)[:MAX_EVENT_TEXT],
+                seconds=rounded(seconds),
+                counts=dict(counts),
+            )
+            self._events.append(event)
+            if self._file is not None and self._folder is not None:
+                self._file.write(EVENT.encode(event))
+        for heard in self._heard:
+            heard()
+
+    @property
+    def newest(self) -> int:
+        """Its number; 0 before the first."""
+        return self._number
+
+    def since(self, number: int, most: int) -> tuple[JobEvent, ...]:
+        """The oldest of those with a higher number that are in memory."""
+        with self._lock:
+            first = self._number - len(self._events) + 1
+            return tuple(islice(self._events, max(0, number - first + 1), max(0, number - first + 1) + most))

@@ -1,0 +1,325 @@
+"""The journal: what is noted comes back, in memory and from its file, and no disk holds up who notes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.observability.journal import event_file
+from elastic_agent.agent.observability.journal.event_file import EventFile, file_name, journals, read_file
+from elastic_agent.agent.observability.journal.events import (
+    EVENT,
+    MAX_EVENT_TEXT,
+    JobEvent,
+    Kind,
+    read_events,
+)
+from elastic_agent.agent.observability.journal.journal import Journal
+from elastic_agent.agent.observability.journal.saves import SaveEvents
+from elastic_agent.agent.output.log_folders import MARK, delete_run
+from elastic_agent.worker.wire.messages import SaveReport
+
+PATIENCE_S = 20.0
+
+
+class Lost:
+    def __init__(self) -> None:
+        self.events = 0
+
+    def __call__(self) -> None:
+        self.events += 1
+
+
+@pytest.fixture
+def lost() -> Lost:
+    return Lost()
+
+
+def texts(events: tuple[JobEvent, ...]) -> list[str]:
+    return [event.text for event in events]
+
+
+def written(path: Path) -> list[str]:
+    return [event.text for event in read_file(path)]
+
+
+def a_journal(lost: Lost, most_bytes: int = 10**6) -> Journal:
+    journal = Journal("a", lambda: 1000.0, EventFile(lost, most_bytes))
+    journal.start()
+    return journal
+
+
+# --- Events
+
+
+def test_an_event_comes_back_as_it_was_noted() -> None:
+    journal = Journal("a", lambda: 1000.0004)
+    about = {"rank": 3, "about": "b", "cause": "hang", "generation": 7}
+    journal.note(Kind.FAILURE, "rank 3 hangs", **about, seconds={"stop": 0.25}, counts={"nodes": 2})  # type: ignore[arg-type]
+    [event] = journal.since(0, 10)
+    assert EVENT.decode(EVENT.encode(event)) == event
+    assert (event.number, event.at, event.node, event.generation, event.rank) == (1, 1000.0, "a", 7, 3)
+    assert (event.kind, event.about, event.cause, event.text) == (Kind.FAILURE, "b", "hang", "rank 3 hangs")
+    assert (event.seconds, event.counts) == ({"stop": 0.25}, {"nodes": 2})
+
+
+def test_an_event_is_of_the_newest_generation_that_was_noted() -> None:
+    journal = Journal("a", lambda: 0.0)
+    journal.note(Kind.AGENT_STARTED, "starts")
+    journal.note(Kind.WORLD, "the job starts", generation=4)
+    journal.note(Kind.SAVE, "saved")
+    assert [event.generation for event in journal.since(0, 10)] == [0, 4, 4]
+
+
+def test_texts_of_others_are_bounded_and_hold_nothing_that_a_terminal_obeys() -> None:
+    journal = Journal("a", lambda: 0.0)
+    journal.note(Kind.FAILURE, "killed\n12:00 \x1b[31mred" + "x" * 10_000, cause="y" * 500, about="z" * 500)
+    [event] = journal.since(0, 10)
+    assert event.text.startswith("killed 12:00 redxx")
+    assert (len(event.text), len(event.cause), len(event.about)) == (MAX_EVENT_TEXT, 64, 128)
+    assert EVENT.decode(EVENT.encode(event)) == event
+
+
+def test_a_reader_skips_what_it_cannot_read() -> None:
+    journal = Journal("a", lambda: 0.0)
+    journal.note(Kind.WORLD, "one")
+    [event] = journal.since(0, 10)
+    good = EVENT.encode(event)
+    lines = [
+        "",
+        good[:20],
+        "[]",
+        good.replace('"world"', '"of_tomorrow"'),
+        good.replace(':1,"n', ':2,"n'),
+        good,
+    ]
+    assert list(read_events(lines)) == [event]
+
+
+def test_a_field_of_tomorrow_is_ignored() -> None:
+    journal = Journal("a", lambda: 0.0)
+    journal.note(Kind.WORLD, "one")
+    [event] = journal.since(0, 10)
+    assert EVENT.decode(EVENT.encode(event).replace("{", '{"colour":"red",', 1)) == event
+
+
+# --- In memory
+
+
+def test_the_newest_events_stay_in_memory() -> None:
+    journal = Journal("a", lambda: 0.0, kept=3)
+    for number in range(1, 6):
+        journal.note(Kind.SAVE, str(number))
+    assert texts(journal.since(0, 10)) == ["3", "4", "5"]
+    assert texts(journal.since(0, 2)) == ["3", "4"]
+    assert texts(journal.since(3, 10)) == ["4", "5"]
+    assert journal.since(5, 10) == journal.since(99, 10) == ()
+    assert journal.newest == 5
+
+
+def test_a_listener_hears_of_each_event() -> None:
+    journal, heard = Journal("a", lambda: 0.0), []
+    journal.listen(lambda: heard.append(journal.newest))
+    journal.note(Kind.SAVE, "one")
+    journal.note(Kind.SAVE, "two")
+    assert heard == [1, 2]
+
+
+# --- On disk
+
+
+def test_the_file_has_all_events_those_before_the_first_world_too(tmp_path: Path, lost: Lost) -> None:
+    journal = a_journal(lost)
+    journal.note(Kind.AGENT_STARTED, "starts")
+    journal.begin(tmp_path / "job-run")
+    journal.note(Kind.WORLD, "the job starts", generation=1)
+    journal.begin(tmp_path / "job-run")
+    journal.note(Kind.AGENT_ENDED, "ends")
+    journal.close()
+    folder = tmp_path / "job-run"
+    assert sorted(os.listdir(folder)) == [MARK, "events-a.jsonl"]
+    assert written(folder / "events-a.jsonl") == ["starts", "the job starts", "ends"]
+    assert journals(folder) == {"a": (folder / "events-a.jsonl",)}
+    assert (folder / "events-a.jsonl").stat().st_mode & 0o777 == 0o640
+    assert lost.events == 0
+
+
+def test_another_life_of_the_agent_goes_on_behind_a_line_that_was_cut(tmp_path: Path, lost: Lost) -> None:
+    for text in ("one", "two"):
+        journal = a_journal(lost)
+        journal.note(Kind.AGENT_STARTED, text)
+        journal.begin(tmp_path)
+        journal.close()
+        with (tmp_path / "events-a.jsonl").open("a") as file:
+            file.write('{"schema":1,"num')
+    journal = a_journal(lost)
+    journal.note(Kind.AGENT_STARTED, "three")
+    journal.begin(tmp_path)
+    journal.close()
+    assert written(tmp_path / "events-a.jsonl") == ["one", "two", "three"]
+
+
+def test_the_file_is_bounded_and_the_part_before_is_kept(tmp_path: Path, lost: Lost) -> None:
+    journal = a_journal(lost, most_bytes=2000)
+    journal.begin(tmp_path)
+    for number in range(100):
+        journal.note(Kind.SAVE, str(number))
+    journal.close()
+    older, newest = parts = journals(tmp_path)["a"]
+    assert [path.name for path in parts] == ["events-a.jsonl.1", "events-a.jsonl"]
+    assert all(0 < path.stat().st_size <= 2000 for path in parts)
+    numbers = [int(text) for text in (*written(older), *written(newest))]
+    assert numbers == list(range(numbers[0], 100))
+
+
+def test_no_event_waits_for_a_disk_that_stands_still(
+    tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moves, write = threading.Event(), os.write
+    stuck = threading.Event()
+
+    def still(fd: int, data: bytes) -> int:
+        stuck.set()
+        assert moves.wait(PATIENCE_S)
+        return write(fd, data)
+
+    monkeypatch.setattr(event_file, "QUEUE_MAX", 2000)
+    monkeypatch.setattr(event_file.os, "write", still)
+    journal = a_journal(lost)
+    journal.begin(tmp_path)
+    journal.note(Kind.SAVE, "first")
+    assert stuck.wait(PATIENCE_S)
+    for number in range(100):
+        journal.note(Kind.SAVE, str(number))
+    assert lost.events > 80
+    assert len(journal.since(0, 1000)) == 101, "memory has them"
+    moves.set()
+    journal.close()
+    assert written(tmp_path / "events-a.jsonl")[0] == "first"
+    assert len(written(tmp_path / "events-a.jsonl")) == 101 - lost.events
+    assert [record.getMessage().partition(" in ")[0] for record in caplog.records] == [
+        "events are missing",
+        "the disk of the event file moves again",
+    ]
+
+
+def test_a_full_disk_costs_its_events_and_is_told_once(
+    tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full, write = [False], os.write
+    journal = a_journal(lost)
+
+    def write_some(fd: int, data: bytes) -> int:
+        if not full[0]:
+            return write(fd, data)
+        if len(data) < 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:-30])
+
+    monkeypatch.setattr(event_file.os, "write", write_some)
+    done = threading.Event()
+    journal.begin(tmp_path)
+    for text, is_full in (("one", False), ("two", True), ("three", True), ("four", False)):
+        done.clear()
+        assert journal._file is not None
+        journal._file.put(lambda value=is_full: full.__setitem__(0, value), 0, 1e9)  # type: ignore[misc]
+        journal.note(Kind.SAVE, text)
+    journal.close()
+    assert written(tmp_path / "events-a.jsonl") == ["one", "four"]
+    assert lost.events == 2
+    assert [record.getMessage().partition(" to ")[0] for record in caplog.records] == [
+        "events are not written",
+        "events are written",
+    ]
+
+
+def test_a_folder_that_cannot_be_made_costs_the_file_alone(
+    tmp_path: Path, lost: Lost, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    journal = a_journal(lost)
+    journal.begin(tmp_path / "file" / "job-run")
+    journal.note(Kind.SAVE, "one")
+    journal.note(Kind.SAVE, "two")
+    journal.close()
+    assert lost.events == 2
+    assert len(caplog.records) == 1
+    assert texts(journal.since(0, 10)) == ["one", "two"]
+
+
+def test_no_link_is_followed(tmp_path: Path, lost: Lost) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / file_name("a")).symlink_to(tmp_path / "of-another")
+    journal = a_journal(lost)
+    journal.begin(tmp_path / "job")
+    journal.note(Kind.SAVE, "one")
+    journal.close()
+    assert lost.events == 1
+    assert not (tmp_path / "of-another").exists()
+
+
+def test_a_run_that_is_deleted_goes_with_its_events_and_not_before_the_agent_ends(
+    tmp_path: Path, lost: Lost
+) -> None:
+    folder = tmp_path / "job-run"
+    journal = a_journal(lost, most_bytes=1000)
+    journal.begin(folder)
+    for number in range(20):
+        journal.note(Kind.SAVE, str(number))
+    written = threading.Event()
+    assert journal._file is not None
+    journal._file.put(written.set, 0, 1e9)
+    assert written.wait(PATIENCE_S)
+    delete_run(folder)
+    journal.close()
+    assert folder.exists()
+    delete_run(folder)
+    assert not folder.exists()
+
+
+# --- Saves
+
+
+def saved(tier: str, step: int, result: str = "ok") -> SaveReport:
+    return SaveReport(1, 0, step, result, 0.5, 100, tier, 0.25)  # type: ignore[arg-type]
+
+
+def test_saves_at_every_step_are_an_event_a_minute() -> None:
+    journal = Journal("a", lambda: 0.0)
+    saves = SaveEvents(journal)
+    for step in range(1, 1001):
+        saves.add(saved("memory", step), step * 0.1)
+    saves.flush(100.0)
+    first, second, last = journal.since(0, 10)
+    assert (first.text, first.counts) == (
+        "step 1 is in memory",
+        {"saves": 1, "failed": 0, "bytes": 100, "step": 1},
+    )
+    assert second.counts["step"] == 601
+    assert last.counts == {"saves": 399, "failed": 0, "bytes": 39_900, "step": 1000}
+    assert last.seconds == {"duration": 199.5, "blocked": 99.75}
+
+
+def test_a_save_that_failed_is_said() -> None:
+    journal = Journal("a", lambda: 0.0)
+    saves = SaveEvents(journal)
+    saves.add(saved("local", 5), 0.0)
+    saves.add(saved("local", 10, "error"), 0.5)
+    saves.add(saved("local", 15), 0.9)
+    saves.flush(1.0)
+    saves.flush(2.0)
+    first, last = journal.since(0, 10)
+    assert (first.text, last.text) == ("step 5 is on disk", "step 15 is on disk, 1 failed")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    yield
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "event-file" and thread.is_alive()
+    ]
