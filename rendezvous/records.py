@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
 from .errors import RecordInvalid
 from .statements.terms import Limits, Program
-from .text import NAME, ROLE, Age, Name, Role, clean, line
+from .text import NAME, ROLE, Age, CauseName, Name, Role, clean, line
 
 SCHEMA = 15
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
@@ -85,21 +85,38 @@ class _Record:
             raise RecordInvalid(key, str(error)) from error
 
 
+class Action(enum.Enum):
+    """What follows a failure, by its cause; see `coordinator/restarts`."""
+
+    RESTART = "restart"
+    STOP = "stop"
+    """The script or its settings are wrong: once it has come again without progress, no restart helps."""
+    END = "end"
+    """No restart of the job helps."""
+    EXCLUDE_NODE = "exclude-node"
+    """Its machine is broken: a restart elsewhere helps."""
+    FREE = "free"
+    """Chance, and no fault of script or node: it costs no budget."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first worker of a node that failed in `generation`.
+    """The failure of a node's workers in `generation`: of those that are no `collateral` the first, else the first.
 
     `fingerprint` is the same text for the same failure in another generation; `summary` is for people and only
-    passed on; `detail` is the agent's own JSON form of it, opaque here. `final`: no restart of the job helps.
-    `port_taken`: a port that it wanted to listen on was in use, and may be free at the next try.
+    passed on; `detail` is the agent's own JSON form of it, opaque here.
     """
 
     generation: Positive
     fingerprint: Annotated[str, line(1024)]
     summary: Annotated[str, line(MAX_TEXT)]
     detail: Annotated[str, line(16384)] = ""
-    final: bool = False
-    port_taken: bool = False
+    cause: CauseName = "unknown"
+    action: Action = Action.RESTART
+    collateral: bool = False
+    """It follows from the end of another worker, maybe of another node: a broken collective, a peer that is gone."""
+    outside: bool = False
+    """Someone has ended the worker: the failure says nothing about script, state or node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +335,10 @@ class Restarts:
     """The node on which every failure since the last healthy generation began; empty when there are several."""
     blamed: Count = 0
     """How many these are."""
-    port_retries: Count = 0
-    """Failures of this job that cost no budget, because a port was taken."""
+    free_retries: Count = 0
+    """Failures that cost no budget since a step beyond all earlier ones."""
+    from_outside: Count = 0
+    """How often in a row, without progress in between, someone has ended workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ Name = Annotated[str, Text(128, NAME)]
 ROLE = re.compile(r"[ !#-\[\]-~]{1,128}")
 """Printable ASCII that takes as many bytes in JSON."""
 Role = Annotated[str, Text(128, ROLE)]
+CAUSE = re.compile(r"[a-z][a-z0-9_]{0,39}")
+CauseName = Annotated[str, Text(40, CAUSE)]
+"""Of a cause of failures: the label of metrics that count them."""
 Age = Annotated[float, Within(0, 2**63 - 1)]
 """Seconds."""
 

@@ -80,4 +80,4 @@ def in_words(aside: Aside) -> str:
 
 def forgiven(restarts: Restarts) -> Restarts:
     """The budget without the failures of a node that has been put aside."""
-    return Restarts(restarts.failures - restarts.blamed, port_retries=restarts.port_retries)
+    return Restarts(restarts.failures - restarts.blamed, free_retries=restarts.free_retries)

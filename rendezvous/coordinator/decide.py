@@ -31,7 +31,16 @@ from dataclasses import replace
 from ..records import Cause, CauseKind, Condition, NodeRecord, Phase, Result, World
 from ..text import counted
 from .candidates import first_that_fit, last_call_ends, named, newcomers, why_full
-from .next_world import best_step, close, end, host_left, leaving_host, lost, only_leavers_keep
+from .next_world import (
+    best_step,
+    close,
+    end,
+    host_left,
+    leaving_host,
+    lost,
+    only_leavers_keep,
+    root_failure,
+)
 from .view import Decision, Policy, Publish, View, Wait, in_force
 
 POLL_WAIT_S = 3.0
@@ -70,9 +79,8 @@ def decide(view: View, policy: Policy, now: float) -> Decision:
 
 def _broken(world: World, view: View, present: Sequence[NodeRecord]) -> Cause | None:
     """What ends a generation at once: the workers that are left wait for others that will never come."""
-    for node in present:
-        if node.failure is not None and node.failure.generation == world.generation:
-            return Cause(CauseKind.FAILURE, node.node, node.failure.summary, node.failure)
+    if (failed := root_failure(world, present)) is not None:
+        return failed
     here = {node.incarnation for node in present}
     gone = next((member for member in world.members if member.incarnation not in here), None)
     return lost(gone, view) if gone is not None else None

@@ -70,6 +70,17 @@ def lost(member: Member, view: View) -> Cause:
     return Cause(CauseKind.LOST, member.node, f"node {member.node} is gone: {why}")
 
 
+def root_failure(world: World, present: Sequence[NodeRecord]) -> Cause | None:
+    """What failed in this generation: not what only follows from another end, as far as that is known."""
+    failed = [
+        Cause(CauseKind.FAILURE, node.node, node.failure.summary, node.failure)
+        for node in present
+        if node.failure is not None and node.failure.generation == world.generation
+    ]
+    roots = [cause for cause in failed if cause.failure is not None and not cause.failure.collateral]
+    return next(iter(roots or failed), None)
+
+
 def leaving_host(view: View) -> NodeRecord | None:
     """The node that hosts the store, if it was asked to stop; it need not be a member."""
     return next((node for node in view.nodes if node.leaving and node.hosts_store), None)
@@ -124,6 +135,9 @@ def _left_over(world: World, view: View, policy: Policy, now: float) -> _Basis |
     world = _blame_the_lost(world, present, view)
     basis = _Basis(aside(view), world, present, world.restarts)
     if world.cause.kind is CauseKind.FAILURE:
+        if world.cause.failure is not None and world.cause.failure.collateral:
+            world = replace(world, cause=root_failure(world, present) or world.cause)
+            basis = replace(basis, world=world)
         judged = _after_failure(basis, world, view, policy, now)
         if not isinstance(judged, _Basis):
             return judged
@@ -159,7 +173,8 @@ def _after_failure(basis: _Basis, world: World, view: View, policy: Policy, now:
         return end(replace(ended, restarts=basis.restarts), verdict.result, ended.cause)
     pause_ends = view.world_since + verdict.backoff_s
     if now < pause_ends:
-        why = "a port was taken" if verdict.free else "no progress"
+        failure = world.cause.failure
+        why = failure.cause if verdict.free and failure is not None else "no progress"
         return Wait(f"backing off {verdict.backoff_s:.1f} s: {why}", pause_ends, verdict.backoff_s)
     return basis
 
@@ -265,7 +280,14 @@ def _verdict(world: World, survivors: Sequence[NodeRecord], policy: Policy) -> R
     progressed = _progressed(world, survivors)
     loaded = _loaded(world, survivors)
     ended = Ended(
-        world.generation, failure.fingerprint, progressed, loaded, failure.final, failure.port_taken
+        world.generation,
+        failure.fingerprint,
+        progressed,
+        loaded,
+        failure.action,
+        failure.outside,
+        failure.cause,
+        stepped=_stepped(world, survivors),
     )
     rng = random.Random(f"{world.job}:{world.generation}")
     verdict = after_failure(world.restarts, ended, policy.restarts, rng)
@@ -279,8 +301,12 @@ def _verdict(world: World, survivors: Sequence[NodeRecord], policy: Policy) -> R
 def _progressed(world: World, survivors: Sequence[NodeRecord]) -> bool:
     """Time alone is progress only of a job that has no other: a slow script that always fails at one step has none."""
     if best_step(world, survivors):
-        return any(node.step > world.step for node in survivors)
+        return _stepped(world, survivors)
     return any(node.has(Condition.STABLE, world.generation) for node in survivors)
+
+
+def _stepped(world: World, survivors: Sequence[NodeRecord]) -> bool:
+    return any(node.step > world.step for node in survivors)
 
 
 def _loaded(world: World, survivors: Sequence[NodeRecord]) -> int | None:

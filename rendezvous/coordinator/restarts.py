@@ -8,8 +8,19 @@ A state may end all who load it: weights that are not numbers, a copy that was d
 After `BAD_STATE_AFTER` failures alike, all before any step beyond the state that was loaded, the next generation loads
 an older one, and after the next such failure one older again.
 
-A worker that found its port taken says nothing about script, state or node: the first `FREE_PORT_RETRIES` such failures
-of a job cost nothing, unless the job allows no restart at all.
+What a failure costs besides follows from its action:
+
+- RESTART, EXCLUDE_NODE: as above. (Which node is left out is decided elsewhere, see `blame`.)
+- FREE: chance, such as a port that is taken. The first `FREE_RETRIES` since a step beyond all earlier ones cost
+  nothing, unless the job allows no restart at all; the others are as RESTART.
+- STOP: an error of the script. The second in a row alike, without progress, ends the job, also where --max-restarts
+  allows more: that is how often a job may fail, and no promise to do in vain what takes hours. One that may come from
+  the state that was loaded is as RESTART, so that an older state is tried.
+- END: the first ends the job.
+
+A failure from *outside*, where someone has ended the worker, uses --max-restarts as any other. But it is no sign of a
+loop: the job does not wait before it tries again, and ends over such failures without --max-restarts only after
+`OUTSIDE_IN_A_ROW` of them without progress.
 """
 
 from __future__ import annotations
@@ -17,16 +28,19 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from ..records import BadState, Restarts, Result
+from ..records import Action, BadState, Restarts, Result
 
 STABLE_AFTER_S = 60.0
 """Workers that have run for so long have made progress, if no worker of the job reports steps."""
 
 BAD_STATE_AFTER = 2
 
-FREE_PORT_RETRIES = 2
-PORT_BACKOFF_S = 1.0
-"""Before the second one: what held the port may need a moment to end."""
+FREE_RETRIES = 2
+FREE_BACKOFF_S = 1.0
+"""Before the second one: what holds a port may need a moment to end."""
+
+STOP_AT = 2
+OUTSIDE_IN_A_ROW = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,36 +85,27 @@ class Ended:
     progressed: bool
     loaded: int | None = None
     """The step of the state that its workers had loaded, if none of them came to a step beyond it; None otherwise."""
-    final: bool = False
-    """No restart of the job helps."""
-    port_taken: bool = False
+    action: Action = Action.RESTART
+    outside: bool = False
+    cause: str = "unknown"
+    stepped: bool = False
+    """A worker came to a step beyond all earlier ones: more than that time has passed."""
 
 
 def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: random.Random) -> Retry | GiveUp:
     """What one more failure means for the job."""
-    if ended.port_taken and policy.max_failures != 0 and used.port_retries < FREE_PORT_RETRIES:
-        backoff_s = PORT_BACKOFF_S * rng.uniform(0.5, 1.0) if used.port_retries else 0.0
+    if ended.stepped:
+        used = replace(used, free_retries=0)
+    if ended.action is Action.FREE and policy.max_failures != 0 and used.free_retries < FREE_RETRIES:
+        backoff_s = FREE_BACKOFF_S * rng.uniform(0.5, 1.0) if used.free_retries else 0.0
         kept = Restarts(used.failures, fingerprint=used.fingerprint) if ended.progressed else used
-        return Retry(replace(kept, port_retries=used.port_retries + 1), backoff_s, free=True)
+        return Retry(replace(kept, free_retries=used.free_retries + 1), backoff_s, free=True)
     now_used = _count(used, ended)
-    if ended.final:
+    if ended.action is Action.END:
         return GiveUp(now_used, Result.FINAL_FAILURE, "no restart helps")
-    if policy.max_failures is not None:
-        spent = now_used.failures > policy.max_failures
-        limit = f"{now_used.failures} failures, --max-restarts allows {policy.max_failures}"
-    else:
-        spent = now_used.without_progress > policy.max_without_progress
-        limit = f"{now_used.without_progress} failures in a row without progress"
-    if spent:
-        looping = now_used.same_fingerprint > 1 and now_used.same_fingerprint == now_used.without_progress
-        if looping:
-            return GiveUp(
-                now_used,
-                Result.CRASH_LOOP,
-                f"crash loop: {limit}, the last {now_used.same_fingerprint} the same",
-            )
-        return GiveUp(now_used, Result.RESTARTS_EXHAUSTED, limit)
-    if now_used.without_progress <= 1:
+    if (spent := _spent(now_used, ended, policy)) is not None:
+        return spent
+    if ended.outside or now_used.without_progress <= 1:
         return Retry(now_used, 0.0)
     longest = min(
         policy.max_backoff_s, policy.first_backoff_s * 2.0 ** min(now_used.without_progress - 2, 30)
@@ -108,20 +113,50 @@ def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: rand
     return Retry(now_used, longest * rng.uniform(0.5, 1.0))
 
 
+def _spent(now_used: Restarts, ended: Ended, policy: RestartPolicy) -> GiveUp | None:
+    """The end of the job, where this failure is one too many."""
+    alike = now_used.same_fingerprint
+    if policy.max_failures is not None:
+        spent = now_used.failures > policy.max_failures
+        limit = f"{now_used.failures} failures, --max-restarts allows {policy.max_failures}"
+    elif ended.outside:
+        spent = now_used.from_outside > OUTSIDE_IN_A_ROW
+        limit = f"{now_used.from_outside} times in a row without progress, someone has ended a worker"
+    else:
+        spent = now_used.without_progress > policy.max_without_progress
+        limit = f"{now_used.without_progress} failures in a row without progress"
+    if spent and not ended.outside and alike > 1 and alike == now_used.without_progress:
+        return GiveUp(now_used, Result.CRASH_LOOP, f"crash loop: {limit}, the last {alike} the same")
+    if spent:
+        return GiveUp(now_used, Result.RESTARTS_EXHAUSTED, limit)
+    if ended.action is Action.STOP and alike >= STOP_AT and not ended.loaded:
+        return GiveUp(
+            now_used,
+            Result.CRASH_LOOP,
+            f"{alike} times in a row without progress the same error of the script ({ended.cause}), which no restart"
+            " mends",
+        )
+    return None
+
+
 def _count(used: Restarts, ended: Ended) -> Restarts:
+    failures, free = used.failures + 1, used.free_retries
     if ended.progressed:
-        return Restarts(used.failures + 1, 0, ended.fingerprint, port_retries=used.port_retries)
+        return Restarts(failures, 0, ended.fingerprint, free_retries=free)
+    if ended.outside:
+        return replace(used, failures=failures, from_outside=used.from_outside + 1)
     same = ended.fingerprint == used.fingerprint
     at_load = (used.at_load if same else 0) + 1 if ended.loaded else 0
     bad = used.bad_state
     if ended.loaded and at_load >= BAD_STATE_AFTER:
         bad = BadState(ended.generation, ended.loaded)
     return Restarts(
-        used.failures + 1,
+        failures,
         used.without_progress + 1,
         ended.fingerprint,
         used.same_fingerprint + 1 if same else 1,
         at_load,
         bad,
-        port_retries=used.port_retries,
+        free_retries=free,
+        from_outside=used.from_outside,
     )

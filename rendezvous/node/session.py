@@ -101,9 +101,10 @@ class Session:
         self.record = replace(self.record, progress=replace(self._progress(generation), loaded=step))
 
     def failed(self, failure: Failure) -> None:
-        """The first failure of a generation counts: the others follow from it."""
+        """The first failure of a generation counts, as the others follow from it; but no collateral before a root."""
         first = self.record.failure
-        if first is None or first.generation < failure.generation:
+        root = first is not None and first.collateral and not failure.collateral
+        if first is None or first.generation < failure.generation or root:
             self.record = replace(self.record, failure=failure)
 
     def _progress(self, generation: int) -> GenerationProgress:

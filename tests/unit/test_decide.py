@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_agent.rendezvous import records
 from elastic_agent.rendezvous.coordinator.candidates import why_refused
 from elastic_agent.rendezvous.coordinator.decide import FINISHING_S, decide
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
@@ -721,12 +722,53 @@ def test_which_state_ends_all_that_load_it(survivors: tuple[NodeRecord, ...], ba
 
 
 def test_a_failure_that_no_restart_helps_ends_the_job() -> None:
-    world = replace(FAILED, cause=replace(FAILED.cause, failure=replace(CRASH, final=True)))
+    world = replace(FAILED, cause=replace(FAILED.cause, failure=replace(CRASH, action=records.Action.END)))
     decision = decide(view(world, SA, SB, C), POLICY, NOW)
     assert short(decision) == "ended 4 [a b] failure a"
     assert isinstance(decision, Publish)
     assert decision.world.result is Result.FINAL_FAILURE
     assert decision.world.cause.detail == "no restart helps; the last: failure of a"
+
+
+BROKEN = replace(CRASH, fingerprint="gloo", summary="its peer is gone", collateral=True)
+
+
+@pytest.mark.parametrize("nodes", [("a", "b"), ("b", "a")])
+def test_a_failure_that_only_follows_from_another_is_not_the_cause(nodes: tuple[str, str]) -> None:
+    """Whichever node comes first in the world."""
+    failed = [replace(node, failure=BROKEN if node.node == nodes[0] else CRASH) for node in (A, B)]
+    decision = decide(view(AB, *failed), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert (decision.world.cause.node, decision.world.cause.failure) == (nodes[1], CRASH)
+    alone = decide(view(AB, replace(A, failure=BROKEN), B), POLICY, NOW)
+    assert isinstance(alone, Publish)
+    assert alone.world.cause == Cause(CauseKind.FAILURE, "a", BROKEN.summary, BROKEN)
+
+
+def test_a_root_that_comes_to_light_while_the_workers_end_takes_the_place_of_its_collateral() -> None:
+    followed = replace(FAILED, cause=Cause(CauseKind.FAILURE, "a", BROKEN.summary, BROKEN))
+    root = replace(CRASH, action=records.Action.END)
+    decision = decide(view(followed, replace(SA, failure=BROKEN), replace(SB, failure=root)), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world.result is Result.FINAL_FAILURE
+    assert (decision.world.cause.node, decision.world.cause.failure) == ("b", root)
+    old = replace(root, generation=3)
+    decision = decide(view(followed, replace(SA, failure=BROKEN), replace(SB, failure=old)), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world.cause.failure == BROKEN
+
+
+def test_the_same_error_of_the_script_again_ends_the_job_unless_a_state_may_be_its_cause() -> None:
+    wrong = replace(CRASH, action=records.Action.STOP, cause="import_error")
+    again = replace(FAILED, cause=replace(FAILED.cause, failure=wrong), restarts=Restarts(1, 1, "crash", 1))
+    decision = decide(view(again, SA, SB), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world.result is Result.CRASH_LOOP
+    assert "(import_error), which no restart mends; the last: failure of a" in decision.world.cause.detail
+    loaded = replace(SA, progress=GenerationProgress(4, 30))
+    decision = decide(view(again, loaded, SB, since=0.0), POLICY, NOW)
+    assert isinstance(decision, Publish)
+    assert decision.world.phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CauseKind if kind is not CauseKind.FAILURE])
@@ -965,11 +1007,11 @@ def test_a_failure_that_others_had_too_neither_blames_nor_clears() -> None:
 
 
 def test_who_is_put_aside_is_named_and_its_failures_cost_the_job_nothing() -> None:
-    used = replace(ONCE, failures=8, port_retries=1)
+    used = replace(ONCE, failures=8, free_retries=1)
     decision = blamed(replace(JOINED, cause=OF_C, restarts=used), SA, SB, SC)
     assert isinstance(decision, Publish)
     world = decision.world
-    assert world.restarts == Restarts(7, port_retries=1)
+    assert world.restarts == Restarts(7, free_retries=1)
     assert world.aside == (
         Aside(
             "c",
@@ -983,12 +1025,12 @@ def test_who_is_put_aside_is_named_and_its_failures_cost_the_job_nothing() -> No
 
 
 def test_a_taken_port_that_costs_nothing_blames_no_node() -> None:
-    taken = replace(OF_C, failure=replace(CRASH, port_taken=True))
+    taken = replace(OF_C, failure=replace(CRASH, action=records.Action.FREE))
     for used in (Restarts(), ONCE):
         decision = blamed(replace(JOINED, cause=taken, restarts=used), SA, SB, SC)
         assert short(decision) == "running 5 [a b c] failure c"
         assert isinstance(decision, Publish)
-        assert decision.world.restarts == replace(used, port_retries=1)
+        assert decision.world.restarts == replace(used, free_retries=1)
 
 
 PUT = replace(AB, aside=(Aside("c", "c-1", "its workers fail"),), limits=LIMITS)

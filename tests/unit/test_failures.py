@@ -35,7 +35,7 @@ from elastic_agent.agent.workers.failures.worker_failure import (
 )
 from elastic_agent.agent.workers.supervision.failure_reports import report_of, show
 from elastic_agent.health.metrics import EXIT_REASONS
-from elastic_agent.rendezvous.records import Failure
+from elastic_agent.rendezvous.records import Action, Failure
 from elastic_agent.worker.errors import (
     CheckpointError,
     DirectoryNotShared,
@@ -602,7 +602,7 @@ def test_a_port_that_is_taken_is_a_reason_of_its_own_with_its_owner(
         owner.stdin.close()
     assert failure.reason == "port"
     assert f"; port {port}: pid {owner.pid}, python" in failure.cause
-    assert report_of(failure).port_taken
+    assert report_of(failure).action is Action.FREE
     assert WorkerFailure.from_json(failure.to_json()).cause == failure.cause
 
 

@@ -686,6 +686,22 @@ def test_garbage_under_our_own_name_is_refused(bench: Bench) -> None:
 # ---------------------------------------------------------------- failures, success, steps
 
 
+def test_a_node_names_the_failure_that_its_others_follow_from(bench: Bench) -> None:
+    _, b = bench.joined("a", "b")
+    root = Failure(1, "crash", "rank 2 raised ValueError")
+    for failure in (
+        replace(root, collateral=True),
+        root,
+        replace(root, collateral=True),
+        replace(root, summary="late"),
+    ):
+        b.part.workers_failed(failure)
+    bench.settle()
+    world = bench.world()
+    assert world is not None
+    assert world.cause.failure == root
+
+
 def test_a_failure_restarts_everybody_in_the_next_generation(bench: Bench) -> None:
     a, b = bench.joined("a", "b")
     failure = Failure(1, "crash", "rank 2 raised ValueError")

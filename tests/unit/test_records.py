@@ -23,6 +23,7 @@ from elastic_agent.rendezvous.records import (
     MAX_SEEN,
     SCHEMA,
     WORLD_KEY,
+    Action,
     Aside,
     BadState,
     Cause,
@@ -47,7 +48,7 @@ from elastic_agent.rendezvous.records import (
     row_bytes,
 )
 from elastic_agent.rendezvous.statements.terms import Limits, Program
-from elastic_agent.rendezvous.text import clean
+from elastic_agent.rendezvous.text import CAUSE, clean
 
 FAILURE = Failure(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", '{"rank": 1}')
 NODE = NodeRecord(
@@ -176,7 +177,17 @@ def texts(max_size: int) -> st.SearchStrategy[str]:
 endpoints = st.builds(Endpoint, texts(256), st.integers(0, 65535))
 ages = st.none() | st.floats(0, 1e12)
 introductions = st.builds(Introduction, names, names, numbers, ages, ages)
-failures = st.builds(Failure, counts, texts(50), texts(50), texts(50), st.booleans())
+failures = st.builds(
+    Failure,
+    counts,
+    texts(50),
+    texts(50),
+    texts(50),
+    st.from_regex(CAUSE, fullmatch=True),
+    st.sampled_from(Action),
+    st.booleans(),
+    st.booleans(),
+)
 limits = st.builds(Limits, counts, counts, st.floats(0, 1e12), st.none() | numbers)
 programs = st.builds(
     Program,
@@ -321,8 +332,10 @@ FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "fingerprint"): text(1024),
     ("failure", "summary"): text(4096),
     ("failure", "detail"): text(16384),
-    ("failure", "final"): FLAG,
-    ("failure", "port_taken"): FLAG,
+    ("failure", "cause"): [None, 1, True, [], {}, "", "Xid", "a-b", "a b", "a\n", "a" * 41],
+    ("failure", "action"): CHOICE,
+    ("failure", "collateral"): FLAG,
+    ("failure", "outside"): FLAG,
 }
 SECONDS: list[Any] = [None, *AGE]
 LIMITS_FIELDS: dict[Path, list[Any]] = {
@@ -408,7 +421,8 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("restarts", "bad_state", "step"): number(),
         ("restarts", "culprit"): text(128),
         ("restarts", "blamed"): number(),
-        ("restarts", "port_retries"): number(),
+        ("restarts", "free_retries"): number(),
+        ("restarts", "from_outside"): number(),
         ("step",): number(),
         ("result",): [1, True, [], {}, "", "other"],
         ("final_saver",): text(128),
@@ -489,7 +503,7 @@ def test_a_wrong_value_is_refused_by_the_fields_name(kind: str, path: Path, wron
 
 
 def test_the_largest_values_pass() -> None:
-    failure = Failure(BIG, "x" * 1024, "x" * 4096, "x" * 16384, True, True)
+    failure = Failure(BIG, "x" * 1024, "x" * 4096, "x" * 16384, "x" * 40, Action.STOP, True, True)
     endpoint = Endpoint("x" * 256, 65535)
     network = NetworkFacts("x" * 64, 2**31 - 1, 2**31 - 1, ("x" * 80,) * 64)
     node = NodeRecord(

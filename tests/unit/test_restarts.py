@@ -7,15 +7,15 @@ import random
 import pytest
 
 from elastic_agent.rendezvous.coordinator.restarts import (
-    FREE_PORT_RETRIES,
-    PORT_BACKOFF_S,
+    FREE_BACKOFF_S,
+    FREE_RETRIES,
     Ended,
     GiveUp,
     RestartPolicy,
     Retry,
     after_failure,
 )
-from elastic_agent.rendezvous.records import BadState, Restarts, Result
+from elastic_agent.rendezvous.records import Action, BadState, Restarts, Result
 
 CAPPED = RestartPolicy(max_failures=2)
 DEFAULT = RestartPolicy()
@@ -60,7 +60,9 @@ def test_without_a_cap_a_job_that_makes_progress_goes_on_for_ever() -> None:
 @pytest.mark.parametrize("policy", [DEFAULT, RestartPolicy(max_failures=100)], ids=str)
 @pytest.mark.parametrize("progressed", [True, False])
 def test_what_no_restart_helps_ends_the_job_at_once(policy: RestartPolicy, progressed: bool) -> None:
-    verdict = after_failure(Restarts(), Ended(1, "f", progressed, final=True), policy, random.Random(1))
+    verdict = after_failure(
+        Restarts(), Ended(1, "f", progressed, action=Action.END), policy, random.Random(1)
+    )
     assert isinstance(verdict, GiveUp)
     assert (verdict.result, verdict.reason) == (Result.FINAL_FAILURE, "no restart helps")
 
@@ -190,25 +192,25 @@ def test_after_progress_there_is_no_wait() -> None:
 def test_a_port_that_is_taken_costs_nothing_twice() -> None:
     policy, rng, used = RestartPolicy(max_failures=1), random.Random(0), Restarts(1, 1, "other", 1)
     waits = []
-    for _ in range(FREE_PORT_RETRIES):
-        verdict = after_failure(used, Ended(1, "port", False, port_taken=True), policy, rng)
+    for _ in range(FREE_RETRIES):
+        verdict = after_failure(used, Ended(1, "port", False, action=Action.FREE), policy, rng)
         assert isinstance(verdict, Retry)
         assert verdict.free
         waits.append(verdict.backoff_s)
         used = verdict.restarts
-    assert used == Restarts(1, 1, "other", 1, port_retries=2)
+    assert used == Restarts(1, 1, "other", 1, free_retries=2)
     assert waits[0] == 0.0
-    assert PORT_BACKOFF_S / 2 <= waits[1] <= PORT_BACKOFF_S
-    third = after_failure(used, Ended(1, "port", False, port_taken=True), policy, rng)
+    assert FREE_BACKOFF_S / 2 <= waits[1] <= FREE_BACKOFF_S
+    third = after_failure(used, Ended(1, "port", False, action=Action.FREE), policy, rng)
     assert third == GiveUp(
-        Restarts(2, 2, "port", 1, port_retries=2),
+        Restarts(2, 2, "port", 1, free_retries=2),
         Result.RESTARTS_EXHAUSTED,
         "2 failures, --max-restarts allows 1",
     )
 
 
 def test_no_restart_is_none_for_a_taken_port_either() -> None:
-    once = Ended(1, "port", False, port_taken=True)
+    once = Ended(1, "port", False, action=Action.FREE)
     verdict = after_failure(Restarts(), once, RestartPolicy(max_failures=0), random.Random(0))
     assert isinstance(verdict, GiveUp)
     assert verdict.reason == "1 failures, --max-restarts allows 0"
@@ -216,13 +218,106 @@ def test_no_restart_is_none_for_a_taken_port_either() -> None:
 
 @pytest.mark.parametrize("progressed", [True, False])
 def test_no_progress_gives_these_retries_back(progressed: bool) -> None:
-    used = Restarts(1, 1, "a", 1, port_retries=2)
-    verdict = after_failure(used, Ended(1, "b", progressed, port_taken=True), DEFAULT, random.Random(0))
+    used = Restarts(1, 1, "a", 1, free_retries=2)
+    verdict = after_failure(used, Ended(1, "b", progressed, action=Action.FREE), DEFAULT, random.Random(0))
     assert isinstance(verdict, Retry)
-    assert (verdict.free, verdict.restarts.failures, verdict.restarts.port_retries) == (False, 2, 2)
+    assert (verdict.free, verdict.restarts.failures, verdict.restarts.free_retries) == (False, 2, 2)
 
 
 def test_progress_before_a_taken_port_is_progress() -> None:
     used = Restarts(3, 3, "a", 3)
-    verdict = after_failure(used, Ended(1, "b", True, port_taken=True), DEFAULT, random.Random(0))
-    assert verdict == Retry(Restarts(3, 0, "a", port_retries=1), 0.0, free=True)
+    verdict = after_failure(used, Ended(1, "b", True, action=Action.FREE), DEFAULT, random.Random(0))
+    assert verdict == Retry(Restarts(3, 0, "a", free_retries=1), 0.0, free=True)
+
+
+@pytest.mark.parametrize("policy", [DEFAULT, RestartPolicy(max_failures=100)], ids=str)
+@pytest.mark.parametrize(
+    ("story", "survived"),
+    [
+        ("aa", 1),
+        ("ba", 2),
+        ("aba", 3),
+        ("baa", 2),
+        ("a+a", 2),  # progress in between
+        ("a+aaa", 3),
+    ],
+)
+def test_an_error_of_the_script_that_comes_again_ends_the_job_whatever_the_cap(
+    policy: RestartPolicy, story: str, survived: int
+) -> None:
+    used, rng = Restarts(), random.Random(0)
+    failures = [(one, story[at - 1] == "+") for at, one in enumerate(story) if one != "+"]
+    for count, (fingerprint, progressed) in enumerate(failures):
+        ended = Ended(count + 1, fingerprint, progressed, action=Action.STOP, cause="import_error")
+        verdict = after_failure(used, ended, policy, rng)
+        if isinstance(verdict, GiveUp):
+            assert verdict.result is Result.CRASH_LOOP
+            assert (
+                "2 times in a row without progress the same error of the script (import_error)"
+                in verdict.reason
+            )
+            break
+        used = verdict.restarts
+    else:
+        count = len(failures)
+    assert count == survived
+
+
+def test_an_error_of_the_script_that_a_loaded_state_may_have_brought_about_lets_an_older_one_be_tried() -> (
+    None
+):
+    used, rng = Restarts(), random.Random(0)
+    for generation in (1, 2, 3):
+        verdict = after_failure(used, Ended(generation, "nan", False, 30, Action.STOP), DEFAULT, rng)
+        assert isinstance(verdict, Retry)
+        used = verdict.restarts
+    assert used.bad_state == BadState(3, 30)
+
+
+def killed(used: Restarts, policy: RestartPolicy, *, progressed: bool = False) -> Retry | GiveUp:
+    return after_failure(used, Ended(1, "signal 9", progressed, outside=True), policy, random.Random(0))
+
+
+def test_what_comes_from_outside_never_makes_the_job_wait() -> None:
+    """Five kills within a minute, of a script that reports no steps."""
+    used = Restarts()
+    for _ in range(5):
+        verdict = killed(used, DEFAULT)
+        assert isinstance(verdict, Retry)
+        assert verdict.backoff_s == 0.0
+        used = verdict.restarts
+    assert used == Restarts(5, from_outside=5)
+    assert after_failure(used, Ended(1, "a", False), DEFAULT, random.Random(0)) == Retry(
+        Restarts(6, 1, "a", 1, from_outside=5), 0.0
+    )
+
+
+def test_a_kill_between_two_failures_neither_hides_nor_lengthens_their_row() -> None:
+    looping = Restarts(2, 2, "a", 2)
+    verdict = killed(looping, DEFAULT)
+    assert verdict == Retry(Restarts(3, 2, "a", 2, from_outside=1), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "survived"),
+    [(DEFAULT, 20), (RestartPolicy(max_failures=3), 3), (RestartPolicy(max_failures=0), 0)],
+)
+def test_kills_without_end_end_the_job(policy: RestartPolicy, survived: int) -> None:
+    used = Restarts()
+    for _ in range(100):
+        verdict = killed(used, policy)
+        if isinstance(verdict, GiveUp):
+            break
+        used = verdict.restarts
+    assert isinstance(verdict, GiveUp)
+    assert (verdict.restarts.failures, verdict.result) == (survived + 1, Result.RESTARTS_EXHAUSTED)
+    assert isinstance(killed(Restarts(99, from_outside=20), DEFAULT, progressed=True), Retry)
+
+
+def test_steps_give_the_free_retries_back() -> None:
+    policy = RestartPolicy(max_failures=1)
+    ended = Ended(1, "port", True, action=Action.FREE, stepped=True)
+    verdict = after_failure(
+        Restarts(1, 1, "a", 1, free_retries=FREE_RETRIES), ended, policy, random.Random(0)
+    )
+    assert verdict == Retry(Restarts(1, 0, "a", free_retries=1), 0.0, free=True)

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import pytest
 
 from elastic_agent.agent.observability.status import pages
-from elastic_agent.agent.workers.processes import failures, run_files
+from elastic_agent.agent.workers.failures import worker_failure
+from elastic_agent.agent.workers.processes import run_files
 from elastic_agent.pool import records as pool_records
 from elastic_agent.rendezvous import records
 
@@ -31,14 +32,14 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
         ),
     ),
     "pool": (pool_records.SCHEMA, (pool_records.Plan, *pool_records.RECORDS.values())),
-    "worker failure": (failures._SCHEMA, (failures.WorkerFailure,)),
+    "worker failure": (worker_failure._SCHEMA, (worker_failure.WorkerFailure,)),
     "status pages": (pages.SCHEMA, (pages.NodeStatus, pages.JobStatus)),
     "run file": (run_files.SCHEMA, (run_files.RunFile,)),
 }
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        14,
+        15,
         {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
@@ -56,14 +57,15 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Limits": "min_nodes max_nodes last_call_s max_restarts nodes_multiple_of",
             "Program": "name digest arguments words lease_ttl_s outage_grace_s any_script",
             "Condition": "stable notified polling overdue drained state_saved succeeded stopped",
-            "Failure": "generation fingerprint summary detail final port_taken",
+            "Failure": "generation fingerprint summary detail cause action collateral outside",
+            "Action": "restart stop end exclude-node free",
             "GenerationProgress": "generation loaded reached",
             "Phase": "running draining last_step stopping ended",
             "Member": "node incarnation slots first_rank http role",
             "Cause": "kind node detail failure",
             "Restarts": (
                 "failures without_progress fingerprint same_fingerprint at_load bad_state culprit "
-                "blamed port_retries"
+                "blamed free_retries from_outside"
             ),
             "Result": "succeeded restarts_exhausted crash_loop final_failure store_host_left",
             "Aside": "node life reason",
@@ -115,8 +117,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
             "CheckStatus": "check outcome summary advice",
-            "World": "records 14",
-            "NodeRecord": "records 14",
+            "World": "records 15",
+            "NodeRecord": "records 15",
         },
     ),
     "run file": (

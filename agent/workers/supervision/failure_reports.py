@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ....rendezvous.records import Failure
+from ....rendezvous.records import Action, Failure
 from ..failures.examination import is_final
 from ..failures.summary import summarize
 from ..failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
@@ -61,8 +61,12 @@ def report_of(failure: WorkerFailure, known_as: str = "") -> Failure:
         known_as or fingerprint(failure),
         failure.cause,
         detail=failure.to_json(),
-        final=is_final(failure),
-        port_taken=failure.reason == "port",
+        cause=failure.reason,
+        action=Action.END
+        if is_final(failure)
+        else Action.FREE
+        if failure.reason == "port"
+        else Action.RESTART,
     )
 
 
