@@ -17,9 +17,12 @@ from elastic_agent.worker.wire.shared_progress import (
     FIRST_AT,
     FIRST_STEP,
     GENERATION,
+    KEPT_TIMES,
     LOAD_AT,
     LOADED_AT,
     LOADED_STEP,
+    OWN_COUNT,
+    OWN_TIMES,
     PENDING,
     SCRIPT_AT,
     SIZE,
@@ -73,15 +76,28 @@ def test_the_two_writers_share_no_cache_line() -> None:
     agent = {GENERATION, PENDING}
     worker = {
         ATTACHED, STEP, STEPPED_AT, FIRST_STEP, FIRST_AT, SCRIPT_AT, LOAD_AT,
-        LOADED_AT, LOADED_STEP, CHOSEN_STEP,
+        LOADED_AT, LOADED_STEP, CHOSEN_STEP, OWN_COUNT, *range(OWN_TIMES, OWN_TIMES + KEPT_TIMES),
     }  # fmt: skip
+    assert len(worker) == 11 + KEPT_TIMES, "two words in one place"
     assert {word // 8 for word in agent}.isdisjoint({word // 8 for word in worker})
     assert max(worker) < SIZE // 8
 
 
+def test_own_times_are_those_after_the_ones_that_were_read(ours: SharedProgress) -> None:
+    assert ours.own_times(0) == (0, [])
+    for number in range(100):
+        ours.words[OWN_TIMES + number % KEPT_TIMES] = number
+        ours.words[OWN_COUNT] = number + 1
+        assert ours.own_times(number) == (number + 1, [number])
+    # The oldest word may be overwritten at this moment: it is left out.
+    assert ours.own_times(60) == (100, list(range(100 - KEPT_TIMES + 1, 100)))
+    assert ours.own_times(90) == (100, list(range(90, 100)))
+    assert ours.own_times(100) == (100, [])
+
+
 def test_a_file_that_is_too_small_is_no_page(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes(bytes(SIZE - 1))
-    with pytest.raises(SharedProgressError, match="191 bytes, a page has 192"):
+    with pytest.raises(SharedProgressError, match=f"{SIZE - 1} bytes, a page has {SIZE}"):
         SharedProgress.attach(str(tmp_path / "cut"), 7)
 
 

@@ -32,11 +32,14 @@ from ..wire.shared_progress import (
     CHOSEN_STEP,
     FIRST_AT,
     FIRST_STEP,
+    KEPT_TIMES,
     LEAVES_SIGTERM,
     LOAD_AT,
     LOADED_AT,
     LOADED_STEP,
     NO_STEP,
+    OWN_COUNT,
+    OWN_TIMES,
     PENDING,
     STEP,
     STEPPED_AT,
@@ -44,6 +47,7 @@ from ..wire.shared_progress import (
     SharedProgressError,
     private_words,
 )
+from .own_time import Waits, watch
 from .quick_end import leave_when_failed
 from .registry import Checkpointers
 from .signals import leave_nothing_to_agent, leave_sigterm_to_agent, leave_warnings_to_agent
@@ -84,6 +88,10 @@ checkpointers = Checkpointers()
 _listeners: tuple[_Listener, ...] = ()
 _words: memoryview | None = None
 """Of the page, or private ones. None: this process has not asked for its page yet."""
+_waits: Waits | None = None
+"""What this process waits for other ranks; None where it does not use torch.distributed."""
+_waited_ns = 0
+"""Of these, until the newest step."""
 _refused = False
 """A step was no step, and that was said."""
 
@@ -107,7 +115,12 @@ def step(step: int) -> None:
         number = index(step)
         if number < 0:
             raise ValueError("steps count from 0")
-        if not words[FIRST_AT]:
+        own_ns = now - words[STEPPED_AT] - _newly_waited_ns()
+        if words[FIRST_AT]:
+            count = words[OWN_COUNT]
+            words[OWN_TIMES + count % KEPT_TIMES] = max(own_ns, 0)
+            words[OWN_COUNT] = count + 1
+        else:
             words[FIRST_STEP] = number
             words[FIRST_AT] = now
         words[STEPPED_AT] = now
@@ -120,6 +133,15 @@ def step(step: int) -> None:
             listener.callback(number)
     if words[PENDING]:
         on_pending(number)
+
+
+def _newly_waited_ns() -> int:
+    """For other ranks, since this was asked last."""
+    global _waited_ns
+    if _waits is None:
+        return 0
+    before, _waited_ns = _waited_ns, _waits.total_ns
+    return _waited_ns - before
 
 
 def on_step(
@@ -258,11 +280,17 @@ def _words_of(environ: Mapping[str, str]) -> memoryview:
     if speaker not in (0, os.getpid()) and _lives(speaker):
         return private_words()
     words[ATTACHED] = os.getpid()
+    _measure_waits()
     leave_warnings_to_agent()
     leave_when_failed()
     if words[ALL_SIGNALLED] and leave_sigterm_to_agent():
         words[LEAVES_SIGTERM] = 1
     return words
+
+
+def _measure_waits() -> None:
+    global _waits
+    _waits = _waits or watch()
 
 
 def _lives(pid: int) -> bool:

@@ -2,12 +2,13 @@
 
     agent    generation, pending, all_signalled, and script_at of a worker that it started as a new process
     worker   attached, step, stepped_at, first_step, first_at, load_at, chosen_step, loaded_at, loaded_step,
-             leaves_sigterm
+             leaves_sigterm, own_count, own_times
     spare    script_at, when it becomes a worker and the user's script begins
 
 A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
 all processes of a machine share. Words of the same event have an order: a step's instant is there before its
-number, and the first step before the newest, so that a reader of a number finds what belongs to it.
+number, the first step before the newest, and an own time before their count, so that a reader of a number finds what
+belongs to it.
 
 The page is anonymous memory that the agent keeps open (`memfd_create`): it is never on a disk, whose writes could hold
 up a step; nothing is left of it when both processes are gone, however they went; and it cannot be cut short under the
@@ -23,9 +24,9 @@ import mmap
 import os
 from dataclasses import dataclass
 
-VERSION = 3
+VERSION = 4
 MAGIC = int.from_bytes(b"e-page" + VERSION.to_bytes(2, "little"), "little")
-SIZE = 192
+SIZE = 448
 """Bytes: the first cache line is the agent's, so that what a worker writes at every step is not in what it reads."""
 NO_STEP = -1
 
@@ -54,6 +55,13 @@ CHOSEN_STEP = 17
 """The step of the state that it is about to load, or NO_STEP: what loads it may end this process."""
 LEAVES_SIGTERM = 18
 """1 while a SIGTERM does nothing to this worker, which without a handler of its own would end by it."""
+OWN_COUNT = 19
+"""How many steps were timed so far: all but the first."""
+OWN_TIMES = 24
+"""The first of `KEPT_TIMES` words: of the newest steps, nanoseconds without those spent waiting for other ranks. Step
+number n of them is in word n modulo `KEPT_TIMES`."""
+KEPT_TIMES = 32
+"""A power of two."""
 
 
 class SharedProgressError(RuntimeError):
@@ -137,6 +145,16 @@ class SharedProgress:
         """No worker can attach any more, and this process no longer reads it."""
         self.words.release()
         os.close(self._fd)
+
+    def own_times(self, after: int) -> tuple[int, list[int]]:
+        """How many steps were timed, and nanoseconds of those after number `after`, as far as they are kept."""
+        words = self.words
+        count = words[OWN_COUNT]
+        first = max(after, count - KEPT_TIMES)
+        times = [words[OWN_TIMES + number % KEPT_TIMES] for number in range(first, count)]
+        # One word may be written just now, and those before it have been.
+        overwritten = words[OWN_COUNT] + 1 - KEPT_TIMES - first
+        return count, times[max(0, overwritten) :]
 
     def read(self) -> Reading:
         words = self.words

@@ -1,0 +1,200 @@
+"""Which of the time of a step a rank was at work itself, and that measuring it changes nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from elastic_agent.worker.steps import own_time
+from elastic_agent.worker.steps.own_time import Waits
+from elastic_agent.worker.wire.environment import NAMES
+from elastic_agent.worker.wire.shared_progress import SharedProgress
+from tests.unit.own_time_job import SLEEP_S
+
+JOB = Path(__file__).with_name("own_time_job.py")
+SLOW = {"ddp": 1, "buffers": 0, "compiled": 0, "fsdp": 1, "plain": 1}
+
+
+def train(store: Path, *, measured: bool) -> list[dict[str, Any]]:
+    """What each rank has printed."""
+    pages = [SharedProgress.make(generation=7) for _ in range(2)]
+    jobs = []
+    for rank, page in enumerate(pages):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "ELASTIC_AGENT_GENERATION": "7",
+            "OMP_NUM_THREADS": "1",
+        }
+        environment |= {NAMES["page"]: page.path} if measured else {}
+        command = [sys.executable, str(JOB), f"file://{store}"]
+        jobs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    for page in pages:
+        page.close()
+    assert [job.returncode for job in jobs] == [0, 0]
+    return [json.loads(output) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return train(tmp_path_factory.mktemp("store") / "measured", measured=True)
+
+
+@pytest.mark.parametrize("way", SLOW)
+def test_the_rank_that_sleeps_has_worked_longer(measured: list[dict[str, Any]], way: str) -> None:
+    own = [statistics.median(rank[way][0][1:]) for rank in measured]
+    slow = SLOW[way]
+    assert own[slow] >= SLEEP_S * 1e9
+    assert own[1 - slow] < own[slow] / 2, "it waits for the other, and that is not its own time"
+
+
+def test_the_models_are_the_same_without_it(measured: list[dict[str, Any]], tmp_path: Path) -> None:
+    without = train(tmp_path / "store", measured=False)
+    for ours, theirs in zip(measured, without, strict=True):
+        assert {way: digest for way, (_, digest) in ours.items()} == {
+            way: d for way, (_, d) in theirs.items()
+        }
+
+
+# ---------------------------------------------------------------- what it must not change
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """Those of this thread; torch is as before afterwards."""
+    monkeypatch.setattr(dist, "_broadcast_coalesced", dist._broadcast_coalesced)
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    monkeypatch.setattr(dist.Work, "wait", dist.Work.wait)
+    watched = own_time.watch()
+    assert watched is not None
+    return watched
+
+
+def test_hooks_of_the_script_run_as_before(waits: Waits) -> None:
+    seen: list[str] = []
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * 2).sum()
+    loss.register_hook(lambda gradient: seen.append("tensor"))
+    loss.grad_fn.register_prehook(lambda gradients: seen.append("node"))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == ["tensor", "node"] * 2
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4.0] * 3
+
+
+def test_a_pass_within_a_pass_counts_once(waits: Waits) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    checkpoint(lambda value: value * 2, weight, use_reentrant=True).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("tensors", [lambda: [torch.ones(1, requires_grad=True).sum()], list])
+def test_several_tensors_or_none_go_through_one_pass(waits: Waits, tensors: Callable[[], Any]) -> None:
+    torch.autograd.backward(tensors())
+
+
+def test_a_tensor_without_a_graph_is_refused_by_torch_itself(waits: Waits) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1).sum().backward()
+    weight = torch.ones(1, requires_grad=True)
+    weight.sum().backward()
+    assert weight.grad is not None
+
+
+def test_an_error_of_a_hook_leaves_the_next_pass_alone(waits: Waits) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    loss = (weight * 2).sum()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    hook = weight.register_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        loss.backward(retain_graph=True)
+    hook.remove()
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0]
+
+
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+def test_a_compiled_model_trains(waits: Waits, compiled_autograd: bool) -> None:
+    layer = torch.nn.Linear(2, 2)
+    model = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[3.0, 3.0]] * 2
+
+
+def test_what_takes_a_name_of_torch_is_pickled_by_that_name(waits: Waits) -> None:
+    assert pickle.loads(pickle.dumps(torch.autograd.backward)) is torch.autograd.backward
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_waits_of_other_threads_do_not_count() -> None:
+    waits = Waits(thread=-1)
+    assert waits.timed(lambda number: number + 1)(1) == 2
+    assert waits.total_ns == 0
+
+
+def test_a_wait_within_a_wait_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))
+    monkeypatch.setattr(own_time, "_now_ns", lambda: next(now))
+    waits = Waits(own_time._ident())
+    inner = waits.timed(lambda: None)
+    waits.timed(inner)()
+    assert waits.total_ns == 1
+
+
+def test_another_torch_loses_the_measure_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without any of the names, and one whose classes cannot be changed."""
+    empty = ModuleType("torch.distributed")
+    monkeypatch.setitem(sys.modules, "torch.distributed", empty)
+    monkeypatch.setitem(sys.modules, "torch.autograd", ModuleType("torch.autograd"))
+    assert own_time.watch() is not None
+    assert vars(empty).keys() == vars(ModuleType("torch.distributed")).keys()
+    empty.Work = int  # type: ignore[attr-defined]
+    assert own_time.watch() is not None
+
+
+def test_a_script_without_torch_distributed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch.distributed")
+    assert own_time.watch() is None
+
+
+def test_time_before_the_first_step_is_no_part_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic_agent.worker.steps import progress
+
+    waits = Waits(own_time._ident())
+    for name, value in {"_words": None, "_waits": waits, "_waited_ns": 0, "_listeners": ()}.items():
+        monkeypatch.setattr(progress, name, value)
+    with closing(SharedProgress.make(generation=7)) as page:
+        monkeypatch.setenv(NAMES["page"], page.path)
+        monkeypatch.setenv("ELASTIC_AGENT_GENERATION", "7")
+        now = iter((10_000, 10_500, 11_000))
+        monkeypatch.setattr(progress, "_now_ns", lambda: next(now))
+        waits.total_ns = 5_000
+        progress.step(1)
+        waits.total_ns = 5_200
+        progress.step(2)
+        progress.step(3)
+        assert page.own_times(0) == (2, [300, 500])
