@@ -1,5 +1,5 @@
-"""Answers scrapes, probes and peers: GET or HEAD of /metrics, /healthz, /readyz and of pages in JSON, one answer per
-connection.
+"""Answers scrapes, probes, peers and browsers: GET or HEAD of /metrics, /healthz, /readyz and of other pages, one
+answer per connection; and sends events for as long as a client stays.
 
 One thread serves every client with non-blocking sockets, so all that a scrape ever waits for is other answers
 being rendered, never other clients. A connection goes one way through these phases:
@@ -9,11 +9,13 @@ being rendered, never other clients. A connection goes one way through these pha
     writing    until the whole answer, a page or an error, is in the kernel
     lingering  until the client closes; what it still sends is thrown away. Closing over unread bytes would
                make the kernel reset the connection, and the client could lose the answer
+    streaming  in place of the last two, where events are asked for: the next ones are made when all before is in the
+               kernel, so that a slow reader gets fewer of them and costs no more. Some of the places are for these
 
 Invariant: whatever a client does, it costs at most one of `max_connections` places, a bounded head and one
-answer in memory, and `lifetime_s` seconds. When all places are taken, a newcomer gets the place of the oldest
-client that has its answer or has not asked yet: a client that connects and asks at once is served in any flood of
-silent clients.
+answer in memory, and `lifetime_s` seconds; as one of the `streams`, `stream_s`, if it keeps reading. When all places
+are taken, a newcomer gets the place of the oldest client that has its answer or has not asked yet: a client that
+connects and asks at once is served in any flood of silent clients.
 
 It only shows. There is no TLS, and no authentication but what a slow page makes of the request's bearer token: the
 caller binds to loopback or the pod's address.
@@ -23,8 +25,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
-import re
 import selectors
 import socket
 import threading
@@ -34,45 +36,41 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import TypeAlias
-from urllib.parse import parse_qsl
+from typing import Protocol
 
 from .families import CONTENT_TYPE
+from .http_messages import (
+    BEAT,
+    END_OF_HEAD,
+    EVENT_STREAM,
+    METHODS,
+    REQUEST_LINE,
+    STREAM_HEAD,
+    Page,
+    Probe,
+    Request,
+    answer_of,
+    asked,
+    json_page,
+    probe_page,
+    request_of,
+    status_page,
+)
 
 logger = logging.getLogger(__name__)
-
-_REQUEST_LINE = re.compile(rb"([A-Z]+) (/[!-~]*) HTTP/1\.[0-9]")
-_METHODS = (b"GET", b"HEAD")
-_END_OF_HEAD = b"\r\n\r\n"
-_TEXT = "text/plain; charset=utf-8"
-_JSON = "application/json"
 
 NODE_PATH = "/node"
 """The introduction of an agent to its peers, in JSON."""
 
-Page: TypeAlias = tuple[HTTPStatus, str, bytes]
-"""Status, content type, body."""
 
-_BEARER = re.compile(rb"(?i)authorization: *bearer +([!-~]+) *")
-_MOST_FIELDS = 16
-"""Of a query."""
+class Stream(Protocol):
+    """What one client is sent. For the server's thread, which it must not hold up."""
 
+    def next(self) -> bytes:
+        """What has come since; empty: nothing. Asked for when all before has been sent, and the server is woken."""
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a slow page is asked for."""
-
-    query: Mapping[str, str]
-    token: str
-    """Of its bearer; empty without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What a liveness or readiness check found: `ok` decides between 200 and 503, `detail` is the body."""
-
-    ok: bool
-    detail: str
+    def close(self) -> None:
+        """The client is gone. Once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,13 @@ class Limits:
     accept_pause_s: float = 1.0
     at_once: int = 4
     """Threads that answer for one slow page."""
+    streams: int = 8
+    stream_s: float = 900.0
+    """Then a stream ends; a browser asks for another one where it ended."""
+    stream_rests_s: float = 0.2
+    """What comes meanwhile is sent together."""
+    beat_s: float = 15.0
+    """A stream without events sends a comment so often, by which a client that is gone is found."""
 
 
 class _Connection:
@@ -99,9 +104,16 @@ class _Connection:
         self.asked = False
         """A thread makes the answer; the selector does not know the socket meanwhile."""
         self.discarded = 0
+        self.stream: Stream | None = None
+        self.ends_at = math.inf
+        self.beat_at = math.inf
+        """These three of one that is streaming."""
 
     def worth(self) -> int:
-        """Who keeps a place longest when places run out: answering or writing (2), reading (1), lingering (0)."""
+        """Who keeps a place longest when places run out: streaming (3), answering or writing (2), reading (1),
+        lingering (0)."""
+        if self.stream is not None:
+            return 3
         if self.answer is None:
             return 2 if self.asked else 1
         return 2 if self.answer else 0
@@ -117,6 +129,10 @@ class Answers:
     readiness: Callable[[], Probe]
     pages: Mapping[str, Callable[[], str]] = field(default_factory=dict)
     """In JSON, by path."""
+    queried: Mapping[str, Callable[[Request], Page]] = field(default_factory=dict)
+    """By path."""
+    streams: Mapping[str, Callable[[Request], Stream]] = field(default_factory=dict)
+    """By path."""
     slow: Mapping[str, Callable[[Request], Page]] = field(default_factory=dict)
     """By path; they take the place of other pages of their path."""
 
@@ -142,13 +158,21 @@ class HealthServer:
         self._bind = bind
         self._limits = limits
         self._clock = clock
-        self._pages: dict[bytes, Callable[[], Page]] = {
-            b"/metrics": lambda: (HTTPStatus.OK, CONTENT_TYPE, answers.metrics()),
-            b"/healthz": lambda: _probe_page(answers.liveness()),
-            b"/readyz": lambda: _probe_page(answers.readiness()),
+        self._pages: dict[bytes, Callable[[Request], Page]] = {
+            b"/metrics": lambda _: Page(HTTPStatus.OK, CONTENT_TYPE, answers.metrics()),
+            b"/healthz": lambda _: probe_page(answers.liveness()),
+            b"/readyz": lambda _: probe_page(answers.readiness()),
         }
         for path, render in answers.pages.items():
-            self._pages[path.encode()] = _json_page(render)
+            self._pages[path.encode()] = json_page(render)
+        for path, make in answers.queried.items():
+            self._pages[path.encode()] = make
+        for path in answers.streams:
+            self._pages[path.encode()] = lambda _: Page(HTTPStatus.OK, EVENT_STREAM, b"")
+        self._streams = {path.encode(): make for path, make in answers.streams.items()}
+        self._feed_at = math.inf
+        """When those that are streaming are asked for more."""
+        self._fed_at = -math.inf
         self._new_thread = thread
         self._slow = {path.encode(): answer for path, answer in answers.slow.items()}
         self._busy: Counter[bytes] = Counter()
@@ -159,6 +183,7 @@ class HealthServer:
         self._accept_paused_until: float | None = None
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)  # while it is full, the thread is to wake up anyway
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._selector.register(bind, selectors.EVENT_READ)
         self._thread = thread(self._serve, "health-http")
@@ -175,6 +200,11 @@ class HealthServer:
             # Bounded, because a callback that hangs must not keep the agent from stopping.
             self._thread.join(self._limits.lifetime_s)
 
+    def wake(self) -> None:
+        """There is more for those that are streaming. For any thread; never waits."""
+        with contextlib.suppress(OSError):  # the server has been closed, or has not read the last ones
+            self._wake_write.send(b".")
+
     def _serve(self) -> None:
         try:
             while self._turn():
@@ -189,11 +219,13 @@ class HealthServer:
                 if not self._wake_read.recv(4096):
                     return False
                 self._collect()
+                self._feed_at = min(self._feed_at, self._fed_at + self._limits.stream_rests_s)
             elif key.fileobj is self._bind:
                 newcomers = True
             else:
                 self._advance(key.data)
         self._expire()
+        self._feed()
         if newcomers:
             self._accept()  # last, so that no client that sent its request in time loses its place to a newcomer
         return True
@@ -202,6 +234,8 @@ class HealthServer:
         deadlines = [connection.deadline for connection in self._connections]
         if self._accept_paused_until is not None:
             deadlines.append(self._accept_paused_until)
+        for connection in self._streaming():
+            deadlines += [connection.beat_at, self._feed_at]
         return max(0.0, min(deadlines) - self._clock()) if deadlines else None
 
     def _accept(self) -> None:
@@ -228,7 +262,9 @@ class HealthServer:
 
     def _advance(self, connection: _Connection) -> None:
         try:
-            if connection.answer is None:
+            if connection.stream is not None:
+                self._exchange(connection)
+            elif connection.answer is None:
                 self._read(connection)
             elif connection.answer:
                 self._write(connection, connection.answer)
@@ -243,36 +279,44 @@ class HealthServer:
         chunk = connection.sock.recv(self._limits.head_bytes)
         head = connection.head
         head += chunk
-        end = head.find(_END_OF_HEAD)
+        end = head.find(END_OF_HEAD)
         if not chunk:
-            answer = _answer(
-                *_status_page(HTTPStatus.BAD_REQUEST)
+            answer = answer_of(
+                *status_page(HTTPStatus.BAD_REQUEST)
             )  # it finished sending without a whole head
         elif (len(head) if end < 0 else end) > self._limits.head_bytes:
-            answer = _answer(*_status_page(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
+            answer = answer_of(*status_page(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
         elif end < 0:
             return
         elif (path := self._slow_path(head)) is not None:
             self._selector.unregister(connection.sock)
             self._begin_answer(connection, path, bytes(head[:end]))
             return
+        elif (path := self._stream_path(head)) is not None:
+            answer = self._begin_stream(connection, path, bytes(head[:end]))
         else:
             answer = self._respond(bytes(head[:end]))
         head.clear()
+        if connection.stream is not None:
+            self._send(connection, answer)
+            return
         self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
         self._write(connection, memoryview(answer))
 
     def _slow_path(self, head: bytearray) -> bytes | None:
-        request = _REQUEST_LINE.fullmatch(bytes(head).split(b"\r\n", 1)[0])
-        path = request[2].split(b"?", 1)[0] if request is not None and request[1] in _METHODS else None
-        return path if path in self._slow else None
+        method, path = asked(head)
+        return path if method in METHODS and path in self._slow else None
+
+    def _stream_path(self, head: bytearray) -> bytes | None:
+        method, path = asked(head)
+        return path if method == b"GET" and path in self._streams else None
 
     def _begin_answer(self, connection: _Connection, path: bytes, head: bytes) -> None:
         connection.asked = True
         connection.head.clear()
         if self._busy[path] >= self._limits.at_once:
-            full = _status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": asked too often at once")
-            self._answered(connection, _answer(*full))
+            full = status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": asked too often at once")
+            self._answered(connection, answer_of(*full))
             return
         self._busy[path] += 1
         self._new_thread(partial(self._make_answer, connection, path, head), "http-answer").start()
@@ -280,14 +324,13 @@ class HealthServer:
     def _make_answer(self, connection: _Connection, path: bytes, head: bytes) -> None:
         """In a thread of its own."""
         try:
-            page = self._slow[path](_request(head))
+            page = self._slow[path](request_of(head))
         except Exception:
             logger.exception("cannot answer: path=%s", path.decode())
-            page = _status_page(HTTPStatus.INTERNAL_SERVER_ERROR)
-        answer = _answer(*page, with_body=head.startswith(b"GET"))
+            page = status_page(HTTPStatus.INTERNAL_SERVER_ERROR)
+        answer = answer_of(*page, with_body=head.startswith(b"GET"))
         self._made.put((connection, path, answer))
-        with contextlib.suppress(OSError):  # the server has been closed
-            self._wake_write.send(b".")
+        self.wake()
 
     def _collect(self) -> None:
         """What threads have made since."""
@@ -316,27 +359,103 @@ class HealthServer:
         if discarded == 0 or connection.discarded > self._limits.discard_bytes:
             self._drop(connection)
 
-    def _respond(self, head: bytes) -> bytes:
-        request = _REQUEST_LINE.fullmatch(head.split(b"\r\n", 1)[0])
-        if request is None:
-            return _answer(*_status_page(HTTPStatus.BAD_REQUEST))
-        method, target = request.groups()
-        if method not in _METHODS:
-            return _answer(*_status_page(HTTPStatus.METHOD_NOT_ALLOWED))
-        return _answer(*self._page(target), with_body=method == b"GET")
+    # Streams.
 
-    def _page(self, target: bytes) -> Page:
+    def _streaming(self) -> list[_Connection]:
+        return [connection for connection in self._connections if connection.stream is not None]
+
+    def _begin_stream(self, connection: _Connection, path: bytes, head: bytes) -> bytes:
+        """What it is sent first."""
+        if len(self._streaming()) >= self._limits.streams:
+            full = f": at most {self._limits.streams} streams at once"
+            return answer_of(*status_page(HTTPStatus.SERVICE_UNAVAILABLE, full))
+        try:
+            connection.stream = self._streams[path](request_of(head))
+            first = connection.stream.next()
+        except Exception:
+            self._end_stream(connection)
+            logger.exception("cannot answer: path=%s", path.decode())
+            return answer_of(*status_page(HTTPStatus.INTERNAL_SERVER_ERROR))
+        # The end of a client whose machine is gone is not seen otherwise for a quarter of an hour.
+        patience_ms = round(2000 * self._limits.beat_s)
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+        connection.ends_at = self._clock() + self._limits.stream_s
+        return STREAM_HEAD + first
+
+    def _end_stream(self, connection: _Connection) -> None:
+        stream, connection.stream = connection.stream, None
+        if stream is not None:
+            stream.close()
+
+    def _exchange(self, connection: _Connection) -> None:
+        """It is ready for more, or has sent something, or is gone."""
+        with contextlib.suppress(BlockingIOError):
+            received = connection.sock.recv(64 * 1024)
+            connection.discarded += len(received)
+            if not received or connection.discarded > self._limits.discard_bytes:
+                self._drop(connection)
+                return
+        pending = bool(connection.answer)
+        self._send(connection)
+        if pending and not connection.answer:
+            self._feed_at = min(self._feed_at, self._fed_at + self._limits.stream_rests_s)
+
+    def _send(self, connection: _Connection, more: bytes = b"") -> None:
+        """As much as its socket takes. Raises OSError."""
+        rest, now, sent = memoryview(more) if more else connection.answer or memoryview(b""), self._clock(), 0
+        with contextlib.suppress(BlockingIOError):
+            sent = connection.sock.send(rest) if rest else 0
+        connection.answer = rest[sent:]
+        waits = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.answer else 0)
+        self._selector.modify(connection.sock, waits, connection)
+        if not connection.answer:
+            connection.deadline = connection.ends_at
+        elif sent or more:
+            connection.deadline = min(connection.ends_at, now + self._limits.lifetime_s)
+        if sent:
+            connection.beat_at = now + self._limits.beat_s
+
+    def _feed(self) -> None:
+        """All that have taken what there was."""
+        now = self._clock()
+        fed = now >= self._feed_at
+        if fed:
+            self._feed_at, self._fed_at = math.inf, now
+        for connection in self._streaming():
+            beat = now >= connection.beat_at
+            if connection.answer or not (fed or beat) or connection.stream is None:
+                continue
+            try:
+                more = connection.stream.next() or (BEAT if beat else b"")
+                if more:
+                    self._send(connection, more)
+            except OSError:
+                self._drop(connection)  # reset by the client
+            except Exception:
+                logger.exception("cannot go on with a stream")
+                self._drop(connection)
+
+    def _respond(self, head: bytes) -> bytes:
+        request = REQUEST_LINE.fullmatch(head.split(b"\r\n", 1)[0])
+        if request is None:
+            return answer_of(*status_page(HTTPStatus.BAD_REQUEST))
+        method, target = request.groups()
+        if method not in METHODS:
+            return answer_of(*status_page(HTTPStatus.METHOD_NOT_ALLOWED))
+        return answer_of(*self._page(target, request_of(head)), with_body=method == b"GET")
+
+    def _page(self, target: bytes, request: Request) -> Page:
         page = self._pages.get(target.split(b"?", 1)[0])
         if page is None:
-            return _status_page(
+            return status_page(
                 HTTPStatus.NOT_FOUND,
                 ": try " + ", ".join(path.decode() for path in {**self._pages, **self._slow}),
             )
         try:
-            return page()
+            return page(request)
         except Exception:
             logger.exception("cannot answer a scrape or probe: target=%s", target.decode())
-            return _status_page(HTTPStatus.INTERNAL_SERVER_ERROR)
+            return status_page(HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -351,7 +470,7 @@ class HealthServer:
         """Close now. A client without an answer gets the reason, if its socket takes the bytes at once."""
         if connection.answer is None:
             try:
-                connection.sock.send(_answer(*_status_page(status)))
+                connection.sock.send(answer_of(*status_page(status)))
             except OSError:
                 pass
         self._drop(connection)
@@ -361,6 +480,7 @@ class HealthServer:
         if not connection.asked:
             self._selector.unregister(connection.sock)
         connection.sock.close()
+        self._end_stream(connection)
 
     def _release(self) -> None:
         for connection in list(self._connections):
@@ -368,40 +488,3 @@ class HealthServer:
         self._selector.close()
         self._wake_read.close()
         self._bind.close()
-
-
-def _status_page(status: HTTPStatus, advice: str = "") -> Page:
-    return status, _TEXT, f"{status.value} {status.phrase}{advice}\n".encode()
-
-
-def _probe_page(probe: Probe) -> Page:
-    status = HTTPStatus.OK if probe.ok else HTTPStatus.SERVICE_UNAVAILABLE
-    return status, _TEXT, f"{probe.detail}\n".encode(errors="replace")
-
-
-def _request(head: bytes) -> Request:
-    """Of a head that is one."""
-    first, *fields = head.split(b"\r\n")
-    target = first.split(b" ")[1].decode()
-    tokens = (found[1].decode() for field in fields if (found := _BEARER.fullmatch(field)))
-    try:
-        query = dict(parse_qsl(target.partition("?")[2], max_num_fields=_MOST_FIELDS))
-    except ValueError:
-        query = {}
-    return Request(query, next(tokens, ""))
-
-
-def _json_page(render: Callable[[], str]) -> Callable[[], Page]:
-    return lambda: (HTTPStatus.OK, _JSON, render().encode())
-
-
-def _answer(status: HTTPStatus, content_type: str, body: bytes, *, with_body: bool = True) -> bytes:
-    lines = [
-        f"HTTP/1.1 {status.value} {status.phrase}",
-        f"Content-Type: {content_type}",
-        f"Content-Length: {len(body)}",
-        "Connection: close",
-    ]
-    if status is HTTPStatus.METHOD_NOT_ALLOWED:
-        lines.append("Allow: GET, HEAD")
-    return "\r\n".join(lines).encode() + _END_OF_HEAD + (body if with_body else b"")

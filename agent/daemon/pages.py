@@ -13,7 +13,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from ...health.families import CONTENT_TYPE
-from ...health.http import Page, Probe, Request
+from ...health.http_messages import Page, Probe, Request
 from ...health.pool_metrics import PoolMetrics
 from ...pool.records import run_prefix
 from ...pool.view import PoolCounts
@@ -117,7 +117,7 @@ class DaemonPages:
         So one place per node is enough for Prometheus, whatever runs there. A job's agent that does not answer in time
         costs its own part of the page alone.
         """
-        return HTTPStatus.OK, CONTENT_TYPE, self.metrics() + self._of_job().encode()
+        return Page(HTTPStatus.OK, CONTENT_TYPE, self.metrics() + self._of_job().encode())
 
     def _of_job(self) -> str:
         running = self._newest().running
@@ -171,16 +171,18 @@ class LogPage:
 
     def answer(self, request: Request) -> Page:
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-            return HTTPStatus.UNAUTHORIZED, _TEXT, b"the token in this node's record of the pool is missing\n"
+            return Page(
+                HTTPStatus.UNAUTHORIZED, _TEXT, b"the token in this node's record of the pool is missing\n"
+            )
         try:
             piece = read_piece(self._root, self._node, LogRequest.read(request.query))
         except ValueError as error:
-            return HTTPStatus.BAD_REQUEST, _TEXT, f"{error}\n".encode()
+            return Page(HTTPStatus.BAD_REQUEST, _TEXT, f"{error}\n".encode())
         except FileNotFoundError as error:
-            return HTTPStatus.NOT_FOUND, _TEXT, f"{error}\n".encode()
+            return Page(HTTPStatus.NOT_FOUND, _TEXT, f"{error}\n".encode())
         except OSError as error:
-            return HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error.strerror}\n".encode()
-        return HTTPStatus.OK, "application/octet-stream", piece
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error.strerror}\n".encode())
+        return Page(HTTPStatus.OK, "application/octet-stream", piece)
 
 
 def slow_pages(pages: DaemonPages, logs: LogPage) -> dict[str, Callable[[Request], Page]]:

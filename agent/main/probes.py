@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...health.http import Probe
+from ...health.http_messages import Probe
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Introduction
 from .heartbeat import STUCK_AFTER_S, Heartbeat

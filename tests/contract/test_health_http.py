@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from elastic_agent.health.families import CONTENT_TYPE
-from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits, Page, Probe, Request
+from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits
+from elastic_agent.health.http_messages import Page, Probe, Request
 from elastic_agent.threads import Thread
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
@@ -636,7 +637,7 @@ class Disk:
     def page(self, request: Request) -> Page:
         self.asked.append(request)
         assert self.answers.wait(PATIENCE_S)
-        return HTTPStatus.OK, "text/plain", f"{request.token} {sorted(request.query.items())}".encode()
+        return Page(HTTPStatus.OK, "text/plain", f"{request.token} {sorted(request.query.items())}".encode())
 
 
 @pytest.fixture
@@ -722,3 +723,273 @@ def test_a_slow_page_that_fails_is_an_error_of_its_own(
     assert get(slow, "/logs")[0] == 500
     assert "cannot answer: path=/logs" in caplog.text
     assert get(slow, "/logs", "POST")[0] == 405
+
+
+# --- Pages that look at what is asked
+
+
+def test_a_page_sees_its_query_and_may_have_headers_of_its_own(agent: Agent) -> None:
+    def page(request: Request) -> Page:
+        return Page(HTTPStatus.OK, "text/html", repr(request).encode(), ("X-Kind: a",))
+
+    with served(
+        agent, Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, queried={"/": page})
+    ) as server:
+        status, headers, body = get(server, "/?since=5")
+        assert (status, headers["X-Kind"]) == (200, "a")
+        assert body == repr(Request({"since": "5"})).encode()
+        assert get(server, "/", "HEAD")[1] == {**headers, "Content-Length": str(len(repr(Request({}))))}
+        assert get(server, "/nothing")[2] == b"404 Not Found: try /metrics, /healthz, /readyz, /\n"
+
+
+# --- Streams
+
+
+@dataclass
+class Feed:
+    """What a stream sends: each item once to each client, and what all have in common when there is no item left."""
+
+    server: HealthServer | None = None
+    items: list[bytes] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    made: int = 0
+    closed: int = 0
+
+    def begin(self, request: Request) -> FeedStream:
+        self.requests.append(request)
+        return FeedStream(self)
+
+    def say(self, *items: bytes) -> None:
+        self.items += items
+        assert self.server is not None
+        self.server.wake()
+
+
+@dataclass
+class FeedStream:
+    feed: Feed
+    sent: int = 0
+
+    def next(self) -> bytes:
+        items, self.sent = self.feed.items[self.sent :], len(self.feed.items)
+        self.feed.made += 1
+        return b"".join(items)
+
+    def close(self) -> None:
+        self.feed.closed += 1
+
+
+@contextmanager
+def served(agent: Agent, answers: Answers) -> Iterator[HealthServer]:
+    limits = Limits(streams=3, stream_rests_s=0.0)
+    server = HealthServer(listening_socket(), answers, Thread, limits, clock=lambda: agent.now_s)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def feed() -> Feed:
+    return Feed()
+
+
+@pytest.fixture
+def streaming(agent: Agent, feed: Feed) -> Iterator[HealthServer]:
+    answers = Answers(
+        lambda: agent.page(),
+        lambda: agent.live,
+        lambda: agent.ready,
+        agent.pages,
+        streams={"/stream": feed.begin},
+    )
+    with served(agent, answers) as server:
+        feed.server = server
+        yield server
+
+
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-store\r\n"
+    b"X-Accel-Buffering: no\r\nConnection: close\r\n\r\n"
+)
+
+
+def watch(server: HealthServer, *fields: str) -> socket.socket:
+    client = connect(server)
+    client.sendall("\r\n".join(("GET /stream?since=7 HTTP/1.1", *fields, "", "")).encode())
+    return client
+
+
+def read_exactly(client: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        piece = client.recv(size - len(received))
+        assert piece, "it has ended"
+        received += piece
+    return received
+
+
+def reads(client: socket.socket, expected: bytes) -> None:
+    assert read_exactly(client, len(expected)) == expected
+
+
+def test_a_stream_sends_what_there_is_and_then_what_comes(streaming: HealthServer, feed: Feed) -> None:
+    feed.say(b"one ")
+    with watch(streaming, "last-event-ID: a-1:4") as first, watch(streaming) as second:
+        for client in (first, second):
+            reads(client, STREAM_HEAD + b"one ")
+        assert feed.requests == [Request({"since": "7"}, last_event="a-1:4"), Request({"since": "7"})]
+        feed.say(b"two ")
+        feed.say(b"three ")
+        for client in (first, second):
+            reads(client, b"two three ")
+        assert_answers(streaming)
+    wait_until(lambda: feed.closed == 2, "both are gone")
+
+
+def test_what_comes_in_quick_succession_is_sent_together(
+    streaming: HealthServer, agent: Agent, feed: Feed
+) -> None:
+    streaming._limits = Limits(stream_rests_s=1.0)
+    with watch(streaming) as client:
+        reads(client, STREAM_HEAD)
+        feed.say(b"one ")
+        reads(client, b"one ")
+        for _ in range(50):
+            feed.say(b"x")
+        assert_answers(streaming)
+        made = feed.made
+        assert read_until_quiet(client) == b""
+        agent.now_s += 1.0
+        assert_answers(streaming)
+        feed.say()
+        reads(client, b"x" * 50)
+        assert feed.made <= made + 2
+
+
+def test_a_slow_reader_costs_one_answer_and_holds_no_other_up(
+    streaming: HealthServer, agent: Agent, feed: Feed
+) -> None:
+    with watch(streaming) as slow, watch(streaming) as quick:
+        reads(slow, STREAM_HEAD)
+        reads(quick, STREAM_HEAD)
+        feed.say(HUGE)
+        reads(quick, HUGE)
+        made = feed.made
+        for number in range(20):
+            feed.say(b"%02d" % number)
+            reads(quick, b"%02d" % number)
+            assert_answers(streaming)
+        assert feed.made - made <= 21, "nothing is made for who has not taken what there was"
+        reads(slow, HUGE)
+        reads(slow, b"".join(b"%02d" % number for number in range(20)))
+        feed.say(HUGE)
+        reads(quick, HUGE)
+
+        def later() -> bool:
+            agent.now_s += Limits().lifetime_s
+            assert_answers(streaming)
+            return feed.closed == 1
+
+        wait_until(later, "who takes nothing loses its place")
+        assert len(read_all(slow)) < len(HUGE)
+        feed.say(b"on")
+        reads(quick, b"on")
+
+
+def test_there_are_few_streams_and_one_that_leaves_makes_room(streaming: HealthServer, feed: Feed) -> None:
+    with ExitStack() as crowd:
+        clients = [crowd.enter_context(watch(streaming)) for _ in range(3)]
+        for client in clients:
+            reads(client, STREAM_HEAD)
+        with watch(streaming) as fourth:
+            answer = read_all(fourth)
+        assert status(answer) == 503
+        assert answer.endswith(b"503 Service Unavailable: at most 3 streams at once\n")
+        assert len(feed.requests) == 3
+        clients[0].close()
+        wait_until(lambda: feed.closed == 1, "its place is free")
+        with watch(streaming) as fifth:
+            reads(fifth, STREAM_HEAD)
+
+
+def test_500_silent_clients_and_all_streams_keep_no_other_out(streaming: HealthServer, feed: Feed) -> None:
+    with ExitStack() as crowd:
+        watching = [crowd.enter_context(watch(streaming)) for _ in range(3)]
+        for client in watching:
+            reads(client, STREAM_HEAD)
+        silent = [crowd.enter_context(connect(streaming)) for _ in range(500)]
+        for number in range(10):
+            assert_answers(streaming)
+            feed.say(b"%d" % number)
+            for client in watching:
+                reads(client, b"%d" % number)
+        silent[-1].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert status(read_all(silent[-1])) == 200
+        assert feed.closed == 0
+
+
+def test_a_stream_without_events_beats_and_ends(streaming: HealthServer, agent: Agent) -> None:
+    with watch(streaming) as client:
+        reads(client, STREAM_HEAD)
+        for _ in range(3):
+            agent.now_s += Limits().beat_s
+            assert_answers(streaming)
+            reads(client, b":\n\n")
+        agent.now_s += Limits().stream_s
+        assert_answers(streaming)
+        assert read_all(client) in (b"", b":\n\n")
+
+
+def test_a_client_that_talks_without_end_on_its_stream_is_cut_off(
+    streaming: HealthServer, feed: Feed
+) -> None:
+    with watch(streaming) as client:
+        reads(client, STREAM_HEAD)
+        client.sendall(b"x" * 1000)
+        feed.say(b"on")
+        reads(client, b"on")
+        with pytest.raises(OSError):
+            client.sendall(b"x" * 65_536_000)
+    wait_until(lambda: feed.closed == 1, "it has lost its place")
+    assert_answers(streaming)
+
+
+def test_a_stream_that_fails_costs_its_own_client_alone(
+    streaming: HealthServer, feed: Feed, caplog: pytest.LogCaptureFixture
+) -> None:
+    with watch(streaming) as client:
+        reads(client, STREAM_HEAD)
+        feed.items = None  # type: ignore[assignment]
+        streaming.wake()
+        assert read_all(client) == b""
+        with watch(streaming) as another:
+            assert status(read_all(another)) == 500
+    assert caplog.text.count("Traceback") == 2
+    feed.items = []
+    wait_until(lambda: feed.closed == 2, "each has been told its end")
+    assert_answers(streaming)
+
+
+def test_head_of_a_stream_and_its_other_methods(streaming: HealthServer, feed: Feed) -> None:
+    assert get(streaming, "/stream", "HEAD")[::2] == (200, b"")
+    assert get(streaming, "/stream", "POST")[0] == 405
+    assert not feed.requests
+
+
+def test_a_server_that_closes_ends_its_streams(streaming: HealthServer, feed: Feed) -> None:
+    with watch(streaming) as client:
+        reads(client, STREAM_HEAD)
+        streaming.close()
+        assert read_all(client) == b""
+    assert feed.closed == 1
+    streaming.wake()
+
+
+def test_waking_never_waits(streaming: HealthServer, agent: Agent) -> None:
+    """The thread of the server stands still meanwhile, and reads nothing."""
+    with held(streaming, agent, b""):
+        for _ in range(100_000):
+            streaming.wake()
+    assert_answers(streaming)

@@ -33,7 +33,8 @@ from elastic_agent.agent.observability.status.sources import (
     Unreachable,
     ask_nodes,
 )
-from elastic_agent.health.http import Answers, HealthServer, Probe
+from elastic_agent.health.http import Answers, HealthServer
+from elastic_agent.health.http_messages import Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store.interface import Put, Store
 from elastic_agent.threads import Thread

@@ -19,7 +19,8 @@ from elastic_agent.agent.daemon.pages import (
     slow_pages,
 )
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
-from elastic_agent.health.http import Answers, HealthServer, Probe, Request
+from elastic_agent.health.http import Answers, HealthServer
+from elastic_agent.health.http_messages import Probe, Request
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.health.pool_metrics import SEAT_OUTCOMES, PoolMetrics
 from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, SeatOutcome, run_prefix
@@ -72,7 +73,7 @@ def put_agent(store: MemoryStore, http: Endpoint | None) -> None:
 
 
 def samples(pages: DaemonPages) -> dict[str, list[dict[str, str]]]:
-    _, _, body = pages.all_metrics(Request({}, ""))
+    body = pages.all_metrics(Request({}, "")).body
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:

@@ -22,7 +22,7 @@ from elastic_agent.agent.daemon.pages import LogPage
 from elastic_agent.agent.output import job_folders
 from elastic_agent.agent.output.job_folders import KEPT_BEYOND, MARK, JobFolders, prune
 from elastic_agent.agent.output.log_folders import RunFolder
-from elastic_agent.health.http import Request
+from elastic_agent.health.http_messages import Request
 from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, PoolNode, Record, Run, Seat
 from elastic_agent.pool.view import PoolView
 from elastic_agent.rendezvous.records import Endpoint
@@ -89,7 +89,7 @@ def test_what_cannot_be_read_is_no_failure_of_the_daemon(root: Path) -> None:
     begin(root, "j")
     (root / "j/a.log").unlink()
     (root / "j/a.log").symlink_to("/etc/passwd")
-    status, _, text = LogPage(root, "a", "t").answer(Request({"job": "j"}, "t"))
+    status, _, text, _ = LogPage(root, "a", "t").answer(Request({"job": "j"}, "t"))
     assert status == HTTPStatus.SERVICE_UNAVAILABLE
     assert b"root" not in text
 
