@@ -31,6 +31,8 @@ class WorkerEnv:
     """The agent's: by this mark the guard finds what workers leave behind."""
     page: str = ""
     """Path of the memory that worker and agent share."""
+    stacks: str = ""
+    """Path of the memory where the worker writes its stacks, at the agent's signal: `stack_dump`."""
     socket: str = ""
     """Path of the stream socket at which the agent answers."""
     reports: str = ""

@@ -29,6 +29,8 @@ from importlib.machinery import BuiltinImporter
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from ....worker.wire import stack_dump
+from ....worker.wire.environment import NAMES
 from .fidelity import env_rules, proc_title
 from .fidelity.import_cache import ImportCache
 from .wire import SCRIPT, BecomeWorker
@@ -63,6 +65,7 @@ def run(
     _take_environment(start, cache)
     _take_signals(stay_ignored)
     _take_streams()
+    stack_dump.register(start.environment.get(NAMES["stacks"], ""))
     _take_interpreter(start, cache)
     sys.excepthook = _script_hook(start) if start.target_kind == SCRIPT else _module_hook(start)
     raise Become

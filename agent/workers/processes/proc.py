@@ -64,6 +64,10 @@ class Stat:
         return sum(map(int, self._fields[10:14]))
 
     @property
+    def own_ticks(self) -> int:
+        return sum(map(int, self._fields[10:12]))
+
+    @property
     def start(self) -> str:
         """The start time, which with the pid names a process until the machine starts anew."""
         return self._fields[18]

@@ -1,0 +1,187 @@
+"""Asks processes where their Python threads stand (`worker.wire.stack_dump`), and reads what they write.
+
+A worker and its forks share one file, so they are asked one after the other, and what was written in between belongs to
+the one that was asked; workers are asked at the same time. There is no mark at the end of what one writes: it is over
+when nothing more has come for `QUIET_S`. A process that is stopped, or in uninterruptible sleep, would answer when it
+goes on, in another's place: it is not asked.
+
+`parse` is a pure function. What it reads was written by a process that is not trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ....rendezvous.text import clean
+from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
+from ...common.kernel_files import read
+from ..processes.proc import stat_of
+from .facts import Frame, ThreadStack
+
+QUIET_S = 0.004
+PAUSE_S = 0.0005
+ANSWER_S = 0.3
+"""A process that has not begun to write after so long does not: its main thread blocks the signal, maybe."""
+
+MOST_BYTES = 256 * 1024
+"""Of one process' stacks."""
+MOST_FRAMES = 64
+"""Of one thread: the innermost ones."""
+_MOST_TEXT = 256
+
+_ANSWERS = ("R", "S", "I")
+_THREAD = re.compile(
+    r"(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.{0,64})\])?.{0,8} \(most recent call first\):"
+)
+_FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)')
+
+
+class StackFile:
+    """In this process' memory: one worker and its forks write there."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self._fd = os.memfd_create("elastic-agent-stacks", os.MFD_CLOEXEC)
+        os.fchmod(self._fd, 0o600)
+        # Not os.getpid(): a container may see the /proc of another pid namespace.
+        self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._fd}"
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def clear(self) -> None:
+        os.ftruncate(self._fd, 0)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def read(self) -> str:
+        return os.pread(self._fd, MOST_BYTES, 0).decode(errors="backslashreplace")
+
+    def is_open_in(self, pid: int) -> bool:
+        try:
+            there, here = os.stat(f"/proc/{pid}/fd/{DESCRIPTOR}"), os.fstat(self._fd)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def why_not(pid: int, file: StackFile) -> str:
+    """Why this process must not be asked; empty if it may."""
+    stat = stat_of(f"/proc/{pid}")
+    if stat is None or stat.state in ("Z", "X"):
+        return "it has ended"
+    if stat.state not in _ANSWERS:
+        return f"its state is {stat.state}: it cannot answer"
+    if not _catches(read(f"/proc/{pid}/status")) or not file.is_open_in(pid):
+        return "it was not started from a spare, or has let go of the signal"
+    return ""
+
+
+def _catches(status: str) -> bool:
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (SIGNAL - 1) & 1)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The processes that share one file, and how far they have been asked."""
+
+    file: StackFile
+    left: list[int]
+    pid: int = 0
+    since: float = 0.0
+    grown_at: float = 0.0
+    size: int = 0
+    texts: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def turn(self, now: float) -> bool:
+        """Whether there is more to wait for."""
+        if self.pid:
+            self._look(now)
+        while not self.pid and self.left:
+            self._ask(self.left.pop(0), now)
+        return bool(self.pid)
+
+    def _look(self, now: float) -> None:
+        size = self.file.size
+        if size != self.size:
+            self.size, self.grown_at = size, now
+        waits_s = QUIET_S if size else ANSWER_S
+        if now - self.grown_at >= waits_s:
+            self.end()
+
+    def _ask(self, pid: int, now: float) -> None:
+        if refusal := why_not(pid, self.file):
+            self.refused[pid] = refusal
+            return
+        try:
+            self.file.clear()
+            os.kill(pid, SIGNAL)
+        except OSError as error:
+            self.refused[pid] = error.strerror or str(error)
+            return
+        self.pid, self.since, self.grown_at, self.size = pid, now, now, 0
+
+    def end(self) -> None:
+        if not self.pid:
+            return
+        if text := self.file.read():
+            self.texts[self.pid] = text
+        else:
+            self.refused[self.pid] = "it has not answered: it may block the signal"
+        self.pid = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """By pid."""
+
+    texts: Mapping[int, str]
+    refused: Mapping[int, str]
+
+
+def ask(
+    families: Sequence[tuple[StackFile, Sequence[int]]],
+    until: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> Answers:
+    """The stacks of all these processes, as far as they come before the instant `until`."""
+    asked = [_Asked(file, list(pids)) for file, pids in families]
+    while _turn_all(asked, clock()) and clock() < until:
+        sleep(PAUSE_S)
+    texts: dict[int, str] = {}
+    refused: dict[int, str] = {}
+    for one in asked:
+        one.end()
+        texts |= one.texts
+        refused |= one.refused | dict.fromkeys(one.left, "there was no time left")
+    return Answers(texts, refused)
+
+
+def _turn_all(asked: Sequence[_Asked], now: float) -> bool:
+    """Whether one of them has more to wait for. None waits for another."""
+    return sum(one.turn(now) for one in asked) > 0
+
+
+def parse(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> tuple[ThreadStack, ...]:
+    """What faulthandler writes; the main thread is the last. `source` gives the text of the line where that stands."""
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if found := _THREAD.fullmatch(line):
+            threads.append((clean(found[3] or found[2]), []))
+        elif (found := _FRAME.fullmatch(line)) and threads:
+            frames = threads[-1][1]
+            if len(frames) < MOST_FRAMES:
+                number = int(found[2]) if found[2].isdigit() else 0
+                frames.append(Frame(clean(found[1])[:_MOST_TEXT], number, clean(found[3])[:_MOST_TEXT]))
+    if threads and threads[-1][1]:
+        frames = threads[-1][1]
+        frames[0] = replace(frames[0], source=source(frames[0].file, frames[0].line))
+    return tuple(ThreadStack(name, tuple(frames)) for name, frames in threads)

@@ -1,0 +1,216 @@
+"""What one worker does, judged from facts: a pure function.
+
+Two signs count: what the kernel says of the main thread, and its Python stack. Of a stack the innermost part that
+belongs to torch names what a wait is for; the same place twice, with a window between, that it is one. Without stacks,
+as of a worker that did not start from a spare, a thread that waits for another may well wait for a collective: then
+nothing is said of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ....rendezvous.statements.inquiry import MAX_WHERE, Collective, Doing, RankState
+from .facts import Frame, ProcessFacts, ThreadFacts, ThreadStack, Wait, WorkerFacts
+
+BUSY_SHARE = 0.3
+"""Of one processor, from which on a thread runs, and does not only look whether it can."""
+
+GIL_WAKES = 40
+"""In a second: who waits for Python's lock asks for it 200 times a second (`sys.getswitchinterval`)."""
+
+_STOPPED = ("T", "t")
+_GONE = ("Z", "X")
+_FROZEN = ("freez", "refrigerator")
+
+_FILE_SERVERS = ("request_wait_answer", "fuse_", "nfs", "rpc_wait", "lustre", "ceph")
+
+_DISTRIBUTED = "/torch/distributed/"
+_DDP = "/torch/nn/parallel/distributed.py"
+_BACKWARD = ("/torch/autograd/graph.py", "_engine_run_backward")
+_LOADER = ("/torch/utils/data/",)
+_SAVES = (
+    "/torch/serialization.py",
+    "/torch/distributed/checkpoint/",
+    "/elastic_agent/worker/checkpointing/",
+    "/elastic_agent/worker/storage/",
+    "/elastic_agent/worker/dcp/",
+)
+_NO_COLLECTIVES = (
+    "/torch/distributed/checkpoint/",
+    "/torch/distributed/elastic/",
+    "/torch/distributed/launcher/",
+)
+_STORE_FUNCTIONS = (
+    "init_process_group",
+    "_new_process_group_helper",
+    "rendezvous",
+    "_store_based_barrier",
+    "new_group",
+)
+_WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
+_WAITS_OF_WORK = (".wait(", ".synchronize(", ".result(")
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<frozen ", "<string>")
+
+
+def rank_state(facts: WorkerFacts) -> RankState:
+    """What this worker does."""
+    doing, where, collective = _judge(facts)
+    return RankState(facts.rank, doing, facts.step, facts.still_s, collective, where[:MAX_WHERE])
+
+
+_Judged = tuple[Doing, str, Collective | None]
+
+
+def _judge(facts: WorkerFacts) -> _Judged:
+    process, main = facts.process, facts.process.main
+    if main is None or (main.state in _GONE and all(one.state in _GONE for one in process.threads)):
+        return Doing.GONE, "its process has ended", None
+    if main.state in _STOPPED or any(part in main.channel for part in _FROZEN):
+        return Doing.STOPPED, _kernel_words(main), None
+    if _file_server(process, main):
+        return Doing.UNINTERRUPTIBLE, _kernel_words(main), None
+    if asleep := next((one for one in process.threads if one.asleep), None):
+        return Doing.UNINTERRUPTIBLE, _kernel_words(asleep), None
+    frames = _main_frames(process.stacks)
+    if not frames:
+        return _without_stacks(process, main)
+    return _with_stacks(facts, process, main, frames)
+
+
+def _file_server(process: ProcessFacts, main: ThreadFacts) -> bool:
+    """It waits for one: at first such that a signal may end that, and from then on so that none does."""
+    return any(part in main.channel for part in _FILE_SERVERS) or (main.state == "D" and not process.stacks)
+
+
+def _without_stacks(process: ProcessFacts, main: ThreadFacts) -> _Judged:
+    doing = {Wait.SLEEP: Doing.ASLEEP, Wait.READ: Doing.READING, Wait.CHILD: Doing.READING}.get(main.wait)
+    return doing or Doing.OTHER, _kernel_words(main), None
+
+
+def _with_stacks(
+    facts: WorkerFacts, process: ProcessFacts, main: ThreadFacts, frames: Sequence[Frame]
+) -> _Judged:
+    where = _where(frames, main)
+    runs = main.cpu_s > BUSY_SHARE * facts.window_s > 0
+    later = _main_frames(process.later)
+    if later and not _same(frames, later):
+        return Doing.MOVES, where, None
+    if held := _lock_of_python(process, main):
+        return Doing.HOLDS_GIL, f"{where}; {held}", None
+    innermost = frames[0]
+    for at, frame in enumerate(frames):
+        if _is_in(frame, _SAVES):
+            return Doing.IN_SAVE, where, None
+        if _is_in(frame, _LOADER):
+            if any(child.cpu_s > BUSY_SHARE * facts.window_s > 0 for child in facts.children):
+                return Doing.MOVES, f"{where}; its data loader is at work", None
+            return Doing.IN_DATA_LOADER, _of_loader(where, facts.children), None
+        if frame.function in _STORE_FUNCTIONS and _DISTRIBUTED in frame.file:
+            return Doing.AT_STORE, _own(frames).place, None
+        if _is_collective(frame):
+            return Doing.IN_COLLECTIVE, _own(frames).place, Collective(_name(frames[at:])[:64])
+        if _BACKWARD[0] in frame.file and not runs:
+            return Doing.IN_COLLECTIVE, _own(frames).place, Collective("backward")
+    if runs:
+        return (Doing.OTHER if process.devices else Doing.BUSY), where, None
+    if main.wait is Wait.FUTEX and any(word in innermost.source for word in _WAITS_OF_WORK):
+        return Doing.IN_COLLECTIVE, _own(frames).place, Collective("wait")
+    doing = {
+        Wait.FUTEX: Doing.LOCKED,
+        Wait.SLEEP: Doing.ASLEEP,
+        Wait.READ: Doing.READING,
+        Wait.POLL: Doing.READING,
+        Wait.CHILD: Doing.READING,
+    }.get(main.wait, Doing.OTHER)
+    return doing, where, None
+
+
+def _main_frames(stacks: Sequence[ThreadStack]) -> tuple[Frame, ...]:
+    return stacks[-1].frames if stacks else ()
+
+
+def _same(before: Sequence[Frame], after: Sequence[Frame]) -> bool:
+    """In one function, called from the same lines: at which line of it does not count, for a loop has several."""
+    return [_outline(frame, inner=at == 0) for at, frame in enumerate(before)] == [
+        _outline(frame, inner=at == 0) for at, frame in enumerate(after)
+    ]
+
+
+def _outline(frame: Frame, *, inner: bool) -> tuple[str, str, int]:
+    return frame.file, frame.function, 0 if inner else frame.line
+
+
+def _lock_of_python(process: ProcessFacts, main: ThreadFacts) -> str:
+    """Why it is taken for held: threads ask for it all the time, and get nowhere."""
+    asking = [one for one in process.threads if one.wakes >= GIL_WAKES and one.wait is Wait.FUTEX]
+    runs = any(one.cpu_s > 0 and one not in asking for one in process.threads if one is not main)
+    if not asking or runs:
+        return ""
+    if main in asking:
+        return "it waits for Python's lock, which another thread holds"
+    return f"thread {asking[0].tid} ({asking[0].name}) waits for Python's lock, which this one holds"
+
+
+def _is_in(frame: Frame, parts: Iterable[str]) -> bool:
+    return any(part in frame.file for part in parts)
+
+
+def _is_collective(frame: Frame) -> bool:
+    of_torch = _DISTRIBUTED in frame.file and not _is_in(frame, _NO_COLLECTIVES)
+    return (of_torch and frame.function not in _WRAPPERS) or _DDP in frame.file
+
+
+def _name(frames: Sequence[Frame]) -> str:
+    """Of what the script has called: the outermost of the frames of torch that follow each other here."""
+    name = frames[0].function
+    for frame in frames:
+        if frame.function in _WRAPPERS:
+            continue
+        if not _is_collective(frame):
+            break
+        name = frame.function
+    return name
+
+
+def _where(frames: Sequence[Frame], main: ThreadFacts) -> str:
+    """The innermost frame of the user's own code, and what the kernel says."""
+    kernel = "" if main.wait is Wait.NOTHING else f", waits for {_waits_for(main)}"
+    return f"{_own(frames).place}{kernel}"
+
+
+def _own(frames: Sequence[Frame]) -> Frame:
+    return next((frame for frame in frames if not _is_in(frame, _LIBRARY)), frames[0])
+
+
+def _waits_for(thread: ThreadFacts) -> str:
+    on = f" from {thread.on}" if thread.on else ""
+    return f"{thread.wait.value}{on}"
+
+
+def _kernel_words(thread: ThreadFacts) -> str:
+    channel = f", in the kernel's {thread.channel}" if thread.channel else ""
+    on = f", at {thread.on}" if thread.on else ""
+    return f"thread {thread.tid} ({thread.name}) is in state {thread.state}{channel}{on}"
+
+
+def _of_loader(where: str, children: Sequence[ProcessFacts]) -> str:
+    stuck = [(child, child.main) for child in children if child.main is not None and child.cpu_s == 0]
+    shown = next(((child, main) for child, main in stuck if main.state in (*_STOPPED, "D")), None)
+    if shown is None:
+        shown = next(((child, main) for child, main in stuck if _at_work(child)), None)
+    if shown is None:
+        return where
+    child, main = shown
+    place = _child_place(child)
+    return f"{where}; its process {child.pid} {place or f'is in state {main.state}, {_waits_for(main)}'}"
+
+
+def _at_work(child: ProcessFacts) -> bool:
+    """Fetching, and not waiting for an order."""
+    return any(frame.function == "fetch" for frame in _main_frames(child.stacks))
+
+
+def _child_place(child: ProcessFacts) -> str:
+    frames = _main_frames(child.stacks)
+    return f"stands at {_own(frames).place}" if frames else ""

@@ -1,0 +1,181 @@
+"""Kinds of hangs of real training on gloo: who is named, of what is seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.workers.evidence.collector import THOROUGH, Collector, Target
+from elastic_agent.agent.workers.evidence.facts import WorkerFacts
+from elastic_agent.agent.workers.evidence.stacks import StackFile
+from elastic_agent.agent.workers.evidence.testimony import rank_state
+from elastic_agent.rendezvous.coordinator.verdict import WAITING, verdict
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
+from elastic_agent.rendezvous.statements.inquiry import Doing, Finding, RankState
+from elastic_agent.rendezvous.statements.inquiry import Testimony as Answer
+
+HERE = Path(__file__).parent
+RANKS = 3
+CULPRIT = 1
+WITHIN_S = 60.0
+PAUSE_S = 0.2
+
+KINDS: dict[str, Doing] = {
+    "skipped_collective": Doing.IN_COLLECTIVE,
+    "other_order": Doing.IN_COLLECTIVE,
+    "extra_collective": Doing.IN_COLLECTIVE,
+    "other_group": Doing.IN_COLLECTIVE,
+    "stopped": Doing.STOPPED,
+    "asleep": Doing.ASLEEP,
+    "lock_of_python": Doing.HOLDS_GIL,
+    "busy": Doing.BUSY,
+    "deadlock": Doing.LOCKED,
+    "data_loader": Doing.IN_DATA_LOADER,
+    "data_loader_without_processes": Doing.IN_DATA_LOADER,
+    "read_of_a_pipe": Doing.READING,
+    "read_of_a_socket": Doing.READING,
+    "child_that_does_not_end": Doing.READING,
+    "exit_handler": Doing.LOCKED,
+    "save": Doing.IN_SAVE,
+    "file_server": Doing.UNINTERRUPTIBLE,
+    "late_for_backward": Doing.ASLEEP,
+    "late_for_rendezvous": Doing.ASLEEP,
+}
+"""What the rank that is to blame does in each."""
+
+
+@dataclass
+class Hang:
+    """One job that hangs."""
+
+    kind: str
+    marks: Path
+    stacks: list[StackFile]
+    pids: list[int]
+    seen: tuple[WorkerFacts, ...] = ()
+
+    @property
+    def targets(self) -> list[Target]:
+        return [Target(rank, 0, self.pids[rank], self.stacks[rank]) for rank in range(RANKS)]
+
+    @property
+    def states(self) -> list[RankState]:
+        return [rank_state(facts) for facts in self.seen]
+
+    @property
+    def settled(self) -> bool:
+        """The others wait for the one that does not come."""
+        marked = {int(line) for line in self.marks.read_text().split()} if self.marks.exists() else set()
+        waits = [state.doing in WAITING for state in self.states if state.rank != CULPRIT]
+        return marked == set(range(RANKS)) and all(waits)
+
+
+WORLD = World(
+    "job",
+    1,
+    Phase.RUNNING,
+    tuple(Member(f"n{rank}", f"i{rank}", 1, rank) for rank in range(RANKS)),
+    Endpoint("127.0.0.1", 1),
+    Cause(CauseKind.START),
+)
+
+
+@pytest.fixture(scope="module")
+def mountpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
+    """Of a file system whose fsync is never answered; None where this user may not mount one."""
+    folder = tmp_path_factory.mktemp("fuse")
+    command = [sys.executable, HERE.parent / "slow_fuse.py", folder, "-1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        mounted = server.stdout.readline().strip() == "mounted"
+        yield folder if mounted else None
+        server.kill()
+    if mounted:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def hangs(tmp_path_factory: pytest.TempPathFactory, mountpoint: Path | None) -> Iterator[dict[str, Hang]]:
+    """All kinds at once, seen when all others wait, or when that takes too long."""
+    folder = tmp_path_factory.mktemp("hangs")
+    kinds = [kind for kind in KINDS if kind != "file_server" or mountpoint is not None]
+    found = {kind: Hang(kind, folder / kind, [StackFile() for _ in range(RANKS)], []) for kind in kinds}
+    ranks = [
+        (kind, _variables(found[kind], rank, mountpoint), found[kind].stacks[rank].path)
+        for kind in kinds
+        for rank in range(RANKS)
+    ]
+    log = folder / "output"
+    with log.open("w") as output:
+        nursery = subprocess.Popen(
+            [sys.executable, HERE / "hang_nursery.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        )
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    with nursery:
+        nursery.stdin.write(json.dumps(ranks) + "\n")
+        nursery.stdin.flush()
+        pids = json.loads(nursery.stdout.readline())
+        for number, (kind, _, _) in enumerate(ranks):
+            found[kind].pids.append(pids[number])
+        _look_at(list(found.values()))
+        print(log.read_text())
+        yield found
+        for pid in pids:
+            _kill(pid)
+        nursery.stdin.close()
+
+
+def _variables(hang: Hang, rank: int, mountpoint: Path | None) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "HANGING_STORE": f"file://{hang.marks}.store",
+        "HANGING_MARKS": str(hang.marks),
+        "HANGING_MOUNT": str(mountpoint),
+    }
+
+
+def _look_at(hangs: list[Hang]) -> None:
+    """Until all others wait in each."""
+    collector = Collector(time.monotonic, time.sleep)
+    deadline = time.monotonic() + WITHIN_S
+    left = hangs
+    while left and time.monotonic() < deadline:
+        seen = iter(collector.look([target for hang in left for target in hang.targets], THOROUGH))
+        for hang in left:
+            hang.seen = tuple(next(seen) for _ in range(RANKS))
+        left = [hang for hang in left if not hang.settled]
+        time.sleep(PAUSE_S)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, 9)
+    except ProcessLookupError:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_one_that_does_not_come_is_named(kind: str, hangs: dict[str, Hang]) -> None:
+    if kind not in hangs:
+        pytest.skip("this user may not mount a file system")
+    hang = hangs[kind]
+    assert hang.settled, hang.seen
+    found = verdict([Answer(1, 1, (state,)) for state in hang.states], WORLD)
+    assert (found.rank, found.node) == (CULPRIT, f"n{CULPRIT}"), (found, hang.seen)
+    assert found.finding in (Finding.LIKELY, Finding.CERTAIN)
+    assert hang.states[CULPRIT].doing is KINDS[kind], hang.seen[CULPRIT]

@@ -1,0 +1,175 @@
+"""Stacks of worker processes, written at a signal: who is asked, who must not be, and what is read of the answer."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from elastic_agent.agent.workers.evidence.facts import Frame
+from elastic_agent.agent.workers.evidence.stacks import MOST_FRAMES, Answers, StackFile, ask, parse, why_not
+from elastic_agent.agent.workers.processes.proc import stat_of
+from elastic_agent.worker.wire.stack_dump import DESCRIPTOR, SIGNAL
+
+BEGIN = """
+import faulthandler, os, signal, sys, threading, time, ctypes
+from elastic_agent.worker.wire import stack_dump
+stack_dump.register(sys.argv[1])
+def stand_here():
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def file() -> Iterator[StackFile]:
+    file = StackFile()
+    yield file
+    file.close()
+
+
+@contextmanager
+def running(file: StackFile, script: str, lines: int = 1) -> Iterator[list[int]]:
+    """The pids that this script prints, once it has."""
+    command = [sys.executable, "-c", BEGIN + script, file.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield [int(process.stdout.readline()) for _ in range(lines)]
+        process.kill()
+
+
+def asked(file: StackFile, pids: Sequence[int], within_s: float = 10.0) -> Answers:
+    return ask([(file, pids)], time.monotonic() + within_s, time.monotonic, time.sleep)
+
+
+def functions(text: str) -> list[str]:
+    """Of the main thread, the innermost first."""
+    return [frame.function for frame in parse(text)[-1].frames]
+
+
+def test_a_process_says_where_it_stands(file: StackFile) -> None:
+    with running(file, "stand_here()") as [pid]:
+        found = asked(file, [pid])
+        assert functions(found.texts[pid]) == ["stand_here", "<module>"]
+        assert found.refused == {}
+        assert functions(asked(file, [pid]).texts[pid]) == ["stand_here", "<module>"]  # again
+
+
+def test_also_while_native_code_holds_the_lock_of_python(file: StackFile) -> None:
+    script = "def native():\n  print(os.getpid(), flush=True)\n  ctypes.PyDLL(None).getchar()\nnative()"
+    with running(file, script) as [pid]:
+        assert functions(asked(file, [pid]).texts[pid]) == ["native", "<module>"]
+
+
+def test_all_its_threads_do_and_the_main_one_is_the_last(file: StackFile) -> None:
+    with running(
+        file, "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nstand_here()"
+    ) as [pid]:
+        threads = parse(asked(file, [pid]).texts[pid])
+        assert [thread.frames[-1].function for thread in threads] == ["_bootstrap", "<module>"]
+
+
+def test_each_fork_answers_for_itself(file: StackFile) -> None:
+    script = "def fork():\n  stand_here()\nif os.fork(): stand_here()\nelse: fork()"
+    with running(file, script, lines=2) as pids:
+        found = asked(file, pids)
+        assert sorted(functions(found.texts[pid])[1] for pid in pids) == ["<module>", "fork"]
+
+
+def test_one_that_lets_go_of_the_signal_is_not_killed_by_it(file: StackFile) -> None:
+    script = f"faulthandler.unregister({SIGNAL}); signal.signal({SIGNAL}, signal.SIG_DFL); stand_here()"
+    with running(file, script) as [pid]:
+        assert "has let go" in asked(file, [pid]).refused[pid]
+        assert stat_of(f"/proc/{pid}") is not None
+
+
+def test_nor_a_program_that_it_has_become(file: StackFile) -> None:
+    script = "os.execv(sys.executable, [sys.executable, '-c', 'import os; print(os.getpid(), flush=True); input()'])"
+    with running(file, script) as [pid]:
+        assert "has let go" in why_not(pid, file)
+
+
+def test_nor_one_whose_descriptor_is_another_file(file: StackFile) -> None:
+    script = f"os.dup2(os.open('/dev/null', os.O_WRONLY), {DESCRIPTOR}); stand_here()"
+    with running(file, script) as [pid]:
+        assert "has let go" in why_not(pid, file)
+
+
+def test_faulthandler_stays_the_scripts(file: StackFile) -> None:
+    script = (
+        "faulthandler.disable(); faulthandler.enable(); faulthandler.dump_traceback_later(600)\n"
+        "faulthandler.register(signal.SIGUSR1); stand_here()"
+    )
+    with running(file, script) as [pid]:
+        assert functions(asked(file, [pid]).texts[pid]) == ["stand_here", "<module>"]
+
+
+def test_one_that_is_stopped_is_not_asked_nor_one_that_has_ended(file: StackFile) -> None:
+    with running(file, "print(os.getpid(), flush=True); os.kill(os.getpid(), signal.SIGSTOP)") as [pid]:
+        deadline = time.monotonic() + 10
+        while (stat := stat_of(f"/proc/{pid}")) is not None and stat.state != "T":
+            assert time.monotonic() < deadline
+        assert "cannot answer" in why_not(pid, file)
+    assert why_not(pid, file) == "it has ended"
+
+
+def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:
+    with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
+        assert "may block" in asked(file, [pid]).refused[pid]
+
+
+def test_without_time_nobody_is_waited_for(file: StackFile) -> None:
+    with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
+        found = asked(file, [pid, 1], within_s=0.0)
+        assert found.refused[1] == "there was no time left"
+
+
+def test_without_a_file_there_are_no_stacks_and_the_script_runs() -> None:
+    script = BEGIN + f"print(signal.getsignal({SIGNAL}) is signal.SIG_DFL)"
+    ran = subprocess.run(
+        [sys.executable, "-c", script, "/nowhere"], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "True\n"
+
+
+def test_the_signal_is_none_that_has_a_name() -> None:
+    assert signal.SIGRTMIN < SIGNAL < signal.SIGRTMAX
+
+
+# ---------------------------------------------------------------- what is read
+
+TEXT = """Thread 0x00007f80962376c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Thread 0x00007f80962376c1 [loader] (most recent call first):
+  <no Python frame>
+
+Current thread 0x00007f8096dccb80 [python] (most recent call first):
+  File "/home/a\x1b[31m.py", line 9 in f
+  File "/home/b.py", line ??? in <module>
+"""
+
+
+def test_what_faulthandler_writes_is_read() -> None:
+    first, second, main = parse(TEXT, lambda file, line: f"{file}:{line}")
+    assert first.name == "0x00007f80962376c0"
+    assert (second.name, second.frames) == ("loader", ())
+    assert main.frames == (
+        Frame("/home/a.py", 9, "f", "/home/a.py:9"),
+        Frame("/home/b.py", 0, "<module>"),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "Thread", '  File "x", line 1 in f', "\0" * 100, TEXT[:150]])
+def test_whatever_is_there_is_read(text: str) -> None:
+    assert all(len(thread.frames) <= MOST_FRAMES for thread in parse(text))
+
+
+def test_of_a_deep_stack_the_innermost_frames_are_kept() -> None:
+    text = "Current thread 0x1 (most recent call first):\n" + '  File "x", line 1 in f\n' * 500
+    assert len(parse(text)[0].frames) == MOST_FRAMES
