@@ -178,4 +178,8 @@ def test_the_one_that_does_not_come_is_named(kind: str, hangs: dict[str, Hang]) 
     found = verdict([Answer(1, 1, (state,)) for state in hang.states], WORLD)
     assert (found.rank, found.node) == (CULPRIT, f"n{CULPRIT}"), (found, hang.seen)
     assert found.finding in (Finding.LIKELY, Finding.CERTAIN)
-    assert hang.states[CULPRIT].doing is KINDS[kind], hang.seen[CULPRIT]
+    assert hang.states[CULPRIT].doing is KINDS[kind], _shown(hang.seen[CULPRIT])
+
+
+def _shown(facts: WorkerFacts) -> str:
+    return "\n".join(map(str, (*facts.process.threads, *facts.process.stacks, *facts.process.later)))

@@ -13,8 +13,8 @@ from elastic_agent.worker.wire.environment import NAMES, WORKER_VARIABLES, Worke
 ROOT = Path(__file__).parents[2]
 FULL = WorkerEnv(
     master_port=41213, devices=2,
-    generation=7, run="3f2a", node="a", local_rank=0, incarnation="i", page="/proc/1/fd/5", stacks="/proc/1/fd/6", reports="/r/reports",
-    socket="/r/socket", memory="/dev/shm/\udcff", memory_bytes=1 << 30,
+    generation=7, run="3f2a", node="a", local_rank=0, incarnation="i", page="/proc/1/fd/5", reports="/r/reports",
+    stacks="/proc/1/fd/6", socket="/r/socket", memory="/dev/shm/\udcff", memory_bytes=1 << 30,
     writes="/r/writes", bad_state="6:120", memory_server="/r/memory", memory_address="10.0.0.1:4000",
     memory_standbys="c=10.0.0.3:4000", memory_replicas=1, failure_domain="rack-1",
 )  # fmt: skip

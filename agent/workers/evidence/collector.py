@@ -145,10 +145,15 @@ class Collector:
 
 
 def _with_state_before(facts: ProcessFacts, before: ProcessFacts) -> ProcessFacts:
-    was = {thread.tid: thread.state for thread in before.threads}
+    known = {thread.tid: thread for thread in before.threads}
 
     def longer(thread: ThreadFacts) -> ThreadFacts:
-        return replace(thread, state_before=was.get(thread.tid, ""))
+        was = known.get(thread.tid)
+        if was is None:
+            return thread
+        if thread.state == "R":  # where it waits when it does
+            thread = replace(thread, channel=was.channel, call=was.call, on=was.on)
+        return replace(thread, state_before=was.state)
 
     return replace(facts, threads=tuple(map(longer, facts.threads)))
 

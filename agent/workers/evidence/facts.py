@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+BUSY_SHARE = 0.3
+"""Of one processor."""
+
 
 class Wait(Enum):
     """What a thread waits for in the kernel, by its wait channel and system call."""
@@ -69,6 +72,10 @@ class ThreadFacts:
     def asleep(self) -> bool:
         """In uninterruptible sleep, and not just for a moment."""
         return self.state == "D" and self.state_before in ("", "D")
+
+    def runs(self, window_s: float) -> bool:
+        """It uses a processor, or waits for one, and does not only look whether there is something to do."""
+        return self.cpu_s > BUSY_SHARE * window_s > 0 or self.state == self.state_before == "R"
 
     @property
     def wait(self) -> Wait:

@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ....rendezvous.statements.inquiry import MAX_WHERE, Collective, Doing, RankState
-from .facts import Frame, ProcessFacts, ThreadFacts, ThreadStack, Wait, WorkerFacts
+from .facts import Frame, ProcessFacts, ThreadFacts, ThreadStack, Wait, WorkerFacts, wait_of
 
-BUSY_SHARE = 0.3
-"""Of one processor, from which on a thread runs, and does not only look whether it can."""
-
-GIL_WAKES = 40
+GIL_WAKES = 25
 """In a second: who waits for Python's lock asks for it 200 times a second (`sys.getswitchinterval`)."""
 
 _STOPPED = ("T", "t")
@@ -92,7 +89,7 @@ def _with_stacks(
     facts: WorkerFacts, process: ProcessFacts, main: ThreadFacts, frames: Sequence[Frame]
 ) -> _Judged:
     where = _where(frames, main)
-    runs = main.cpu_s > BUSY_SHARE * facts.window_s > 0
+    runs = main.runs(facts.window_s)
     later = _main_frames(process.later)
     if later and not _same(frames, later):
         return Doing.MOVES, where, None
@@ -103,7 +100,7 @@ def _with_stacks(
         if _is_in(frame, _SAVES):
             return Doing.IN_SAVE, where, None
         if _is_in(frame, _LOADER):
-            if any(child.cpu_s > BUSY_SHARE * facts.window_s > 0 for child in facts.children):
+            if any(child.main is not None and child.main.runs(facts.window_s) for child in facts.children):
                 return Doing.MOVES, f"{where}; its data loader is at work", None
             return Doing.IN_DATA_LOADER, _of_loader(where, facts.children), None
         if frame.function in _STORE_FUNCTIONS and _DISTRIBUTED in frame.file:
@@ -143,9 +140,12 @@ def _outline(frame: Frame, *, inner: bool) -> tuple[str, str, int]:
 
 def _lock_of_python(process: ProcessFacts, main: ThreadFacts) -> str:
     """Why it is taken for held: threads ask for it all the time, and get nowhere."""
-    asking = [one for one in process.threads if one.wakes >= GIL_WAKES and one.wait is Wait.FUTEX]
-    runs = any(one.cpu_s > 0 and one not in asking for one in process.threads if one is not main)
-    if not asking or runs:
+    asking = [
+        one
+        for one in process.threads
+        if one.wakes >= GIL_WAKES and wait_of("S", one.channel, one.call) is Wait.FUTEX
+    ]
+    if not asking:
         return ""
     if main in asking:
         return "it waits for Python's lock, which another thread holds"
