@@ -31,6 +31,7 @@ _NEVER = {
     errno.EACCES: "a port that this user may listen on, above 1023",
     errno.EAFNOSUPPORT: "an IPv4 address: this node has no IPv6",
 }
+_EXPORTS_SPANS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def check_resources(config: Config, environ: Mapping[str, str]) -> None:
@@ -40,6 +41,7 @@ def check_resources(config: Config, environ: Mapping[str, str]) -> None:
         *_memory(config.memory_checkpoints),
         *_http(config.http_address),
         *_notice(config.stop.notice),
+        *_otlp(config.otlp_endpoint),
         *_run_directory(environ),
     ]
     if problems:
@@ -99,6 +101,20 @@ def _notice(source: NoticeSource) -> Iterator[Problem]:
         yield Problem("--notice", str(source), expected, "name another, or remove what is there", here=True)
 
 
+def _otlp(endpoint: str | None) -> Iterator[Problem]:
+    if endpoint is not None and not all(map(_is_installed, _EXPORTS_SPANS)):
+        expected = "the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
+        advice = "pip install 'elastic-agent[otel]', or leave it out"
+        yield Problem("--otlp-endpoint", endpoint, expected, advice, here=True)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
+
+
 def _no_file(path: str) -> str:
     """What is wrong with it; empty: nothing."""
     try:
@@ -146,7 +162,10 @@ def _missing(module: str) -> str:
         folders = _search_path(spec)
         if folders is None or (name == "__main__" and not folders):  # a module that is no package
             return ""
-        inner = PathFinder.find_spec(f"{spec.name}.{name}", folders)
+        try:
+            inner = PathFinder.find_spec(f"{spec.name}.{name}", folders)
+        except KeyError:  # a package without __init__.py, in one that is not imported
+            return ""
         if inner is None:
             main = name == "__main__"
             return f"{spec.name} is a package without __main__" if main else f"{spec.name} has no {name}"

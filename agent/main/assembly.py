@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -24,12 +25,16 @@ from ..common.own_folder import make_own
 from ..configuration.config import Config
 from ..configuration.logs import NO_FILES, LogConfig
 from ..configuration.timeouts import drain_timeout_s
+from ..configuration.types.parsers import ENVIRONMENT
 from ..machine.inventory import Machine, needs_of
 from ..machine.network.discovery import Network
+from ..observability.accounting.training_account import Recovered
 from ..observability.journal.event_file import EventFile
 from ..observability.journal.events import Kind
 from ..observability.journal.journal import Journal
 from ..observability.status.pages import StatusPages
+from ..observability.tracing.exporter import SpanSender
+from ..observability.tracing.spans import spans_of
 from ..output.console import Console
 from ..output.log_folders import log_directory
 from ..rendezvous_io.join_checks import JoinChecks
@@ -138,6 +143,29 @@ def checks_of(agent: Agent, machine: Machine) -> JoinChecks:
         agent.events.put,
         random.SystemRandom(),
     )
+
+
+def spans_of_recoveries(agent: Agent, parts: contextlib.ExitStack) -> Callable[[Recovered], None]:
+    """What is to be told of each recovery."""
+    endpoint = agent.config.otlp_endpoint
+    if endpoint is None:
+        return lambda _: None
+    resource = {
+        "service.name": "elastic-agent",
+        "service.version": __version__,
+        "service.instance.id": agent.incarnation,
+        "elastic_agent.job": agent.config.rendezvous.job_id,
+        "elastic_agent.node": agent.name,
+    }
+    sender = SpanSender(None if endpoint == ENVIRONMENT else endpoint, resource)
+    sender.start()
+    parts.callback(sender.close)
+
+    def tell(recovered: Recovered) -> None:
+        if spans := spans_of(recovered, time.time() - agent.clock()):
+            sender.send(spans)
+
+    return tell
 
 
 def spares_of(agent: Agent, machine: Machine, prepared: Prepared) -> Spares:

@@ -81,6 +81,7 @@ from .assembly import (
     pages_of,
     policy_of,
     receiver_of,
+    spans_of_recoveries,
     spares_of,
 )
 from .error_file import write_error_file
@@ -219,6 +220,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
             agent.config.max_restarts,
             agent.started_at,
             time.time,
+            spans_of_recoveries(agent, parts),
         )
         _watch_for_notices(agent, parts)
         loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, *services)

@@ -114,6 +114,17 @@ def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
     assert (problem.origin, problem.value, problem.here) == ("TMPDIR", str(long), True)
 
 
+def test_spans_need_the_packages_that_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = "http://collector:4318"
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
+    assert problems_of(otlp_endpoint=endpoint) == []
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    assert problems_of(otlp_endpoint=None) == []
+    [problem] = problems_of(otlp_endpoint=endpoint)
+    assert (problem.origin, problem.here) == ("--otlp-endpoint", True)
+    assert "pip install 'elastic-agent[otel]'" in problem.advice
+
+
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in (
@@ -123,9 +134,10 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "runs/__init__.py",
         "runs/__main__.py",
         "names/mod.py",
+        "names/below/mod.py",
     ):
         path = tmp_path / file
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("raise SystemExit('nothing of it is run')\n")
     (tmp_path / "own").mkdir()
     (tmp_path / "own/__init__.py").write_text("__path__.append('/elsewhere')\n")
@@ -134,7 +146,17 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "module", ["flat", "pkg.mod", "runs", "names.mod", "own.anything", "torch.distributed.run", "timeit"]
+    "module",
+    [
+        "flat",
+        "pkg.mod",
+        "runs",
+        "names.mod",
+        "names.below.mod",
+        "own.anything",
+        "torch.distributed.run",
+        "timeit",
+    ],
 )
 def test_a_module_that_is_there_is_found_and_not_run(packages: Path, module: str) -> None:
     check_target(Command("module", module), {})

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, get_args
+from urllib.parse import urlsplit
 
 from ....rendezvous.records import Endpoint
 from ...common.ports import PortConfigError, PortRange
@@ -129,6 +130,24 @@ def _read_rate(text: str) -> int:
 
 RATE = Parser("bytes per second, 1MiB or more, like 512MiB and 1.5GiB", _read_rate)
 SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size)
+
+
+ENVIRONMENT = "env"
+"""In the place of a collector's URL: OpenTelemetry's own variables have it."""
+
+
+def read_collector(text: str) -> str:
+    """Without a slash at its end."""
+    if text == ENVIRONMENT:
+        return text
+    url = urlsplit(text)
+    if "@" in url.netloc:
+        raise ValueError("put what proves who you are into OTEL_EXPORTER_OTLP_HEADERS")
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+        raise ValueError
+    if url.port == 0 or not text.isprintable() or " " in text:
+        raise ValueError
+    return text.rstrip("/")
 
 
 def read_text(text: str) -> str:

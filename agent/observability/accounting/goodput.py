@@ -18,8 +18,9 @@ while workers are being stopped, a second worker that fails because the first on
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Activity(enum.Enum):
@@ -99,12 +100,27 @@ NEXT: Mapping[TrainingEvent, Mapping[Activity, Activity]] = {
 }
 
 
+MOST_STAGES = 256
+"""Of one recovery: 30 generations that fail after each other have fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A phase without a break. Instants are seconds, monotonic."""
+
+    phase: Activity
+    began_at: float
+    ended_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """Seconds of each of PHASES that there was, in their order. Those of STARTUP depend on what the workers report:
     without steps a recovery is over when they start; without a load all until the first step is INIT."""
 
     phases: Mapping[Activity, float]
+    stages: tuple[Stage, ...] = ()
+    """The same as it went: without those of no length, and at most the last MOST_STAGES."""
 
     @property
     def duration_s(self) -> float:
@@ -122,6 +138,8 @@ class GoodputAccount:
         self._before_recovery: Mapping[Activity, float] | None = None
         self._passed: set[Activity] = set()
         """What this recovery has left behind."""
+        self._stages: deque[Stage] = deque(maxlen=MOST_STAGES)
+        """Of this recovery."""
 
     @property
     def recovering(self) -> bool:
@@ -147,6 +165,7 @@ class GoodputAccount:
         if self.activity in (Activity.DETECT, Activity.STOP):
             if self._before_recovery is None:
                 self._before_recovery, self._passed = dict(self.seconds), set()
+                self._stages.clear()
         elif self.activity is Activity.WAITING:
             self._before_recovery = None
         elif self.activity in TRAINING and not (self.activity in STARTUP and self.reports_steps):
@@ -156,12 +175,20 @@ class GoodputAccount:
     def _book(self, activity: Activity, until: float) -> None:
         """An instant that is booked already stays booked: events of several threads overtake each other."""
         if until > self.booked_until:
+            if self.recovering:
+                self._keep(Stage(activity, self.booked_until, until))
             self.seconds[activity] += until - self.booked_until
             self.booked_until = until
+
+    def _keep(self, stage: Stage) -> None:
+        """As the last stage of this recovery, or as what goes on in it."""
+        if self._stages and self._stages[-1].phase is stage.phase:
+            stage = replace(stage, began_at=self._stages.pop().began_at)
+        self._stages.append(stage)
 
     def _recovered(self) -> Recovery | None:
         before, self._before_recovery = self._before_recovery, None
         if before is None:
             return None
         there = (phase for phase in PHASES if phase in STANDSTILL or phase in self._passed)
-        return Recovery({phase: self.seconds[phase] - before[phase] for phase in there})
+        return Recovery({phase: self.seconds[phase] - before[phase] for phase in there}, tuple(self._stages))

@@ -28,7 +28,7 @@ from ..status.pages import StatusPages, worker_of
 from ..world_comparison import WorldComparison
 from .goodput import TrainingEvent
 from .membership_changes import MembershipWatch, because, reason
-from .training_account import TrainingAccount
+from .training_account import Recovered, TrainingAccount
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +70,17 @@ class Observer:
         max_failures: int | None,
         started_at: float,
         wall_clock: Callable[[], float],
+        tell: Callable[[Recovered], None] = lambda _: None,
     ) -> None:
-        """`started_at`: when the agent started. Below `run_directory` the journal's file is; None: it has none."""
+        """`started_at`: when the agent started. Below `run_directory` the journal's file is; None: it has none. `tell`
+        is called at the end of each recovery; it must not wait."""
         self.journal = journal
         self._run_directory = run_directory
         self._metrics = metrics
         self._pages = pages
         self._max_failures = max_failures
         self._wall_clock = wall_clock
-        self.training = TrainingAccount(metrics, pages, journal, started_at, wall_clock)
+        self.training = TrainingAccount(metrics, pages, journal, started_at, wall_clock, tell)
         self._worlds = MembershipWatch()
         self._noted: World | None = None
         self._shown: Failure | None = None

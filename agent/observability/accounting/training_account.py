@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from ....health.metrics import Metrics
 from ....rendezvous.records import CauseKind, World
@@ -36,6 +37,19 @@ _RECOVERIES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Training goes on, in a new generation."""
+
+    recovery: Recovery
+    run: str
+    generation: int
+    cause: str
+    """The kind of change that ended the one that had trained last."""
+    because: str
+    """What ended the one before, in words."""
+
+
 class TrainingAccount:
     """For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
 
@@ -46,7 +60,10 @@ class TrainingAccount:
         journal: Journal,
         started_at: float,
         wall_clock: Callable[[], float],
+        tell: Callable[[Recovered], None],
     ) -> None:
+        """`tell` is called at the end of each recovery; it must not wait."""
+        self._tell = tell
         self._metrics = metrics
         self._pages = pages
         self._journal = journal
@@ -59,10 +76,10 @@ class TrainingAccount:
         self._steps = StepCount()
         self._recovers_from: CauseKind | None = None
         self._saved_at: float | None = None
-        self._begin(0, "")
+        self._begin(0, "", "")
 
-    def _begin(self, generation: int, because: str) -> None:
-        self._generation, self._because = generation, because
+    def _begin(self, generation: int, run: str, because: str) -> None:
+        self._generation, self._run, self._because = generation, run, because
         self._progress = NodeProgress()
         self._load_noted: tuple[str, int] | None = None
         self._damaged: int | None = None
@@ -79,7 +96,7 @@ class TrainingAccount:
 
     def started(self, world: World, because: str, now: float) -> None:
         """Workers are to run; `because` says what ended the generation before."""
-        self._begin(world.generation, because)
+        self._begin(world.generation, world.run, because)
         self._steps.begin(world.step)
         if self._goodput.recovering and self._recovers_from is None:
             self._recovers_from = world.cause.kind
@@ -96,6 +113,8 @@ class TrainingAccount:
                 cause=_RECOVERIES[self._recovers_from],
                 seconds=phases_s,
             )
+            cause = self._recovers_from.value
+            self._tell(Recovered(recovery, self._run, self._generation, cause, self._because))
         if not self._goodput.recovering:
             self._recovers_from = None
         return recovery

@@ -1,0 +1,162 @@
+"""Brings the spans of recoveries to a collector, over OTLP/HTTP, by OpenTelemetry's SDK (extra `otel`).
+
+The SDK is imported, set up and called by one thread that does nothing else, and its own thread sends. Neither can hold
+up or end the agent: what finds no room is dropped, what they raise is logged once, and the end of the agent waits a
+moment for the last spans and no longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ....threads import Thread
+from .spans import RecoverySpans
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
+"""What the collector gets for the last spans, when the agent ends."""
+MOST_WAITING = 64
+"""Recoveries that wait for the thread."""
+
+_OF_LIBRARIES = ("opentelemetry", "requests", "urllib3")
+
+
+class SpanSender:
+    """`send` is for any thread, and never waits."""
+
+    def __init__(self, endpoint: str | None, resource: Mapping[str, str]) -> None:
+        """`endpoint`: the collector's URL without /v1/traces; None: OpenTelemetry's variables have it. `resource`: what
+        this node is; those variables are stronger."""
+        self._endpoint = endpoint
+        self._resource = resource
+        self._waiting: queue.Queue[RecoverySpans | None] = queue.Queue(MOST_WAITING)
+        self._thread = Thread(self._work, "spans")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, spans: RecoverySpans) -> None:
+        try:
+            self._waiting.put_nowait(spans)
+        except queue.Full:
+            log.warning("the spans of a recovery are not sent: those of %d wait already", MOST_WAITING)
+
+    def close(self) -> None:
+        """Waits a moment for the last spans."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return  # a thread that has not come to so many will not come to the last
+        self._thread.join(CLOSE_S)
+
+    # Everything below runs in the thread.
+
+    def _work(self) -> None:
+        try:
+            tracing = _Tracing(self._endpoint, self._resource)
+            while (spans := self._waiting.get()) is not None:
+                tracing.record(spans)
+            tracing.end()
+        except Exception as error:  # of a library that the job does not need
+            log.warning("no spans are sent: %r. The job goes on", error)
+
+
+class _Tracing:
+    """The SDK, set up for one collector."""
+
+    def __init__(self, endpoint: str | None, resource: Mapping[str, str]) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+        class Ids(RandomIdGenerator):
+            trace_id = 0
+
+            def generate_trace_id(self) -> int:
+                return self.trace_id
+
+        heard = _LastWords()
+        for name in _OF_LIBRARIES:  # they log each attempt, and ours once
+            logging.getLogger(name).addHandler(heard)
+        self._ids = Ids()
+        exporter = OTLPSpanExporter(None if endpoint is None else f"{endpoint}/v1/traces")
+        self._provider = TracerProvider(
+            resource=Resource.create(resource).merge(OTELResourceDetector().detect()),
+            id_generator=self._ids,
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(_told_once(exporter, heard)))
+        self._tracer = self._provider.get_tracer("elastic_agent")
+
+    def record(self, spans: RecoverySpans) -> None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        self._ids.trace_id = spans.trace_id
+        first, *parts = spans.spans
+        whole = self._tracer.start_span(
+            first.name, Context(), start_time=_ns(first.began_at), attributes=spans.attributes
+        )
+        inside = set_span_in_context(whole, Context())
+        for part in parts:
+            self._tracer.start_span(part.name, inside, start_time=_ns(part.began_at)).end(_ns(part.ended_at))
+        whole.end(_ns(first.ended_at))
+
+    def end(self) -> None:
+        """Sends what waits, for as long as the SDK tries."""
+        self._provider.shutdown()
+
+
+def _ns(at: float) -> int:
+    return round(at * 1e9)
+
+
+class _LastWords(logging.Handler):
+    """What a library said last, which has why it failed."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+
+
+def _told_once(exporter: SpanExporter, heard: _LastWords) -> SpanExporter:
+    """The same, and the log has when it begins to fail, and when it works again. Nothing that it raises gets out: it
+    would end the agent, like any thread's failure."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class ToldOnce(SpanExporter):
+        failing = False
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            try:
+                result = exporter.export(spans)
+            except Exception as error:
+                return self._failed(repr(error))
+            if result is not SpanExportResult.SUCCESS:
+                return self._failed(heard.text)
+            if self.failing:
+                self.failing = False
+                log.info("spans are sent again")
+            return result
+
+        def _failed(self, why: str) -> SpanExportResult:
+            if not self.failing:
+                self.failing = True
+                log.warning("spans are not sent: %.300s. The job goes on; check --otlp-endpoint", why)
+            return SpanExportResult.FAILURE
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+    return ToldOnce()

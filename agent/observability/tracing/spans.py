@@ -1,0 +1,61 @@
+"""The spans of a recovery: one for the whole of it on this node, and in it one for each phase as it went.
+
+The nodes of a job recover at the same time, and do not ask each other: they find the same id of a trace by the run and
+the generation that training goes on in. So all that any node did for one recovery is one trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..accounting.goodput import Activity
+from ..accounting.training_account import Recovered
+
+_NAMES = {Activity.FIRST_STEP: "first step"}
+"""Of phases that are called otherwise in metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverySpans:
+    """What is to be told of one recovery. Instants are seconds since the epoch."""
+
+    trace_id: int
+    spans: tuple[Span, ...]
+    """The first is the whole recovery; the others are parts of it."""
+    attributes: Mapping[str, str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    name: str
+    began_at: float
+    ended_at: float
+
+
+def trace_id(run: str, generation: int) -> int:
+    """128 bits, never 0."""
+    digest = hashlib.sha256(f"{run}\0{generation}".encode()).digest()
+    return int.from_bytes(digest[:16], "big") or 1
+
+
+def spans_of(recovered: Recovered, epoch: float) -> RecoverySpans | None:
+    """`epoch`: the wall clock's time when the monotonic clock was 0. None: it took no time."""
+    recovery = recovered.recovery
+    if not recovery.stages:
+        return None
+    ended_at = recovery.stages[-1].ended_at
+    whole = Span("recovery", epoch + ended_at - recovery.duration_s, epoch + ended_at)
+    phases = (
+        Span(_NAMES.get(stage.phase, stage.phase.value), epoch + stage.began_at, epoch + stage.ended_at)
+        for stage in recovery.stages
+    )
+    attributes: dict[str, str | int] = {
+        "elastic_agent.run": recovered.run,
+        "elastic_agent.generation": recovered.generation,
+        "elastic_agent.cause": recovered.cause,
+    }
+    if recovered.because:
+        attributes["elastic_agent.because"] = recovered.because
+    return RecoverySpans(trace_id(recovered.run, recovered.generation), (whole, *phases), attributes)

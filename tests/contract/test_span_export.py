@@ -1,0 +1,188 @@
+"""Spans at a collector, by OpenTelemetry's own packages; and a collector that is away, refuses or hangs."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
+
+from elastic_agent import threads
+from elastic_agent.agent.observability.tracing import exporter
+from elastic_agent.agent.observability.tracing.exporter import CLOSE_S, MOST_WAITING, SpanSender
+from elastic_agent.agent.observability.tracing.spans import RecoverySpans, Span, trace_id
+from tests.collector import Collector
+
+PATIENCE_S = 30.0
+SPANS = RecoverySpans(
+    trace_id("run", 2),
+    (Span("recovery", 1000.0, 1002.0), Span("detect", 1000.0, 1000.5), Span("stop", 1000.5, 1002.0)),
+    {"elastic_agent.run": "run", "elastic_agent.generation": 2},
+)
+RESOURCE = {"service.name": "elastic-agent", "elastic_agent.node": "a"}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+
+
+@pytest.fixture(autouse=True)
+def failed() -> Iterator[list[str]]:
+    """Threads that have failed, each of which would have ended an agent."""
+    names: list[str] = []
+    threads.listen(lambda name, error: names.append(name))
+    yield names
+    threads.listen()
+    assert names == []
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_spans_of_a_recovery_are_one_trace(collector: Collector) -> None:
+    sender = SpanSender(collector.url, RESOURCE)
+    sender.start()
+    sender.send(SPANS)
+    wait_for(lambda: len(collector.spans) == 3)
+    sender.close()
+    spans = {span.name: span for span in collector.spans}
+    assert {span.trace for span in spans.values()} == {f"{trace_id('run', 2):032x}"}
+    whole = spans["recovery"]
+    assert whole.parent == ""
+    assert (spans["detect"].parent, spans["stop"].parent) == (whole.id, whole.id)
+    assert (whole.began_at, whole.ended_at) == (1000 * 10**9, 1002 * 10**9)
+    assert (spans["detect"].began_at, spans["detect"].ended_at) == (1000 * 10**9, 1000 * 10**9 + 5 * 10**8)
+    assert whole.attributes == SPANS.attributes
+    assert whole.resource.items() >= RESOURCE.items()
+    assert {path for path, _ in collector.requests} == {"/v1/traces"}
+
+
+def test_what_waits_at_the_end_is_sent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    sender = SpanSender(collector.url, RESOURCE)
+    sender.start()
+    sender.send(SPANS)
+    sender.close()
+    assert len(collector.spans) == 3
+
+
+def test_the_variables_of_opentelemetry_are_respected(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "rack=7")
+    sender = SpanSender(None, RESOURCE)
+    sender.start()
+    sender.send(SPANS)
+    wait_for(lambda: len(collector.spans) == 3)
+    sender.close()
+    [(path, headers)] = collector.requests
+    assert (path, headers["x-token"], headers["content-encoding"]) == ("/v1/traces", "abc", "gzip")
+    resource = collector.spans[0].resource
+    assert (resource["service.name"], resource["rack"], resource["elastic_agent.node"]) == ("ours", "7", "a")
+
+
+def test_a_disabled_sdk_sends_nothing(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    sender = SpanSender(collector.url, RESOURCE)
+    sender.start()
+    sender.send(SPANS)
+    sender.close()
+    assert collector.requests == []
+
+
+def test_a_collector_that_refuses_is_told_once_and_again_when_it_takes_them(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    collector.status = 400
+    sender = SpanSender(collector.url, RESOURCE)
+    sender.start()
+    for asked in (1, 2):
+        sender.send(SPANS)
+        wait_for(lambda asked=asked: len(collector.requests) == asked)  # type: ignore[misc]
+    collector.status = 200
+    sender.send(SPANS)
+    wait_for(lambda: "again" in caplog.text)
+    sender.close()
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("elastic_agent")]
+    assert len(ours) == 2
+    assert "400" in ours[0]
+    assert ours[1] == "spans are sent again"
+
+
+@pytest.mark.parametrize("collector_is", ["away", "hanging", "failing"])
+def test_no_collector_holds_up_the_agent(collector_is: str) -> None:
+    if collector_is == "away":
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            url, stub = f"http://127.0.0.1:{bound.getsockname()[1]}", None
+    else:
+        stub = Collector(503, answers=collector_is != "hanging")
+        url = stub.url
+    sender = SpanSender(url, RESOURCE)
+    sender.start()
+    began = time.monotonic()
+    for _ in range(3 * MOST_WAITING):
+        sender.send(SPANS)
+    sent = time.monotonic()
+    assert sent - began < 5.0, "it does not wait for the collector's 10 s"
+    if stub is not None:
+        wait_for(lambda: len(stub.requests) > 0)
+    began = time.monotonic()
+    sender.close()
+    assert time.monotonic() - began < CLOSE_S + 3.0
+    if stub is not None:
+        stub.close()
+
+
+@pytest.mark.parametrize("fails", ["_Tracing", "record"])
+def test_what_the_library_raises_ends_no_thread_as_failed(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failed: list[str]
+) -> None:
+    def raises(*_: object) -> None:
+        raise RuntimeError("of a library")
+
+    owner = exporter if fails == "_Tracing" else exporter._Tracing
+    monkeypatch.setattr(owner, fails, raises)
+    sender = SpanSender("http://127.0.0.1:9", RESOURCE)
+    sender.start()
+    sender.send(SPANS)
+    sender.close()
+    assert "no spans are sent" in caplog.text
+    assert failed == []
+
+
+def test_an_export_that_raises_fails_no_thread_of_the_sdk(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    def raises(*_: object) -> None:
+        raise SystemError("of a library")
+
+    monkeypatch.setattr(OTLPSpanExporter, "export", raises)
+    sender = SpanSender("http://127.0.0.1:9", RESOURCE)
+    sender.start()
+    sender.send(SPANS)
+    sender.close()
+    assert "spans are not sent: SystemError('of a library')" in caplog.text
