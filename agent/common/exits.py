@@ -217,6 +217,18 @@ class ConvertCode(Code):
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C): nothing was written"
 
 
+class ReportCode(Code):
+    """How `elastic-agent report` ends. `docs/report.md` shows the same table."""
+
+    SHOWN = 0, "the report was shown"
+    NO_RUN = 66, "there is no such run folder, and none of a job of this name below the log directory"
+    NO_ACCOUNT = 67, "no journal is there, or none of them says how time was spent: it may be too early"
+    NOT_WRITTEN = 73, "the picture cannot be drawn or written; the report was shown"
+    BAD_CONFIG = 78, "the command line cannot be"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
+    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
+
+
 class CannotStart(Exception):
     """This agent cannot begin its work. Nothing is running yet: end with `code`, and say why."""
 

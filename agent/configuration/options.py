@@ -25,6 +25,7 @@ COMMANDS = {
     "check": "is this node fit to train? Same options as a run",
     "status": "how a job is, and why",
     "drain": "let a node leave its job without losing a step",
+    "report": "where the hours of a run went, and which nodes cost them",
     **POOL_COMMANDS,
     "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell",
     "forget": "delete what an ended job left in etcd",

@@ -49,6 +49,18 @@ def run_folder(directory: Path, job: str, run: str) -> Path:
     return directory / f"{job}-{run}"
 
 
+def newest_run(directory: Path, job: str) -> Path | None:
+    """Of this job, below it; None: there is none. Raises OSError."""
+    prefix = f"{job}-"
+    runs = [
+        (at, folder)
+        for folder in directory.iterdir()
+        if folder.name.startswith(prefix) and "-" not in folder.name.removeprefix(prefix)
+        if (at := _marked_at(folder)) is not None
+    ]
+    return max(runs)[1] if runs else None
+
+
 class RunFolder:
     """This agent's part in the folder of one run. `hold` and `prune` may take as long as the disk does."""
 

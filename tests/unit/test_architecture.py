@@ -106,12 +106,14 @@ observability/status: workers/failures observability common configuration worker
 observability/journal: output
 observability/accounting: workers/failures observability output workers/processes observability/status \
     observability/journal
+observability/report: observability/status observability/journal observability/accounting
 observability/tracing: observability/accounting
 workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \
     workers/environment workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
-    workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
+    workers/checkpoints machine workers/environment rendezvous_io observability/status \
+    observability/journal observability/report commands/check_nodes
 main: common output configuration configuration/types machine/network machine/memory workers/failures \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
     rendezvous_io observability/status observability/journal observability/accounting observability/tracing \

@@ -82,6 +82,23 @@ STANDSTILL = (Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACK
 PHASES = (*STANDSTILL, *STARTUP)
 """What a recovery consists of."""
 
+
+class Part(enum.Enum):
+    """What an activity is part of, to those who see no more than that."""
+
+    WAITING = enum.auto()
+    STARTUP = enum.auto()
+    STEPPING = enum.auto()
+    STANDSTILL = enum.auto()
+
+
+PARTS = {
+    Activity.WAITING: Part.WAITING,
+    **dict.fromkeys(STARTUP, Part.STARTUP),
+    **dict.fromkeys(STEPPING, Part.STEPPING),
+    **dict.fromkeys(STANDSTILL, Part.STANDSTILL),
+}
+
 NEXT: Mapping[TrainingEvent, Mapping[Activity, Activity]] = {
     TrainingEvent.STARTED: dict.fromkeys(
         (Activity.WAITING, Activity.RENDEZVOUS, Activity.BACKOFF), Activity.START

@@ -19,14 +19,14 @@ from ..journal.events import Kind
 from ..journal.journal import Journal
 from ..journal.saves import SaveEvents
 from ..status.pages import StatusPages
-from .goodput import STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
+from .goodput import PARTS, STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
 from .node_progress import NodeProgress, Step, node_progress
 from .step_count import Counted, StepCount
 
 log = logging.getLogger(__name__)
 
 ACCOUNTING_EVERY_S = 60.0
-"""How often the journal has what all seconds went into."""
+"""How often the journal has what all seconds went into, besides when workers begin or cease to train."""
 
 _RECOVERIES = {
     CauseKind.FAILURE: "process",
@@ -103,7 +103,10 @@ class TrainingAccount:
         self.record(TrainingEvent.STARTED, now)
 
     def record(self, event: TrainingEvent, at: float) -> Recovery | None:
+        before = self._goodput.activity
         recovery = self._goodput.record(event, at)
+        if PARTS[before] is not PARTS[self._goodput.activity]:
+            self.account(at)
         if recovery is not None and self._recovers_from in _RECOVERIES:
             phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
             self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)

@@ -53,8 +53,8 @@ class Kind(enum.Enum):
     RECOVERY = "recovery"
     """Training goes on. `seconds` by phase: `goodput.PHASES`."""
     ACCOUNTING = "accounting"
-    """Each minute and at the end, all since the start of this agent: `seconds` of each `goodput.Activity`, `counts` of
-    `steps` and `steps_redone`."""
+    """Each minute, whenever workers begin or cease to step, and at the end, all since the start of this agent:
+    `seconds` of each `goodput.Activity`, `counts` of `steps` and `steps_redone`."""
     JOB_ENDED = "job_ended"
     """`cause` is the result."""
     AGENT_ENDED = "agent_ended"

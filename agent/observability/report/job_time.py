@@ -1,0 +1,134 @@
+"""The seconds of a job, out of those of its nodes.
+
+A second of a job is one second, however many nodes it has: at each instant it is divided as the nodes' own seconds
+are on average. A node that waits for a world counts only where all wait: a spare, or a node that came early, costs the
+job nothing. Training stands still for a save of any node, so that of the slowest counts. Where no agent has an account,
+the second is ABSENT.
+
+Within one stretch of a node nothing is known of the order: what it went into is spread evenly. Agents account whenever
+they begin or cease to train, so a stretch hardly ever mixes what matters.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from .lives import Stretch, Use
+
+_NOTHING = 1e-9
+"""What floats leave of a sum of rates that is zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    began_at: float
+    ended_at: float
+    seconds: Mapping[Use, float]
+    """They add up to its length."""
+
+
+def job_time(stretches: Sequence[Stretch]) -> Iterator[Slice]:
+    """From the first instant to the last, without a gap, in order."""
+    begins = sorted(stretches, key=lambda stretch: stretch.began_at)
+    instants = sorted({at for stretch in begins for at in (stretch.began_at, stretch.ended_at)})
+    present, following = _Present(), 0
+    for at, until in pairwise(instants):
+        present.leave(at)
+        while following < len(begins) and begins[following].began_at <= at:
+            present.enter(begins[following])
+            following += 1
+        yield Slice(at, until, present.divide(until - at))
+
+
+@dataclass(slots=True)
+class _Present:
+    """The stretches of all nodes at one instant. Each is added and taken away once: there may be a million."""
+
+    ends: list[tuple[float, int, Stretch]] = field(default_factory=list)
+    """A heap, as are the two below; what has ended is taken off when it comes to the top."""
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """Rate of waiting, and the end."""
+    saves: list[tuple[float, float]] = field(default_factory=list)
+    """Negative rate of standing still for saves, and the end."""
+    busy: dict[Use, float] = field(default_factory=dict)
+    """The sum of the rates of all, but for waiting."""
+    entered: int = 0
+
+    def enter(self, stretch: Stretch) -> None:
+        length = stretch.ended_at - stretch.began_at
+        self.entered += 1
+        heapq.heappush(self.ends, (stretch.ended_at, self.entered, stretch))
+        heapq.heappush(self.waits, (stretch.seconds.get(Use.WAITING, 0.0) / length, stretch.ended_at))
+        heapq.heappush(self.saves, (-min(1.0, stretch.blocked_s / length), stretch.ended_at))
+        self._count(stretch, 1)
+
+    def leave(self, at: float) -> None:
+        """Those that have ended."""
+        while self.ends and self.ends[0][0] <= at:
+            self._count(heapq.heappop(self.ends)[2], -1)
+        for heap in (self.waits, self.saves):
+            while heap and heap[0][1] <= at:
+                heapq.heappop(heap)
+        if not self.ends:
+            self.busy.clear()
+
+    def _count(self, stretch: Stretch, sign: int) -> None:
+        length = stretch.ended_at - stretch.began_at
+        for use, seconds in stretch.seconds.items():
+            if use is not Use.WAITING:
+                self.busy[use] = self.busy.get(use, 0.0) + sign * seconds / length
+
+    def divide(self, length_s: float) -> dict[Use, float]:
+        if not self.ends:
+            return {Use.ABSENT: length_s}
+        busy = {use: rate for use, rate in self.busy.items() if rate > _NOTHING}
+        total = sum(busy.values())
+        waiting = self.waits[0][0] if busy else 1.0
+        seconds = {use: length_s * (1.0 - waiting) * rate / total for use, rate in busy.items()}
+        if waiting:
+            seconds[Use.WAITING] = length_s * waiting
+        saving = -self.saves[0][0] * length_s
+        for use in (Use.PRODUCTIVE, Use.REDONE):
+            taken = min(saving, seconds.get(use, 0.0))
+            if taken > 0.0:
+                saving -= taken
+                seconds[use] -= taken
+                seconds[Use.SAVING] = seconds.get(Use.SAVING, 0.0) + taken
+        return seconds
+
+
+def until(slices: Iterable[Slice], end: float) -> Iterator[Slice]:
+    """Those before this instant, the last one cut."""
+    for one in slices:
+        if one.ended_at <= end:
+            yield one
+        elif one.began_at < end:
+            yield _part(one, one.began_at, end)
+
+
+def binned(slices: Sequence[Slice], count: int) -> tuple[Slice, ...]:
+    """The same time in so many parts of one length."""
+    if not slices:
+        return ()
+    began_at, ended_at = slices[0].began_at, slices[-1].ended_at
+    edges = [began_at + (ended_at - began_at) * number / count for number in range(count)] + [ended_at]
+    sums: list[dict[Use, float]] = [{} for _ in range(count)]
+    place = 0
+    for one in slices:
+        at = one.began_at
+        while at < one.ended_at:
+            while place < count - 1 and edges[place + 1] <= at:
+                place += 1
+            end = one.ended_at if place == count - 1 else min(one.ended_at, edges[place + 1])
+            for use, seconds in _part(one, at, end).seconds.items():
+                sums[place][use] = sums[place].get(use, 0.0) + seconds
+            at = end
+    return tuple(Slice(edges[number], edges[number + 1], sums[number]) for number in range(count))
+
+
+def _part(one: Slice, began_at: float, ended_at: float) -> Slice:
+    share = (ended_at - began_at) / (one.ended_at - one.began_at)
+    return Slice(began_at, ended_at, {use: seconds * share for use, seconds in one.seconds.items()})

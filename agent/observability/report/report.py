@@ -1,0 +1,214 @@
+"""The report of a run: a pure function of its journals, those of all nodes.
+
+ETTR (effective training time ratio) is what the literature means by it: productive time over wall-clock time.
+Productive is a second in which new steps were done; not one in which steps are done again, nor one in which training
+stands still for a save, a start, a restart or missing nodes. Steps that were lost are productive once, not twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..journal.events import JobEvent, Kind
+from .job_time import Slice, binned, job_time, until
+from .lives import RESTARTING, Life, Use, clocks, lives_of
+
+MOST_RECOVERIES = 10
+"""The slowest."""
+BINS = 120
+"""Of the timeline."""
+
+_LOST = "lost"
+"""The cause of a world after a node was lost."""
+_START = "start"
+"""The cause of the first world."""
+
+
+class ReportError(Exception):
+    """There is nothing to report; the text says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFigures:
+    """What one node did to the job. Each event counts once, however many nodes have noted it."""
+
+    node: str
+    starts: int
+    """Lives of its agent."""
+    failures: int
+    """Generations that a worker of this node ended."""
+    losses: int
+    """Generations that ended because the node was lost."""
+    hangs: int
+    """Verdicts that named it."""
+    exclusions: int
+    straggling: int
+    """Generations in which one of its ranks was slower than the others."""
+
+    @property
+    def trouble(self) -> tuple[int, int]:
+        """More is worse."""
+        return self.failures + self.losses + self.hangs, self.exclusions + self.straggling
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecovery:
+    """How long training stood still before a generation, as the node that took longest has it."""
+
+    generation: int
+    at: float
+    """When training went on."""
+    cause: str
+    node: str
+    phases: Mapping[Use, float]
+
+    @property
+    def duration_s(self) -> float:
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """One generation. `cause` is what ended the one before."""
+
+    generation: int
+    at: float
+    cause: str
+    nodes: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Instants are seconds since the epoch."""
+
+    run: str
+    result: str
+    """Empty where no journal has it: the run goes on, or all of its agents were killed."""
+    began_at: float
+    ended_at: float
+    """Of the last account."""
+    seconds: Mapping[Use, float]
+    """They add up to the wall clock."""
+    generations: tuple[Formed, ...]
+    causes: tuple[tuple[str, int], ...]
+    """Why generations ended, and how many, the most frequent first."""
+    nodes: tuple[NodeFigures, ...]
+    """The worst first."""
+    recoveries: tuple[JobRecovery, ...]
+    """The slowest, at most MOST_RECOVERIES."""
+    timeline: tuple[Slice, ...]
+    clocks: Mapping[str, float]
+    """By how much a node's clock was ahead of the others', where it was; its events were moved by that."""
+
+    @property
+    def wall_s(self) -> float:
+        return self.ended_at - self.began_at
+
+    @property
+    def restarting_s(self) -> float:
+        return sum(self.seconds[phase] for phase in RESTARTING)
+
+    @property
+    def ettr(self) -> float | None:
+        """None: the workers have reported no steps, or were never so far."""
+        stepped = self.seconds[Use.PRODUCTIVE] + self.seconds[Use.REDONE] + self.seconds[Use.SAVING]
+        return self.seconds[Use.PRODUCTIVE] / self.wall_s if stepped else None
+
+
+def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report:
+    """Each journal is that of one node. Raises ReportError."""
+    read = [life for journal in journals for life in lives_of(journal)]
+    ahead = clocks(read)
+    lives = [life.shifted(-ahead[life.node]) if life.node in ahead else life for life in read]
+    events = sorted((event for life in lives for event in life.events), key=lambda event: event.at)
+    ends = [event for event in events if event.kind is Kind.JOB_ENDED]
+    slices = list(job_time([stretch for life in lives for stretch in life.stretches]))
+    if ends:
+        slices = list(until(slices, ends[-1].at))
+    if not slices:
+        raise ReportError(
+            "the journals say nothing of how time was spent: the first account is a minute after the start"
+        )
+    seconds = dict.fromkeys(Use, 0.0)
+    for one in slices:
+        for use, spent in one.seconds.items():
+            seconds[use] += spent
+    generations = _generations(events)
+    return Report(
+        run,
+        ends[-1].cause if ends else "",
+        slices[0].began_at,
+        slices[-1].ended_at,
+        seconds,
+        generations,
+        _causes(generations, events),
+        _nodes(lives, events),
+        _recoveries(generations, events),
+        binned(slices, BINS),
+        ahead,
+    )
+
+
+def _generations(events: Iterable[JobEvent]) -> tuple[Formed, ...]:
+    """Each as the first node has noted it."""
+    found: dict[int, Formed] = {}
+    for event in events:
+        if event.kind is Kind.WORLD and event.generation not in found:
+            nodes, workers = (event.counts.get(name, 0) for name in ("nodes", "workers"))
+            found[event.generation] = Formed(event.generation, event.at, event.cause, nodes, workers)
+    return tuple(found[number] for number in sorted(found))
+
+
+def _causes(generations: Sequence[Formed], events: Iterable[JobEvent]) -> tuple[tuple[str, int], ...]:
+    """A failure that no generation came after counts, too."""
+    counted = Counter(one.cause or "unknown" for one in generations if one.cause != _START)
+    last = max((one.generation for one in generations), default=0)
+    final = [event.cause for event in events if event.kind is Kind.FAILURE and event.generation >= last]
+    counted.update(cause or "unknown" for cause in final[:1])
+    return tuple(sorted(counted.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigures, ...]:
+    starts = Counter(life.node for life in lives)
+    failures = Counter(node for _, node in _each(events, Kind.FAILURE))
+    losses = Counter(node for _, node in _each(events, Kind.WORLD, cause=_LOST))
+    hangs = Counter(node for _, node in _each(events, Kind.VERDICT))
+    exclusions = Counter(node for _, node in _each(events, Kind.EXCLUSION))
+    straggling = Counter(node for _, node in _each(events, Kind.STRAGGLER))
+    found = [
+        NodeFigures(
+            *(node, starts[node], failures[node], losses[node]),
+            *(hangs[node], exclusions[node], straggling[node]),
+        )
+        for node in starts | failures | losses | hangs | exclusions | straggling
+    ]
+    return tuple(sorted(found, key=lambda node: (*(-number for number in node.trouble), node.node)))
+
+
+def _each(events: Iterable[JobEvent], kind: Kind, cause: str | None = None) -> set[tuple[int, str]]:
+    """Generation, and node that it was about, of what any node has noted."""
+    return {
+        (event.generation, event.about)
+        for event in events
+        if event.kind is kind and event.about and cause in (None, event.cause)
+    }
+
+
+def _recoveries(generations: Iterable[Formed], events: Iterable[JobEvent]) -> tuple[JobRecovery, ...]:
+    causes = {one.generation: one.cause for one in generations}
+    longest: dict[int, JobRecovery] = {}
+    for event in events:
+        if event.kind is Kind.RECOVERY:
+            phases = {
+                phase: event.seconds[phase.value] for phase in RESTARTING if phase.value in event.seconds
+            }
+            cause = causes.get(event.generation, event.cause)
+            one = JobRecovery(event.generation, event.at, cause, event.node, phases)
+            known = longest.get(event.generation)
+            if known is None or one.duration_s > known.duration_s:
+                longest[event.generation] = one
+    slowest = sorted(longest.values(), key=lambda one: (-one.duration_s, one.generation))
+    return tuple(slowest[:MOST_RECOVERIES])

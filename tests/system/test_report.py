@@ -1,0 +1,87 @@
+"""`elastic-agent report` of a real run: a killed worker and a killed node, and what the report makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from .harness import RECORDER, Job
+
+pytestmark = pytest.mark.usefixtures("in_etcd")
+
+
+def reported(job: Job) -> dict[str, Any]:
+    command = [sys.executable, "-m", "elastic_agent", "report", job_id(job), f"--log-dir={job.folder}"]
+    shown = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, timeout=60)
+    return dict(json.loads(shown.stdout))
+
+
+def job_id(job: Job) -> str:
+    [folder] = {events.parent for events in job.folder.glob("*/events-*.jsonl")}
+    return folder.name.rpartition("-")[0]
+
+
+def test_a_run_with_a_killed_worker_is_reported_as_it_was(job: Job) -> None:
+    options = ("--nnodes=2", f"--log-dir={job.folder}", "--stop-grace=5")
+    script = (RECORDER, f"--checkpoint={job.folder / 'steps'}", "--steps=120")
+    agents = [job.join(name, *options, script=script) for name in ("a", "b")]
+    old = job.wait_for_training(world=2)
+    victim = old.rank_on("b")
+    job.wait_for(lambda: step_of(job, old.number, victim) >= 40, "40 steps")
+    killed = old.pid(victim)
+    os.kill(killed, signal.SIGKILL)
+    assert [agent.exit_code() for agent in agents] == [0, 0]
+    new = job.generations()[-1]
+    assert new.number == old.number + 1
+
+    report = reported(job)
+    seconds = report["seconds"]
+    assert report["result"] == "succeeded"
+    assert sum(seconds.values()) == pytest.approx(report["wall_seconds"], abs=0.01)
+    assert [(one["generation"], one["cause"]) for one in report["generations"]] == [
+        (1, "start"),
+        (2, "signal"),
+    ]
+    assert report["causes"] == {"signal": 1}
+    assert [(one["node"], one["failures"]) for one in report["nodes"]] == [("b", 1), ("a", 0)]
+    [recovery] = report["slowest_recoveries"]
+    assert (recovery["generation"], recovery["cause"]) == (2, "signal")
+    assert {"start", "init"} <= set(recovery["phases"])
+
+    ran = {number: trained(job, number, new.rank_on("a")) for number in (1, 2)}
+    assert seconds["productive"] + seconds["redone"] + seconds["saving"] == pytest.approx(
+        sum(ran.values()), rel=0.15
+    )
+    assert seconds["redone"] > 0, "what came after the last save"
+    assert seconds["saving"] > 0
+    assert report["ettr"] == pytest.approx(seconds["productive"] / report["wall_seconds"], abs=1e-3)
+    gap_s = first_step(job, 2) - last_step(job, 1)
+    standing = (
+        sum(seconds[phase] for phase in ("detect", "stop", "rendezvous", "backoff"))
+        + recovery["phases"]["init"]
+    )
+    assert standing < gap_s + 1.0
+
+
+def step_of(job: Job, generation: int, rank: int) -> int:
+    return max((s["step"] for s in job.history(what="step", generation=generation, rank=rank)), default=0)
+
+
+def trained(job: Job, generation: int, rank: int) -> float:
+    """From the end of the first step to that of the last."""
+    steps = job.history(what="step", generation=generation, rank=rank)
+    return float(steps[-1]["at"] - steps[0]["at"])
+
+
+def first_step(job: Job, generation: int) -> float:
+    return min(float(step["at"]) for step in job.history(what="step", generation=generation))
+
+
+def last_step(job: Job, generation: int) -> float:
+    return max(float(step["at"]) for step in job.history(what="step", generation=generation))

@@ -1,0 +1,154 @@
+"""`elastic-agent report`: which run is meant, what is printed and drawn, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.commands.report import main
+from elastic_agent.agent.common.exits import ReportCode
+from elastic_agent.agent.observability.journal.events import EVENT
+from elastic_agent.agent.output.log_folders import MARK, RunFolder, run_folder
+
+from .test_run_report import Journal, failing_once
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(folder: Path, *journals: Journal, torn: bool = False) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for journal in journals:
+        text = "".join(f"{EVENT.encode(event)}\n" for event in journal)
+        (folder / f"events-{journal[0].node}.jsonl").write_text(text + ('{"schema":1,"num' if torn else ""))
+    (folder / MARK).touch()
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write(tmp_path / "job-1", failing_once())
+
+
+def test_the_folder_of_a_run_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run)]) == ReportCode.SHOWN
+    assert capsys.readouterr().out.startswith("run job-1: succeeded, 2 min 28 s")
+    assert main([str(run), "--json"]) == ReportCode.SHOWN
+    document = json.loads(capsys.readouterr().out)
+    assert document["ettr"] == pytest.approx(120 / 148)
+    assert sum(document["seconds"].values()) == document["wall_seconds"] == 148.0
+    assert document["causes"] == {"signal": 1}
+
+
+def test_a_torn_line_an_unknown_kind_and_a_schema_of_tomorrow_are_skipped(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(run), "--json"])
+    whole = capsys.readouterr().out
+    file = run / "events-a.jsonl"
+    first, *rest = file.read_text().splitlines(keepends=True)
+    unknown = first.replace('"agent_started"', '"of_tomorrow"')
+    tomorrow = first.replace('"schema":1', '"schema":2')
+    assert unknown != first != tomorrow
+    noise = "not JSON\n\x00\xff\n" + "x" * 100_000 + "\n"
+    file.write_text("".join([first, unknown, tomorrow, noise, *rest]) + rest[-1][:40])
+    assert main([str(run), "--json"]) == ReportCode.SHOWN
+    assert capsys.readouterr().out == whole
+
+
+def test_a_journal_that_was_full_has_an_older_part(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run), "--json"])
+    whole = capsys.readouterr().out
+    file = run / "events-a.jsonl"
+    events = file.read_text().splitlines(keepends=True)
+    (run / "events-a.jsonl.1").write_text("".join(events[:7]))
+    file.write_text("".join(events[7:]))
+    main([str(run), "--json"])
+    assert capsys.readouterr().out == whole
+
+
+def test_a_job_stands_for_its_newest_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for at, name in enumerate(("job-old", "job-new", "job-of-another-1", "jobs-1")):
+        folder = write(tmp_path / name, failing_once())
+        os.utime(folder / MARK, (at, at))
+    (tmp_path / "job-unmarked").mkdir()
+    assert main(["job", f"--log-dir={tmp_path}"]) == ReportCode.SHOWN
+    assert capsys.readouterr().out.startswith("run job-new:")
+    monkeypatch.setenv("ELASTIC_AGENT_LOG_DIR", str(tmp_path))
+    assert main(["job-of-another"]) == ReportCode.SHOWN
+    assert capsys.readouterr().out.startswith("run job-of-another-1:")
+
+
+def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> None:
+    folder = RunFolder(run_folder(tmp_path, "a.job-7", "0123abcd"))
+    folder.hold()
+    write(folder.path, failing_once())
+    assert main(["a.job-7", f"--log-dir={tmp_path}"]) == ReportCode.SHOWN
+    folder.release()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ([], ReportCode.BAD_CONFIG, "a run"),
+        (["--json"], ReportCode.BAD_CONFIG, "a run"),
+        (["{run}", "{run}"], ReportCode.BAD_CONFIG, "one run"),
+        (["{run}", "--picture", "x.gif"], ReportCode.BAD_CONFIG, "end its name with .png or .svg"),
+        (["{run}", "--jsn"], ReportCode.BAD_CONFIG, "--json"),
+        (["none", "--log-dir={tmp}"], ReportCode.NO_RUN, "has no run of a job of this name"),
+        (["none", "--log-dir={tmp}/none"], ReportCode.NO_RUN, "No such file or directory"),
+        (["{tmp}/empty"], ReportCode.NO_ACCOUNT, "name the folder of a run"),
+        (["{tmp}/early"], ReportCode.NO_ACCOUNT, "nothing of how time was spent"),
+        (["{tmp}/folder"], ReportCode.NO_ACCOUNT, "Is a directory"),
+        (["{run}", "--picture={tmp}/none/x.png"], ReportCode.NOT_WRITTEN, "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(
+    words: list[str],
+    code: ReportCode,
+    says: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "folder" / "events-a.jsonl").mkdir(parents=True)
+    early = Journal("a")
+    early.begin(0.0)
+    write(tmp_path / "early", early)
+    assert main([word.format(run=run, tmp=tmp_path) for word in words]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("elastic-agent report: ")
+    assert says in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", ["picture.png", "picture.svg"])
+def test_a_picture_is_drawn(run: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib", reason="pip install 'elastic-agent[report]'")
+    assert main([str(run), f"--picture={tmp_path / name}"]) == ReportCode.SHOWN
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    if name.endswith("svg"):
+        assert len(re.findall(rb"<path", content)) > 10
+
+
+def test_without_matplotlib_the_report_is_shown_and_what_to_install(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([str(run), f"--picture={tmp_path / 'x.png'}"]) == ReportCode.NOT_WRITTEN
+    shown = capsys.readouterr()
+    assert shown.out.startswith("run job-1:")
+    assert "pip install 'elastic-agent[report]'" in shown.err
+
+
+def test_the_codes_in_the_document_are_those_of_the_command() -> None:
+    rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in ReportCode]
+    assert "\n".join(rows) in (ROOT / "docs" / "report.md").read_text()

@@ -1,0 +1,426 @@
+"""Where the hours of a run went: journals that are written here, and what the report makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_agent.agent.observability.accounting.goodput import Activity
+from elastic_agent.agent.observability.journal.events import JobEvent, Kind
+from elastic_agent.agent.observability.report.job_time import Slice, binned, job_time, until
+from elastic_agent.agent.observability.report.lives import RESTARTING, Stretch, Use, lives_of
+from elastic_agent.agent.observability.report.report import BINS, Formed, Report, ReportError, report_of
+from elastic_agent.agent.observability.report.text import document, lines
+
+EPOCH = 1_000_000.0
+
+
+class Journal(list[JobEvent]):
+    """What one agent after the other writes on a node. Instants count from EPOCH, by the node's clock."""
+
+    def __init__(self, node: str, ahead_s: float = 0.0) -> None:
+        super().__init__()
+        self._node, self._ahead_s = node, ahead_s
+        self._generation = 0
+        self._spent = dict.fromkeys(Activity, 0.0)
+        self._number = 0
+        self._at = 0.0
+
+    def begin(self, at: float) -> None:
+        self._number, self._at, self._spent = 0, at, dict.fromkeys(Activity, 0.0)
+        self.note(Kind.AGENT_STARTED)
+
+    def note(self, kind: Kind, generation: int | None = None, **more: Any) -> None:
+        self._generation = self._generation if generation is None else generation
+        self._number += 1
+        at = EPOCH + self._at + self._ahead_s
+        self.append(
+            JobEvent(
+                number=self._number,
+                at=at,
+                node=self._node,
+                generation=self._generation,
+                kind=kind,
+                text="",
+                **more,
+            )
+        )
+
+    def spend(self, *, told: bool = True, **seconds: float) -> None:
+        """So many seconds go into these activities, and the account says so, if it is `told`."""
+        for name, spent in seconds.items():
+            self._spent[Activity[name.upper()]] += spent
+            self._at += spent
+        if told:
+            self.note(
+                Kind.ACCOUNTING, seconds={activity.value: spent for activity, spent in self._spent.items()}
+            )
+
+
+def shown(report: Report) -> dict[str, float]:
+    return {use.value: round(seconds, 6) for use, seconds in report.seconds.items() if seconds > 1e-9}
+
+
+def report(*journals: Iterable[JobEvent]) -> Report:
+    return report_of("job-1", journals)
+
+
+def failing_once() -> Journal:
+    """A minute of training, a failure, a restart, ten seconds of steps done again, and another minute."""
+    a = Journal("a")
+    a.begin(0.0)
+    a.spend(waiting=5.0)
+    a.note(Kind.WORLD, 1, cause="start", counts={"nodes": 1, "workers": 2})
+    a.note(Kind.WORKERS_STARTED)
+    a.spend(start=1.0, init=3.0)
+    a.spend(productive=60.0)
+    a.note(Kind.FAILURE, rank=1, about="a", cause="signal")
+    a.spend(detect=0.5, stop=1.0, rendezvous=0.5)
+    a.note(Kind.WORLD, 2, cause="signal", about="a", counts={"nodes": 1, "workers": 2})
+    a.note(Kind.WORKERS_STARTED)
+    a.spend(start=1.0, init=3.0, load=2.0, first_step=1.0)
+    a.note(
+        Kind.RECOVERY,
+        cause="process",
+        seconds={"detect": 0.5, "stop": 1, "rendezvous": 0.5, "start": 1, "init": 3, "load": 2, "step": 1},
+    )
+    a.spend(recompute=10.0, productive=60.0)
+    a.note(Kind.JOB_ENDED, cause="succeeded")
+    a.spend(waiting=7.0)
+    a.note(Kind.AGENT_ENDED, counts={"code": 0})
+    return a
+
+
+def test_the_seconds_of_one_node_are_those_of_the_job_until_its_end() -> None:
+    found = report(failing_once())
+    assert shown(found) == {
+        "productive": 120.0,
+        "redone": 10.0,
+        "detect": 0.5,
+        "stop": 1.0,
+        "rendezvous": 0.5,
+        "start": 2.0,
+        "init": 6.0,
+        "load": 2.0,
+        "step": 1.0,
+        "waiting": 5.0,
+    }
+    assert found.wall_s == pytest.approx(148.0)
+    assert found.ettr == pytest.approx(120.0 / 148.0)
+    assert found.restarting_s == pytest.approx(13.0)
+    assert (found.result, found.began_at) == ("succeeded", EPOCH)
+    assert found.generations == (Formed(1, EPOCH + 5, "start", 1, 2), Formed(2, EPOCH + 71, "signal", 1, 2))
+    assert found.causes == (("signal", 1),)
+    [recovery] = found.recoveries
+    assert (recovery.generation, recovery.node, recovery.cause) == (2, "a", "signal")
+    assert recovery.duration_s == 9.0
+
+
+def test_a_second_of_the_job_is_one_second_however_many_nodes_it_has() -> None:
+    journals = []
+    for name, stop in (("a", 1.0), ("b", 3.0)):
+        node = Journal(name)
+        node.begin(0.0)
+        node.spend(productive=10.0)
+        node.spend(stop=stop, rendezvous=4.0 - stop)
+        node.spend(productive=6.0)
+        journals.append(node)
+    assert shown(report(*journals)) == {"productive": 16.0, "stop": 2.0, "rendezvous": 2.0}
+
+
+def test_a_node_that_waits_beside_a_world_costs_the_job_nothing() -> None:
+    a, spare = Journal("a"), Journal("spare")
+    a.begin(10.0)
+    a.spend(productive=20.0)
+    spare.begin(0.0)
+    spare.spend(waiting=40.0)
+    assert shown(report(a, spare)) == {"waiting": 20.0, "productive": 20.0}
+
+
+def test_time_without_any_agent_is_the_jobs_too() -> None:
+    a = Journal("a")
+    a.begin(0.0)
+    a.spend(productive=10.0)
+    a.begin(110.0)
+    a.spend(productive=10.0)
+    found = report(a)
+    assert shown(found) == {"productive": 20.0, "absent": 100.0}
+    assert found.nodes[0].starts == 2
+
+
+def test_what_an_agent_did_after_its_last_account_is_not_known() -> None:
+    a = Journal("a")
+    a.begin(0.0)
+    a.spend(productive=10.0)
+    a.spend(productive=30.0, told=False)
+    a.note(Kind.FAILURE, about="a")
+    assert shown(report(a)) == {"productive": 10.0}
+
+
+def test_training_stands_still_for_the_slowest_save() -> None:
+    a, b = Journal("a"), Journal("b")
+    for node, blocked in ((a, 4.0), (b, 1.0)):
+        node.begin(0.0)
+        for _ in range(2):
+            node.note(Kind.SAVE, cause="local", seconds={"duration": 9.0, "blocked": blocked / 2})
+        node.spend(productive=20.0)
+        node.note(Kind.SAVE, cause="memory", seconds={"blocked": 99.0})
+        node.spend(recompute=5.0, stop=5.0)
+    assert shown(report(a, b)) == {"productive": 16.0, "saving": 4.0 + 5.0, "stop": 5.0}
+
+
+def test_workers_that_end_by_plan_are_drained_and_not_stopped() -> None:
+    a = Journal("a")
+    a.begin(0.0)
+    a.note(Kind.WORLD, 1, cause="start")
+    a.spend(productive=20.0)
+    a.note(Kind.DRAIN, cause="leave")
+    a.spend(detect=0.5, stop=2.5, rendezvous=1.0)
+    a.note(Kind.WORLD, 2, cause="leave", about="b")
+    a.spend(start=1.0)
+    a.spend(productive=20.0)
+    a.note(Kind.FAILURE, about="a")
+    a.spend(stop=1.0)
+    assert shown(report(a)) == {
+        "productive": 40.0,
+        "draining": 3.0,
+        "rendezvous": 1.0,
+        "start": 1.0,
+        "stop": 1.0,
+    }
+
+
+def test_each_event_counts_once_however_many_nodes_noted_it_and_the_worst_node_is_first() -> None:
+    journals = [Journal(name) for name in ("a", "b", "c")]
+    for node in journals:
+        node.begin(0.0)
+        for generation, (cause, about) in enumerate(
+            [("start", ""), ("signal", "b"), ("signal", "b"), ("lost", "c"), ("join", "c")], 1
+        ):
+            node.note(Kind.WORLD, generation, cause=cause, about=about)
+            node.spend(productive=10.0)
+            node.note(Kind.STRAGGLER, rank=0, about="a")
+            if generation in (1, 2):
+                node.note(Kind.FAILURE, rank=1, about="b", cause="signal")
+        node.note(Kind.VERDICT, about="b", cause="hang")
+        node.note(Kind.EXCLUSION, about="b")
+        node.note(Kind.FAILURE, rank=1, about="b", cause="hang")
+        node.note(Kind.JOB_ENDED, cause="restarts_exhausted")
+    found = report(*journals)
+    b, c, a = found.nodes
+    assert (b.node, b.failures, b.losses, b.hangs, b.exclusions) == ("b", 3, 0, 1, 1)
+    assert (c.node, c.losses, c.failures) == ("c", 1, 0)
+    assert (a.node, a.straggling, a.starts) == ("a", 5, 1)
+    assert found.causes == (("signal", 2), ("hang", 1), ("join", 1), ("lost", 1))
+
+
+def test_the_slowest_recovery_is_that_of_the_slowest_node() -> None:
+    journals = []
+    for name, slower in (("a", 0.0), ("b", 2.0)):
+        node = Journal(name)
+        node.begin(0.0)
+        node.spend(productive=1.0)
+        for generation in range(2, 20):
+            phases = {"stop": 1.0, "load": generation + slower}
+            node.note(Kind.RECOVERY, generation, cause="process", seconds=phases)
+        journals.append(node)
+    found = report(*journals).recoveries
+    assert [(one.generation, one.node) for one in found] == [(number, "b") for number in range(19, 9, -1)]
+    assert found[0].phases == {Use.STOP: 1.0, Use.LOAD: 21.0}
+
+
+def test_a_clock_that_does_not_agree_is_moved_back() -> None:
+    journals = []
+    for name, ahead_s in (("a", 0.5), ("b", 3600.0), ("c", 0.0)):
+        node = Journal(name, ahead_s)
+        node.begin(0.0)
+        for generation in (1, 2, 3):
+            node.note(Kind.WORLD, generation, cause="start")
+            node.spend(start=1.0)
+            node.note(Kind.WORKERS_STARTED)
+            node.spend(productive=9.0)
+        journals.append(node)
+    found = report(*journals)
+    assert found.clocks == {"b": 3599.5}, "of a, whose generations are as many as of any"
+    assert found.wall_s == pytest.approx(30.5)
+
+
+def test_an_agents_clock_that_is_set_while_it_runs_loses_and_adds_no_second() -> None:
+    a = Journal("a")
+    a.begin(0.0)
+    a.spend(productive=10.0)
+    a._ahead_s = 5000.0
+    a.spend(productive=10.0)
+    assert shown(report(a)) == {"productive": 20.0}
+
+
+def test_without_an_account_there_is_no_report() -> None:
+    a = Journal("a")
+    a.begin(0.0)
+    for journals in ([], [[]], [a]):
+        with pytest.raises(ReportError, match="nothing of how time was spent"):
+            report(*journals)
+
+
+def test_without_steps_the_ratio_is_not_known() -> None:
+    a = Journal("a")
+    a.begin(0.0)
+    a.spend(init=10.0)
+    found = report(a)
+    assert found.ettr is None
+    assert "ETTR unknown: no steps were reported" in "\n".join(lines(found))
+    assert document(found)["ettr"] is None
+
+
+def test_what_a_person_sees() -> None:
+    assert (
+        "\n".join(lines(report(failing_once())))
+        == """\
+run job-1: succeeded, 2 min 28 s, 1 node, 2 generations
+ETTR 0.8108: productive time / wall-clock time
+
+  productive                2 min 00 s    81.1%
+  done again                      10 s     6.8%
+  saving                         0.0 s     0.0%
+  starting, restarting            13 s     8.8%
+    detect                       0.5 s     0.3%
+    stop                         1.0 s     0.7%
+    rendezvous                   0.5 s     0.3%
+    start                        2.0 s     1.4%
+    init                         6.0 s     4.1%
+    load                         2.0 s     1.4%
+    first step                   1.0 s     0.7%
+  draining                       0.0 s     0.0%
+  waiting for nodes              5.0 s     3.4%
+  no agent                       0.0 s     0.0%
+  wall-clock                2 min 28 s   100.0%
+
+GENERATIONS ENDED BY
+signal                1
+
+NODE  STARTS  FAILURES  LOST  HANGS  EXCLUDED  STRAGGLING
+a          1         1     0      0         0           0
+
+SLOWEST RECOVERIES  CAUSE   NODE  SECONDS  DETECT  STOP  RENDEZVOUS  START  INIT  LOAD  FIRST STEP
+generation 2        signal  a        9.00    0.50  1.00        0.50   1.00  3.00  2.00        1.00"""
+    )
+
+
+SECONDS = st.integers(0, 40).map(lambda eighths: eighths / 8)
+
+
+@st.composite
+def any_journals(draw: st.DrawFn) -> list[Journal]:
+    journals = []
+    for number in range(draw(st.integers(1, 4))):
+        node = Journal(f"node{number}", draw(st.sampled_from([0.0, 0.0, 100.0])))
+        at = 0.0
+        for _ in range(draw(st.integers(1, 3))):
+            at += draw(SECONDS)
+            node.begin(at)
+            for _ in range(draw(st.integers(0, 6))):
+                generation = node._generation + draw(st.integers(0, 1))
+                kind = draw(st.sampled_from([Kind.WORLD, Kind.DRAIN, Kind.WORKERS_STARTED, Kind.FAILURE]))
+                node.note(kind, generation, about=f"node{number}", cause=draw(st.sampled_from(["", "lost"])))
+                node.note(Kind.SAVE, seconds={"blocked": draw(SECONDS)})
+                spent: Mapping[str, float] = draw(
+                    st.dictionaries(
+                        st.sampled_from([activity.name.lower() for activity in Activity]), SECONDS
+                    )
+                )
+                node.spend(told=draw(st.booleans()), **spent)
+            at = node._at
+        journals.append(node)
+    return journals
+
+
+@given(any_journals())
+def test_the_seconds_add_up_to_the_wall_clock_whatever_the_journals_say(journals: list[Journal]) -> None:
+    try:
+        found = report(*journals)
+    except ReportError:
+        assert not any(life.stretches for journal in journals for life in lives_of(journal))
+        return
+    assert sum(found.seconds.values()) == pytest.approx(found.wall_s, abs=1e-5)
+    assert all(seconds >= 0.0 for seconds in found.seconds.values())
+    assert (
+        found.seconds[Use.PRODUCTIVE]
+        <= sum(
+            stretch.seconds.get(Use.PRODUCTIVE, 0.0)
+            for journal in journals
+            for life in lives_of(journal)
+            for stretch in life.stretches
+        )
+        + 1e-5
+    ), "a job has no second that none of its nodes has"
+    assert len(found.timeline) == BINS
+    for use in Use:
+        assert sum(one.seconds.get(use, 0.0) for one in found.timeline) == pytest.approx(
+            found.seconds[use], abs=1e-5
+        )
+    assert list(lines(found))
+
+
+@st.composite
+def any_stretches(draw: st.DrawFn) -> list[Stretch]:
+    found = []
+    for _ in range(draw(st.integers(1, 8))):
+        began_at = draw(SECONDS)
+        parts = draw(
+            st.dictionaries(
+                st.sampled_from(Use), st.integers(1, 16).map(lambda n: n / 8), min_size=1, max_size=3
+            )
+        )
+        parts.pop(Use.SAVING, None)
+        parts.pop(Use.ABSENT, None)
+        if parts:
+            found.append(Stretch(began_at, began_at + sum(parts.values()), parts, draw(SECONDS)))
+    return found
+
+
+@given(any_stretches())
+def test_slices_follow_each_other_and_each_is_divided_without_rest(stretches: list[Stretch]) -> None:
+    slices = list(job_time(stretches))
+    for one, following in pairwise(slices):
+        assert one.ended_at == following.began_at
+    for one in slices:
+        assert sum(one.seconds.values()) == pytest.approx(one.ended_at - one.began_at)
+        present = [s for s in stretches if s.began_at <= one.began_at and one.ended_at <= s.ended_at]
+        assert (Use.ABSENT in one.seconds) == (not present)
+        if any(Use.WAITING not in stretch.seconds for stretch in present):
+            assert not one.seconds.get(Use.WAITING)
+
+
+@given(any_stretches(), SECONDS)
+def test_what_is_cut_off_and_what_is_left_make_the_whole(stretches: list[Stretch], end: float) -> None:
+    slices = list(job_time(stretches))
+    left = list(until(slices, end))
+    assert all(one.ended_at <= end for one in left)
+    wanted = max(0.0, min(end, slices[-1].ended_at) - slices[0].began_at) if slices else 0.0
+    assert sum(sum(one.seconds.values()) for one in left) == pytest.approx(wanted)
+
+
+def test_bins_have_one_length() -> None:
+    slices = [Slice(0.0, 1.0, {Use.PRODUCTIVE: 1.0}), Slice(1.0, 4.0, {Use.STOP: 1.5, Use.START: 1.5})]
+    assert binned(slices, 2) == (
+        Slice(0.0, 2.0, {Use.PRODUCTIVE: 1.0, Use.STOP: 0.5, Use.START: 0.5}),
+        Slice(2.0, 4.0, {Use.STOP: 1.0, Use.START: 1.0}),
+    )
+
+
+def test_the_phases_of_restarts_are_those_of_the_account() -> None:
+    assert {use.value for use in RESTARTING} == {
+        "detect",
+        "stop",
+        "rendezvous",
+        "backoff",
+        "start",
+        "init",
+        "load",
+        "step",
+    }
