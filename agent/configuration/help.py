@@ -86,7 +86,7 @@ def _commands(*, brief: bool = False) -> list[str]:
     lines = [f"  {name:<12} {line}" for name, line in COMMANDS.items() if name not in joined]
     if brief:
         lines.append(
-            f"  {', '.join(AFTERWARDS)}: what an ended job has left, its keys in etcd and its checkpoints"
+            f"  {', '.join(AFTERWARDS)}: what a job has left: where its hours went, its keys in etcd, its checkpoints"
         )
         lines.append(
             f"  {', '.join(POOL_COMMANDS)}: the queue of a pool, of nodes that run elastic-agent without a script"

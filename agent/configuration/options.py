@@ -25,16 +25,16 @@ COMMANDS = {
     "check": "is this node fit to train? Same options as a run",
     "status": "how a job is, and why",
     "drain": "let a node leave its job without losing a step",
-    "report": "where the hours of a run went, and which nodes cost them",
     **POOL_COMMANDS,
     "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell",
+    "report": "where the hours of a run went, and which nodes cost them",
     "forget": "delete what an ended job left in etcd",
     "convert": "make a sharded checkpoint of a replicated one, or the other way round",
 }
 """First words that are no script, each with its line in `--help`. `agent/commands` has a module for each that is not
 about a pool."""
 
-AFTERWARDS = ("forget", "convert")
+AFTERWARDS = ("report", "forget", "convert")
 """Those of them about what an ended job has left."""
 
 GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, LOGS, ITSELF)
