@@ -5,7 +5,7 @@ All texts come from processes that are not trusted, and are cleaned and bounded 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 BUSY_SHARE = 0.3
@@ -45,6 +45,9 @@ class ThreadStack:
 
     name: str
     frames: tuple[Frame, ...]
+
+    def without_source(self) -> ThreadStack:
+        return ThreadStack(self.name, tuple(replace(frame, source="") for frame in self.frames))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,223 @@
+"""What this node keeps of its workers before it ends them: looks at them, in a thread, and files in the run's folder.
+
+    DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>,gpus}.txt
+
+A look is begun, then waited for, for a bounded time: whoever ends workers goes on when it is over, or when that takes
+too long. Files are written after that, by the same thread. They are this user's alone: stacks show more of a program
+than its log does. Folder and files go with those of the generation.
+
+For the main thread. One look at a time: where a disk or the kernel holds one up, there is no second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ....rendezvous.statements.inquiry import RankState
+from ....threads import Thread
+from ...output.log_folders import RunFolder, run_folder
+from . import gpus
+from .collector import Collector, Depth, Target
+from .facts import WorkerFacts
+from .report import one_line, report
+from .stacks import StackFile
+from .testimony import rank_state
+
+log = logging.getLogger(__name__)
+
+MOST_LOOKS = 8
+"""Of one generation, that are kept: a job whose suspicions are never confirmed fills no disk."""
+
+MOST_BYTES = 16 * 2**20
+"""Of one look."""
+
+CLOSE_S = 1.0
+"""At the end the last files have so long."""
+
+
+class WorkerStacks:
+    """The files in memory where the workers of one generation write their stacks, by local rank."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, StackFile] = {}
+
+    def make(self, local_rank: int) -> str:
+        """For a worker that is to be started; returns its path, for `WorkerEnv.stacks`. Raises OSError."""
+        file = self._files[local_rank] = StackFile()
+        return file.path
+
+    def of(self, local_rank: int) -> StackFile | None:
+        return self._files.get(local_rank)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class Look:
+    """One that was begun."""
+
+    def __init__(self, path: Path | None, began_at: float) -> None:
+        self.path = path
+        """Where its files are, or will be; None: there are none."""
+        self.began_at = began_at
+        self.states: tuple[RankState, ...] = ()
+        """What the workers do; empty until it is over."""
+        self._over = threading.Event()
+
+    def end(self, states: tuple[RankState, ...] = ()) -> None:
+        self.states = states
+        self._over.set()
+
+    @property
+    def over(self) -> bool:
+        """The workers may be ended."""
+        return self._over.is_set()
+
+    def wait(self, until: float, clock: Callable[[], float]) -> bool:
+        """Whether it was over before that instant."""
+        return self._over.wait(max(0.0, until - clock()))
+
+
+class EvidenceKeeper:
+    def __init__(
+        self,
+        node: str,
+        directory: Path | None,
+        clock: Callable[[], float],
+        count: Callable[[str, str], None] = lambda tool, result: None,
+    ) -> None:
+        """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
+        thread."""
+        self._node = node
+        self._directory = directory
+        self._clock = clock
+        self._count = count
+        self._collector = Collector(clock, time.sleep)
+        self._run: Path | None = None
+        self._generation = 0
+        self._looks = 0
+        self._thread: Thread | None = None
+        self._failing = False
+
+    def begin(self, job: str, run: str, generation: int) -> None:
+        """A generation starts here."""
+        self._run = run_folder(self._directory.absolute(), job, run) if self._directory is not None else None
+        self._generation, self._looks = generation, 0
+
+    @property
+    def folder(self) -> Path | None:
+        """Of this generation, with a folder for each node whose disk this is; None: there are no files."""
+        return self._run / f"gen{self._generation}" / "evidence" if self._run is not None else None
+
+    def look(
+        self,
+        why: str,
+        targets: Sequence[Target],
+        depth: Depth,
+        devices: Sequence[str] = (),
+        then: Callable[[Look], None] = lambda look: None,
+    ) -> Look:
+        """Begins one at these workers; `why` is a part of its folder's name. `then` is called, in another thread, when
+        it is over. `devices` are the GPUs that are looked at, too, if it is a thorough one."""
+        look = Look(self._next_path(why), self._clock())
+        if self._thread is not None and self._thread.is_alive():
+            self._count("look", "late")
+            look.path = None
+            look.end()
+            then(look)
+            return look
+        work = partial(self._look, look, tuple(targets), depth, tuple(devices), then, self._generation)
+        self._thread = Thread(work, "evidence", otherwise=look.end)
+        self._thread.start()
+        return look
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def _next_path(self, why: str) -> Path | None:
+        folder = self.folder
+        if folder is None or self._looks >= MOST_LOOKS:
+            return None
+        self._looks += 1
+        return folder / self._node / f"{self._looks}-{why}"
+
+    # All below is of the thread.
+
+    def _look(
+        self,
+        look: Look,
+        targets: tuple[Target, ...],
+        depth: Depth,
+        devices: tuple[str, ...],
+        then: Callable[[Look], None],
+        generation: int,
+    ) -> None:
+        asked = gpus.ask(devices) if depth.window_s else None
+        seen = self._collector.look(targets, depth)
+        states = tuple(map(rank_state, seen))
+        look.end(states)
+        then(look)
+        self._count_all(seen)
+        texts = {
+            f"rank{one.rank}.txt": report(one, state, self._node, generation)
+            for one, state in zip(seen, states)
+        }
+        texts["summary.txt"] = "".join(f"{one_line(state)}\n" for state in states)
+        if asked is not None:
+            text = asked.end(depth.within_s)
+            self._count("gpus", "ok" if text else "failed")
+            texts["gpus.txt"] = text
+        if look.path is not None:
+            self._write(look.path, texts, generation)
+
+    def _count_all(self, seen: Sequence[WorkerFacts]) -> None:
+        for one in seen:
+            self._count("proc", "ok" if one.process.threads else "failed")
+            self._count("stacks", "ok" if one.process.stacks else "failed")
+            if one.process.native:
+                self._count("py-spy", "ok")
+
+    def _write(self, path: Path, texts: dict[str, str], generation: int) -> None:
+        try:
+            _make_private(path)
+            left = MOST_BYTES
+            for name, text in sorted(texts.items(), key=lambda item: item[0] != "summary.txt"):
+                data = text.encode(errors="backslashreplace")[:left]
+                left -= len(data)
+                _write_private(path / name, data)
+            self._failing = False
+        except OSError as error:
+            self._count("files", "failed")
+            if not self._failing:
+                self._failing = True
+                log.warning(
+                    "evidence is not kept in %s: %s; make room, or set another --log-dir", path, error
+                )
+            return
+        self._count("files", "ok")
+        assert self._run is not None
+        with contextlib.suppress(OSError):  # a disk that fails here fails the logs, too, where it is logged
+            RunFolder(self._run).prune(generation)
+
+
+def _make_private(path: Path) -> None:
+    """The folders of the run and the generation are as the logs have them; the last three are this user's alone."""
+    path.parents[2].mkdir(parents=True, exist_ok=True)
+    for folder in (path.parents[1], path.parent, path):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(file, "wb") as opened:
+        opened.write(data)
