@@ -334,6 +334,12 @@ class Metrics(Page):
         Counter,
         "Events of the job that are not in this node's event file because the disk was full or stood still.",
     )
+    diagnostics_dumps_total = Row(
+        Counter,
+        "What was asked what workers do, before they were ended or at a suspicion, by what came of it.",
+        tool=("look", "proc", "stacks", "py-spy", "gpus", "files"),
+        result=("ok", "failed", "late"),
+    )
     log_file_bytes_dropped_total = Row(
         Counter,
         "Bytes that this node's workers printed and that are not in their log files because the disk stood still.",

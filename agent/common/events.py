@@ -97,6 +97,13 @@ class TailReady:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkersSeen:
+    """A look at the workers of this generation is over."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreServerMessage:
     """A message of the process that serves the workers' stores. Empty: it has ended."""
 
@@ -252,7 +259,14 @@ class NodeChecked:
 
 
 GenerationEvent: TypeAlias = (
-    WorkerExited | TailReady | Reported | JustInTimeMessage | WorkerAnswered | WorkerKept | StopRead
+    WorkerExited
+    | TailReady
+    | WorkersSeen
+    | Reported
+    | JustInTimeMessage
+    | WorkerAnswered
+    | WorkerKept
+    | StopRead
 )
 """What the workers of one generation do, and what follows from it."""
 

@@ -54,6 +54,7 @@ from ..workers.checkpoints.disk_writer import DiskWriter
 from ..workers.checkpoints.folder import MemoryFolder, make_folder
 from ..workers.checkpoints.memory_server import MemoryServer, ServerPlace
 from ..workers.environment.contract import worker_env
+from ..workers.evidence.keeper import EvidenceKeeper
 from ..workers.links.commit_fence import CommitFence
 from ..workers.links.last_steps import LastSteps
 from ..workers.links.server import WorkerLinks
@@ -448,8 +449,19 @@ def _serve_workers(
         logs=logs,
         links=links,
         last_steps=last_steps,
+        evidence=_keep_evidence(agent, node, metrics, parts),
     )
     return processes, disk_writer, memory_server
+
+
+def _keep_evidence(agent: Agent, node: Node, metrics: Metrics, parts: contextlib.ExitStack) -> EvidenceKeeper:
+    def count(tool: str, result: str) -> None:
+        metrics.diagnostics_dumps_total.inc(tool=tool, result=result)
+
+    has_gpus = bool(node.machine.inventory.cuda)
+    keeper = EvidenceKeeper(node.name, agent.run_directory, agent.clock, count, has_gpus=has_gpus)
+    parts.callback(keeper.close)
+    return keeper
 
 
 def _serve_memory(

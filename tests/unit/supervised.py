@@ -21,6 +21,8 @@ from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.agent.output.worker_logs import WorkerLogs
+from elastic_agent.agent.workers.evidence.collector import Depth, Target
+from elastic_agent.agent.workers.evidence.keeper import EvidenceKeeper, Look
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.agent.workers.links.last_steps import LastSteps
 from elastic_agent.agent.workers.links.server import WorkerLinks
@@ -76,6 +78,30 @@ class FakeLogs(Ignored):
         asked, self.asked = self.asked, []
         for _, then in asked:
             then()
+
+
+class FakeEvidence(Ignored):
+    """A look is over when the test says so."""
+
+    folder = None
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.at_once = True
+        self.looks: list[tuple[str, Look]] = []
+        self._then: list[Callable[[Look], None]] = []
+
+    def look(self, why: str, targets: Sequence[Target], depth: Depth, then: Callable[[Look], None]) -> Look:
+        look = Look(None, self.clock())
+        self.looks.append((why, look))
+        self._then.append(then)
+        if self.at_once:
+            self.end()
+        return look
+
+    def end(self) -> None:
+        self.looks[-1][1].end()
+        self._then[-1](self.looks[-1][1])
 
 
 class FakeSpares(Ignored):
@@ -169,6 +195,7 @@ class Supervised:
         about = "job", "a", Build(version="1"), Place(workers=count)
         self.metrics = Metrics(*about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock)
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
+        self.evidence = FakeEvidence(self.clock)
         self.logs, self.links, self.last_steps = FakeLogs(), FakeLinks(), FakeLastSteps()
         machine = inspect_machine(self.config, {"PATH": os.environ["PATH"]})
         node = Node("a", "a-1", machine, run_dir, WorkerEnv(), None, {})
@@ -186,6 +213,7 @@ class Supervised:
                 logs=cast(WorkerLogs, self.logs),
                 links=cast(WorkerLinks, self.links),
                 last_steps=cast(LastSteps, self.last_steps),
+                evidence=cast(EvidenceKeeper, self.evidence),
             ),
             self.events.append,
             self.clock,

@@ -94,7 +94,7 @@ workers/checkpoints/server: common workers/processes
 workers/checkpoints: common workers/failures workers/processes workers/checkpoints/server
 machine: common configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints
-workers/evidence: common workers/processes
+workers/evidence: common output workers/processes
 workers/links: common
 workers/environment: common configuration machine/network workers/failures workers/checkpoints machine
 machine/notices: common configuration/types
@@ -109,7 +109,7 @@ observability/accounting: workers/failures observability output workers/processe
 observability/report: observability/status observability/journal observability/accounting
 observability/tracing: observability/accounting
 workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \
-    workers/environment workers/preloader observability/accounting workers/links
+    workers/environment workers/evidence workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints machine workers/environment rendezvous_io observability/status \
@@ -117,7 +117,7 @@ commands: common output configuration configuration/types configuration/reading 
 main: common output configuration configuration/types machine/network machine/memory workers/failures \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
     rendezvous_io observability/status observability/journal observability/accounting observability/tracing \
-    workers/supervision workers/links
+    workers/supervision workers/evidence workers/links
 daemon: common output configuration configuration/types configuration/reading machine/network machine \
     workers/preloader/fidelity rendezvous_io main
 commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \

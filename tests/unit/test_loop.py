@@ -298,7 +298,7 @@ class Scene:
             update=lambda snapshot, group, now: self.waits.append(snapshot.waiting_for),
             status=lambda snapshot, group: "",
             left=self.seen_to_leave.append,
-            leaving=lambda: None,
+            leaving=lambda asked_by: None,
             noticed=lambda *_: None,
             notice_withdrawn=lambda: None,
             checked=self.checked.append,

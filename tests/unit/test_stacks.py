@@ -21,7 +21,7 @@ import faulthandler, os, signal, sys, threading, time, ctypes
 from elastic_agent.worker.wire import stack_dump
 stack_dump.register(sys.argv[1])
 def stand_here():
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())
     sys.stdin.read()
 """
 

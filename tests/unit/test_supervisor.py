@@ -18,6 +18,7 @@ from elastic_agent.agent.common.events import (
 )
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.workers.supervision.failure_reports import TAIL_WITHIN_S
+from elastic_agent.agent.workers.supervision.supervisor import SEEN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
 from elastic_agent.worker.steps.drain import DRAINED
@@ -268,3 +269,70 @@ def test_a_stuck_worker_shows_where_it_stands_also_if_it_leaves_sigterm_to_the_a
     generation.hang.stepped(0, 3, node.now)
     node.turn(10.1)
     assert node.group.signals == [(0, signal.SIGABRT)]
+
+
+# ---------------------------------------------------------------- evidence
+
+
+def test_survivors_are_seen_once_before_they_are_asked_to_end(node: Supervised) -> None:
+    node.exit(3, 1)
+    node.exit(4, 1)
+    node.turn()
+    assert [why for why, _ in node.evidence.looks] == ["failure"], (
+        "begun while the last lines are on their way"
+    )
+    assert not node.group.signals
+    node.logs.answer()
+    node.turn()
+    assert node.group.signals
+    assert len(node.evidence.looks) == 1
+
+
+@pytest.mark.parametrize(("planned", "looks"), [(True, 0), (False, 1)])
+def test_a_failure_elsewhere_lets_this_node_keep_evidence_too_and_a_planned_stop_does_not(
+    planned: bool, looks: int, node: Supervised
+) -> None:
+    node.supervisor.stop(5.0, gently=planned, reason="rank 7 failed on b, or b leaves")
+    assert len(node.evidence.looks) == looks
+
+
+def hanging(tmp_path: Path) -> Supervised:
+    node = Supervised(tmp_path, 2, TimeoutConfig(hang_s=10.0))
+    node.start()
+    generation = node.supervisor._generation
+    assert generation is not None
+    generation.hang.stepped(0, 3, node.now)
+    node.evidence.at_once = False
+    return node
+
+
+def test_workers_that_hang_are_seen_before_they_are_ended(tmp_path: Path) -> None:
+    node = hanging(tmp_path)
+    node.turn(10.1)
+    assert [why for why, _ in node.evidence.looks] == ["hang"]
+    assert not node.group.signals
+    node.turn(0.1)
+    assert len(node.evidence.looks) == 1
+    node.evidence.end()
+    node.turn()
+    assert node.group.signals == [(rank, signal.SIGABRT) for rank in range(2)]
+
+
+def test_a_look_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    node = hanging(tmp_path)
+    node.turn(10.1)
+    node.turn(SEEN_WITHIN_S + 0.1)
+    assert node.group.signals
+
+
+def test_workers_that_move_again_are_seen_anew_when_they_end(tmp_path: Path) -> None:
+    node = hanging(tmp_path)
+    node.turn(10.1)
+    generation = node.supervisor._generation
+    assert generation is not None
+    generation.hang.stepped(0, 4, node.now)
+    node.turn()
+    node.turn(SEEN_WITHIN_S + 0.1)
+    assert not node.group.signals
+    node.turn(10.1)
+    assert len(node.evidence.looks) == 2

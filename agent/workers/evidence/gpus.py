@@ -1,10 +1,9 @@
-"""What the driver says of this node's GPUs, by its own program: NVML may hang on a sick one, and not in this process."""
+"""What the driver says of the GPUs, by its own program: on a sick one NVML may hang, and not in this process."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
 
 from ....rendezvous.text import clean
 
@@ -29,10 +28,10 @@ class Question:
         return "\n".join(map(clean, text[:MOST_BYTES].decode(errors="replace").splitlines()))
 
 
-def ask(devices: Sequence[str]) -> Question | None:
-    """About these; None where there are none, or no driver's program."""
+def ask() -> Question | None:
+    """None where there is no driver's program."""
     program = shutil.which(PROGRAM)
-    if program is None or not devices:
+    if program is None:
         return None
     command = [program, "-q", "-d", _SECTIONS]
     try:

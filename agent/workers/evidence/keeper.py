@@ -11,7 +11,6 @@ For the main thread. One look at a time: where a disk or the kernel holds one up
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from ....rendezvous.statements.inquiry import RankState
 from ....threads import Thread
-from ...output.log_folders import RunFolder, run_folder
+from ...output.log_folders import run_folder
 from . import gpus
 from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
@@ -94,6 +93,8 @@ class EvidenceKeeper:
         directory: Path | None,
         clock: Callable[[], float],
         count: Callable[[str, str], None] = lambda tool, result: None,
+        *,
+        has_gpus: bool = False,
     ) -> None:
         """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
         thread."""
@@ -101,6 +102,7 @@ class EvidenceKeeper:
         self._directory = directory
         self._clock = clock
         self._count = count
+        self._has_gpus = has_gpus
         self._collector = Collector(clock, time.sleep)
         self._run: Path | None = None
         self._generation = 0
@@ -123,11 +125,10 @@ class EvidenceKeeper:
         why: str,
         targets: Sequence[Target],
         depth: Depth,
-        devices: Sequence[str] = (),
         then: Callable[[Look], None] = lambda look: None,
     ) -> Look:
         """Begins one at these workers; `why` is a part of its folder's name. `then` is called, in another thread, when
-        it is over. `devices` are the GPUs that are looked at, too, if it is a thorough one."""
+        it is over."""
         look = Look(self._next_path(why), self._clock())
         if self._thread is not None and self._thread.is_alive():
             self._count("look", "late")
@@ -135,7 +136,7 @@ class EvidenceKeeper:
             look.end()
             then(look)
             return look
-        work = partial(self._look, look, tuple(targets), depth, tuple(devices), then, self._generation)
+        work = partial(self._look, look, tuple(targets), depth, then, self._generation)
         self._thread = Thread(work, "evidence", otherwise=look.end)
         self._thread.start()
         return look
@@ -158,11 +159,10 @@ class EvidenceKeeper:
         look: Look,
         targets: tuple[Target, ...],
         depth: Depth,
-        devices: tuple[str, ...],
         then: Callable[[Look], None],
         generation: int,
     ) -> None:
-        asked = gpus.ask(devices) if depth.window_s else None
+        asked = gpus.ask() if depth.window_s and self._has_gpus else None
         seen = self._collector.look(targets, depth)
         states = tuple(map(rank_state, seen))
         look.end(states)
@@ -170,7 +170,7 @@ class EvidenceKeeper:
         self._count_all(seen)
         texts = {
             f"rank{one.rank}.txt": report(one, state, self._node, generation)
-            for one, state in zip(seen, states)
+            for one, state in zip(seen, states, strict=True)
         }
         texts["summary.txt"] = "".join(f"{one_line(state)}\n" for state in states)
         if asked is not None:
@@ -178,7 +178,7 @@ class EvidenceKeeper:
             self._count("gpus", "ok" if text else "failed")
             texts["gpus.txt"] = text
         if look.path is not None:
-            self._write(look.path, texts, generation)
+            self._write(look.path, texts)
 
     def _count_all(self, seen: Sequence[WorkerFacts]) -> None:
         for one in seen:
@@ -187,7 +187,7 @@ class EvidenceKeeper:
             if one.process.native:
                 self._count("py-spy", "ok")
 
-    def _write(self, path: Path, texts: dict[str, str], generation: int) -> None:
+    def _write(self, path: Path, texts: dict[str, str]) -> None:
         try:
             _make_private(path)
             left = MOST_BYTES
@@ -205,9 +205,6 @@ class EvidenceKeeper:
                 )
             return
         self._count("files", "ok")
-        assert self._run is not None
-        with contextlib.suppress(OSError):  # a disk that fails here fails the logs, too, where it is logged
-            RunFolder(self._run).prune(generation)
 
 
 def _make_private(path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from .error_report import RANK_PREFIX
 from .worker_failure import WorkerFailure
 
 
-def summarize(first: WorkerFailure, others: Sequence[WorkerFailure]) -> str:
-    """A block for a tired person: which worker failed first, why, where to read on, and who else failed."""
+def summarize(first: WorkerFailure, others: Sequence[WorkerFailure], evidence: Path | None = None) -> str:
+    """A block for a tired person: which worker failed first, why, where to read on, and who else failed.
+
+    `evidence`: the folder of what was kept here of the generation, with one for each node whose disk this is.
+    """
     rule = "=" * 80
     lines = [
         rule,
@@ -17,6 +21,8 @@ def summarize(first: WorkerFailure, others: Sequence[WorkerFailure]) -> str:
         f"  cause:    {first.cause}",
         f"  log file: {first.log_file or 'none (set --log-dir to keep one per rank)'}",
     ]
+    if evidence is not None:
+        lines.append(f"  evidence: {evidence}")
     if first.exception is not None and "\n" in first.exception:
         lines += ["  exception:", *_indented(first.exception)]
     shown: set[str] = set()

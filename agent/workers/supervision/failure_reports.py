@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ....rendezvous.records import Action, Failure
 from ..failures.examination import is_final
@@ -70,10 +71,13 @@ def report_of(failure: WorkerFailure, known_as: str = "") -> Failure:
     )
 
 
-def show(failure: Failure, own: Sequence[WorkerFailure]) -> WorkerFailure | None:
+def show(
+    failure: Failure, own: Sequence[WorkerFailure], evidence: Path | None = None
+) -> WorkerFailure | None:
     """The block for a tired person. Returns the worker that is to blame, if one is.
 
     `own`: the failures on this node in the same generation. Any agent may have written `failure.detail`.
+    `evidence`: the folder of what this node has kept of that generation.
     """
     try:
         first = WorkerFailure.from_json(failure.detail) if failure.detail else None
@@ -81,9 +85,10 @@ def show(failure: Failure, own: Sequence[WorkerFailure]) -> WorkerFailure | None
         log.warning("the failure's details in the store are not usable: %s", error)
         first = None
     if first is None:
-        log.error("generation %d failed: %s", failure.generation, failure.summary)
+        kept = f"; evidence: {evidence}" if evidence is not None else ""
+        log.error("generation %d failed: %s%s", failure.generation, failure.summary, kept)
         return None
     here = next((mine for mine in own if mine.rank == first.rank), None)
     others = [mine for mine in own if mine.rank != first.rank]
-    log.error("%s", summarize(here or first, others))
+    log.error("%s", summarize(here or first, others, evidence))
     return here or first

@@ -18,6 +18,7 @@ from ....worker.wire.shared_progress import Reading
 from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
+from ..evidence.keeper import Look, WorkerStacks
 from ..failures.worker_failure import WorkerFailure
 from ..links.pages import WorkerPages
 from ..processes.workers import WorkerGroup
@@ -70,6 +71,9 @@ class Generation:
     group: WorkerGroup
     started_at: float
     pages: WorkerPages = field(init=False)
+    stacks: WorkerStacks = field(init=False, default_factory=WorkerStacks)
+    look_before_end: Look | None = field(init=False, default=None)
+    """At the workers, because they are about to be ended."""
     read: Mapping[int, Reading] = field(init=False, default_factory=dict)
     """What the pages held at the last look, by local rank."""
     hang: HangWatch = field(init=False)
@@ -187,6 +191,7 @@ class Generation:
         """Nothing of it is left here."""
         self.master_may_close()
         self.pages.close()
+        self.stacks.close()
         self.over = True
 
     def stop_if_kept(self, now: float) -> None:

@@ -35,6 +35,7 @@ from ...common.events import (
     WorkerAnswered,
     WorkerExited,
     WorkerKept,
+    WorkersSeen,
 )
 from ...common.port_owner import find_owner
 from ...configuration.config import Config
@@ -42,6 +43,8 @@ from ...machine.memory.oom import OomKills, find_counter
 from ...observability.accounting.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
+from ..evidence.collector import QUICK, THOROUGH, Depth, Target
+from ..evidence.keeper import EvidenceKeeper, Look
 from ..failures.examination import describe_failure, hang_failure
 from ..failures.exit_words import describe_exit
 from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
@@ -60,6 +63,9 @@ from .just_in_time_state import Orders
 from .worker_spec import Node, error_file, make_directory, worker_spec
 
 log = logging.getLogger(__name__)
+
+SEEN_WITHIN_S = 2.0
+"""Workers that hang are ended when what they do has been seen, or when that takes so long."""
 
 _STATE = {
     True: "and this node keeps the state after its last step",
@@ -80,6 +86,7 @@ class Processes:
     logs: WorkerLogs
     links: WorkerLinks
     last_steps: LastSteps
+    evidence: EvidenceKeeper
 
 
 class Supervisor:
@@ -209,6 +216,8 @@ class Supervisor:
             if reason is not None:
                 log.info("stopping generation %d: %s", generation.number, reason)
             self._observer.stopping(self._clock())
+            if not gently:
+                self._keep_evidence(generation)
             # Where all others have kept the last step, or a worker must show where it stands, there is none to keep.
             if asking is not HANG_SIGNAL and not generation.drain.excused:
                 within_s = grace_s if gently else math.inf
@@ -248,7 +257,8 @@ class Supervisor:
         self._observer.failure_shown(failure)
         generation = self._generation
         own = generation is not None and generation.number == failure.generation
-        return show(failure, generation.failures if generation is not None and own else ())
+        evidence = self._processes.evidence.folder if own else None
+        return show(failure, generation.failures if generation is not None and own else (), evidence)
 
     # ---------------------------------------------------------------- events
 
@@ -391,12 +401,15 @@ class Supervisor:
         silent = group.running and not drain.finished
         if silent and hang.due_at is not None and now >= hang.due_at:
             self._end_stuck(generation, hang.hindmost, hang.cause(group.ranks), "hang")
-        elif not drain.under_way:
+            return
+        if not drain.under_way:
             world = self._participant.world
             if world is not None and world.generation == generation.number and world.finishing:
                 generation.late_exits.others_ended(now)
             if cause := generation.late_cause(now):
                 self._end_stuck(generation, min(generation.running), cause, "hang at the end")
+                return
+        generation.look_before_end = None  # at workers that have moved since
 
     def _some_node_succeeded(self, generation: Generation) -> bool:
         """As far as this node follows the others."""
@@ -427,6 +440,7 @@ class Supervisor:
         """Start all workers. Why that was not possible; empty if it was."""
         world, number, logs = generation.world, generation.number, self._processes.logs
         logs.begin(world.job, world.run, number)
+        self._processes.evidence.begin(world.job, world.run, number)
         logs.leave_out(bind_of_rank_0_failed(world.master.port))
         has_nccl = self._node.machine.software.has_nccl
         records = logs.folder(number, "flight_records") if has_nccl and logs.has_files else None
@@ -435,7 +449,14 @@ class Supervisor:
             make_directory(self._node, number)
             specs = [
                 worker_spec(
-                    self._config, self._node, world, member, local_rank, pages.make(local_rank), records
+                    self._config,
+                    self._node,
+                    world,
+                    member,
+                    local_rank,
+                    pages.make(local_rank),
+                    generation.stacks.make(local_rank),
+                    records,
                 )
                 for local_rank in range(member.slots)
             ]
@@ -445,6 +466,7 @@ class Supervisor:
             for spec in specs:
                 pages.process_made(spec.local_rank, self._clock())
         except OSError as error:
+            generation.stacks.close()
             pages.close()  # what is scarce may be the very descriptors that they hold
             return f"a worker could not be started: {error}"
         return ""
@@ -458,6 +480,8 @@ class Supervisor:
         self._processes.logs.drain(generation.number, rank, lambda: self._post(ready))
         wait_s = 0.0 if self._tail_late else TAIL_WITHIN_S
         generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + wait_s))
+        if not generation.stopping and generation.look_before_end is None:
+            generation.look_before_end = self._look_at(generation, "failure", QUICK)
 
     def _examine(self, generation: Generation, crash: Crash) -> None:
         """Find out why this worker has failed, and end the generation with it."""
@@ -486,16 +510,48 @@ class Supervisor:
         self._report_failure(Failure(generation.number, what[:200], what[:4000]), what)
 
     def _end_stuck(self, generation: Generation, local_rank: int, cause: str, known_as: str) -> None:
-        """Workers that are silent for too long: each is made to show where it stands, and that is its end."""
+        """Workers that are silent for too long: what they do is kept, and then each is made to show where it stands,
+        which is its end."""
+        look = generation.look_before_end
+        if look is None:
+            look = generation.look_before_end = self._look_at(generation, "hang", THOROUGH)
+        if not look.over and self._clock() < look.began_at + SEEN_WITHIN_S:
+            return  # `_watch` comes here again
         number, rank = generation.number, generation.group.ranks[local_rank]
         log_file = self._processes.logs.log_file(number, rank)
         generation.hung = True
         failure = hang_failure(self._node.name, number, rank, local_rank, cause, log_file)
         self._report_failure(report_of(failure, known_as), failure.cause, HANG_SIGNAL)
 
+    def _look_at(self, generation: Generation, why: str, depth: Depth) -> Look:
+        """Begins to see what the workers that run do."""
+        group, tail = generation.group, self._processes.logs.tail
+        targets = [
+            Target(
+                group.ranks[local_rank],
+                local_rank,
+                group.pid(local_rank),
+                generation.stacks.of(local_rank),
+                generation.read[local_rank].step if local_rank in generation.read else None,
+                last_lines=tail(generation.number, group.ranks[local_rank]),
+            )
+            for local_rank in generation.running
+        ]
+        seen = WorkersSeen(generation.number)
+        return self._processes.evidence.look(why, targets, depth, lambda look: self._post(seen))
+
+    def _keep_evidence(self, generation: Generation) -> None:
+        """Before workers are asked to end because something has failed, here or elsewhere. Waits a moment for it."""
+        look = generation.look_before_end
+        if look is None:
+            look = generation.look_before_end = self._look_at(generation, "failure", QUICK)
+        look.wait(look.began_at + QUICK.within_s, self._clock)
+
     def _report_failure(self, failure: Failure, reason: str, asking: signal.Signals = signal.SIGTERM) -> None:
         """`reason`: for the log, in which the worker's own last lines stand above it."""
-        log.error("stopping generation %d: %s", failure.generation, reason)
+        folder = self._processes.evidence.folder
+        kept = f"; evidence: {folder}" if folder is not None else ""
+        log.error("stopping generation %d: %s%s", failure.generation, reason, kept)
         self._observer.failure_shown(failure)
         self._participant.workers_failed(failure)
         gently = asking is HANG_SIGNAL  # the stack of a data loader does not show where training stands

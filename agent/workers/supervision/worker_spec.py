@@ -48,15 +48,17 @@ def worker_spec(
     member: Member,
     local_rank: int,
     page: str,
+    stacks: str,
     flight_records: Path | None,
 ) -> WorkerSpec:
-    """The worker at `local_rank` of `member`, which is this node; `page` names what it shares with the agent."""
+    """The worker at `local_rank` of `member`, which is this node; `page` and `stacks` name what it shares with the
+    agent."""
     place = WorkerPlace(
         world,
         member,
         local_rank,
         error_file=error_file(node, world.generation, local_rank),
-        env=replace(node.env, page=page),
+        env=replace(node.env, page=page, stacks=stacks),
         flight_records=flight_records,
     )
     chosen = chosen_variables(config, node.machine, place)

@@ -1,0 +1,163 @@
+"""What is kept of workers before they end: files that are this user's alone, bounded, without what may be secret."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.workers.evidence import keeper as module
+from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Depth, Target
+from elastic_agent.agent.workers.evidence.keeper import MOST_LOOKS, EvidenceKeeper, Look, WorkerStacks
+from elastic_agent.rendezvous.statements.inquiry import Doing
+
+SECRET = "s3cr3t-canary"
+SCRIPT = """
+import os, sys, time
+from elastic_agent.worker.wire import stack_dump
+stack_dump.register(os.environ["STACKS"])
+def train(token="s3cr3t-canary"):
+    print("ready", flush=True)
+    time.sleep(600)  # s3cr3t-canary
+train()
+"""
+
+
+@pytest.fixture
+def stacks() -> Iterator[WorkerStacks]:
+    stacks = WorkerStacks()
+    yield stacks
+    stacks.close()
+
+
+@pytest.fixture
+def target(stacks: WorkerStacks, tmp_path: Path) -> Iterator[Target]:
+    """A worker that sleeps, with secrets wherever a program may have them."""
+    environment = {**os.environ, "STACKS": stacks.make(0), "TOKEN": SECRET}
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script, f"--token={SECRET}"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield Target(3, 0, process.pid, stacks.of(0), step=7, last_lines=("loss 0.1",))
+        process.kill()
+
+
+class Counts(list[tuple[str, str]]):
+    def __call__(self, tool: str, result: str) -> None:
+        self.append((tool, result))
+
+
+def kept(keeper: EvidenceKeeper, target: Target, depth: Depth = QUICK, why: str = "failure") -> Look:
+    look = keeper.look(why, [target], depth)
+    assert look.wait(time.monotonic() + 10, time.monotonic)
+    assert keeper._thread is not None
+    keeper._thread.join(10)
+    return look
+
+
+@pytest.fixture
+def counts() -> Counts:
+    return Counts()
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, counts: Counts) -> EvidenceKeeper:
+    keeper = EvidenceKeeper("a", tmp_path / "logs", time.monotonic, counts)
+    keeper.begin("digits", "r1", 4)
+    return keeper
+
+
+@pytest.mark.parametrize("depth", [QUICK, THOROUGH])
+def test_what_a_worker_does_is_kept(
+    depth: Depth, keeper: EvidenceKeeper, target: Target, counts: Counts
+) -> None:
+    look = kept(keeper, target, depth)
+    assert [state.doing for state in look.states] == [Doing.ASLEEP]
+    assert look.path == keeper.folder / "a" / "1-failure"  # type: ignore[operator]
+    assert (look.path / "summary.txt").read_text().startswith("rank 3: asleep, train.py:7 in train")
+    text = (look.path / "rank3.txt").read_text()
+    for wanted in ("step 7", "node a, generation 4", "nanosleep", "train.py:7 in train", "loss 0.1"):
+        assert wanted in text
+    assert set(counts) >= {("proc", "ok"), ("stacks", "ok"), ("files", "ok")}
+
+
+@pytest.mark.parametrize("depth", [QUICK, THOROUGH])
+def test_no_secret_is_in_it(depth: Depth, keeper: EvidenceKeeper, target: Target, tmp_path: Path) -> None:
+    kept(keeper, target, depth)
+    files = [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if SECRET in path.read_text()]
+
+
+def test_files_and_folders_are_this_users_alone(keeper: EvidenceKeeper, target: Target) -> None:
+    before = os.umask(0)
+    try:
+        path = kept(keeper, target).path
+    finally:
+        os.umask(before)
+    assert path is not None
+    for folder in (path, path.parent, path.parents[1]):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+
+
+def test_of_many_looks_a_few_are_kept_and_each_generation_has_its_own(
+    keeper: EvidenceKeeper, target: Target
+) -> None:
+    paths = [kept(keeper, target).path for _ in range(MOST_LOOKS + 2)]
+    assert [path is None for path in paths] == [False] * MOST_LOOKS + [True] * 2
+    keeper.begin("digits", "r1", 5)
+    assert "gen5" in str(kept(keeper, target).path)
+
+
+def test_files_are_bounded(keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    path = kept(keeper, target).path
+    assert path is not None
+    assert sum(file.stat().st_size for file in path.iterdir()) <= 100
+
+
+def test_without_a_folder_states_are_known_all_the_same(target: Target) -> None:
+    keeper = EvidenceKeeper("a", None, time.monotonic)
+    keeper.begin("digits", "r1", 1)
+    look = kept(keeper, target)
+    assert (look.path, keeper.folder) == (None, None)
+    assert look.states
+
+
+def test_a_disk_that_refuses_is_said_once(
+    keeper: EvidenceKeeper, target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture, counts: Counts
+) -> None:
+    (tmp_path / "logs").touch()
+    for _ in range(2):
+        assert kept(keeper, target).states
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"evidence is not kept in {keeper.folder}/a/1-failure"
+    ]
+    assert ("files", "failed") in counts
+
+
+def test_beside_a_look_that_hangs_there_is_no_second(
+    keeper: EvidenceKeeper, target: Target, counts: Counts
+) -> None:
+    slow = keeper.look("hang", [target], THOROUGH)
+    other = keeper.look("failure", [target], QUICK)
+    assert other.over
+    assert (other.path, other.states) == (None, ())
+    assert ("look", "late") in counts
+    assert slow.wait(time.monotonic() + 10, time.monotonic)
+    keeper.close()
+
+
+def test_a_worker_that_has_ended_is_gone(keeper: EvidenceKeeper, target: Target) -> None:
+    os.kill(target.pid, 9)
+    os.waitid(os.P_PID, target.pid, os.WEXITED | os.WNOWAIT)
+    assert [state.doing for state in kept(keeper, target).states] == [Doing.GONE]
