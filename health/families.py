@@ -22,6 +22,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -43,11 +44,16 @@ _F = TypeVar("_F", bound="Family")
 class Row(Generic[_F]):
     """Declares one family of a `Page`: an attribute of its class, whose name is the metric's.
 
-    A label with an empty set of values has those that the page was made with.
+    A label with an empty set of values has those that the page was made with, and `...` in a set stands for these.
     """
 
     def __init__(
-        self, kind: type[_F], help_text: str, buckets: Sequence[float] = (), /, **labels: Sequence[str]
+        self,
+        kind: type[_F],
+        help_text: str,
+        buckets: Sequence[float] = (),
+        /,
+        **labels: Sequence[str | EllipsisType],
     ) -> None:
         self.kind = kind
         self.help_text = help_text
@@ -70,7 +76,14 @@ class Family:
         self._clock = page.clock
         self.name = name
         self.help_text = row.help_text
-        self.labels = {label: tuple(allowed or page.values[label]) for label, allowed in row.labels.items()}
+        self.labels = {
+            label: tuple(
+                value
+                for one in allowed or (...,)
+                for value in (page.values[label] if one is ... else (str(one),))
+            )
+            for label, allowed in row.labels.items()
+        }
         known = product(*self.labels.values()) if self.complete else ()
         self._values: dict[Series, float] = dict.fromkeys(known, 0.0)
 

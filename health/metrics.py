@@ -7,7 +7,7 @@ that a test compares with this file. An attribute is the metric's name without t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from .checks.node.table import AT_JOIN
@@ -16,11 +16,9 @@ from .families import Age, Counter, Gauge, Histogram, Level, Page, Row
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
 NODE_STATES = ("active", "standby", "waiting", "lost")
 WORKER_STATES = ("running", "stopped", "failed")
-FAILURE_REASONS = ("exception", "signal", "oom", "hang", "nccl", "port", "unknown")
-EXIT_REASONS = ("ok", *FAILURE_REASONS)
+UNKNOWN = "unknown"
+"""The cause that stands for any that the page was not made with: other nodes may know of others."""
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
-RESTART_REASONS = (*FAILURE_REASONS, *MEMBERSHIP_CHANGES)
-INCIDENT_REASONS = (*FAILURE_REASONS, "lost")
 RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
 LOST_TIME_CAUSES = ("detect", "stop", "rendezvous", "backoff", "startup", "recompute", "waiting")
 STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
@@ -130,9 +128,9 @@ class Metrics(Page):
     )
     worker_exits_total = Row(
         Counter,
-        "Exits of this node's workers that the agent did not ask for, by reason.",
+        "Exits of this node's workers that the agent did not ask for, by cause.",
         local_rank=(),
-        reason=EXIT_REASONS,
+        reason=("ok", ...),
     )
     worker_last_exit_code = Row(
         Gauge,
@@ -148,12 +146,12 @@ class Metrics(Page):
     failures_total = Row(
         Counter,
         "Generations of the job that a failure ended, by its root: one worker's failure, or lost nodes.",
-        reason=INCIDENT_REASONS,
+        reason=("lost", ...),
     )
     restarts_total = Row(
         Counter,
         "Restarts of the workers of the whole world, by the failure or membership change behind them.",
-        reason=RESTART_REASONS,
+        reason=(*MEMBERSHIP_CHANGES, ...),
     )
     restart_budget_remaining = Row(
         Gauge, "Restarts left before the job fails; +Inf without a cap.", kind=("failure",)
@@ -363,14 +361,15 @@ class Metrics(Page):
         max_nodes: int,
         started_at_s: float,
         clock: Callable[[], float],
+        causes: Sequence[str] = (UNKNOWN,),
     ) -> None:
         """`started_at_s`: when the agent started, in seconds since the epoch like all instants that are shown. `clock`
-        is monotonic."""
+        is monotonic. `causes`: of failures, by name; `UNKNOWN` is among them."""
         versions, described = asdict(build), {name: str(value) for name, value in asdict(place).items()}
         values = {label: (value,) for label, value in (versions | described).items()}
         super().__init__(
             {"run_id": run_id, "node": node},
-            values | {"local_rank": tuple(map(str, range(place.workers)))},
+            values | {"local_rank": tuple(map(str, range(place.workers))), "reason": tuple(causes)},
             clock,
         )
         self.build_info.set(1, **versions)
@@ -442,7 +441,14 @@ class Metrics(Page):
             for kind, number in (("join", joined), ("leave", left), ("lost", lost)):
                 self.membership_changes_total.inc(number, kind=kind)
             if incident is not None:
-                self.failures_total.inc(reason=incident)
+                self.failures_total.inc(reason=self._known(self.failures_total, incident))
+
+    def restarted(self, reason: str) -> None:
+        self.restarts_total.inc(reason=self._known(self.restarts_total, reason))
+
+    @staticmethod
+    def _known(family: Counter, reason: str) -> str:
+        return reason if reason in family.labels["reason"] else UNKNOWN
 
     def checked(self, severities: Mapping[str, float | None]) -> None:
         """By check; what is not among them is unknown now."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.health.families import PREFIX
 from elastic_agent.health.metrics import Build, Metrics, Place
 
@@ -66,6 +67,7 @@ def unknown_metrics(text: str) -> list[str]:
         max_nodes=1,
         started_at_s=0.0,
         clock=lambda: 0.0,
+        causes=CauseTable().names,
     )
     exported = {
         PREFIX + family.name + suffix: family

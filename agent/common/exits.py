@@ -34,7 +34,11 @@ class ExitCode(Code):
         "workers kept failing, in more than one way, until the restarts (--max-restarts) were used up, or failed in a"
         " way that no restart helps",
     )
-    CRASH_LOOP = 3, "the restarts (--max-restarts) were used up by one failure that came again and again"
+    CRASH_LOOP = (
+        3,
+        "one failure came again and again, until the restarts (--max-restarts) were used up, or twice if it is an error"
+        " of the script itself, such as an import that fails",
+    )
     UNLIKE_THE_JOB = (
         65,
         "this node has another --lease-ttl or --store-outage-grace than the job's nodes, or another script without"

@@ -57,6 +57,7 @@ from .types.values import (
     NodeCounts,
     Preload,
     Shell,
+    UserCause,
     WorkerCount,
 )
 
@@ -321,6 +322,8 @@ class Config:
     run_again: bool = RUN_AGAIN.field()
     max_restarts: int | None = MAX_RESTARTS.field()
     """None: no limit while generations make progress, 3 in a row without."""
+    causes: tuple[UserCause, ...] = ()
+    """The rows `[[cause]]` of the file, in its order."""
     stop: StopConfig = StopConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     network_profile: NetworkProfile = NETWORK_PROFILE.field()

@@ -38,6 +38,7 @@ from ..observability.tracing.spans import spans_of
 from ..output.console import Console
 from ..output.log_folders import log_directory
 from ..rendezvous_io.join_checks import JoinChecks
+from ..workers.failures.causes import CauseTable
 from ..workers.links.reports import ReportReceiver
 from ..workers.preloader.spares import Spares
 from ..workers.processes.workers import first_on_path
@@ -128,6 +129,7 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
         max_nodes=config.nodes.max,
         started_at_s=time.time() - (clock() - agent.started_at),  # the network may have taken its time
         clock=clock,
+        causes=CauseTable(config.causes).names,
     )
     agent.console.count_lost(metrics.console_lines_dropped_total.inc)
     metrics.hang_timeout_seconds.set(config.timeouts.hang_s)

@@ -62,5 +62,5 @@ def error_report(code: int, reason: str, failure: WorkerFailure | None, at_s: fl
         "rank": str(failure.rank),
         "node": failure.node,
     }
-    message = failure.exception or failure.cause
+    message = failure.exception or failure.summary
     return {"message": {"message": message, "extraInfo": extra, "errorCode": failure.returncode}}

@@ -16,15 +16,16 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.health.metrics import (
-    FAILURE_REASONS,
-    INCIDENT_REASONS,
     LOST_TIME_CAUSES,
+    MEMBERSHIP_CHANGES,
     RECOVERY_PHASES,
-    RESTART_REASONS,
 )
 
 from .harness import PATIENCE_S, Agent, Job
+
+CAUSES = CauseTable().names
 
 pytestmark = pytest.mark.usefixtures("in_etcd")
 
@@ -147,8 +148,8 @@ def test_every_number_is_what_happened(job: Job, story: Story) -> None:
 
 
 def check_the_node_whose_worker_died(page: Page) -> None:
-    assert page.counted("worker_exits_total", "reason", ("ok", *FAILURE_REASONS)) == {"signal": 1}
-    assert page.counted("failures_total", "reason", INCIDENT_REASONS) == {"signal": 1}
+    assert page.counted("worker_exits_total", "reason", ("ok", *CAUSES)) == {"killed": 1}
+    assert page.counted("failures_total", "reason", ("lost", *CAUSES)) == {"killed": 1}
     assert page.all_of("worker_last_exit_code", "worker_up", "worker_starts_total") == [-signal.SIGKILL, 1, 2]
     assert page.all_of("detection_duration_seconds_count", "worker_stop_duration_seconds_count") == [1, 0]
     assert page.of("recovery_duration_seconds_count", kind="process") == 1
@@ -182,9 +183,9 @@ def check_changes_of_the_job(page: Page) -> None:
         "leave": 1,
         "lost": 1,
     }
-    assert page.counted("failures_total", "reason", INCIDENT_REASONS) == {"signal": 1, "lost": 1}
-    assert page.counted("restarts_total", "reason", RESTART_REASONS) == {
-        "signal": 1,
+    assert page.counted("failures_total", "reason", ("lost", *CAUSES)) == {"killed": 1, "lost": 1}
+    assert page.counted("restarts_total", "reason", (*MEMBERSHIP_CHANGES, *CAUSES)) == {
+        "killed": 1,
         "leave": 1,
         "join": 1,
         "lost": 1,

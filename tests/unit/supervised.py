@@ -23,6 +23,7 @@ from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.evidence.collector import Depth, Target
 from elastic_agent.agent.workers.evidence.keeper import EvidenceKeeper, Look
+from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.agent.workers.links.last_steps import LastSteps
 from elastic_agent.agent.workers.links.server import WorkerLinks
@@ -193,7 +194,9 @@ class Supervised:
         )
         self.participant.failures = []
         about = "job", "a", Build(version="1"), Place(workers=count)
-        self.metrics = Metrics(*about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock)
+        self.metrics = Metrics(
+            *about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock, causes=CauseTable().names
+        )
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
         self.evidence = FakeEvidence(self.clock)
         self.logs, self.links, self.last_steps = FakeLogs(), FakeLinks(), FakeLastSteps()

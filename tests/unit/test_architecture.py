@@ -85,10 +85,10 @@ common:
 output: common
 configuration/types: rendezvous/c10d rendezvous/etcd rendezvous/local common
 configuration: rendezvous/etcd common configuration/types
-configuration/reading: rendezvous/etcd rendezvous/local common configuration configuration/types
+workers/failures: common configuration/types
+configuration/reading: rendezvous/etcd rendezvous/local common configuration configuration/types workers/failures
 machine/network: common configuration configuration/types
 machine/memory:
-workers/failures: common
 workers/processes: common output configuration configuration/types workers/failures
 workers/checkpoints/server: common workers/processes
 workers/checkpoints: common workers/failures workers/processes workers/checkpoints/server
@@ -104,8 +104,7 @@ rendezvous_io: common configuration configuration/types machine/network
 observability:
 observability/status: workers/failures observability common configuration workers/processes rendezvous_io
 observability/journal: output
-observability/accounting: workers/failures observability output workers/processes observability/status \
-    observability/journal
+observability/accounting: observability output workers/processes observability/status observability/journal
 observability/report: observability/status observability/journal observability/accounting
 observability/tracing: observability/accounting
 workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \

@@ -23,8 +23,8 @@ FAILURE = WorkerFailure(
     node="b",
     generation=7,
     returncode=-11,
-    reason="exception",
-    cause="killed by SIGSEGV: ValueError: no",
+    cause="exception",
+    summary="killed by SIGSEGV: ValueError: no",
     exception="ValueError: no",
     traceback="Traceback (most recent call last):\n  ...\nValueError: no",
 )

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elastic_agent.agent.common.port_owner import find_owner
+from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
-from elastic_agent.agent.workers.failures.examination import describe_failure, is_final
+from elastic_agent.agent.workers.failures.examination import describe_failure
 from elastic_agent.agent.workers.failures.exit_words import describe_exit
 from elastic_agent.agent.workers.failures.summary import summarize
 from elastic_agent.agent.workers.failures.worker_failure import (
@@ -34,7 +35,6 @@ from elastic_agent.agent.workers.failures.worker_failure import (
     fingerprint,
 )
 from elastic_agent.agent.workers.supervision.failure_reports import report_of, show
-from elastic_agent.health.metrics import EXIT_REASONS
 from elastic_agent.rendezvous.records import Action, Failure
 from elastic_agent.worker.errors import (
     CheckpointError,
@@ -53,8 +53,8 @@ FAILURE = WorkerFailure(
     node="n2",
     generation=7,
     returncode=1,
-    reason="exception",
-    cause="exit code 1: RuntimeError: boom",
+    cause="exception",
+    summary="exit code 1: RuntimeError: boom",
     exception="RuntimeError: boom",
     traceback='Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nRuntimeError: boom',
     log_tail=("epoch 1", "RuntimeError: boom"),
@@ -63,35 +63,31 @@ FAILURE = WorkerFailure(
 
 
 @pytest.mark.parametrize(
-    ("returncode", "oom", "text", "reason"),
+    ("returncode", "oom", "text"),
     [
-        (0, False, "exit code 0", "ok"),
-        (1, False, "exit code 1", "unknown"),
-        (1, True, "exit code 1", "unknown"),
-        (127, False, "exit code 127 (the command was not found)", "unknown"),
-        (137, False, "exit code 137 (a shell's way to say: killed by SIGKILL)", "signal"),
-        (255, False, "exit code 255", "unknown"),
+        (0, False, "exit code 0"),
+        (1, False, "exit code 1"),
+        (1, True, "exit code 1"),
+        (127, False, "exit code 127 (the command was not found)"),
+        (137, False, "exit code 137 (a shell's way to say: killed by SIGKILL)"),
+        (255, False, "exit code 255"),
         (
             -9,
             False,
-            "killed by SIGKILL (signal 9; often the kernel's out-of-memory killer or an operator)",
-            "signal",
+            "killed by SIGKILL (signal 9; a person, a batch system or a killer of greedy processes sent it)",
         ),
         (
             -9,
             True,
             "killed by SIGKILL (signal 9; the kernel's out-of-memory killer: no memory was left on this machine or "
             "in its cgroup)",
-            "oom",
         ),
-        (-13, False, "killed by SIGPIPE (signal 13)", "signal"),
-        (-35, False, "killed by a signal without a name (signal 35)", "signal"),
+        (-13, False, "killed by SIGPIPE (signal 13)"),
+        (-35, False, "killed by a signal without a name (signal 35)"),
     ],
 )
-def test_an_exit_in_words(returncode: int, oom: bool, text: str, reason: str) -> None:
-    described = describe_exit(returncode, oom)
-    assert (described.text, described.reason) == (text, reason)
-    assert described.reason in EXIT_REASONS
+def test_an_exit_in_words(returncode: int, oom: bool, text: str) -> None:
+    assert describe_exit(returncode, oom) == text
 
 
 def write(content: bytes) -> Callable[[Path], object]:
@@ -240,6 +236,7 @@ def test_what_python_really_prints_is_understood(tmp_path: Path, script: str) ->
     assert found.traceback.startswith("Traceback (most recent call last):")
 
 
+TABLE = CauseTable()
 OWNER_OF = functools.partial(find_owner, "0.0.0.0")
 
 
@@ -257,6 +254,7 @@ def examined(
         log_file=tmp_path / "stderr.log",
         oom_killed=oom,
         master_port=master_port,
+        causes=TABLE,
         owner_of=OWNER_OF,
     )
 
@@ -264,47 +262,47 @@ def examined(
 def test_the_error_file_tells_more_than_the_log(tmp_path: Path) -> None:
     error_json({"message": "E: file\nmore", "extraInfo": {"py_callstack": "T"}})(tmp_path / "error.json")
     failure = examined(tmp_path, 1, TRACEBACK)
-    assert (failure.reason, failure.exception, failure.traceback) == ("exception", "E: file\nmore", "T")
-    assert failure.cause == "exit code 1: E: file"
+    assert (failure.cause, failure.exception, failure.traceback) == ("exception", "E: file\nmore", "T")
+    assert failure.summary == "exit code 1: E: file"
     assert failure.log_file == str(tmp_path / "stderr.log")
 
 
 def test_without_an_error_file_the_log_tells(tmp_path: Path) -> None:
     failure = examined(tmp_path, 1, (*TRACEBACK, "\x1b[1mbye\x07"))
-    assert (failure.reason, failure.cause) == ("exception", "exit code 1: ValueError: no")
+    assert (failure.cause, failure.summary) == ("exception", "exit code 1: ValueError: no")
     assert failure.log_tail == (*TRACEBACK, "bye")
 
 
 def test_an_unusable_error_file_is_named_beside_what_the_log_tells(tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text("{")
     failure = examined(tmp_path, 1, TRACEBACK)
-    assert failure.cause.startswith(
+    assert failure.summary.startswith(
         f"exit code 1: ValueError: no; its error file {tmp_path}/error.json is not"
     )
 
 
 @pytest.mark.parametrize(
     ("returncode", "oom", "reason"),
-    [(-9, False, "signal"), (-9, True, "oom"), (0, False, "ok"), (3, False, "unknown")],
+    [(-9, False, "killed"), (-9, True, "host_out_of_memory"), (0, False, "unknown"), (3, False, "unknown")],
 )
 def test_an_exception_that_was_only_logged_is_not_blamed_for_a_kill(
     tmp_path: Path, returncode: int, oom: bool, reason: str
 ) -> None:
     failure = examined(tmp_path, returncode, TRACEBACK if returncode <= 0 else ("no traceback",), oom)
-    assert (failure.reason, failure.exception, failure.traceback) == (reason, None, None)
-    assert failure.cause == describe_exit(returncode, oom).text
+    assert (failure.cause, failure.exception, failure.traceback) == (reason, None, None)
+    assert failure.summary == describe_exit(returncode, oom)
 
 
 def test_an_exception_that_ended_in_abort_is_an_exception(tmp_path: Path) -> None:
-    error_json("RuntimeError: NCCL communicator was aborted")(tmp_path / "error.json")
-    assert examined(tmp_path, -6).reason == "exception"
+    error_json("RuntimeError: the model is gone")(tmp_path / "error.json")
+    assert examined(tmp_path, -6).cause == "exception"
 
 
-def test_the_cause_is_one_line_of_bounded_length(tmp_path: Path) -> None:
+def test_the_summary_is_one_line_of_bounded_length(tmp_path: Path) -> None:
     error_json("x" * 5000 + "\nmore")(tmp_path / "error.json")
     failure = examined(tmp_path, 1)
-    assert "\n" not in failure.cause
-    assert len(failure.cause) == 500
+    assert "\n" not in failure.summary
+    assert len(failure.summary) == 500
 
 
 def with_exception(text: str | None, **changes: Any) -> WorkerFailure:
@@ -362,10 +360,11 @@ def test_what_no_restart_helps_is_known_from_what_a_worker_left(
     lines = "".join(traceback.format_exception(_raised(error))).splitlines()
     failure = describe_failure(
         rank=3, local_rank=1, node="a", generation=2, returncode=1, error_file=tmp_path / "error.json",
-        log_tail=[f"[rank3]: {line}" for line in lines], log_file=None, owner_of=OWNER_OF,
+        log_tail=[f"[rank3]: {line}" for line in lines], log_file=None, causes=TABLE, owner_of=OWNER_OF,
     )  # fmt: skip
-    assert is_final(failure) == final
-    assert not is_final(dataclasses.replace(failure, exception=None))
+    cause = TABLE.named(failure.cause)
+    assert (cause.action is Action.END) == final
+    assert (report_of(failure, cause).action is Action.END) == final
 
 
 def _raised(error: Exception) -> Exception:
@@ -404,8 +403,8 @@ def test_the_json_form_stays_small_and_keeps_the_ends_of_traceback_and_log(lette
         node=letter * 300,
         generation=2**63 - 1,
         returncode=-64,
-        reason="exception",
-        cause=letter * 500,
+        cause="exception",
+        summary=letter * 500,
         exception=letter * 2048,
         traceback=letter * 16000 + "the error",
         log_tail=(letter * 2000,) * 39 + ("the last line",),
@@ -434,11 +433,12 @@ def test_whatever_a_worker_prints_the_failure_can_be_sent(
         error_file=None,
         log_tail=[*log_tail, '  File "x", line 1, in f', message],
         log_file=None,
+        causes=TABLE,
         owner_of=OWNER_OF,
     )
     small = WorkerFailure.from_json(failure.to_json())
     assert small.returncode == returncode
-    summarize(failure, [small]).encode()
+    summarize(failure, [small], "").encode()
     fingerprint(failure).encode()
 
 
@@ -462,11 +462,11 @@ def changed(**changes: Any) -> str:
         changed(generation=2**63),
         changed(returncode=256),
         changed(returncode="1"),
-        changed(reason="because"),
-        changed(reason=[]),
+        changed(cause="because of"),
+        changed(cause=[]),
         changed(node=None),
         changed(node="n" * 257),
-        changed(cause=["x"]),
+        changed(summary=["x"]),
         changed(exception=1),
         changed(log_tail=None),
         changed(log_file={}),
@@ -483,17 +483,17 @@ FORGED = "n\x1b]0;title\x07\nfake\r\u202e\x1b[2J"
 
 
 def test_a_failure_in_the_store_adds_no_line_and_nothing_that_a_terminal_obeys() -> None:
-    read = WorkerFailure.from_json(changed(node=FORGED, cause=FORGED, log_file=FORGED))
-    assert (read.node, read.cause, read.log_file) == ("n fake",) * 3
+    read = WorkerFailure.from_json(changed(node=FORGED, summary=FORGED, log_file=FORGED))
+    assert (read.node, read.summary, read.log_file) == ("n fake",) * 3
     several = WorkerFailure.from_json(changed(exception=FORGED, traceback=FORGED, log_tail=[FORGED]))
     assert (several.exception, several.traceback, several.log_tail) == ("n\nfake", "n\nfake", ("n fake",))
-    assert not [line for line in summarize(read, [read]).split("\n") if line.startswith("fake")]
+    assert not [line for line in summarize(read, [read], "").split("\n") if line.startswith("fake")]
 
 
 def test_details_in_the_store_that_are_not_usable_leave_the_summary(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert show(Failure(7, "f", "rank 3 broke", detail="not json"), [FAILURE]) is None
+    assert show(Failure(7, "f", "rank 3 broke", detail="not json"), [FAILURE], TABLE) is None
     assert [record.getMessage() for record in caplog.records] == [
         "the failure's details in the store are not usable: message is not JSON: "
         "Expecting value: line 1 column 1 (char 0)",
@@ -502,10 +502,11 @@ def test_details_in_the_store_that_are_not_usable_leave_the_summary(
 
 
 def test_the_summary_names_all_that_a_person_needs_and_repeats_nothing() -> None:
-    other = dataclasses.replace(FAILURE, rank=0, node="n1", cause="killed by SIGABRT (signal 6)")
-    assert summarize(FAILURE, [other]).split("\n")[1:-1] == [
+    other = dataclasses.replace(FAILURE, rank=0, node="n1", summary="killed by SIGABRT (signal 6)")
+    assert summarize(FAILURE, [other], "see the traceback").split("\n")[1:-1] == [
         "Worker failure in generation 7: rank 3 (local rank 1 on node n2) failed first",
         "  cause:    exit code 1: RuntimeError: boom",
+        "  known as: exception: see the traceback",
         "  log file: /logs/gen7/rank3/stderr.log",
         "  traceback:",
         "    Traceback (most recent call last):",
@@ -520,30 +521,48 @@ def test_the_summary_names_all_that_a_person_needs_and_repeats_nothing() -> None
 
 def test_the_summary_of_a_kill_without_files_is_short() -> None:
     killed = dataclasses.replace(
-        FAILURE, cause="killed by SIGKILL", exception=None, traceback=None, log_tail=(), log_file=None
+        FAILURE,
+        cause="killed",
+        summary="killed by SIGKILL",
+        exception=None,
+        traceback=None,
+        log_tail=(),
+        log_file=None,
     )
-    assert summarize(killed, []).split("\n")[1:-1] == [
+    assert summarize(killed, [], "someone did it").split("\n")[1:-1] == [
         "Worker failure in generation 7: rank 3 (local rank 1 on node n2) failed first",
         "  cause:    killed by SIGKILL",
+        "  known as: killed: someone did it",
         "  log file: none (set --log-dir to keep one per rank)",
     ]
 
 
 def test_the_summary_shows_all_lines_of_an_exception_once() -> None:
-    lines = summarize(with_exception("E: one\ntwo", traceback=None, log_tail=()), []).split("\n")
-    assert lines[4:-1] == ["  exception:", "    E: one", "    two"]
+    lines = summarize(with_exception("E: one\ntwo", traceback=None, log_tail=()), [], "").split("\n")
+    assert lines[5:-1] == ["  exception:", "    E: one", "    two"]
 
 
 @pytest.mark.parametrize(
     ("returncode", "lines", "reason"),
     [
-        (1, ["torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited"], "nccl"),
-        (1, ["torch.distributed.DistNetworkError: The client socket has timed out after 60000ms"], "nccl"),
+        (
+            1,
+            [
+                "torch.distributed.DistBackendError: NCCL error in: x.cpp:1",
+                "ncclRemoteError: A call failed possibly",
+            ],
+            "nccl_remote",
+        ),
+        (
+            1,
+            ["torch.distributed.DistNetworkError: The client socket has timed out after 60000ms"],
+            "store_unreachable",
+        ),
         (
             1,
             ["RuntimeError: [x.cpp] Connection closed by peer [127.0.0.1]:2"],
-            "exception",
-        ),  # gloo: it followed
+            "collective_broken",
+        ),
         (1, ["ValueError: NCCL is a nice library"], "exception"),
     ],
 )
@@ -551,14 +570,14 @@ def test_a_failure_of_the_network_is_known_by_its_exception(
     tmp_path: Path, returncode: int, lines: list[str], reason: str
 ) -> None:
     log = ["Traceback (most recent call last):", '  File "train.py", line 1, in <module>', *lines]
-    assert examined(tmp_path, returncode, log_tail=tuple(log)).reason == reason
+    assert examined(tmp_path, returncode, log_tail=tuple(log)).cause == reason
 
 
 def test_the_watchdog_of_nccl_aborts_with_a_reason(tmp_path: Path) -> None:
     line = "[rank1]:[E1 ProcessGroupNCCL.cpp:688] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(...)"
-    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3", line)).reason == "nccl"
-    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3",)).reason == "signal"
-    assert examined(tmp_path, -9, log_tail=(line,)).reason == "signal"
+    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3", line)).cause == "nccl_timeout"
+    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3",)).cause == "abort"
+    assert examined(tmp_path, -9, log_tail=(line,)).cause == "killed"
 
 
 def failed_with(tmp_path: Path, exception: str, master_port: int = 41213) -> WorkerFailure:
@@ -600,10 +619,10 @@ def test_a_port_that_is_taken_is_a_reason_of_its_own_with_its_owner(
         failure = failed_with(tmp_path, said_by(port))
         assert owner.stdin is not None
         owner.stdin.close()
-    assert failure.reason == "port"
-    assert f"; port {port}: pid {owner.pid}, python" in failure.cause
-    assert report_of(failure).action is Action.FREE
-    assert WorkerFailure.from_json(failure.to_json()).cause == failure.cause
+    assert failure.cause == "port"
+    assert f"; port {port}: pid {owner.pid}, python" in failure.summary
+    assert report_of(failure, TABLE.named("port")).action is Action.FREE
+    assert WorkerFailure.from_json(failure.to_json()).summary == failure.summary
 
 
 GLOO = "RuntimeError: [enforce fail at /build/gloo/transport/tcp/listener.cc:48] bind: Address already in use"
@@ -626,7 +645,7 @@ GLOO = "RuntimeError: [enforce fail at /build/gloo/transport/tcp/listener.cc:48]
     ],
 )
 def test_only_who_wanted_a_port_found_one_taken(tmp_path: Path, exception: str, reason: str) -> None:
-    assert failed_with(tmp_path, exception).reason == reason
+    assert failed_with(tmp_path, exception).cause == reason
 
 
 HOLD_A_PORT = """
@@ -639,7 +658,7 @@ sys.stdin.read()
 
 def test_a_taken_port_that_is_not_named_has_no_owner(tmp_path: Path) -> None:
     failure = failed_with(tmp_path, "OSError: [Errno 98] Address already in use")
-    assert (failure.reason, failure.cause) == (
+    assert (failure.cause, failure.summary) == (
         "port",
         "exit code 1: OSError: [Errno 98] Address already in use",
     )
@@ -649,7 +668,7 @@ def test_the_agents_own_port_is_named_as_its_own(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as own:
         port = own.getsockname()[1]
         failure = failed_with(tmp_path, of_create_server(port), master_port=port)
-    assert f"port {port}: pid {os.getpid()}, the agent itself; it is MASTER_PORT, where" in failure.cause
+    assert f"port {port}: pid {os.getpid()}, the agent itself; it is MASTER_PORT, where" in failure.summary
 
 
 def test_a_port_of_the_scripts_own_is_told_beside_the_one_that_was_given(tmp_path: Path) -> None:
@@ -659,9 +678,9 @@ def test_a_port_of_the_scripts_own_is_told_beside_the_one_that_was_given(tmp_pat
         dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=0.5))
     said = str(caught.value).partition("\n")[0]
     told = f"the script has chosen port {port}, the agent had given it MASTER_PORT="
-    assert f"{told}41213" in failed_with(tmp_path, f"torch.distributed.DistNetworkError: {said}").cause
+    assert f"{told}41213" in failed_with(tmp_path, f"torch.distributed.DistNetworkError: {said}").summary
     same = failed_with(tmp_path, f"torch.distributed.DistNetworkError: {said}", master_port=port)
-    assert "has chosen" not in same.cause
+    assert "has chosen" not in same.summary
 
 
 UVICORN = (
@@ -675,7 +694,7 @@ UVICORN = (
         (1, ("INFO: started", UVICORN, "INFO: bye"), "port"),
         (1, (UVICORN, "trying another", "port 10 it is", "step 1", "step 2"), "unknown"),
         (1, ("unix socket /run/x.sock: address already in use",), "unknown"),
-        (-9, (UVICORN,), "signal"),
+        (-9, (UVICORN,), "killed"),
         (1, (UVICORN, *TRACEBACK), "exception"),
     ],
 )
@@ -683,5 +702,5 @@ def test_a_program_without_a_traceback_has_a_port_taken_by_its_last_words(
     tmp_path: Path, returncode: int, lines: tuple[str, ...], reason: str
 ) -> None:
     failure = examined(tmp_path, returncode, lines)
-    assert failure.reason == reason
-    assert ("address already in use; port 9: owner unknown" in failure.cause) == (reason == "port")
+    assert failure.cause == reason
+    assert ("address already in use; port 9: owner unknown" in failure.summary) == (reason == "port")

@@ -26,7 +26,8 @@ from elastic_agent.rendezvous.records import (
     World,
 )
 
-OOM = Failure(1, "f", "s", WorkerFailure(0, 0, "a", 1, -9, "oom", "killed by SIGKILL").to_json())
+OOM_WORKER = WorkerFailure(0, 0, "a", 1, -9, "host_out_of_memory", "killed by SIGKILL")
+OOM = Failure(1, "f", "s", OOM_WORKER.to_json(), OOM_WORKER.cause)
 FAILED = Cause(CauseKind.FAILURE, "a", "s", OOM)
 
 
@@ -71,7 +72,7 @@ LEAVE_B, LOST_B = Cause(CauseKind.LEAVE, "b"), Cause(CauseKind.LOST, "b")
         pytest.param(
             LEAVE_B, "z", MembershipChange(joined=1, left=1, lost=1), id="one leaves, one is gone, one joins"
         ),
-        pytest.param(FAILED, "ab", MembershipChange(incident="oom"), id="a worker fails"),
+        pytest.param(FAILED, "ab", MembershipChange(incident="host_out_of_memory"), id="a worker fails"),
         pytest.param(
             Cause(CauseKind.WITHDRAWN, "b"), "ab", MembershipChange(incident="lost"), id="one is cut off"
         ),
@@ -106,7 +107,7 @@ def test_a_node_known_to_leave_beside_another_has_left() -> None:
 def test_what_was_before_this_agent_came_is_not_its_to_count() -> None:
     assert seen(world(7, "ab", FAILED)) == [NOTHING]
     assert seen(None, stopped(7, "ab", FAILED), world(8, "abc", FAILED))[2] == MembershipChange(
-        joined=1, incident="oom"
+        joined=1, incident="host_out_of_memory"
     )
 
 
@@ -118,12 +119,12 @@ def test_a_failure_counts_as_what_the_next_world_calls_it() -> None:
 
 def test_a_generation_that_was_missed_does_not_lend_its_end_to_the_one_before() -> None:
     worlds = (world(1, "ab", START), stopped(2, "abc", FAILED), world(3, "abc", FAILED))
-    assert seen(*worlds)[1:] == [MembershipChange(joined=1), MembershipChange(incident="oom")]
+    assert seen(*worlds)[1:] == [MembershipChange(joined=1), MembershipChange(incident="host_out_of_memory")]
 
 
 def test_the_failure_that_ends_the_job_counts() -> None:
     worlds = (world(1, "a", START), stopped(1, "a", FAILED), world(1, "a", FAILED, Phase.ENDED))
-    assert seen(*worlds)[1:] == [NOTHING, MembershipChange(incident="oom")]
+    assert seen(*worlds)[1:] == [NOTHING, MembershipChange(incident="host_out_of_memory")]
 
 
 def test_a_new_run_of_the_job_is_no_change_of_the_old_one() -> None:
@@ -134,9 +135,8 @@ def test_a_new_run_of_the_job_is_no_change_of_the_old_one() -> None:
 @pytest.mark.parametrize(
     ("cause", "expected"),
     [
-        (FAILED, "oom"),
-        (replace(FAILED, failure=replace(OOM, detail="")), "unknown"),
-        (replace(FAILED, failure=replace(OOM, detail="not ours")), "unknown"),
+        (FAILED, "host_out_of_memory"),
+        (replace(FAILED, failure=Failure(1, "f", "s")), "unknown"),
         (JOIN, "join"),
         (LEAVE_B, "leave"),
         (LOST_B, "lost"),

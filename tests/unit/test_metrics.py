@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,10 @@ PLACE_LABELS = {"interface", "address", "workers", "gpus"}
 
 
 def new_metrics(
-    run_id: str = "run-1", node: str = "node-a", clock: Callable[[], float] = lambda: 0.0
+    run_id: str = "run-1",
+    node: str = "node-a",
+    clock: Callable[[], float] = lambda: 0.0,
+    causes: Sequence[str] = ("killed", "unknown"),
 ) -> Metrics:
     return Metrics(
         run_id,
@@ -36,6 +39,7 @@ def new_metrics(
         max_nodes=4,
         started_at_s=1_700_000_000.25,
         clock=clock,
+        causes=causes,
     )
 
 
@@ -59,7 +63,7 @@ def test_the_documented_table_is_the_code() -> None:
 
     assert documented == [
         (PREFIX + family.name, family.kind, labels_cell(family.labels), family.help_text)
-        for family in (*new_metrics().families, *PoolMetrics("pool", "a", lambda: 0.0).families)
+        for family in (*new_metrics(causes=["..."]).families, *PoolMetrics("pool", "a", lambda: 0.0).families)
     ]
 
 
@@ -120,7 +124,7 @@ def set_every_gauge(metrics: Metrics) -> None:
 
 def test_counters_and_histograms_exist_before_their_first_event() -> None:
     metrics = new_metrics()
-    assert value(metrics, "worker_exits_total", local_rank="1", reason="oom") == 0
+    assert value(metrics, "worker_exits_total", local_rank="1", reason="killed") == 0
     assert value(metrics, "restarts_total", reason="lost") == 0
     assert value(metrics, "checkpoint_save_duration_seconds_count", tier="memory") == 0
 
@@ -256,7 +260,7 @@ def test_a_budget_without_a_cap_is_infinite() -> None:
         (lambda m: m.enter_state("sleeping"), "sleeping"),
         (lambda m: m.count_workers(asleep=1), "asleep"),
         (lambda m: m.rendezvous_total.inc(result="maybe"), "maybe"),
-        (lambda m: m.worker_exits_total.inc(local_rank=2, reason="oom"), "local_rank='2'"),
+        (lambda m: m.worker_exits_total.inc(local_rank=2, reason="killed"), "local_rank='2'"),
         (lambda m: m.port_bind_attempts_total.inc(purpose="41234"), "41234"),
         (lambda m: m.checkpoint_save_duration_seconds.observe(1.0, tier="tape"), "tape"),
         (lambda m: m.restarts_total.inc(), r"\['reason'\]"),
@@ -275,8 +279,8 @@ def test_a_label_outside_its_closed_set_is_refused_and_named(
 
 def test_a_local_rank_is_given_as_a_number() -> None:
     metrics = new_metrics()
-    metrics.worker_exits_total.inc(local_rank=1, reason="signal")
-    assert value(metrics, "worker_exits_total", local_rank="1", reason="signal") == 1
+    metrics.worker_exits_total.inc(local_rank=1, reason="killed")
+    assert value(metrics, "worker_exits_total", local_rank="1", reason="killed") == 1
 
 
 def test_a_scrape_never_sees_half_a_transition() -> None:
@@ -313,8 +317,8 @@ def test_a_scrape_never_sees_half_a_transition() -> None:
 
 def test_two_agents_in_one_process_share_nothing() -> None:
     one, other = new_metrics(), new_metrics(node="node-b")
-    one.restarts_total.inc(reason="oom")
-    assert b'restarts_total{node="node-b",reason="oom",run_id="run-1"} 0.0' in other.render()
+    one.restarts_total.inc(reason="killed")
+    assert b'restarts_total{node="node-b",reason="killed",run_id="run-1"} 0.0' in other.render()
     assert not any(metric.name.startswith(PREFIX) for metric in REGISTRY.collect())
 
 
@@ -323,7 +327,7 @@ def test_the_metrics_directory_of_the_training_script_is_left_alone(tmp_path: Pa
         "from elastic_agent.health.metrics import Build, Metrics, Place\n"
         "about = 'r', 'n', Build(version='1'), Place(workers=1)\n"
         "m = Metrics(*about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=float)\n"
-        "m.restarts_total.inc(reason='oom')\n"
+        "m.restarts_total.inc(reason='unknown')\n"
         "m.progress(1, 2.0)\n"
         "assert m.render()\n"
     )

@@ -111,7 +111,7 @@ def test_what_a_node_waits_for_is_logged_once_it_lasts(
 def test_each_world_is_an_event_of_the_journal_and_each_change_of_it_once(
     observer: Observer, journal: Journal
 ) -> None:
-    failure = Failure(1, fingerprint="x", summary="exit code 1")
+    failure = Failure(1, fingerprint="x", summary="exit code 1", cause="exception")
     failed = Cause(CauseKind.FAILURE, "b", "exit code 1", failure)
     left = Cause(CauseKind.LEAVE, "b", "node b leaves")
     for world in (
@@ -133,11 +133,11 @@ def test_each_world_is_an_event_of_the_journal_and_each_change_of_it_once(
     observer.ended_with(0, "all is done", 60.0)
     assert [(event.generation, event.kind, event.text, event.cause) for event in journal.since(0, 99)] == [
         (1, Kind.WORLD, "the job starts", "start"),
-        (2, Kind.WORLD, "exit code 1", "unknown"),
+        (2, Kind.WORLD, "exit code 1", "exception"),
         (2, Kind.DRAIN, "node b leaves", "leave"),
         (3, Kind.WORLD, "node b leaves", "leave"),
         (3, Kind.JOB_ENDED, "the job starts", "succeeded"),
-        (1, Kind.FAILURE, "exit code 1", ""),
+        (1, Kind.FAILURE, "exit code 1", "exception"),
         (1, Kind.ACCOUNTING, "0 steps, 0 s of 60 s were productive", ""),
         (1, Kind.AGENT_ENDED, "all is done", ""),
     ]

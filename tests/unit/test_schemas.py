@@ -97,13 +97,12 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "worker failure": (
-        3,
+        4,
         {
             "WorkerFailure": (
-                "rank local_rank node generation returncode reason cause exception traceback log_tail "
-                "log_file raised_at"
+                "rank local_rank node generation returncode cause summary exception traceback log_tail "
+                "log_file raised_at collateral"
             ),
-            "WorkerFailure.reason": "ok exception signal oom nccl port hang unknown",
         },
     ),
     "status pages": (

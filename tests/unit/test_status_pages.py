@@ -69,13 +69,13 @@ WORKER = WorkerFailure(
     node="b",
     generation=2,
     returncode=1,
-    reason="exception",
-    cause="exit code 1: ValueError: lr < 0",
+    cause="exception",
+    summary="exit code 1: ValueError: lr < 0",
     traceback="the traceback",
     log_tail=("the output",),
     log_file="/the/log",
 )
-FAILURE = Failure(2, "ValueError", WORKER.cause, WORKER.to_json())
+FAILURE = Failure(2, "ValueError", WORKER.summary, WORKER.to_json())
 NODES = (
     NodeRecord("a", "a-1", "10.0.0.1", 4711, 2, Endpoint("10.0.0.1", 9100)),
     NodeRecord("b", "b-1", "10.0.0.2", 4711, 2, Endpoint("10.0.0.2", 9100), failure=FAILURE),
@@ -114,7 +114,7 @@ def test_a_job_comes_back_without_what_workers_have_printed(job: JobStatus) -> N
     if back.world is not None:
         worker = worker_failure(back.world)
         assert worker is not None
-        assert (worker.rank, worker.cause) == (3, WORKER.cause)
+        assert (worker.rank, worker.summary) == (3, WORKER.summary)
         assert replace(back.world, cause=WORLD.cause) == WORLD
 
 

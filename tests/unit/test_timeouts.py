@@ -20,7 +20,6 @@ from elastic_agent.agent.configuration.timeouts import (
     whole_stop_s,
 )
 from elastic_agent.agent.workers.environment.widening import WIDENING, WideningPolicy, widening
-from elastic_agent.agent.workers.failures.worker_failure import Reason, WorkerFailure
 from elastic_agent.rendezvous.coordinator.restarts import Ended, RestartPolicy, Retry, after_failure
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -144,9 +143,8 @@ def test_handovers_and_last_saves_end_within_a_whole_stop(grace_s: float) -> Non
 # --- Widening
 
 
-def failed(reason: Reason) -> Failure:
-    detail = WorkerFailure(3, 1, "b", 7, 1, reason, "it failed").to_json()
-    return Failure(7, "exit code 1: it failed", "it failed", detail)
+def failed(cause: str) -> Failure:
+    return Failure(7, "exit code 1: it failed", "it failed", cause=cause)
 
 
 def world(cause: Cause, restarts: Restarts) -> World:
@@ -158,7 +156,7 @@ def test_repeated_network_failures_widen_up_to_a_limit_and_progress_undoes_it() 
     """A job's life, with the restart budget that every node reads in the world."""
     restarts, steps = Restarts(), []
     policy, rng = RestartPolicy(max_failures=100), random.Random(1)
-    for reason, progressed in [
+    for name, progressed in [
         ("nccl", True),  # a network failure now and then is nothing new
         ("nccl", True),
         ("nccl", False),
@@ -171,7 +169,7 @@ def test_repeated_network_failures_widen_up_to_a_limit_and_progress_undoes_it() 
         verdict = after_failure(restarts, Ended(1, "the same", progressed), policy, rng)
         assert isinstance(verdict, Retry)
         restarts = verdict.restarts
-        steps.append(widening(world(Cause(CauseKind.FAILURE, "b", "it failed", failed(reason)), restarts)))
+        steps.append(widening(world(Cause(CauseKind.FAILURE, "b", "it failed", failed(name)), restarts)))
     assert steps == [0, 0, 0, 1, 2, 2, 0, 0]
 
 
@@ -181,8 +179,8 @@ def test_repeated_network_failures_widen_up_to_a_limit_and_progress_undoes_it() 
         Cause(CauseKind.START),
         Cause(CauseKind.JOIN, "b", "b joining", failed("nccl")),
         Cause(CauseKind.LOST, "b", "node b is gone"),
-        Cause(CauseKind.FAILURE, "b", "no detail", Failure(7, "x", "x")),
-        Cause(CauseKind.FAILURE, "b", "of a newer version", Failure(7, "x", "x", '{"schema": 99}')),
+        Cause(CauseKind.FAILURE, "b", "of another user's own", failed("flaky_storage")),
+        Cause(CauseKind.FAILURE, "b", "gloo lost a peer", failed("collective_broken")),
     ],
 )
 def test_only_failures_of_the_network_widen(cause: Cause) -> None:

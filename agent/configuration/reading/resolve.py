@@ -209,6 +209,8 @@ def _merged(
         merged.problems += source.problems
         merged.warnings += source.warnings
         merged.broken |= source.broken
+        if source.causes.value:
+            merged.causes = source.causes
         targets = [source[target] for target in TARGETS if target in source]
         if targets:
             for option in (*TARGETS, ARGS):
@@ -383,7 +385,14 @@ def _config(settings: Settings, command: Command) -> Config:
     max_nodes = settings[MAX_NODES].value
     assert max_nodes is not None  # `_derive` filled it in
     nodes = NodeCounts(settings[MIN_NODES].value, max_nodes)
-    return _filled(Config, settings, command=command, nodes=nodes, rendezvous=_rendezvous(settings))
+    return _filled(
+        Config,
+        settings,
+        command=command,
+        nodes=nodes,
+        rendezvous=_rendezvous(settings),
+        causes=settings.causes.value,
+    )
 
 
 def _what_is_clear(settings: Settings, command: Command | None, unclear: set[str]) -> Config:

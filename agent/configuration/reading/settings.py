@@ -17,7 +17,7 @@ from ..logs import LOG_LEVEL, QUIET
 from ..options import OPTIONS, RDZV_CONF
 from ..rendezvous import ETCD_PASSWORD
 from ..types.option import Option, Source
-from ..types.values import NodeCounts, Secret
+from ..types.values import NodeCounts, Secret, UserCause
 from .torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 
 T = TypeVar("T")
@@ -60,6 +60,8 @@ class Settings:
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    causes: Setting[tuple[UserCause, ...]] = field(default_factory=lambda: Setting((), "default"))
+    """The rows `[[cause]]`, which only a file can have."""
 
     def __getitem__(self, option: Option[T]) -> Setting[T]:
         """An option that is not given has its default."""
@@ -125,6 +127,8 @@ class Settings:
             else:
                 written = f"{option.name} = {_toml(setting.value)}"
             rows.append((written, setting.origin))
+        if self.causes.value:
+            rows.append((f"cause = {_tables(self.causes.value)}", self.causes.origin))
         width = max(len(written) for written, _ in rows if len(written) <= 40)
         return [f"{written:<{width}}  # {_quoted(origin)[1:-1]}" for written, origin in rows]
 
@@ -138,6 +142,11 @@ def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(_quoted(str(word)) for word in value)}]"
     return _quoted(str(value))
+
+
+def _tables(causes: Iterable[UserCause]) -> str:
+    tables = (", ".join(f"{key} = {_quoted(text)}" for key, text in cause.parts.items()) for cause in causes)
+    return f"[{', '.join(f'{{{table}}}' for table in tables)}]"
 
 
 def comment(text: str) -> str:

@@ -15,6 +15,7 @@ from ....worker.wire.environment import WORKER_VARIABLES
 from ..config import ARGS, SCRIPT, Problem
 from ..options import OPTIONS, TARGETS
 from ..types.option import Option, Source
+from .causes import KEY, read_causes
 from .installed_torchrun import installed_flags
 from .settings import Setting, Settings, closest, correction
 from .torchrun_spellings import IGNORED_TORCHRUN_OPTIONS, VARIABLES
@@ -189,7 +190,7 @@ def read_environ(environ: Mapping[str, str]) -> Settings:
 
 
 def read_file(path: str) -> Settings:
-    """A flat TOML file with the options' names as keys."""
+    """A TOML file with the options' names as keys, and rows `[[cause]]`."""
     settings = Settings()
     try:
         with open(path, "rb") as file:
@@ -206,6 +207,10 @@ def read_file(path: str) -> Settings:
     keys = {
         name: option for option in _SHORTHANDS_FIRST if Source.FILE in option.sources for name in option.names
     }
+    if KEY in document:
+        causes, problems = read_causes(document.pop(KEY), path)
+        settings.causes = Setting(causes, f"{path}: {KEY}")
+        settings.problems += problems
     entries: dict[str, tuple[str, object]] = {}  # by option name: the key as written, and its value
     for key, value in document.items():
         name = key.replace("_", "-")

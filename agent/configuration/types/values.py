@@ -7,6 +7,8 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
+from ....rendezvous.records import Action
+
 Affinity = Literal["none", "numa", "cores"]
 CheckMode = Literal["fail", "warn", "off"]
 """What the checks before a join are for: fail keeps this node out, warn writes into the log."""
@@ -116,6 +118,24 @@ class NoticeSource:
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.path}" if self.path else self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class UserCause:
+    """A row `[[cause]]` of the configuration file: a cause of failures of the user's own, or a change of a built-in."""
+
+    name: str
+    pattern: str = ""
+    """A regular expression; it is looked for in the exception and in each of the last lines. Empty: none."""
+    action: Action | None = None
+    """None: that of the built-in cause."""
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """As they are written."""
+        action = self.action.value if self.action is not None else ""
+        parts = {"name": self.name, "pattern": self.pattern, "action": action}
+        return {key: text for key, text in parts.items() if text}
 
 
 @dataclass(frozen=True, slots=True)

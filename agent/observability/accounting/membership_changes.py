@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ....rendezvous.records import Cause, CauseKind, Failure, Phase, World
-from ...workers.failures.worker_failure import FailureInvalid, WorkerFailure
 from ..status.pages import worker_failure
 
 _CHANGES = {
@@ -67,15 +66,11 @@ class MembershipWatch:
 
 
 def reason(cause: Cause) -> str:
-    """Why the generation before this one ended: the reason of its root failure, or the kind of change."""
+    """Why the generation before this one ended: the cause of its root failure, or the kind of change."""
     change = _CHANGES.get(cause.kind)
     if change is not None:
         return change
-    try:
-        failure = WorkerFailure.from_json(cause.failure.detail if cause.failure is not None else "")
-    except FailureInvalid:
-        return "unknown"
-    return failure.reason if failure.reason != "ok" else "unknown"
+    return cause.failure.cause if cause.failure is not None else "unknown"
 
 
 def because(world: World, shown: Failure | None) -> str:

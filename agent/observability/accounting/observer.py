@@ -244,7 +244,7 @@ class Observer:
             duration_s=now - self._seeking_since,
         )
         if world.cause.kind is not CauseKind.START:
-            metrics.restarts_total.inc(reason=reason(world.cause))
+            metrics.restarted(reason(world.cause))
         limit = world.max_restarts(self._max_failures)
         remaining = math.inf if limit is None else limit - restarts.failures
         metrics.restart_budget_remaining.set(remaining, kind="failure")
@@ -307,7 +307,7 @@ class Observer:
                 generation=failure.generation,
                 rank=worker.rank if worker is not None else None,
                 about=worker.node if worker is not None else "",
-                cause=worker.reason if worker is not None else "",
+                cause=failure.cause,
             )
         self._shown = failure
 

@@ -248,7 +248,7 @@ def _cause(world: World) -> CauseReport:
     if cause.kind is CauseKind.START:
         text = "the job started"
     elif worker is not None:
-        text = f"rank {worker.rank} on node {cause.node} failed in generation {worker.generation}: {worker.cause}"
+        text = f"rank {worker.rank} on node {cause.node} failed in generation {worker.generation}: {worker.summary}"
     elif cause.kind is CauseKind.FAILURE:
         text = f"node {cause.node} failed: {cause.detail}"
     else:

@@ -79,9 +79,7 @@ class DiskWriter:
             self._launch()
         elif self._process is not None:
             code = self._process.wait()
-            log.warning(
-                "the disk writer has ended: %s; the next save starts another", describe_exit(code).text
-            )
+            log.warning("the disk writer has ended: %s; the next save starts another", describe_exit(code))
             self._process = None
             self._io.later(PAUSE_S, self._await_order)
 

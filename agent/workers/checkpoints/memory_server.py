@@ -110,7 +110,7 @@ class MemoryServer:
                 self._launch()
         elif self._process is not None:
             code = self._process.wait()
-            log.warning("the memory server has ended, another is started: %s", describe_exit(code).text)
+            log.warning("the memory server has ended, another is started: %s", describe_exit(code))
             self._process = None
             self._io.later(PAUSE_S, self._want)  # its orders are kept: it has work to do
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....rendezvous.records import CauseKind, World
-from ..failures.worker_failure import FailureInvalid, WorkerFailure
+from ..failures.causes import NETWORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,6 @@ def widening(world: World, policy: WideningPolicy = WIDENING) -> int:
     failure = world.cause.failure
     if world.cause.kind is not CauseKind.FAILURE or failure is None:
         return 0
-    try:
-        network = WorkerFailure.from_json(failure.detail).reason == "nccl"
-    except FailureInvalid:
+    if failure.cause not in NETWORK:
         return 0
-    return min(policy.most, max(0, world.restarts.without_progress - policy.after + 1)) if network else 0
+    return min(policy.most, max(0, world.restarts.without_progress - policy.after + 1))

@@ -24,6 +24,8 @@ _TRACEBACK_MAX = 16 * 1024
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # A traceback's frame; faulthandler's `File "x", line 1 in f` has no comma and is no Python exception.
 _FRAME = re.compile(r'^\s+File ".*", line \d+(, in .*)?$')
+_DETAIL = re.compile(r"nccl\w+:|Last error:|Cuda failure|.*\bfailed\b")
+_MOST_DETAIL = 4
 _HEADER = "Traceback (most recent call last):"
 # What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
 _SECONDS = re.compile("[0-9]{1,12}")
@@ -87,6 +89,13 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
         exception=cut(lines[end], _EXCEPTION_MAX),
         traceback=cut("\n".join(lines[start : end + 1]), _TRACEBACK_MAX, keep_end=True),
     )
+
+
+def detail_after(exception: str, lines: Sequence[str]) -> str:
+    """The lines with which NCCL says more below an exception that torch raises for it, if these are among the last."""
+    lines = [RANK_PREFIX.sub("", line) for line in lines]
+    at = next((at for at in reversed(range(len(lines))) if lines[at] == exception), len(lines))
+    return "\n".join(line for line in lines[at + 1 : at + 1 + _MOST_DETAIL] if _DETAIL.match(line))
 
 
 def _read_regular_file(path: Path) -> bytes:

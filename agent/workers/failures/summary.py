@@ -9,16 +9,17 @@ from .error_report import RANK_PREFIX
 from .worker_failure import WorkerFailure
 
 
-def summarize(first: WorkerFailure, others: Sequence[WorkerFailure], evidence: Path | None = None) -> str:
-    """A block for a tired person: which worker failed first, why, where to read on, and who else failed.
-
-    `evidence`: the folder of what was kept here of the generation, with one for each node whose disk this is.
-    """
+def summarize(
+    first: WorkerFailure, others: Sequence[WorkerFailure], hint: str, evidence: Path | None = None
+) -> str:
+    """`hint`: what the table of causes says of its cause. `evidence`: the folder of what was kept here of the
+    generation, with one for each node whose disk this is."""
     rule = "=" * 80
     lines = [
         rule,
         f"Worker failure in generation {first.generation}: {_who(first)} failed first",
-        f"  cause:    {first.cause}",
+        f"  cause:    {first.summary}",
+        f"  known as: {first.cause}: {hint}",
         f"  log file: {first.log_file or 'none (set --log-dir to keep one per rank)'}",
     ]
     if evidence is not None:
@@ -34,7 +35,11 @@ def summarize(first: WorkerFailure, others: Sequence[WorkerFailure], evidence: P
         lines += ["  last lines of its output:", *_indented("\n".join(last))]
     if others:
         lines.append("  failed after it, usually because of it:")
-        lines += [f"    {_who(other)}: {other.cause}" for other in others]
+        lines += [f"    {_who(other)}: {other.summary}" for other in others]
+    if first.collateral:
+        lines.append(
+            "  it follows from the end of another worker or of its network, of which no better cause is known"
+        )
     return "\n".join([*lines, rule])
 
 

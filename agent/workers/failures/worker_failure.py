@@ -12,25 +12,21 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from ....codec import Codec, Count, Invalid, Text, Within
+from ....rendezvous.text import CauseName
 from .texts import clean, clean_lines, cut, first_line
-
-Reason = Literal["ok", "exception", "signal", "oom", "nccl", "port", "hang", "unknown"]
-"""Some of the metric `worker_exits_total`'s values for `reason`. `nccl`: the network between the workers, or NCCL
-itself; `port`: a port that the worker wanted to listen on is taken; `hang`: no exit at all, the agent had waited long
-enough."""
 
 HANG_SIGNAL = signal.SIGABRT
 """What ends a worker that hangs: PYTHONFAULTHANDLER makes it print where each of its threads stands."""
 
 MAX_JSON = 4096
-_SCHEMA = 3
-CAUSE_MAX = 500
+_SCHEMA = 4
+SUMMARY_MAX = 500
 _FINGERPRINT_MAX = 300
 
-_TEXTS = {"node": 256, "cause": 400, "exception": 500, "traceback": 1400, "log_file": 500}
+_TEXTS = {"node": 256, "summary": 400, "exception": 500, "traceback": 1400, "log_file": 500}
 """Bytes that each may take in the JSON form. With `_LOG_TAIL`, the numbers and the names they stay below MAX_JSON."""
 _LOG_TAIL = 800
 
@@ -50,21 +46,24 @@ class FailureInvalid(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """One worker's end. `cause` is one line that stands alone; `exception` is `Type: message`."""
+    """One worker's end. `summary` is one line that stands alone; `exception` is `Type: message`."""
 
     rank: Annotated[int, Within(0, 2**31 - 1)]
     local_rank: Annotated[int, Within(0, 2**31 - 1)]
     node: Annotated[str, _LINE["node"]]
     generation: Count
     returncode: Annotated[int, Within(-128, 255)]
-    reason: Reason
-    cause: Annotated[str, _LINE["cause"]]
+    cause: CauseName
+    """The name of a row of the table in `causes`, or of one that its user has added."""
+    summary: Annotated[str, _LINE["summary"]]
     exception: Annotated[str, _LINES["exception"]] | None = None
     traceback: Annotated[str, _LINES["traceback"]] | None = None
     log_tail: tuple[Annotated[str, Text(_LOG_TAIL, clean=clean)], ...] = ()
     log_file: Annotated[str, _LINE["log_file"]] | None = None
     raised_at: Count | None = None
     """Seconds since the epoch, by the worker's clock, if its error file says so."""
+    collateral: bool = False
+    """It follows from the end of another worker."""
 
     def to_json(self) -> str:
         """A small form: the ends of the traceback and of the log, at most `MAX_JSON` bytes of ASCII."""

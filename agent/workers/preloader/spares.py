@@ -346,7 +346,7 @@ class Spares:
         elif message is None:
             returncode = reap_within(preloaded.process, ENDING_S)
             self._end(preloaded)
-            ended = "it has closed its socket" if returncode is None else describe_exit(returncode).text
+            ended = "it has closed its socket" if returncode is None else describe_exit(returncode)
             self._failed(ended, now)
         elif isinstance(message, wire.Loaded):
             took_s, preloaded.phase, preloaded.since = now - preloaded.since, Phase.READY, now

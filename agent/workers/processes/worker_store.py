@@ -101,7 +101,7 @@ class WorkerStore:
             holder.last_words = event.message.decode(errors="replace")
             return ""
         returncode = self._end_holder()
-        ended = describe_exit(returncode).text if returncode is not None else "it hangs in the kernel"
+        ended = describe_exit(returncode) if returncode is not None else "it hangs in the kernel"
         self._close_listener()
         words = holder.last_words or f"the process {event.pid} that served it ended: {ended}"
         return f"the workers' store is gone: {words}" if self._serving else ""

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....rendezvous.records import Action, Failure
-from ..failures.examination import is_final
+from ....rendezvous.records import Failure
+from ..failures.causes import Cause, CauseTable
 from ..failures.summary import summarize
 from ..failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
 
@@ -27,6 +27,8 @@ class Crash:
     returncode: int
     at: float
     due_at: float
+    asked: bool = False
+    """It was asked to end, so it has not failed; but it may have begun to before."""
 
 
 @dataclass(slots=True)
@@ -55,24 +57,22 @@ class Crashes:
             yield self._waiting.popleft()
 
 
-def report_of(failure: WorkerFailure, known_as: str = "") -> Failure:
+def report_of(failure: WorkerFailure, cause: Cause, known_as: str = "") -> Failure:
     """For the other nodes. `known_as` is the fingerprint of a failure that the agent has made of a hang."""
     return Failure(
         failure.generation,
         known_as or fingerprint(failure),
+        failure.summary,
+        failure.to_json(),
         failure.cause,
-        detail=failure.to_json(),
-        cause=failure.reason,
-        action=Action.END
-        if is_final(failure)
-        else Action.FREE
-        if failure.reason == "port"
-        else Action.RESTART,
+        cause.action,
+        cause.collateral,
+        cause.outside,
     )
 
 
 def show(
-    failure: Failure, own: Sequence[WorkerFailure], evidence: Path | None = None
+    failure: Failure, own: Sequence[WorkerFailure], causes: CauseTable, evidence: Path | None = None
 ) -> WorkerFailure | None:
     """The block for a tired person. Returns the worker that is to blame, if one is.
 
@@ -90,5 +90,5 @@ def show(
         return None
     here = next((mine for mine in own if mine.rank == first.rank), None)
     others = [mine for mine in own if mine.rank != first.rank]
-    log.error("%s", summarize(here or first, others, evidence))
+    log.error("%s", summarize(here or first, others, causes.named(first.cause).hint, evidence))
     return here or first

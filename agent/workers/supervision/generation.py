@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
-from ....rendezvous.records import World
+from ....rendezvous.records import Failure, World
 from ....rendezvous.text import counted
 from ....worker.wire.shared_progress import Reading
 from ...configuration.config import Config
@@ -86,6 +86,8 @@ class Generation:
     """How the workers are stopped once their last step has been kept."""
     crashes: Crashes = field(init=False, default_factory=Crashes)
     failures: list[WorkerFailure] = field(init=False, default_factory=list)
+    told: Failure | None = field(init=False, default=None)
+    """What this node has told the others first."""
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
     _master_check: MasterCheck | None = field(init=False, default=None)

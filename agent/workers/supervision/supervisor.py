@@ -45,8 +45,10 @@ from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
 from ..evidence.collector import QUICK, THOROUGH, Depth, Target
 from ..evidence.keeper import EvidenceKeeper, Look
+from ..failures.causes import NOT_STARTED, STORE_SERVER, Cause, CauseTable
 from ..failures.examination import describe_failure, hang_failure
 from ..failures.exit_words import describe_exit
+from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
 from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
 from ..links.last_steps import LastSteps
 from ..links.server import WorkerLinks
@@ -115,6 +117,9 @@ class Supervisor:
         """The log disk did not answer in time when it was last asked to: until it does, no crash waits for it."""
         self._spares_due_at: float | None = None
         self._oom_kills = OomKills(find_counter())
+        self._kernel_log = KernelLog()
+        self._pids_are_the_kernels = pids_are_the_kernels()
+        self._causes = CauseTable(config.causes)
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
     @property
@@ -150,6 +155,7 @@ class Supervisor:
         group = self._processes.new_group(world.generation)
         generation = self._generation = Generation(self._config, world, group, now)
         self._observer.starting(world, member, now)
+        self._kernel_log.forget()
         problem = self._launch(generation, member, listener)
         self._processes.spares.workers_started(now)
         generation.log_start(self._clock() - now)
@@ -157,7 +163,7 @@ class Supervisor:
         if problem:
             for ended, returncode in group.returncodes.items():
                 self._observer.exited(ended, returncode, now, killed=True)
-            self._fail(generation, problem)
+            self._fail(generation, NOT_STARTED, problem)
         elif world.members[0] != member:
             generation.check_master(member.node)
 
@@ -258,7 +264,8 @@ class Supervisor:
         generation = self._generation
         own = generation is not None and generation.number == failure.generation
         evidence = self._processes.evidence.folder if own else None
-        return show(failure, generation.failures if generation is not None and own else (), evidence)
+        failures = generation.failures if generation is not None and own else ()
+        return show(failure, failures, self._causes, evidence)
 
     # ---------------------------------------------------------------- events
 
@@ -292,7 +299,7 @@ class Supervisor:
         problem = self._processes.worker_store.handle(event)
         generation = self._running
         if problem and generation is not None and not generation.stopping:
-            self._fail(generation, problem)
+            self._fail(generation, STORE_SERVER, problem)
 
     def _exited(self, generation: Generation, event: WorkerExited) -> None:
         group, local_rank = generation.group, event.local_rank
@@ -311,12 +318,14 @@ class Supervisor:
             log.warning(
                 "rank %d has ended in its drain by an error of the script: %s; the state after its last step is kept",
                 group.ranks[local_rank],
-                describe_exit(returncode).text,
+                describe_exit(returncode),
             )
         elif kind is Exit.DOUBTFUL:
             self._processes.last_steps.read_stop(generation.number)
         elif kind is Exit.FAILED:
             self._crashed(generation, local_rank, returncode, event.at)
+        elif kind is Exit.AS_ASKED and self._seeks_root(generation):
+            self._crashed(generation, local_rank, returncode, event.at, asked=True)
 
     def _just_in_time_message(self, generation: Generation, event: JustInTimeMessage, now: float) -> None:
         if event.message is None:
@@ -473,13 +482,15 @@ class Supervisor:
 
     # ---------------------------------------------------------------- failures
 
-    def _crashed(self, generation: Generation, local_rank: int, returncode: int, at: float) -> None:
+    def _crashed(
+        self, generation: Generation, local_rank: int, returncode: int, at: float, *, asked: bool = False
+    ) -> None:
         """A worker has ended as it should not: its last lines have the reason, and are on their way here."""
         ready = TailReady(generation.number, local_rank)
         rank = generation.group.ranks[local_rank]
         self._processes.logs.drain(generation.number, rank, lambda: self._post(ready))
         wait_s = 0.0 if self._tail_late else TAIL_WITHIN_S
-        generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + wait_s))
+        generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + wait_s, asked))
         if not generation.stopping and generation.look_before_end is None:
             generation.look_before_end = self._look_at(generation, "failure", QUICK)
 
@@ -495,21 +506,51 @@ class Supervisor:
             error_file=error_file(self._node, number, crash.local_rank),
             log_tail=self._processes.logs.tail(number, rank),
             log_file=self._processes.logs.log_file(number, rank),
+            causes=self._causes,
+            kernel=self._kernel_news(generation, crash.local_rank),
             oom_killed=self._oom_kills.lately(self._clock()),
             master_port=generation.world.master.port,
             owner_of=partial(find_owner, "0.0.0.0"),
             not_kept=crash.local_rank in generation.drain.finished - generation.drain.kept,
         )
+        cause = self._causes.named(failure.cause)
+        is_root = not cause.collateral and not cause.outside
+        if crash.asked and (failure.exception is None or not is_root):
+            return
         generation.failures.append(failure)
-        self._observer.ended(crash.local_rank, failure.reason, crash.at)
+        self._observer.ended(crash.local_rank, failure.cause, crash.at)
         if not generation.stopping:
-            self._report_failure(report_of(failure), f"rank {rank} failed: {failure.cause}")
+            self._report_failure(
+                generation, report_of(failure, cause), f"rank {rank} failed: {failure.summary}"
+            )
+        elif is_root and self._seeks_root(generation):
+            log.error("rank %d failed before that, and the others because of it: %s", rank, failure.summary)
+            report = report_of(failure, cause)
+            self._observer.failure_shown(report)
+            self._participant.workers_failed(report)
 
-    def _fail(self, generation: Generation, what: str) -> None:
+    def _kernel_news(self, generation: Generation, local_rank: int) -> KernelNews:
+        machine = self._node.machine
+        devices = machine.pinned[local_rank].devices or machine.inventory.cuda
+        pid = generation.group.pid(local_rank) if self._pids_are_the_kernels else 0
+        addresses = frozenset(address(device.address) for device in devices if device.address)
+        return KernelNews(self._kernel_log.events(), pid, addresses)
+
+    def _seeks_root(self, generation: Generation) -> bool:
+        """As far as it is known here, this generation ends over what only follows from another failure."""
+        world = self._participant.world
+        known = generation.told
+        if known is None and world is not None and world.generation == generation.number:
+            known = world.cause.failure
+        return known is not None and known.generation == generation.number and known.collateral
+
+    def _fail(self, generation: Generation, cause: Cause, what: str) -> None:
         """The generation fails on this node without a worker to blame."""
-        self._report_failure(Failure(generation.number, what[:200], what[:4000]), what)
+        action = self._causes.named(cause.name).action
+        failure = Failure(generation.number, what[:200], what[:4000], cause=cause.name, action=action)
+        self._report_failure(generation, failure, what)
 
-    def _end_stuck(self, generation: Generation, local_rank: int, cause: str, known_as: str) -> None:
+    def _end_stuck(self, generation: Generation, local_rank: int, summary: str, known_as: str) -> None:
         """Workers that are silent for too long: what they do is kept, and then each is made to show where it stands,
         which is its end."""
         look = generation.look_before_end
@@ -520,8 +561,9 @@ class Supervisor:
         number, rank = generation.number, generation.group.ranks[local_rank]
         log_file = self._processes.logs.log_file(number, rank)
         generation.hung = True
-        failure = hang_failure(self._node.name, number, rank, local_rank, cause, log_file)
-        self._report_failure(report_of(failure, known_as), failure.cause, HANG_SIGNAL)
+        failure = hang_failure(self._node.name, number, rank, local_rank, summary, log_file)
+        report = report_of(failure, self._causes.named(failure.cause), known_as)
+        self._report_failure(generation, report, failure.summary, HANG_SIGNAL)
 
     def _look_at(self, generation: Generation, why: str, depth: Depth) -> Look:
         """Begins to see what the workers that run do."""
@@ -547,11 +589,18 @@ class Supervisor:
             look = generation.look_before_end = self._look_at(generation, "failure", QUICK)
         look.wait(look.began_at + QUICK.within_s, self._clock)
 
-    def _report_failure(self, failure: Failure, reason: str, asking: signal.Signals = signal.SIGTERM) -> None:
+    def _report_failure(
+        self,
+        generation: Generation,
+        failure: Failure,
+        reason: str,
+        asking: signal.Signals = signal.SIGTERM,
+    ) -> None:
         """`reason`: for the log, in which the worker's own last lines stand above it."""
         folder = self._processes.evidence.folder
         kept = f"; evidence: {folder}" if folder is not None else ""
         log.error("stopping generation %d: %s%s", failure.generation, reason, kept)
+        generation.told = failure
         self._observer.failure_shown(failure)
         self._participant.workers_failed(failure)
         gently = asking is HANG_SIGNAL  # the stack of a data loader does not show where training stands

@@ -1,0 +1,119 @@
+"""The rows `[[cause]]` of the configuration file: causes of failures of the user's own, and changes of built-in ones.
+
+Each row has a `name`. With a `pattern`, a failure whose exception or last lines match it has this cause; these rows
+come before all built-in ones, in the order of the file. With an `action` that is what follows. A name that the agent
+does not know needs both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ....rendezvous.records import Action
+from ....rendezvous.text import CAUSE
+from ...workers.failures.causes import CAUSES
+from ..config import Problem
+from ..types.values import UserCause
+from .settings import closest
+
+KEY = "cause"
+MOST_ROWS = 32
+MOST_PATTERN = 500
+
+_KEYS = ("name", "pattern", "action")
+_ACTIONS = {action.value: action for action in Action}
+_OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
+"""Values of the same label that are no failures."""
+_BUILT_IN = frozenset(cause.name for cause in CAUSES)
+# `(a+)+` and the like, which take time without end on a line that almost matches.
+_REPEATED_REPEAT = re.compile(r"[^\\][+*}][?+]?\)(?:[+*]|\{\d*,\d*\})")
+
+
+def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[Problem]]:
+    """The rows, and all that is wrong with them. `value` is what the file has under `KEY`."""
+    origin = f"{path}: {KEY}"
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        advice = "write each as [[cause]], with name, pattern and action below it"
+        return (), [Problem(origin, str(value), "tables", advice)]
+    if len(value) > MOST_ROWS:
+        return (), [Problem(origin, None, f"at most {MOST_ROWS} rows", "join patterns with |")]
+    problems: list[Problem] = []
+    causes: dict[str, UserCause] = {}
+    rows = []
+    for number, row in enumerate(value, 1):
+        found = list(_problems(row, f"{origin} {number}", causes))
+        problems += found
+        if not found:
+            action = _ACTIONS[row["action"]] if "action" in row else None
+            cause = UserCause(row["name"], row.get("pattern", ""), action)
+            causes.setdefault(cause.name, cause)
+            rows.append(cause)
+    return tuple(rows), problems
+
+
+def _problems(row: dict[str, object], origin: str, before: dict[str, UserCause]) -> Iterator[Problem]:
+    for key in row:
+        if key not in _KEYS:
+            guess = closest(key, _KEYS)
+            advice = f"did you mean {guess}?" if guess else "leave it out"
+            yield Problem(f"{origin}: {key}", None, "name, pattern or action", advice)
+    name = row.get("name")
+    named = isinstance(name, str) and CAUSE.fullmatch(name) is not None and name not in _OF_METRICS
+    if not named:
+        expected = "a name of small letters, digits and _, which begins with a letter and has at most 40"
+        yield Problem(
+            f"{origin}: name",
+            _shown(name),
+            expected,
+            "like flaky_storage; ok, join, leave and lost are taken",
+        )
+    if "pattern" in row and (why := _wrong_pattern(row["pattern"])):
+        expected = f"a regular expression of at most {MOST_PATTERN} characters"
+        yield Problem(f"{origin}: pattern", _shown(row["pattern"]), expected, why)
+    action = row.get("action")
+    if "action" in row and (not isinstance(action, str) or action not in _ACTIONS):
+        guess = closest(str(action), _ACTIONS)
+        advice = f"did you mean {guess}?" if guess else "docs/configuration.md says what each does"
+        yield Problem(f"{origin}: action", _shown(action), f"one of {', '.join(_ACTIONS)}", advice)
+    if not named or set(row) - set(_KEYS):
+        return
+    missing = [key for key in ("pattern", "action") if key not in row]
+    first = before.get(str(name))
+    if name in _BUILT_IN or first is not None:
+        if len(missing) == 2:
+            yield Problem(
+                origin, None, "a pattern or an action", f"{name} is known already: say what is to change"
+            )
+    elif missing:
+        advice = f"add it, or use the name of a built-in cause: {name} is none"
+        yield Problem(
+            origin, None, f"a {' and an '.join(missing)}" if missing[0] == "pattern" else "an action", advice
+        )
+    if (
+        first is not None
+        and "action" in row
+        and first.action is not None
+        and row["action"] != first.action.value
+    ):
+        advice = f"an earlier row of {name} has {first.action.value}: one cause has one action"
+        yield Problem(f"{origin}: action", _shown(action), first.action.value, advice)
+
+
+def _wrong_pattern(pattern: object) -> str:
+    """Why it cannot be used; empty if it can."""
+    if not isinstance(pattern, str) or not pattern:
+        return "write a text between single quotes, so that backslashes stay as they are"
+    if len(pattern) > MOST_PATTERN:
+        return "shorten it, or write two rows of the same name"
+    if _REPEATED_REPEAT.search(pattern):
+        return "a repeat of a repeat may take time without end: write it without the outer one"
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"correct it: {error}"
+    return "it matches every line: make it more precise" if compiled.search("") else ""
+
+
+def _shown(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,481 @@
+"""The causes of failures: one table, of which the first row that matches names the cause of a worker's end.
+
+A row says what it looks for, what follows (`Action`), and what a tired person can do. Its name is the `reason` of the
+metrics, and the `cause` in the store. What the machine tells comes first, then what an exception or the last lines
+tell, then how the process ended. The rows of the user, `[[cause]]` in the configuration file, come before all others.
+
+- `collateral`: such an end follows from another one, of which a better cause may become known.
+- `outside`: someone has ended the worker, and neither script, state nor node has failed.
+- `network`: the network between the workers, or who waits for it: after several in a row some timeouts grow.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ....rendezvous.records import Action
+from ...configuration.types.values import UserCause
+from .conditions import (
+    Condition,
+    Exits,
+    Fails,
+    Killed,
+    Machine,
+    OutOfMemory,
+    PortTaken,
+    Prints,
+    Raised,
+    Says,
+)
+from .facts import Facts, Trouble
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    name: str
+    action: Action
+    hint: str
+    when: tuple[Condition, ...] = ()
+    """Any of them. None: only the agent itself finds such a cause."""
+    collateral: bool = False
+    outside: bool = False
+    network: bool = False
+
+
+def _raised(*names: str, text: str | None = None) -> Raised:
+    """Of whichever module these types are."""
+    return Raised(rf"(?m:(?:[\w.]+\.)?(?:{'|'.join(names)})(?::|$))", text)
+
+
+def _says(*texts: str) -> Says:
+    return Says(f"(?i:{'|'.join(texts)})")
+
+
+def _exits(*codes: int, text: str | None = None) -> Exits:
+    return Exits(frozenset(codes), text)
+
+
+def _killed(*signals: int) -> Killed:
+    return Killed(frozenset(signals))
+
+
+# Only "out of memory" of a device: the host's has no such prefix.
+_GPU_MEMORY = (
+    r"(CUDA|HIP|XPU) out of memory",
+    r"CUDA error: out of memory",
+    r"Cuda failure[^\n]*out of memory",
+    r"CUBLAS_STATUS_ALLOC_FAILED",
+    r"cudaErrorMemoryAllocation",
+)
+# What the worker library raises on all ranks together, where the next generation would end in the same way. Ranks that
+# have other values may have them from a fault, which a restart mends; sharded state is the script's.
+_REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "
+
+HANG = Cause(
+    "hang",
+    Action.RESTART,
+    "its stacks are in its log: it says where each thread stood. See the runbook's table of hangs",
+)
+NOT_STARTED = Cause(
+    "not_started",
+    Action.RESTART,
+    "the agent could not start it: too few descriptors, processes or memory here",
+)
+STORE_SERVER = Cause(
+    "store_server", Action.RESTART, "the process that serves the workers' store ended, or its port was taken"
+)
+UNKNOWN = Cause("unknown", Action.RESTART, "read its last lines", (Fails(),))
+
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "ecc",
+        Action.EXCLUDE_NODE,
+        "memory that could not be corrected: reset the GPU or start the machine anew, and replace it if it comes again",
+        (
+            Machine(Trouble.ECC),
+            _says("uncorrectable ECC error", "hardware memory corruption", "cudaErrorECCUncorrectable"),
+        ),
+    ),
+    Cause(
+        "xid",
+        Action.EXCLUDE_NODE,
+        "the driver lost a GPU or its link: reset the GPU (nvidia-smi -r) or start the machine anew; see the Xid's"
+        " number in NVIDIA's catalog",
+        (
+            Machine(Trouble.XID),
+            _says("fallen off the bus", "GPU is lost", "GPU requires reset", "Uncorrectable NVLink error"),
+        ),
+    ),
+    Cause(
+        "host_out_of_memory",
+        Action.RESTART,
+        "no memory was left on this machine or in its cgroup: fewer data loader workers, a smaller batch, or a higher"
+        " limit",
+        (
+            OutOfMemory(),
+            _raised("MemoryError", "_ArrayMemoryError"),
+            _says(
+                r"DefaultCPUAllocator: (can't|not enough)",
+                r"Cannot allocate memory",
+                r"std::bad_alloc",
+                r"unable to mmap \d+ bytes from file .*Cannot allocate",
+            ),
+        ),
+    ),
+    Cause(
+        "refused",
+        Action.END,
+        "the worker library has refused what the script does, on all ranks alike: the error says what to change",
+        (Raised(_REFUSED),),
+    ),
+    Cause(
+        "port",
+        Action.FREE,
+        "the port is named with its owner; a port of 0, or the MASTER_PORT that the agent gives, is never taken",
+        (PortTaken(),),
+    ),
+    Cause(
+        "gpu_missing",
+        Action.EXCLUDE_NODE,
+        "no usable GPU or driver here: compare nvidia-smi, the driver and the fabric manager with the other nodes'",
+        (
+            _says(
+                "no CUDA-capable device is detected",
+                "No CUDA GPUs are available",
+                "CUDA driver initialization failed",
+                "CUDA unknown error - this may be due to an incorrectly set up environment",
+                "CUDA driver version is insufficient",
+                "Found no NVIDIA driver",
+                "system not yet initialized",
+                "Driver/library version mismatch",
+                r"libcuda\.so\.1: cannot open",
+            ),
+        ),
+    ),
+    Cause(
+        "import_error",
+        Action.STOP,
+        "a module is missing, or cannot be imported, in the environment of the workers",
+        (
+            _raised("ImportError", "ModuleNotFoundError"),
+            _exits(1, text=r": No module named |Error while finding module specification"),
+        ),
+    ),
+    Cause(
+        "syntax_error",
+        Action.STOP,
+        "correct the script",
+        (_raised("SyntaxError", "IndentationError", "TabError"),),
+    ),
+    Cause("assertion", Action.STOP, "an assertion of the script does not hold", (_raised("AssertionError"),)),
+    Cause(
+        "script_error",
+        Action.STOP,
+        "an error in the script's code",
+        (_raised("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError"),),
+    ),
+    Cause(
+        "cuda_out_of_memory",
+        Action.RESTART,
+        "a smaller batch, activation checkpointing or more shards; nvidia-smi shows what else uses the GPU",
+        (_raised("OutOfMemoryError"), _says(*_GPU_MEMORY)),
+    ),
+    Cause(
+        "device_assert",
+        Action.STOP,
+        "an index or label is out of its range: run with CUDA_LAUNCH_BLOCKING=1 to see where",
+        (_says("device-side assert triggered", "cudaErrorAssert"),),
+    ),
+    Cause(
+        "illegal_access",
+        Action.RESTART,
+        "a kernel used memory that is not its own: CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer show which; if it is"
+        " always the same node, suspect its GPU",
+        (
+            _says(
+                "an illegal memory access was encountered",
+                "illegal instruction was encountered",
+                "misaligned address",
+                "invalid program counter",
+                "unspecified launch failure",
+                "cudaErrorIllegalAddress",
+                "cudaErrorLaunchFailure",
+            ),
+        ),
+    ),
+    Cause(
+        "nccl_usage",
+        Action.STOP,
+        "NCCL was called in a way that it forbids, most often two ranks on one GPU",
+        (_says("ncclInvalidUsage", "ncclInvalidArgument", "Duplicate GPU detected"),),
+    ),
+    Cause(
+        "nccl_remote",
+        Action.RESTART,
+        "another rank ended, or the network to it broke: look for what failed first, then at links and switches",
+        (
+            _says(
+                "ncclRemoteError",
+                "remote process exited or there was a network error",
+                "Connection closed by remote peer",
+                "NCCL communicator was aborted",
+            ),
+        ),
+        collateral=True,
+        network=True,
+    ),
+    Cause(
+        "nccl_timeout",
+        Action.RESTART,
+        "it waited in a collective for a rank that never came: find that rank's stack",
+        (_says("Watchdog caught collective operation timeout"),),
+        collateral=True,
+        network=True,
+    ),
+    Cause(
+        "nccl_system",
+        Action.RESTART,
+        "a system call of NCCL failed: NCCL_DEBUG=WARN names it; interface, limits and /dev/shm are the usual ones",
+        (_says("ncclSystemError", "unhandled system error"),),
+        network=True,
+    ),
+    Cause(
+        "cuda_error",
+        Action.RESTART,
+        "an error of CUDA or of its libraries; if it is always the same node, suspect its GPU or driver",
+        (
+            _raised("AcceleratorError"),
+            _says(
+                "CUDA error:",
+                "CUDNN_STATUS_",
+                "CUBLAS_STATUS_",
+                "CUSOLVER_STATUS_",
+                "Cuda failure",
+                "cudaError",
+            ),
+        ),
+    ),
+    Cause(
+        "nccl",
+        Action.RESTART,
+        "NCCL failed: NCCL_DEBUG=WARN says why",
+        (
+            _raised("DistBackendError"),
+            _says(
+                "NCCL error", "nccl(Internal|UnhandledCuda)Error", "watchdog thread terminated with exception"
+            ),
+        ),
+        network=True,
+    ),
+    Cause(
+        "collective_broken",
+        Action.RESTART,
+        "gloo lost another rank: look for what failed first",
+        (
+            _says(
+                r"(Connection closed by peer|Connection reset by peer|Broken pipe) \[",
+                r"gloo[^\n]*(Connection (closed|reset|refused)|Broken pipe|Read timeout|timed? ?out)",
+                r"Timed out waiting \d+ms for (recv|send) operation",
+                r"Application timeout caused pair closure",
+                r"Gloo connectFullMesh failed",
+                r"Rank \d+ failed to pass monitoredBarrier",
+            ),
+        ),
+        collateral=True,
+    ),
+    Cause(
+        "store_lost",
+        Action.RESTART,
+        "the store of the workers ended with the node or process that served it, or a rank never wrote there",
+        (
+            _raised("DistStoreError"),
+            _says(
+                "Failed to recv, got 0 bytes",
+                "Connection was likely closed",
+                r"TCPStore[^\n]*(Broken pipe|Connection reset|timeout)",
+            ),
+        ),
+        collateral=True,
+        network=True,
+    ),
+    Cause(
+        "store_unreachable",
+        Action.RESTART,
+        "the node of rank 0 was not reached: a firewall, the wrong interface, or a MASTER_ADDR of the script's own",
+        (_raised("DistNetworkError"),),
+        network=True,
+    ),
+    Cause(
+        "shared_memory_full",
+        Action.RESTART,
+        "/dev/shm is too small for data loaders and copies of the state: raise its size (sharedMemory, --shm-size)",
+        (
+            _says(
+                "insufficient shared memory",
+                "out of shared memory",
+                r"unable to (write to|resize|allocate)[^\n]*</torch_",
+                r"No space left on device[^\n]*/dev/shm",
+                "No space left on device.*shm_open",
+            ),
+        ),
+    ),
+    Cause(
+        "disk_full",
+        Action.RESTART,
+        "make room, or write elsewhere: df and quota say which file system it is",
+        (_says("No space left on device", "Disk quota exceeded"),),
+    ),
+    Cause(
+        "storage",
+        Action.RESTART,
+        "a file system fails: dmesg and its server say why; if it is always the same node, repair its mount",
+        (
+            _says(
+                "Input/output error",
+                "Read-only file system",
+                "Stale file handle",
+                "Transport endpoint is not connected",
+                "PytorchStreamWriter failed",
+                "PytorchStreamReader failed",
+            ),
+        ),
+    ),
+    Cause(
+        "limit",
+        Action.RESTART,
+        "a limit of this user or cgroup: ulimit -n (files), ulimit -u and pids.max (processes and threads)",
+        (
+            _says(
+                "Too many open files",
+                "can't start new thread",
+                r"\[Errno 11\] Resource temporarily unavailable",
+            ),
+        ),
+    ),
+    Cause(
+        "data_loader",
+        Action.RESTART,
+        "a process of a data loader ended: its own output is above; num_workers=0 shows the error in place",
+        (_says(r"DataLoader worker \(pid", "worker .* exited unexpectedly"),),
+    ),
+    Cause(
+        "connection_lost",
+        Action.RESTART,
+        "whoever it was connected to has gone: another rank, or a server of the script's own",
+        (
+            _raised(
+                "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError"
+            ),
+        ),
+        collateral=True,
+    ),
+    Cause(
+        "usage",
+        Action.STOP,
+        "the script does not know its arguments: elastic-agent ... SCRIPT ARGUMENTS passes all after SCRIPT on",
+        (_exits(2, text=r"(?m:^usage: )|: error: "),),
+    ),
+    Cause(
+        "command",
+        Action.STOP,
+        "the program or script is not there, or may not be run",
+        (_exits(126, 127), _exits(2, text="can't open file")),
+    ),
+    Cause(
+        "terminated",
+        Action.RESTART,
+        "a person or program asked this worker alone to stop; to stop the job, signal the agent",
+        (
+            _killed(
+                *(
+                    signal.SIGTERM,
+                    signal.SIGINT,
+                    signal.SIGHUP,
+                    signal.SIGQUIT,
+                    signal.SIGUSR1,
+                    signal.SIGUSR2,
+                )
+            ),
+            _raised("KeyboardInterrupt", "SIGTERMException"),
+        ),
+        outside=True,
+    ),
+    Cause(
+        "exception",
+        Action.RESTART,
+        "see the traceback",
+        (Raised(""),),
+    ),
+    Cause(
+        "killed",
+        Action.RESTART,
+        "a person, a batch system or a user-space killer of greedy processes (systemd-oomd, earlyoom) sent SIGKILL; the"
+        " kernel did not, as far as it can be seen here",
+        (_killed(signal.SIGKILL),),
+        outside=True,
+    ),
+    Cause(
+        "segfault",
+        Action.RESTART,
+        "a fault in native code: PYTHONFAULTHANDLER=1 shows the Python stack; if it is always the same node, test its"
+        " memory",
+        (_killed(signal.SIGSEGV),),
+    ),
+    Cause(
+        "bus_error",
+        Action.RESTART,
+        "often a full /dev/shm, or a mapped file that became shorter",
+        (_killed(signal.SIGBUS),),
+    ),
+    Cause("abort", Action.RESTART, "native code gave up: its last lines say why", (_killed(signal.SIGABRT),)),
+    Cause(
+        "illegal_instruction",
+        Action.RESTART,
+        "a binary that was built for another processor: on one node only, that node differs",
+        (_killed(signal.SIGILL),),
+    ),
+    Cause("signal", Action.RESTART, "see the signal's name", (Killed(),)),
+    UNKNOWN,
+    HANG,
+    NOT_STARTED,
+    STORE_SERVER,
+)
+"""In the order in which they are looked at."""
+
+NETWORK = frozenset(cause.name for cause in CAUSES if cause.network)
+
+
+class CauseTable:
+    """The table in force on this node: `CAUSES`, and before it what the user has added."""
+
+    def __init__(self, users: Sequence[UserCause] = ()) -> None:
+        actions = {user.name: user.action for user in users if user.action is not None}
+        built_in = tuple(
+            replace(cause, action=actions[cause.name]) if cause.name in actions else cause for cause in CAUSES
+        )
+        known = {cause.name: cause for cause in built_in}
+        own = tuple(_row(user, known.get(user.name), actions) for user in users if user.pattern)
+        self._rows = (*own, *built_in)
+        self._by_name = {**{cause.name: cause for cause in own}, **known}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def named(self, name: str) -> Cause:
+        """Of a name that another node has given, which may have other rows: what is unknown here."""
+        return self._by_name.get(name, UNKNOWN)
+
+    def classify(self, facts: Facts) -> Cause:
+        """The first row that matches. Of an end with success, which no row matches: what is unknown."""
+        matching = (cause for cause in self._rows if any(one.holds(facts) for one in cause.when))
+        return next(matching, UNKNOWN)
+
+
+def _row(user: UserCause, built_in: Cause | None, actions: Mapping[str, Action]) -> Cause:
+    when = (Prints(user.pattern),)
+    if built_in is not None:
+        return replace(built_in, when=when)
+    return Cause(user.name, actions[user.name], "a row of the configuration file has named it", when)

@@ -1,0 +1,321 @@
+"""The table of causes, as a pure function of what is known of a worker's end. The texts are those that were recorded
+where they happened; what can happen here is really produced in `tests/contract/test_produced_failures.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_agent.agent.configuration.types.values import UserCause
+from elastic_agent.agent.workers.failures.causes import CAUSES, HANG, NETWORK, UNKNOWN, CauseTable
+from elastic_agent.agent.workers.failures.facts import Event, Facts, Trouble
+from elastic_agent.rendezvous.records import Action
+from elastic_agent.rendezvous.text import CAUSE
+
+TABLE = CauseTable()
+RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
+
+DIST = "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
+GLOO = "RuntimeError: [/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+ACCELERATOR = "torch.AcceleratorError: CUDA error: "
+
+EXCEPTIONS = [
+    ("ecc", ACCELERATOR + "uncorrectable ECC error encountered"),
+    ("xid", "RuntimeError: CUDA error: GPU is lost"),
+    ("host_out_of_memory", "MemoryError"),
+    ("host_out_of_memory", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 TiB"),
+    (
+        "host_out_of_memory",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+        " tried to allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)",
+    ),
+    ("host_out_of_memory", "OSError: [Errno 12] Cannot allocate memory"),
+    ("refused", "elastic_agent.worker.errors.MeshMismatch: a mesh of shard 4 fits 4, 8, 12, ... ranks"),
+    ("port", "OSError: [Errno 98] Address already in use"),
+    (
+        "port",
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address."
+        " port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    ),
+    ("import_error", "ModuleNotFoundError: No module named 'apex'"),
+    (
+        "import_error",
+        "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory",
+    ),
+    ("gpu_missing", "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"),
+    ("gpu_missing", "RuntimeError: No CUDA GPUs are available"),
+    ("gpu_missing", ACCELERATOR + "no CUDA-capable device is detected"),
+    (
+        "gpu_missing",
+        "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env"
+        " variable CUDA_VISIBLE_DEVICES after program start. Setting the available devices to be zero.",
+    ),
+    (
+        "gpu_missing",
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
+    ),
+    ("syntax_error", "SyntaxError: invalid syntax"),
+    ("syntax_error", "IndentationError: unexpected indent"),
+    ("assertion", "AssertionError"),
+    ("assertion", "AssertionError: loss is not finite"),
+    ("script_error", "AttributeError: 'NoneType' object has no attribute 'shape'"),
+    ("script_error", "NameError: name 'modle' is not defined"),
+    (
+        "cuda_out_of_memory",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB",
+    ),
+    ("cuda_out_of_memory", "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"),
+    (
+        "cuda_out_of_memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ),
+    ("cuda_out_of_memory", DIST + "unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+    ("device_assert", ACCELERATOR + "device-side assert triggered"),
+    ("illegal_access", ACCELERATOR + "an illegal memory access was encountered"),
+    ("illegal_access", "RuntimeError: CUDA error: unspecified launch failure"),
+    ("illegal_access", ACCELERATOR + "misaligned address"),
+    ("cuda_error", ACCELERATOR + "unknown error"),
+    ("cuda_error", "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    (
+        "cuda_error",
+        DIST + "unhandled cuda error (run with NCCL_DEBUG=INFO for details)\nLast error:\nCuda failure 999",
+    ),
+    (
+        "nccl_usage",
+        DIST + "invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+    ),
+    (
+        "nccl_usage",
+        DIST + "invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on device 1000",
+    ),
+    ("nccl_remote", DIST + "remote process exited or there was a network error, NCCL version 2.21.5"),
+    (
+        "nccl_remote",
+        DIST
+        + "internal error\nncclInternalError: Internal check failed.\nLast error:\nNet : Connection closed by"
+        " remote peer user<50260>",
+    ),
+    ("nccl_remote", "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3."),
+    (
+        "nccl_system",
+        DIST + "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5",
+    ),
+    ("nccl", DIST + "internal error - please report this issue to the NCCL developers, NCCL version 2.20.5"),
+    (
+        "collective_broken",
+        GLOO + "Connection closed by peer [127.0.0.1]:48350. This is typically caused by a remote",
+    ),
+    (
+        "collective_broken",
+        GLOO + "Read error [127.0.0.1]:48782: Connection reset by peer. This is typically caused",
+    ),
+    ("collective_broken", GLOO + "Timed out waiting 3000ms for recv operation to complete"),
+    ("collective_broken", "RuntimeError: Rank 1 failed to pass monitoredBarrier in 1000 ms"),
+    ("store_lost", "torch.distributed.DistStoreError: wait timeout after 1000ms, keys: /x"),
+    (
+        "store_lost",
+        "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote"
+        " server shutdown or crash?",
+    ),
+    (
+        "store_unreachable",
+        "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to"
+        " (node1, 29500).",
+    ),
+    (
+        "shared_memory_full",
+        "RuntimeError: DataLoader worker (pid 2107) is killed by signal: Bus error. It is possible that dataloader's"
+        " workers are out of shared memory. Please try to raise your shared memory limit.",
+    ),
+    ("shared_memory_full", "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'"),
+    ("disk_full", "OSError: [Errno 28] No space left on device: '/ckpt/x'"),
+    ("disk_full", "OSError: [Errno 122] Disk quota exceeded"),
+    ("storage", "OSError: [Errno 5] Input/output error: '/data/shard-7'"),
+    ("storage", "OSError: [Errno 116] Stale file handle"),
+    ("limit", "OSError: [Errno 24] Too many open files"),
+    ("limit", "RuntimeError: can't start new thread"),
+    ("data_loader", "RuntimeError: DataLoader worker (pid(s) 31550) exited unexpectedly"),
+    ("connection_lost", "ConnectionResetError: [Errno 104] Connection reset by peer"),
+    ("connection_lost", "BrokenPipeError: [Errno 32] Broken pipe"),
+    ("terminated", "KeyboardInterrupt"),
+    ("exception", "ValueError: no"),
+    ("exception", "RuntimeError: NotAssertionError: quoted"),
+    ("exception", "it broke"),
+]
+
+
+@pytest.mark.parametrize(("name", "exception"), EXCEPTIONS)
+def test_the_cause_of_an_exception(name: str, exception: str) -> None:
+    assert TABLE.classify(Facts(1, exception)).name == name
+
+
+WATCHDOG = (
+    "[rank1]:[E1123 ProcessGroupNCCL.cpp:688] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5,"
+    " OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600001 milliseconds before timing out."
+)
+TERMINATE = "terminate called after throwing an instance of 'c10::Error'"
+
+
+@pytest.mark.parametrize(
+    ("name", "returncode", "lines"),
+    [
+        ("unknown", 3, ()),
+        ("unknown", 1, ("all went well",)),
+        ("command", 127, ("sh: 1: trainer: not found",)),
+        ("command", 126, ()),
+        ("command", 2, ("python3: can't open file '/job/train.py': [Errno 2] No such file or directory",)),
+        ("usage", 2, ("usage: train.py [-h] [--lr LR]", "train.py: error: unrecognized arguments: --lrr")),
+        ("unknown", 2, ("two",)),
+        ("import_error", 1, ("/usr/bin/python3: No module named trainer",)),
+        ("import_error", 1, ("/usr/bin/python3: Error while finding module specification for 'a.b' (x)",)),
+        ("disk_full", 1, ("tar: write error: No space left on device",)),
+        ("unknown", 1, ("No space left on device", "made room", "went on", "step 7")),
+        ("killed", -9, ()),
+        ("killed", 137, ()),
+        ("killed", -9, ("No space left on device",)),
+        ("terminated", -15, ()),
+        ("terminated", 143, ()),
+        ("terminated", -10, ()),
+        ("segfault", -11, ()),
+        ("segfault", 139, ()),
+        ("bus_error", -7, ()),
+        ("illegal_instruction", -4, ()),
+        ("signal", -8, ()),
+        ("signal", -13, ()),
+        ("abort", -6, ("NCCL version 2.27.3",)),
+        ("nccl_timeout", -6, (WATCHDOG, TERMINATE)),
+        ("illegal_access", -6, (TERMINATE, "  what():  CUDA error: misaligned address", "", "frame #1: 0x7f")),
+        ("host_out_of_memory", -6, ("terminate called after throwing an instance of 'std::bad_alloc'",)),
+        (
+            "nccl_remote",
+            -6,
+            (
+                "terminate called after throwing an instance of 'std::runtime_error'",
+                "  what(): NCCL error: remote process exited or there was a network error, NCCL version 2.14.3",
+                "Last error: NET/IB : Got completion from peer 11.214.147.122<39138> with error 12",
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_the_cause_of_an_end_without_an_exception(name: str, returncode: int, lines: tuple[str, ...]) -> None:
+    assert TABLE.classify(Facts(returncode, output=lines)).name == name
+
+
+XID = Event(Trouble.XID, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", device="0000:3b:00")
+ECC = Event(Trouble.ECC, "NVRM: Xid (PCI:0000:3b:00): 48, ...", device="0000:3b:00")
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("xid", Facts(1, DIST + "unhandled cuda error", events=(XID,))),
+        ("xid", Facts(-9, events=(XID,))),
+        ("ecc", Facts(-6, events=(XID, ECC))),
+        ("host_out_of_memory", Facts(-9, oom_killed=True)),
+        ("host_out_of_memory", Facts(137, oom_killed=True)),
+        (
+            "host_out_of_memory",
+            Facts(
+                1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", oom_killed=True
+            ),
+        ),
+        ("data_loader", Facts(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ")),
+        ("exception", Facts(1, "ValueError: no", oom_killed=True)),
+        ("segfault", Facts(-11, oom_killed=True)),
+    ],
+)
+def test_what_the_machine_tells_comes_first(name: str, facts: Facts) -> None:
+    assert TABLE.classify(facts).name == name
+
+
+ACTIONS = {
+    Action.EXCLUDE_NODE: {"ecc", "xid", "gpu_missing"},
+    Action.STOP: {
+        *("import_error", "syntax_error", "assertion", "script_error", "device_assert", "nccl_usage"),
+        *("usage", "command"),
+    },
+    Action.END: {"refused"},
+    Action.FREE: {"port"},
+}
+
+
+def test_what_follows_from_each_cause() -> None:
+    for action, names in ACTIONS.items():
+        assert {cause.name for cause in CAUSES if cause.action is action} == names
+    assert {cause.name for cause in CAUSES if cause.outside} == {"killed", "terminated"}
+    assert {cause.name for cause in CAUSES if cause.collateral} == {
+        *("nccl_remote", "nccl_timeout", "collective_broken", "store_lost", "connection_lost")
+    }
+    assert {
+        *("nccl", "nccl_system", "nccl_remote", "nccl_timeout", "store_lost", "store_unreachable")
+    } == NETWORK
+
+
+def test_each_row_has_a_name_of_its_own_and_a_hint() -> None:
+    names = [cause.name for cause in CAUSES]
+    assert len(set(names)) == len(names)
+    assert all(CAUSE.fullmatch(name) for name in names)
+    assert all(10 < len(cause.hint) < 200 or cause is UNKNOWN or cause.hint for cause in CAUSES)
+
+
+def test_every_row_is_matched_by_something_above() -> None:
+    """But for those that the agent itself finds."""
+    module = Path(__file__).read_text()
+    missing = {c.name for c in CAUSES if c.when and not re.search(rf'\(\s*"{c.name}"', module)}
+    assert not missing
+
+
+def test_the_documented_causes_are_the_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\w-]+)([^|]*) \| (.+) \|$", RUNBOOK.read_text(), re.MULTILINE)
+
+    def marks(name: str) -> str:
+        cause = TABLE.named(name)
+        return ", collateral" * cause.collateral + ", from outside" * cause.outside
+
+    documented = [(name, action, mark, hint) for name, action, mark, hint in rows]
+    assert documented == [(cause.name, cause.action.value, marks(cause.name), cause.hint) for cause in CAUSES]
+
+
+@given(
+    st.integers(-64, 255), st.text(), st.lists(st.text(st.characters(exclude_characters="\n"))), st.booleans()
+)
+def test_whatever_a_worker_leaves_it_has_one_cause(
+    code: int, exception: str, lines: list[str], oom: bool
+) -> None:
+    cause = TABLE.classify(Facts(code, exception, tuple(lines), oom))
+    assert TABLE.named(cause.name) is cause
+
+
+# --- Rows of the user
+
+
+def test_rows_of_the_user_come_first_in_their_order() -> None:
+    users = (
+        UserCause("flaky_storage", "lustre|OSError", Action.FREE),
+        UserCause("my_error", "OSError", Action.STOP),
+        UserCause("storage", "weka client"),
+        UserCause("import_error", action=Action.RESTART),
+    )
+    table = CauseTable(users)
+    storage = table.classify(Facts(1, "OSError: [Errno 5] Input/output error"))
+    assert (storage.name, storage.action) == ("flaky_storage", Action.FREE)
+    by_line = table.classify(Facts(-9, output=("weka client has gone",)))
+    assert (by_line.name, by_line.action) == ("storage", Action.RESTART), "however it ended"
+    missing = table.classify(Facts(1, "ImportError: no"))
+    assert (missing.name, missing.action) == ("import_error", Action.RESTART)
+    assert set(table.names) - set(TABLE.names) == {"flaky_storage", "my_error"}
+    assert TABLE.named("flaky_storage") is UNKNOWN, "another node may not know it"
+
+
+def test_what_the_agent_itself_finds_can_have_another_action() -> None:
+    table = CauseTable([UserCause("hang", action=Action.EXCLUDE_NODE)])
+    assert (HANG.action, table.named("hang").action) == (Action.RESTART, Action.EXCLUDE_NODE)
+
+
+def test_one_name_may_have_several_patterns() -> None:
+    table = CauseTable([UserCause("mine", "one", Action.FREE), UserCause("mine", "two")])
+    assert [table.classify(Facts(1, text)).action for text in ("one", "two")] == [Action.FREE] * 2

@@ -1,0 +1,141 @@
+"""The rows `[[cause]]` of the configuration file: read, printed, and refused with all that is wrong at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.configuration.config import Config, ConfigError
+from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
+from elastic_agent.agent.configuration.reading.sources import read_argv
+from elastic_agent.agent.configuration.types.values import UserCause
+from elastic_agent.rendezvous.records import Action
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "agent.toml"
+
+
+def read(file: Path, text: str) -> Resolved:
+    script = file.with_name("train.py")
+    script.touch()
+    file.write_text(text)
+    return resolve(read_argv(["--config", str(file), str(script)]), {}, lambda: "fresh")
+
+
+def problems(file: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(file, text)
+    assert caught.value.code == 78
+    return [str(problem).replace(f"{file}: ", "") for problem in caught.value.problems]
+
+
+ROWS = r"""
+min-nodes = 1
+[[cause]]
+name = "flaky_storage"
+pattern = 'weka "client"|\bé\n'
+action = "free"
+[[cause]]
+name = "import_error"
+action = "restart"
+[[cause]]
+name = "storage"
+pattern = "lustre"
+[[cause]]
+name = "flaky_storage"
+pattern = "another"
+"""
+CAUSES = (
+    UserCause("flaky_storage", 'weka "client"|\\bé\\n', Action.FREE),
+    UserCause("import_error", action=Action.RESTART),
+    UserCause("storage", "lustre"),
+    UserCause("flaky_storage", "another"),
+)
+
+
+def test_the_rows_of_the_file_are_read_in_their_order(file: Path) -> None:
+    assert read(file, ROWS).config.causes == CAUSES
+    assert read(file, "").config.causes == Config.__dataclass_fields__["causes"].default == ()
+
+
+def test_the_printed_settings_have_the_rows_and_mean_the_same(file: Path) -> None:
+    resolved = read(file, ROWS)
+    [line] = [line for line in resolved.settings.lines() if line.startswith("cause = ")]
+    assert line.endswith(f"# {file}: cause")
+    assert read(file.with_name("again.toml"), "\n".join(resolved.settings.lines())).config == resolved.config
+    assert not any(line.startswith("cause") for line in read(file, "").settings.lines())
+
+
+def test_all_that_is_wrong_is_said_at_once(file: Path) -> None:
+    text = """
+min-nodes = 0
+[[cause]]
+name = "Xid"
+patern = "x"
+[[cause]]
+name = "mine"
+pattern = "("
+action = "retry"
+[[cause]]
+pattern = "x"
+[[cause]]
+name = "mine"
+[[cause]]
+name = "port"
+"""
+    found = problems(file, text)
+    assert len(found) == 8
+    for part in (
+        "min-nodes '0'",
+        "cause 1: patern: expected name, pattern or action; did you mean pattern?",
+        "cause 1: name 'Xid': expected a name of small letters",
+        "cause 2: pattern '(': expected a regular expression of at most 500 characters; correct it: missing )",
+        "cause 2: action 'retry': expected one of restart, stop, end, exclude-node, free",
+        "cause 3: name: expected a name",
+        "cause 4: expected a pattern and an action; add it",
+        "cause 5: expected a pattern or an action; port is known already",
+    ):
+        assert any(part in problem for problem in found), (part, found)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("cause = 1", "cause '1': expected tables"),
+        ('cause = ["x"]', "expected tables"),
+        ('[cause]\nname = "x"', "expected tables"),
+        ('[[cause]]\nname = "ok"\naction = "stop"\npattern = "x"', "ok, join, leave and lost are taken"),
+        ('[[cause]]\nname = "a b"\naction = "stop"\npattern = "x"', "a name of small letters"),
+        ('[[cause]]\nname = 7\naction = "stop"\npattern = "x"', "a name of small letters"),
+        ('[[cause]]\nname = "mine"\npattern = "x"', "cause 1: expected an action"),
+        ('[[cause]]\nname = "mine"\naction = "stop"', "cause 1: expected a pattern"),
+        ('[[cause]]\nname = "port"\naction = 1', "expected one of restart"),
+        ('[[cause]]\nname = "port"\naction = "exclude"', "did you mean exclude-node?"),
+        ('[[cause]]\nname = "port"\npattern = ""', "write a text"),
+        ('[[cause]]\nname = "port"\npattern = 1', "write a text"),
+        ('[[cause]]\nname = "port"\npattern = "x*"', "it matches every line"),
+        (f'[[cause]]\nname = "port"\npattern = "{"x" * 501}"', "two rows of the same name"),
+        ('[[cause]]\nname = "port"\npattern = "(a+)+b"', "a repeat of a repeat"),
+        ('[[cause]]\nname = "port"\npattern = "(?:x|a*)*b"', "a repeat of a repeat"),
+        ('[[cause]]\nname = "port"\npattern = "([ab]+){2,}c"', "a repeat of a repeat"),
+        (
+            '[[cause]]\nname = "mine"\npattern = "x"\naction = "stop"\n'
+            '[[cause]]\nname = "mine"\npattern = "y"\naction = "free"',
+            "cause 2: action 'free': expected stop; an earlier row of mine has stop",
+        ),
+        ('[[cause]]\nname = "port"\naction = "stop"\n' * 33, "expected at most 32 rows"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused(file: Path, text: str, problem: str) -> None:
+    found = problems(file, text)
+    assert len(found) == 1
+    assert problem in found[0]
+
+
+@pytest.mark.parametrize("pattern", [r"(a\+)+", "(ab)+", "a+b*", "x{2}(y|z)", r"port \d+ of (\w+)"])
+def test_a_pattern_without_a_repeat_of_a_repeat_is_taken(file: Path, pattern: str) -> None:
+    text = f"[[cause]]\nname = 'port'\npattern = '{pattern}'"
+    assert read(file, text).config.causes == (UserCause("port", pattern),)
