@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -153,6 +154,20 @@ def test_no_collector_holds_up_the_agent(collector_is: str) -> None:
     assert time.monotonic() - began < CLOSE_S + 3.0
     if stub is not None:
         stub.close()
+
+
+def test_a_thread_that_stands_still_holds_up_nobody() -> None:
+    sender = SpanSender("http://127.0.0.1:9", RESOURCE)  # and is never started
+
+    def send_and_close() -> None:
+        for _ in range(2 * MOST_WAITING):
+            sender.send(SPANS)
+        sender.close()
+
+    caller = threading.Thread(target=send_and_close, daemon=True)
+    caller.start()
+    caller.join(PATIENCE_S)
+    assert not caller.is_alive()
 
 
 @pytest.mark.parametrize("fails", ["_Tracing", "record"])

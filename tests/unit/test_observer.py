@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.observability.accounting.goodput import Activity
+from elastic_agent.agent.observability.accounting.goodput import Activity, TrainingEvent
 from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.journal.events import Kind
 from elastic_agent.agent.observability.journal.journal import Journal
@@ -150,3 +150,23 @@ def test_what_all_seconds_went_into_is_an_event_a_minute(observer: Observer, jou
     assert [event.seconds["waiting"] for event in events] == [60.0, 120.5]
     assert events[0].seconds.keys() == {activity.value for activity in Activity}
     assert events[0].counts == {"steps": 0, "steps_redone": 0}
+
+
+def test_accounts_are_split_where_workers_begin_or_cease_to_step(
+    observer: Observer, journal: Journal
+) -> None:
+    """So that a report, which knows no order within one of them, has little to spread."""
+    training = observer.training
+    observer.starting(WORLD, MEMBER, 1.0)
+    for event, at in (
+        (TrainingEvent.BEGAN, 2.0),
+        (TrainingEvent.STEPPED, 4.0),
+        (TrainingEvent.STEPPED, 10.0),
+        (TrainingEvent.FAILED, 11.0),
+        (TrainingEvent.STOPPING, 11.5),
+        (TrainingEvent.GONE, 12.0),
+        (TrainingEvent.SET_ASIDE, 13.0),
+    ):
+        training.record(event, at)
+    accounts = [event.seconds for event in journal.since(0, 99) if event.kind is Kind.ACCOUNTING]
+    assert [sum(account.values()) for account in accounts] == [1.0, 4.0, 11.0, 13.0]

@@ -153,6 +153,19 @@ def test_time_without_any_agent_is_the_jobs_too() -> None:
     assert found.nodes[0].starts == 2
 
 
+def test_an_agent_whose_first_event_is_missing_is_another_one_all_the_same() -> None:
+    a = Journal("a")
+    a.begin(0.0)
+    a.spend(productive=10.0)
+    a.spend(productive=10.0)
+    a.begin(100.0)
+    a.pop()
+    a.spend(productive=5.0)
+    found = report(a)
+    assert shown(found) == {"productive": 25.0, "absent": 80.0}
+    assert found.nodes[0].starts == 2
+
+
 def test_what_an_agent_did_after_its_last_account_is_not_known() -> None:
     a = Journal("a")
     a.begin(0.0)
@@ -392,8 +405,23 @@ def test_slices_follow_each_other_and_each_is_divided_without_rest(stretches: li
         assert sum(one.seconds.values()) == pytest.approx(one.ended_at - one.began_at)
         present = [s for s in stretches if s.began_at <= one.began_at and one.ended_at <= s.ended_at]
         assert (Use.ABSENT in one.seconds) == (not present)
-        if any(Use.WAITING not in stretch.seconds for stretch in present):
-            assert not one.seconds.get(Use.WAITING)
+        if present:
+            _check_division(one, present)
+
+
+def _check_division(one: Slice, present: list[Stretch]) -> None:
+    """By the words of `job_time`, node by node."""
+    length_s = one.ended_at - one.began_at
+    rates = [{u: s / (each.ended_at - each.began_at) for u, s in each.seconds.items()} for each in present]
+    waiting = min(rate.get(Use.WAITING, 0.0) for rate in rates)
+    assert one.seconds.get(Use.WAITING, 0.0) == pytest.approx(waiting * length_s)
+    busy = sum(rate for each in rates for use, rate in each.items() if use is not Use.WAITING)
+    stop = sum(each.get(Use.STOP, 0.0) for each in rates)
+    if busy:
+        assert one.seconds.get(Use.STOP, 0.0) == pytest.approx((1 - waiting) * length_s * stop / busy)
+    blocked = max(min(1.0, each.blocked_s / (each.ended_at - each.began_at)) for each in present) * length_s
+    stepping = sum(one.seconds.get(use, 0.0) for use in (Use.PRODUCTIVE, Use.REDONE, Use.SAVING))
+    assert one.seconds.get(Use.SAVING, 0.0) == pytest.approx(min(blocked, stepping))
 
 
 @given(any_stretches(), SECONDS)
