@@ -7,7 +7,7 @@ that a test compares with this file. An attribute is the metric's name without t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from .checks.node.table import AT_JOIN
@@ -110,14 +110,9 @@ class Metrics(Page):
         "to stop, lost is every other that went.",
         kind=MEMBERSHIP_CHANGES,
     )
-    node_exclusions_total = Row(
+    nodes_put_aside_total = Row(
         Counter,
-        "Nodes that were excluded from all worlds until they are readmitted, as seen from this node.",
-    )
-    node_excluded = Row(
-        Level,
-        "1 while this node is excluded from all worlds, because workers failed on it alone or an operator asked for "
-        "it, else 0.",
+        "Nodes that all further worlds leave out because the workers failed on them alone, as seen from this node.",
     )
 
     workers = Row(
@@ -218,6 +213,17 @@ class Metrics(Page):
         "were finished since the agent looked last, a second ago; what is between two steps, such as a checkpoint, is "
         "included.",
         STEP_BUCKETS_S,
+    )
+    step_time_skew_ratio = Row(
+        Gauge,
+        "What this rank works for a step, without its waits for other ranks, to the median over all ranks of the job: "
+        "1.4 is 40 % more. In a synchronous job all ranks take as long as the slowest one. Absent without steps.",
+        local_rank=(),
+    )
+    straggler = Row(
+        Level,
+        "1 while this rank is slower than the others, as the coordinator finds, else 0.",
+        local_rank=(),
     )
     lost_steps_total = Row(
         Counter,
@@ -438,11 +444,11 @@ class Metrics(Page):
                 self.workers.set(number, state=state)
 
     def count_membership_change(
-        self, *, joined: int, left: int, lost: int, excluded: int, incident: str | None
+        self, *, joined: int, left: int, lost: int, put_aside: int, incident: str | None
     ) -> None:
         """The world has changed: nodes by what became of them, and the root of the failure if one was behind it."""
         with self.lock:
-            self.node_exclusions_total.inc(excluded)
+            self.nodes_put_aside_total.inc(put_aside)
             for kind, number in (("join", joined), ("leave", left), ("lost", lost)):
                 self.membership_changes_total.inc(number, kind=kind)
             if incident is not None:
@@ -488,6 +494,17 @@ class Metrics(Page):
             self.steps_total.inc(new)
             self.lost_steps_total.inc(lost)
             self.step_duration_seconds.observe(mean_s, times=timed)
+
+    def compared(self, ranks: Mapping[int, tuple[float, bool]], gone: Collection[int]) -> None:
+        """By local rank: its time to the usual one, and whether it is a straggler; `gone`: those of which nothing is
+        known any more."""
+        with self.lock:
+            for local_rank, (ratio, slow) in ranks.items():
+                self.step_time_skew_ratio.set(ratio, local_rank=local_rank)
+                self.straggler.set(slow, local_rank=local_rank)
+            for local_rank in gone:
+                self.step_time_skew_ratio.set(None, local_rank=local_rank)
+                self.straggler.set(0, local_rank=local_rank)
 
     def printed(self, stream: str, lines: int, size: int) -> None:
         """Workers have printed so many lines and bytes."""

@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
 from .errors import RecordInvalid
+from .statements.paces import Comparison, Paces
 from .statements.terms import Limits, Program
 from .text import NAME, ROLE, Age, CauseName, Name, Role, clean, line
 
@@ -28,14 +29,13 @@ MAX_RECORD_BYTES = 1024 * 1024
 """Less than a store takes in one request, evictions included."""
 MAX_MEMBERS_BYTES = 704 * 1024
 """Of these, the members of a world: 4,096 nodes, the most that a job may have, have 176 bytes each. The rest
-is room for the longest failure, and for those that stand by or are excluded."""
+is room for the longest failure, and for those that stand by or were put aside."""
 MAX_ROW_BYTES = 4096
 """Of one member at most."""
 MAX_STANDBYS_BYTES = 64 * 1024
 """Of the nodes that stand by with copies in their memory: about a thousand."""
-MAX_EXCLUSIONS = 32
-"""Nodes of which a world remembers that they are excluded, or were."""
-MAX_EXCLUSION_REASON = 512
+MAX_ASIDE = 32
+MAX_ASIDE_REASON = 512
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 MAX_RDMA_PORTS = 64
@@ -173,18 +173,6 @@ class Condition(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Recheck:
-    """How an excluded node's newest check of itself went, after its cool-down."""
-
-    times: Positive
-    """The exclusion that it is about: that of this number, of this node's."""
-    passed: bool
-    failed: Count = 0
-    """Checks that have failed since then: after each the cool-down is twice as long."""
-    summary: Annotated[str, line(MAX_EXCLUSION_REASON)] = ""
-
-
-@dataclass(frozen=True, slots=True)
 class NodeRecord(_Record):
     """What one node reports about itself, under its lease."""
 
@@ -223,7 +211,11 @@ class NodeRecord(_Record):
     """What its workers are called; those of one role are also counted by themselves."""
     memory: Port = 0
     """Where this node's memory server is, at `address`; 0: it has none."""
-    recheck: Recheck | None = None
+
+    paces: Paces | None = None
+    """How fast its workers are; None before that is known."""
+    comparison: Comparison | None = None
+    """Of the coordinator alone: of all nodes' paces."""
 
     def has(self, condition: Condition, generation: int) -> bool:
         """It holds for this node's workers of this generation."""
@@ -346,11 +338,9 @@ class Restarts:
     bad_state: BadState | None = None
     """What the workers must not load, until there is progress."""
     culprit: Annotated[str, line(128)] = ""
-    """The life of the agent on whose node alone each of the newest failures in a row began; empty: there is none."""
+    """The node on which every failure since the last healthy generation began; empty when there are several."""
     blamed: Count = 0
     """How many these are."""
-    exclusions: Count = 0
-    """Nodes excluded for failures, one after the other, while no generation ran for a minute."""
     free_retries: Count = 0
     """Failures that cost no budget since a step beyond all earlier ones."""
     from_outside: Count = 0
@@ -358,24 +348,12 @@ class Restarts:
 
 
 @dataclass(frozen=True, slots=True)
-class Exclusion:
-    """A node that is left out of all worlds, though its agent stays and stands ready; or that once was."""
+class Aside:
+    """A life of a node's agent that is left out of all worlds, though it stands ready."""
 
     node: Name
     life: Name
-    """Of its agent, when it was excluded. A later one need not wait for the end of the cool-down."""
-    cause: CauseName
-    """Of the failure, or what else it is excluded for."""
-    reason: Annotated[str, line(MAX_EXCLUSION_REASON)]
-    """A sentence for people."""
-    fingerprint: Annotated[str, line(32)] = ""
-    """A digest of the failure's: the same failure on another node shows that this one is not to blame."""
-    times: Positive = 1
-    """How often this node has been excluded in this job: the cool-down is twice as long each time."""
-    by_operator: bool = False
-    """Until an operator readmits it."""
-    readmitted: bool = False
-    """It is over, and history."""
+    reason: Annotated[str, line(MAX_ASIDE_REASON)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,8 +387,7 @@ class World(_Record):
     """What the job runs: that of the same node."""
     unproven: tuple[Count, ...] = ()
     """Places of the members that were not in the last healthy generation."""
-    exclusions: Annotated[tuple[Exclusion, ...], AtMost(MAX_EXCLUSIONS)] = ()
-    """At most one of each node, the oldest first."""
+    aside: tuple[Aside, ...] = ()
     standbys: tuple[Standby, ...] = ()
     finishing: bool = False
     """Some members' workers have all ended with success for a while now, and others' have not."""
@@ -463,10 +440,6 @@ class World(_Record):
 
     def member(self, incarnation: str) -> Member | None:
         return next((member for member in self.members if member.incarnation == incarnation), None)
-
-    def exclusion(self, node: str) -> Exclusion | None:
-        """That of this node which is in force, as far as this world knows."""
-        return next((one for one in self.exclusions if one.node == node and not one.readmitted), None)
 
     def carried_over(self) -> World:
         """What an empty store that takes the place of this world's begins with: all of its members may still train."""

@@ -48,7 +48,6 @@ from ..output.console import take as take_console
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
-from ..rendezvous_io.recheck import Recheck
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
 from ..workers.checkpoints.disk_writer import DiskWriter
@@ -83,7 +82,6 @@ from .assembly import (
     pages_of,
     policy_of,
     receiver_of,
-    recheck_of,
     spans_of_recoveries,
     spares_of,
 )
@@ -206,7 +204,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
         journal = _started(parts, journal_of(agent, metrics))
         claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
         helpers = _start_helpers(agent, claimed, prepared, parts)
-        checks, recheck = _check(agent, machine, helpers.subreaper, parts)
+        checks = _check(agent, machine, helpers.subreaper, parts)
         pages = pages_of(agent)
         probes = Probes(Introduction(agent.name, agent.incarnation, generation=0), agent.clock)
         http = _serve_http(agent, claimed, metrics, pages, probes, parts)
@@ -226,7 +224,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
             spans_of_recoveries(agent, parts),
         )
         _watch_for_notices(agent, parts)
-        loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, recheck, *services)
+        loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, *services)
         probes.begin(rendezvous.participant, rendezvous.heartbeat)
         hosts_store = claimed.listeners.store is not None
         return _live(agent, loop, rendezvous, observer, store, hosts_store=hosts_store)
@@ -311,16 +309,13 @@ def _start_helpers(
     return Helpers(prepared.subreaper, guard, gpu_memory, spares)
 
 
-def _check(
-    agent: Agent, machine: Machine, subreaper: Subreaper, parts: contextlib.ExitStack
-) -> tuple[JoinChecks, Recheck]:
+def _check(agent: Agent, machine: Machine, subreaper: Subreaper, parts: contextlib.ExitStack) -> JoinChecks:
     """Beside all that follows."""
-    checks, recheck = checks_of(agent, machine), recheck_of(agent, machine)
-    for each in (checks, recheck):
-        parts.callback(each.close)
-    subreaper.add_known(lambda: [*checks.pids, *recheck.pids])
+    checks = checks_of(agent, machine)
+    parts.callback(checks.close)
+    subreaper.add_known(lambda: checks.pids)
     checks.begin(agent.incarnation)
-    return checks, recheck
+    return checks
 
 
 def _serve_http(
@@ -494,7 +489,6 @@ def _make_loop(
     rendezvous: Rendezvous,
     observer: Observer,
     checks: JoinChecks,
-    recheck: Recheck,
     processes: Processes,
     disk_writer: DiskWriter,
     memory_server: MemoryServer | None,
@@ -508,7 +502,6 @@ def _make_loop(
         spares=helpers.spares,
         disk_writer=disk_writer,
         checks=checks,
-        recheck=recheck,
         observer=observer,
         manager=agent.manager,
         heartbeat=rendezvous.heartbeat,

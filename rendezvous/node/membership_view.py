@@ -14,6 +14,7 @@ import logging
 from ..errors import RecordInvalid, StoreMismatch
 from ..liveness.failure_detector import FailureDetector
 from ..records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, drain_key, node_key
+from ..statements.paces import Comparison
 from ..store.interface import Compare, Entry, Snapshot
 from ..store.requests import Read, Subscription
 
@@ -72,6 +73,16 @@ class MembershipView:
         return seen[1] if seen is not None else None
 
     @property
+    def comparison(self) -> Comparison | None:
+        """The coordinator's, of the generation that trains."""
+        leader, world = self.leader_record, self.world
+        found = leader.comparison if leader is not None else None
+        same = (
+            found is not None and world is not None and world.trains and found.generation == world.generation
+        )
+        return found if same else None
+
+    @property
     def nodes_are_behind(self) -> bool:
         """The nodes are not known as far as the world: a member that is missing may only be news."""
         return self._nodes_as_of < self.world_revision
@@ -128,10 +139,8 @@ class MembershipView:
             return
         if entry.mod_revision <= self.world_revision:
             return
-        world, before = world_of(entry, self._job), self.world
-        if before is None or (before.generation, before.phase) != (world.generation, world.phase):
-            self.world_since = now
-        self.world, self.world_revision = world, entry.mod_revision
+        world = world_of(entry, self._job)
+        self.world, self.world_revision, self.world_since = world, entry.mod_revision, now
 
     def see_change_of_node(self, key: str, entry: Entry | None, revision: int, now: float) -> None:
         """As `see_node`, from the watch: all changes of nodes before this one have been seen."""

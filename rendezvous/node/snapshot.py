@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from ..records import Introduction, NodeRecord, World
+from ..statements.paces import Comparison, Paces
 from ..store.interface import LeaseId
 from .session import Session
 
@@ -50,6 +51,11 @@ class NodeSnapshot:
     backoff_s: float = 0.0
     """The coordinator's pause before the next generation; 0 on other nodes, and when there is none."""
 
+    paces: Paces | None = None
+    """How fast this node's workers are."""
+    comparison: Comparison | None = None
+    """What the coordinator has found in the paces of all nodes of the present generation."""
+
     def lease_good(self, now: float) -> bool:
         return now < self.good_until
 
@@ -87,4 +93,6 @@ def snapshot_of(
         coordinator=membership.leader,
         waiting_for=waiting_for,
         backoff_s=backoff_s,
+        paces=session.record.paces,
+        comparison=membership.comparison,
     )

@@ -79,7 +79,7 @@ rendezvous/c10d: rendezvous rendezvous/store
 rendezvous/etcd: rendezvous rendezvous/store
 rendezvous/local: rendezvous rendezvous/store
 rendezvous/coordinator: rendezvous/text rendezvous/statements rendezvous rendezvous/liveness
-rendezvous/node: rendezvous rendezvous/liveness rendezvous/store rendezvous/coordinator
+rendezvous/node: rendezvous/statements rendezvous rendezvous/liveness rendezvous/store rendezvous/coordinator
 pool: rendezvous/text rendezvous rendezvous/store
 common:
 output: common

@@ -43,18 +43,21 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
-                "hosts_store leaving ready generation conditions failure step progress seen role memory "
-                "recheck"
+                "hosts_store leaving ready generation conditions failure step progress seen role memory paces "
+                "comparison"
             ),
             "World": (
                 "job generation phase members master cause restarts step result final_saver limits "
-                "limits_of program unproven exclusions standbys finishing run"
+                "limits_of program unproven aside standbys finishing run"
             ),
             "StopAt": "generation step paused",
             "DrainRequest": "incarnation",
             "Introduction": "node incarnation generation confirmed_s whole_s",
             "Endpoint": "address port",
             "NetworkFacts": "interface speed_mbps mtu rdma_ports",
+            "Paces": "generation timed step_us own_us",
+            "Comparison": "generation usual_us stragglers",
+            "Straggler": "node rank own_us",
             "Limits": "min_nodes max_nodes last_call_s max_restarts nodes_multiple_of",
             "Program": "name digest arguments words lease_ttl_s outage_grace_s any_script",
             "Condition": "stable notified polling overdue drained state_saved succeeded stopped",
@@ -66,11 +69,10 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Cause": "kind node detail failure",
             "Restarts": (
                 "failures without_progress fingerprint same_fingerprint at_load bad_state culprit "
-                "blamed exclusions free_retries from_outside"
+                "blamed free_retries from_outside"
             ),
             "Result": "succeeded restarts_exhausted crash_loop final_failure store_host_left",
-            "Exclusion": "node life cause reason fingerprint times by_operator readmitted",
-            "Recheck": "times passed failed summary",
+            "Aside": "node life reason",
             "Standby": "node memory",
             "CauseKind": "start failure join leave lost withdrawn success",
             "BadState": "generation step",

@@ -254,7 +254,7 @@ def test_a_worker_that_leaves_sigterm_to_the_agent_is_killed_where_sigterm_would
 ) -> None:
     generation = node.supervisor._generation
     assert generation is not None
-    generation.pages._pages[2].words[LEAVES_SIGTERM] = 1
+    generation.pages.by_rank[2].words[LEAVES_SIGTERM] = 1
     node.supervisor.stop(30.0, gently=True, reason="a planned change")
     asked = dict(node.group.signals)
     assert asked == {rank: signal.SIGKILL if rank == 2 else signal.SIGTERM for rank in range(8)}
@@ -265,7 +265,7 @@ def test_a_stuck_worker_shows_where_it_stands_also_if_it_leaves_sigterm_to_the_a
     node.start()
     generation = node.supervisor._generation
     assert generation is not None
-    generation.pages._pages[0].words[LEAVES_SIGTERM] = 1
+    generation.pages.by_rank[0].words[LEAVES_SIGTERM] = 1
     generation.hang.stepped(0, 3, node.now)
     node.turn(10.1)
     assert node.group.signals == [(0, signal.SIGABRT)]

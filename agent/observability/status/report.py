@@ -11,19 +11,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ....rendezvous.coordinator.exclusions import in_words, left_out
+from ....rendezvous.coordinator import blame, stragglers
 from ....rendezvous.coordinator.restarts import RestartPolicy
-from ....rendezvous.records import (
-    CauseKind,
-    Endpoint,
-    Exclusion,
-    Member,
-    NodeRecord,
-    Phase,
-    Restarts,
-    Result,
-    World,
-)
+from ....rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
+from ....rendezvous.statements.paces import Comparison, Straggler
 from ..world_comparison import other_limits
 from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
 from .sources import Found, NodeAnswer, Unreachable
@@ -33,7 +24,7 @@ SCHEMA = 1
 
 _KEYS = (
     *("node", "incarnation", "member", "first_rank", "slots", "address", "state", "coordinates", "leaving"),
-    *("excluded", "has_lease", "silence", "silent_s"),
+    *("has_lease", "silence", "silent_s"),
 )
 _STATUS_KEYS = {
     **{name: name for name in ("generation", "workers", "running_s", "step")},
@@ -65,8 +56,6 @@ class NodeReport:
     silent_s: float | None
     status: NodeStatus | None
     """None exactly when it does not answer."""
-    excluded: bool = False
-    """No world includes it until it is readmitted."""
 
     @property
     def member(self) -> bool:
@@ -74,10 +63,10 @@ class NodeReport:
 
     @property
     def state(self) -> str:
-        """That of its status, or: standby, excluded, lost, gone, no answer, hidden."""
+        """That of its status, or: standby, lost, gone, no answer, hidden."""
         if self.status is not None:
             idle = self.first_rank is None and self.status.state == "joining"
-            return ("excluded" if self.excluded else "standby") if idle else self.status.state
+            return "standby" if idle else self.status.state
         assert self.silence is not None
         return "lost" if self.has_lease is False else self.silence.state
 
@@ -138,9 +127,9 @@ class JobReport:
     """`nodes` holds every node of the job."""
     nodes: tuple[NodeReport, ...]
     """Members by rank, then the others, oldest first."""
-    exclusions: tuple[Exclusion, ...]
-    """Of nodes that worlds do without, and of those that have been readmitted, the oldest first."""
     notes: tuple[str, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    """Ranks that are slower than the others, by rank."""
 
 
 def as_json(value: Any) -> Any:
@@ -171,7 +160,7 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
     statuses = [node.status for node in nodes if node.status is not None]
     leading = next((status for status in statuses if status.coordinates), None)
     best = leading or found.agent or next(iter(statuses), None)
-    state = _state(world, statuses)
+    state, comparison = _state(world, statuses), _comparison(job)
     return JobReport(
         job=job.job,
         asked=found.asked,
@@ -190,8 +179,8 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
         waiting_for=best.waiting_for if best is not None and state in ("waiting", "stopping") else "",
         complete=job.complete,
         nodes=nodes,
-        exclusions=world.exclusions if world is not None else (),
         notes=(*found.notes, *_differences(job)),
+        stragglers=comparison.stragglers if comparison is not None else (),
     )
 
 
@@ -200,9 +189,19 @@ def _differences(job: JobStatus) -> Iterable[str]:
     world = job.world
     if world is None or world.phase is Phase.ENDED:
         return
-    for one in left_out(world.exclusions).values():
-        yield f"node {one.node} is {in_words(one)}"
+    for one in world.aside:
+        yield f"node {one.node} is {blame.in_words(one)}"
+    if (comparison := _comparison(job)) is not None:
+        yield from (stragglers.in_words(one, comparison) for one in comparison.stragglers)
     yield from other_limits(world, job.nodes)
+
+
+def _comparison(job: JobStatus) -> Comparison | None:
+    """The coordinator's, of the generation that trains."""
+    leader = next((node for node in job.nodes if node.node == job.coordinator), None)
+    found, world = leader.comparison if leader is not None else None, job.world
+    same = found is not None and world is not None and world.trains and found.generation == world.generation
+    return found if same else None
 
 
 def _nodes(
@@ -211,7 +210,6 @@ def _nodes(
     job, world, asked = found.job, found.job.world, found.agent
     records = {record.incarnation: record for record in job.nodes}
     members = world.members if world is not None and world.phase is not Phase.ENDED else ()
-    excluded = left_out(world.exclusions) if world is not None else {}
 
     def node(of: Member | NodeRecord, first_rank: int | None) -> NodeReport:
         record, answer = records.get(of.incarnation), answers.get(of.incarnation, Unreachable.HIDDEN)
@@ -230,7 +228,6 @@ def _nodes(
             silence=silence,
             silent_s=silent_for.get(of.incarnation) if silence is not None else None,
             status=answer if isinstance(answer, NodeStatus) else None,
-            excluded=of.node in excluded,
         )
 
     yield from (node(member, member.first_rank) for member in members)

@@ -25,7 +25,6 @@ _COLOURS = {
     "lost": _RED,
     "no answer": _RED,
     "standby": "",
-    "excluded": _YELLOW,
     "hidden": "",
 }
 """By state; every other one is on its way to somewhere."""

@@ -23,20 +23,21 @@ class WorkerPages:
         """`all_signalled`: workers get the signals of the agent's scheduler, too."""
         self._generation = generation
         self._all_signalled = all_signalled
-        self._pages: dict[int, SharedProgress] = {}
+        self.by_rank: dict[int, SharedProgress] = {}
+        """By local rank."""
 
     def make(self, local_rank: int) -> str:
         """The page of a worker that is to be started; returns its path, for `WorkerEnv.page`. Raises OSError."""
-        page = self._pages[local_rank] = SharedProgress.make(self._generation)
+        page = self.by_rank[local_rank] = SharedProgress.make(self._generation)
         page.words[ALL_SIGNALLED] = self._all_signalled
         return page.path
 
     def process_made(self, local_rank: int, at: float) -> None:
         """At `at` this worker's process began. When its script begins is not known."""
-        self._pages[local_rank].words[SCRIPT_AT] = round(at * 1e9)
+        self.by_rank[local_rank].words[SCRIPT_AT] = round(at * 1e9)
 
     def read(self) -> dict[int, Reading]:
-        return {local_rank: page.read() for local_rank, page in self._pages.items()}
+        return {local_rank: page.read() for local_rank, page in self.by_rank.items()}
 
     def newest_step(self) -> int | None:
         """That any of them has finished, and None before the first."""
@@ -46,15 +47,15 @@ class WorkerPages:
 
     def leave_sigterm(self) -> frozenset[int]:
         """The local ranks of those that a SIGTERM does not end, and only because they leave it to the agent."""
-        return frozenset(rank for rank, page in self._pages.items() if page.words[LEAVES_SIGTERM])
+        return frozenset(rank for rank, page in self.by_rank.items() if page.words[LEAVES_SIGTERM])
 
     def raise_flags(self) -> None:
         """A planned change waits for these workers."""
-        for page in self._pages.values():
+        for page in self.by_rank.values():
             page.words[PENDING] = 1
 
     def close(self) -> None:
         """The generation is over."""
-        for page in self._pages.values():
+        for page in self.by_rank.values():
             page.close()
-        self._pages.clear()
+        self.by_rank.clear()

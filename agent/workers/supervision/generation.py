@@ -20,6 +20,7 @@ from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
 from ..evidence.keeper import Look, WorkerStacks
 from ..failures.worker_failure import WorkerFailure
+from ..links.paces import PaceWatch
 from ..links.pages import WorkerPages
 from ..processes.workers import WorkerGroup
 from .drain_state import DrainState
@@ -77,6 +78,7 @@ class Generation:
     read: Mapping[int, Reading] = field(init=False, default_factory=dict)
     """What the pages held at the last look, by local rank."""
     hang: HangWatch = field(init=False)
+    paces: PaceWatch = field(init=False)
     hung: bool = field(init=False, default=False)
     """The workers are ended because they did not move."""
     late_exits: LateExits = field(init=False)
@@ -95,6 +97,7 @@ class Generation:
     def __post_init__(self) -> None:
         config, number = self.config, self.number
         self.pages = WorkerPages(number, all_signalled=config.stop.requeues)
+        self.paces = PaceWatch(self.pages, number, len(self.world.members))
         self.hang = HangWatch(config.timeouts.hang_s)
         self.late_exits = LateExits(config.timeouts.exit_s or None)
         self.just_in_time = JustInTimeState(number, config.stop.just_in_time_grace_s, self.pages.newest_step)
@@ -247,7 +250,7 @@ class Generation:
         in_drain: tuple[float | None, ...] = ()
         if self.drain.under_way:
             in_drain = self.drain.look_at(), None if listens else now + LISTEN_PAUSE_S
-        return (*always, self.started_at + STABLE_AFTER_S, self.hang.due_at, *in_drain)
+        return (*always, self.started_at + STABLE_AFTER_S, self.hang.due_at, self.paces.due_at, *in_drain)
 
 
 def log_changed_terms(before: World | None, world: World) -> None:

@@ -404,6 +404,8 @@ class Supervisor:
         """Undisturbed workers: have they lasted, do they hang, do some live on after others have ended?"""
         if now >= generation.started_at + STABLE_AFTER_S:
             self._participant.workers_stable(generation.number)
+        if (paces := generation.paces.turn(now)) is not None:
+            self._participant.workers_paced(paces)
         if generation.checks_master and self._some_node_succeeded(generation):
             generation.master_may_close()
         hang, drain, group = generation.hang, generation.drain, generation.group

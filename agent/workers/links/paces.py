@@ -1,0 +1,93 @@
+"""What this node says of how fast its ranks work: their own times, read from their pages, as one bounded report.
+
+Looked at every `OFTEN_S`. A look is reported when a rank's own time has changed by more than `CHANGE`, with those that
+follow in the next `SELDOM` looks; else every `SELDOM` looks one is. In a job of many nodes a look comes later, so that
+the coordinator takes in at most `REPORTS_PER_S` from all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ....rendezvous.statements.paces import Paces
+from .pages import WorkerPages
+
+REPORTS_PER_S = 20
+OFTEN_S = 0.75
+SELDOM = 10
+CHANGE = math.log(1.1)
+WARM_UP = 3
+"""Steps of a generation that are not looked at: the first ones load, compile and tune."""
+CUT_AT = 2.0
+"""Times the median of the steps of one look: a step that took longer, such as one with a checkpoint, counts as that."""
+
+
+class PaceWatch:
+    """Of one generation. For the main thread; `now` is monotonic."""
+
+    def __init__(self, pages: WorkerPages, generation: int, members: int) -> None:
+        self._pages = pages
+        self._generation = generation
+        self._often_s = max(OFTEN_S, members / REPORTS_PER_S)
+        self.due_at: float | None = None
+        """When to look next; where it is past, at the next turn after a step."""
+        self._read: dict[int, int] = {}
+        """By local rank: how many steps were timed at the newest look."""
+        self._looked: tuple[int, float] | None = None
+        """And how many of the first rank, of which the newest ended at this instant."""
+        self._reported: Paces | None = None
+        self._next_at = -math.inf
+        """When a look is reported in any case."""
+        self._lively_until = -math.inf
+        """So long every look is."""
+
+    def turn(self, now: float) -> Paces | None:
+        """What to report now, if anything."""
+        if self.due_at is not None and now < self.due_at:
+            return None
+        times = {
+            rank: page.own_times(self._read.get(rank, WARM_UP)) for rank, page in self._pages.by_rank.items()
+        }
+        if not times or not all(own for _, own in times.values()):
+            return None
+        self.due_at = now + self._often_s
+        self._read = {rank: count for rank, (count, _) in times.items()}
+        before, self._looked = self._looked, self._newest()
+        if before is None or self._looked is None or self._looked[0] <= before[0]:
+            return None
+        step_s = (self._looked[1] - before[1]) / (self._looked[0] - before[0])
+        report = Paces(
+            self._generation,
+            timed=min(self._read.values()),
+            step_us=max(0, round(step_s * 1e6)),
+            own_us=tuple(pace_us(own) for _, (_, own) in sorted(times.items())),
+        )
+        if self._has_changed(report):
+            self._lively_until = now + SELDOM * self._often_s
+        elif self._lively_until <= now < self._next_at:
+            return None
+        self._reported, self._next_at = report, now + SELDOM * self._often_s
+        return report
+
+    def _newest(self) -> tuple[int, float] | None:
+        first = min(self._read)
+        stepped_at = self._pages.by_rank[first].read().stepped_at
+        return (self._read[first], stepped_at) if stepped_at is not None else None
+
+    def _has_changed(self, report: Paces) -> bool:
+        known = self._reported
+        return known is None or any(
+            abs(math.log(max(new, 1) / max(old, 1))) > CHANGE
+            for new, old in zip(report.own_us, known.own_us, strict=True)
+        )
+
+
+def pace_us(own_ns: Sequence[int]) -> int:
+    """Of a step: the mean, in which no step counts for more than two.
+
+    >>> pace_us([1_000_000] * 9 + [50_000_000])
+    1100
+    """
+    most = CUT_AT * sorted(own_ns)[(len(own_ns) - 1) // 2]
+    return round(sum(min(own, most) for own in own_ns) / len(own_ns) / 1000)
