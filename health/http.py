@@ -217,6 +217,8 @@ class HealthServer:
         for key, _ in self._selector.select(self._patience_s()):
             if key.fileobj is self._wake_read:
                 if not self._wake_read.recv(4096):
+                    self._feed_at = -math.inf  # the last events, as far as sockets take them at once
+                    self._feed()
                     return False
                 self._collect()
                 self._feed_at = min(self._feed_at, self._fed_at + self._limits.stream_rests_s)

@@ -36,17 +36,16 @@ from ..configuration.rendezvous import (
 )
 from ..configuration.types.option import Group, Option
 from ..configuration.types.parsers import Parser, duration, read_endpoint
-from ..observability.status.report import SCHEMA, JobReport, as_json, report
+from ..observability.status.report import SCHEMA, JobReport, as_json
 from ..observability.status.sources import (
     AgentsSource,
     CannotShow,
     Found,
     Source,
     StoreSource,
-    Unreachable,
-    ask_nodes,
 )
 from ..observability.status.text import Screen, lines
+from ..observability.status.watch import Watch
 from ..workers.processes.run_files import agents_here, run_directory_parents
 from .store_command import command_help, one_line_errors
 
@@ -192,30 +191,6 @@ class _HereOrStore(Source):
 
 
 # --- Looking
-
-
-class Watch:
-    """Asks a source and its nodes, and remembers since when a node has not answered."""
-
-    def __init__(self, source: Source, timeout_s: float, clock: Callable[[], float]) -> None:
-        self._source = source
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._silent_since: dict[str, float] = {}
-
-    def look(self) -> list[JobReport]:
-        """Raises CannotShow."""
-        jobs = [(found, ask_nodes(found.job, self._timeout_s)) for found in self._source.jobs()]
-        now = self._clock()
-        silent = {
-            incarnation
-            for _, answers in jobs
-            for incarnation, answer in answers.items()
-            if isinstance(answer, Unreachable)
-        }
-        self._silent_since = {one: self._silent_since.get(one, now) for one in silent}
-        silent_for = {one: now - since for one, since in self._silent_since.items() if since < now}
-        return [report(found, answers, silent_for) for found, answers in jobs]
 
 
 Seen: TypeAlias = list[JobReport] | CannotShow

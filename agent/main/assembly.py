@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ... import __version__
 from ...health.checks.node.runner import CheckRun
@@ -19,6 +20,7 @@ from ...health.checks.node.table import checks_for
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
+from ...rendezvous.records import Endpoint
 from ..common.events import Event
 from ..common.io_thread import IoThread
 from ..common.own_folder import make_own
@@ -32,7 +34,13 @@ from ..observability.accounting.training_account import Recovered
 from ..observability.journal.event_file import EventFile
 from ..observability.journal.events import Kind
 from ..observability.journal.journal import Journal
+from ..observability.page.board import Board, Source
+from ..observability.page.overview import overview
+from ..observability.page.step_rate import StepRate
 from ..observability.status.pages import StatusPages
+from ..observability.status.report import JobReport
+from ..observability.status.sources import AgentsSource
+from ..observability.status.watch import Watch
 from ..observability.tracing.exporter import SpanSender
 from ..observability.tracing.spans import spans_of
 from ..output.console import Console
@@ -198,6 +206,30 @@ def pages_of(agent: Agent) -> StatusPages:
         max_restarts=agent.config.max_restarts,
         clock=agent.clock,
     )
+
+
+LOOKS_WITHIN_S = 3.0
+"""What nodes have to answer a page."""
+ASKS_AT_ONCE = 16
+
+
+def board_of(
+    agent: Agent, own: tuple[str, int], journal: Journal, pages: StatusPages, rate: StepRate
+) -> Board:
+    """`own`: where this agent answers."""
+    here = AgentsSource(lambda: [Endpoint(*own)], LOOKS_WITHIN_S, here=False)
+    watch = Watch(here, LOOKS_WITHIN_S, agent.clock, ASKS_AT_ONCE)
+
+    def describe(job: JobReport | None, problem: str) -> dict[str, Any]:
+        return overview(job, problem, pages.failure, rate.read(agent.clock()), time.time())
+
+    about = {
+        "job": agent.config.rendezvous.job_id,
+        "node": agent.name,
+        "incarnation": agent.incarnation,
+        "version": __version__,
+    }
+    return Board(journal, about, Source(watch.look, describe), agent.clock)
 
 
 def receiver_of(agent: Agent, path: Path, metrics: Metrics) -> ReportReceiver:

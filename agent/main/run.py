@@ -43,6 +43,10 @@ from ..machine.notices.choice import read_dmi, source_for
 from ..machine.notices.watch import NoticeWatch
 from ..observability.accounting.measured_store import MeasuredStore
 from ..observability.accounting.observer import Observer
+from ..observability.journal.journal import Journal
+from ..observability.page.board import EVENTS_PATH, STREAM_PATH
+from ..observability.page.html import PAGE_PATH, read_page
+from ..observability.page.step_rate import StepRate
 from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from ..output.console import take as take_console
 from ..output.worker_logs import WorkerLogs
@@ -74,6 +78,7 @@ from ..workers.supervision.supervisor import Processes, Supervisor
 from ..workers.supervision.worker_spec import Node
 from .assembly import (
     Agent,
+    board_of,
     checks_of,
     choose_log_directory,
     choose_run_directory,
@@ -207,7 +212,8 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
         checks = _check(agent, machine, helpers.subreaper, parts)
         pages = pages_of(agent)
         probes = Probes(Introduction(agent.name, agent.incarnation, generation=0), agent.clock)
-        http = _serve_http(agent, claimed, metrics, pages, probes, parts)
+        rate = StepRate(agent.started_at)
+        http = _serve_http(agent, claimed, metrics, pages, probes, journal, rate, parts)
         agent.manager.ready()
         store = _find_store(agent, claimed, metrics, parts)
         rendezvous = _make_rendezvous(agent, claimed, helpers, http, store, checks.held_back)
@@ -217,6 +223,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
             metrics,
             pages,
             journal,
+            rate,
             agent.run_directory,
             agent.config.max_restarts,
             agent.started_at,
@@ -324,15 +331,22 @@ def _serve_http(
     metrics: Metrics,
     pages: StatusPages,
     probes: Probes,
+    journal: Journal,
+    rate: StepRate,
     parts: contextlib.ExitStack,
 ) -> tuple[str, int]:
-    json = {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job}
-    server = _started(
-        parts,
-        HealthServer(
-            claimed.listeners.http, Answers(metrics.render, probes.liveness, probes.readiness, json), Thread
-        ),
+    own = claimed.listeners.http.getsockname()[:2]
+    page, board = read_page(), _started(parts, board_of(agent, own, journal, pages, rate))
+    answers = Answers(
+        metrics.render,
+        probes.liveness,
+        probes.readiness,
+        {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job},
+        queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
+        streams={STREAM_PATH: board.begin},
     )
+    server = _started(parts, HealthServer(claimed.listeners.http, answers, Thread))
+    board.wake = server.wake
     log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
     options = store_options(agent.config, claimed.network.endpoint, claimed.listeners.store)
     announce(claimed.node.run_dir, server.address, options)

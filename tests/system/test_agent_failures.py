@@ -24,6 +24,7 @@ THREADS = (
     "health-http",
     "heartbeat",
     "io",
+    "page",
     "store-lease",
     "store-requests",
     "store-watch",

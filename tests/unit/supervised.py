@@ -19,6 +19,7 @@ from elastic_agent.agent.configuration.types.values import Command
 from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.journal.journal import Journal
+from elastic_agent.agent.observability.page.step_rate import StepRate
 from elastic_agent.agent.observability.status.pages import StatusPages
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.evidence.collector import Depth, Target
@@ -200,13 +201,23 @@ class Supervised:
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
         self.evidence = FakeEvidence(self.clock)
         self.logs, self.links, self.last_steps = FakeLogs(), FakeLinks(), FakeLastSteps()
+        journal = Journal("a", lambda: 0.0)
         machine = inspect_machine(self.config, {"PATH": os.environ["PATH"]})
         node = Node("a", "a-1", machine, run_dir, WorkerEnv(), None, {})
         self.supervisor = Supervisor(
             self.config,
             node,
             self.participant,
-            Observer(self.metrics, pages, Journal("a", lambda: 0.0), None, None, self.now, lambda: 0.0),
+            Observer(
+                self.metrics,
+                pages,
+                journal,
+                StepRate(self.now),
+                None,
+                None,
+                self.now,
+                lambda: 0.0,
+            ),
             Processes(
                 new_group=self.new_group,
                 guard=cast(Guard, Ignored()),

@@ -104,7 +104,9 @@ rendezvous_io: common configuration configuration/types machine/network
 observability:
 observability/status: workers/failures observability common configuration workers/processes rendezvous_io
 observability/journal: output
-observability/accounting: observability output workers/processes observability/status observability/journal
+observability/page: observability/status observability/journal
+observability/accounting: observability output workers/processes observability/status observability/journal \
+    observability/page
 observability/report: observability/status observability/journal observability/accounting
 observability/tracing: observability/accounting
 workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \
@@ -115,8 +117,8 @@ commands: common output configuration configuration/types configuration/reading 
     observability/journal observability/report commands/check_nodes
 main: common output configuration configuration/types machine/network machine/memory workers/failures \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
-    rendezvous_io observability/status observability/journal observability/accounting observability/tracing \
-    workers/supervision workers/evidence workers/links
+    rendezvous_io observability/status observability/journal observability/page observability/accounting \
+    observability/tracing workers/supervision workers/evidence workers/links
 daemon: common output configuration configuration/types configuration/reading machine/network machine \
     workers/preloader/fidelity rendezvous_io main
 commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \

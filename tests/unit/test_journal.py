@@ -68,7 +68,7 @@ def test_an_event_comes_back_as_it_was_noted() -> None:
     assert (event.seconds, event.counts) == ({"stop": 0.25}, {"nodes": 2})
 
 
-def test_an_event_is_of_the_newest_generation_that_was_noted() -> None:
+def test_an_event_is_of_the_newest_world() -> None:
     journal = Journal("a", lambda: 0.0)
     journal.note(Kind.AGENT_STARTED, "starts")
     journal.note(Kind.WORLD, "the job starts", generation=4)

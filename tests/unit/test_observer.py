@@ -10,6 +10,7 @@ from elastic_agent.agent.observability.accounting.goodput import Activity, Train
 from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.journal.events import Kind
 from elastic_agent.agent.observability.journal.journal import Journal
+from elastic_agent.agent.observability.page.step_rate import StepRate
 from elastic_agent.agent.observability.status.pages import STATUS_PAGE, StatusPages
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
@@ -56,7 +57,7 @@ def journal() -> Journal:
 
 @pytest.fixture
 def observer(metrics: Metrics, pages: StatusPages, journal: Journal) -> Observer:
-    return Observer(metrics, pages, journal, None, None, 0.0, lambda: 0.0)
+    return Observer(metrics, pages, journal, StepRate(0.0), None, None, 0.0, lambda: 0.0)
 
 
 def test_a_state_that_is_passed_over_is_counted_once(metrics: Metrics, observer: Observer) -> None:
@@ -72,7 +73,7 @@ def test_a_notice_is_counted_and_its_deadline_shown_until_it_is_withdrawn(
     metrics: Metrics, pages: StatusPages, journal: Journal
 ) -> None:
     """The machine's monotonic clock shows 0 s, its wall clock 1000 s."""
-    observer = Observer(metrics, pages, journal, None, None, 0.0, lambda: 1000.0)
+    observer = Observer(metrics, pages, journal, StepRate(0.0), None, None, 0.0, lambda: 1000.0)
     for deadline in (30.0, 20.0):
         observer.noticed("the cloud ends it", deadline, 0.0)
     assert [value for *_, value in metrics.notices_total.samples()] == [2]
@@ -138,8 +139,8 @@ def test_each_world_is_an_event_of_the_journal_and_each_change_of_it_once(
         (3, Kind.WORLD, "node b leaves", "leave"),
         (3, Kind.JOB_ENDED, "the job starts", "succeeded"),
         (1, Kind.FAILURE, "exit code 1", "exception"),
-        (1, Kind.ACCOUNTING, "0 steps, 0 s of 60 s were productive", ""),
-        (1, Kind.AGENT_ENDED, "all is done", ""),
+        (3, Kind.ACCOUNTING, "0 steps, 0 s of 60 s were productive", ""),
+        (3, Kind.AGENT_ENDED, "all is done", ""),
     ]
 
 

@@ -110,11 +110,11 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "status pages": (
-        5,
+        6,
         {
             "NodeStatus": (
                 "job node incarnation version up_s state waiting_for coordinates world phase phase_s "
-                "generation workers running_s step step_s checkpoint lease_s lease_ttl_s max_restarts "
+                "generation workers running_s step step_s checkpoint memory replica lease_s lease_ttl_s max_restarts "
                 "backoff_s notice notice_s checks partners_unreachable"
             ),
             "JobStatus": "job world nodes coordinator complete",

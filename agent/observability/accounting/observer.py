@@ -24,6 +24,7 @@ from ...output.log_folders import run_folder
 from ...workers.processes.workers import WorkerGroup
 from ..journal.events import Kind
 from ..journal.journal import Journal
+from ..page.step_rate import StepRate
 from ..status.pages import StatusPages, worker_of
 from ..world_comparison import WorldComparison
 from .goodput import TrainingEvent
@@ -67,6 +68,7 @@ class Observer:
         metrics: Metrics,
         pages: StatusPages,
         journal: Journal,
+        rate: StepRate,
         run_directory: Path | None,
         max_failures: int | None,
         started_at: float,
@@ -81,7 +83,7 @@ class Observer:
         self._pages = pages
         self._max_failures = max_failures
         self._wall_clock = wall_clock
-        self.training = TrainingAccount(metrics, pages, journal, started_at, wall_clock, tell)
+        self.training = TrainingAccount(metrics, pages, journal, rate, started_at, wall_clock, tell)
         self._worlds = MembershipWatch()
         self._noted: World | None = None
         self._shown: Failure | None = None
@@ -231,6 +233,7 @@ class Observer:
 
     def starting(self, world: World, member: Member, now: float) -> None:
         metrics, restarts = self._metrics, world.restarts
+        self._note_world(world)
         described = (
             f"generation {world.generation}, {counted(len(world.members), 'node')}, world size {world.size}"
         )

@@ -18,6 +18,7 @@ from ....worker.wire.shared_progress import Reading
 from ..journal.events import Kind
 from ..journal.journal import Journal
 from ..journal.saves import SaveEvents
+from ..page.step_rate import StepRate
 from ..status.pages import StatusPages
 from .goodput import PARTS, STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
 from .node_progress import NodeProgress, Step, node_progress
@@ -58,6 +59,7 @@ class TrainingAccount:
         metrics: Metrics,
         pages: StatusPages,
         journal: Journal,
+        rate: StepRate,
         started_at: float,
         wall_clock: Callable[[], float],
         tell: Callable[[Recovered], None],
@@ -67,6 +69,7 @@ class TrainingAccount:
         self._metrics = metrics
         self._pages = pages
         self._journal = journal
+        self._rate = rate
         self._saves = SaveEvents(journal)
         self._accounted_at = started_at
         self._done = Counter(steps=0, steps_redone=0)
@@ -179,6 +182,9 @@ class TrainingAccount:
 
     def _stepped(self, step: Step) -> Recovery | None:
         counted = self._steps.done(step.number, step.at)
+        if counted.timed:
+            since = step.at - counted.timed * counted.mean_s
+            self._rate.add(since, step.at, counted.new, counted.timed - counted.new)
         self._count(counted)
         if counted.caught_up_at is not None:
             self.record(TrainingEvent.STEPPED, counted.caught_up_at)

@@ -74,15 +74,17 @@ class Journal:
         seconds: Mapping[str, float] = {},
         counts: Mapping[str, int] = {},
     ) -> None:
-        """`generation`: the newest that was noted, unless it is said. `about`: the node that it is about."""
+        """`generation`: that of the newest world, unless it is said. `about`: the node that it is about."""
         with self._lock:
             self._number += 1
-            self._generation = self._generation if generation is None else generation
+            of = self._generation if generation is None else generation
+            if kind is Kind.WORLD:
+                self._generation = of
             event = JobEvent(
                 number=self._number,
                 at=round(self._wall_clock(), 3),
                 node=self.node,
-                generation=self._generation,
+                generation=of,
                 kind=kind,
                 rank=rank,
                 about=clean(about)[:128],

@@ -25,7 +25,7 @@ from ...workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 5
+SCHEMA = 6
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 64 * 1024
@@ -87,6 +87,11 @@ class NodeStatus:
     step: Count
     step_s: Seconds | None
     checkpoint: Checkpoint | None
+    """On disk."""
+    memory: Checkpoint | None
+    """In this node's memory."""
+    replica: Checkpoint | None
+    """Of this node's shards, in the memory of its partners."""
     lease_s: Seconds | None
     """Age of the newest confirmation of its lease; None without a lease."""
     lease_ttl_s: Seconds
@@ -162,6 +167,12 @@ class _Seen:
     stepped_at: float | None = None
     checkpoint: int | None = None
     saved_at: float | None = None
+    memory: int | None = None
+    memory_at: float | None = None
+    replica: int | None = None
+    replica_at: float | None = None
+    failure: Failure | None = None
+    """The newest that ended a generation."""
     notice: str = ""
     ends_at: float | None = None
     checks: tuple[CheckStatus, ...] = ()
@@ -193,6 +204,8 @@ class StatusPages:
     def update(self, snapshot: NodeSnapshot, group: WorkerGroup | None, state: str, now: float) -> None:
         """After every turn."""
         generation = group.generation if group is not None else 0
+        world = snapshot.world
+        failure = world.cause.failure if world is not None else None
         begun_at = self._seen.running_since if generation == self._seen.generation else now
         self._seen = replace(
             self._seen,
@@ -201,7 +214,13 @@ class StatusPages:
             generation=generation,
             running_since=begun_at if generation else None,
             workers=group.running if group is not None else 0,
+            failure=failure or self._seen.failure,
         )
+
+    @property
+    def failure(self) -> Failure | None:
+        """The newest that ended a generation, with all that its node has said of it."""
+        return self._seen.failure
 
     def stepped(self, step: int, at: float) -> None:
         """A worker of the present generation has finished this step."""
@@ -209,9 +228,12 @@ class StatusPages:
 
     def reported(self, report: Report, now: float) -> None:
         """A worker of the present generation has."""
-        if report.tier != "local" or report.result != "ok":
-            return  # what is in memory ends with the agent
-        if isinstance(report, SaveReport):
+        if report.result != "ok" or report.tier == "part":
+            return
+        if report.tier == "memory":
+            saved = isinstance(report, SaveReport)
+            self._seen = replace(self._seen, memory=report.step, memory_at=now if saved else None)
+        elif isinstance(report, SaveReport):
             self._seen = replace(self._seen, checkpoint=report.step, saved_at=now)
         elif report.step != self._seen.checkpoint:
             self._seen = replace(self._seen, checkpoint=report.step, saved_at=None)
@@ -222,6 +244,8 @@ class StatusPages:
 
     def replicated(self, report: ReplicationReport) -> None:
         """The memory server has brought copies to other nodes, or cannot."""
+        if report.step and report.step != self._seen.replica:
+            self._seen = replace(self._seen, replica=report.step, replica_at=self._clock())
         self._seen = replace(self._seen, partners_unreachable=report.unreachable)
 
     def checked(self, findings: Sequence[Finding]) -> None:
@@ -248,6 +272,9 @@ class StatusPages:
         def age(instant: float | None) -> float | None:
             return max(0.0, now - instant) if instant is not None else None
 
+        def checkpoint(step: int | None, at: float | None) -> Checkpoint | None:
+            return Checkpoint(step, age(at)) if step is not None else None
+
         status = NodeStatus(
             job=self._job_name,
             node=snapshot.node,
@@ -265,9 +292,9 @@ class StatusPages:
             running_s=age(seen.running_since),
             step=seen.step,
             step_s=age(seen.stepped_at),
-            checkpoint=Checkpoint(seen.checkpoint, age(seen.saved_at))
-            if seen.checkpoint is not None
-            else None,
+            checkpoint=checkpoint(seen.checkpoint, seen.saved_at),
+            memory=checkpoint(seen.memory, seen.memory_at),
+            replica=checkpoint(seen.replica, seen.replica_at),
             lease_s=age(snapshot.confirmed_at),
             lease_ttl_s=self._lease_ttl_s,
             max_restarts=self._max_restarts,

@@ -87,13 +87,13 @@ _K = TypeVar("_K")
 
 
 def ask_all(
-    agents: Mapping[_K, Endpoint], path: str, page: Document[_T], timeout_s: float
+    agents: Mapping[_K, Endpoint], path: str, page: Document[_T], timeout_s: float, at_once: int = AT_ONCE
 ) -> dict[_K, _T | Unreachable]:
     """The answer of each at `path`, all of them within `timeout_s`."""
     if not agents:
         return {}
     # If all are silent, each thread waits for so many in turn.
-    each_s = timeout_s / math.ceil(len(agents) / AT_ONCE)
+    each_s = timeout_s / math.ceil(len(agents) / at_once)
 
     def ask(http: Endpoint) -> _T | Unreachable:
         try:
@@ -105,18 +105,18 @@ def ask_all(
         except (NoAnswer, Invalid):
             return Unreachable.STRANGE
 
-    with ThreadPoolExecutor(min(AT_ONCE, len(agents)), thread_name_prefix="ask") as pool:
+    with ThreadPoolExecutor(min(at_once, len(agents)), thread_name_prefix="ask") as pool:
         return dict(zip(agents, pool.map(ask, agents.values()), strict=True))
 
 
-def ask_nodes(job: JobStatus, timeout_s: float) -> dict[str, NodeAnswer]:
+def ask_nodes(job: JobStatus, timeout_s: float, at_once: int = AT_ONCE) -> dict[str, NodeAnswer]:
     """The status of each node of the job, by incarnation."""
     members = job.world.members if job.world is not None else ()
     addresses = {member.incarnation: member.http for member in members}
     addresses |= {node.incarnation: node.http for node in job.nodes}
     known = {incarnation: http for incarnation, http in addresses.items() if http is not None}
     answers: dict[str, NodeAnswer] = dict.fromkeys(addresses, Unreachable.HIDDEN)
-    for incarnation, answer in ask_all(known, STATUS_PATH, STATUS_PAGE, timeout_s).items():
+    for incarnation, answer in ask_all(known, STATUS_PATH, STATUS_PAGE, timeout_s, at_once).items():
         another = isinstance(answer, NodeStatus) and answer.incarnation != incarnation
         answers[incarnation] = Unreachable.REPLACED if another else answer
     return answers

@@ -1,0 +1,116 @@
+"""The state of a job as the page draws it: the report of `elastic-agent status`, small enough to be sent often.
+
+A pure function. A node is a row, so that a thousand of them take a tenth of a megabyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ....rendezvous.records import Failure
+from ..status.pages import Checkpoint, NodeStatus, worker_of
+from ..status.report import JobReport, NodeReport, as_json
+from .step_rate import Rates
+
+SCHEMA = 1
+
+COLUMNS = (
+    *("node", "first_rank", "slots", "state", "coordinates", "leaving", "workers", "step", "step_age_s"),
+    *("checkpoint", "checkpoint_age_s", "lease_age_s", "lease_ttl_s", "address", "notice"),
+)
+"""Of a row of `nodes`."""
+
+_JOB_KEYS = (
+    *("job", "state", "generation", "phase_age_s", "world_size", "group_world_size", "result", "cause"),
+    *("restarts", "step", "coordinator", "waiting_for", "complete", "notes"),
+)
+
+
+def overview(
+    job: JobReport | None, problem: str, failure: Failure | None, rates: Rates, at: float
+) -> dict[str, Any]:
+    """`job` is None when the job cannot be looked at now, which `problem` explains. `at`: the wall clock."""
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "at": round(at, 3),
+        "problem": problem,
+        "rates": as_json(rates),
+        "failure": _failure(failure),
+        "job": None,
+    }
+    if job is not None:
+        document["job"] = {key: as_json(getattr(job, key)) for key in _JOB_KEYS}
+        document["columns"] = COLUMNS
+        document["nodes"] = [_row(node) for node in job.nodes]
+        document["checkpoints"] = list(_checkpoints(job.nodes))
+    return document
+
+
+def _row(node: NodeReport) -> list[Any]:
+    status = node.status
+    saved = status.checkpoint if status is not None else None
+    return [
+        node.node,
+        node.first_rank,
+        node.slots,
+        node.state,
+        node.coordinates,
+        node.leaving,
+        status.workers if status is not None else 0,
+        status.step if status is not None else 0,
+        _rounded(status.step_s if status is not None else None),
+        saved.step if saved is not None else None,
+        _rounded(saved.age_s if saved is not None else None),
+        _rounded(status.lease_s if status is not None else None),
+        status.lease_ttl_s if status is not None else None,
+        str(node.address) if node.address is not None else "",
+        status.notice if status is not None else "",
+    ]
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return round(seconds, 1) if seconds is not None else None
+
+
+def _checkpoints(nodes: Iterable[NodeReport]) -> Iterable[dict[str, Any]]:
+    """The newest of each tier, its age, and how many nodes have it."""
+    statuses = [node.status for node in nodes if node.status is not None]
+
+    def of(status: NodeStatus) -> dict[str, Checkpoint | None]:
+        return {"memory": status.memory, "replica": status.replica, "disk": status.checkpoint}
+
+    for tier in ("memory", "replica", "disk"):
+        known = [found for status in statuses if (found := of(status)[tier]) is not None]
+        if known:
+            step = max(found.step for found in known)
+            newest = [found for found in known if found.step == step]
+            ages = [found.age_s for found in newest if found.age_s is not None]
+            yield {
+                "tier": tier,
+                "step": step,
+                "age_s": _rounded(min(ages, default=None)),
+                "nodes": len(newest),
+            }
+
+
+def _failure(failure: Failure | None) -> dict[str, Any] | None:
+    if failure is None:
+        return None
+    worker = worker_of(failure)
+    known: dict[str, Any] = {
+        "generation": failure.generation,
+        "summary": failure.summary,
+        "cause": failure.cause,
+        "action": failure.action.value,
+    }
+    if worker is not None:
+        known |= {
+            "rank": worker.rank,
+            "node": worker.node,
+            "summary": worker.summary,
+            "traceback": worker.traceback,
+            "log_tail": list(worker.log_tail),
+            "log_file": worker.log_file,
+        }
+    return known

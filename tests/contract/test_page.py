@@ -1,0 +1,273 @@
+"""The page in a real browser: it draws what the agent sends, and no text that it is sent becomes anything else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from elastic_agent.agent.observability.journal.events import Kind
+from elastic_agent.agent.observability.journal.journal import Journal
+from elastic_agent.agent.observability.page.board import EVENTS_PATH, STREAM_PATH, Board, Source
+from elastic_agent.agent.observability.page.html import PAGE_PATH, read_page
+from elastic_agent.agent.observability.page.overview import overview
+from elastic_agent.agent.observability.page.step_rate import Rates
+from elastic_agent.agent.observability.status.pages import Checkpoint
+from elastic_agent.agent.observability.status.report import CauseReport, JobReport
+from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
+from elastic_agent.health.http import Answers, HealthServer
+from elastic_agent.health.http_messages import Probe
+from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
+from elastic_agent.threads import Thread
+from tests.browser import LACKING, Browser, browsing, find_chromium
+from tests.unit.test_page import job_of
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>&amp;\u202e"
+"""With a sign that turns the direction of writing around."""
+
+
+RATES = Rates(2.0, 1.0, 0.5, (0.0, 10.0, 20.0, 20.0, 4.0), (0.0, 4.0, 0.0, 0.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip(LACKING)
+    with browsing(program) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Browser:
+    chromium.open("about:blank")
+    chromium.look(1280, 900)
+    chromium.problems.clear()
+    chromium.requested.clear()
+    return chromium
+
+
+@dataclass
+class Agent:
+    """What the page is told of, as tests set it."""
+
+    job: JobReport | None = None
+    problem: str = ""
+    failure: Failure | None = None
+    rates: Rates = RATES
+    journal: Journal = field(default_factory=lambda: Journal("n0", time.time))
+    server: HealthServer | None = None
+    close_board: Callable[[], None] = lambda: None
+    port: int = 0
+
+    def serve(self) -> None:
+        """Begins, or begins again, another life on the same port."""
+        life = "n0-1" if self.server is None else "n0-2"
+        about = {"job": "digits", "node": "n0", "incarnation": life, "version": "1"}
+        source = Source(lambda: [self.job] if self.job is not None else [], self.describe)
+        board = Board(self.journal, about, source, time.monotonic)
+        page = read_page()
+        bind = socket.create_server(("127.0.0.1", self.port), reuse_port=False, backlog=64)
+        self.port = bind.getsockname()[1]
+        probe = Probe(True, "")
+        answers = Answers(
+            lambda: b"",
+            lambda: probe,
+            lambda: probe,
+            queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
+            streams={STREAM_PATH: board.begin},
+        )
+        self.server = HealthServer(bind, answers, Thread)
+        board.wake = self.server.wake
+        board.start()
+        self.server.start()
+        self.close_board = board.close
+
+    def end(self) -> None:
+        assert self.server is not None
+        self.server.close()
+        self.close_board()
+
+    def describe(self, job: JobReport | None, problem: str) -> dict[str, Any]:
+        return overview(job, self.problem or problem, self.failure, self.rates, time.time())
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    agent = Agent(job_of(1))
+    agent.serve()
+    yield agent
+    agent.end()
+
+
+def shown(browser: Browser, selector: str) -> str:
+    return str(browser.value(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+
+def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -> None:
+    agent.job = job_of(3, checkpoint=Checkpoint(12, 3.0), memory=Checkpoint(17, 0.5), step=17)
+    agent.journal.note(Kind.WORLD, "the job starts", generation=1, cause="start", counts={"nodes": 3})
+    agent.journal.note(Kind.WORLD, "rank 3 failed", generation=2, cause="exception", counts={"nodes": 3})
+    agent.journal.note(Kind.RECOVERY, "training goes on", seconds={"stop": 0.2, "init": 0.3})
+    worker = WorkerFailure(
+        3, 1, "n1", 2, 1, "exception", "ValueError: lr < 0", None, "Traceback ...", (), "/l"
+    )
+    agent.failure = Failure(2, "print", "ValueError: lr < 0", worker.to_json())
+    browser.open(agent.url)
+    browser.wait_for("document.title === 'running · digits'")
+    browser.wait_for("document.querySelectorAll('#nodes tbody tr').length === 3")
+    text = browser.text()
+    for words in (
+        *(
+            "digits",
+            "running",
+            "generation 3",
+            "3 nodes, 24 workers",
+            "n0",
+            "coordinates",
+            "hidden",
+            "0\u20137",
+        ),
+        *("step 17", "0.5 s ago", "step 12", "rank 3 failed", "training again after 500 ms", "Traceback ..."),
+        *("rank 3 on node n1, generation 2", "all that it printed: /l", "live"),
+    ):
+        assert words in text, words
+    assert browser.value("document.querySelectorAll('#chart path.edge').length") == 1
+    assert browser.value("document.querySelector('#chart path.again').getAttribute('d').length") > 10
+    agent.journal.note(Kind.STRAGGLER, "rank 9 on node n1 is slow", generation=3, rank=9, about="n1")
+    agent.journal.note(Kind.EXCLUSION, "node n7 is left out for 60 s", about="n7", cause="xid")
+    browser.wait_for("document.querySelector('#excluded').innerText.includes('n7 is left out')")
+    assert "rank 9 on node n1 is slow" in shown(browser, "#stragglers")
+    browser.wait_for("document.querySelector('#nodes').innerText.includes('slow')")
+    agent.journal.note(Kind.READMISSION, "node n7 is back", about="n7")
+    browser.wait_for("document.querySelector('#excluded').innerText === ''")
+    assert browser.problems == []
+
+
+def test_it_asks_its_own_agent_alone(agent: Agent, browser: Browser) -> None:
+    browser.open(agent.url)
+    browser.wait_for("document.title === 'running · digits'")
+    asked = [url for url in browser.requested if not url.startswith(("data:", "about:"))]
+    assert asked == [agent.url, f"{agent.url}events/stream"]
+    assert browser.problems == []
+
+
+def test_texts_of_others_stay_text(agent: Agent, browser: Browser) -> None:
+    job = job_of(2, notice=HOSTILE)
+    nodes = tuple(replace(node, node=f"{HOSTILE}{place}") for place, node in enumerate(job.nodes))
+    cause = CauseReport(CauseKind.FAILURE, HOSTILE, 1, HOSTILE)
+    agent.job = replace(job, job=HOSTILE, nodes=nodes, cause=cause, notes=(HOSTILE,), waiting_for=HOSTILE)
+    agent.problem = HOSTILE
+    worker = WorkerFailure(3, 1, HOSTILE, 2, 1, "exception", HOSTILE, HOSTILE, HOSTILE, (HOSTILE,), HOSTILE)
+    agent.failure = Failure(2, "print", HOSTILE, worker.to_json())
+    for kind in Kind:
+        agent.journal.note(
+            kind, HOSTILE, cause=HOSTILE, about=HOSTILE, seconds={HOSTILE: 1.0}, counts={HOSTILE: 1}
+        )
+    browser.open(agent.url)
+    browser.wait_for("document.title.includes('img src')")
+    for selector in ("#job", "#why", "#waiting", "#nodes", "#failure", "#generations", "#events", "#notes"):
+        assert "<img src=x" in shown(browser, selector), selector
+    assert browser.value("document.querySelectorAll('main img, main script, [onerror]').length") == 0
+    assert browser.value("document.title") != "owned"
+    assert browser.problems == []
+
+
+def test_an_address_that_is_none_is_no_link(agent: Agent, browser: Browser) -> None:
+    job = job_of(4)
+    addresses = (
+        Endpoint("h0", 1),
+        Endpoint("javascript:alert(1)//", 1),
+        Endpoint("h:1/?<x>", 2),
+        Endpoint("::1", 3),
+    )
+    nodes = tuple(replace(node, address=http) for node, http in zip(job.nodes, addresses, strict=True))
+    agent.job = replace(job, nodes=nodes)
+    browser.open(agent.url)
+    browser.wait_for("document.querySelectorAll('#nodes tbody tr').length === 4")
+    links = "[...document.querySelectorAll('#nodes a')].map((a) => a.href)"
+    assert browser.value(links) == ["http://[::1]:3/"]
+    assert browser.problems == []
+
+
+def test_a_thousand_nodes_are_drawn_and_those_in_need_come_first(agent: Agent, browser: Browser) -> None:
+    agent.job = job_of(1000)
+    browser.open(agent.url)
+    browser.wait_for("document.querySelectorAll('#map i').length === 1000")
+    assert "999 running, 1 hidden" in browser.text().replace("\u2009", "")
+    assert browser.value("document.querySelectorAll('#nodes tbody tr').length") == 40
+    browser.value("document.querySelector('#nodes-more button').click()")
+    browser.wait_for("document.querySelectorAll('#nodes tbody tr').length === 1000")
+    find = (
+        "const f = document.getElementById('filter'); f.value = 'N77'; f.dispatchEvent(new Event('input')); 1"
+    )
+    browser.value(find)
+    browser.wait_for("document.querySelectorAll('#nodes tbody tr').length === 11")
+    assert browser.problems == []
+
+
+def test_before_there_is_anything_it_says_so(agent: Agent, browser: Browser) -> None:
+    agent.job, agent.rates, agent.problem = (
+        None,
+        Rates(2.0, 1.0, None, (0.0,), (0.0,)),
+        "the store does not answer",
+    )
+    browser.open(agent.url)
+    browser.wait_for("document.body.innerText.includes('the store does not answer')")
+    text = browser.text()
+    for words in (
+        "No failure so far.",
+        "No step is reported on this node",
+        "Nothing is known of the nodes yet.",
+    ):
+        assert words in text, words
+    assert browser.problems == []
+
+
+def test_it_says_when_it_has_lost_its_agent_and_goes_on_with_the_next(agent: Agent, browser: Browser) -> None:
+    agent.journal.note(Kind.SAVE, "saved by the first")
+    browser.open(agent.url)
+    browser.wait_for("document.title === 'running · digits'")
+    agent.end()
+    browser.wait_for("document.getElementById('banner').innerText.includes('No connection to the agent')")
+    assert browser.value("document.getElementById('all').classList.contains('stale')")
+    assert "running" in shown(browser, "#state"), "the last that is known stays"
+    agent.journal = Journal("n0", time.time)
+    agent.journal.note(Kind.SAVE, "saved by the next")
+    agent.serve()
+    browser.wait_for("document.getElementById('link').innerText === 'live'")
+    browser.wait_for("document.getElementById('events').innerText.includes('saved by the next')")
+    assert "saved by the first" not in browser.text()
+    assert browser.value("document.getElementById('banner').hidden")
+
+
+def test_an_agent_that_has_ended_is_no_lost_connection(agent: Agent, browser: Browser) -> None:
+    browser.open(agent.url)
+    browser.wait_for("document.title === 'running · digits'")
+    agent.journal.note(Kind.AGENT_ENDED, "every worker ended with success", counts={"code": 0})
+    browser.wait_for("document.getElementById('events').innerText.includes('every worker')")
+    agent.end()
+    browser.wait_for("document.getElementById('banner').innerText.includes('has ended')")
+    assert shown(browser, "#link") == "ended"
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_nothing_is_wider_than_a_phone(agent: Agent, browser: Browser, width: int) -> None:
+    agent.job = job_of(30, checkpoint=Checkpoint(123_456, 3.0), step=123_456)
+    long = "x" * 300
+    agent.failure = Failure(2, "print", long)
+    agent.journal.note(Kind.WORLD, long, generation=1, cause="exception")
+    browser.look(width, 800, phone=True)
+    browser.open(agent.url)
+    browser.wait_for("document.title === 'running · digits'")
+    browser.wait_for("document.querySelectorAll('#nodes tbody tr').length === 30")
+    assert browser.value("document.documentElement.scrollWidth") <= width
