@@ -11,13 +11,14 @@ from .types.option import Group, Option
 from .types.parsers import (
     PATH,
     Parser,
+    one_of,
     read_local_ranks,
     read_log_level,
     read_streams,
     read_template,
     read_texts,
 )
-from .types.values import LocalRanks, LogLevel, Streams, Texts
+from .types.values import LocalRanks, LogFormat, LogLevel, Streams, Texts
 
 LOGS = Group("Logs")
 NO_FILES = Path(os.devnull)
@@ -91,6 +92,13 @@ LOG_LEVEL: Option[LogLevel] = LOGS.option(
     metavar="LEVEL",
     default="info",
 )
+LOG_FORMAT: Option[LogFormat] = LOGS.option(
+    "log-format",
+    one_of(LogFormat),
+    "the agent's own lines: for people, or each as one JSON object (time, level, logger, message, node, generation)",
+    metavar="FORMAT",
+    default="text",
+)
 QUIET = LOGS.flag(
     "quiet",
     "short for --log-level warning: the workers' own output, and of the agent only warnings and errors",
@@ -100,7 +108,7 @@ QUIET = LOGS.flag(
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What `supervision.output_routes` decides by, and the level of the agent's own log."""
+    """What `supervision.output_routes` decides by, and how the agent's own log is."""
 
     directory: Path | None = LOG_DIR.field()
     """Below it are the files of workers; None: in the temporary directory, if `wants_files`, else there are none;
@@ -114,6 +122,7 @@ class LogConfig:
     stderr_filters: Texts = STDERR_FILTERS.field()
     prefix_template: str = PREFIX_TEMPLATE.field()
     level: LogLevel = LOG_LEVEL.field()
+    format: LogFormat = LOG_FORMAT.field()
 
     def without_worker(self, workers: int) -> Iterator[str]:
         """Warnings of local ranks that a node with so many workers does not have."""

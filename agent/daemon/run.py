@@ -27,7 +27,7 @@ def run(resolved: Resolved) -> int:
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     listen(lambda thread, error: thread_failed(events, thread, error))
     console = take_console(name)
-    log_to(console, name, config.logs.level.number)
+    log_to(console, name, config.logs)
     manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
     environment = take_environment()
     catch_signals(events, config.stop.more_signals.numbers)

@@ -7,14 +7,16 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from ..common.events import Event, Signalled, ThreadFailed
 from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode
+from ..configuration.logs import LogConfig
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.stopping import StopConfig
 from ..configuration.timeouts import leaves_in_s
 from ..output.console import Console, ConsoleHandler
+from ..output.log_lines import JsonLines, text_lines
 from ..workers.processes.guard import Guard
 from .error_file import VARIABLE as ERROR_FILE
 from .error_file import write_error_file
@@ -33,12 +35,13 @@ def take_environment() -> Mapping[str, str]:
     return environment
 
 
-def log_to(console: Console, name: str, level: int) -> None:
+def log_to(console: Console, name: str, logs: LogConfig, generation: Callable[[], int] = lambda: 0) -> None:
+    """`generation`: the newest that workers of this node are part of; 0: none."""
     handler = ConsoleHandler(console)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d [{name}] %(message)s", "%H:%M:%S"))
+    handler.setFormatter(JsonLines(name, generation) if logs.format == "json" else text_lines(name))
     root = logging.getLogger("elastic_agent")
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logs.level.number)
     root.propagate = False
 
 

@@ -112,7 +112,7 @@ def run(config: Config, machine: Machine, prepared: Prepared | None = None) -> i
     name = config.node_id or unique_node_id()
     prepared = prepared or prepare_process()
     console = take_console(name)
-    log_to(console, name, config.logs.level.number)
+    log_to(console, name, config.logs)
     run_directory = choose_run_directory(config.logs)
     config = replace(config, logs=choose_log_directory(config.logs))
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
@@ -207,6 +207,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
     metrics = metrics_of(agent, machine, network)
     with contextlib.ExitStack() as parts:
         journal = _started(parts, journal_of(agent, metrics))
+        log_to(agent.console, agent.name, agent.config.logs, lambda: journal.generation)
         claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
         helpers = _start_helpers(agent, claimed, prepared, parts)
         checks = _check(agent, machine, helpers.subreaper, parts)

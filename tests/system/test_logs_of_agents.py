@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -107,3 +108,18 @@ def test_the_last_lines_of_a_killed_worker_are_shown(job: Job) -> None:
     assert agent.says(r"exit code 9")
     summary = agent.text.partition("Worker failure in generation 1")[2]
     assert "last words 7" in summary
+
+
+def test_each_line_of_an_agent_s_own_log_can_be_one_json_object(job: Job) -> None:
+    logs = job.folder / "logs"
+    options = ("--log-format=json", f"--log-dir={logs}", "--redirects=3", "--max-restarts=1")
+    agent = job.start("n", *options, script=(RECORDER, "--fault=1:0:5:1", "--steps=20"))
+    assert agent.exit_code() == 0
+    lines = [json.loads(line) for line in agent.text.splitlines()]
+    assert {line["node"] for line in lines} == {"n"}
+    assert {line["level"] for line in lines} >= {"info", "error"}
+    stopped, ended = (
+        next(line for line in lines if line["message"].startswith(text))
+        for text in ("stopping generation 1", "generation 2: 1 worker here ended")
+    )
+    assert (stopped["level"], stopped["generation"], ended["generation"]) == ("error", 1, 2)

@@ -107,6 +107,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "duplicate-stderr-filters": ("Error", "logs.stderr_filters", Texts(("Error",))),
     "log-line-prefix-template": ("${hostname}:${rank}: ", "logs.prefix_template", "${hostname}:${rank}: "),
     "log-level": ("error", "logs.level", LogLevel(40)),
+    "log-format": ("json", "logs.format", "json"),
     "quiet": ("true", "logs.level", LogLevel(30)),
 }
 
@@ -185,6 +186,7 @@ REFUSED: dict[str, Sequence[str]] = {
     "duplicate-stderr-filters": ["a\0b"],
     "log-line-prefix-template": ["a\0b"],
     "log-level": ["", "verbose", "trace", "1.5", "Level 20", "-1"],
+    "log-format": ["", "JSON", "yaml"],
     "quiet": ["very"],
     "script": ["", "a\0b", "no/such/file.py"],
     "module": [""],

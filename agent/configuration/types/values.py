@@ -97,6 +97,9 @@ class Signals:
         return ",".join(self.names)
 
 
+LogFormat = Literal["text", "json"]
+
+
 @dataclass(frozen=True, slots=True)
 class LogLevel:
     """A level of Python's logging."""

@@ -100,6 +100,11 @@ class Journal:
             heard()
 
     @property
+    def generation(self) -> int:
+        """The newest that was noted; 0 before the first."""
+        return self._generation
+
+    @property
     def newest(self) -> int:
         """Its number; 0 before the first."""
         return self._number

@@ -1,0 +1,45 @@
+"""How a line of the agent's own log looks: for people, or as one JSON object for programs.
+
+    {"time": "2026-03-01T12:00:00.125Z", "level": "warning", "logger": "elastic_agent.agent.main.loop",
+     "message": "leaving the job", "node": "a", "generation": 3}
+
+A text of several lines, as a traceback, is one line of JSON. What else the console shows, as the lines of workers, is
+not the log's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def text_lines(node: str) -> logging.Formatter:
+    """For people."""
+    return logging.Formatter(f"%(asctime)s.%(msecs)03d [{node}] %(message)s", "%H:%M:%S")
+
+
+class JsonLines(logging.Formatter):
+    """`generation`: the newest that this node's workers were part of; 0: there was none, and the key is left out."""
+
+    def __init__(self, node: str, generation: Callable[[], int]) -> None:
+        super().__init__()
+        self._node = node
+        self._generation = generation
+
+    def format(self, record: logging.LogRecord) -> str:
+        whole, milliseconds = divmod(round(record.created * 1000), 1000)
+        line: dict[str, Any] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{milliseconds:03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "node": self._node,
+        }
+        if generation := self._generation():
+            line["generation"] = generation
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)

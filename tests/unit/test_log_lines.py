@@ -1,0 +1,62 @@
+"""The agent's own log as JSON: each line is one object, whatever the text is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from elastic_agent.agent.output.log_lines import JsonLines, text_lines
+
+
+def record(message: str, *args: object, level: int = logging.WARNING) -> logging.LogRecord:
+    made = logging.LogRecord("elastic_agent.agent.main.loop", level, "loop.py", 1, message, args, None)
+    made.created = 1_772_366_400.1254
+    return made
+
+
+def test_a_line_has_what_programs_look_for() -> None:
+    lines = JsonLines("a", lambda: 3)
+    assert json.loads(lines.format(record("leaving in %d s", 5))) == {
+        "time": "2026-03-01T12:00:00.125Z",
+        "level": "warning",
+        "logger": "elastic_agent.agent.main.loop",
+        "message": "leaving in 5 s",
+        "node": "a",
+        "generation": 3,
+    }
+
+
+def test_before_the_first_generation_there_is_none() -> None:
+    assert "generation" not in json.loads(JsonLines("a", lambda: 0).format(record("hello")))
+
+
+@pytest.mark.parametrize("text", ["two\nlines", 'a "quote"', "\x1b[31m", "\udcff", "\u2028", "ü"])
+def test_any_text_is_one_line_and_comes_back(text: str) -> None:
+    line = JsonLines("a", lambda: 0).format(record("%s", text))
+    assert line.isascii()
+    assert len(line.splitlines()) == 1
+    assert json.loads(line)["message"] == text
+
+
+def test_a_traceback_is_part_of_its_line() -> None:
+    failed = record("it failed")
+    try:
+        raise ValueError("no")
+    except ValueError:
+        failed.exc_info = sys.exc_info()
+    line = JsonLines("a", lambda: 0).format(failed)
+    assert len(line.splitlines()) == 1
+    assert json.loads(line)["exception"].endswith("ValueError: no")
+
+
+def test_a_second_that_is_about_to_begin_has_no_thousand_milliseconds() -> None:
+    late = record("now")
+    late.created = 1_772_366_400.9996
+    assert json.loads(JsonLines("a", lambda: 0).format(late))["time"] == "2026-03-01T12:00:01.000Z"
+
+
+def test_lines_for_people_name_the_node() -> None:
+    assert text_lines("a").format(record("leaving")).endswith("[a] leaving")
