@@ -221,6 +221,18 @@ class ConvertCode(Code):
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C): nothing was written"
 
 
+class EventsCode(Code):
+    """How `elastic-agent events` ends. `docs/status.md` shows the same table."""
+
+    SHOWN = 0, "what has happened was shown"
+    NO_RUN = 66, "no agent of this job answers here, and no files of such a run are there"
+    NO_ANSWER = 69, "the agent that was asked did not answer in time"
+    MISMATCH = 76, "what answers is another program, or another version of elastic-agent"
+    BAD_CONFIG = 78, "the command line cannot be"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C), an end of --follow"
+    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
+
+
 class ReportCode(Code):
     """How `elastic-agent report` ends. `docs/report.md` shows the same table."""
 

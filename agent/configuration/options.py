@@ -20,6 +20,12 @@ POOL_COMMANDS = {
 }
 """Those about a pool and its jobs. `agent/commands/pool` has a module for each."""
 
+RUN_COMMANDS = {
+    "events": "what has happened to a job, from its agents or from the files of a run",
+    "report": "where the hours of a run went, and which nodes cost them",
+}
+"""Those about the folder of a run. `agent/commands/runs` has a module for each."""
+
 COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
     "check": "is this node fit to train? Same options as a run",
@@ -27,14 +33,14 @@ COMMANDS = {
     "drain": "let a node leave its job without losing a step",
     **POOL_COMMANDS,
     "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell",
-    "report": "where the hours of a run went, and which nodes cost them",
+    **RUN_COMMANDS,
     "forget": "delete what an ended job left in etcd",
     "convert": "make a sharded checkpoint of a replicated one, or the other way round",
 }
-"""First words that are no script, each with its line in `--help`. `agent/commands` has a module for each that is not
-about a pool."""
+"""First words that are no script, each with its line in `--help`. `agent/commands` has a module for each of the
+others."""
 
-AFTERWARDS = ("report", "forget", "convert")
+AFTERWARDS = (*RUN_COMMANDS, "forget", "convert")
 """Those of them about what an ended job has left."""
 
 GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, LOGS, ITSELF)

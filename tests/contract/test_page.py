@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.observability.journal.events import Kind
+from elastic_agent.agent.observability.journal.events import EVENTS_PATH, Kind
 from elastic_agent.agent.observability.journal.journal import Journal
-from elastic_agent.agent.observability.page.board import EVENTS_PATH, STREAM_PATH, Board, Source
+from elastic_agent.agent.observability.page.board import STREAM_PATH, Board, Source
 from elastic_agent.agent.observability.page.html import PAGE_PATH, read_page
 from elastic_agent.agent.observability.page.overview import overview
 from elastic_agent.agent.observability.page.step_rate import Rates

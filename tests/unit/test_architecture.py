@@ -113,8 +113,9 @@ workers/supervision: common output configuration machine/memory workers/failures
     workers/environment workers/evidence workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
-    workers/checkpoints machine workers/environment rendezvous_io observability/status \
-    observability/journal observability/report commands/check_nodes
+    workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
+commands/runs: common output configuration configuration/types configuration/reading workers/processes \
+    observability/journal observability/report commands
 main: common output configuration configuration/types machine/network machine/memory workers/failures \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
     rendezvous_io observability/status observability/journal observability/page observability/accounting \

@@ -15,8 +15,9 @@ from elastic_agent.agent.commands.drain import TIMEOUT
 from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
 from elastic_agent.agent.commands.files import KINDS
 from elastic_agent.agent.commands.pool import jobs, logs, submit
-from elastic_agent.agent.commands.report import REPORT_OPTIONS
-from elastic_agent.agent.commands.status import STATUS_OPTIONS
+from elastic_agent.agent.commands.runs.events import EVENTS_OPTIONS
+from elastic_agent.agent.commands.runs.report import REPORT_OPTIONS
+from elastic_agent.agent.commands.status import AGENT, STATUS_OPTIONS
 from elastic_agent.agent.configuration.options import COMMANDS
 from elastic_agent.agent.configuration.reading.sources import read_argv
 
@@ -29,6 +30,7 @@ OF_SUBCOMMANDS = {
     "status": STATUS_OPTIONS,
     "explain-env": EXPLAIN_OPTIONS,
     "drain": [TIMEOUT],
+    "events": [*EVENTS_OPTIONS, AGENT],
     "report": REPORT_OPTIONS,
     "forget": [],
     "submit": [submit.NAME, submit.ENV, submit.DIRECTORY, submit.TIME_LIMIT, submit.FOLLOW],
@@ -37,7 +39,7 @@ OF_SUBCOMMANDS = {
     "wait": [],
     "cancel": [],
 }
-WITH_SUBJECT = ("drain", "report", "forget", "logs", "wait", "cancel")
+WITH_SUBJECT = ("drain", "events", "report", "forget", "logs", "wait", "cancel")
 
 
 def commands(page: Path) -> Iterator[str]:

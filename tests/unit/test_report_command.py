@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands.report import main
+from elastic_agent.agent.commands.runs.report import main
 from elastic_agent.agent.common.exits import ReportCode
 from elastic_agent.agent.observability.journal.events import EVENT
 from elastic_agent.agent.output.log_folders import MARK, RunFolder, run_folder

@@ -16,6 +16,9 @@ from typing import Annotated
 from ....codec import Count, Document, Invalid, Positive, Seconds, Within
 from ....rendezvous.text import Name, line
 
+EVENTS_PATH = "/events"
+"""Of an agent's HTTP address: the newest, as `{"schema", "job", "node", "incarnation", "newest", "events"}`."""
+
 SCHEMA = 1
 MAX_EVENT_TEXT = 1000
 MAX_EVENT_CHARS = 16 * 1024

@@ -24,7 +24,6 @@ from ..status.sources import CannotShow
 
 log = logging.getLogger(__name__)
 
-EVENTS_PATH = "/events"
 STREAM_PATH = "/events/stream"
 
 MOST_EVENTS = 500

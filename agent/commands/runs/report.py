@@ -12,19 +12,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...rendezvous.text import NAME
-from ..common.exits import ReportCode
-from ..configuration.config import HELP, SCRIPT, ConfigError, Problem
-from ..configuration.logs import LOG_DIR
-from ..configuration.reading.sources import read_argv, read_environ
-from ..configuration.types.option import Group, Option
-from ..configuration.types.parsers import PATH, Parser
-from ..observability.journal.event_file import journals, read_file
-from ..observability.report.picture import FORMATS, PictureError, draw
-from ..observability.report.report import Report, ReportError, report_of
-from ..observability.report.text import document, lines
-from ..output.log_folders import log_directory, newest_run
-from .store_command import one_line_errors
+from ...common.exits import ReportCode
+from ...configuration.config import HELP, SCRIPT, ConfigError, Problem
+from ...configuration.logs import LOG_DIR
+from ...configuration.reading.sources import read_argv, read_environ
+from ...configuration.types.option import Group, Option
+from ...configuration.types.parsers import PATH, Parser
+from ...observability.journal.event_file import journals, read_file
+from ...observability.report.picture import FORMATS, PictureError, draw
+from ...observability.report.report import Report, ReportError, report_of
+from ...observability.report.text import document, lines
+from ..store_command import one_line_errors
+from .run_folders import NoRun, find_run
 
 _USAGE = """\
 usage: elastic-agent report RUN [--json] [--picture FILE.png|FILE.svg] [--log-dir DIR]
@@ -78,12 +77,15 @@ def main(words: Sequence[str]) -> int:
     given = (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
     try:
         with one_line_errors(ReportCode.INTERRUPTED):
-            report = _read(_folder(run, given))
+            report = _read(find_run(run, given))
             shown = json.dumps(document(report)) if command_line[JSON].value else "\n".join(lines(report))
             print(shown, flush=True)
             if (picture := command_line[PICTURE].value) is not None:
                 draw(report, picture)
             return ReportCode.SHOWN
+    except NoRun as error:
+        print(f"elastic-agent report: {error}", file=sys.stderr)
+        return ReportCode.NO_RUN
     except _NoReport as error:
         print(f"elastic-agent report: {error}", file=sys.stderr)
         return error.code
@@ -92,21 +94,6 @@ def main(words: Sequence[str]) -> int:
         return ReportCode.NOT_WRITTEN
     except BrokenPipeError:
         return ReportCode.OUTPUT_CLOSED
-
-
-def _folder(run: str, log_dir: Path | None) -> Path:
-    """Raises _NoReport."""
-    if (folder := Path(run)).is_dir():
-        return folder
-    try:
-        directory = log_directory(log_dir, own=log_dir is None)
-        found = newest_run(directory, run) if directory is not None and NAME.fullmatch(run) else None
-    except OSError as error:
-        raise _NoReport(ReportCode.NO_RUN, f"{run}: {error.strerror or error}; see --log-dir") from None
-    if found is None:
-        where = f"{run} is no folder, and {directory} has no run of a job of this name"
-        raise _NoReport(ReportCode.NO_RUN, f"{where}; see --log-dir")
-    return found
 
 
 def _read(folder: Path) -> Report:

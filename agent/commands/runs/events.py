@@ -1,0 +1,308 @@
+"""`elastic-agent events`: what has happened to a job, from its agents while it goes on, or from the files of a run.
+
+It only asks and reads. Events of several nodes are sorted by the clocks of those who wrote them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....codec import Invalid, load_object
+from ....rendezvous.records import Endpoint
+from ....rendezvous.text import NAME
+from ...common.exits import EventsCode
+from ...common.http_client import NoAnswer, get
+from ...configuration.config import HELP, SCRIPT, ConfigError
+from ...configuration.logs import LOG_DIR
+from ...configuration.reading.sources import read_argv, read_environ
+from ...configuration.types.option import Group, Option
+from ...configuration.types.parsers import duration
+from ...observability.journal.event_file import journals, read_file
+from ...observability.journal.events import EVENT, EVENTS_PATH, JobEvent, Kind
+from ...workers.processes.run_files import agents_here, run_directory_parents
+from ..status import AGENT
+from ..store_command import one_line_errors
+from .run_folders import NoRun, find_run
+
+_USAGE = """\
+usage: elastic-agent events [JOB] [--follow] [--json] [--agent HOST:PORT]
+       elastic-agent events RUN [--json] [--log-dir DIR]
+
+Shows what has happened to a job: worlds and their causes, failures, recoveries, saves, nodes left out. Asks the agents
+on this machine, or one by its address, for the newest events that each has in memory. Where no agent of JOB runs here,
+and of the folder RUN of a run, it reads what all agents have written there.
+"""
+
+MOST_ANSWER = 16 * 2**20
+FOLLOWS_S = 1.0
+"""How often an agent is asked for more."""
+
+EVENTS_OPTIONS = Group("events")
+JSON = EVENTS_OPTIONS.flag("json", "one JSON object a line, as in the files")
+FOLLOW = EVENTS_OPTIONS.flag("follow", "then show what comes, until the agents have ended or Ctrl-C")
+TIMEOUT: Option[float] = EVENTS_OPTIONS.option(
+    "timeout", duration(0.1), "how long an agent may take to answer", default="3s"
+)
+
+
+class CannotShow(Exception):
+    def __init__(self, code: EventsCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Source(ABC):
+    @abstractmethod
+    def read(self) -> list[JobEvent]:
+        """What has come since the last time, in order. Raises CannotShow."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """No more will come."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns an `EventsCode`."""
+    subject = words[0] if words and not words[0].startswith("-") else None
+    command_line = read_argv(words[1:] if subject is not None else words, (*EVENTS_OPTIONS, AGENT))
+    if HELP in command_line:
+        print(_help())
+        return EventsCode.SHOWN
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    problems = command_line.problems
+    agent, follow = command_line[AGENT].value, bool(command_line[FOLLOW].value)
+    if SCRIPT in command_line:
+        problems.append(command_line[SCRIPT].problem("one job, or one run", "leave it out"))
+    if agent is not None and subject is not None:
+        problems.append(command_line[AGENT].problem("an agent, or a job", f"leave out it or {subject}"))
+    if problems:
+        print(f"elastic-agent events: {ConfigError(problems)}", file=sys.stderr)
+        return EventsCode.BAD_CONFIG
+    log_dir = (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
+    show = _as_json if command_line[JSON].value else _as_text
+    try:
+        with one_line_errors(EventsCode.INTERRUPTED):
+            source = _choose(subject, agent, log_dir, command_line[TIMEOUT].value)
+            _show(source, show, follow=follow)
+            return EventsCode.SHOWN
+    except CannotShow as error:
+        print(f"elastic-agent events: {error}", file=sys.stderr)
+        return error.code
+    except BrokenPipeError:
+        return EventsCode.OUTPUT_CLOSED
+
+
+def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, timeout_s: float) -> Source:
+    """Raises CannotShow."""
+    if agent is not None:
+        return AgentsSource((agent,), None, timeout_s)
+    folder = Path(subject) if subject is not None else None
+    if folder is not None and (folder.is_dir() or NAME.fullmatch(str(folder)) is None):
+        return FilesSource(_found(str(folder), log_dir))
+    try:
+        return AgentsSource(agents_here(run_directory_parents(), os.getuid()), subject, timeout_s)
+    except CannotShow as nothing:
+        if subject is None or nothing.code is not EventsCode.NO_RUN:
+            raise
+        return FilesSource(_found(subject, log_dir))
+
+
+def _found(run: str, log_dir: Path | None) -> Path:
+    """Raises CannotShow."""
+    try:
+        return find_run(run, log_dir)
+    except NoRun as error:
+        raise CannotShow(EventsCode.NO_RUN, str(error)) from None
+
+
+def _show(source: Source, show: Callable[[JobEvent], str], *, follow: bool) -> None:
+    """Raises CannotShow."""
+    while True:
+        for event in source.read():
+            if text := show(event):
+                print(text)
+        sys.stdout.flush()
+        if not follow or source.over:
+            return
+        time.sleep(FOLLOWS_S)
+
+
+# --- Agents
+
+
+@dataclass(slots=True)
+class _Agent:
+    http: Endpoint
+    life: str = ""
+    seen: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    job: str
+    life: str
+    newest: int
+    events: tuple[JobEvent, ...]
+
+
+class AgentsSource(Source):
+    """Several of them may belong to one job, or to several."""
+
+    def __init__(self, agents: Iterable[Endpoint], job: str | None, timeout_s: float) -> None:
+        """`job`: only those of this one count. Raises CannotShow."""
+        self._timeout_s = timeout_s
+        self._waiting: list[JobEvent] = []
+        self._agents: list[_Agent] = []
+        problems: list[CannotShow] = []
+        for http in agents:
+            agent = _Agent(http)
+            try:
+                answer = self._ask(agent)
+            except ConnectionRefusedError:
+                continue  # the address of an agent that was killed stays for a moment
+            except CannotShow as problem:
+                problems.append(problem)
+                continue
+            if job in (None, answer.job):
+                self._agents.append(agent)
+                self._waiting += self._take(agent, answer)
+        if self._agents:
+            return
+        if problems:
+            raise problems[0]
+        whose = f"of job {job} " if job is not None else ""
+        raise CannotShow(
+            EventsCode.NO_RUN,
+            f"no agent {whose}answers here: ask one by the address in its log, --agent HOST:PORT, or name a run",
+        )
+
+    def read(self) -> list[JobEvent]:
+        events, self._waiting = self._waiting, []
+        for agent in self._agents:
+            try:
+                if not agent.over:
+                    events += self._take(agent, self._ask(agent))
+            except ConnectionRefusedError:
+                agent.over = True
+        return sorted(events, key=lambda event: (event.at, event.node, event.number))
+
+    @property
+    def over(self) -> bool:
+        return all(agent.over for agent in self._agents)
+
+    def _take(self, agent: _Agent, answer: _Answer) -> list[JobEvent]:
+        """All that there is by now. Raises CannotShow and ConnectionRefusedError."""
+        events: list[JobEvent] = []
+        while True:
+            if answer.life != agent.life:
+                agent.life, again = answer.life, agent.life != ""
+                if again:  # another life, which counts anew
+                    agent.seen = 0
+                    answer = self._ask(agent)
+            events += answer.events
+            before, agent.seen = (
+                agent.seen,
+                max((event.number for event in answer.events), default=agent.seen),
+            )
+            if agent.seen >= answer.newest or agent.seen == before:
+                return events
+            answer = self._ask(agent)
+
+    def _ask(self, agent: _Agent) -> _Answer:
+        """Raises CannotShow and ConnectionRefusedError."""
+        http = agent.http
+        try:
+            text = get(
+                http, f"{EVENTS_PATH}?since={agent.seen}", time.monotonic, self._timeout_s, MOST_ANSWER
+            )
+            body = load_object(text, "page")
+            job, life, newest, events = (body.get(key) for key in ("job", "incarnation", "newest", "events"))
+            if not (
+                isinstance(job, str)
+                and isinstance(life, str)
+                and type(newest) is int
+                and isinstance(events, list)
+            ):
+                raise Invalid("page without events")
+            return _Answer(job, life, newest, tuple(_readable(events)))
+        except ConnectionRefusedError:
+            raise
+        except OSError:
+            reason = f"the agent at {http} gives no answer within {self._timeout_s:g} s"
+            raise CannotShow(EventsCode.NO_ANSWER, reason) from None
+        except (NoAnswer, Invalid):
+            reason = f"what answers at {http} is another program, or another version of elastic-agent"
+            raise CannotShow(EventsCode.MISMATCH, reason) from None
+
+
+def _readable(events: Iterable[Any]) -> Iterable[JobEvent]:
+    for event in events:
+        try:
+            yield EVENT.unpack(dict(event) if isinstance(event, dict) else {})
+        except Invalid:
+            continue  # of a kind that this version does not know
+
+
+# --- Files
+
+
+class FilesSource(Source):
+    """What all agents have written into the folder of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self) -> list[JobEvent]:
+        try:
+            files = journals(self._folder)
+            if not files:
+                reason = f"{self._folder} has no events-NODE.jsonl: name the folder of a run"
+                raise CannotShow(EventsCode.NO_RUN, reason)
+            events = [event for parts in files.values() for part in parts for event in read_file(part)]
+        except OSError as error:
+            raise CannotShow(EventsCode.NO_RUN, f"{error.filename}: {error.strerror}") from None
+        return sorted(
+            events, key=lambda event: event.at
+        )  # a stable order: of one node and instant, as it wrote
+
+    @property
+    def over(self) -> bool:
+        return True
+
+
+# --- Words
+
+
+def _as_json(event: JobEvent) -> str:
+    return EVENT.encode(event)
+
+
+def _as_text(event: JobEvent) -> str:
+    """A line; where the time went is for other programs."""
+    if event.kind is Kind.ACCOUNTING:
+        return ""
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at))
+    where = f"rank {event.rank}" if event.rank is not None else ""
+    if event.about and event.kind is Kind.FAILURE:
+        where = f"{where} on {event.about}".strip()
+    text = f"{where}: {event.text}" if where and where not in event.text else event.text
+    return (
+        f"{moment}  {event.node:<12}  {event.generation:>4}  {event.kind.value.replace('_', ' '):<15}  {text}"
+    )
+
+
+def _help() -> str:
+    codes = [f"  {int(code):>3}  {code.meaning}" for code in EventsCode]
+    options = [option.help_text() for option in (*EVENTS_OPTIONS, AGENT, LOG_DIR)]
+    return "\n".join([_USAGE, *options, "", "Exit codes:", *codes])
