@@ -110,9 +110,14 @@ class Metrics(Page):
         "to stop, lost is every other that went.",
         kind=MEMBERSHIP_CHANGES,
     )
-    nodes_put_aside_total = Row(
+    node_exclusions_total = Row(
         Counter,
-        "Nodes that all further worlds leave out because the workers failed on them alone, as seen from this node.",
+        "Nodes that were excluded from all worlds until they are readmitted, as seen from this node.",
+    )
+    node_excluded = Row(
+        Level,
+        "1 while this node is excluded from all worlds, because workers failed on it alone or an operator asked for "
+        "it, else 0.",
     )
 
     workers = Row(
@@ -444,11 +449,11 @@ class Metrics(Page):
                 self.workers.set(number, state=state)
 
     def count_membership_change(
-        self, *, joined: int, left: int, lost: int, put_aside: int, incident: str | None
+        self, *, joined: int, left: int, lost: int, excluded: int, incident: str | None
     ) -> None:
         """The world has changed: nodes by what became of them, and the root of the failure if one was behind it."""
         with self.lock:
-            self.nodes_put_aside_total.inc(put_aside)
+            self.node_exclusions_total.inc(excluded)
             for kind, number in (("join", joined), ("leave", left), ("lost", lost)):
                 self.membership_changes_total.inc(number, kind=kind)
             if incident is not None:

@@ -29,13 +29,14 @@ MAX_RECORD_BYTES = 1024 * 1024
 """Less than a store takes in one request, evictions included."""
 MAX_MEMBERS_BYTES = 704 * 1024
 """Of these, the members of a world: 4,096 nodes, the most that a job may have, have 176 bytes each. The rest
-is room for the longest failure, and for those that stand by or were put aside."""
+is room for the longest failure, and for those that stand by or are excluded."""
 MAX_ROW_BYTES = 4096
 """Of one member at most."""
 MAX_STANDBYS_BYTES = 64 * 1024
 """Of the nodes that stand by with copies in their memory: about a thousand."""
-MAX_ASIDE = 32
-MAX_ASIDE_REASON = 512
+MAX_EXCLUSIONS = 32
+"""Nodes of which a world remembers that they are excluded, or were."""
+MAX_EXCLUSION_REASON = 512
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 MAX_RDMA_PORTS = 64
@@ -173,6 +174,18 @@ class Condition(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Recheck:
+    """How an excluded node's newest check of itself went, after its cool-down."""
+
+    times: Positive
+    """The exclusion that it is about: that of this number, of this node's."""
+    passed: bool
+    failed: Count = 0
+    """Checks that have failed since then: after each the cool-down is twice as long."""
+    summary: Annotated[str, line(MAX_EXCLUSION_REASON)] = ""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord(_Record):
     """What one node reports about itself, under its lease."""
 
@@ -211,6 +224,7 @@ class NodeRecord(_Record):
     """What its workers are called; those of one role are also counted by themselves."""
     memory: Port = 0
     """Where this node's memory server is, at `address`; 0: it has none."""
+    recheck: Recheck | None = None
 
     paces: Paces | None = None
     """How fast its workers are; None before that is known."""
@@ -338,9 +352,11 @@ class Restarts:
     bad_state: BadState | None = None
     """What the workers must not load, until there is progress."""
     culprit: Annotated[str, line(128)] = ""
-    """The node on which every failure since the last healthy generation began; empty when there are several."""
+    """The life of the agent on whose node alone each of the newest failures in a row began; empty: there is none."""
     blamed: Count = 0
     """How many these are."""
+    exclusions: Count = 0
+    """Nodes excluded for failures, one after the other, while no generation ran for a minute."""
     free_retries: Count = 0
     """Failures that cost no budget since a step beyond all earlier ones."""
     from_outside: Count = 0
@@ -348,12 +364,24 @@ class Restarts:
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
-    """A life of a node's agent that is left out of all worlds, though it stands ready."""
+class Exclusion:
+    """A node that is left out of all worlds, though its agent stays and stands ready; or that once was."""
 
     node: Name
     life: Name
-    reason: Annotated[str, line(MAX_ASIDE_REASON)]
+    """Of its agent, when it was excluded. A later one need not wait for the end of the cool-down."""
+    cause: CauseName
+    """Of the failure, or what else it is excluded for."""
+    reason: Annotated[str, line(MAX_EXCLUSION_REASON)]
+    """A sentence for people."""
+    fingerprint: Annotated[str, line(32)] = ""
+    """A digest of the failure's: the same failure on another node shows that this one is not to blame."""
+    times: Positive = 1
+    """How often this node has been excluded in this job: the cool-down is twice as long each time."""
+    by_operator: bool = False
+    """Until an operator readmits it."""
+    readmitted: bool = False
+    """It is over, and history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +415,8 @@ class World(_Record):
     """What the job runs: that of the same node."""
     unproven: tuple[Count, ...] = ()
     """Places of the members that were not in the last healthy generation."""
-    aside: tuple[Aside, ...] = ()
+    exclusions: Annotated[tuple[Exclusion, ...], AtMost(MAX_EXCLUSIONS)] = ()
+    """At most one of each node, the oldest first."""
     standbys: tuple[Standby, ...] = ()
     finishing: bool = False
     """Some members' workers have all ended with success for a while now, and others' have not."""
@@ -440,6 +469,10 @@ class World(_Record):
 
     def member(self, incarnation: str) -> Member | None:
         return next((member for member in self.members if member.incarnation == incarnation), None)
+
+    def exclusion(self, node: str) -> Exclusion | None:
+        """That of this node which is in force, as far as this world knows."""
+        return next((one for one in self.exclusions if one.node == node and not one.readmitted), None)
 
     def carried_over(self) -> World:
         """What an empty store that takes the place of this world's begins with: all of its members may still train."""

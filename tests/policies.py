@@ -19,4 +19,5 @@ PLAIN_POLICY = Policy(
     store_outlives_job=False,
     runs_again=False,
     restarts=RestartPolicy(),
+    cool_down_s=60.0,
 )

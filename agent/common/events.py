@@ -258,6 +258,13 @@ class NodeChecked:
     findings: tuple[Finding, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class NodeRechecked:
+    """The checks of this node have run after a cool-down: it is excluded."""
+
+    findings: tuple[Finding, ...]
+
+
 GenerationEvent: TypeAlias = (
     WorkerExited
     | TailReady
@@ -296,6 +303,7 @@ Event: TypeAlias = (
     | NoticeGiven
     | NoticeWithdrawn
     | NodeChecked
+    | NodeRechecked
 )
 
 _E = TypeVar("_E")

@@ -112,6 +112,12 @@ LAST_CALL: Option[float] = MEETING.option(
     default="1s",
     conf=("last_call_timeout",),
 )
+COOL_DOWN: Option[float] = MEETING.option(
+    "cool-down",
+    duration(1.0),
+    "how long this node stays out when it is excluded for failures; twice as long each further time, up to an hour",
+    default="1m",
+)
 EXPECTED_NODES: Option[int | None] = MEETING.option(
     "expected-nodes",
     whole_number(1, MOST_NODES, "nodes"),
@@ -216,6 +222,7 @@ class RendezvousConfig:
     folder: Path | None = None  # with local only
     lasting_folder: Path | None = None
     """For what is to outlive the machine's restart; None: in `folder`, too."""
+    cool_down_s: float = COOL_DOWN.field()
     expected_nodes: int | None = EXPECTED_NODES.field()
 
     @property

@@ -9,14 +9,14 @@ import platform
 import queue
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
 from ...health.checks.node.runner import CheckRun
-from ...health.checks.node.table import checks_for
+from ...health.checks.node.table import checks_for, rechecks_for
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
@@ -46,6 +46,7 @@ from ..observability.tracing.spans import spans_of
 from ..output.console import Console
 from ..output.log_folders import log_directory
 from ..rendezvous_io.join_checks import JoinChecks
+from ..rendezvous_io.recheck import Recheck
 from ..workers.failures.causes import CauseTable
 from ..workers.links.reports import ReportReceiver
 from ..workers.preloader.spares import Spares
@@ -178,6 +179,16 @@ def spans_of_recoveries(agent: Agent, parts: contextlib.ExitStack) -> Callable[[
     return tell
 
 
+def recheck_of(agent: Agent, machine: Machine) -> Recheck:
+    needs = needs_of(agent.config, machine)
+
+    def new_run(peers: Sequence[str]) -> CheckRun:
+        now_needs = replace(needs, peers=tuple(peers))
+        return CheckRun(rechecks_for(now_needs), now_needs, agent.environment)
+
+    return Recheck(new_run, agent.events.put)
+
+
 def spares_of(agent: Agent, machine: Machine, prepared: Prepared) -> Spares:
     """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
     command, words, wanted = agent.config.command, agent.config.preload.words, machine.workers + 1
@@ -262,4 +273,5 @@ def policy_of(config: Config) -> Policy:
         store_outage_grace_s=grace_s,
         unleased_s=config.rendezvous.lease_ttl_s if grace_s or kind.forgets_leases else 0.0,
         restarts=RestartPolicy(max_failures=config.max_restarts),
+        cool_down_s=config.rendezvous.cool_down_s,
     )

@@ -29,6 +29,7 @@ from ..common.events import (
     MemoryServerEnded,
     MemoryServerWanted,
     NodeChecked,
+    NodeRechecked,
     NoticeGiven,
     NoticeWithdrawn,
     Replicated,
@@ -49,6 +50,7 @@ from ..machine.gpu_memory import GpuMemory
 from ..observability.accounting.observer import Observer
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
+from ..rendezvous_io.recheck import Recheck
 from ..rendezvous_io.store_link import StoreLink, deliver_to
 from ..workers.checkpoints.disk_writer import DiskWriter
 from ..workers.checkpoints.memory_server import MemoryServer
@@ -105,6 +107,7 @@ class Services:
     spares: Spares
     disk_writer: DiskWriter
     checks: JoinChecks
+    recheck: Recheck
     observer: Observer
     manager: ServiceManager
     heartbeat: Heartbeat
@@ -192,6 +195,7 @@ class Loop:
             )
             self._ending = self._departing
         observer.compare(participant)
+        self._services.recheck.turn(participant, now)
         again_at = self._driver.turn(now)
         snapshot = participant.snapshot
         observer.update(snapshot, supervisor.group, now)
@@ -373,6 +377,7 @@ class Loop:
         on(NoticeGiven, self._notice_given)
         on(NoticeWithdrawn, self._notice_withdrawn)
         on(NodeChecked, self._node_checked)
+        on(NodeRechecked, self._node_rechecked)
         return handlers
 
     def _writer(self, event: WriterWanted | WriterEnded, _: float) -> None:
@@ -457,6 +462,14 @@ class Loop:
 
     def _node_checked(self, event: NodeChecked, now: float) -> None:
         self._services.checks.handle(event, self._participant, now)
+        self._services.observer.checked(event.findings)
+
+    def _node_rechecked(self, event: NodeRechecked, now: float) -> None:
+        failed = self._services.recheck.handle(event, self._participant, now)
+        if failed:
+            log.warning("this node stays excluded: %d of its checks failed", len(failed))
+        else:
+            log.info("this node has passed its checks after its cool-down, and asks to be readmitted")
         self._services.observer.checked(event.findings)
 
     def _obey_at(self) -> float | None:

@@ -53,6 +53,7 @@ from ..output.console import take as take_console
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
+from ..rendezvous_io.recheck import Recheck
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
 from ..workers.checkpoints.disk_writer import DiskWriter
@@ -88,6 +89,7 @@ from .assembly import (
     pages_of,
     policy_of,
     receiver_of,
+    recheck_of,
     spans_of_recoveries,
     spares_of,
 )
@@ -211,7 +213,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
         log_to(agent.console, agent.name, agent.config.logs, lambda: journal.generation)
         claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
         helpers = _start_helpers(agent, claimed, prepared, parts)
-        checks = _check(agent, machine, helpers.subreaper, parts)
+        checks, recheck = _check(agent, machine, helpers.subreaper, parts)
         pages = pages_of(agent)
         probes = Probes(Introduction(agent.name, agent.incarnation, generation=0), agent.clock)
         rate = StepRate(agent.started_at)
@@ -233,7 +235,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
             spans_of_recoveries(agent, parts),
         )
         _watch_for_notices(agent, parts)
-        loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, *services)
+        loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, recheck, *services)
         probes.begin(rendezvous.participant, rendezvous.heartbeat)
         hosts_store = claimed.listeners.store is not None
         return _live(agent, loop, rendezvous, observer, store, hosts_store=hosts_store)
@@ -318,13 +320,16 @@ def _start_helpers(
     return Helpers(prepared.subreaper, guard, gpu_memory, spares)
 
 
-def _check(agent: Agent, machine: Machine, subreaper: Subreaper, parts: contextlib.ExitStack) -> JoinChecks:
+def _check(
+    agent: Agent, machine: Machine, subreaper: Subreaper, parts: contextlib.ExitStack
+) -> tuple[JoinChecks, Recheck]:
     """Beside all that follows."""
-    checks = checks_of(agent, machine)
-    parts.callback(checks.close)
-    subreaper.add_known(lambda: checks.pids)
+    checks, recheck = checks_of(agent, machine), recheck_of(agent, machine)
+    for each in (checks, recheck):
+        parts.callback(each.close)
+    subreaper.add_known(lambda: [*checks.pids, *recheck.pids])
     checks.begin(agent.incarnation)
-    return checks
+    return checks, recheck
 
 
 def _serve_http(
@@ -505,6 +510,7 @@ def _make_loop(
     rendezvous: Rendezvous,
     observer: Observer,
     checks: JoinChecks,
+    recheck: Recheck,
     processes: Processes,
     disk_writer: DiskWriter,
     memory_server: MemoryServer | None,
@@ -518,6 +524,7 @@ def _make_loop(
         spares=helpers.spares,
         disk_writer=disk_writer,
         checks=checks,
+        recheck=recheck,
         observer=observer,
         manager=agent.manager,
         heartbeat=rendezvous.heartbeat,

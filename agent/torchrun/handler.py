@@ -193,6 +193,7 @@ class EtcdV3Handler(RendezvousHandler):
             store_outlives_job=True,
             runs_again=True,
             restarts=NEVER_GIVE_UP,
+            cool_down_s=rendezvous.cool_down_s,
         )
         membership = Membership(
             store,

@@ -271,6 +271,9 @@ class Membership:
         """Do all that can be done now; the instant at which there is more to do."""
         now = self._clock()
         participant = self._participant
+        if participant.recheck_due(now):  # torchrun's agent has no checks: the cool-down is all
+            participant.recheck_begins()
+            participant.rechecked(now, passed=True, summary="")
         again_at, action = self._driver.turn(now), self._action
         self._publish(
             Status(

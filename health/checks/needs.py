@@ -8,6 +8,8 @@ from typing import Annotated
 from ...codec import AtMost, Checked, Count, Document, Positive, Text, Within
 
 Port = Annotated[int, Within(0, 65535)]
+MOST_PEERS = 8
+"""That are asked whether they answer."""
 _Path = Annotated[str, Text(4096)]
 
 
@@ -32,6 +34,8 @@ class NodeNeeds(Checked):
     """As NVML knows them: a PCI address, a uuid or an index."""
     rdma: bool = False
     """NCCL uses InfiniBand or RoCE."""
+    peers: Annotated[tuple[Annotated[str, Text(280)], ...], AtMost(MOST_PEERS)] = ()
+    """Where other nodes' agents answer over HTTP, as HOST:PORT."""
 
 
 NEEDS = Document(NodeNeeds, version=1, most_chars=65_536)

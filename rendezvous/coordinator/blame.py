@@ -1,22 +1,38 @@
-"""Which node is to blame for failures: a newcomer on which alone the workers fail must not end a healthy job.
+"""Which node is to blame for failures: one on which alone the workers fail must not end a job that the others can do.
 
-A generation was *healthy* if it made progress, or if nothing but a planned change ended it. Those of its members that
-are in the world are *proven*; the world lists the others. When all failures since then began on one member that is not
-proven, and the others are enough, it is *put aside*: its agent stays and stands ready, but no world includes this life
-of it. Its next life is a newcomer like any other.
+A failure is *a node's own* if it does not follow from another's, and nobody from outside has ended the worker. A
+generation that ended with the own failure of one node alone is put down to the life of that node's agent, and those in
+a row are counted. The node is excluded
 
-Pure functions over records. What to do with the answer is `decide`'s.
+- after the first whose cause shows that its machine is broken (`Action.EXCLUDE_NODE`);
+- after `EXCLUDE_AFTER` in a row, or `EXCLUDE_AFTER_LONG` when the newest generation had run for longer than a minute:
+  of few nodes the same one is soon hit twice by chance. An error of the script (`STOP`, `END`) is put down to a node
+  only if that has joined a job that trained well without it;
+- after the first one that would end the job, if it has joined a job that trained well without it. A generation was
+  *healthy* if it made progress, or if nothing but a planned change ended it. Those of its members that are in the world
+  are *proven*; the world lists the others.
+
+Nobody is excluded for what happens on several nodes. Where the same failure was on another node before, with no
+progress since, or comes on another one after the first was excluded for it, and no generation has run for a minute
+since, it is the script's, the state's, or of the place among the ranks: `moved` says which exclusions were in error.
+
+Pure functions over records. What an exclusion is, is `exclusions`'; what to do with the answer is `next_world`'s.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..records import MAX_ASIDE_REASON, Aside, Cause, CauseKind, NodeRecord, Restarts, World, life_of
+from ..records import Action, CauseKind, Condition, Exclusion, Failure, NodeRecord, Restarts, World, life_of
 
-PUT_ASIDE_AFTER = 2
-"""Failures in a row. One may begin on any node; the budget of a job is at least three."""
+EXCLUDE_AFTER = 2
+EXCLUDE_AFTER_LONG = 3
+
+MOST_IN_A_ROW = 3
+"""Nodes that are excluded one after the other, each with its failures forgiven, while no world lasts for a minute. Then
+the job's budget is used again, and so ends what is no node's fault."""
 
 
 def proven(world: World, survivors: Sequence[NodeRecord], *, progressed: bool) -> frozenset[str]:
@@ -27,57 +43,111 @@ def proven(world: World, survivors: Sequence[NodeRecord], *, progressed: bool) -
     return frozenset(known) & {node.incarnation for node in survivors}
 
 
-def count(
-    world: World, used: Restarts, cause: Cause, survivors: Sequence[NodeRecord], *, progressed: bool
-) -> Restarts:
-    """`used` with one more failure put down to the node on which it began.
+def count(world: World, used: Restarts, survivors: Sequence[NodeRecord]) -> Restarts:
+    """`used` with one more failure put down to the node that alone had one of its own.
 
-    One that came first from a proven member, and from another one, too, is put down to none: a worker that waits for
-    one that has ended may fail, and be reported, before it.
+    One that several nodes had neither blames nor clears one of these, and clears all others.
     """
-    if progressed:
-        return replace(used, culprit="", blamed=0)
-    good = proven(world, survivors, progressed=False)
-    failed = [node for node in survivors if node.failure and node.failure.generation == world.generation]
-    first_is_good = any(node.node == cause.node and node.incarnation in good for node in failed)
-    if first_is_good and any(node.incarnation not in good for node in failed):
+    if _lasted(world, survivors):
+        used = replace(used, exclusions=0)
+    lives = {life_of(node.incarnation) for node in _failed(world, survivors)}
+    if not lives:
         return used
-    alone = not used.blamed or used.culprit == cause.node
-    return replace(used, culprit=cause.node if alone else "", blamed=used.blamed + 1)
+    if len(lives) > 1:
+        return used if used.culprit in lives else replace(used, culprit="", blamed=0)
+    (life,) = lives
+    return replace(used, culprit=life, blamed=used.blamed + 1 if used.culprit == life else 1)
 
 
-def put_aside(
-    world: World,
-    restarts: Restarts,
-    survivors: Sequence[NodeRecord],
-    others: Sequence[NodeRecord],
-    min_nodes: int,
-    *,
-    spent: bool,
-) -> Aside | None:
-    """The member that the next world is to do without; `spent`: else this is the end of the job.
+def to_exclude(
+    world: World, restarts: Restarts, survivors: Sequence[NodeRecord], *, progressed: bool, spent: bool
+) -> NodeRecord | None:
+    """The member that the next world is to do without, if the others are enough.
 
-    `restarts` has counted the failure that ended `world`; `others` stand ready beside the survivors.
+    `restarts` has counted the failure that ended `world`; `spent`: else this is the end of the job.
     """
-    good = proven(world, survivors, progressed=False)
-    suspect = next((node for node in survivors if node.node == restarts.culprit), None)
-    if suspect is None or suspect.incarnation in good or not good or suspect.hosts_store:
+    if restarts.exclusions >= MOST_IN_A_ROW:
         return None
-    if len(survivors) - 1 + len(others) < min_nodes or not (spent or restarts.blamed >= PUT_ASIDE_AFTER):
+    if (
+        broken := next((node for node in _failed(world, survivors) if _is_broken(world, node)), None)
+    ) is not None:
+        return broken
+    suspect = next((node for node in survivors if life_of(node.incarnation) == restarts.culprit), None)
+    if suspect is None:
         return None
-    failures = "the only failure" if restarts.blamed == 1 else f"all {restarts.blamed} failures"
-    reason = (
-        f"{failures} since it joined began there, and without it training went well; the last: "
-        f"{world.cause.detail}"
+    good = proven(world, survivors, progressed=progressed)
+    joined_healthy_job = bool(good) and suspect.incarnation not in good
+    was_elsewhere = not joined_healthy_job and restarts.same_fingerprint > restarts.blamed
+    if was_elsewhere or _elsewhere(world, restarts, suspect.node):
+        return None
+    failure = world.cause.failure
+    if failure is not None and failure.action in (Action.STOP, Action.END) and not joined_healthy_job:
+        return None
+    enough = EXCLUDE_AFTER_LONG if _lasted(world, survivors) else EXCLUDE_AFTER
+    if spent and joined_healthy_job:
+        enough = 1
+    return suspect if restarts.blamed >= enough else None
+
+
+def moved(world: World, restarts: Restarts, survivors: Sequence[NodeRecord]) -> tuple[Exclusion, ...]:
+    """The exclusions in force for the failure that has ended `world` on another node, soon after."""
+    suspect = next((node for node in survivors if life_of(node.incarnation) == restarts.culprit), None)
+    if suspect is None:
+        return ()
+    return tuple(one for one in _elsewhere(world, restarts, suspect.node) if not one.readmitted)
+
+
+def why(world: World, restarts: Restarts, node: NodeRecord) -> str:
+    """A sentence for people on the node that is excluded."""
+    failure = _failure(world, node)
+    if _is_broken(world, node) and failure is not None:
+        return f"its machine is broken ({failure.cause}): {failure.summary}"
+    failures = "the only failure" if restarts.blamed == 1 else f"each of {restarts.blamed} failures in a row"
+    return f"{failures} began there alone; the last: {world.cause.detail}"
+
+
+def forgiven(restarts: Restarts, node: NodeRecord) -> Restarts:
+    """The budget without the failures of a node that is excluded."""
+    its = restarts.blamed if life_of(node.incarnation) == restarts.culprit else 1
+    return Restarts(
+        max(0, restarts.failures - its),
+        free_retries=restarts.free_retries,
+        from_outside=restarts.from_outside,
+        exclusions=restarts.exclusions + 1,
     )
-    return Aside(suspect.node, life_of(suspect.incarnation), reason[:MAX_ASIDE_REASON])
 
 
-def in_words(aside: Aside) -> str:
-    """What is true of this node, and what its operator can do."""
-    return f"put aside: {aside.reason}. To let node {aside.node} back in, repair it and start its agent again"
+def digest(failure: Failure) -> str:
+    """Of its fingerprint, as an exclusion remembers it."""
+    return hashlib.blake2b(failure.fingerprint.encode(), digest_size=8).hexdigest()
 
 
-def forgiven(restarts: Restarts) -> Restarts:
-    """The budget without the failures of a node that has been put aside."""
-    return Restarts(restarts.failures - restarts.blamed, free_retries=restarts.free_retries)
+def _lasted(world: World, survivors: Sequence[NodeRecord]) -> bool:
+    return any(node.has(Condition.STABLE, world.generation) for node in survivors)
+
+
+def _failed(world: World, survivors: Sequence[NodeRecord]) -> list[NodeRecord]:
+    """The nodes with a failure of their own in this generation."""
+    failures = ((node, _failure(world, node)) for node in survivors)
+    return [node for node, one in failures if one is not None and not one.collateral and not one.outside]
+
+
+def _failure(world: World, node: NodeRecord) -> Failure | None:
+    """Of this node, in this generation."""
+    if node.failure is not None and node.failure.generation == world.generation:
+        return node.failure
+    return world.cause.failure if world.cause.node == node.node else None
+
+
+def _is_broken(world: World, node: NodeRecord) -> bool:
+    failure = _failure(world, node)
+    return failure is not None and failure.action is Action.EXCLUDE_NODE
+
+
+def _elsewhere(world: World, restarts: Restarts, node: str) -> tuple[Exclusion, ...]:
+    """Those of other nodes for this very failure, since a generation ran for a minute."""
+    failure = world.cause.failure
+    if not restarts.exclusions or failure is None or failure.action is Action.EXCLUDE_NODE:
+        return ()
+    found = digest(failure)
+    return tuple(one for one in world.exclusions if one.node != node and one.fingerprint == found)

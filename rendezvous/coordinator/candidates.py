@@ -1,4 +1,4 @@
-"""Which nodes may be in the next world: those that fit to the job, are not put aside, and for which there is room."""
+"""Which nodes may be in the next world: those that fit to the job, are not excluded, and for which there is room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 from ..records import (
     MAX_MEMBERS_BYTES,
     MAX_ROW_BYTES,
-    Aside,
+    Exclusion,
     Member,
     NodeRecord,
     Phase,
@@ -20,32 +20,29 @@ from ..records import (
 from ..statements import terms
 from ..statements.terms import Limits, fits
 from ..text import shortened
-from . import blame
+from .exclusions import left_out
 from .view import Policy, View
 
 
-def newcomers(view: View) -> list[NodeRecord]:
+def newcomers(view: View, exclusions: Sequence[Exclusion]) -> list[NodeRecord]:
     """Nodes outside the world that can be used: by their node rank, if they have one, and else the oldest first."""
     inside = {member.incarnation for member in view.world.members} if view.world is not None else set()
-    program = view.program
-    lives_aside = {one.life for one in aside(view)}
+    program, out = view.program, left_out(exclusions)
     found = [
         node
         for node in view.nodes
         if node.incarnation not in inside
         and not node.leaving
         and fits(node.program, program)
-        and not (lives_aside and life_of(node.incarnation) in lives_aside)
+        and node.node not in out
     ]
     return sorted(found, key=lambda node: math.inf if node.node_rank is None else node.node_rank)
 
 
-def aside(view: View) -> tuple[Aside, ...]:
-    """The nodes that were put aside and are still there."""
-    if view.world is None or not view.world.aside:
-        return ()
-    lives = {life_of(node.incarnation) for node in view.nodes}
-    return tuple(one for one in view.world.aside if one.life in lives)
+def suffice(nodes: int, policy: Policy) -> bool:
+    """So many nodes make a world."""
+    most = min(nodes, policy.max_nodes)
+    return most // policy.nodes_multiple_of * policy.nodes_multiple_of >= max(policy.min_nodes, 1)
 
 
 def first_that_fit(nodes: Sequence[NodeRecord], policy: Policy) -> Sequence[NodeRecord]:
@@ -96,13 +93,6 @@ def why_refused(world: World | None, leader: NodeRecord, me: NodeRecord) -> str 
     if life_of(me.incarnation) in lives or not sure:
         return None
     return terms.why_not(me.program, program, of)
-
-
-def why_aside(world: World | None, me: NodeRecord) -> str:
-    """Why this agent is put aside; empty if it is not."""
-    life = life_of(me.incarnation)
-    put = next((one for one in world.aside if one.life == life), None) if world is not None else None
-    return blame.in_words(put) if put is not None else ""
 
 
 def differences_from_job(world: World | None, leader: NodeRecord | None, me: NodeRecord) -> tuple[str, ...]:

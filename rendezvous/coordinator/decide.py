@@ -31,6 +31,7 @@ from dataclasses import replace
 from ..records import Cause, CauseKind, Condition, NodeRecord, Phase, Result, World
 from ..text import counted
 from .candidates import first_that_fit, last_call_ends, named, newcomers, why_full
+from .exclusions import left_out, settled
 from .next_world import (
     best_step,
     close,
@@ -40,6 +41,7 @@ from .next_world import (
     lost,
     only_leavers_keep,
     root_failure,
+    without_excluded,
 )
 from .view import Decision, Policy, Publish, View, Wait, in_force
 
@@ -116,8 +118,17 @@ def _finishing(
 
 
 def _invite(world: World, view: View, present: Sequence[NodeRecord], policy: Policy, now: float) -> Decision:
-    """Everything is well: is there a newcomer to make room for?"""
-    waiting = newcomers(view)
+    """Everything is well: is there a node to do without, or a newcomer to make room for?"""
+    exclusions = settled(world, view.nodes)
+    if exclusions != world.exclusions:
+        return Publish(
+            replace(world, exclusions=exclusions), "a node is readmitted: it has passed its checks"
+        )
+    stay, out = without_excluded(present, exclusions, view, policy), left_out(exclusions)
+    if gone := [node for node in present if node.node in out and node not in stay]:
+        node = gone[0].node
+        return _drain(world, Cause(CauseKind.LEAVE, node, f"node {node} is excluded: {out[node].reason}"))
+    waiting = newcomers(view, exclusions)
     if not waiting:
         return Wait(f"generation {world.generation} is running on {counted(len(world.members), 'node')}")
     if len(first_that_fit([*present, *waiting], policy)) <= len(present):

@@ -3,7 +3,7 @@
 Three steps, each of which may find instead that the coordinator waits, or that the job ends:
 
 1. `_left_over`: have the members stopped, and what is left of their world?
-2. `_after_failure`: what does the failure that ended it cost, and is one node to blame?
+2. `_after_failure`: what does the failure that ended it cost, and is one node to blame? Which survivors go on?
 3. `_form`: are there enough nodes, and has the last call been long enough?
 """
 
@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from ..liveness import absence
 from ..liveness.lease_validity import may_be_whole
 from ..records import (
-    MAX_ASIDE,
     MAX_TEXT,
-    Aside,
     Cause,
     CauseKind,
     Condition,
     Endpoint,
+    Exclusion,
     Member,
     NodeRecord,
     Phase,
@@ -35,7 +34,8 @@ from ..records import (
 )
 from ..text import counted, shortened
 from . import blame
-from .candidates import aside, first_that_fit, last_call_ends, named, newcomers
+from .candidates import first_that_fit, last_call_ends, named, newcomers, suffice
+from .exclusions import exclude, left_out, readmit, settled
 from .placement import placed
 from .restarts import Ended, GiveUp, Retry, after_failure
 from .view import Decision, Policy, Publish, View, Wait
@@ -45,7 +45,7 @@ from .view import Decision, Policy, Publish, View, Wait
 class _Basis:
     """What the next world is made of, besides newcomers."""
 
-    aside: tuple[Aside, ...]
+    exclusions: tuple[Exclusion, ...]
     world: World | None = None
     """The one before."""
     survivors: tuple[NodeRecord, ...] = ()
@@ -57,7 +57,7 @@ class _Basis:
 def close(view: View, policy: Policy, now: float, least: int = 1) -> Decision:
     """The next world, if it can begin now. Its number is `least` or higher."""
     world = _followed(view)
-    basis = _Basis(aside(view)) if world is None else _left_over(world, view, policy, now)
+    basis = _Basis(()) if world is None else _left_over(world, view, policy, now)
     return _form(basis, view, policy, now, least) if isinstance(basis, _Basis) else basis
 
 
@@ -118,7 +118,7 @@ def _followed(view: View) -> World | None:
         return world
     all_have_left = world.cause.kind is CauseKind.LEAVE and view.came_after
     if world.was_carried_over or all_have_left:
-        return replace(world, restarts=Restarts(), step=0, run="")
+        return replace(world, restarts=Restarts(), step=0, exclusions=(), run="")
     return world
 
 
@@ -133,7 +133,7 @@ def _left_over(world: World, view: View, policy: Policy, now: float) -> _Basis |
         return Wait(f"node {saver.node} brings the state to disk before it leaves")
     progressed = _progressed(world, present)
     world = _blame_the_lost(world, present, view)
-    basis = _Basis(aside(view), world, present, world.restarts)
+    basis = _Basis(settled(world, view.nodes), world, present, world.restarts)
     if world.cause.kind is CauseKind.FAILURE:
         if world.cause.failure is not None and world.cause.failure.collateral:
             world = replace(world, cause=root_failure(world, present) or world.cause)
@@ -147,27 +147,34 @@ def _left_over(world: World, view: View, policy: Policy, now: float) -> _Basis |
     # Where some of them have to stand by, one that keeps the state after the last step goes on.
     survivors = tuple(
         sorted(
-            (node for node in basis.survivors if not node.leaving),
+            without_excluded(basis.survivors, basis.exclusions, view, policy),
             key=lambda node: not node.has(Condition.STATE_SAVED, world.generation),
         )
     )
     return replace(basis, survivors=survivors, proven=blame.proven(world, survivors, progressed=progressed))
 
 
+def without_excluded(
+    members: Sequence[NodeRecord], exclusions: Sequence[Exclusion], view: View, policy: Policy
+) -> Sequence[NodeRecord]:
+    """Those of them that go on: an excluded one, too, while the others and those that stand by are not enough."""
+    stay, out = [node for node in members if not node.leaving], left_out(exclusions)
+    others = [node for node in stay if node.node not in out]
+    if len(others) == len(stay):
+        return stay
+    ready = [node for node in newcomers(view, exclusions) if node.ready]
+    return others if suffice(len(others) + len(ready), policy) else stay
+
+
 def _after_failure(basis: _Basis, world: World, view: View, policy: Policy, now: float) -> _Basis | Decision:
-    verdict = _verdict(world, basis.survivors, policy)
+    progressed = _progressed(world, basis.survivors)
+    verdict = _verdict(world, basis.survivors, policy, progressed=progressed)
+    free = isinstance(verdict, Retry) and verdict.free
     basis = replace(basis, restarts=verdict.restarts)
-    ready = [node for node in newcomers(view) if node.ready]
-    spent = isinstance(verdict, GiveUp)
-    put = blame.put_aside(world, basis.restarts, basis.survivors, ready, policy.min_nodes, spent=spent)
-    if put is not None:
-        return replace(
-            basis,
-            aside=(*basis.aside, put)[-MAX_ASIDE:],
-            world=_explained(world, f"node {put.node} is put aside: {put.reason}"),
-            survivors=tuple(node for node in basis.survivors if life_of(node.incarnation) != put.life),
-            restarts=blame.forgiven(basis.restarts),
-        )
+    if not free and (excluded := _excluded(basis, world, view, policy, verdict, progressed)) is not None:
+        return excluded
+    if not free and (erred := blame.moved(world, basis.restarts, basis.survivors)):
+        basis = replace(basis, exclusions=readmit(basis.exclusions, frozenset(one.node for one in erred)))
     if isinstance(verdict, GiveUp):
         ended = _explained(world, f"{verdict.reason}; the last: {world.cause.detail}")
         return end(replace(ended, restarts=basis.restarts), verdict.result, ended.cause)
@@ -179,9 +186,38 @@ def _after_failure(basis: _Basis, world: World, view: View, policy: Policy, now:
     return basis
 
 
+def _excluded(
+    basis: _Basis, world: World, view: View, policy: Policy, verdict: Retry | GiveUp, progressed: bool
+) -> _Basis | None:
+    """What is left without the node that is to blame, if one is and the others are enough."""
+    spent = isinstance(verdict, GiveUp)
+    node = blame.to_exclude(world, basis.restarts, basis.survivors, progressed=progressed, spent=spent)
+    if node is None:
+        return None
+    failure, reason = world.cause.failure, blame.why(world, basis.restarts, node)
+    assert failure is not None, "a world stopped by a failure names it"
+    exclusions = exclude(
+        basis.exclusions,
+        node.node,
+        life_of(node.incarnation),
+        failure.cause,
+        reason,
+        record=node,
+        fingerprint=blame.digest(failure),
+    )
+    if node in without_excluded(basis.survivors, exclusions, view, policy):
+        return None
+    return replace(
+        basis,
+        exclusions=exclusions,
+        world=_explained(world, f"node {node.node} is excluded: {reason}"),
+        restarts=blame.forgiven(basis.restarts, node),
+    )
+
+
 def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> Decision:
-    world, survivors, restarts = basis.world, basis.survivors, basis.restarts
-    joining = newcomers(view)
+    world, survivors = basis.world, basis.survivors
+    joining = newcomers(view, basis.exclusions)
     goes_on = world is not None and len(survivors) >= policy.min_nodes
     if goes_on:  # a node that is not ready yet would keep the others waiting, and is invited later
         joining = [node for node in joining if node.ready]
@@ -189,10 +225,11 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
     chosen = first_that_fit(here, policy)
     if len(chosen) < policy.min_nodes:
         last = f"; last: {world.cause.detail}" if world is not None and world.cause.detail else ""
-        left_out = f"; put aside: {shortened(one.node for one in basis.aside)}" if basis.aside else ""
+        out = left_out(basis.exclusions)
+        excluded = f"; excluded: {shortened(out)}" if out else ""
         return Wait(
             f"{max(policy.min_nodes - len(here), 1)} more of at least {counted(policy.min_nodes, 'node')} "
-            f"(here: {named(here) or 'none'}{left_out}{last})",
+            f"(here: {named(here) or 'none'}{excluded}{last})",
             short_of_nodes=True,
         )
     quiet_at = last_call_ends(joining, view.arrivals, policy)
@@ -201,8 +238,6 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
         return Wait(
             f"last call: {counted(len(here), 'node')} here, up to {policy.max_nodes} may come", quiet_at
         )
-    if len(chosen) > len(survivors):  # no failure so far can clear a node that comes now
-        restarts = replace(restarts, culprit="", blamed=0)
     if world is not None:
         chosen = placed(chosen[: len(survivors)], chosen[len(survivors) :], world)
     next_world = World(
@@ -213,13 +248,13 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
         members=line_up(tuple(chosen)),
         master=Endpoint(chosen[0].address, chosen[0].port),
         cause=world.cause if world is not None else Cause(CauseKind.START),
-        restarts=restarts,
+        restarts=basis.restarts,
         step=best_step(world, view.nodes),
         limits=policy.limits,
         limits_of=view.limits_of,
         program=view.program,
         unproven=tuple(place for place, node in enumerate(chosen) if node.incarnation not in basis.proven),
-        aside=basis.aside,
+        exclusions=basis.exclusions,
         standbys=standbys_among(
             _outside(chosen, [*here, *view.nodes]), world.generation if world is not None else 0
         ),
@@ -269,7 +304,9 @@ def _blame_the_lost(world: World, present: Sequence[NodeRecord], view: View) -> 
     return replace(world, cause=lost(gone, view))
 
 
-def _verdict(world: World, survivors: Sequence[NodeRecord], policy: Policy) -> Retry | GiveUp:
+def _verdict(
+    world: World, survivors: Sequence[NodeRecord], policy: Policy, *, progressed: bool
+) -> Retry | GiveUp:
     """Count the failure that ended `world`, now that every member's last step is known.
 
     The jitter is drawn from a generator seeded with job and generation: any coordinator, also one that took over
@@ -277,7 +314,6 @@ def _verdict(world: World, survivors: Sequence[NodeRecord], policy: Policy) -> R
     """
     failure = world.cause.failure
     assert failure is not None, "a world stopped by a failure names it"
-    progressed = _progressed(world, survivors)
     loaded = _loaded(world, survivors)
     ended = Ended(
         world.generation,
@@ -293,9 +329,9 @@ def _verdict(world: World, survivors: Sequence[NodeRecord], policy: Policy) -> R
     verdict = after_failure(world.restarts, ended, policy.restarts, rng)
     if isinstance(verdict, Retry) and verdict.free:
         return verdict
-    before = replace(verdict.restarts, culprit=world.restarts.culprit, blamed=world.restarts.blamed)
-    counted = blame.count(world, before, world.cause, survivors, progressed=progressed)
-    return replace(verdict, restarts=counted)
+    used = world.restarts
+    before = replace(verdict.restarts, culprit=used.culprit, blamed=used.blamed, exclusions=used.exclusions)
+    return replace(verdict, restarts=blame.count(world, before, survivors))
 
 
 def _progressed(world: World, survivors: Sequence[NodeRecord]) -> bool:

@@ -39,6 +39,8 @@ class Policy:
     runs_again: bool
     """A job that has succeeded begins anew when an agent comes after its end; one that has failed always does."""
     restarts: RestartPolicy
+    cool_down_s: float
+    """How long this node stays out when it is excluded for the first time."""
 
     @property
     def limits(self) -> Limits:

@@ -139,8 +139,10 @@ class MembershipView:
             return
         if entry.mod_revision <= self.world_revision:
             return
-        world = world_of(entry, self._job)
-        self.world, self.world_revision, self.world_since = world, entry.mod_revision, now
+        world, before = world_of(entry, self._job), self.world
+        if before is None or (before.generation, before.phase) != (world.generation, world.phase):
+            self.world_since = now
+        self.world, self.world_revision = world, entry.mod_revision
 
     def see_change_of_node(self, key: str, entry: Entry | None, revision: int, now: float) -> None:
         """As `see_node`, from the watch: all changes of nodes before this one have been seen."""

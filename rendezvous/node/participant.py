@@ -21,14 +21,16 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..coordinator.candidates import differences_from_job, why_aside, why_refused, why_standing_by
+from ..coordinator.candidates import differences_from_job, why_refused, why_standing_by
 from ..coordinator.decide import decide
+from ..coordinator.exclusions import why_excluded
 from ..coordinator.stragglers import Watched, compare
 from ..coordinator.view import Decision, Policy, Publish, View
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..liveness.failure_detector import Peer, ProbeResult
 from ..liveness.lease_validity import LeaseValidity
 from ..records import (
+    MAX_EXCLUSION_REASON,
     MAX_SEEN,
     NODES_PREFIX,
     TRANSITIONS,
@@ -46,6 +48,7 @@ from ..records import (
 from ..statements.paces import Paces
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, RetryPolicy, Subscription
+from .cool_down import CoolDown
 from .deadlines import Deadlines, LeaveTimes
 from .join_hold import READ_WORLD, JoinHold
 from .membership_view import MembershipView, world_of
@@ -99,6 +102,7 @@ class Participant:
         self._known: World | None = None
         """The newest world of all earlier sessions."""
         self._deadlines = Deadlines(policy, now)
+        self._cool_down = CoolDown(life_of(identity.incarnation), policy.cool_down_s)
         self._drain_request: Entry | None = None
         """What the store holds of an operator's request that this node leave; it may be for an earlier agent of it."""
         self.wanted_to_leave = False
@@ -221,6 +225,7 @@ class Participant:
     def wake_at(self, now: float) -> float | None:
         """The next instant at which `request` or `action` may answer differently without any event."""
         instants = [self._wake_at, self._pending.not_before, *self._deadlines_at(now).instants]
+        instants.append(self._cool_down_at(now).due_at)
         if self._session.lease is not None:
             instants += [*self._session.validity.instants(), self._session.membership.detector.wake_at()]
         return min((at for at in instants if at is not None and now < at < math.inf), default=None)
@@ -230,6 +235,31 @@ class Participant:
             self.world, busy=bool(self._generation), lease_good=self.lease_good(now), now=now
         )
         return self._deadlines
+
+    # ---------------------------------------------------------------- while it is excluded
+
+    def recheck_due(self, now: float) -> bool:
+        """This node is excluded, and its cool-down is over: check it, and say `rechecked`."""
+        return self._session.lease is not None and now >= self._cool_down_at(now).due_at
+
+    def recheck_begins(self) -> None:
+        """It is under way, and not due until it has ended."""
+        self._cool_down.begin()
+
+    def rechecked(self, now: float, *, passed: bool, summary: str) -> None:
+        """The check of this node has ended."""
+        found = self._cool_down.checked(now, passed=passed, summary=summary[:MAX_EXCLUSION_REASON])
+        if found is not None:
+            self._session.record = replace(self._session.record, recheck=found)
+
+    def _cool_down_at(self, now: float) -> CoolDown:
+        membership = self._session.membership
+        world = membership.world
+        stands = world is not None and world.phase is Phase.STOPPING
+        excluded = world.exclusion(self.identity.node) if world is not None else None
+        if world is not None:  # before one is known, the old one may still hold
+            self._cool_down.look(excluded, membership.world_since if stands else None, now)
+        return self._cool_down
 
     # ---------------------------------------------------------------- what it asks of its peers
 
@@ -285,7 +315,7 @@ class Participant:
             return self._coordinate(now)
         if membership.leader_gone is not None:
             return Evict((membership.leader_gone,))
-        self.waiting_for = why_aside(membership.world, self.identity) or self._why_idle(membership)
+        self.waiting_for = why_excluded(membership.world, session.record) or self._why_idle(membership)
         return None
 
     def _compare_ranks(self) -> None:
@@ -622,7 +652,8 @@ class Participant:
         self._known = newest(self._known, self.world)
         seen = self._known.generation if self._known is not None else self.identity.seen
         again = replace(self.identity, incarnation=incarnation, seen=min(seen, MAX_SEEN))
-        self._session = self._new_session(replace(again, leaving=was.leaving, ready=was.ready, step=was.step))
+        again = replace(again, leaving=was.leaving, ready=was.ready, step=was.step, recheck=was.recheck)
+        self._session = self._new_session(again)
         # A world that we never saw may have named our port as its master: no workers may meet there again.
         self.wants_port = True
         self._pending.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import replace
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.rendezvous.coordinator.view import Policy
@@ -73,11 +74,16 @@ class Checks:
         names = " ".join(member.node for member in world.members)
         self.note(f"world {world.generation} {world.phase.value} [{names}] {world.cause.kind.value}")
         assert len(world.to_json()) <= MAX_RECORD_BYTES, "no node could read it, nor any world after it"
+        newest = max(self.worlds, default=0)
+        known = self.worlds.get(world.generation)
+        if known is not None and self.phase is world.phase is Phase.RUNNING:
+            if replace(known, exclusions=world.exclusions) != world:
+                self.broken("I2", f"generation {world.generation} was published twice")
+            self.worlds[world.generation] = world
+            return
         if world.phase not in TRANSITIONS[self.phase]:
             self.broken("I2", f"the world goes from {self.phase} to {world.phase}")
         self.phase = world.phase
-        newest = max(self.worlds, default=0)
-        known = self.worlds.get(world.generation)
         if world.phase is Phase.RUNNING:
             if known is not None:
                 self.broken("I2", f"generation {world.generation} was published twice")

@@ -43,6 +43,8 @@ LOOK_S = 0.25
 """Between two looks of the thread that watches the main loop."""
 HANDS_OVER_IN_S = 1.0
 """A part of the time for which a node that leaves brings others what it has in memory."""
+CHECKS_IN_S = 0.5
+"""What the check of an excluded node takes."""
 STOPS_IN_S = 1.0
 """The longest that workers take to end after they were asked to."""
 
@@ -183,6 +185,15 @@ class SimNode:
         if wake_at is not None and not now < self.wakes_at <= wake_at:
             self.wakes_at = wake_at
             self.sim.after((wake_at - now) / self.rate + 1e-6, self.guarded(self.turn))
+        if self.agent.recheck_due(now):
+            self.agent.recheck_begins()
+            self.sim.after(CHECKS_IN_S, self.guarded(self.recheck))
+
+    def recheck(self) -> None:
+        passed, summary = self.sim.recheck(self)
+        self.sim.seen["recheck passed" if passed else "recheck failed"] += 1
+        self.agent.rechecked(self.clock(), passed=passed, summary=summary)
+        self.turn()
 
     # ------------------------------------------------------------ effects and store, for the driver
 

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.rendezvous import records
+from elastic_agent.rendezvous.coordinator.blame import MOST_IN_A_ROW, digest
 from elastic_agent.rendezvous.coordinator.candidates import why_refused
 from elastic_agent.rendezvous.coordinator.decide import FINISHING_S, decide
+from elastic_agent.rendezvous.coordinator.exclusions import BY_OPERATOR, exclude, readmit
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View, Wait
 from elastic_agent.rendezvous.node.node_actions import (
@@ -26,17 +28,18 @@ from elastic_agent.rendezvous.node.node_actions import (
 )
 from elastic_agent.rendezvous.records import (
     TRANSITIONS,
-    Aside,
     BadState,
     Cause,
     CauseKind,
     Condition,
     Endpoint,
+    Exclusion,
     Failure,
     GenerationProgress,
     Member,
     NodeRecord,
     Phase,
+    Recheck,
     Restarts,
     Result,
     Standby,
@@ -659,7 +662,8 @@ def test_every_coordinator_comes_to_the_same_wait_and_every_generation_to_anothe
     assert until(FAILED_AGAIN) != until(replace(FAILED_AGAIN, job="other"))
 
 
-FRUITLESS, PROGRESS = Restarts(1, 1, "crash", 1, culprit="a", blamed=1), Restarts(1, 0, "crash", 0)
+FRUITLESS = Restarts(1, 1, "crash", 1, culprit="a-1", blamed=1)
+PROGRESS = Restarts(1, 0, "crash", 0, culprit="a-1", blamed=1)
 STEPLESS = replace(FAILED, step=0)
 """No worker of the job has ever told of a step."""
 
@@ -927,128 +931,282 @@ def test_a_node_refuses_itself_only_when_it_is_sure(
     )
 
 
-# ---------------------------------------------------------------- decide: one newcomer on which alone workers fail
+# ---------------------------------------------------------------- decide: one node on which alone workers fail
 
 JOINED = stopping(A, B, C, kind=CauseKind.FAILURE, unproven=(2,), limits=LIMITS)
 """A failure beside two that trained well before."""
 OF_C = Cause(
     CauseKind.FAILURE, "c", "rank 3 lacks a package", replace(CRASH, summary="rank 3 lacks a package")
 )
-ONCE = Restarts(1, 1, "crash", 1, culprit="c", blamed=1)
+OF_A = replace(OF_C, node="a")
+ONCE = Restarts(1, 1, "crash", 1, culprit="c-1", blamed=1)
+TWICE = replace(ONCE, failures=2, without_progress=2, same_fingerprint=2, blamed=2)
 LIMITED = replace(LIMITS, max_restarts=0)
+FAILS_ON_C = replace(JOINED, cause=OF_C, restarts=ONCE)
+FIRST = replace(FAILS_ON_C, unproven=(0, 1, 2))
+"""No generation has been healthy yet."""
+OUT = Exclusion("c", "c-1", "unknown", "its workers fail", digest(CRASH), times=2)
+LONG = SA.having(4, Condition.STABLE)
 
 
 def blamed(world: World, *nodes: NodeRecord) -> Decision:
     return decide(view(world, *nodes, since=0.0), POLICY, NOW)
 
 
+def failing(node: NodeRecord) -> NodeRecord:
+    return replace(node, failure=CRASH)
+
+
 @pytest.mark.parametrize(
     ("world", "nodes", "decision"),
     [
-        # the first failure may be any node's fault, unless the job ends with it
+        # the first failure may be any node's fault, unless the job ends with it, and trained well without the node
         (replace(JOINED, cause=OF_C), (SA, SB, SC), "running 5 [a b c] failure c"),
         (replace(JOINED, cause=OF_C, limits=LIMITED), (SA, SB, SC), "running 5 [a b] failure c"),
-        (replace(JOINED, cause=OF_C, restarts=ONCE), (SA, SB, SC), "running 5 [a b] failure c"),
-        # another newcomer takes its place
-        (replace(JOINED, cause=OF_C, restarts=ONCE), (SA, SB, SC, D), "running 5 [a b d] failure c"),
+        (replace(JOINED, cause=OF_C, limits=LIMITED, unproven=()), (SA, SB, SC), "ended 4 [a b c] failure c"),
+        (FAILS_ON_C, (SA, SB, SC), "running 5 [a b] failure c"),
+        # proven or not: it failed alone, twice in a row; also after some steps
+        (replace(FAILS_ON_C, unproven=()), (SA, SB, SC), "running 5 [a b] failure c"),
+        (FIRST, (SA, SB, SC), "running 5 [a b] failure c"),
+        (FIRST, (replace(SA, step=21), SB, SC), "running 5 [a b] failure c"),
+        # one that stands by takes its place
+        (FIRST, (SA, SB, SC, D), "running 5 [a b d] failure c"),
+        (replace(FIRST, limits=replace(LIMITS, min_nodes=3)), (SA, SB, SC, D), "running 5 [a b d] failure c"),
+        # after more than a minute it takes one more
+        (FIRST, (LONG, SB, SC), "running 5 [a b c] failure c"),
+        (replace(FIRST, restarts=TWICE), (LONG, SB, SC), "running 5 [a b] failure c"),
         # one began elsewhere
-        (replace(JOINED, restarts=ONCE), (SA, SB, SC), "running 5 [a b c] failure a"),
+        (replace(FIRST, cause=OF_A, restarts=ONCE), (SA, SB, SC), "running 5 [a b c] failure a"),
+        (replace(FIRST, restarts=replace(ONCE, culprit="a-1")), (SA, SB, SC), "running 5 [a b c] failure c"),
+        # an earlier life of its agent is another one
+        (replace(FIRST, restarts=replace(ONCE, culprit="c-0")), (SA, SB, SC), "running 5 [a b c] failure c"),
+        # others failed, too
+        (FIRST, (failing(SA), failing(SB), failing(SC)), "running 5 [a b c] failure c"),
+        (FIRST, (SA, failing(SB), SC), "running 5 [a b c] failure c"),
+        # the same failure was elsewhere, with no progress since
         (
-            replace(JOINED, cause=OF_C, restarts=replace(ONCE, culprit="", blamed=2, failures=2)),
+            replace(FIRST, restarts=replace(ONCE, same_fingerprint=2, failures=2)),
             (SA, SB, SC),
             "running 5 [a b c] failure c",
         ),
-        # another one was heard first, and it failed, too: that says nothing, until it is heard first again
+        # the others are too few: altogether, or for a multiple
         (
-            replace(JOINED, restarts=ONCE),
-            (replace(SA, failure=CRASH), SB, replace(SC, failure=CRASH)),
-            "running 5 [a b c] failure a",
-        ),
-        # training went well with it, or it is not known yet with which nodes it does
-        (
-            replace(JOINED, cause=OF_C, restarts=ONCE),
-            (replace(SA, step=21), SB, SC),
-            "running 5 [a b c] failure c",
-        ),
-        (
-            replace(JOINED, cause=OF_C, restarts=ONCE, unproven=()),
+            replace(FIRST, limits=replace(LIMITS, min_nodes=3)),
             (SA, SB, SC),
             "running 5 [a b c] failure c",
         ),
         (
-            replace(JOINED, cause=OF_C, restarts=ONCE, unproven=(0, 1, 2)),
-            (SA, SB, SC),
-            "running 5 [a b c] failure c",
-        ),
-        # the others are too few, or need it for its store
-        (
-            replace(JOINED, cause=OF_C, restarts=ONCE, limits=replace(LIMITS, min_nodes=3)),
-            (SA, SB, SC),
+            replace(FIRST, limits=replace(LIMITS, min_nodes=3)),
+            (SA, SB, SC, replace(D, ready=False)),
             "running 5 [a b c] failure c",
         ),
         (
-            replace(JOINED, cause=OF_C, restarts=ONCE),
-            (SA, SB, replace(SC, hosts_store=True)),
+            replace(FIRST, limits=replace(LIMITS, min_nodes=1, nodes_multiple_of=3)),
+            (SA, SB, SC),
             "running 5 [a b c] failure c",
         ),
+        # the host of the store stays with its agent
+        (FIRST, (SA, SB, replace(SC, hosts_store=True)), "running 5 [a b] failure c"),
     ],
 )
-def test_a_newcomer_on_which_alone_workers_fail_is_put_aside(
+def test_a_node_on_which_alone_workers_fail_is_excluded(
     world: World, nodes: tuple[NodeRecord, ...], decision: str
 ) -> None:
     assert short(blamed(world, *nodes)) == decision
 
 
-def test_a_failure_that_others_had_too_neither_blames_nor_clears() -> None:
-    nodes = replace(SA, failure=CRASH), SB, replace(SC, failure=CRASH)
-    decision = blamed(replace(JOINED, restarts=ONCE), *nodes)
+def test_a_failure_that_others_had_too_neither_blames_nor_clears_these() -> None:
+    decision = blamed(FIRST, failing(SA), SB, failing(SC))
     assert isinstance(decision, Publish)
-    assert (decision.world.restarts.culprit, decision.world.restarts.blamed) == ("c", 1)
+    assert (decision.world.restarts.culprit, decision.world.restarts.blamed) == ("c-1", 1)
+    decision = blamed(replace(FIRST, cause=OF_A), failing(SA), failing(SB), SC)
+    assert isinstance(decision, Publish)
+    assert (decision.world.restarts.culprit, decision.world.restarts.blamed) == ("", 0)
 
 
-def test_who_is_put_aside_is_named_and_its_failures_cost_the_job_nothing() -> None:
+def test_who_is_excluded_is_named_and_its_failures_cost_the_job_nothing() -> None:
     used = replace(ONCE, failures=8, free_retries=1)
-    decision = blamed(replace(JOINED, cause=OF_C, restarts=used), SA, SB, SC)
+    decision = blamed(replace(FIRST, restarts=used), SA, SB, SC)
     assert isinstance(decision, Publish)
     world = decision.world
-    assert world.restarts == Restarts(7, free_retries=1)
-    assert world.aside == (
-        Aside(
-            "c",
-            "c-1",
-            "all 2 failures since it joined began there, and without it training went well; the last: "
-            "rank 3 lacks a package",
+    assert world.restarts == Restarts(7, free_retries=1, exclusions=1)
+    reason = "each of 2 failures in a row began there alone; the last: rank 3 lacks a package"
+    assert world.exclusions == (Exclusion("c", "c-1", "unknown", reason, digest(CRASH)),)
+    assert world.cause.detail == f"node c is excluded: {reason}"
+
+
+ECC = replace(CRASH, cause="ecc", action=records.Action.EXCLUDE_NODE, summary="GPU 3: ECC")
+SCRIPTS = replace(CRASH, action=records.Action.STOP)
+
+
+@pytest.mark.parametrize(
+    ("world", "nodes", "decision"),
+    [
+        # what follows from another's end, or comes from outside, blames nobody and clears nobody
+        (FIRST, (replace(SA, failure=replace(CRASH, collateral=True)), SB, SC), "running 5 [a b] failure c"),
+        (FIRST, (replace(SA, failure=replace(CRASH, outside=True)), SB, SC), "running 5 [a b] failure c"),
+        (
+            replace(FIRST, cause=replace(OF_C, failure=replace(CRASH, outside=True))),
+            (SA, SB, SC),
+            "running 5 [a b c] failure c",
         ),
+        # a broken machine is out at once, whoever was heard first
+        (
+            replace(FIRST, cause=replace(OF_C, failure=ECC), restarts=Restarts()),
+            (SA, SB, SC),
+            "running 5 [a b] failure c",
+        ),
+        (
+            replace(FIRST, cause=OF_A, restarts=Restarts()),
+            (failing(SA), failing(SB), replace(SC, failure=ECC)),
+            "running 5 [a b] failure a",
+        ),
+        (
+            replace(FIRST, cause=OF_A, restarts=Restarts(), limits=replace(LIMITS, min_nodes=3)),
+            (failing(SA), SB, replace(SC, failure=ECC)),
+            "running 5 [a b c] failure a",
+        ),
+        # an error of the script is the node's only where training went well without it
+        (replace(FIRST, cause=replace(OF_C, failure=SCRIPTS)), (SA, SB, SC), "ended 4 [a b c] failure c"),
+        (replace(JOINED, cause=replace(OF_C, failure=SCRIPTS)), (SA, SB, SC), "running 5 [a b c] failure c"),
+        (
+            replace(JOINED, cause=replace(OF_C, failure=SCRIPTS), restarts=ONCE),
+            (SA, SB, SC),
+            "running 5 [a b] failure c",
+        ),
+    ],
+)
+def test_causes_say_who_is_excluded(world: World, nodes: tuple[NodeRecord, ...], decision: str) -> None:
+    assert short(blamed(world, *nodes)) == decision
+
+
+def test_a_second_broken_machine_does_not_clear_the_first() -> None:
+    world = replace(
+        stopping(A, B, kind=CauseKind.FAILURE, limits=replace(LIMITS, min_nodes=1)),
+        cause=replace(OF_A, failure=ECC),
+        restarts=Restarts(3, exclusions=1),
+        exclusions=(replace(OUT, fingerprint=digest(ECC)),),
     )
-    assert world.cause.detail.startswith("node c is put aside: all 2 failures")
-    assert world.unproven == ()
+    decision = blamed(world, SA, SB, C)
+    assert short(decision) == "running 5 [b] failure a"
+    assert isinstance(decision, Publish)
+    assert [(one.node, one.cause, one.readmitted) for one in decision.world.exclusions] == [
+        ("c", "unknown", False),
+        ("a", "ecc", False),
+    ]
+    assert decision.world.exclusions[1].reason == "its machine is broken (ecc): GPU 3: ECC"
+    assert decision.world.restarts.failures == 3
+
+
+def test_each_exclusion_of_a_node_has_the_next_number() -> None:
+    again = replace(FIRST, exclusions=(replace(OUT, readmitted=True),))
+    for nodes, times in (((SA, SB, SC), 3), ((SA, SB, replace(SC, recheck=Recheck(7, True))), 8)):
+        decision = blamed(again, *nodes)
+        assert isinstance(decision, Publish)
+        (row,) = decision.world.exclusions
+        assert (row.times, row.readmitted) == (times, False)
+
+
+def test_the_same_failure_on_another_node_shows_that_the_first_was_not_to_blame() -> None:
+    """Rank 0's part of the script fails, wherever it runs."""
+    once_out = replace(
+        stopping(A, B, kind=CauseKind.FAILURE, limits=LIMITS),
+        restarts=Restarts(exclusions=1),
+        exclusions=(OUT,),
+    )
+    decision = blamed(once_out, SA, SB, C)
+    assert isinstance(decision, Publish)
+    assert [(one.node, one.readmitted) for one in decision.world.exclusions] == [("c", True)]
+    assert short(decision) == "running 5 [a b c] failure a"
+    again = replace(
+        once_out,
+        restarts=replace(ONCE, culprit="a-1", exclusions=1),
+        exclusions=decision.world.exclusions,
+        limits=replace(LIMITS, min_nodes=1),
+    )
+    assert short(blamed(again, SA, SB)) == "running 5 [a b] failure a", "nor is the second"
+    long_since = replace(again, restarts=replace(TWICE, culprit="a-1", exclusions=1))
+    assert short(blamed(long_since, SA, SB)) == "running 5 [a b] failure a"
+    assert short(blamed(long_since, LONG, SB)) == "running 5 [b] failure a"
+
+
+def test_nodes_are_not_excluded_one_after_the_other_when_that_does_not_help() -> None:
+    world = replace(FIRST, restarts=replace(TWICE, exclusions=MOST_IN_A_ROW))
+    assert short(blamed(world, SA, SB, SC)) == "running 5 [a b c] failure c"
+    assert short(blamed(world, LONG, SB, SC)) == "running 5 [a b] failure c"
 
 
 def test_a_taken_port_that_costs_nothing_blames_no_node() -> None:
     taken = replace(OF_C, failure=replace(CRASH, action=records.Action.FREE))
-    for used in (Restarts(), ONCE):
+    for used in (Restarts(), ONCE, TWICE):
         decision = blamed(replace(JOINED, cause=taken, restarts=used), SA, SB, SC)
         assert short(decision) == "running 5 [a b c] failure c"
         assert isinstance(decision, Publish)
         assert decision.world.restarts == replace(used, free_retries=1)
 
 
-PUT = replace(AB, aside=(Aside("c", "c-1", "its workers fail"),), limits=LIMITS)
+EXCLUDED = replace(AB, exclusions=(OUT,), limits=LIMITS)
+PASSED = replace(C, recheck=Recheck(2, True))
 
 
-def test_no_world_has_who_was_put_aside_until_its_agent_begins_another_life() -> None:
-    assert short(decide(view(PUT, A, B, C), POLICY, NOW)) == "wait"
-    again = replace(C, incarnation="c-1.1")
-    assert short(decide(view(PUT, A, B, again), POLICY, NOW)) == "wait", "it has only joined again"
-    mended = replace(C, incarnation="c-2")
-    assert short(decide(view(PUT, A, B, mended), POLICY, NOW)) == "draining 4 [a b] join c"
-    stop = replace(PUT, phase=Phase.STOPPING, cause=Cause(CauseKind.LOST, "b", "node b is gone"))
-    waits = decide(view(stop, SA, C), POLICY, NOW)
-    assert "1 more of at least 2 nodes (here: a; put aside: c; last: node b is gone)" in waits.reason
-    for nodes, left in (((SA, SB, C), PUT.aside), ((SA, SB), ())):
-        decision = decide(view(stop, *nodes), POLICY, NOW)
-        assert isinstance(decision, Publish)
-        assert decision.world.aside == left
+@pytest.mark.parametrize(
+    "node",
+    [
+        C,
+        replace(C, incarnation="c-1.1"),
+        replace(C, incarnation="c-2"),
+        replace(C, recheck=Recheck(1, True)),
+        replace(C, recheck=Recheck(2, False, 1, "/dev/shm is full")),
+    ],
+)
+def test_no_world_has_an_excluded_node_until_it_has_passed_its_check(node: NodeRecord) -> None:
+    assert short(decide(view(EXCLUDED, A, B, node), POLICY, NOW)) == "wait"
+    stop = replace(EXCLUDED, phase=Phase.STOPPING, cause=Cause(CauseKind.LOST, "b", "node b is gone"))
+    waits = decide(view(stop, SA, node), POLICY, NOW)
+    assert "1 more of at least 2 nodes (here: a; excluded: c; last: node b is gone)" in waits.reason
+    back = decide(view(stop, SA, replace(node, recheck=Recheck(2, True))), POLICY, NOW)
+    assert short(back) == "running 5 [a c] lost b"
+    assert isinstance(back, Publish)
+    assert back.world.exclusions == (replace(OUT, readmitted=True),)
+
+
+def test_a_node_that_has_passed_its_check_is_readmitted_and_then_invited() -> None:
+    first = decide(view(EXCLUDED, A, B, PASSED), POLICY, NOW)
+    assert isinstance(first, Publish)
+    assert first.world == replace(EXCLUDED, exclusions=(replace(OUT, readmitted=True),))
+    assert short(decide(view(first.world, A, B, PASSED), POLICY, NOW)) == "draining 4 [a b] join c"
+
+
+def test_only_an_operator_ends_what_an_operator_has_asked_for() -> None:
+    asked = replace(EXCLUDED, exclusions=(replace(OUT, by_operator=True),))
+    assert short(decide(view(asked, A, B, PASSED), POLICY, NOW)) == "wait"
+
+
+def test_a_member_that_is_excluded_goes_by_plan_when_the_others_are_enough() -> None:
+    rows = exclude((), "b", "b-1", BY_OPERATOR, "a fan is loud", by_operator=True)
+    asked = replace(AB, exclusions=rows, limits=LIMITS)
+    assert short(decide(view(asked, A, B), POLICY, NOW)) == "wait", "fewer than --min-nodes would be left"
+    assert short(decide(view(asked, A, B, replace(C, ready=False)), POLICY, NOW)) == "wait"
+    change = decide(view(asked, A, B, C), POLICY, NOW)
+    assert short(change) == "draining 4 [a b] leave b"
+    assert isinstance(change, Publish)
+    assert change.world.cause.detail == "node b is excluded: a fan is loud"
+    last = replace(change.world, phase=Phase.LAST_STEP)
+    drained = [one.having(4, Condition.DRAINED, Condition.STATE_SAVED) for one in (SA, SB)]
+    assert short(decide(view(last, *drained, C), POLICY, NOW)) == "running 5 [a c] leave b"
+
+
+def test_the_rows_are_bounded_and_history_goes_first() -> None:
+    rows: tuple[Exclusion, ...] = ()
+    for number in range(40):
+        rows = exclude(rows, f"n{number}", "x", "repeated", "r" * 600)
+        rows = readmit(rows, frozenset({"n3"}))
+    assert len(rows) == 32
+    names = [one.node for one in rows]
+    assert (names[0], names[-1]) == ("n8", "n39")
+    assert "n3" not in names
+    (again,) = (one for one in exclude(rows, "n20", "y", "xid", "bad") if one.node == "n20")
+    assert (again.times, again.life) == (2, "y")
 
 
 @pytest.mark.parametrize(
@@ -1069,17 +1227,6 @@ def test_who_was_in_the_last_healthy_generation(
     decision = blamed(world, *nodes)
     assert isinstance(decision, Publish)
     assert [decision.world.members[place].node for place in decision.world.unproven] == unproven.split()
-
-
-def test_a_node_that_joins_between_two_failures_begins_with_no_blame_and_clears_none() -> None:
-    decision = blamed(
-        replace(stopping(A, B, kind=CauseKind.FAILURE, unproven=(1,)), cause=replace(OF_C, node="b")),
-        SA,
-        SB,
-        C,
-    )
-    assert isinstance(decision, Publish)
-    assert (decision.world.restarts.culprit, decision.world.restarts.blamed) == ("", 0)
 
 
 # ---------------------------------------------------------------- decide: what is written can be read
@@ -1113,8 +1260,10 @@ def test_a_world_has_no_more_members_than_its_record_can_hold() -> None:
     decision = decide(view(None, *crowd), policy, NOW)
     assert isinstance(decision, Publish)
     assert 300 < len(decision.world.members) < 500
-    asides = tuple(Aside("n" * 128, f"{i:0128}", "\u00fc" * 512) for i in range(32))
-    full = replace(decision.world, cause=cause, aside=asides)
+    exclusions = tuple(
+        Exclusion(f"{i:0128}", "l" * 128, "c" * 40, "\u00fc" * 512, "0" * 32) for i in range(32)
+    )
+    full = replace(decision.world, cause=cause, exclusions=exclusions)
     assert World.from_json(full.to_json()) == full
     waits = decide(view(full, *crowd), policy, NOW)
     assert (

@@ -8,11 +8,11 @@ import pytest
 
 from elastic_agent.agent.workers.checkpoints.handover_plan import Others, Peer, others, tasks, waits_for
 from elastic_agent.rendezvous.records import (
-    Aside,
     Cause,
     CauseKind,
     Condition,
     Endpoint,
+    Exclusion,
     NodeRecord,
     Phase,
     World,
@@ -75,7 +75,13 @@ def in_twos(most: int = 8) -> World:
         # the job ends with its store
         (WORLD, [LEAVING_A, replace(LEAVING_B, hosts_store=True), C], "", "b", False),
         # those that the next world leaves out
-        (replace(WORLD, aside=(Aside("n", "n-1", "it fails"),)), [LEAVING_A, NEW], "", "", False),
+        (
+            replace(WORLD, exclusions=(Exclusion("n", "n-1", "repeated", "it fails"),)),
+            [LEAVING_A, NEW],
+            "",
+            "",
+            False,
+        ),
         (in_twos(), [LEAVING_A, B, C, NEW], "bc", "", True),
         (in_twos(), [LEAVING_A, B], "b", "", True),  # it waits for another one
         (in_twos(most=2), [LEAVING_A, B, C, NEW, node("m", kept=False)], "bc", "", True),

@@ -35,6 +35,7 @@ from elastic_agent.agent.configuration.types.values import CheckMode
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop, Services
 from elastic_agent.agent.main.probes import Probes
 from elastic_agent.agent.rendezvous_io.join_checks import JoinChecks
+from elastic_agent.agent.rendezvous_io.recheck import Recheck
 from elastic_agent.health.checks.finding import Finding as CheckFinding
 from elastic_agent.health.checks.node.runner import CheckRun
 from elastic_agent.health.http_messages import Probe
@@ -267,6 +268,7 @@ class Scene:
             SimpleNamespace(handle=lambda event, now: None),  # type: ignore[arg-type]
             SimpleNamespace(finish=self.finish, handle=lambda event: None),  # type: ignore[arg-type]
             self.checks,
+            Recheck(lambda peers: self.new_run(), self.events.put),
             self.observer(),  # type: ignore[arg-type]
             SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),  # type: ignore[arg-type]
             SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),  # type: ignore[arg-type]

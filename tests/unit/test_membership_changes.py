@@ -15,10 +15,10 @@ from elastic_agent.agent.observability.accounting.membership_changes import (
 )
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.rendezvous.records import (
-    Aside,
     Cause,
     CauseKind,
     Endpoint,
+    Exclusion,
     Failure,
     Member,
     Phase,
@@ -84,18 +84,22 @@ def test_what_changes_between_two_generations(cause: Cause, nodes: str, expected
     assert seen(world(1, "ab", START), after) == [NOTHING, expected], "the stop may be missed"
 
 
-def test_a_node_that_is_put_aside_is_counted_once_with_each_life() -> None:
-    bad, worse = Aside("c", "c-1", "its workers fail"), Aside("c", "C-1", "its workers fail")
+def test_an_exclusion_is_counted_once() -> None:
+    bad = Exclusion("c", "c-1", "repeated", "its workers fail")
+    worse = replace(bad, life="C-1", times=2)
     worlds = [
         world(1, "abc", START),
-        replace(world(2, "ab", FAILED), aside=(bad,)),
-        replace(world(3, "ab", FAILED), aside=(bad,)),
-        world(4, "abC", JOIN),
-        replace(world(5, "ab", FAILED), aside=(worse,)),
+        replace(world(2, "ab", FAILED), exclusions=(bad,)),
+        replace(world(3, "ab", FAILED), exclusions=(bad,)),
+        replace(world(4, "abC", JOIN), exclusions=(replace(bad, readmitted=True),)),
+        replace(world(5, "ab", FAILED), exclusions=(worse,)),
     ]
-    assert [change.put_aside for change in seen(*worlds)] == [0, 1, 0, 0, 1]
-    late = [replace(world(2, "ab", FAILED), aside=(bad,)), replace(world(3, "ab", FAILED), aside=(bad,))]
-    assert [change.put_aside for change in seen(*late)] == [0, 0], "it was before this node came"
+    assert [change.excluded for change in seen(*worlds)] == [0, 1, 0, 0, 1]
+    late = [
+        replace(world(2, "ab", FAILED), exclusions=(bad,)),
+        replace(world(3, "ab", FAILED), exclusions=(bad,)),
+    ]
+    assert [change.excluded for change in seen(*late)] == [0, 0], "it was before this node came"
 
 
 def test_a_node_known_to_leave_beside_another_has_left() -> None:
@@ -153,7 +157,7 @@ def test_the_reason_of_a_restart(cause: Cause, expected: str) -> None:
         (START, "", ""),
         (Cause(CauseKind.JOIN, "c", "c joining"), "c joining", "c joining"),
         (FAILED, "rank 0 on node a failed", "rank 0 on node a failed: s"),
-        (replace(FAILED, detail="c is put aside: s"), "c is put aside: s", "c is put aside: s"),
+        (replace(FAILED, detail="c is excluded: s"), "c is excluded: s", "c is excluded: s"),
         (Cause(CauseKind.FAILURE, "a", "none", Failure(1, "f", "none")), "none", "none"),
     ],
 )

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_agent.rendezvous.node.cool_down import STANDSTILL_S
 from elastic_agent.rendezvous.node.node_actions import Refusal
-from elastic_agent.rendezvous.records import Failure
+from elastic_agent.rendezvous.records import Failure, Phase, Recheck
 from elastic_agent.rendezvous.statements.terms import Limits, Program, differences
 
-from .bench import POLICY, Bench
+from .bench import POLICY, TTL_S, Bench, Peer
 
 OURS = Program("train.py", "1" * 64, "aa", ("--lr", "0.1"), lease_ttl_s=5.0)
 THEIRS = replace(OURS, digest="2" * 64)
@@ -144,7 +145,8 @@ def test_a_coordinator_with_other_limits_says_so_and_does_not_apply_them(bench: 
     assert (world.limits, world.limits_of) == (Limits(2, 3, 0.0, None), "a")
 
 
-def test_a_node_that_was_put_aside_says_why_and_stays(bench: Bench) -> None:
+def excluded(bench: Bench) -> Peer:
+    """The third of three, whose workers have failed twice."""
     bench.joined("a", "b")
     bad = bench.join("c")
     bench.settle()
@@ -154,6 +156,93 @@ def test_a_node_that_was_put_aside_says_why_and_stays(bench: Bench) -> None:
     world = bench.world()
     assert world is not None
     assert (world.generation, [member.node for member in world.members]) == (4, ["a", "b"])
+    return bad
+
+
+def test_an_excluded_node_says_why_and_stays(bench: Bench) -> None:
+    bad = excluded(bench)
     bad.part.request(bench.now)
-    assert bad.part.waiting_for.startswith("put aside: all 2 failures since it joined began there")
-    assert "start its agent again" in bad.part.waiting_for
+    assert bad.part.waiting_for.startswith("excluded: each of 2 failures in a row began there alone")
+    assert "`elastic-agent readmit c`" in bad.part.waiting_for
+
+
+def test_an_excluded_node_comes_back_when_it_has_passed_its_check_after_the_cool_down(bench: Bench) -> None:
+    bad = excluded(bench)
+    for times in (1, 2):
+        assert not bad.part.recheck_due(bench.now)
+        cool_down_s = times * POLICY.cool_down_s
+        assert bad.part.wake_at(bench.now) is not None
+        bench.after(cool_down_s - 1.0)
+        assert not bad.part.recheck_due(bench.now)
+        bench.after(1.0)
+        assert bad.part.recheck_due(bench.now)
+        bad.part.recheck_begins()
+        assert not bad.part.recheck_due(bench.now)
+        bad.part.rechecked(bench.now, passed=False, summary="/dev/shm is full")
+        bench.settle()
+        bad.part.request(bench.now)
+        assert bad.part.waiting_for.endswith("Its last check failed: /dev/shm is full")
+        bench.after(2 * cool_down_s - 1.0)
+        assert not bad.part.recheck_due(bench.now), "each failed check doubles it"
+        bench.after(1.0)
+        assert bad.part.recheck_due(bench.now)
+        bad.part.recheck_begins()
+        assert bench.members() == ["a", "b"]
+        bad.part.rechecked(bench.now, passed=True, summary="")
+        bench.settle()
+        assert bench.members() == ["a", "b", "c"]
+        world = bench.world()
+        assert world is not None
+        assert [(one.node, one.times, one.readmitted) for one in world.exclusions] == [("c", times, True)]
+        for _ in range(2):
+            assert bad.part.world is not None
+            bad.part.workers_failed(Failure(bad.part.world.generation, "crash", "rank 4 lacks a package"))
+            bench.settle()
+        assert bench.members() == ["a", "b"]
+
+
+def test_a_restarted_agent_of_an_excluded_node_checks_it_at_once(bench: Bench) -> None:
+    bad = excluded(bench)
+    bench.kill(bad)
+    bench.after(2 * TTL_S)
+    again = bench.join("c", life=2)
+    bench.settle()
+    assert bench.members() == ["a", "b"], "it has not been checked"
+    assert again.part.recheck_due(bench.now)
+    again.part.recheck_begins()
+    again.part.rechecked(bench.now, passed=True, summary="")
+    bench.settle()
+    assert bench.members() == ["a", "b", "c"]
+
+
+def test_a_node_that_joins_anew_keeps_its_cool_down_and_what_it_found(bench: Bench) -> None:
+    bad = excluded(bench)
+    bench.after(50.0)
+    bench.delete("nodes/c")
+    bench.settle()
+    assert bad.part.incarnation == "c-1.1"
+    assert not bad.part.recheck_due(bench.now)
+    bench.after(10.0)
+    assert bad.part.recheck_due(bench.now)
+    bad.part.recheck_begins()
+    bad.part.rechecked(bench.now, passed=False, summary="the disk is full")
+    bench.delete("nodes/c")
+    bench.settle()
+    assert bad.record is not None
+    assert bad.record.recheck == Recheck(1, False, 1, "the disk is full")
+    assert not bad.part.recheck_due(bench.now)
+
+
+def test_a_job_that_stands_still_waits_for_no_cool_down(bench: Bench) -> None:
+    bad = excluded(bench)
+    (lost,) = (peer for peer in bench.peers if peer.name == "b")
+    bench.kill(lost)
+    bench.after(TTL_S + STANDSTILL_S - 2.0)
+    assert bench.phase() is Phase.STOPPING
+    assert not bad.part.recheck_due(bench.now)
+    bench.after(4.0)
+    assert bad.part.recheck_due(bench.now)
+    bad.part.recheck_begins()
+    bad.part.rechecked(bench.now, passed=True, summary="")
+    bench.settle()
+    assert bench.members() == ["a", "c"]

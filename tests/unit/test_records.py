@@ -24,13 +24,13 @@ from elastic_agent.rendezvous.records import (
     SCHEMA,
     WORLD_KEY,
     Action,
-    Aside,
     BadState,
     Cause,
     CauseKind,
     Condition,
     DrainRequest,
     Endpoint,
+    Exclusion,
     Failure,
     GenerationProgress,
     Introduction,
@@ -38,6 +38,7 @@ from elastic_agent.rendezvous.records import (
     NetworkFacts,
     NodeRecord,
     Phase,
+    Recheck,
     Restarts,
     Result,
     Standby,
@@ -73,6 +74,7 @@ NODE = NodeRecord(
     progress=GenerationProgress(3, 12, 17),
     seen=2,
     role="trainer",
+    recheck=Recheck(2, False, 1, "/dev/shm is full"),
     paces=Paces(3, 20, 300_000, (200_000, 280_000)),
     comparison=Comparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
 )
@@ -89,7 +91,10 @@ WORLD = World(
     limits_of="a",
     program=Program("train.py", "ab12", words=("--lr", "0.1")),
     unproven=(0, 1),
-    aside=(Aside("c", "c-1", "its workers fail"), Aside("d", "d-1", "its workers fail")),
+    exclusions=(
+        Exclusion("c", "c-1", "repeated", "its workers fail", "0123456789abcdef", 2),
+        Exclusion("d", "d-1", "operator", "a fan is loud", by_operator=True, readmitted=True),
+    ),
     standbys=(Standby("e", Endpoint("10.0.0.5", 4712)), Standby("f", Endpoint("10.0.0.6", 4712))),
     run="a",
 )
@@ -203,7 +208,17 @@ programs = st.builds(
     st.booleans(),
 )
 progress = st.builds(GenerationProgress, counts, st.none() | numbers, st.none() | numbers)
-asides = st.builds(Aside, names, names, texts(50))
+exclusions = st.builds(
+    Exclusion,
+    names,
+    names,
+    st.from_regex(CAUSE, fullmatch=True),
+    texts(50),
+    texts(32),
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+)
 networks = st.builds(
     NetworkFacts,
     texts(64),
@@ -233,6 +248,7 @@ nodes = st.builds(
     progress=st.none() | progress,
     seen=st.integers(0, MAX_SEEN),
     role=st.sampled_from(["default", "my trainer", "a/b"]) | names,
+    recheck=st.none() | st.builds(Recheck, st.integers(1, 9), st.booleans(), numbers, texts(50)),
 )
 
 
@@ -276,7 +292,7 @@ def worlds(draw: st.DrawFn) -> World:
         limits_of=draw(st.just("") | names),
         program=draw(st.none() | programs),
         unproven=tuple(draw(st.lists(numbers, max_size=3))),
-        aside=tuple(draw(st.lists(asides, max_size=3))),
+        exclusions=tuple(draw(st.lists(exclusions, max_size=3))),
         standbys=tuple(draw(st.lists(st.builds(Standby, names, endpoints), max_size=3))),
         run=draw(st.just("") | names),
     )
@@ -385,6 +401,11 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("failure",): OBJECT,
         **FAILURE_FIELDS,
         ("step",): number(),
+        ("recheck",): OBJECT,
+        ("recheck", "times"): number(1),
+        ("recheck", "passed"): FLAG,
+        ("recheck", "failed"): number(),
+        ("recheck", "summary"): text(512),
         ("progress",): OBJECT,
         ("progress", "generation"): number(),
         ("progress", "loaded"): number()[1:],
@@ -433,6 +454,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("restarts", "bad_state", "step"): number(),
         ("restarts", "culprit"): text(128),
         ("restarts", "blamed"): number(),
+        ("restarts", "exclusions"): number(),
         ("restarts", "free_retries"): number(),
         ("restarts", "from_outside"): number(),
         ("step",): number(),
@@ -443,7 +465,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("limits_of",): text(128),
         **PROGRAM_FIELDS,
         ("unproven",): [None, 1, True, "x", {}, [True], [-1], ["x"], [1.5], [None], [[]]],
-        ("aside",): [None, 1, True, "x", {}, [1], [None], [[]]],
+        ("exclusions",): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 33],
         ("standbys",): [None, 1, True, "x", {}, [1], [None], [[]]],
         ("run",): [*text(128), "a/b", "a b", ".\n"],
     },
@@ -672,8 +694,8 @@ def test_nothing_that_a_terminal_obeys_comes_out_of_a_record() -> None:
     )
     member = replace(WORLD.members[1], http=Endpoint(FORGED, 1))
     cause = Cause(CauseKind.FAILURE, FORGED, FORGED, failure)
-    aside = (Aside("c", "c-1", FORGED),)
-    world = World.from_json(replace(WORLD, cause=cause, members=(member,), aside=aside).to_json())
+    exclusions = (Exclusion("c", "c-1", "unknown", FORGED),)
+    world = World.from_json(replace(WORLD, cause=cause, members=(member,), exclusions=exclusions).to_json())
     for record in (node, world):
         assert "all is well" in repr(record)
         assert all(text.isprintable() for text in texts_in(record)), record

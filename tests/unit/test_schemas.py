@@ -43,12 +43,12 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
-                "hosts_store leaving ready generation conditions failure step progress seen role memory paces "
-                "comparison"
+                "hosts_store leaving ready generation conditions failure step progress seen role memory "
+                "recheck paces comparison"
             ),
             "World": (
                 "job generation phase members master cause restarts step result final_saver limits "
-                "limits_of program unproven aside standbys finishing run"
+                "limits_of program unproven exclusions standbys finishing run"
             ),
             "StopAt": "generation step paused",
             "DrainRequest": "incarnation",
@@ -69,10 +69,11 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Cause": "kind node detail failure",
             "Restarts": (
                 "failures without_progress fingerprint same_fingerprint at_load bad_state culprit "
-                "blamed free_retries from_outside"
+                "blamed exclusions free_retries from_outside"
             ),
             "Result": "succeeded restarts_exhausted crash_loop final_failure store_host_left",
-            "Aside": "node life reason",
+            "Exclusion": "node life cause reason fingerprint times by_operator readmitted",
+            "Recheck": "times passed failed summary",
             "Standby": "node memory",
             "CauseKind": "start failure join leave lost withdrawn success",
             "BadState": "generation step",

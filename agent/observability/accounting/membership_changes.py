@@ -23,7 +23,7 @@ class MembershipChange:
     joined: int = 0
     left: int = 0
     lost: int = 0
-    put_aside: int = 0
+    excluded: int = 0
     incident: str | None = None
 
 
@@ -60,9 +60,14 @@ class MembershipWatch:
             joined=len(new - old),
             left=len(left),
             lost=len(gone - left),
-            put_aside=len({one.life for one in world.aside} - {one.life for one in before.aside}),
+            excluded=len(_excluded(world) - _excluded(before)),
             incident=_incident(world.cause) if ended and not world.stops else None,
         )
+
+
+def _excluded(world: World) -> set[tuple[str, int]]:
+    """With the number of the exclusion: an old one may be known only once it is over."""
+    return {(one.node, one.times) for one in world.exclusions}
 
 
 def reason(cause: Cause) -> str:

@@ -14,10 +14,21 @@ from pathlib import Path
 
 from ....health.checks.finding import Finding
 from ....health.metrics import Metrics
+from ....rendezvous.coordinator.exclusions import in_words, left_out
 from ....rendezvous.node.node_actions import Refusal
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
-from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
+from ....rendezvous.records import (
+    BadState,
+    CauseKind,
+    Exclusion,
+    Failure,
+    Member,
+    NodeRecord,
+    Phase,
+    Result,
+    World,
+)
 from ....rendezvous.text import counted
 from ....worker.wire.messages import ReplicationReport
 from ...output.log_folders import run_folder
@@ -86,6 +97,7 @@ class Observer:
         self.training = TrainingAccount(metrics, pages, journal, rate, started_at, wall_clock, tell)
         self._worlds = MembershipWatch()
         self._noted: World | None = None
+        self._excluded: Mapping[str, Exclusion] = {}
         self._shown: Failure | None = None
         self._generation = _Generation()
         self._seeking_since = started_at
@@ -145,6 +157,7 @@ class Observer:
         change = self._worlds.see(world)
         self._note_world(world)
         self._metrics.count_membership_change(**asdict(change))
+        self._show_exclusions(world.exclusions if world is not None else (), snapshot.node)
         running = world is not None and world.trains
         members = {member.incarnation for member in world.members} if world is not None else set()
         here = {node.incarnation for node in nodes}
@@ -179,6 +192,19 @@ class Observer:
             self.journal.note(Kind.WORLD, why, generation=number, about=about, cause=cause, counts=counts)
         if world.drains and (noted is None or not noted.drains):
             self.journal.note(Kind.DRAIN, why, generation=number, about=about, cause=world.cause.kind.value)
+
+    def _show_exclusions(self, rows: Sequence[Exclusion], node: str) -> None:
+        out, before = left_out(rows), self._excluded
+        self._excluded = out
+        self._metrics.node_excluded.set(node in out)
+        for name in out:
+            if name not in before or before[name].times < out[name].times:
+                log.warning("node %s is %s", name, in_words(out[name]))
+                self.journal.note(Kind.EXCLUSION, in_words(out[name]), about=name, cause=out[name].cause)
+        for name in before:
+            if name not in out:
+                log.warning("node %s is readmitted: worlds may include it again", name)
+                self.journal.note(Kind.READMISSION, f"node {name} is readmitted", about=name)
 
     def _account_for_waiting(self, snapshot: NodeSnapshot, now: float) -> None:
         """No worker is here: the time is the rendezvous', the pause's, or that of a job without this node."""

@@ -11,9 +11,20 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ....rendezvous.coordinator import blame, stragglers
+from ....rendezvous.coordinator import stragglers
+from ....rendezvous.coordinator.exclusions import in_words, left_out
 from ....rendezvous.coordinator.restarts import RestartPolicy
-from ....rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
+from ....rendezvous.records import (
+    CauseKind,
+    Endpoint,
+    Exclusion,
+    Member,
+    NodeRecord,
+    Phase,
+    Restarts,
+    Result,
+    World,
+)
 from ....rendezvous.statements.paces import Comparison, Straggler
 from ..world_comparison import other_limits
 from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
@@ -24,7 +35,7 @@ SCHEMA = 1
 
 _KEYS = (
     *("node", "incarnation", "member", "first_rank", "slots", "address", "state", "coordinates", "leaving"),
-    *("has_lease", "silence", "silent_s"),
+    *("excluded", "has_lease", "silence", "silent_s"),
 )
 _STATUS_KEYS = {
     **{name: name for name in ("generation", "workers", "running_s", "step")},
@@ -56,6 +67,8 @@ class NodeReport:
     silent_s: float | None
     status: NodeStatus | None
     """None exactly when it does not answer."""
+    excluded: bool = False
+    """No world includes it until it is readmitted."""
 
     @property
     def member(self) -> bool:
@@ -63,10 +76,10 @@ class NodeReport:
 
     @property
     def state(self) -> str:
-        """That of its status, or: standby, lost, gone, no answer, hidden."""
+        """That of its status, or: standby, excluded, lost, gone, no answer, hidden."""
         if self.status is not None:
             idle = self.first_rank is None and self.status.state == "joining"
-            return "standby" if idle else self.status.state
+            return ("excluded" if self.excluded else "standby") if idle else self.status.state
         assert self.silence is not None
         return "lost" if self.has_lease is False else self.silence.state
 
@@ -127,6 +140,8 @@ class JobReport:
     """`nodes` holds every node of the job."""
     nodes: tuple[NodeReport, ...]
     """Members by rank, then the others, oldest first."""
+    exclusions: tuple[Exclusion, ...]
+    """Of nodes that worlds do without, and of those that have been readmitted, the oldest first."""
     notes: tuple[str, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     """Ranks that are slower than the others, by rank."""
@@ -179,6 +194,7 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
         waiting_for=best.waiting_for if best is not None and state in ("waiting", "stopping") else "",
         complete=job.complete,
         nodes=nodes,
+        exclusions=world.exclusions if world is not None else (),
         notes=(*found.notes, *_differences(job)),
         stragglers=comparison.stragglers if comparison is not None else (),
     )
@@ -189,8 +205,8 @@ def _differences(job: JobStatus) -> Iterable[str]:
     world = job.world
     if world is None or world.phase is Phase.ENDED:
         return
-    for one in world.aside:
-        yield f"node {one.node} is {blame.in_words(one)}"
+    for one in left_out(world.exclusions).values():
+        yield f"node {one.node} is {in_words(one)}"
     if (comparison := _comparison(job)) is not None:
         yield from (stragglers.in_words(one, comparison) for one in comparison.stragglers)
     yield from other_limits(world, job.nodes)
@@ -210,6 +226,7 @@ def _nodes(
     job, world, asked = found.job, found.job.world, found.agent
     records = {record.incarnation: record for record in job.nodes}
     members = world.members if world is not None and world.phase is not Phase.ENDED else ()
+    excluded = left_out(world.exclusions) if world is not None else {}
 
     def node(of: Member | NodeRecord, first_rank: int | None) -> NodeReport:
         record, answer = records.get(of.incarnation), answers.get(of.incarnation, Unreachable.HIDDEN)
@@ -228,6 +245,7 @@ def _nodes(
             silence=silence,
             silent_s=silent_for.get(of.incarnation) if silence is not None else None,
             status=answer if isinstance(answer, NodeStatus) else None,
+            excluded=of.node in excluded,
         )
 
     yield from (node(member, member.first_rank) for member in members)

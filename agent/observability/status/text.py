@@ -25,6 +25,7 @@ _COLOURS = {
     "lost": _RED,
     "no answer": _RED,
     "standby": "",
+    "excluded": _YELLOW,
     "hidden": "",
 }
 """By state; every other one is on its way to somewhere."""

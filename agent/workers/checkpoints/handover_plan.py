@@ -20,7 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ....rendezvous.records import Condition, Endpoint, NodeRecord, World, life_of
+from ....rendezvous.coordinator.exclusions import left_out
+from ....rendezvous.records import Condition, Endpoint, NodeRecord, World
 from ....rendezvous.statements.terms import fits
 from ....worker.storage.memory.copy_header import FoundCopy
 
@@ -66,7 +67,7 @@ def others(world: World, node: str, nodes: Sequence[NodeRecord]) -> Others:
     """
     ranks = {one.incarnation: range(one.first_rank, one.first_rank + one.slots) for one in world.members}
     is_member = any(member.node == node for member in world.members)
-    aside = {one.life for one in world.aside}
+    excluded = left_out(world.exclusions)
     stay = [one for one in nodes if one.incarnation in ranks and not one.leaving]
     stay.sort(key=lambda one: not one.has(Condition.STATE_SAVED, world.generation))
     come = [
@@ -75,7 +76,7 @@ def others(world: World, node: str, nodes: Sequence[NodeRecord]) -> Others:
         if one.incarnation not in ranks
         and not one.leaving
         and fits(one.program, world.program)
-        and life_of(one.incarnation) not in aside
+        and one.node not in excluded
     ]
     come.sort(key=lambda one: not one.ready)
     if any(one.leaving and one.hosts_store for one in nodes):

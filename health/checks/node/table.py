@@ -8,10 +8,12 @@ from typing import Any
 
 from ..finding import Finding, Outcome
 from ..needs import NodeNeeds
+from ..probes.arithmetic import probe_arithmetic
 from ..probes.directories import probe_directory
 from ..probes.gpus import probe_nvml, probe_xids
 from ..probes.machine import probe_limits, probe_shared_memory
 from ..probes.network import probe_interface, probe_names, probe_ports
+from ..probes.peers import probe_peers
 from ..rules.directories import DirectoryFacts, judge_directory
 from ..rules.gpus import GPU_CHECKS, NvmlFacts, XidFacts, judge_nvml, judge_xids
 from ..rules.machine import LimitFacts, SharedMemoryFacts, judge_limits, judge_shared_memory
@@ -23,6 +25,14 @@ from ..rules.network import (
     judge_interface,
     judge_names,
     judge_ports,
+)
+from ..rules.recheck import (
+    SILENT_ADVICE,
+    WRONG_ADVICE,
+    ArithmeticFacts,
+    PeerFacts,
+    judge_arithmetic,
+    judge_peers,
 )
 
 CHECKPOINT_OPTION, LOG_OPTION = "--check-directory", "--log-dir"
@@ -148,7 +158,30 @@ NODE_CHECKS = (
     ),
 )
 
-BY_NAME = {check.name: check for check in NODE_CHECKS}
+RECHECKS = (
+    NodeCheck(
+        name="arithmetic",
+        facts=ArithmeticFacts,
+        probe=lambda needs: probe_arithmetic(),
+        judge=judge_arithmetic,
+        limit_s=90.0,
+        advice=WRONG_ADVICE,
+        at_join=False,
+    ),
+    NodeCheck(
+        name="peers",
+        facts=PeerFacts,
+        probe=lambda needs: probe_peers(needs.peers),
+        judge=judge_peers,
+        needed=lambda needs: needs.peers,
+        limit_s=20.0,
+        advice=SILENT_ADVICE,
+        at_join=False,
+    ),
+)
+"""Of an excluded node before it comes back, beside those before a join. They take longer."""
+
+BY_NAME = {check.name: check for check in (*NODE_CHECKS, *RECHECKS)}
 
 AT_JOIN = tuple(name for check in NODE_CHECKS if check.at_join for name in check.names)
 """The findings of those before a join."""
@@ -157,3 +190,8 @@ AT_JOIN = tuple(name for check in NODE_CHECKS if check.at_join for name in check
 def checks_for(needs: NodeNeeds, *, at_join: bool) -> tuple[NodeCheck, ...]:
     """Those that this job needs. `at_join`: the fast ones that are worth it before each join."""
     return tuple(check for check in NODE_CHECKS if check.needed(needs) and (check.at_join or not at_join))
+
+
+def rechecks_for(needs: NodeNeeds) -> tuple[NodeCheck, ...]:
+    """Those of an excluded node before it comes back."""
+    return checks_for(needs, at_join=True) + tuple(check for check in RECHECKS if check.needed(needs))

@@ -1,0 +1,62 @@
+"""The check of a node that was excluded, after its cool-down: what it finds is the node's way back into the worlds.
+
+It is what is checked before each join, whatever --check says, and besides that devices compute, and peers answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...health.checks.finding import Finding
+from ...health.checks.needs import MOST_PEERS
+from ...health.checks.node.background import BackgroundChecks
+from ...health.checks.node.runner import CheckRun
+from ...rendezvous.node.participant import Participant
+from ...rendezvous.records import World
+from ..common.events import NodeRechecked
+
+HANGS = "a check's process from an earlier run still hangs in the kernel"
+
+
+class Recheck:
+    """For the main thread. `post` takes a `NodeRechecked` from any thread."""
+
+    def __init__(
+        self, new_run: Callable[[Sequence[str]], CheckRun], post: Callable[[NodeRechecked], object]
+    ) -> None:
+        """`new_run` gets the addresses of other nodes' agents, HOST:PORT."""
+        self._new_run = new_run
+        self._peers: Sequence[str] = ()
+        self._checks = BackgroundChecks(
+            lambda: self._new_run(self._peers), lambda findings: post(NodeRechecked(findings)), errors=True
+        )
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Of this agent's children that are the check's."""
+        return self._checks.pids
+
+    def turn(self, participant: Participant, now: float) -> None:
+        """Begins the check that is due."""
+        if not participant.recheck_due(now):
+            return
+        participant.recheck_begins()
+        self._peers = peers_of(participant.world)
+        if not self._checks.begin():
+            participant.rechecked(now, passed=False, summary=HANGS)
+
+    def handle(self, event: NodeRechecked, participant: Participant, now: float) -> Sequence[Finding]:
+        """Returns what has failed."""
+        failed = self._checks.ended(event.findings)
+        summary = "; ".join(f"{finding.check}: {finding.summary}" for finding in failed)
+        participant.rechecked(now, passed=not failed, summary=summary)
+        return failed
+
+    def close(self) -> None:
+        self._checks.close()
+
+
+def peers_of(world: World | None) -> tuple[str, ...]:
+    """Where agents of the world answer: the first ones, as many as are asked."""
+    members = world.members if world is not None else ()
+    return tuple(str(one.http) for one in members if one.http is not None)[:MOST_PEERS]

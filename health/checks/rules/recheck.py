@@ -1,0 +1,53 @@
+"""What an excluded node shows before worlds include it again, besides what is checked before each join."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from ....codec import AtMost, Checked, Count, Text
+from ..finding import Finding, Outcome
+from ..needs import MOST_PEERS, NodeNeeds
+
+WRONG_ADVICE = (
+    "the device or its driver is broken: look at dmesg, reset it or reboot this machine, and have it replaced"
+)
+SILENT_ADVICE = "look at this machine's network and at what stands between it and the other nodes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticFacts(Checked):
+    problem: Annotated[str, Text(1024)] = ""
+    """Why there is no result; empty where there is one."""
+    devices: Annotated[tuple[Annotated[str, Text(64)], ...], AtMost(257)] = ()
+    wrong: Annotated[tuple[Annotated[str, Text(64)], ...], AtMost(257)] = ()
+    """Those of them whose copies or products are not what they should be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerFacts(Checked):
+    asked: Count
+    silent: Annotated[tuple[Annotated[str, Text(280)], ...], AtMost(MOST_PEERS)] = ()
+
+
+def judge_arithmetic(facts: ArithmeticFacts, needs: NodeNeeds) -> Finding:
+    if facts.problem:
+        return Finding("arithmetic", Outcome.FAIL, facts.problem, WRONG_ADVICE)
+    if facts.wrong:
+        wrong = ", ".join(facts.wrong)
+        return Finding(
+            "arithmetic", Outcome.FAIL, f"{wrong}: copies or matrix products come back wrong", WRONG_ADVICE
+        )
+    return Finding(
+        "arithmetic", Outcome.OK, f"copies and matrix products agree on {', '.join(facts.devices)}"
+    )
+
+
+def judge_peers(facts: PeerFacts, needs: NodeNeeds) -> Finding:
+    """Most of them have to answer: one that does not may itself be gone."""
+    silent = ", ".join(facts.silent)
+    if 2 * len(facts.silent) > facts.asked:
+        return Finding("peers", Outcome.FAIL, f"no answer over HTTP from {silent}", SILENT_ADVICE)
+    if facts.silent:
+        return Finding("peers", Outcome.WARN, f"no answer over HTTP from {silent}", SILENT_ADVICE)
+    return Finding("peers", Outcome.OK, f"{facts.asked} other nodes answer over HTTP")

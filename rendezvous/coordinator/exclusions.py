@@ -1,0 +1,109 @@
+"""The nodes that the worlds do without: how one is excluded, what brings it back, and what people read of it.
+
+An exclusion is a row of the world, at most one of each node. It is in force until the node has shown, after its
+cool-down, that it is well (`NodeRecord.recheck`), or, where an operator has asked for it, until an operator readmits
+it. Its row stays as history: the next one of this node has the next number, and twice the cool-down.
+
+The agent of an excluded node stays: it may host the store, and others load what it has in memory.
+
+Pure functions over records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..records import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion, NodeRecord, World
+
+BY_OPERATOR = "operator"
+"""The cause of one that an operator has asked for."""
+
+
+def exclude(
+    rows: Sequence[Exclusion],
+    node: str,
+    life: str,
+    cause: str,
+    reason: str,
+    *,
+    record: NodeRecord | None = None,
+    fingerprint: str = "",
+    by_operator: bool = False,
+) -> tuple[Exclusion, ...]:
+    """`rows` with one more, or another one of this node. Of too many, the oldest that is history goes, or the oldest.
+
+    `record` is the node's, if it is known: what it says of its checks is of no older exclusion than the new one.
+    """
+    before = next((one.times for one in rows if one.node == node), 0)
+    checked = record.recheck.times if record is not None and record.recheck is not None else 0
+    new = Exclusion(
+        node,
+        life,
+        cause,
+        reason[:MAX_EXCLUSION_REASON],
+        fingerprint,
+        max(before, checked) + 1,
+        by_operator,
+    )
+    kept = [one for one in rows if one.node != node]
+    if len(kept) >= MAX_EXCLUSIONS:
+        kept.remove(next((one for one in kept if one.readmitted), kept[0]))
+    return (*kept, new)
+
+
+def readmit(rows: Sequence[Exclusion], nodes: frozenset[str]) -> tuple[Exclusion, ...]:
+    """`rows`, in which those of these nodes are history."""
+    return tuple(replace(one, readmitted=True) if one.node in nodes else one for one in rows)
+
+
+def settled(world: World | None, nodes: Sequence[NodeRecord]) -> tuple[Exclusion, ...]:
+    """The rows of `world` as they are now: a node that has passed its checks is readmitted."""
+    if world is None or not world.exclusions:
+        return ()
+    passed = {
+        node.node: node.recheck.times for node in nodes if node.recheck is not None and node.recheck.passed
+    }
+    return readmit(
+        world.exclusions,
+        frozenset(
+            one.node for one in world.exclusions if not one.by_operator and passed.get(one.node) == one.times
+        ),
+    )
+
+
+def left_out(rows: Sequence[Exclusion]) -> Mapping[str, Exclusion]:
+    """By node."""
+    return {one.node: one for one in rows if not one.readmitted}
+
+
+def in_words(one: Exclusion) -> str:
+    """What is true of this node, and what its operator can do; it follows "node c is", or stands alone."""
+    again = "" if one.times == 1 else f" for the {_ordinal(one.times)} time"
+    if one.by_operator:
+        return f"excluded{again} by an operator: {one.reason}. It stays out until `elastic-agent readmit {one.node}`"
+    return (
+        f"excluded{again}: {one.reason}. It checks itself after a cool-down and comes back when the checks pass;"
+        f" `elastic-agent readmit {one.node}` brings it back now"
+    )
+
+
+def why_excluded(world: World | None, me: NodeRecord) -> str:
+    """Why no world includes this node; empty if one may."""
+    one = world.exclusion(me.node) if world is not None else None
+    if one is None:
+        return ""
+    failed = me.recheck if me.recheck is not None and me.recheck.times == one.times else None
+    if failed is None or failed.passed:
+        return in_words(one)
+    return f"{in_words(one)}. Its last check failed: {failed.summary}"
+
+
+def _ordinal(number: int) -> str:
+    """
+    >>> _ordinal(2), _ordinal(11), _ordinal(23)
+    ('2nd', '11th', '23rd')
+    """
+    if number % 100 in (11, 12, 13):
+        return f"{number}th"
+    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"

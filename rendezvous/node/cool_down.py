@@ -1,0 +1,70 @@
+"""When a node that is excluded checks itself, by its own clock: the record of what it found is its way back.
+
+The first cool-down is `first_s`; it is twice as long for each further exclusion of this node, and for each check that
+has failed since, up to `MOST_S`. Nothing is waited for where
+
+- the agent has been started again since: somebody has had a look at the node;
+- the job stands still for `STANDSTILL_S`: it may be short of just this node.
+
+What an operator has asked for ends by an operator alone. Instants are seconds on this node's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..records import Exclusion, Recheck
+
+MOST_S = 3600.0
+
+STANDSTILL_S = 15.0
+"""Longer than the longest pause before a restart."""
+
+
+class CoolDown:
+    """Of one agent, in all its incarnations. Call `look` before you read `due_at`."""
+
+    def __init__(self, life: str, first_s: float) -> None:
+        self._life, self._first_s = life, first_s
+        self._times = 0
+        """Of the exclusion that is counted; 0: there is none."""
+        self._ends_at = math.inf
+        self._stood_still_at = math.inf
+        self._failed = 0
+        self._checking = False
+
+    def look(self, exclusion: Exclusion | None, stands_since: float | None, now: float) -> None:
+        """`exclusion` of this node, while it is in force; `stands_since`: when the job was seen to stand still."""
+        mine = exclusion if exclusion is not None and not exclusion.by_operator else None
+        if (mine.times if mine is not None else 0) != self._times:
+            self._times, self._failed, self._checking = mine.times if mine is not None else 0, 0, False
+            self._ends_at = math.inf
+            if mine is not None:
+                self._ends_at = now + self._length_s if mine.life == self._life else now
+        self._stood_still_at = stands_since + STANDSTILL_S if stands_since is not None else math.inf
+
+    @property
+    def due_at(self) -> float:
+        """When this node is to check itself; infinity: not at all, or it does so already."""
+        if not self._times or self._checking:
+            return math.inf
+        # A check that has failed is not repeated at once, however long the job stands still.
+        return min(self._ends_at, self._stood_still_at) if not self._failed else self._ends_at
+
+    def begin(self) -> None:
+        """The check that was due goes on now."""
+        self._checking = True
+
+    def checked(self, now: float, *, passed: bool, summary: str) -> Recheck | None:
+        """What this node says of it; None where the exclusion is over meanwhile."""
+        if not self._times:
+            return None
+        if not passed:
+            self._checking = False
+            self._failed += 1
+            self._ends_at = now + self._length_s
+        return Recheck(self._times, passed, self._failed, summary)
+
+    @property
+    def _length_s(self) -> float:
+        return min(self._first_s * 2.0 ** min(self._times - 1 + self._failed, 30), MOST_S)

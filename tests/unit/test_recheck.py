@@ -1,0 +1,218 @@
+"""The check of an excluded node: when it runs, what it looks at, and what its record says then."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from elastic_agent.agent.common.events import NodeRechecked
+from elastic_agent.agent.rendezvous_io.recheck import HANGS, Recheck, peers_of
+from elastic_agent.health.checks.finding import Outcome
+from elastic_agent.health.checks.needs import NodeNeeds
+from elastic_agent.health.checks.node.runner import run_checks
+from elastic_agent.health.checks.node.table import RECHECKS, checks_for, rechecks_for
+from elastic_agent.health.checks.probes import arithmetic
+from elastic_agent.health.checks.probes.peers import probe_peers
+from elastic_agent.health.checks.rules.recheck import (
+    ArithmeticFacts,
+    PeerFacts,
+    judge_arithmetic,
+    judge_peers,
+)
+from elastic_agent.rendezvous.coordinator.exclusions import exclude
+from elastic_agent.rendezvous.records import WORLD_KEY
+from elastic_agent.threads import Thread
+
+from .bench import POLICY, Bench, Peer
+from .test_join_checks import FAILS, GOOD, FakeRun
+
+NEEDS = NodeNeeds()
+
+
+class Scenery:
+    """The third of three nodes is excluded. `found` by each run, in turn."""
+
+    def __init__(self, *found: Sequence[object], hangs: bool = False) -> None:
+        self.found, self.hangs = list(found), hangs
+        self.events: queue.SimpleQueue[NodeRechecked] = queue.SimpleQueue()
+        self.asked: list[Sequence[str]] = []
+        self.recheck = Recheck(self.new_run, self.events.put)
+        self.bench = Bench()
+        self.bench.joined("a", "b")
+        self.bad: Peer = self.bench.join("c")
+        self.bench.settle()
+        world = self.bench.world()
+        assert world is not None
+        rows = exclude((), "c", "c-1", "ecc", "GPU 3 is sick")
+        self.bench.put(WORLD_KEY, replace(world, exclusions=rows).to_json())
+        self.bench.settle()
+        assert self.bench.members() == ["a", "b"]
+
+    def new_run(self, peers: Sequence[str]) -> FakeRun:
+        self.asked.append(peers)
+        return FakeRun(self.found.pop(0), self.hangs)  # type: ignore[arg-type]
+
+    def turn(self) -> None:
+        self.recheck.turn(self.bad.part, self.bench.now)
+
+    def hear(self) -> None:
+        self.recheck.handle(self.events.get(timeout=5.0), self.bad.part, self.bench.now)
+        self.bench.settle()
+
+
+def test_it_runs_once_after_the_cool_down_and_asks_the_world_s_agents() -> None:
+    scene = Scenery([GOOD])
+    scene.turn()
+    assert scene.asked == []
+    scene.bench.after(POLICY.cool_down_s)
+    scene.turn()
+    scene.turn()
+    assert scene.asked == [("host-a:80", "host-b:80")]
+    scene.hear()
+    assert scene.bench.members() == ["a", "b", "c"]
+
+
+def test_what_fails_is_in_the_record_and_is_checked_again_after_twice_the_time() -> None:
+    scene = Scenery([GOOD, FAILS], [GOOD])
+    scene.bench.after(POLICY.cool_down_s)
+    scene.turn()
+    scene.hear()
+    record = scene.bad.record
+    assert record is not None
+    assert record.recheck is not None
+    assert (record.recheck.passed, record.recheck.failed) == (False, 1)
+    assert record.recheck.summary == "gpu-ecc: 3 errors"
+    scene.bench.after(2 * POLICY.cool_down_s - 1.0)
+    scene.turn()
+    assert len(scene.asked) == 1
+    scene.bench.after(1.0)
+    scene.turn()
+    scene.hear()
+    assert scene.bench.members() == ["a", "b", "c"]
+
+
+def test_a_probe_that_hangs_in_the_kernel_is_a_check_that_fails() -> None:
+    scene = Scenery([FAILS], hangs=True)
+    scene.bench.after(POLICY.cool_down_s)
+    scene.turn()
+    scene.hear()
+    scene.bench.after(2 * POLICY.cool_down_s)
+    scene.turn()
+    scene.bench.settle()
+    record = scene.bad.record
+    assert record is not None
+    assert record.recheck is not None
+    assert (record.recheck.failed, record.recheck.summary) == (2, HANGS)
+    scene.recheck.close()
+
+
+def test_no_more_than_eight_peers_are_asked() -> None:
+    bench = Bench()
+    names = [f"n{index}" for index in range(3)]
+    bench.joined(*names)
+    assert peers_of(bench.world()) == ("host-n0:80", "host-n1:80", "host-n2:80")
+    assert peers_of(None) == ()
+
+
+def test_it_looks_at_what_is_checked_before_a_join_and_more() -> None:
+    names = [check.name for check in rechecks_for(NodeNeeds(peers=("h:1",), checkpoint_directory="/c"))]
+    before = [check.name for check in checks_for(NodeNeeds(checkpoint_directory="/c"), at_join=True)]
+    assert names == [*before, "arithmetic", "peers"]
+    assert {"shared-memory", "checkpoint-directory"} <= set(before)
+    assert "peers" not in [check.name for check in rechecks_for(NEEDS)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "outcome"),
+    [
+        (ArithmeticFacts(devices=("cpu", "cuda:0")), Outcome.OK),
+        (ArithmeticFacts(devices=("cpu", "cuda:0"), wrong=("cuda:0",)), Outcome.FAIL),
+        (ArithmeticFacts(problem="no result within 80 s"), Outcome.FAIL),
+    ],
+)
+def test_a_wrong_product_fails(facts: ArithmeticFacts, outcome: Outcome) -> None:
+    finding = judge_arithmetic(facts, NEEDS)
+    assert finding.outcome is outcome
+    assert bool(finding.advice) is (outcome is Outcome.FAIL)
+
+
+@pytest.mark.parametrize(
+    ("asked", "silent", "outcome"),
+    [
+        (3, (), Outcome.OK),
+        (3, ("a:1",), Outcome.WARN),
+        (2, ("a:1",), Outcome.WARN),
+        (3, ("a:1", "b:1"), Outcome.FAIL),
+        (1, ("a:1",), Outcome.FAIL),
+    ],
+)
+def test_a_node_that_hardly_any_peer_answers_fails(
+    asked: int, silent: tuple[str, ...], outcome: Outcome
+) -> None:
+    assert judge_peers(PeerFacts(asked=asked, silent=silent), NEEDS).outcome is outcome
+
+
+def test_peers_are_asked_over_http() -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answers)
+    Thread(server.serve_forever, "answers").start()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        refused = f"127.0.0.1:{closed.getsockname()[1]}"
+        here = f"127.0.0.1:{server.server_port}"
+        assert probe_peers((here, refused)) == PeerFacts(asked=2, silent=(refused,))
+    server.shutdown()
+    server.server_close()
+
+
+def test_this_machine_passes() -> None:
+    findings = run_checks(RECHECKS[:1], NEEDS)
+    assert [(one.check, one.outcome) for one in findings] == [("arithmetic", Outcome.OK)]
+    assert "cpu" in findings[0].summary or "processor" in findings[0].summary
+
+
+def test_a_device_that_multiplies_wrong_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    right = torch.equal
+    seen: list[int] = []
+
+    def equal(*two: object) -> bool:
+        seen.append(1)
+        return len(seen) < 3 and right(*two)
+
+    monkeypatch.setattr(torch, "equal", equal)
+    arithmetic.main()
+    assert '"wrong": ["cpu"' in capsys.readouterr().out
+
+
+def test_without_torch_the_processor_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
+    assert isinstance(sys.modules["torch"], types.NoneType)
+    arithmetic.main()
+    assert capsys.readouterr().out == '{"devices": ["the processor"], "wrong": []}\n'
+
+
+def test_a_process_that_fails_or_hangs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "PROGRAM", "import sys; sys.exit('CUDA error: device-side assert')")
+    assert arithmetic.probe_arithmetic().problem == "ended with 1: CUDA error: device-side assert"
+    monkeypatch.setattr(arithmetic, "PROGRAM", "import time; time.sleep(60)")
+    monkeypatch.setattr(arithmetic, "WITHIN_S", 0.2)
+    assert arithmetic.probe_arithmetic().problem == "no result within 0.2 s"
