@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         return ExitCode.SUCCESS
     from .agent.main.run import run
 
-    return run(resolved.config, machine, prepared)
+    return run(resolved.config, machine, prepared, _in_force(resolved, machine))
 
 
 def _daemon(resolved: Resolved, *, only_check: bool) -> int:

@@ -245,6 +245,16 @@ class ReportCode(Code):
     OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 
 
+class DiagnoseCode(Code):
+    """How `elastic-agent diagnose` ends. `docs/runbook.md` shows the same table."""
+
+    WRITTEN = 0, "the archive is written; its name is on stdout"
+    NO_RUN = 66, "there is no such run folder, and none of a job of this name below the log directory"
+    NOT_WRITTEN = 73, "the archive cannot be written"
+    BAD_CONFIG = 78, "the command line cannot be"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
+
+
 class CannotStart(Exception):
     """This agent cannot begin its work. Nothing is running yet: end with `code`, and say why."""
 

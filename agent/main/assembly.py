@@ -76,6 +76,8 @@ class Agent:
     clock: Callable[[], float]
     run_directory: Path | None = None
     """Below it are the folders of runs, with events and evidence; None: there are none."""
+    in_force: tuple[str, ...] = ()
+    """The settings, and what follows from them, for people."""
     started_at: float = field(init=False)
 
     def __post_init__(self) -> None:

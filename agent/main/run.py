@@ -14,7 +14,7 @@ import random
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -110,8 +110,10 @@ HOST_LINGERS_S = 15.0
 time to live, after which a silent one is known to be gone."""
 
 
-def run(config: Config, machine: Machine, prepared: Prepared | None = None) -> int:
-    """One agent's whole life on this machine. Returns its exit code."""
+def run(
+    config: Config, machine: Machine, prepared: Prepared | None = None, in_force: Sequence[str] = ()
+) -> int:
+    """One agent's whole life on this machine. Returns its exit code. `in_force`: the settings, for people."""
     name = config.node_id or unique_node_id()
     prepared = prepared or prepare_process()
     console = take_console(name)
@@ -133,6 +135,7 @@ def run(config: Config, machine: Machine, prepared: Prepared | None = None) -> i
         console,
         clock=time.monotonic,
         run_directory=run_directory,
+        in_force=tuple(in_force),
     )
     try:
         ending = _run(agent, machine, prepared)
@@ -480,7 +483,9 @@ def _keep_evidence(agent: Agent, node: Node, metrics: Metrics, parts: contextlib
         metrics.diagnostics_dumps_total.inc(tool=tool, result=result)
 
     has_gpus = bool(node.machine.inventory.cuda)
-    keeper = EvidenceKeeper(node.name, agent.run_directory, agent.clock, count, has_gpus=has_gpus)
+    keeper = EvidenceKeeper(
+        node.name, agent.run_directory, agent.clock, count, has_gpus=has_gpus, in_force=agent.in_force
+    )
     parts.callback(keeper.close)
     return keeper
 

@@ -2,6 +2,7 @@
 
     DIR/<job>-<run>/gen<generation>/rank<rank>/{stdout,stderr}.log
     DIR/<job>-<run>/events-<node>.jsonl
+    DIR/<job>-<run>/configuration-<node>.toml
 
 All nodes and all lives of a node's agent have one run in common, so that on a shared disk one folder holds all ranks.
 The newest runs and generations are kept. What is deleted is only what bears our mark and no agent holds locked: a
@@ -28,7 +29,7 @@ KEPT_GENERATIONS = 10
 
 MARK = ".elastic-agent"
 _GENERATION = re.compile(r"gen([0-9]{1,18})")
-_EVENTS = re.compile(r"events-.+\.jsonl(\.1)?")
+_OF_NODES = re.compile(r"events-.+\.jsonl(\.1)?|configuration-.+\.toml")
 
 
 def log_directory(given: Path | None, *, own: bool) -> Path | None:
@@ -119,7 +120,7 @@ def delete_run(folder: Path) -> None:
             for each in folder.iterdir():
                 if _GENERATION.fullmatch(each.name):
                     shutil.rmtree(each, ignore_errors=True)
-                elif _EVENTS.fullmatch(each.name):
+                elif _OF_NODES.fullmatch(each.name):
                     each.unlink(missing_ok=True)
             if os.listdir(folder) == [MARK]:
                 shutil.rmtree(folder)

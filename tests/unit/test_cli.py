@@ -47,7 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     monkeypatch.delenv("LOGLEVEL", raising=False)
     calls: list[Config] = []
 
-    def run(config: Config, machine: Machine, prepared: Prepared | None) -> int:
+    def run(config: Config, machine: Machine, prepared: Prepared | None, in_force: object) -> int:
         assert machine is MACHINE
         assert prepared is None
         calls.append(config)

@@ -15,6 +15,7 @@ from elastic_agent.agent.commands.drain import TIMEOUT
 from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
 from elastic_agent.agent.commands.files import KINDS
 from elastic_agent.agent.commands.pool import jobs, logs, submit
+from elastic_agent.agent.commands.runs.diagnose import DIAGNOSE_OPTIONS
 from elastic_agent.agent.commands.runs.events import EVENTS_OPTIONS
 from elastic_agent.agent.commands.runs.report import REPORT_OPTIONS
 from elastic_agent.agent.commands.status import AGENT, STATUS_OPTIONS
@@ -32,6 +33,7 @@ OF_SUBCOMMANDS = {
     "drain": [TIMEOUT],
     "events": [*EVENTS_OPTIONS, AGENT],
     "report": REPORT_OPTIONS,
+    "diagnose": DIAGNOSE_OPTIONS,
     "forget": [],
     "submit": [submit.NAME, submit.ENV, submit.DIRECTORY, submit.TIME_LIMIT, submit.FOLLOW],
     "jobs": [jobs.JSON, jobs.WATCH],
@@ -39,7 +41,7 @@ OF_SUBCOMMANDS = {
     "wait": [],
     "cancel": [],
 }
-WITH_SUBJECT = ("drain", "events", "report", "forget", "logs", "wait", "cancel")
+WITH_SUBJECT = ("drain", "events", "report", "diagnose", "forget", "logs", "wait", "cancel")
 
 
 def commands(page: Path) -> Iterator[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,14 @@ def test_a_worker_that_has_ended_is_gone(keeper: EvidenceKeeper, target: Target)
     os.kill(target.pid, 9)
     os.waitid(os.P_PID, target.pid, os.WEXITED | os.WNOWAIT)
     assert [state.doing for state in kept(keeper, target).states] == [Doing.GONE]
+
+
+PLACES = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
+
+
+@pytest.mark.skipif(shutil.which("py-spy", path=PLACES) is None, reason="py-spy is not installed")
+def test_py_spy_shows_the_frames_of_c(keeper: EvidenceKeeper, target: Target, counts: Counts) -> None:
+    path = kept(keeper, target, replace(THOROUGH, within_s=20.0)).path
+    assert path is not None
+    assert "nanosleep (libc" in (path / "rank3.txt").read_text()
+    assert ("py-spy", "ok") in counts

@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +27,7 @@ MOST_SOURCE = 2**20
 _MOST_LINE = 200
 _MOST_NATIVE = 64 * 1024
 _SPY = "py-spy"
+_COMMAND_LINE = "Process "
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,6 @@ class Collector:
         families = self._families(targets, depth)
         sockets = cache(read_sockets)
         first = self._moment(families.values(), None, sockets)
-        spies = _Spies([one.pid for one in targets]) if depth.native else None
         stacks = self._ask(targets, families, until - depth.window_s)
         if depth.window_s:
             self._sleep(max(0.0, min(first.at + depth.window_s, until) - self._clock()))
@@ -90,7 +91,8 @@ class Collector:
             later = self._ask(targets, {one.pid: (one.pid,) for one in targets}, until)
         else:
             last, later, window_s = first, Answers({}, {}), 0.0
-        native = spies.end(max(0.0, until - self._clock())) if spies is not None else {}
+        # The last: a process that is looked at so is stopped meanwhile.
+        native = self._spy([one.pid for one in targets], until) if depth.native else {}
 
         def facts(pid: int) -> ProcessFacts:
             return replace(
@@ -139,6 +141,9 @@ class Collector:
             processes[pid] = _with_state_before(facts, before.processes[pid]) if before is not None else facts
         return _Moment(now, processes, times)
 
+    def _spy(self, pids: Sequence[int], until: float) -> dict[int, str]:
+        return _Spies(pids).end(until, self._clock)
+
     def _ask(self, targets: Sequence[Target], families: Mapping[int, Sequence[int]], until: float) -> Answers:
         asked = [(one.stacks, families[one.pid]) for one in targets if one.stacks is not None]
         return ask(asked, until, self._clock, self._sleep)
@@ -173,10 +178,11 @@ class _Spies:
     """py-spy on each of these processes, where it is installed: what it writes, with the frames of C."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        program = shutil.which(_SPY)
+        beside = os.path.dirname(sys.executable)
+        program = shutil.which(_SPY, path=os.pathsep.join((beside, os.environ.get("PATH", os.defpath))))
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         for pid in pids if program is not None else ():
-            command = [str(program), "dump", "--native", "--nonblocking", "--pid", str(pid)]
+            command = [str(program), "dump", "--native", "--pid", str(pid)]
             try:
                 self._running[pid] = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -184,14 +190,17 @@ class _Spies:
             except OSError:
                 return
 
-    def end(self, within_s: float) -> dict[int, str]:
-        """By pid; those that are not done within that time are ended."""
+    def end(self, until: float, clock: Callable[[], float]) -> dict[int, str]:
+        """By pid; those that are not done at that instant are ended."""
         found = {}
         for pid, spy in self._running.items():
             try:
-                text, _ = spy.communicate(timeout=within_s)
+                text, _ = spy.communicate(timeout=max(0.0, until - clock()))
             except subprocess.TimeoutExpired:
                 spy.kill()
-                text, _ = spy.communicate()
-            found[pid] = "\n".join(map(clean, text[:_MOST_NATIVE].decode(errors="replace").splitlines()))
+                spy.wait()
+                continue
+            lines = text[:_MOST_NATIVE].decode(errors="replace").splitlines()
+            # Without the command line, which may have secrets.
+            found[pid] = "\n".join(clean(line) for line in lines if not line.startswith(_COMMAND_LINE))
         return found

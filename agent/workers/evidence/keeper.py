@@ -11,6 +11,7 @@ For the main thread. One look at a time: where a disk or the kernel holds one up
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -22,6 +23,7 @@ from pathlib import Path
 from ....rendezvous.statements.inquiry import RankState
 from ....threads import Thread
 from ...output.log_folders import run_folder
+from ...output.masking import masked
 from . import gpus
 from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
@@ -95,14 +97,16 @@ class EvidenceKeeper:
         count: Callable[[str, str], None] = lambda tool, result: None,
         *,
         has_gpus: bool = False,
+        in_force: Sequence[str] = (),
     ) -> None:
         """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
-        thread."""
+        thread. `in_force` are the settings of this node's agent, for the folder of each run."""
         self._node = node
         self._directory = directory
         self._clock = clock
         self._count = count
         self._has_gpus = has_gpus
+        self._in_force = in_force
         self._collector = Collector(clock, time.sleep)
         self._run: Path | None = None
         self._generation = 0
@@ -112,8 +116,12 @@ class EvidenceKeeper:
 
     def begin(self, job: str, run: str, generation: int) -> None:
         """A generation starts here."""
+        before = self._run
         self._run = run_folder(self._directory.absolute(), job, run) if self._directory is not None else None
         self._generation, self._looks = generation, 0
+        if self._run is not None and self._run != before and self._in_force:
+            file = self._run / f"configuration-{self._node}.toml"
+            Thread(partial(_write_settings, file, self._in_force), "evidence").start()
 
     @property
     def folder(self) -> Path | None:
@@ -192,7 +200,7 @@ class EvidenceKeeper:
             _make_private(path)
             left = MOST_BYTES
             for name, text in sorted(texts.items(), key=lambda item: item[0] != "summary.txt"):
-                data = text.encode(errors="backslashreplace")[:left]
+                data = masked(text).encode(errors="backslashreplace")[:left]
                 left -= len(data)
                 _write_private(path / name, data)
             self._failing = False
@@ -205,6 +213,12 @@ class EvidenceKeeper:
                 )
             return
         self._count("files", "ok")
+
+
+def _write_settings(file: Path, in_force: Sequence[str]) -> None:
+    with contextlib.suppress(OSError):  # a disk that fails here fails the logs, too, where it is logged
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _write_private(file, masked("\n".join(in_force) + "\n").encode(errors="backslashreplace"))
 
 
 def _make_private(path: Path) -> None:

@@ -1,0 +1,105 @@
+"""What of a run's folder goes into one archive, and how: bounded, and without what looks like a secret.
+
+Of a long file the end is kept, as its last lines are what counts. Links are not followed; what is neither a text of
+ours nor a dump of torch's flight recorder is left out. `about.txt` says what was left out, and why.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import stat
+import tarfile
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from ...output.masking import masked
+
+MOST_OF_A_FILE = 2 * 2**20
+MOST_FILES = 20_000
+MOST_IN_ALL = 512 * 2**20
+
+_TEXTS = re.compile(r".*\.(log|txt|toml)|events-.+\.jsonl(\.1)?")
+_DUMPS = "flight_records"
+"""The folder of files that torch writes: binary, with names of groups, sizes and stacks."""
+
+
+@dataclass(slots=True)
+class Bundled:
+    """What has come of it."""
+
+    files: int = 0
+    bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What was cut, or left out."""
+
+
+def write_bundle(
+    archive: IO[bytes], run: Path, about: Callable[[Bundled], str], known: Collection[str]
+) -> Bundled:
+    """Everything below the folder `run`, in a folder of the same name; `known` are secrets' values. Raises OSError when
+    the archive cannot be written."""
+    done = Bundled()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for path in _files(run, done):
+            name = path.relative_to(run)
+            try:
+                content = _content(path, name, done)
+            except OSError as error:
+                done.notes.append(f"{name}: left out: {error.strerror}")
+                continue
+            if _DUMPS not in name.parts:
+                content = masked(content.decode(errors="replace"), known).encode(errors="replace")
+            if done.bytes + len(content) > MOST_IN_ALL:
+                done.notes.append(f"{name}: left out: the archive is full")
+                continue
+            _add(tar, f"{run.name}/{name}", content)
+            done.files += 1
+            done.bytes += len(content)
+        _add(tar, f"{run.name}/about.txt", masked(about(done), known).encode(errors="replace"))
+    return done
+
+
+def _files(run: Path, done: Bundled) -> Iterator[Path]:
+    """The newest generations first: what there is no room for is old."""
+    found = []
+    for folder, _, names in os.walk(run):
+        found += [Path(folder, name) for name in names]
+    found.sort(key=lambda path: (-_generation(path.relative_to(run)), str(path)))
+    for path in found[:MOST_FILES]:
+        name = path.relative_to(run)
+        if _TEXTS.fullmatch(path.name) or _DUMPS in name.parts:
+            yield path
+        elif not path.name.startswith("."):
+            done.notes.append(f"{name}: left out: it is none of ours")
+    if len(found) > MOST_FILES:
+        done.notes.append(f"{len(found) - MOST_FILES} files more are left out")
+
+
+def _generation(name: Path) -> int:
+    """Files of no generation come first."""
+    found = re.fullmatch(r"gen(\d{1,18})", name.parts[0])
+    return int(found[1]) if found else 2**63
+
+
+def _content(path: Path, name: Path, done: Bundled) -> bytes:
+    # A worker may have put anything there: no link to elsewhere, and no pipe that would make us wait.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(0, "it is not a regular file")
+        if found.st_size > MOST_OF_A_FILE:
+            done.notes.append(f"{name}: the last {MOST_OF_A_FILE} of {found.st_size} bytes")
+            file.seek(-MOST_OF_A_FILE, os.SEEK_END)
+            file.readline()  # half a line may be half a secret
+        return file.read(MOST_OF_A_FILE)
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(content), 0o600
+    tar.addfile(info, io.BytesIO(content))

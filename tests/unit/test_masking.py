@@ -1,0 +1,69 @@
+"""Secrets in texts that are shown to others."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_agent.agent.output.masking import MASK, masked, secrets_in
+
+CANARY = "c4n4ry-Value9"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "API_TOKEN={}",
+        "export WANDB_API_KEY={}",
+        "password: {}",
+        "--password {}",
+        "--hf-token={}",
+        "args: ['--token', '{}']",
+        "{{'aws_secret_access_key': '{}', 'lr': 1}}",
+        '{{"db_password": "{}"}}',
+        "os.environ['MY_TOKEN'] = '{}'",
+        "connect(password='{}')",
+        "Authorization: Bearer {}",
+        "headers={{'Authorization': 'Basic {}'}}",
+        "postgres://user:{}@db/runs",
+        "http://:{}@host/",
+        "private_key = {}",
+        "hf_{}",
+        "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\n{}",
+    ],
+)
+def test_what_looks_like_a_secret_is_not_shown(text: str) -> None:
+    shown = masked(text.format(CANARY))
+    assert CANARY not in shown
+    assert MASK in shown
+
+
+def test_known_values_are_found_wherever_they_are_and_long_ones_first() -> None:
+    assert masked(f"x{CANARY}y {CANARY}longer", [CANARY, f"{CANARY}longer"]) == f"x{MASK}y {MASK}"
+    assert masked("short abc", ["abc"]) == "short abc"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss 0.1, lr=0.001, tokens=4096, tokenizer: gpt2",
+        "tokens/s: 12345",
+        'File "/job/train.py", line 9 in step',
+        "tcp 10.0.0.1:80 to 10.0.0.2:50000",
+        "rank 3: in_collective, all_reduce, train.py:9 in step",
+        "see https://example.org/a:b",
+    ],
+)
+def test_what_is_none_is_kept(text: str) -> None:
+    assert masked(text) == text
+
+
+def test_variables_that_are_secret_by_name() -> None:
+    environ = {
+        "HF_TOKEN": "a1",
+        "PGPASSWORD": "b2",
+        "TOKENIZERS_PARALLELISM": "c",
+        "PASSWORD_FILE": "d",
+        "HOME": "e",
+    }
+    assert secrets_in(environ) == {"a1", "b2"}
