@@ -121,6 +121,7 @@ EXCEPTIONS = [
         "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote"
         " server shutdown or crash?",
     ),
+    ("store_lost", "torch.distributed.DistNetworkError: Broken pipe"),
     (
         "store_unreachable",
         "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to"

@@ -293,6 +293,26 @@ def test_an_exception_that_was_only_logged_is_not_blamed_for_a_kill(
     assert failure.summary == describe_exit(returncode, oom)
 
 
+@pytest.mark.parametrize(
+    ("after", "cause"),
+    [
+        (
+            ("terminate called without an active exception", "Fatal Python error: Aborted", "", "frame"),
+            "exception",
+        ),
+        (("Fatal Python error: Segmentation fault", "", "Thread 0x1 (most recent call first):"), "exception"),
+        ((), "exception"),
+        (("one", "two", "three", "went on", "Fatal Python error: Aborted"), "abort"),
+    ],
+)
+def test_a_worker_that_crashes_as_it_ends_over_an_exception_failed_for_that(
+    tmp_path: Path, after: tuple[str, ...], cause: str
+) -> None:
+    failure = examined(tmp_path, -6, (*TRACEBACK, *after))
+    assert failure.cause == cause
+    assert (failure.exception == "ValueError: no") == (cause == "exception")
+
+
 def test_an_exception_that_ended_in_abort_is_an_exception(tmp_path: Path) -> None:
     error_json("RuntimeError: the model is gone")(tmp_path / "error.json")
     assert examined(tmp_path, -6).cause == "exception"

@@ -291,9 +291,9 @@ CAUSES: tuple[Cause, ...] = (
         "the store of the workers ended with the node or process that served it, or a rank never wrote there",
         (
             _raised("DistStoreError"),
+            _raised("DistNetworkError", text="(?i)Broken pipe|Connection (was|reset)|got 0 bytes"),
             _says(
                 "Failed to recv, got 0 bytes",
-                "Connection was likely closed",
                 r"TCPStore[^\n]*(Broken pipe|Connection reset|timeout)",
             ),
         ),

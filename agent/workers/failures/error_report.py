@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .facts import LAST_WORDS
 from .texts import clean, clean_lines, cut
 
 _ERROR_FILE_MAX = 1024 * 1024
@@ -24,6 +25,7 @@ _TRACEBACK_MAX = 16 * 1024
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # A traceback's frame; faulthandler's `File "x", line 1 in f` has no comma and is no Python exception.
 _FRAME = re.compile(r'^\s+File ".*", line \d+(, in .*)?$')
+_CRASH = re.compile(r"Fatal Python error: |terminate called |Segmentation fault|Aborted")
 _DETAIL = re.compile(r"nccl\w+:|Last error:|Cuda failure|.*\bfailed\b")
 _MOST_DETAIL = 4
 _HEADER = "Traceback (most recent call last):"
@@ -89,6 +91,15 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
         exception=cut(lines[end], _EXCEPTION_MAX),
         traceback=cut("\n".join(lines[start : end + 1]), _TRACEBACK_MAX, keep_end=True),
     )
+
+
+def find_last_words(lines: Sequence[str]) -> ErrorReport | None:
+    """The traceback behind which a process aborted or crashed as it ended: nothing but that follows it."""
+    lines = [RANK_PREFIX.sub("", line) for line in lines]
+    end = next((at for at, line in enumerate(lines) if _CRASH.match(line)), len(lines))
+    words = [line for line in lines[:end] if line.strip()]
+    found = find_traceback(words)
+    return found if found is not None and found.exception in words[-LAST_WORDS:] else None
 
 
 def detail_after(exception: str, lines: Sequence[str]) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ...common.port_owner import PortOwner
 from .causes import HANG, CauseTable
-from .error_report import ErrorReport, detail_after, find_traceback, read_error_file
+from .error_report import ErrorReport, detail_after, find_last_words, find_traceback, read_error_file
 from .exit_words import describe_exit
-from .facts import Facts, Trouble
+from .facts import BY_ITSELF, Facts, Trouble
 from .kernel_log import KernelNews
 from .ports import notes_of_ports, says_port_taken
 from .texts import clean, cut, first_line
@@ -47,8 +47,8 @@ def describe_failure(
     notes = ["in its drain: no Checkpointer has kept the state after its last step"] if not_kept else []
     notes += [report.note] if report.note else []
     exception = report.exception or ""
-    # A worker that a signal ended may have logged, and survived, any number of exceptions before.
-    if not exception and returncode > 0 and (found := find_traceback(log_tail)) is not None:
+    found = _traceback(returncode, log_tail) if not exception else None
+    if found is not None:
         report = found
         exception = "\n".join(filter(None, (found.exception, detail_after(found.exception or "", log_tail))))
     events = kernel.about(exception) if kernel is not None else ()
@@ -78,6 +78,14 @@ def describe_failure(
         report.raised_at,
         cause.collateral,
     )
+
+
+def _traceback(returncode: int, log_tail: Sequence[str]) -> ErrorReport | None:
+    """A worker that a signal ended may have logged, and survived, any number of exceptions before. But one that fails
+    may also crash on its way out: then the exception is the last that it has said."""
+    if returncode > 0:
+        return find_traceback(log_tail)
+    return find_last_words(log_tail) if -returncode in BY_ITSELF else None
 
 
 def hang_failure(

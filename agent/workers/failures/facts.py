@@ -9,7 +9,7 @@ from enum import Enum
 LAST_WORDS = 3
 """Lines, in which a program that ends without an exception says why."""
 
-_BY_ITSELF = frozenset(
+BY_ITSELF = frozenset(
     (
         signal.SIGABRT,
         signal.SIGBUS,
@@ -75,5 +75,5 @@ class Facts:
         if self.exception:
             return (self.exception,)
         if self.returncode < 0:
-            return self.output if self.signal in _BY_ITSELF else ()
+            return self.output if self.signal in BY_ITSELF else ()
         return tuple(line for line in self.output if line.strip())[-LAST_WORDS:]

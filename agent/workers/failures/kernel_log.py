@@ -13,18 +13,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ....health.checks.rules.gpus import HARDWARE_XIDS
 from .facts import Event, Trouble
 from .texts import clean, cut
 
 KMSG = Path("/dev/kmsg")
 
-ECC_XIDS = frozenset((48, 92, 94, 95, 140, 160))
+ECC_XIDS = frozenset((48, 92, 94, 95, 140))
 """Errors of a GPU's memory that were not corrected, or too many that were."""
-LOST_XIDS = frozenset(
-    (46, 54, 62, 64, 74, 79, 109, 110, 119, 120, 121, 136, 143, 149, 150, 154, 155, 156, 158)
-)
-"""Those over which NVIDIA's catalog has a GPU reset, or its machine looked after; not those that a program brings about
-(13, 31, 43, 45, ...), nor those that only inform (63)."""
+_INFORM = frozenset((63,))
+"""A row that was replaced has done its work: another message tells of the error."""
+LOST_XIDS = HARDWARE_XIDS - ECC_XIDS - _INFORM
+"""The driver has lost a GPU, its firmware or its link."""
 
 _MOST_RECORDS = 20_000
 _RECORD_BYTES = 8192
