@@ -35,19 +35,21 @@ def describe_failure(
     master_port: int = 0,
     owner_of: Callable[[int], PortOwner],
     not_kept: bool = False,
+    asked: bool = False,
 ) -> WorkerFailure:
     """What is known about this worker's end.
 
     `master_port`: the MASTER_PORT that the agent has given it. `owner_of` is asked about a port that it found taken.
     `kernel`: what its log tells of this worker.
     `not_kept`: it had done its last step in a planned change, and no Checkpointer had kept the state after it.
+    `asked`: it was asked to end, maybe while it was about to for a reason of its own.
     """
     log_tail = tuple(map(clean, log_tail))
     report = (None if error_file is None else read_error_file(error_file)) or ErrorReport()
     notes = ["in its drain: no Checkpointer has kept the state after its last step"] if not_kept else []
     notes += [report.note] if report.note else []
     exception = report.exception or ""
-    found = _traceback(returncode, log_tail) if not exception else None
+    found = _traceback(returncode, log_tail, asked) if not exception else None
     if found is not None:
         report = found
         exception = "\n".join(filter(None, (found.exception, detail_after(found.exception or "", log_tail))))
@@ -80,12 +82,12 @@ def describe_failure(
     )
 
 
-def _traceback(returncode: int, log_tail: Sequence[str]) -> ErrorReport | None:
+def _traceback(returncode: int, log_tail: Sequence[str], asked: bool) -> ErrorReport | None:
     """A worker that a signal ended may have logged, and survived, any number of exceptions before. But one that fails
-    may also crash on its way out: then the exception is the last that it has said."""
+    may also crash, or be asked to end, on its way out: then the exception is the last that it has said."""
     if returncode > 0:
         return find_traceback(log_tail)
-    return find_last_words(log_tail) if -returncode in BY_ITSELF else None
+    return find_last_words(log_tail) if asked or -returncode in BY_ITSELF else None
 
 
 def hang_failure(

@@ -514,6 +514,7 @@ class Supervisor:
             master_port=generation.world.master.port,
             owner_of=partial(find_owner, "0.0.0.0"),
             not_kept=crash.local_rank in generation.drain.finished - generation.drain.kept,
+            asked=crash.asked,
         )
         cause = self._causes.named(failure.cause)
         is_root = not cause.collateral and not cause.outside
@@ -528,7 +529,7 @@ class Supervisor:
         elif is_root and self._seeks_root(generation):
             log.error("rank %d failed before that, and the others because of it: %s", rank, failure.summary)
             report = report_of(failure, cause)
-            self._observer.failure_shown(report)
+            self.show_failure(report)
             self._participant.workers_failed(report)
 
     def _kernel_news(self, generation: Generation, local_rank: int) -> KernelNews:

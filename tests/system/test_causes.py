@@ -1,0 +1,120 @@
+"""What follows from the cause of a failure, in whole jobs of real agents and workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from .harness import Job
+
+pytestmark = pytest.mark.usefixtures("in_etcd")
+
+
+def script(job: Job, code: str) -> tuple[Path]:
+    path = job.folder / "script.py"
+    path.write_text(code)
+    return (path,)
+
+
+def test_kills_from_outside_neither_end_the_job_nor_make_it_wait(job: Job) -> None:
+    """More than a script may fail by itself: the default is three in a row without progress."""
+    agent = job.start("a", "--nproc-per-node=2")
+    for kills in range(6):
+        generation = job.wait_for_training(world=2, after=kills)
+        os.kill(generation.pid(kills % 2), signal.SIGKILL)
+    job.wait_for_training(world=2, after=6)
+    assert not agent.says("backing off")
+    assert agent.metric("elastic_agent_restarts_total", reason="killed") == 6
+
+
+@pytest.mark.parametrize("options", [(), ("--max-restarts=9",)])
+def test_an_error_of_the_script_is_tried_twice(job: Job, options: tuple[str, ...]) -> None:
+    agent = job.start("a", *options, script=script(job, "import no_such_module"))
+    assert agent.exit_code() == 3
+    assert agent.says(r"known as: import_error: a module is missing")
+    assert agent.says(
+        r"2 times in a row without progress the same error of the script \(import_error\), which no"
+    )
+    assert agent.says("generation 2")
+    assert not agent.says("generation 3")
+
+
+CONFIGURED = """
+max-restarts = 2
+[[cause]]
+name = "import_error"
+action = "restart"
+[[cause]]
+name = "no_license"
+pattern = 'license server .* refused'
+action = "end"
+"""
+
+
+def test_a_row_of_the_user_changes_what_follows(job: Job) -> None:
+    (job.folder / "agent.toml").write_text(CONFIGURED)
+    options = f"--config={job.folder / 'agent.toml'}"
+    agent = job.start("a", options, script=script(job, "import no_such_module"))
+    assert agent.exit_code() == 3
+    assert agent.says("3 failures, --max-restarts allows 2")
+
+
+def test_a_cause_of_the_users_own_is_named_and_obeyed(job: Job) -> None:
+    (job.folder / "agent.toml").write_text(CONFIGURED)
+    code = "import sys\nprint('license server x refused us', file=sys.stderr, flush=True)\nsys.exit(42)"
+    agent = job.start("a", f"--config={job.folder / 'agent.toml'}", script=script(job, code))
+    assert agent.exit_code() == 1
+    assert agent.says("known as: no_license: a row of the configuration file has named it")
+    assert agent.says("no restart helps; the last: exit code 42")
+    assert not agent.says("generation 2")
+
+
+def test_rows_that_cannot_be_used_are_all_named_and_nothing_is_started(job: Job) -> None:
+    (job.folder / "agent.toml").write_text('[[cause]]\nname = "A"\n[[cause]]\nname = "mine"\npattern = "("\n')
+    agent = job.start("a", f"--config={job.folder / 'agent.toml'}")
+    assert agent.exit_code() == 78
+    for wrong in ("cause 1: name 'A'", r"cause 2: pattern '\('", "cause 2: expected an action"):
+        assert agent.says(wrong)
+
+
+ROOT = """
+import atexit, os, sys, time
+FLAG = sys.argv[1]
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+def slow_exit():
+    open(FLAG, "w").close()
+    time.sleep(60)
+
+if os.environ["ELASTIC_AGENT_GENERATION"] == "1":
+    if os.environ["RANK"] == sys.argv[2]:
+        atexit.register(slow_exit)
+        raise ValueError("the root of it")
+    wait_for(lambda: os.path.exists(FLAG))
+    raise RuntimeError("[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4503")
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_cause_is_the_jobs_though_its_collateral_ended_first(
+    job: Job, nodes: int, rank: str
+) -> None:
+    """On one node, and from node to node; the guilty worker is still on its way out when all are asked to end."""
+    worker = (*script(job, ROOT), job.folder / "flag", rank)
+    options = f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"
+    agents = [job.join(name, *options, script=worker) for name in "ab"[:nodes]]
+    assert [agent.exit_code() for agent in agents] == [0] * nodes
+    for agent in agents:
+        assert agent.says(rf"generation 2 \(failure\).*because rank {rank} on node . failed")
+        assert agent.says("ValueError: the root of it")
+    assert any(
+        agent.says("failed before that, and the others because of it: .*ValueError") for agent in agents
+    )
