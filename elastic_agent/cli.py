@@ -24,7 +24,7 @@ from .agent.common.exits import ExitCode
 from .agent.configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
 from .agent.configuration.help import bash_completion, full_help, short_help
 from .agent.configuration.logs import LogConfig
-from .agent.configuration.options import COMMANDS, POOL_COMMANDS, RUN_COMMANDS
+from .agent.configuration.options import COMMANDS, NODE_COMMANDS, POOL_COMMANDS, RUN_COMMANDS
 from .agent.configuration.reading.resolve import Resolved, offers_node, resolve_daemon
 from .agent.configuration.reading.settings import comment
 from .agent.configuration.reading.sources import read_argv
@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         return ExitCode.BAD_CONFIG
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
-        rooms = {"commands.pool": POOL_COMMANDS, "commands.runs": RUN_COMMANDS}
+        rooms = {
+            "commands.nodes": NODE_COMMANDS,
+            "commands.pool": POOL_COMMANDS,
+            "commands.runs": RUN_COMMANDS,
+        }
         room = next((room for room, names in rooms.items() if words[0] in names), "commands")
         command = importlib.import_module(f".agent.{room}.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))

@@ -7,18 +7,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
-from ..common.exits import Code, DrainCode, ForgetCode
+from ..common.exits import Code, DrainCode, ExclusionCode, ForgetCode
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.reading.settings import Settings
 from ..configuration.reading.sources import read_argv
 from ..configuration.rendezvous import RendezvousConfig
 from ..configuration.types.option import Option
 from ..rendezvous_io.store_opening import open_to_look
+
+_Code: TypeAlias = DrainCode | ExclusionCode | ForgetCode
 
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
@@ -27,7 +29,7 @@ ANSWER_S = 10.0
 class CannotDo(Exception):
     """Not done, or not all of it; the text has the reason and what to try."""
 
-    def __init__(self, code: DrainCode | ForgetCode, reason: str) -> None:
+    def __init__(self, code: _Code, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
@@ -35,7 +37,7 @@ class CannotDo(Exception):
 def store_command(
     name: str,
     words: Sequence[str],
-    codes: type[DrainCode] | type[ForgetCode],
+    codes: type[DrainCode] | type[ExclusionCode] | type[ForgetCode],
     usage: str,
     meeting_place: Callable[[str | None, Settings], RendezvousConfig],
     work: Callable[[Store, RendezvousConfig, str, Settings], None],
@@ -51,7 +53,7 @@ def store_command(
     if HELP in command_line:
         print(command_help(usage, codes, options))
         return 0
-    code: DrainCode | ForgetCode
+    code: _Code
     reason: Exception
     try:
         with one_line_errors(codes.INTERRUPTED):

@@ -151,6 +151,25 @@ class DrainCode(Code):
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the node leaves all the same, if it was asked"
 
 
+class ExclusionCode(Code):
+    """How `elastic-agent exclude` and `readmit` end. `docs/rendezvous.md` shows the same table."""
+
+    DONE = 0, "the job trains without the node; of readmit: worlds may include it again"
+    NO_NODE = 66, "no live node of the job has this name; of readmit: none of this name is excluded"
+    NO_JOB = 67, "the store holds no world of a job of this name, or the job has ended"
+    NO_ANSWER = (
+        69,
+        "the store did not answer in time, or others write at the same time; status says what was done",
+    )
+    TIMED_OUT = (
+        75,
+        "the node is excluded, and still trains after --timeout: the others are too few without another node",
+    )
+    MISMATCH = 76, "the store holds another job's data, or data of another version of elastic-agent"
+    BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the node is excluded all the same, if that was written"
+
+
 class ForgetCode(Code):
     """How `elastic-agent forget` ends. `docs/rendezvous.md` shows the same table."""
 

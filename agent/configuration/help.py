@@ -12,7 +12,7 @@ from .config import (
     NPROC_PER_NODE,
 )
 from .logs import LOG_DIR, QUIET
-from .options import AFTERWARDS, COMMANDS, GROUPS, OPTIONS, POOL_COMMANDS
+from .options import AFTERWARDS, COMMANDS, GROUPS, NODE_COMMANDS, OPTIONS, POOL_COMMANDS
 from .rendezvous import ENDPOINT, JOB_ID
 from .stopping import MAX_RESTARTS
 from .types.option import Option, Source
@@ -81,10 +81,13 @@ def full_help() -> str:
 
 
 def _commands(*, brief: bool = False) -> list[str]:
-    """`brief`: those about a pool on one line, and those about ended jobs."""
-    joined = (*POOL_COMMANDS, *AFTERWARDS) if brief else ()
+    """`brief`: those about a pool on one line, and so those about a node and about ended jobs."""
+    joined = (*NODE_COMMANDS, *POOL_COMMANDS, *AFTERWARDS) if brief else ()
     lines = [f"  {name:<12} {line}" for name, line in COMMANDS.items() if name not in joined]
     if brief:
+        lines.append(
+            f"  {', '.join(NODE_COMMANDS)}: take a node out of its job without losing a step; let it back in"
+        )
         lines.append(
             f"  {', '.join(AFTERWARDS)}: what a job has left: where its hours went, its keys in etcd, its checkpoints"
         )

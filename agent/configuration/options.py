@@ -27,11 +27,18 @@ RUN_COMMANDS = {
 }
 """Those about the folder of a run. `agent/commands/runs` has a module for each."""
 
+NODE_COMMANDS = {
+    "drain": "let a node leave its job without losing a step",
+    "exclude": "leave a node out of its job's worlds, without losing a step",
+    "readmit": "let an excluded node back into them",
+}
+"""Those about one node of a job. `agent/commands/nodes` has a module for each."""
+
 COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
     "check": "is this node fit to train? Same options as a run",
     "status": "how a job is, and why",
-    "drain": "let a node leave its job without losing a step",
+    **NODE_COMMANDS,
     **POOL_COMMANDS,
     "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell",
     **RUN_COMMANDS,

@@ -54,12 +54,13 @@ RECORDER = Path(__file__).with_name("recorder.py")
 LOCKSTEP = Path(__file__).with_name("lockstep.py")
 
 LACKING = Path(__file__).with_name("lacking.py")
+DYING = Path(__file__).with_name("dying.py")
 
 NO_MORE_TORCH_THAN_NEEDED = str(Path(__file__).with_name("without_torch"))
 """On the PYTHONPATH of agents: they and the processes that serve the workers' stores import of torch the store alone.
 An import of all of it costs more than the rest of most jobs. A test that sets PYTHONPATH has the real torch."""
 
-WITHOUT_TORCH = (RECORDER, LOCKSTEP, LACKING)
+WITHOUT_TORCH = (RECORDER, LOCKSTEP, LACKING, DYING)
 """Workers that ask their store for nothing: it is a stand-in, which only holds the socket."""
 
 HELD_STORES = {"SYSTEM_TEST_WITHOUT_TORCH": "yes"}

@@ -23,10 +23,11 @@ def test_newcomers_that_are_not_like_the_others_leave_a_healthy_job_alone(job: J
         lacking, r"started with --max-nodes 1, where the job has 3\. What the job has is node a's"
     )
     job.wait_for_text(
-        lacking, r"waiting: put aside: all 2 failures since it joined began there.*no_such_package"
+        lacking, r"waiting: excluded: each of 2 failures in a row began there alone.*no_such_package"
     )
-    assert first.says(r"node lacking is put aside: all 2 failures since it joined began there")
-    assert first.metric("elastic_agent_nodes_put_aside_total") == 1
+    assert first.says(r"node lacking is excluded: each of 2 failures in a row began there alone")
+    assert first.metric("elastic_agent_node_exclusions_total") == 1
+    assert lacking.metric("elastic_agent_node_excluded") == 1
     left_alone = job.wait_for_training(world=1, after=2)
     assert left_alone.nodes == ["a"]
 

@@ -122,6 +122,7 @@ main: common output configuration configuration/types machine/network machine/me
     observability/tracing workers/supervision workers/evidence workers/links
 daemon: common output configuration configuration/types configuration/reading machine/network machine \
     workers/preloader/fidelity rendezvous_io main
+commands/nodes: common configuration configuration/types configuration/reading workers/processes commands
 commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \
     observability/status commands daemon
 torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \

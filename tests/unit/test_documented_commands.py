@@ -11,9 +11,10 @@ import pytest
 
 from elastic_agent.agent.commands import convert
 from elastic_agent.agent.commands.check import OWN_OPTIONS as CHECK_OPTIONS
-from elastic_agent.agent.commands.drain import TIMEOUT
 from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
 from elastic_agent.agent.commands.files import KINDS
+from elastic_agent.agent.commands.nodes import exclude
+from elastic_agent.agent.commands.nodes.drain import TIMEOUT
 from elastic_agent.agent.commands.pool import jobs, logs, submit
 from elastic_agent.agent.commands.runs.diagnose import DIAGNOSE_OPTIONS
 from elastic_agent.agent.commands.runs.events import EVENTS_OPTIONS
@@ -31,6 +32,8 @@ OF_SUBCOMMANDS = {
     "status": STATUS_OPTIONS,
     "explain-env": EXPLAIN_OPTIONS,
     "drain": [TIMEOUT],
+    "exclude": [exclude.REASON, exclude.TIMEOUT],
+    "readmit": [],
     "events": [*EVENTS_OPTIONS, AGENT],
     "report": REPORT_OPTIONS,
     "diagnose": DIAGNOSE_OPTIONS,
@@ -41,7 +44,18 @@ OF_SUBCOMMANDS = {
     "wait": [],
     "cancel": [],
 }
-WITH_SUBJECT = ("drain", "events", "report", "diagnose", "forget", "logs", "wait", "cancel")
+WITH_SUBJECT = (
+    "drain",
+    "exclude",
+    "readmit",
+    "events",
+    "report",
+    "diagnose",
+    "forget",
+    "logs",
+    "wait",
+    "cancel",
+)
 
 
 def commands(page: Path) -> Iterator[str]:

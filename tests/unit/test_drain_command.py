@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands import drain as drain_command
 from elastic_agent.agent.commands import store_command
-from elastic_agent.agent.commands.drain import drain, main
+from elastic_agent.agent.commands.nodes import job_nodes
+from elastic_agent.agent.commands.nodes.drain import drain, main
 from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import DrainCode
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
@@ -209,7 +209,7 @@ def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
         asked.append(place)
         return MemoryStore()
 
-    monkeypatch.setattr(drain_command, "stores_here", lambda *_: tuple(stores))
+    monkeypatch.setattr(job_nodes, "stores_here", lambda *_: tuple(stores))
     monkeypatch.setattr(store_command, "open_to_look", open_job)
     assert main(["b", *words]) == DrainCode.NO_JOB
     assert [(place.backend, place.job_id) for place in asked] == [(backend, job)]
@@ -218,7 +218,7 @@ def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
 def test_of_several_jobs_on_this_machine_one_must_be_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(drain_command, "stores_here", lambda *_: (C10D, ETCD))
+    monkeypatch.setattr(job_nodes, "stores_here", lambda *_: (C10D, ETCD))
     assert main(["b"]) == DrainCode.BAD_CONFIG
     assert "of those on this machine: digits, words; add --rdzv-id" in capsys.readouterr().err
 
@@ -236,7 +236,7 @@ def test_of_several_jobs_on_this_machine_one_must_be_named(
 def test_words_that_cannot_be_meant_are_problems(
     words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(drain_command, "stores_here", lambda *_: ())
+    monkeypatch.setattr(job_nodes, "stores_here", lambda *_: ())
     assert main(words) == DrainCode.BAD_CONFIG
     assert text in capsys.readouterr().err
 

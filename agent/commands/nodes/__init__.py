@@ -1,0 +1,1 @@
+"""The commands about one node of a job: each module has a `main`."""

@@ -1,0 +1,143 @@
+"""`elastic-agent exclude NODE`: leave a node out of its job's worlds until `elastic-agent readmit NODE`.
+
+It writes one row of the job's `world`, and nothing if another has written that meanwhile; then it tries again. The rest
+is the coordinator's: a member goes by a planned change, so that no step is lost, as soon as the others are enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ....rendezvous.coordinator.exclusions import BY_OPERATOR, exclude
+from ....rendezvous.errors import StoreUnavailable
+from ....rendezvous.records import (
+    MAX_EXCLUSION_REASON,
+    NODES_PREFIX,
+    WORLD_KEY,
+    Exclusion,
+    NodeRecord,
+    Phase,
+    World,
+    life_of,
+)
+from ....rendezvous.store.interface import Compare, Put, Store
+from ....rendezvous.text import clean, shortened
+from ...common.exits import ExclusionCode
+from ...configuration.reading.settings import Settings
+from ...configuration.rendezvous import RendezvousConfig
+from ...configuration.types.option import Option
+from ...configuration.types.parsers import Parser, duration
+from ..store_command import CannotDo, store_command, world_of
+from .job_nodes import LOOK_S, meeting_place_for, records_of, state_of
+
+_USAGE = """\
+usage: elastic-agent exclude NODE [--reason TEXT]
+       elastic-agent exclude NODE --rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]
+
+Leaves a node out of all worlds of its job until elastic-agent readmit NODE. If it trains, the workers of all nodes end
+after the same step and the next generation begins there, without it: no step is lost. Its agent stays.
+"""
+
+TRIES = 10
+"""To write the world, between the writes of others."""
+
+
+def read_reason(text: str) -> str:
+    """Raises ValueError."""
+    reason = clean(text).strip()
+    if not reason or len(reason) > MAX_EXCLUSION_REASON:
+        raise ValueError("empty or too long")
+    return reason
+
+
+REASON: Option[str] = Option(
+    "reason",
+    Parser(f"a text of at most {MAX_EXCLUSION_REASON} characters", read_reason),
+    "why, for those who read status and logs",
+    default="no reason given",
+)
+TIMEOUT: Option[float] = Option(
+    "timeout",
+    duration(0.1),
+    "how long to wait until the job trains without the node; longer than the --stop-grace of its job",
+    default="2m",
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Returns an `ExclusionCode`."""
+    place = meeting_place_for("exclude")
+    return store_command("exclude", words, ExclusionCode, _USAGE, place, _work, REASON, TIMEOUT)
+
+
+def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
+    reason, timeout_s = command_line[REASON].value, command_line[TIMEOUT].value
+    exclude_node(store, place.job_id, node, reason, timeout_s, lambda line: print(line, flush=True))
+
+
+def exclude_node(
+    store: Store,
+    job: str,
+    node: str,
+    reason: str,
+    timeout_s: float,
+    show: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Returns when the job trains without the node. Raises CannotDo, StoreError and RecordInvalid."""
+    deadline = clock() + timeout_s
+
+    def change(world: World, nodes: Sequence[NodeRecord]) -> tuple[Exclusion, ...]:
+        record = next((each for each in nodes if each.node == node), None)
+        if record is None:
+            names = shortened(each.node for each in nodes) or "none"
+            raise CannotDo(ExclusionCode.NO_NODE, f"job {job!r} has no node {node!r} now; its nodes: {names}")
+        life = life_of(record.incarnation)
+        return exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, by_operator=True)
+
+    world = rewrite(store, job, change)
+    show(f"node {node} is excluded from job {job}: {reason}")
+    while any(member.node == node for member in world.members):
+        if clock() >= deadline:
+            raise CannotDo(
+                ExclusionCode.TIMED_OUT,
+                f"node {node} is excluded, and still in generation {world.generation} after {timeout_s:g} s: "
+                f"{state_of(world)}. It stays while the others are fewer than the job needs (--min-nodes, "
+                "--nodes-multiple-of), and goes when another node comes",
+            )
+        sleep(min(LOOK_S, max(0.0, deadline - clock())))
+        try:
+            world = world_of(job, store.read((WORLD_KEY,)).entries) or world
+        except StoreUnavailable:
+            continue
+    show(state_of(world))
+
+
+def rewrite(
+    store: Store, job: str, change: Callable[[World, Sequence[NodeRecord]], tuple[Exclusion, ...]]
+) -> World:
+    """Replaces the exclusions of the job's world; returns it. Raises CannotDo, StoreError and RecordInvalid."""
+    for _ in range(TRIES):
+        world, revision, nodes = _read(store, job)
+        after = replace(world, exclusions=change(world, nodes))
+        compare = Compare(WORLD_KEY, revision)
+        if store.transact((compare,), (Put(WORLD_KEY, after.to_json()),)).succeeded:
+            return after
+    raise StoreUnavailable(f"others write {WORLD_KEY!r} all the time")
+
+
+def _read(store: Store, job: str) -> tuple[World, int, list[NodeRecord]]:
+    entries = store.read((WORLD_KEY, NODES_PREFIX)).entries
+    world = world_of(job, entries)
+    if world is None:
+        raise CannotDo(
+            ExclusionCode.NO_JOB,
+            f"the store holds no world of a job {job!r}: check --rdzv-id and --rdzv-endpoint, or wait for its first",
+        )
+    if world.phase is Phase.ENDED:
+        raise CannotDo(ExclusionCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
+    revision = next(entry.mod_revision for entry in entries if entry.key == WORLD_KEY)
+    return world, revision, list(records_of(entries))

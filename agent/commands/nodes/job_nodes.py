@@ -1,0 +1,80 @@
+"""What the commands about one node of a job have in common: where its store is, and how the job is in words.
+
+The store is found by the options of the agents, their file, or the environment; without any of them it is that of the
+job which this user's agents on this machine belong to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from ....rendezvous.records import NODES_PREFIX, NodeRecord, Phase, World
+from ....rendezvous.store.interface import Entry
+from ....rendezvous.text import NAME, shortened
+from ...configuration.config import ConfigError, Problem
+from ...configuration.reading.resolve import resolve_meeting_place
+from ...configuration.reading.settings import Settings
+from ...configuration.reading.sources import ENV_PREFIX
+from ...configuration.rendezvous import JOB_ID, RendezvousConfig
+from ...workers.processes.run_files import run_directory_parents, stores_here
+
+LOOK_S = 0.2
+
+
+def meeting_place_for(command: str) -> Callable[[str | None, Settings], RendezvousConfig]:
+    """Takes the node and the command line; raises ConfigError with all problems."""
+
+    def meeting_place(node: str | None, command_line: Settings) -> RendezvousConfig:
+        if node is None or not NAME.fullmatch(node):
+            advice = f"write its name first, as elastic-agent status shows it: elastic-agent {command} NODE"
+            command_line.problems.append(Problem("node", node, "the name of a node", advice))
+        place = resolve_meeting_place(command_line, os.environ)
+        return place if place is not None else _meeting_place_here(command_line, os.environ)
+
+    return meeting_place
+
+
+def _meeting_place_here(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
+    """Where the only job of this user's agents on this machine meets, or the one that --rdzv-id names."""
+    job = command_line[JOB_ID].value
+    stores = [
+        store
+        for store in stores_here(run_directory_parents(), os.getuid())
+        if job in (None, store[JOB_ID.name])
+    ]
+    if len(stores) == 1:
+        words = {ENV_PREFIX + name.upper().replace("-", "_"): text for name, text in stores[0].items()}
+        place = resolve_meeting_place(command_line, {**environ, **words})
+        assert place is not None, "an endpoint is among the words"
+        return place
+    if stores:
+        jobs = ", ".join(sorted(store[JOB_ID.name] for store in stores))
+        advice = "add --rdzv-id, or --rdzv-endpoint as the agents have it"
+        raise ConfigError(
+            [Problem("rdzv-id", None, f"the name of one job, of those on this machine: {jobs}", advice)]
+        )
+    advice = (
+        "add --rdzv-endpoint as the agents have it, or ask on a machine where one of them runs; on the node itself,"
+        " send SIGTERM to its agent"
+    )
+    raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
+
+
+def records_of(entries: Iterable[Entry]) -> Iterator[NodeRecord]:
+    """Raises RecordInvalid."""
+    for entry in entries:
+        if entry.key.startswith(NODES_PREFIX):
+            yield NodeRecord.from_json(entry.key, entry.value)
+
+
+def state_of(world: World | None) -> str:
+    if world is None:
+        return "there is no world yet"
+    names = shortened(member.node for member in world.members)
+    if world.phase is Phase.RUNNING:
+        return f"generation {world.generation} runs on {names}"
+    if world.phase is Phase.ENDED:
+        return f"the job has ended: {world.cause.detail}"
+    how = "ends between two steps" if world.drains else "is being stopped"
+    return f"generation {world.generation} on {names} {how}: {world.cause.detail}"

@@ -1,0 +1,225 @@
+"""`elastic-agent exclude` and `readmit`: what they write, what they tell, and each way in which they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_agent.agent.commands.nodes import exclude, readmit
+from elastic_agent.agent.commands.nodes.exclude import exclude_node, read_reason
+from elastic_agent.agent.commands.nodes.readmit import readmit_node
+from elastic_agent.agent.commands.store_command import CannotDo
+from elastic_agent.agent.common.exits import ExclusionCode
+from elastic_agent.rendezvous.errors import StoreUnavailable
+from elastic_agent.rendezvous.records import (
+    WORLD_KEY,
+    Cause,
+    CauseKind,
+    Endpoint,
+    Exclusion,
+    NodeRecord,
+    Phase,
+    Result,
+    World,
+    line_up,
+    node_key,
+)
+from elastic_agent.rendezvous.store.interface import Delete, Put
+from elastic_agent.rendezvous.store.memory import MemoryStore
+
+from .bench import Bench
+
+A = NodeRecord("a", "life-a", "host-a", 4001, slots=2)
+B = NodeRecord("b", "life-b.1", "host-b", 4002, slots=1)
+WORLD = World("job", 4, Phase.RUNNING, line_up((A, B)), Endpoint("host-a", 4001), Cause(CauseKind.START))
+OUT = Exclusion("b", "life-b", "operator", "a fan is loud", by_operator=True)
+
+
+class Scene:
+    """Each look comes after the next thing has happened."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.now = 0.0
+        self.shown: list[str] = []
+        self.happens: Iterator[Callable[[], object]] = iter(())
+        self.put(WORLD, A, B)
+
+    def put(self, *things: World | NodeRecord) -> None:
+        for thing in things:
+            key = WORLD_KEY if isinstance(thing, World) else node_key(thing.node)
+            self.store.transact((), (Put(key, thing.to_json()),))
+
+    @property
+    def world(self) -> World:
+        (entry,) = self.store.read((WORLD_KEY,)).entries
+        return World.from_json(entry.value)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        next(self.happens, lambda: None)()
+
+    def exclude(self, node: str = "b", timeout_s: float = 60.0) -> None:
+        exclude_node(
+            self.store,
+            "job",
+            node,
+            "a fan is loud",
+            timeout_s,
+            self.shown.append,
+            lambda: self.now,
+            self.sleep,
+        )
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_a_node_is_excluded_and_the_command_waits_until_the_job_goes_on_without_it(scene: Scene) -> None:
+    def goes_on() -> None:
+        assert scene.world == replace(WORLD, exclusions=(OUT,))
+        scene.put(replace(scene.world, phase=Phase.DRAINING, cause=Cause(CauseKind.LEAVE, "b", "it goes")))
+
+    scene.happens = iter(
+        [
+            goes_on,
+            lambda: scene.put(replace(scene.world, generation=5, phase=Phase.RUNNING, members=line_up((A,)))),
+        ]
+    )
+    scene.exclude()
+    assert scene.shown == ["node b is excluded from job job: a fan is loud", "generation 5 runs on a"]
+
+
+def test_a_node_that_stands_by_is_excluded_at_once(scene: Scene) -> None:
+    scene.put(NodeRecord("c", "life-c", "host-c", 4003, slots=1))
+    scene.exclude("c")
+    assert scene.now == 0.0
+    assert scene.world.exclusion("c") is not None
+
+
+def test_a_node_that_is_needed_stays_and_the_command_says_so(scene: Scene) -> None:
+    with pytest.raises(CannotDo, match="It stays while the others are fewer than the job needs") as caught:
+        scene.exclude(timeout_s=1.0)
+    assert caught.value.code is ExclusionCode.TIMED_OUT
+    assert scene.now == 1.0
+
+
+def test_what_another_writes_meanwhile_stays(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, wrote = scene.store.read, []
+
+    def read_late(*scopes: object) -> object:
+        found = read(*scopes)  # type: ignore[arg-type]
+        if not wrote:
+            wrote.append(1)
+            scene.put(replace(WORLD, generation=5, members=line_up((A,))))
+        return found
+
+    monkeypatch.setattr(scene.store, "read", read_late)
+    scene.exclude()
+    monkeypatch.undo()
+    assert (scene.world.generation, scene.world.exclusions) == (5, (OUT,))
+
+
+def test_a_store_where_others_always_win_is_no_answer(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = scene.store.read
+
+    def read_late(*scopes: object) -> object:
+        found = read(*scopes)  # type: ignore[arg-type]
+        scene.put(replace(WORLD, step=WORLD.step + 1))
+        return found
+
+    monkeypatch.setattr(scene.store, "read", read_late)
+    with pytest.raises(StoreUnavailable, match="others write 'world' all the time"):
+        scene.exclude()
+
+
+@pytest.mark.parametrize(
+    ("world", "node", "code", "text"),
+    [
+        (WORLD, "c", ExclusionCode.NO_NODE, "has no node 'c' now; its nodes: a, b"),
+        (None, "b", ExclusionCode.NO_JOB, "holds no world of a job 'job'"),
+        (
+            replace(
+                WORLD,
+                phase=Phase.ENDED,
+                result=Result.SUCCEEDED,
+                cause=Cause(CauseKind.SUCCESS, detail="it is over"),
+            ),
+            "b",
+            ExclusionCode.NO_JOB,
+            "has ended: it is over",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    scene: Scene, world: World | None, node: str, code: ExclusionCode, text: str
+) -> None:
+    if world is None:
+        scene.store.transact((), (Delete(WORLD_KEY),))
+    else:
+        scene.put(world)
+    with pytest.raises(CannotDo, match=text) as caught:
+        scene.exclude(node)
+    assert caught.value.code is code
+
+
+def test_a_node_is_readmitted_whoever_has_excluded_it(scene: Scene) -> None:
+    for row in (OUT, replace(OUT, cause="ecc", by_operator=False)):
+        scene.put(replace(WORLD, exclusions=(row,)))
+        readmit_node(scene.store, "job", "b", scene.shown.append)
+        assert scene.world.exclusions == (replace(row, readmitted=True),)
+    assert scene.shown == ["node b is readmitted to job job"] * 2
+    with pytest.raises(
+        CannotDo, match="node 'b' of job 'job' is not excluded; those that are: none"
+    ) as caught:
+        readmit_node(scene.store, "job", "b", scene.shown.append)
+    assert caught.value.code is ExclusionCode.NO_NODE
+
+
+def test_agents_do_what_the_commands_write() -> None:
+    """A member goes by plan, comes back no earlier than it is readmitted, and then by plan."""
+    bench = Bench()
+    for peer in bench.joined("a", "b"):
+        peer.listens = True
+    bench.join("c").listens = True
+    bench.settle()
+    store = MemoryStore(lambda: bench.now, bench.kv)
+    exclude_node(store, "job", "a", "a fan is loud", 5.0, print, lambda: bench.now, lambda _: bench.settle())
+    assert bench.members() == ["c", "b"]
+    bench.after(10 * 60.0)
+    assert bench.members() == ["c", "b"]
+    readmit_node(store, "job", "a", print)
+    bench.settle()
+    assert sorted(bench.members()) == ["a", "b", "c"]
+    assert not [peer for peer in bench.peers if peer.stops()], "nobody was signalled"
+
+
+@pytest.mark.parametrize("text", ["", "  ", "x" * 513, "\x1b[31m"])
+def test_a_reason_is_a_short_text(text: str) -> None:
+    with pytest.raises(ValueError, match="empty or too long"):
+        read_reason(text)
+    assert read_reason(" a fan\nis \x1b[31mloud ") == "a fan is loud"
+
+
+def test_the_documented_exit_codes_are_the_exit_codes() -> None:
+    rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in ExclusionCode]
+    page = Path(__file__).parents[2] / "docs" / "rendezvous.md"
+    assert "\n".join(["| code | name | meaning |", "|---|---|---|", *rows, ""]) in page.read_text()
+
+
+def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (exclude, readmit):
+        assert command.main(["--help"]) == 0
+        told = capsys.readouterr().out
+        for code in ExclusionCode:
+            assert f"{int(code):>3}  {code.meaning}" in told
+
+
+def test_a_command_without_a_node_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exclude.main(["--rdzv-endpoint", "etcd://nowhere:1"]) == ExclusionCode.BAD_CONFIG
+    assert "elastic-agent exclude NODE" in capsys.readouterr().err
