@@ -351,7 +351,7 @@ class Metrics(Page):
     diagnostics_dumps_total = Row(
         Counter,
         "What was asked what workers do, before they were ended or at a suspicion, by what came of it.",
-        tool=("look", "proc", "stacks", "py-spy", "gpus", "files"),
+        tool=("look", "proc", "stacks", "py-spy", "flight-recorder", "gpus", "files"),
         result=("ok", "failed", "late"),
     )
     log_file_bytes_dropped_total = Row(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.workers.evidence import flight_records
 from elastic_agent.agent.workers.evidence import keeper as module
 from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Depth, Target
 from elastic_agent.agent.workers.evidence.keeper import MOST_LOOKS, EvidenceKeeper, Look, WorkerStacks
@@ -109,6 +110,22 @@ def test_files_and_folders_are_this_users_alone(keeper: EvidenceKeeper, target: 
     for folder in (path, path.parent, path.parents[1]):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+
+
+def test_the_flight_recorder_of_a_rank_that_has_one_is_asked_and_nothing_else_is_written(
+    keeper: EvidenceKeeper, target: Target, counts: Counts
+) -> None:
+    folder = keeper.folder.parent / "flight_records"  # type: ignore[union-attr]
+    folder.mkdir(parents=True)
+    (folder / "pipe_4.pipe").write_text("no pipe")
+    os.mkfifo(folder / "pipe_3.pipe")
+    reader = os.open(folder / "pipe_3.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    kept(keeper, target, THOROUGH)
+    assert os.read(reader, 10) == b"1"
+    os.close(reader)
+    assert counts.count(("flight-recorder", "ok")) == 1
+    assert flight_records.ask(folder.parent, [3, 4, 5]) == ()
+    assert (folder / "pipe_4.pipe").read_text() == "no pipe"
 
 
 def test_of_many_looks_a_few_are_kept_and_each_generation_has_its_own(

@@ -96,6 +96,7 @@ def _renamed(new: str, old: str, value: str, reason: str) -> tuple[Row, Row]:
 
 _PLACE = "below --log-dir, a folder for each generation; without --log-dir torch's own place is kept"
 _DUMP = "the flight recorder writes that down when a collective does not end"
+_PIPE = "through it the agent asks for the flight recorder's dump when workers seem to hang"
 _HEARTBEAT = (
     "1.5 times the process-group timeout, so that it does not end a process before that has named the "
     "collective"
@@ -120,6 +121,7 @@ DEFAULTS = (
     ),
     Row("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", _DUMP, WITH_NCCL),
     *_renamed("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{flight_records}/rank_", _PLACE),
+    Row("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "{flight_records}/pipe_", _PIPE, WITH_NCCL),
     Row("TORCH_INCLUDE_STACK_TRACE", "0", _STACKS, WITH_NCCL),
     Row(
         PROCESS_GROUP_TIMEOUT,

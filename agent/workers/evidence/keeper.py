@@ -24,7 +24,7 @@ from ....rendezvous.statements.inquiry import RankState
 from ....threads import Thread
 from ...output.log_folders import run_folder
 from ...output.masking import masked
-from . import gpus
+from . import flight_records, gpus
 from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
 from .report import one_line, report
@@ -170,6 +170,8 @@ class EvidenceKeeper:
         then: Callable[[Look], None],
         generation: int,
     ) -> None:
+        if depth.window_s and look.path is not None:
+            self._count_records(flight_records.ask(look.path.parents[2], [one.rank for one in targets]))
         asked = gpus.ask() if depth.window_s and self._has_gpus else None
         seen = self._collector.look(targets, depth)
         states = tuple(map(rank_state, seen))
@@ -187,6 +189,10 @@ class EvidenceKeeper:
             texts["gpus.txt"] = text
         if look.path is not None:
             self._write(look.path, texts)
+
+    def _count_records(self, asked: Sequence[int]) -> None:
+        for _ in asked:
+            self._count("flight-recorder", "ok")
 
     def _count_all(self, seen: Sequence[WorkerFacts]) -> None:
         for one in seen:
