@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps checkpoints sharded gpu clean
+.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps watching checkpoints sharded gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -115,6 +115,9 @@ torchft: $(READY)  ## fetch torchft for the benchmark
 
 steps: $(READY)  ## what step() costs, next to an empty Python call
 	$(BIN)/python benchmarks/step_overhead.py
+
+watching: $(READY)  ## what it costs to watch a job: hangs, stragglers, journal, evidence, next to the job with all that off
+	$(BIN)/python benchmarks/watching.py
 
 checkpoints: $(READY)  ## how long a checkpoint holds up training, next to torch's own
 	$(BIN)/python benchmarks/checkpoint.py

@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Measure what it costs to watch a job: next to the same job with all that off, on the same machine, in one go.
+
+Watched is how a job runs by default, with a folder of its run: the agent looks for hangs, keeps its journal and what
+evidence needs ready, and each worker counts its own part of each step, without its waits for others. Not watched is
+`--hang-timeout off --log-dir /dev/null`, and a worker whose waits are not counted.
+
+Two figures. *Step*: processor time of a worker's step, a small DDP on gloo that calls `step()`, in one process; blocks
+with and without the measure take turns, and a run keeps the median of each. *Agent*: processor time of the agent and
+what it keeps beside the workers, while eight of them train in steps of 20 ms (`library_job.py`), per minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_agent.worker.wire.environment import NAMES
+from elastic_agent.worker.wire.shared_progress import SharedProgress
+from recovery_costs import family, processor_s, spent_s
+from report import add_options, keep, markdown, publish, ratio, spread
+
+STEP_S = 0.02
+STEP_GOAL = 0.01
+"""Of a step."""
+AGENT_GOAL_S = 0.3
+"""Per minute."""
+WORKERS = 8
+BLOCKS = 11
+GENERATION = 1
+LIBRARY_JOB = Path(__file__).with_name("library_job.py")
+WARM_STEPS = 100
+"""Of each rank, before the agent is looked at."""
+START_S = 300.0
+
+STEP, AGENT = "step", "agent"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Seconds of processor time: per step, or of the agent per minute."""
+
+    what: str
+    watched_s: float
+    unwatched_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_options(parser)
+    parser.add_argument("--steps", type=int, default=500, metavar="N", help="steps in a block (default 500)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="how long an agent is looked at (default 60)"
+    )
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(time_steps(options.steps)))
+        return
+    runs: list[Run] = []
+    for _ in range(options.repeat):
+        for measure in (lambda: step_costs(options.steps), lambda: agent_costs(options.seconds)):
+            runs.append(measure())
+            keep(runs, options.json)
+    how = f"{options.repeat} runs, {BLOCKS} blocks of {options.steps} steps, {options.seconds:g} s of each agent"
+    publish(table(runs), how, options.markdown, "watching")
+
+
+def step_costs(steps: int) -> Run:
+    with closing(SharedProgress.make(GENERATION)) as ours:
+        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), NAMES["page"]: ours.path}
+        environment |= {"RANK": "0", "ELASTIC_AGENT_LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--run", "--steps", str(steps)]
+        measured = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        if ours.read().step == 0:
+            raise SystemExit("invalid: the agent's place saw no step")
+    return Run(STEP, *json.loads(measured))
+
+
+def time_steps(steps: int) -> tuple[float, float]:
+    """In the worker's place: processor seconds per step, with and without the measure of waits."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from elastic_agent.worker import step
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    places = ((dist.Work, "wait"), (dist, "_broadcast_coalesced"), (torch.autograd, "backward"))
+    unwatched = put(places, None)
+    done = 1
+    step(done)
+    watched = put(places, None)
+    if any(one is other for one, other in zip(watched, unwatched, strict=True)):
+        raise SystemExit("invalid: step() does not count waits with this version of torch")
+    blocks: tuple[list[float], list[float]] = [], []
+    for _ in range(BLOCKS):
+        for functions, times in zip((watched, unwatched), blocks, strict=True):
+            put(places, functions)
+            begun = time.process_time()
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.ones(4, 8)).square().mean().backward()
+                optimizer.step()
+                done += 1
+                step(done)
+            times.append((time.process_time() - begun) / steps)
+    return statistics.median(blocks[0]), statistics.median(blocks[1])
+
+
+def put(places: Sequence[tuple[Any, str]], functions: Sequence[Any] | None) -> tuple[Any, ...]:
+    """What is there; then these are, if any are given."""
+    there = tuple(getattr(place, name) for place, name in places)
+    for (place, name), function in zip(places, functions or (), strict=functions is not None):
+        setattr(place, name, function)
+    return there
+
+
+def agent_costs(seconds: float) -> Run:
+    return Run(AGENT, agent_s(seconds, watched=True), agent_s(seconds, watched=False))
+
+
+def agent_s(seconds: float, *, watched: bool) -> float:
+    """Processor seconds of an agent in a minute, out of so many."""
+    with tempfile.TemporaryDirectory() as folder:
+        off = ("--hang-timeout=off", "--log-dir=/dev/null")
+        options = (f"--log-dir={folder}/logs",) if watched else off
+        command = (
+            *(sys.executable, "-m", "elastic_agent", f"--nproc-per-node={WORKERS}", "--notice=off"),
+            *(*options, str(LIBRARY_JOB), folder, "--step-s", str(STEP_S), "--checkpoint-every", "1000000"),
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        log = Path(folder, "log")
+        with log.open("wb") as output:
+            agent = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        try:
+            workers = await_steps(Path(folder, "steps"), agent, log)
+            before, at = processor_s(beside(agent.pid, workers)), time.monotonic()
+            time.sleep(seconds)
+            spent = spent_s(before, processor_s(beside(agent.pid, workers)))
+            return spent / (time.monotonic() - at) * 60
+        finally:
+            agent.send_signal(signal.SIGTERM)
+            agent.wait()
+
+
+def beside(agent: int, workers: set[int]) -> set[int]:
+    """The agent and what it keeps, without what trains."""
+    return family([agent]) - family(workers)
+
+
+def await_steps(file: Path, agent: subprocess.Popen[bytes], log: Path) -> set[int]:
+    """The processes of all ranks, once each has done WARM_STEPS."""
+    deadline = time.monotonic() + START_S
+    while True:
+        lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        warm = {int(line[5]) for line in lines if line[1] == str(WARM_STEPS)}
+        if len(warm) == WORKERS:
+            return warm
+        if agent.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(
+                f"invalid: the job does not step. Its agent says:\n{log.read_text(errors='replace')}"
+            )
+        time.sleep(0.2)
+
+
+def table(runs: Sequence[Run]) -> str:
+    rows = [["processor time", "watched", "not watched", "ratio", "difference", "goal"]]
+    for what, name, unit, goal in ROWS:
+        found = [run for run in runs if run.what == what]
+        watched, unwatched = (
+            [run.watched_s / unit for run in found],
+            [run.unwatched_s / unit for run in found],
+        )
+        if found:
+            more = [with_it - without for with_it, without in zip(watched, unwatched, strict=True)]
+            cells = (spread(values, {}, len(found)) for values in (watched, unwatched))
+            rows.append([name, *cells, ratio(watched, unwatched), difference(what, more), goal])
+    return markdown(rows)
+
+
+ROWS: tuple[tuple[str, str, float, str], ...] = (
+    (STEP, "a worker's step, us", 1e-6, f"{STEP_GOAL:.0%} of {STEP_S * 1000:g} ms"),
+    (AGENT, f"the agent of {WORKERS} workers, s per minute", 1.0, f"{AGENT_GOAL_S:g} s"),
+)
+
+
+def difference(what: str, more: Sequence[float]) -> str:
+    """Of the medians of runs that were made one after the other; of a step as a share of it."""
+    median = statistics.median(more)
+    if what == AGENT:
+        return f"{median:+.2f} s"
+    return f"{median:+.1f} us, {median * 1e-6 / STEP_S:.2%}"
+
+
+if __name__ == "__main__":
+    main()
