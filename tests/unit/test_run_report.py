@@ -217,19 +217,29 @@ def test_each_event_counts_once_however_many_nodes_noted_it_and_the_worst_node_i
         ):
             node.note(Kind.WORLD, generation, cause=cause, about=about)
             node.spend(productive=10.0)
-            node.note(Kind.STRAGGLER, rank=0, about="a")
+            node.note(Kind.STRAGGLER, rank=0, about="a", cause="slow")
+            node.note(Kind.STRAGGLER, rank=0, about="a", cause="recovered")
             if generation in (1, 2):
                 node.note(Kind.FAILURE, rank=1, about="b", cause="signal")
-        node.note(Kind.VERDICT, about="b", cause="hang")
         node.note(Kind.EXCLUSION, about="b")
         node.note(Kind.FAILURE, rank=1, about="b", cause="hang")
         node.note(Kind.JOB_ENDED, cause="restarts_exhausted")
-    found = report(*journals)
-    b, c, a = found.nodes
-    assert (b.node, b.failures, b.losses, b.hangs, b.exclusions) == ("b", 3, 0, 1, 1)
+    late = Journal("late")
+    late.begin(45.0)
+    late.note(Kind.WORLD, 6, cause="join", about="late")
+    late.note(Kind.EXCLUSION, about="b")
+    found = report(*journals, late)
+    b, c, a, _ = found.nodes
+    assert (b.node, b.failures, b.losses, b.hangs, b.exclusions) == ("b", 2, 0, 1, 1)
     assert (c.node, c.losses, c.failures) == ("c", 1, 0)
     assert (a.node, a.straggling, a.starts) == ("a", 5, 1)
-    assert found.causes == (("signal", 2), ("hang", 1), ("join", 1), ("lost", 1))
+    assert found.causes == (("join", 2), ("signal", 2), ("lost", 1))
+
+
+def test_a_failure_that_ended_the_job_is_a_cause_like_the_others() -> None:
+    a = failing_once()
+    a.note(Kind.FAILURE, 2, about="a", cause="disk_full")
+    assert report(a).causes == (("disk_full", 1), ("signal", 1))
 
 
 def test_the_slowest_recovery_is_that_of_the_slowest_node() -> None:

@@ -53,7 +53,17 @@ _USES = {
 }
 _STOPS = (Use.DETECT, Use.STOP)
 
-NOTED = frozenset(Kind) - {Kind.ACCOUNTING, Kind.SAVE, Kind.LOAD, Kind.EVIDENCE, Kind.NOTICE}
+NOTED = frozenset(
+    {
+        Kind.WORLD,
+        Kind.WORKERS_STARTED,
+        Kind.FAILURE,
+        Kind.EXCLUSION,
+        Kind.STRAGGLER,
+        Kind.RECOVERY,
+        Kind.JOB_ENDED,
+    }
+)
 """Kinds of events that a life keeps."""
 
 CLOCKS_AGREE_S = 2.0

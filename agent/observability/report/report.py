@@ -22,6 +22,10 @@ BINS = 120
 
 _LOST = "lost"
 """The cause of a world after a node was lost."""
+_HANG = "hang"
+"""The cause of a failure that nobody saw but those who waited."""
+_SLOW = "slow"
+"""The cause of an event that says that a rank has become a straggler; another says that it is none any more."""
 _START = "start"
 """The cause of the first world."""
 
@@ -32,20 +36,20 @@ class ReportError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NodeFigures:
-    """What one node did to the job. Each event counts once, however many nodes have noted it."""
+    """What one node did to the job. Each thing counts once, however many nodes have noted it."""
 
     node: str
     starts: int
     """Lives of its agent."""
     failures: int
-    """Generations that a worker of this node ended."""
+    """Generations that a worker of this node ended, but for hangs."""
     losses: int
     """Generations that ended because the node was lost."""
     hangs: int
-    """Verdicts that named it."""
+    """Generations that a hang of one of its workers ended."""
     exclusions: int
     straggling: int
-    """Generations in which one of its ranks was slower than the others."""
+    """How often one of its ranks became slower than the others."""
 
     @property
     def trouble(self) -> tuple[int, int]:
@@ -173,11 +177,13 @@ def _causes(generations: Sequence[Formed], events: Iterable[JobEvent]) -> tuple[
 
 def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigures, ...]:
     starts = Counter(life.node for life in lives)
-    failures = Counter(node for _, node in _each(events, Kind.FAILURE))
-    losses = Counter(node for _, node in _each(events, Kind.WORLD, cause=_LOST))
-    hangs = Counter(node for _, node in _each(events, Kind.VERDICT))
-    exclusions = Counter(node for _, node in _each(events, Kind.EXCLUSION))
-    straggling = Counter(node for _, node in _each(events, Kind.STRAGGLER))
+    ended = {(e.generation, e.about): e.cause for e in events if e.kind is Kind.FAILURE and e.about}
+    failures = Counter(node for (_, node), cause in ended.items() if cause != _HANG)
+    hangs = Counter(node for (_, node), cause in ended.items() if cause == _HANG)
+    lost = {(e.generation, e.about) for e in events if e.kind is Kind.WORLD and e.about and e.cause == _LOST}
+    losses = Counter(node for _, node in lost)
+    exclusions = _most(lives, Kind.EXCLUSION)
+    straggling = _most(lives, Kind.STRAGGLER, _SLOW)
     found = [
         NodeFigures(
             *(node, starts[node], failures[node], losses[node]),
@@ -188,13 +194,16 @@ def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigur
     return tuple(sorted(found, key=lambda node: (*(-number for number in node.trouble), node.node)))
 
 
-def _each(events: Iterable[JobEvent], kind: Kind, cause: str | None = None) -> set[tuple[int, str]]:
-    """Generation, and node that it was about, of what any node has noted."""
-    return {
-        (event.generation, event.about)
-        for event in events
-        if event.kind is kind and event.about and cause in (None, event.cause)
-    }
+def _most(lives: Iterable[Life], kind: Kind, cause: str | None = None) -> Counter[str]:
+    """How many of these are about each node, of those that one node has noted: the one that has noted most."""
+    noted: dict[str, Counter[str]] = {}
+    for life in lives:
+        here = noted.setdefault(life.node, Counter())
+        here.update(e.about for e in life.events if e.kind is kind and e.about and cause in (None, e.cause))
+    most: Counter[str] = Counter()
+    for counted in noted.values():
+        most |= counted
+    return most
 
 
 def _recoveries(generations: Iterable[Formed], events: Iterable[JobEvent]) -> tuple[JobRecovery, ...]:
