@@ -46,12 +46,12 @@ def test_a_run_with_a_killed_worker_is_reported_as_it_was(job: Job) -> None:
     assert sum(seconds.values()) == pytest.approx(report["wall_seconds"], abs=0.01)
     assert [(one["generation"], one["cause"]) for one in report["generations"]] == [
         (1, "start"),
-        (2, "signal"),
+        (2, "killed"),
     ]
-    assert report["causes"] == {"signal": 1}
+    assert report["causes"] == {"killed": 1}
     assert [(one["node"], one["failures"]) for one in report["nodes"]] == [("b", 1), ("a", 0)]
     [recovery] = report["slowest_recoveries"]
-    assert (recovery["generation"], recovery["cause"]) == (2, "signal")
+    assert (recovery["generation"], recovery["cause"]) == (2, "killed")
     assert {"start", "init"} <= set(recovery["phases"])
 
     ran = {number: trained(job, number, new.rank_on("a")) for number in (1, 2)}
