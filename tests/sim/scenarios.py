@@ -305,6 +305,53 @@ class Alike(Scenario):
             self.broken("I13", f"what failed there fails elsewhere, too: {self.newest().exclusions}")
 
 
+class Cascade(Scenario):
+    """A worker crashes, and the collectives of all others break: any of these failures may be heard of first."""
+
+    FAILS_AT = 15.0
+
+    def __init__(self, seed: int, *, bug: str = "", tell: bool = False) -> None:
+        self.plant = bug
+        policy = replace(PLAIN_POLICY, job="sim", max_nodes=4, restarts=PATIENT)
+        super().__init__(seed, 4, policy, breaks=False, tell=tell)
+        self.heard_first = ""
+        self.after(self.FAILS_AT, self.fall)
+
+    def fall(self) -> None:
+        generation, guilty = self.newest().generation, self.rng.choice(self.nodes)
+        root = Failure(generation, "signal 11", "killed by SIGSEGV", cause="segfault")
+        marked = self.plant != "collateral is not marked"
+        broken = Failure(generation, "gloo", "a peer is gone", cause="collective_broken", collateral=marked)
+        for node in self.nodes:
+            failure = root if node is guilty else broken
+            self.after(
+                self.rng.uniform(0.0, 0.02), lambda node=node, failure=failure: self.fail(node, failure)
+            )
+
+    def fail(self, node: SimNode, failure: Failure) -> None:
+        """Also on a node whose workers are already asked to end."""
+        worker = node.worker
+        if worker is None or worker.generation != failure.generation:
+            return
+        worker.alive = False
+        if node.stopping:
+            node.agent.workers_failed(failure)
+            node.turn()
+        else:
+            node.fail(failure)
+
+    def check_world(self, world: World, revision: int) -> None:
+        super().check_world(world, revision)
+        if world.phase is Phase.STOPPING and world.cause.failure is not None:
+            self.heard_first = world.cause.failure.cause
+
+    def play(self) -> None:
+        super().play()
+        world = self.newest()
+        if world.cause.failure is None or world.cause.failure.cause != "segfault":
+            self.broken("I12", f"what crashed is not the cause, but {world.cause.detail}")
+
+
 class Sick(Scenario):
     """Four nodes train well; then one joins whose workers all end as they begin."""
 

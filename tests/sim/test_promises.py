@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator import blame
+from elastic_agent.rendezvous.coordinator import blame, next_world
 from elastic_agent.rendezvous.node import participant
 from elastic_agent.rendezvous.node.participant import Participant
 
 from .checks import PromiseBroken
-from .scenarios import Alike, Faulty, Needed, Rack, Sick
+from .scenarios import Alike, Cascade, Faulty, Needed, Rack, Sick
 from .simulator import BUGS, Verdict, try_seed
 
 SEEDS = int(os.environ.get("SIMULATOR_SEEDS", "200"))
@@ -214,6 +214,35 @@ def test_a_failure_that_moves_and_clears_nobody_is_caught(monkeypatch: pytest.Mo
     monkeypatch.setattr(Participant, "recheck_due", lambda self, now: False)
     with pytest.raises(PromiseBroken, match=r"I13: what failed there fails elsewhere, too"):
         Alike(0, "rank 0").play()
+
+
+def test_what_only_follows_from_another_failure_is_never_the_jobs() -> None:
+    """Whichever is heard of first; in some of these runs it is the collateral."""
+    first = Counter[str]()
+    for seed in range(40):
+        cascade = Cascade(seed)
+        cascade.play()
+        first[cascade.heard_first] += 1
+    assert min(first["segfault"], first["collective_broken"]) >= 5
+
+
+NOT_THE_ROOT = "I12: what crashed is not the cause, but a peer is gone"
+
+
+def test_collateral_that_is_not_marked_is_caught() -> None:
+    with pytest.raises(PromiseBroken, match=NOT_THE_ROOT):
+        play_cascades(bug="collateral is not marked")
+
+
+def test_a_coordinator_that_keeps_to_what_it_heard_first_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(next_world, "root_failure", lambda world, present: None)
+    with pytest.raises(PromiseBroken, match=NOT_THE_ROOT):
+        play_cascades()
+
+
+def play_cascades(bug: str = "") -> None:
+    for seed in range(40):
+        Cascade(seed, bug=bug).play()
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
