@@ -69,7 +69,11 @@ def test_shards_come_to_the_other_node_and_the_key_shows_up_nowhere(job: Job, et
         for file in ("cmdline", "environ"):
             content = Path(f"/proc/{process.pid}/{file}").read_bytes()
             assert not any(form in content for form in forms), process
-    pages = [agent.get(page)[1] for agent in agents for page in ("/metrics", "/status", "/job", "/node")]
+    pages = [
+        agent.get(page)[1]
+        for agent in agents
+        for page in ("/metrics", "/status", "/job", "/node", "/events", "/")
+    ]
     assert not any(key in page for page in pages)
 
     # A killed server is started again and goes on with its orders; nothing else is disturbed.

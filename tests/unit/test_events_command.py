@@ -75,7 +75,7 @@ def test_events_of_all_agents_here_are_in_the_order_of_their_clocks(
         shown = [line.split(maxsplit=2)[2] for line in lines(capsys)]
         assert shown == [
             "b                1  workers started  2 workers started here",
-            "a                1  world            the job starts",
+            "a                1  generation       the job starts",
             "a                1  failure          rank 3 on b: ValueError: lr < 0",
         ]
         assert command.main(["--json"]) == EventsCode.SHOWN

@@ -297,9 +297,8 @@ def _as_text(event: JobEvent) -> str:
     if event.about and event.kind is Kind.FAILURE:
         where = f"{where} on {event.about}".strip()
     text = f"{where}: {event.text}" if where and where not in event.text else event.text
-    return (
-        f"{moment}  {event.node:<12}  {event.generation:>4}  {event.kind.value.replace('_', ' '):<15}  {text}"
-    )
+    kind = "generation" if event.kind is Kind.WORLD else event.kind.value.replace("_", " ")
+    return f"{moment}  {event.node:<12}  {event.generation:>4}  {kind:<15}  {text}"
 
 
 def _help() -> str:
