@@ -20,4 +20,5 @@ PLAIN_POLICY = Policy(
     runs_again=False,
     restarts=RestartPolicy(),
     cool_down_s=60.0,
+    exclude_stragglers_s=None,
 )

@@ -118,6 +118,12 @@ COOL_DOWN: Option[float] = MEETING.option(
     "how long this node stays out when it is excluded for failures; twice as long each further time, up to an hour",
     default="1m",
 )
+EXCLUDE_STRAGGLERS: Option[float | None] = MEETING.option(
+    "exclude-stragglers",
+    duration(1.0),
+    "exclude a node, by plan, on which a rank was slower than the others for so long, where another node stands by to"
+    " take its place; that of the node which coordinates (default: stragglers are only named)",
+)
 EXPECTED_NODES: Option[int | None] = MEETING.option(
     "expected-nodes",
     whole_number(1, MOST_NODES, "nodes"),
@@ -223,6 +229,7 @@ class RendezvousConfig:
     lasting_folder: Path | None = None
     """For what is to outlive the machine's restart; None: in `folder`, too."""
     cool_down_s: float = COOL_DOWN.field()
+    exclude_stragglers_s: float | None = EXCLUDE_STRAGGLERS.field()
     expected_nodes: int | None = EXPECTED_NODES.field()
 
     @property

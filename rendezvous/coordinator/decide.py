@@ -43,6 +43,7 @@ from .next_world import (
     root_failure,
     without_excluded,
 )
+from .stragglers import exclude_slowest
 from .view import Decision, Policy, Publish, View, Wait, in_force
 
 POLL_WAIT_S = 3.0
@@ -102,7 +103,13 @@ def _running(world: World, view: View, present: Sequence[NodeRecord], policy: Po
         return _stop(world, Cause(CauseKind.WITHDRAWN, withdrawn.node, detail))
     if done := [node for node in present if node.has(Condition.SUCCEEDED, world.generation)]:
         return _finishing(world, view, done, present, now)
-    return _invite(world, view, present, policy, now)
+    decision = _invite(world, view, present, policy, now)
+    if isinstance(decision, Publish):
+        return decision
+    exclusions, due_at = exclude_slowest(world, view, present, policy, now)
+    if exclusions is not None:
+        return Publish(replace(world, exclusions=exclusions), f"node {exclusions[-1].node} is too slow")
+    return decision if due_at is None else replace(decision, until=min(due_at, decision.until or due_at))
 
 
 def _finishing(

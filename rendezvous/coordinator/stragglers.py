@@ -15,12 +15,17 @@ A pure function of the records and of what it said before. Whoever coordinates n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..records import NodeRecord, World
+from ..records import Exclusion, NodeRecord, World, life_of
 from ..statements.paces import MAX_STRAGGLERS, Comparison, Paces, Straggler
+from .candidates import first_that_fit, newcomers
+from .exclusions import exclude, left_out
+from .view import Policy, View
 
+STRAGGLER = "straggler"
+"""The cause of an exclusion."""
 TOLERATED = math.log(1.13)
 MOST_EXCESS = math.log(1.41) - TOLERATED
 """Of one step."""
@@ -93,6 +98,46 @@ def compare(before: Watched, world: World | None, nodes: Iterable[NodeRecord]) -
     stragglers = tuple(Straggler(nodes_of[rank], rank, own[rank]) for rank in sorted(slowest))
     comparison = Comparison(world.generation, usual_us, stragglers)
     return Watched(world.generation, reports, scores, smooth, named, comparison)
+
+
+def slow_members(watched: Watched, world: World | None) -> Iterator[str]:
+    """The incarnations of those with a straggler."""
+    if world is not None and watched.generation == world.generation:
+        for member in world.members:
+            if not watched.named.isdisjoint(range(member.first_rank, member.first_rank + member.slots)):
+                yield member.incarnation
+
+
+def exclude_slowest(
+    world: World, view: View, present: Sequence[NodeRecord], policy: Policy, now: float
+) -> tuple[tuple[Exclusion, ...] | None, float | None]:
+    """The world's exclusions with that of the node which has held the others up for long enough, longest first; and
+    when it will have.
+
+    Only where a node stands by that takes its place: a job that is slow is better than one that is smaller.
+    """
+    after_s = policy.exclude_stragglers_s
+    out = left_out(world.exclusions)
+    slow = {
+        node.incarnation: node
+        for node in present
+        if node.incarnation in view.slow_since and node.node not in out
+    }
+    if after_s is None or not slow:
+        return None, None
+    since, node = min(
+        ((view.slow_since[one], node) for one, node in slow.items()), key=lambda found: found[0]
+    )
+    if now < since + after_s:
+        return None, since + after_s
+    reason = f"a rank on it was slower than the others, which waited for it, for {after_s:g} s (--exclude-stragglers)"
+    exclusions = exclude(
+        world.exclusions, node.node, life_of(node.incarnation), STRAGGLER, reason, record=node
+    )
+    ready = [one for one in newcomers(view, exclusions) if one.ready]
+    others = [one for one in present if one is not node]
+    replaced = len(first_that_fit([*others, *ready], policy)) >= len(present)
+    return (exclusions if replaced else None), None
 
 
 def in_words(straggler: Straggler, comparison: Comparison) -> str:

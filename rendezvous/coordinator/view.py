@@ -41,6 +41,8 @@ class Policy:
     restarts: RestartPolicy
     cool_down_s: float
     """How long this node stays out when it is excluded for the first time."""
+    exclude_stragglers_s: float | None
+    """A node that holds the others up for so long is excluded, where one stands by; None: never."""
 
     @property
     def limits(self) -> Limits:
@@ -74,6 +76,8 @@ class View:
     """The newest change of `world` is older than the oldest of the nodes."""
     succeeded_since: Mapping[str, float] = field(default_factory=dict)
     """Instant at which this node first saw the newest success of each incarnation."""
+    slow_since: Mapping[str, float] = field(default_factory=dict)
+    """Instant at which this node found each member with a straggler to have one, in this generation."""
 
     def present(self, world: World) -> tuple[NodeRecord, ...]:
         """The records of its members that live, in the order of their ranks."""

@@ -37,6 +37,8 @@ class MembershipView:
         """And at which it first saw it ready."""
         self.succeeded_since: dict[str, float] = {}
         """And at which it first saw its newest success."""
+        self.slow_since: dict[str, float] = {}
+        """And at which the coordinator found that one of its ranks is slower than the others."""
         self.detector = FailureDetector()
         self._job = job
         self._own_key = node_key(node)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from ..coordinator.candidates import differences_from_job, why_refused, why_standing_by
 from ..coordinator.decide import decide
 from ..coordinator.exclusions import why_excluded
-from ..coordinator.stragglers import Watched, compare
+from ..coordinator.stragglers import Watched, compare, slow_members
 from ..coordinator.view import Decision, Policy, Publish, View
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..liveness.failure_detector import Peer, ProbeResult
@@ -295,7 +295,7 @@ class Participant:
         if session.own_revision is None:
             return Read((own_key,))
         self._settle_unstarted()
-        self._compare_ranks()
+        self._compare_ranks(now)
         if self._generation and now >= self._deadlines_at(now).overdue_at:
             session.mark(self._generation, Condition.OVERDUE)
         if self.wants_port:
@@ -318,13 +318,15 @@ class Participant:
         self.waiting_for = why_excluded(membership.world, session.record) or self._why_idle(membership)
         return None
 
-    def _compare_ranks(self) -> None:
+    def _compare_ranks(self, now: float) -> None:
         """As the coordinator. Others read it with this node's paces, or at once when it names other ranks."""
         membership = self._session.membership
         if not membership.coordinates or self._compared == (membership.world, membership.nodes):
             return
         self._compared = membership.world, membership.nodes
         self._watched = compare(self._watched, *self._compared)
+        slow = slow_members(self._watched, membership.world)
+        membership.slow_since = {one: membership.slow_since.get(one, now) for one in slow}
         told, found = self._session.record.comparison, self._watched.comparison
         if found is not None and (told is None or found.names != told.names):
             self._session.record = replace(self._session.record, comparison=found)

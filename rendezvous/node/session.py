@@ -83,6 +83,7 @@ class Session:
             self.runs_again(policy),
             self.came_after_world(policy),
             membership.succeeded_since,
+            membership.slow_since,
         )
 
     def mark(self, generation: int, condition: Condition) -> bool:

@@ -14,7 +14,7 @@ from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggler
 
-from .bench import Bench, Peer
+from .bench import POLICY, Bench, Peer
 
 MEMBERS = (Member("a", "a-1", 2, 0), Member("b", "b-1", 2, 2))
 WORLD = World("job", 3, Phase.RUNNING, MEMBERS, Endpoint("h", 1), Cause(CauseKind.START))
@@ -78,7 +78,7 @@ def test_a_straggler_that_ends_with_its_generation_has_not_recovered(
 
 
 def pace(bench: Bench, peers: list[Peer], slow_us: int, report: int) -> None:
-    for peer in peers:
+    for peer in (one for one in peers if one.generation):
         own_us = slow_us if peer.name == "b" else 200_000
         peer.part.workers_paced(Paces(peer.generation, 10 * report, 300_000, (200_000, own_us)))
     bench.settle()
@@ -113,3 +113,59 @@ def test_a_report_is_one_write_and_a_comparison_travels_with_the_coordinator_s()
     for report in range(2, 12):
         pace(bench, peers, 200_000, report)
     assert [len(peer.asked) - one for peer, one in zip(peers, before, strict=True)] == [10, 10]
+
+
+# ---------------------------------------------------------------- a node that is excluded for it
+
+EXCLUDING = replace(POLICY, max_nodes=2, exclude_stragglers_s=60.0)
+
+
+def slowed(bench: Bench, peers: list[Peer], seconds: int) -> None:
+    """Each node reports every two seconds; those on b become slow at once."""
+    for report in range(1, seconds // 2 + 1):
+        pace(bench, peers, 280_000, report)
+        bench.after(2.0)
+
+
+def test_a_node_that_is_slow_for_long_makes_room_for_one_that_stands_by() -> None:
+    bench = Bench()
+    peers = bench.joined("a", "b", policy=EXCLUDING)
+    spare = bench.join("c", policy=EXCLUDING)
+    spare.part.became_ready()
+    bench.settle()
+    slowed(bench, peers, 50)
+    assert bench.members() == ["a", "b"], "not for a minute yet"
+    slowed(bench, peers, 30)
+    assert bench.members() == ["a", "c"]
+    world = bench.world()
+    assert world is not None
+    [row] = world.exclusions
+    assert (row.node, row.cause, row.readmitted) == ("b", "straggler", False)
+    assert (world.cause.kind, world.restarts.failures) == (CauseKind.LEAVE, 0), "by plan, at no cost"
+
+
+def test_without_a_spare_it_stays() -> None:
+    bench = Bench()
+    peers = bench.joined("a", "b", policy=replace(EXCLUDING, min_nodes=1))
+    slowed(bench, peers, 100)
+    assert bench.members() == ["a", "b"]
+    assert bench.world().exclusions == ()  # type: ignore[union-attr]
+
+
+def test_without_the_option_it_is_only_named() -> None:
+    bench = Bench()
+    peers = bench.joined("a", "b", policy=replace(EXCLUDING, exclude_stragglers_s=None))
+    bench.join("c", policy=EXCLUDING).part.became_ready()
+    slowed(bench, peers, 100)
+    assert bench.members() == ["a", "b"]
+
+
+def test_a_rank_that_recovers_in_time_is_not_excluded() -> None:
+    bench = Bench()
+    peers = bench.joined("a", "b", policy=EXCLUDING)
+    bench.join("c", policy=EXCLUDING).part.became_ready()
+    slowed(bench, peers, 50)
+    for report in range(26, 90):
+        pace(bench, peers, 200_000, report)
+        bench.after(2.0)
+    assert bench.members() == ["a", "b"]
