@@ -36,6 +36,7 @@ test: $(READY)  ## all tests, under 15 minutes on 2 cores: most of them wait for
 	@.ci/system-packages prometheus
 	@.ci/system-packages etcd
 	@.ci/system-packages network
+	@.ci/system-packages browser
 	@.ci/system-packages systemd
 	@.ci/kubernetes-tools $(VENV)
 	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder

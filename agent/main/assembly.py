@@ -45,6 +45,7 @@ from ..observability.tracing.exporter import SpanSender
 from ..observability.tracing.spans import spans_of
 from ..output.console import Console
 from ..output.log_folders import log_directory
+from ..output.masking import secrets_in
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.recheck import Recheck
 from ..workers.failures.causes import CauseTable
@@ -233,8 +234,10 @@ def board_of(
     here = AgentsSource(lambda: [Endpoint(*own)], LOOKS_WITHIN_S, here=False)
     watch = Watch(here, LOOKS_WITHIN_S, agent.clock, ASKS_AT_ONCE)
 
+    secrets = secrets_in(agent.environment)
+
     def describe(job: JobReport | None, problem: str) -> dict[str, Any]:
-        return overview(job, problem, pages.failure, rate.read(agent.clock()), time.time())
+        return overview(job, problem, pages.failure, rate.read(agent.clock()), time.time(), secrets)
 
     about = {
         "job": agent.config.rendezvous.job_id,

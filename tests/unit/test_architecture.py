@@ -104,7 +104,7 @@ rendezvous_io: common configuration configuration/types machine/network
 observability:
 observability/status: workers/failures observability common configuration workers/processes rendezvous_io
 observability/journal: output
-observability/page: observability/status observability/journal
+observability/page: output observability/status observability/journal
 observability/accounting: observability output workers/processes observability/status observability/journal \
     observability/page
 observability/report: observability/status observability/journal observability/accounting

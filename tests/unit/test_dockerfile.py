@@ -90,3 +90,4 @@ def test_a_wheel_made_of_the_context_holds_every_module(tmp_path: Path) -> None:
     assert len(modules) > 50
     assert {f"elastic_agent/{module}" for module in modules} <= packed
     assert {"elastic_agent/__main__.py", "elastic_agent/py.typed"} <= packed
+    assert "elastic_agent/agent/observability/page/page.html" in packed

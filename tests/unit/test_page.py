@@ -131,7 +131,12 @@ def test_the_last_failure_comes_with_its_traceback() -> None:
     failure = Failure(2, "print", "ValueError: lr < 0", worker.to_json())
     shown = overview(None, "", failure, NO_RATES, 0.0)["failure"]
     assert (shown["rank"], shown["node"], shown["generation"]) == (3, "b", 2)
-    assert (shown["traceback"], shown["log_tail"], shown["log_file"]) == ("Traceback ...", ["last"], "/l")
+    assert (shown["traceback"], shown["log_tail"], shown["log_file"]) == ("Traceback ...", "last", "/l")
+    told = replace(worker, traceback="hf_abcdefgh12 and s3cr3t", log_tail=("TOKEN=x1", "s3cr3t"))
+    shown = overview(None, "", Failure(2, "print", "s3cr3t", told.to_json()), NO_RATES, 0.0, ["s3cr3t"])
+    assert "s3cr3t" not in json.dumps(shown)
+    assert shown["failure"]["traceback"] == "*** and ***"
+    assert shown["failure"]["log_tail"] == "TOKEN=***\n***"
     bare = overview(None, "", Failure(2, "print", "gone", "no JSON"), NO_RATES, 0.0)["failure"]
     assert bare == {"generation": 2, "summary": "gone", "cause": "unknown", "action": "restart"}
 

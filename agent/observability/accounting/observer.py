@@ -199,8 +199,9 @@ class Observer:
         self._metrics.node_excluded.set(node in out)
         for name in out:
             if name not in before or before[name].times < out[name].times:
-                log.warning("node %s is %s", name, in_words(out[name]))
-                self.journal.note(Kind.EXCLUSION, in_words(out[name]), about=name, cause=out[name].cause)
+                why = f"node {name} is {in_words(out[name])}"
+                log.warning("%s", why)
+                self.journal.note(Kind.EXCLUSION, why, about=name, cause=out[name].cause)
         for name in before:
             if name not in out:
                 log.warning("node %s is readmitted: worlds may include it again", name)

@@ -5,10 +5,11 @@ A pure function. A node is a row, so that a thousand of them take a tenth of a m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ....rendezvous.records import Failure
+from ...output.masking import masked
 from ..status.pages import Checkpoint, NodeStatus, worker_of
 from ..status.report import JobReport, NodeReport, as_json
 from .step_rate import Rates
@@ -28,15 +29,21 @@ _JOB_KEYS = (
 
 
 def overview(
-    job: JobReport | None, problem: str, failure: Failure | None, rates: Rates, at: float
+    job: JobReport | None,
+    problem: str,
+    failure: Failure | None,
+    rates: Rates,
+    at: float,
+    secrets: Collection[str] = (),
 ) -> dict[str, Any]:
-    """`job` is None when the job cannot be looked at now, which `problem` explains. `at`: the wall clock."""
+    """`job` is None when the job cannot be looked at now, which `problem` explains. `at`: the wall clock. `secrets`:
+    what may not be in the texts of a failure."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "at": round(at, 3),
         "problem": problem,
         "rates": as_json(rates),
-        "failure": _failure(failure),
+        "failure": _failure(failure, secrets),
         "job": None,
     }
     if job is not None:
@@ -94,13 +101,13 @@ def _checkpoints(nodes: Iterable[NodeReport]) -> Iterable[dict[str, Any]]:
             }
 
 
-def _failure(failure: Failure | None) -> dict[str, Any] | None:
+def _failure(failure: Failure | None, secrets: Collection[str]) -> dict[str, Any] | None:
     if failure is None:
         return None
     worker = worker_of(failure)
     known: dict[str, Any] = {
         "generation": failure.generation,
-        "summary": failure.summary,
+        "summary": masked(failure.summary, secrets),
         "cause": failure.cause,
         "action": failure.action.value,
     }
@@ -108,9 +115,9 @@ def _failure(failure: Failure | None) -> dict[str, Any] | None:
         known |= {
             "rank": worker.rank,
             "node": worker.node,
-            "summary": worker.summary,
-            "traceback": worker.traceback,
-            "log_tail": list(worker.log_tail),
+            "summary": masked(worker.summary, secrets),
+            "traceback": masked(worker.traceback or "", secrets),
+            "log_tail": masked("\n".join(worker.log_tail), secrets),
             "log_file": worker.log_file,
         }
     return known
