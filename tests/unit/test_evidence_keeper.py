@@ -45,7 +45,7 @@ def target(stacks: WorkerStacks, tmp_path: Path) -> Iterator[Target]:
     environment = {**os.environ, "STACKS": stacks.make(0), "TOKEN": SECRET}
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, script, f"--token={SECRET}"]
+    command = [sys.executable, script, f"--token={SECRET}", SECRET]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

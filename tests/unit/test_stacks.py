@@ -34,9 +34,9 @@ def file() -> Iterator[StackFile]:
 
 
 @contextmanager
-def running(file: StackFile, script: str, lines: int = 1) -> Iterator[list[int]]:
+def running(file: StackFile, script: str, lines: int = 1, begin: str = BEGIN) -> Iterator[list[int]]:
     """The pids that this script prints, once it has."""
-    command = [sys.executable, "-c", BEGIN + script, file.path]
+    command = [sys.executable, "-c", begin + script, file.path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield [int(process.stdout.readline()) for _ in range(lines)]
@@ -98,6 +98,21 @@ def test_nor_one_whose_descriptor_is_another_file(file: StackFile) -> None:
     script = f"os.dup2(os.open('/dev/null', os.O_WRONLY), {DESCRIPTOR}); stand_here()"
     with running(file, script) as [pid]:
         assert "has let go" in why_not(pid, file)
+
+
+def test_a_worker_that_started_cold_shows_them_from_its_first_step_on(file: StackFile) -> None:
+    script = """
+import os, sys
+os.environ["ELASTIC_AGENT_STACKS"] = sys.argv[1]
+from elastic_agent.worker.steps.progress import step
+step(1)
+def stand_here():
+    os.write(1, f"{os.getpid()}\\n".encode())
+    sys.stdin.read()
+stand_here()
+"""
+    with running(file, script, begin="") as [pid]:
+        assert functions(asked(file, [pid]).texts[pid]) == ["stand_here", "<module>"]
 
 
 def test_faulthandler_stays_the_scripts(file: StackFile) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from operator import index
 
 from ...codec import Invalid
+from ..wire import stack_dump
 from ..wire.channel import Reporter
 from ..wire.environment import WorkerEnv
 from ..wire.messages import LentLock, LoadReport, LoadResult, SaveReport, SaveResult, Tier
@@ -270,6 +271,8 @@ def _words_of(environ: Mapping[str, str]) -> memoryview:
     """The words of this worker's page; private ones where there is none, or another process speaks for the worker."""
     try:
         env = WorkerEnv.of(environ)
+        if env.stacks:  # where this worker is no fork of the agent's, nothing has done that yet
+            stack_dump.register(env.stacks)
         if not env.page:
             return private_words()
         words = SharedProgress.attach(env.page, env.generation).words
