@@ -4,22 +4,17 @@ A second of a job is one second, however many nodes it has: at each instant it i
 are on average. A node that waits for a world counts only where all wait: a spare, or a node that came early, costs the
 job nothing. Training stands still for a save of any node, so that of the slowest counts. Where no agent has an account,
 the second is ABSENT.
-
-Within one stretch of a node nothing is known of the order: what it went into is spread evenly. Agents account whenever
-they begin or cease to train, so a stretch hardly ever mixes what matters.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from .lives import Stretch, Use
-
-_NOTHING = 1e-9
-"""What floats leave of a sum of rates that is zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +43,39 @@ class _Present:
     """The stretches of all nodes at one instant. Each is added and taken away once: there may be a million."""
 
     ends: list[tuple[float, int, Stretch]] = field(default_factory=list)
-    """A heap, as are the two below; what has ended is taken off when it comes to the top."""
-    waits: list[tuple[float, float]] = field(default_factory=list)
-    """Rate of waiting, and the end."""
+    """A heap."""
     saves: list[tuple[float, float]] = field(default_factory=list)
-    """Negative rate of standing still for saves, and the end."""
-    busy: dict[Use, float] = field(default_factory=dict)
-    """The sum of the rates of all, but for waiting."""
+    """A heap: negative share of standing still for saves, and the end. What has ended is taken off at the top."""
+    uses: Counter[Use] = field(default_factory=Counter)
     entered: int = 0
 
     def enter(self, stretch: Stretch) -> None:
-        length = stretch.ended_at - stretch.began_at
         self.entered += 1
+        self.uses[stretch.use] += 1
         heapq.heappush(self.ends, (stretch.ended_at, self.entered, stretch))
-        heapq.heappush(self.waits, (stretch.seconds.get(Use.WAITING, 0.0) / length, stretch.ended_at))
-        heapq.heappush(self.saves, (-min(1.0, stretch.blocked_s / length), stretch.ended_at))
-        self._count(stretch, 1)
+        if stretch.blocked_s:
+            share = min(1.0, stretch.blocked_s / (stretch.ended_at - stretch.began_at))
+            heapq.heappush(self.saves, (-share, stretch.ended_at))
 
     def leave(self, at: float) -> None:
         """Those that have ended."""
         while self.ends and self.ends[0][0] <= at:
-            self._count(heapq.heappop(self.ends)[2], -1)
-        for heap in (self.waits, self.saves):
-            while heap and heap[0][1] <= at:
-                heapq.heappop(heap)
-        if not self.ends:
-            self.busy.clear()
-
-    def _count(self, stretch: Stretch, sign: int) -> None:
-        length = stretch.ended_at - stretch.began_at
-        for use, seconds in stretch.seconds.items():
-            if use is not Use.WAITING:
-                self.busy[use] = self.busy.get(use, 0.0) + sign * seconds / length
+            self.uses[heapq.heappop(self.ends)[2].use] -= 1
+        while self.saves and self.saves[0][1] <= at:
+            heapq.heappop(self.saves)
 
     def divide(self, length_s: float) -> dict[Use, float]:
         if not self.ends:
             return {Use.ABSENT: length_s}
-        busy = {use: rate for use, rate in self.busy.items() if rate > _NOTHING}
-        total = sum(busy.values())
-        waiting = self.waits[0][0] if busy else 1.0
-        seconds = {use: length_s * (1.0 - waiting) * rate / total for use, rate in busy.items()}
-        if waiting:
-            seconds[Use.WAITING] = length_s * waiting
-        saving = -self.saves[0][0] * length_s
+        busy = len(self.ends) - self.uses[Use.WAITING]
+        if not busy:
+            return {Use.WAITING: length_s}
+        seconds: dict[Use, float] = {
+            use: length_s * count / busy
+            for use, count in self.uses.items()
+            if count and use is not Use.WAITING
+        }
+        saving = -self.saves[0][0] * length_s if self.saves else 0.0
         for use in (Use.PRODUCTIVE, Use.REDONE):
             taken = min(saving, seconds.get(use, 0.0))
             if taken > 0.0:

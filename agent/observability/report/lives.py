@@ -1,10 +1,11 @@
 """The journal of one node, read as lives of its agent: what the seconds of each went into, and what happened in it.
 
-Words: a *life* is one agent from its start to its end, or to the last thing that it wrote. A *stretch* is the time
-between two of its accounts. An account counts all seconds of its life, so the instants of a life come from it alone;
-its wall clock only says when the life began, as the earliest that any of its accounts allows.
+Words: a *life* is one agent from its start to its end, or to the last thing that it wrote. A *stretch* is time that
+went into one thing. An account counts all seconds of its life, so the instants of a life come from it alone; its wall
+clock only says when the life began, as the earliest that any of its accounts allows.
 
-Events that are missing (of a full disk, of a file that was begun anew) make stretches longer, and lose no second. After
+Agents account whenever their workers begin or cease to step, so of what lies between two accounts the order is known:
+ORDER. Events that are missing (of a full disk, of a file that was begun anew) move stretches, and lose no second. After
 the last account of a life nothing is known of it.
 """
 
@@ -52,6 +53,13 @@ _USES = {
     **{phase: Use(phase.value) for phase in PHASES},
 }
 _STOPS = (Use.DETECT, Use.STOP)
+_STEPPING = (Use.REDONE, Use.PRODUCTIVE)
+
+ORDER = (
+    *(Use.WAITING, Use.START, Use.INIT, Use.LOAD, Use.FIRST_STEP),
+    *_STEPPING,
+    *(Use.DETECT, Use.STOP, Use.DRAINING, Use.RENDEZVOUS, Use.BACKOFF),
+)
 
 NOTED = frozenset(
     {
@@ -72,14 +80,13 @@ CLOCKS_AGREE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Instants are of the node's wall clock."""
+    """Instants are of the node's wall clock; it has a length."""
 
     began_at: float
     ended_at: float
-    seconds: Mapping[Use, float]
-    """They add up to its length."""
+    use: Use
     blocked_s: float = 0.0
-    """Of these, training stood still for saves."""
+    """Of this time, training stood still for saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +123,11 @@ class _Unfinished:
     """As the accounts so far have it."""
     spent: Mapping[Use, float] = field(default_factory=dict)
     parts: list[tuple[dict[Use, float], float]] = field(default_factory=list)
-    """What each stretch was spent on, and the seconds in which training stood still for saves."""
+    """Between two accounts: what each second went into, and those in which training stood still for saves."""
     blocked_s: float = 0.0
     """Since the last account."""
     generation: int = 0
-    """Of the workers when the present stretch began."""
+    """Of the workers at the last account."""
     drained: set[int] = field(default_factory=set)
     """Generations that ended by plan."""
     events: list[JobEvent] = field(default_factory=list)
@@ -154,10 +161,13 @@ class _Unfinished:
         stretches = []
         at = self.began_at or 0.0
         for seconds, blocked_s in self.parts:
-            until = at + sum(seconds.values())
-            if until > at:
-                stretches.append(Stretch(at, until, seconds, blocked_s))
-            at = until
+            stepping_s = sum(seconds.get(use, 0.0) for use in _STEPPING)
+            for use in ORDER:
+                until = at + seconds.get(use, 0.0)
+                if until > at:
+                    blocked = blocked_s * (until - at) / stepping_s if use in _STEPPING else 0.0
+                    stretches.append(Stretch(at, until, use, blocked))
+                at = until
         yield Life(self.node, tuple(stretches), tuple(self.events))
 
 
