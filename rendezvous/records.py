@@ -471,8 +471,9 @@ class World(_Record):
         return next((member for member in self.members if member.incarnation == incarnation), None)
 
     def exclusion(self, node: str) -> Exclusion | None:
-        """That of this node which is in force, as far as this world knows."""
-        return next((one for one in self.exclusions if one.node == node and not one.readmitted), None)
+        """That of this node which is in force, as far as this world knows. With the job all of them end."""
+        rows = self.exclusions if self.phase is not Phase.ENDED else ()
+        return next((one for one in rows if one.node == node and not one.readmitted), None)
 
     def carried_over(self) -> World:
         """What an empty store that takes the place of this world's begins with: all of its members may still train."""

@@ -60,6 +60,9 @@ NO_MORE_TORCH_THAN_NEEDED = str(Path(__file__).with_name("without_torch"))
 """On the PYTHONPATH of agents: they and the processes that serve the workers' stores import of torch the store alone.
 An import of all of it costs more than the rest of most jobs. A test that sets PYTHONPATH has the real torch."""
 
+WHOLE_TORCH = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+"""For an agent that is to check its node after an exclusion: it multiplies matrices."""
+
 WITHOUT_TORCH = (RECORDER, LOCKSTEP, LACKING, DYING)
 """Workers that ask their store for nothing: it is a stand-in, which only holds the socket."""
 

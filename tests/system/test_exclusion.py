@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from .harness import DYING, Job
+from .harness import DYING, WHOLE_TORCH, Job
 
-WHOLE_TORCH = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-"""The check of a node multiplies matrices with it."""
 LIMITS = ("--min-nodes=2", "--max-nodes=3", "--cool-down=3s", "--last-call=3s")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .harness import LACKING, RECORDER, Job
+from .harness import LACKING, RECORDER, WHOLE_TORCH, Job
 
 
 def test_newcomers_that_are_not_like_the_others_leave_a_healthy_job_alone(job: Job) -> None:
@@ -35,6 +35,6 @@ def test_newcomers_that_are_not_like_the_others_leave_a_healthy_job_alone(job: J
     assert sorted(job.wait_for_training(world=2, after=left_alone.number).nodes) == ["a", "good"]
     lacking.signal(15)
     assert lacking.exit_code() == 143
-    mended = job.join("lacking", "--min-nodes=1", "--max-nodes=3", script=(LACKING,))
+    mended = job.join("lacking", "--min-nodes=1", "--max-nodes=3", script=(LACKING,), environment=WHOLE_TORCH)
     assert "lacking" in job.wait_for_training(world=3, after=left_alone.number + 1).nodes
     assert mended.process.poll() is None

@@ -6,13 +6,33 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_agent.rendezvous.coordinator.exclusions import exclude
 from elastic_agent.rendezvous.node.cool_down import STANDSTILL_S
 from elastic_agent.rendezvous.node.node_actions import Refusal
-from elastic_agent.rendezvous.records import Failure, Phase, Recheck
+from elastic_agent.rendezvous.records import (
+    WORLD_KEY,
+    Cause,
+    CauseKind,
+    Endpoint,
+    Failure,
+    Member,
+    Phase,
+    Recheck,
+    Result,
+    World,
+)
 from elastic_agent.rendezvous.statements.terms import Limits, Program, differences
 
 from .bench import POLICY, TTL_S, Bench, Peer
 
+STOOD = World(
+    "job",
+    7,
+    Phase.RUNNING,
+    (Member("z", "z-1", 1, 0),),
+    Endpoint("host-z", 1),
+    Cause(CauseKind.SUCCESS, detail="it is over"),
+)
 OURS = Program("train.py", "1" * 64, "aa", ("--lr", "0.1"), lease_ttl_s=5.0)
 THEIRS = replace(OURS, digest="2" * 64)
 
@@ -246,3 +266,23 @@ def test_a_job_that_stands_still_waits_for_no_cool_down(bench: Bench) -> None:
     bad.part.rechecked(bench.now, passed=True, summary="")
     bench.settle()
     assert bench.members() == ["a", "c"]
+
+
+def test_an_exclusion_ends_with_its_job() -> None:
+    bench = Bench()
+    lasting = replace(POLICY, store_outlives_job=True, runs_again=True)
+    ended = replace(
+        STOOD,
+        phase=Phase.ENDED,
+        result=Result.SUCCEEDED,
+        exclusions=exclude((), "a", "a-0", "ecc", "GPU 3 is sick"),
+    )
+    bench.put(WORLD_KEY, ended.to_json())
+    a, b = (bench.join(name, lasting) for name in "ab")
+    bench.settle()
+    assert not a.part.recheck_due(bench.now)
+    assert bench.members() == ["a", "b"]
+    assert b.generation == ended.generation + 1
+    world = bench.world()
+    assert world is not None
+    assert world.exclusions == ()

@@ -157,7 +157,8 @@ class Observer:
         change = self._worlds.see(world)
         self._note_world(world)
         self._metrics.count_membership_change(**asdict(change))
-        self._show_exclusions(world.exclusions if world is not None else (), snapshot.node)
+        if world is not None and world.phase is not Phase.ENDED:
+            self._show_exclusions(world.exclusions, snapshot.node)
         running = world is not None and world.trains
         members = {member.incarnation for member in world.members} if world is not None else set()
         here = {node.incarnation for node in nodes}

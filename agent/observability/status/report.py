@@ -226,7 +226,7 @@ def _nodes(
     job, world, asked = found.job, found.job.world, found.agent
     records = {record.incarnation: record for record in job.nodes}
     members = world.members if world is not None and world.phase is not Phase.ENDED else ()
-    excluded = left_out(world.exclusions) if world is not None else {}
+    excluded = left_out(world.exclusions) if world is not None and world.phase is not Phase.ENDED else {}
 
     def node(of: Member | NodeRecord, first_rank: int | None) -> NodeReport:
         record, answer = records.get(of.incarnation), answers.get(of.incarnation, Unreachable.HIDDEN)

@@ -10,7 +10,8 @@ from ..finding import Finding, Outcome
 from ..needs import MOST_PEERS, NodeNeeds
 
 WRONG_ADVICE = (
-    "the device or its driver is broken: look at dmesg, reset it or reboot this machine, and have it replaced"
+    "the device, its driver or the installation of torch is broken: look at dmesg, reset the device or reboot this"
+    " machine, and have it replaced"
 )
 SILENT_ADVICE = "look at this machine's network and at what stands between it and the other nodes"
 
