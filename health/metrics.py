@@ -20,6 +20,9 @@ UNKNOWN = "unknown"
 """The cause that stands for any that the page was not made with: other nodes may know of others."""
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
 RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
+HANG_STATES = ("off", "learning", "watching", "suspecting")
+STAGES = ("initialization", "first_step", "steps", "evaluation", "save")
+"""What workers are at when a hang begins."""
 LOST_TIME_CAUSES = ("detect", "stop", "rendezvous", "backoff", "startup", "recompute", "waiting")
 STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
@@ -276,7 +279,21 @@ class Metrics(Page):
     )
     hang_timeout_seconds = Row(
         Gauge,
-        "Workers that report nothing for so long after a step have failed (configuration); absent without a limit.",
+        "Workers that make no progress for so long have failed, once the rank is found that keeps the others waiting: "
+        "--hang-timeout, or what was learned; absent without a limit.",
+    )
+    hang_detector_state = Row(
+        Gauge,
+        "1 for what this node's agent does about hangs now: off, learning what is usual, watching, or suspecting one.",
+        state=HANG_STATES,
+    )
+    hang_stall_seconds = Row(
+        Gauge, "For how long the workers here have made no progress that is seen; 0 without workers."
+    )
+    hangs_total = Row(
+        Counter,
+        "Generations of which the workers here were ended because of a hang, by what they were at when it began.",
+        phase=STAGES,
     )
     port_bind_attempts_total = Row(
         Counter, "Attempts to bind a port, by what it is for.", purpose=PORT_PURPOSES
@@ -414,6 +431,14 @@ class Metrics(Page):
             self.state.set(1, state=state)
             for other in (each for each in STATES if each != state):
                 self.state.set(0, state=other)
+
+    def watch_hangs(self, state: str, stalled_s: float, limit_s: float | None) -> None:
+        """What is known of the workers here now."""
+        with self.lock:
+            for each in HANG_STATES:
+                self.hang_detector_state.set(each == state, state=each)
+            self.hang_stall_seconds.set(stalled_s)
+            self.hang_timeout_seconds.set(limit_s)
 
     def enter_world(
         self, *, generation: int, world_size: int, group_world_size: int, duration_s: float

@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
 from .errors import RecordInvalid
+from .statements.inquiry import Inquiry, Suspicion, Testimony
 from .statements.paces import Comparison, Paces
 from .statements.terms import Limits, Program
 from .text import NAME, ROLE, Age, CauseName, Name, Role, clean, line
@@ -225,6 +226,10 @@ class NodeRecord(_Record):
     memory: Port = 0
     """Where this node's memory server is, at `address`; 0: it has none."""
     recheck: Recheck | None = None
+    suspicion: Suspicion | None = None
+    """This node's workers seem to hang; None while they do not."""
+    testimony: Testimony | None = None
+    """The answer to the newest inquiry that this node was asked."""
 
     paces: Paces | None = None
     """How fast its workers are; None before that is known."""
@@ -293,8 +298,8 @@ TRANSITIONS: Mapping[Phase | None, frozenset[Phase]] = {
     Phase.ENDED: frozenset({Phase.RUNNING}),
 }
 """Which phase may follow in the key `world`; None: it is not there. RUNNING begins the next generation, but for RUNNING
-itself, which only learns that some workers have ended with success. What an empty store begins with is `carried_over`,
-and no step of this table."""
+itself, which only learns that some workers have ended with success, or asks what those do that seem to hang. What an
+empty store begins with is `carried_over`, and no step of this table."""
 
 
 class CauseKind(enum.Enum):
@@ -422,6 +427,8 @@ class World(_Record):
     """Some members' workers have all ended with success for a while now, and others' have not."""
     run: Annotated[str, Text(128, re.compile(f"({NAME.pattern})?"))] = ""
     """The same for all generations of this job until it ends, and no other job's: its checkpoints bear this name."""
+    inquiry: Inquiry | None = None
+    """The newest of this generation: its members look at what their workers do."""
 
     def __post_init__(self) -> None:
         """Raises Invalid."""

@@ -6,7 +6,7 @@ All are frozen, so that a thread can hand one over and forget it. Instants are s
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,6 +15,7 @@ from ...rendezvous.errors import StoreError
 from ...rendezvous.liveness.failure_detector import Peer, ProbeResult
 from ...rendezvous.node.drain import Beyond, End
 from ...rendezvous.records import StopAt
+from ...rendezvous.statements.inquiry import Testimony
 from ...rendezvous.store.interface import Change, LeaseId
 from ...rendezvous.store.requests import Answer, Request, Subscription
 from ...worker.wire.messages import FromGuard, ReplicationReport, Report
@@ -265,10 +266,42 @@ class NodeRechecked:
     findings: tuple[Finding, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """What one worker and its descendants have used since they began, and what it has printed."""
+
+    processor_s: float
+    moved_bytes: int
+    """Read and written, by files, pipes and most sockets."""
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignsRead:
+    """What the workers here had used at that instant, by local rank."""
+
+    generation: int
+    at: float
+    seen: Mapping[int, Signs]
+
+
+@dataclass(frozen=True, slots=True)
+class Testified:
+    """What the workers here do, as an inquiry has asked."""
+
+    testimony: Testimony
+
+    @property
+    def generation(self) -> int:
+        return self.testimony.generation
+
+
 GenerationEvent: TypeAlias = (
-    WorkerExited
-    | TailReady
+    SignsRead
+    | Testified
     | WorkersSeen
+    | WorkerExited
+    | TailReady
     | Reported
     | JustInTimeMessage
     | WorkerAnswered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .rendezvous import SLURM
 from .types.option import Group, Option
@@ -14,6 +15,7 @@ from .types.parsers import (
     UNIX_TIME,
     Parser,
     duration,
+    read_hang_timeout,
     read_notice,
     read_restarts,
     read_signals,
@@ -144,11 +146,18 @@ NOTICE: Option[NoticeSource] = STOPPING.option(
 )
 
 TIMEOUTS = Group("Timeouts of training")
-HANG_TIMEOUT: Option[float | None] = TIMEOUTS.option(
+HANG_TIMEOUT: Option[float | Literal["auto"] | None] = TIMEOUTS.option(
     "hang-timeout",
-    duration(1.0),
-    "workers here that have reported steps (elastic_agent.worker.step) and then report neither a step nor a checkpoint"
-    " for that long have failed; must be longer than the longest step, evaluation or save (default: off)",
+    Parser(
+        "a duration from 1 s to 168 h, in seconds or like 500ms, 30s, 5m; auto for limits that are learned, or off",
+        read_hang_timeout,
+    ),
+    "workers that make no progress for that long have failed: no step or checkpoint where they report steps"
+    " (elastic_agent.worker.step), else no output, processor time or bytes. A duration must be longer than the longest"
+    " step, evaluation and save. auto: 5 times what is usual, at least 30 s, once a rank is found that keeps the others"
+    " waiting",
+    metavar="DURATION",
+    default="auto",
 )
 EXIT_TIMEOUT: Option[float] = TIMEOUTS.option(
     "exit-timeout",
@@ -191,9 +200,14 @@ class StopConfig:
 class TimeoutConfig:
     """When training that stands still is given up; `timeouts` has the whole ladder."""
 
-    hang_s: float | None = HANG_TIMEOUT.field()
-    """Without a step. None: never."""
+    hang: float | Literal["auto"] | None = HANG_TIMEOUT.field()
+    """None: never."""
     process_group_s: float | None = PROCESS_GROUP_TIMEOUT.field()
     """None: follows from `hang_s`, else torch's or the script's own."""
     exit_s: float = EXIT_TIMEOUT.field()
     """Without a step after other ranks have ended with success. 0: never."""
+
+    @property
+    def hang_s(self) -> float | None:
+        """The user's own limit; None where it is learned, or where there is none."""
+        return self.hang if isinstance(self.hang, float) else None

@@ -15,6 +15,7 @@ unless the user has chosen it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from .stopping import StopConfig, TimeoutConfig
 
@@ -97,11 +98,14 @@ def watchdog_s(process_group_s: float) -> int:
     return math.ceil(process_group_s * WATCHDOG_PER_PROCESS_GROUP)
 
 
+_NO_LIMIT: Mapping[object, str] = {None: "no hang limit", "auto": "hang limits that are learned"}
+
+
 def ladder(chosen: TimeoutConfig) -> str:
     """In words, for --check-config."""
     group_s = process_group_s(chosen)
     if group_s is None:
-        return "no hang limit; process group and watchdog as torch and the script have them"
-    hang = "no hang limit" if chosen.hang_s is None else f"hang limit {chosen.hang_s:g} s"
+        return f"{_NO_LIMIT[chosen.hang]}; process group and watchdog as torch and the script have them"
+    hang = f"hang limit {chosen.hang_s:g} s" if chosen.hang_s is not None else _NO_LIMIT[chosen.hang]
     whose = "chosen" if chosen.process_group_s is not None else "twice the hang limit"
     return f"{hang} < process group {group_s:g} s ({whose}) < watchdog's heartbeat {watchdog_s(group_s)} s"

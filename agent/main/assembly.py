@@ -144,7 +144,6 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
         causes=CauseTable(config.causes).names,
     )
     agent.console.count_lost(metrics.console_lines_dropped_total.inc)
-    metrics.hang_timeout_seconds.set(config.timeouts.hang_s)
     return metrics
 
 

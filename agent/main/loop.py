@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from ...rendezvous.node.driver import Driver
-from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
+from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop, Testify
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Result
 from ...threads import Thread
@@ -256,6 +256,8 @@ class Loop:
             return True
         elif isinstance(action, Drain):
             return supervisor.drain(action)
+        elif isinstance(action, Testify):
+            supervisor.testify(action)
         elif isinstance(action, Stop):
             if action.planned:
                 grace_s = supervisor.planned_grace_s()

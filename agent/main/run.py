@@ -61,6 +61,7 @@ from ..workers.checkpoints.folder import MemoryFolder, make_folder
 from ..workers.checkpoints.memory_server import MemoryServer, ServerPlace
 from ..workers.environment.contract import worker_env
 from ..workers.evidence.keeper import EvidenceKeeper
+from ..workers.hangs.signs import SignReader
 from ..workers.links.commit_fence import CommitFence
 from ..workers.links.last_steps import LastSteps
 from ..workers.links.server import WorkerLinks
@@ -474,6 +475,7 @@ def _serve_workers(
         links=links,
         last_steps=last_steps,
         evidence=_keep_evidence(agent, node, metrics, parts),
+        signs=_started(parts, SignReader(post, clock)),
     )
     return processes, disk_writer, memory_server
 

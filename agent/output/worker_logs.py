@@ -72,6 +72,8 @@ class _Stream:
     redrawn: Redrawn = field(default_factory=Redrawn)
     timed: bool = False
     """`_redraw` comes."""
+    size: int = 0
+    """Bytes read so far; for any thread."""
 
 
 class WorkerLogs:
@@ -150,6 +152,10 @@ class WorkerLogs:
         """The last lines of stderr, or of stdout when stderr has none. Complete once `drain` is done."""
         stdout, stderr = self._streams[generation, rank]
         return stderr.tail.lines() or stdout.tail.lines()
+
+    def printed(self, generation: int, rank: int) -> int:
+        """Bytes so far; 0 of a worker whose output is not read."""
+        return sum(stream.size for stream in self._streams.get((generation, rank), ()))
 
     def log_file(self, generation: int, rank: int) -> Path | None:
         """Where the stderr of a worker that is attached is written, or else its stdout, if it is."""
@@ -237,6 +243,7 @@ class WorkerLogs:
         if not data:
             self._close(stream)
             return 0
+        stream.size += len(data)
         self._count(stream.name, 0, len(data))
         if stream.file is not None:
             self._files.save(stream.file, data)

@@ -10,6 +10,7 @@ A generation's life is one key, `world`, changed only by compare-and-set:
     RUNNING g ── failure, loss ──> STOPPING g ── all members stopped or gone ──> RUNNING g+1
     RUNNING g ── join, leave ──> DRAINING g ── all workers know of it ──> LAST_STEP g ── all have ended ──> RUNNING g+1
     RUNNING g ── every member succeeded ──> ENDED
+    RUNNING g ── workers seem to hang ──> RUNNING g, and all are asked ──> STOPPING g, or RUNNING g (`inquiries`)
     STOPPING g ── all members stopped or gone, budget spent ──> ENDED
     ENDED g ── all nodes came after the end, and the store outlives a job ──> RUNNING g+1
 
@@ -32,6 +33,7 @@ from ..records import Cause, CauseKind, Condition, NodeRecord, Phase, Result, Wo
 from ..text import counted
 from .candidates import first_that_fit, last_call_ends, named, newcomers, why_full
 from .exclusions import left_out, settled
+from .inquiries import hinders, inquire, sooner
 from .next_world import (
     best_step,
     close,
@@ -103,12 +105,16 @@ def _running(world: World, view: View, present: Sequence[NodeRecord], policy: Po
         return _stop(world, Cause(CauseKind.WITHDRAWN, withdrawn.node, detail))
     if done := [node for node in present if node.has(Condition.SUCCEEDED, world.generation)]:
         return _finishing(world, view, done, present, now)
+    asking = inquire(world, view, present, now)
+    if asking is not None and hinders(asking, world):
+        return asking
     decision = _invite(world, view, present, policy, now)
     if isinstance(decision, Publish):
         return decision
     exclusions, due_at = exclude_slowest(world, view, present, policy, now)
     if exclusions is not None:
         return Publish(replace(world, exclusions=exclusions), f"node {exclusions[-1].node} is too slow")
+    decision = sooner(decision, asking)
     return decision if due_at is None else replace(decision, until=min(due_at, decision.until or due_at))
 
 

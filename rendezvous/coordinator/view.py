@@ -78,6 +78,8 @@ class View:
     """Instant at which this node first saw the newest success of each incarnation."""
     slow_since: Mapping[str, float] = field(default_factory=dict)
     """Instant at which this node found each member with a straggler to have one, in this generation."""
+    inquiry_since: float = 0.0
+    """Instant at which this node first saw the inquiry of the world as it is."""
 
     def present(self, world: World) -> tuple[NodeRecord, ...]:
         """The records of its members that live, in the order of their ranks."""

@@ -29,6 +29,8 @@ class MembershipView:
         self.world_revision = 0
         self.world_since = 0.0
         """Instant at which this node first saw the world in its present phase."""
+        self.inquiry_since = 0.0
+        """And its inquiry as it is."""
         self.subscription: Subscription | None = None
         """The watch that keeps this up to date; None until everything has been read."""
         self.arrivals: dict[str, float] = {}
@@ -143,7 +145,9 @@ class MembershipView:
             return
         world, before = world_of(entry, self._job), self.world
         if before is None or (before.generation, before.phase) != (world.generation, world.phase):
-            self.world_since = now
+            self.world_since = self.inquiry_since = now
+        elif before.inquiry != world.inquiry:
+            self.inquiry_since = now
         self.world, self.world_revision = world, entry.mod_revision
 
     def see_change_of_node(self, key: str, entry: Entry | None, revision: int, now: float) -> None:

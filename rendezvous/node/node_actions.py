@@ -6,6 +6,7 @@ driver has carried it out, and may change at any time.
 - Workers run here: they go on only while the world is theirs and the lease is proven (I10). In a planned change they
   are first left to end by themselves (`Drain`); only when the time for that is over are they signalled.
 - None run here: start those of a generation that this node is a member of and never started before (I4).
+- Workers seem to hang somewhere: say what those here do, while they go on (`Testify`).
 - This node was asked to leave: stop with all others if they stop soon, else alone; then stay until the others have
   what they go on with, and leave.
 """
@@ -42,6 +43,8 @@ class LocalState:
     """The world had ended before this agent came."""
     runs_again: bool = False
     """Then this agent is of a new run of the job."""
+    answered: int = 0
+    """The newest inquiry of the generation that runs here to which this node has an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,14 @@ class Stop:
     generation: int
     planned: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Testify:
+    """Look at what the workers of `generation` do, and answer this inquiry. They run on."""
+
+    generation: int
+    inquiry: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,7 @@ class Stay:
     """Go on as before."""
 
 
-Action: TypeAlias = Start | Drain | Stop | Leave | Stay
+Action: TypeAlias = Start | Drain | Testify | Stop | Leave | Stay
 
 
 def next_action(world: World | None, local: LocalState) -> Action:
@@ -152,4 +163,7 @@ def _with_workers(world: World | None, local: LocalState) -> Action:
         return Stop(local.generation, planned, world.cause.detail)
     if local.leaving and local.leave_alone:
         return Stop(local.generation, True, "this node was asked to stop")
+    inquiry = world.inquiry
+    if inquiry is not None and inquiry.finding is None and inquiry.number > local.answered:
+        return Testify(local.generation, inquiry.number)
     return Stay()

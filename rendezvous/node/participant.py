@@ -45,6 +45,7 @@ from ..records import (
     life_of,
     node_key,
 )
+from ..statements.inquiry import Suspicion, Testimony
 from ..statements.paces import Paces
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot
 from ..store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, RetryPolicy, Subscription
@@ -203,6 +204,7 @@ class Participant:
             leave_alone=now >= deadlines.leave_alone_at,
             drain_over=now >= deadlines.drain_over_at,
             wait_over=now >= deadlines.wait_over_at,
+            answered=self._session.answered(self._generation),
         )
         if self._refusal is not None:
             if self._generation:
@@ -569,6 +571,15 @@ class Participant:
 
     def workers_failed(self, failure: Failure) -> None:
         self._session.failed(failure)
+
+    def workers_suspected(self, suspicion: Suspicion | None) -> None:
+        """The workers here seem to hang, or (None) no longer do."""
+        self._session.suspects_hang(suspicion)
+
+    def workers_looked_at(self, testimony: Testimony) -> None:
+        """The answer to an inquiry; of a generation that is over it is worth nothing."""
+        if testimony.generation == self._generation:
+            self._session.testifies(testimony)
 
     def workers_succeeded(self, generation: int) -> None:
         self._session.mark(generation, Condition.SUCCEEDED)

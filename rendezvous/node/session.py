@@ -14,6 +14,7 @@ from ..liveness.absence import may_still_train
 from ..liveness.failure_detector import Suspects, out_of_sight, slow_to_go_on, slow_to_stop
 from ..liveness.lease_validity import LeaseValidity
 from ..records import Condition, Failure, GenerationProgress, NodeRecord, Phase, Result, World, life_of
+from ..statements.inquiry import Suspicion, Testimony
 from ..store.interface import Entry, LeaseId
 from .membership_view import MembershipView
 
@@ -84,6 +85,7 @@ class Session:
             self.came_after_world(policy),
             membership.succeeded_since,
             membership.slow_since,
+            membership.inquiry_since,
         )
 
     def mark(self, generation: int, condition: Condition) -> bool:
@@ -107,6 +109,18 @@ class Session:
         root = first is not None and first.collateral and not failure.collateral
         if first is None or first.generation < failure.generation or root:
             self.record = replace(self.record, failure=failure)
+
+    def suspects_hang(self, suspicion: Suspicion | None) -> None:
+        """The workers here seem to hang, or no longer do."""
+        self.record = replace(self.record, suspicion=suspicion)
+
+    def testifies(self, testimony: Testimony) -> None:
+        self.record = replace(self.record, testimony=testimony)
+
+    def answered(self, generation: int) -> int:
+        """The newest inquiry of this generation that is answered, 0 without any."""
+        said = self.record.testimony
+        return said.inquiry if said is not None and said.generation == generation else 0
 
     def _progress(self, generation: int) -> GenerationProgress:
         known = self.record.progress

@@ -23,6 +23,7 @@ LOOK_S = 1.5
 MAX_RANKS = 128
 """In one testimony. Of a node with more workers it has those that are the most telling: see `telling`."""
 MAX_WHERE = 200
+MAX_EVIDENCE = 512
 
 
 class Stage(enum.Enum):
@@ -39,6 +40,17 @@ class Stage(enum.Enum):
     """A checkpoint is being saved."""
 
 
+class Urgency(enum.Enum):
+    """How long that has lasted, in the limits of its stage; so what the verdict of an inquiry may do."""
+
+    EARLY = "early"
+    """Only a rank that can never go on by itself ends the generation."""
+    OVERDUE = "overdue"
+    """So does one that most likely will not."""
+    LAST = "last"
+    """So does one that may only wait for a disk, and a hang in which no rank stands out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Suspicion:
     """The workers of this node in `generation` are still, and have been active before."""
@@ -47,20 +59,7 @@ class Suspicion:
     stage: Stage
     why: Annotated[str, line(512)]
     """For people: which signs, and for how long."""
-    overdue: bool = False
-    """For longer than the limit of this stage: whoever is named now has failed. Until then only what can never go on
-    by itself has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inquiry:
-    """In the world: the newest of its generation."""
-
-    number: Positive
-    open: bool
-    """The members are to answer; closed: their answers named nobody who has failed."""
-    overdue: bool = False
-    """Whoever its answers name has failed: some suspicion was overdue."""
+    urgency: Urgency = Urgency.EARLY
 
 
 class Doing(enum.Enum):
@@ -126,7 +125,7 @@ class Testimony:
     generation: Positive
     inquiry: Positive
     ranks: Annotated[tuple[RankState, ...], AtMost(MAX_RANKS)]
-    evidence: Annotated[str, line(512)] = ""
+    evidence: Annotated[str, line(MAX_EVIDENCE)] = ""
     """Where on this node the stacks and the rest are kept; empty: nowhere."""
 
 
@@ -134,13 +133,28 @@ class Finding(enum.Enum):
     """What all testimonies together come to."""
 
     HEALTHY = "healthy"
-    """Some rank is at work, and the others may well wait for it."""
+    """Some rank is at work, and the others may well wait for it: that one may be named."""
     UNCLEAR = "unclear"
     """Nothing moves, and no rank stands out."""
+    DOUBTFUL = "doubtful"
+    """One rank is not where the others wait, but may be slow: it waits for a disk, or saves."""
     LIKELY = "likely"
-    """One rank is not where the others wait; it could still come."""
+    """One rank is not where the others wait, and nothing shows that it will come: it sleeps, or waits for a lock."""
     CERTAIN = "certain"
     """And it can never come by itself: it is stopped, gone, or in another collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """In the world: the newest of its generation."""
+
+    number: Positive
+    urgency: Urgency = Urgency.EARLY
+    """The highest of all suspicions when it was made."""
+    finding: Finding | None = None
+    """What came of it; None while the members are to answer."""
+    why: Annotated[str, line(512)] = ""
+    """The verdict's own words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +165,7 @@ class Verdict:
     node: str = ""
     """That of `rank`; empty where no rank is named."""
     rank: int | None = None
-    """None for HEALTHY and UNCLEAR."""
+    """None for UNCLEAR."""
 
 
 _TELLING = {doing: place for place, doing in enumerate(Doing)}

@@ -6,9 +6,11 @@ from collections import Counter, deque
 from dataclasses import replace
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
+from elastic_agent.rendezvous.coordinator.inquiries import FINGERPRINT
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.node.node_actions import Start
 from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, TRANSITIONS, Phase, World, life_of
+from elastic_agent.rendezvous.statements.inquiry import Doing
 from elastic_agent.rendezvous.store.interface import LeaseId
 
 from .node import LEASE_TTL_S, STOPS_IN_S, SimNode
@@ -77,13 +79,16 @@ class Checks:
         newest = max(self.worlds, default=0)
         known = self.worlds.get(world.generation)
         if known is not None and self.phase is world.phase is Phase.RUNNING:
-            if replace(known, exclusions=world.exclusions) != world:
+            if replace(known, exclusions=world.exclusions, inquiry=world.inquiry) != world:
                 self.broken("I2", f"generation {world.generation} was published twice")
+            self.check_inquiry(known, world)
             self.worlds[world.generation] = world
             return
         if world.phase not in TRANSITIONS[self.phase]:
             self.broken("I2", f"the world goes from {self.phase} to {world.phase}")
-        self.phase = world.phase
+        before, self.phase = self.phase, world.phase
+        if known is not None and before is Phase.RUNNING:
+            self.check_blame(world)
         if world.phase is Phase.RUNNING:
             if known is not None:
                 self.broken("I2", f"generation {world.generation} was published twice")
@@ -111,6 +116,32 @@ class Checks:
         elif world.phase is Phase.LAST_STEP:
             self.drained.add(world.generation)
             self.seen["drained"] += 1
+
+    def check_inquiry(self, known: World, world: World) -> None:
+        """A world that runs may only be asked what its workers do, and learn what came of it (I13)."""
+        was, now = known.inquiry, world.inquiry
+        if now == was or now is None:
+            return
+        if was is None or was.finding is not None:
+            fits = now.finding is None and now.number == (was.number + 1 if was is not None else 1)
+        else:
+            fits = now.finding is not None and now.number == was.number
+        if not fits:
+            self.broken("I13", f"inquiry {was} is followed by {now}")
+        found = now.finding
+        self.seen["inquiry" if found is None else f"inquiry found {found.value}"] += 1
+
+    def check_blame(self, world: World) -> None:
+        """A verdict names a node whose worker hangs, or has ended (I13)."""
+        failure = world.cause.failure
+        if failure is None or failure.fingerprint != FINGERPRINT:
+            return
+        team = self.teams[world.generation]
+        worker = team.workers.get(world.cause.node)
+        if worker is None or worker.acts or worker.hangs is Doing.MOVES:
+            self.broken("I13", f"{world.cause.node or 'no node'} is blamed: {failure.summary}")
+        self.seen["hang ended"] += 1
+        self.disturb()
 
     def check_start(self, node: SimNode, order: Start) -> None:
         generation = order.world.generation
@@ -249,6 +280,9 @@ class Checks:
         )
 
     def check_converged(self) -> None:
+        for node in self.nodes:
+            if node.worker is not None and node.worker.alive and node.worker.hangs is not None:
+                self.broken("I14", f"the worker on {node.name} still hangs")
         if not self.worlds:
             self.broken("I11", "no world was ever formed")
         world = self.worlds[max(self.worlds)]

@@ -12,12 +12,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
+from elastic_agent.agent.workers.hangs.detector import HangDetector
+from elastic_agent.agent.workers.hangs.limits import Learned
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer, ProbeResult
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
 from elastic_agent.rendezvous.node.drain import WHAT_STANDS, stranded
 from elastic_agent.rendezvous.node.driver import Driver
-from elastic_agent.rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop
+from elastic_agent.rendezvous.node.node_actions import (
+    Action,
+    Drain,
+    Leave,
+    Refusal,
+    Start,
+    Stop,
+    Testify,
+)
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
@@ -27,6 +37,7 @@ from elastic_agent.rendezvous.records import (
     NodeRecord,
     StopAt,
 )
+from elastic_agent.rendezvous.statements.inquiry import Doing, RankState, Suspicion, Testimony, Urgency
 from elastic_agent.rendezvous.store.interface import Compare, LeaseId, Snapshot
 from elastic_agent.rendezvous.store.requests import Answer, Grant, Request, Subscription
 
@@ -45,6 +56,10 @@ HANDS_OVER_IN_S = 1.0
 """A part of the time for which a node that leaves brings others what it has in memory."""
 CHECKS_IN_S = 0.5
 """What the check of an excluded node takes."""
+HANG_LOOK_S = 1.0
+"""Between two looks whether the workers move."""
+LOOKS_IN_S = 1.2
+"""The longest that an agent takes to see what its workers do."""
 STOPS_IN_S = 1.0
 """The longest that workers take to end after they were asked to."""
 
@@ -93,6 +108,8 @@ class SimNode:
         self.watched_to: dict[str, int] = {}
         self.stopping = False
         self.looks = 0
+        self.looked_for = (0, 0)
+        """The newest inquiry, with its generation, for which its workers are looked at."""
         self.boot()
 
     # ------------------------------------------------------------ the agent
@@ -141,6 +158,7 @@ class SimNode:
         self.kept: LeaseId | None = None
         """The lease that is kept alive."""
         self.watched, self.stopping = None, False
+        self.learned = Learned()
         self.drained_with = 0
         self.wakes_at = self.clock()
         self.guarded(self.keep_alive)()
@@ -230,6 +248,8 @@ class SimNode:
             return True
         if isinstance(action, Drain):
             return self.drain(action)
+        if isinstance(action, Testify):
+            self.look_at_workers(action)
         if isinstance(action, Stop) and not self.stopping:
             self.stopping = True
             if not self.agent.lease_good(now):
@@ -520,10 +540,46 @@ class SimNode:
         self.stopping = False
         team = self.sim.team(action.world)
         self.worker = Worker(self, team, action.world.members.index(action.member))
+        self.detector = HangDetector("auto", self.learned, self.clock())
+        self.suspected: Urgency | None = None
+        self.watch_hangs(self.worker)
+
+    def watch_hangs(self, worker: Worker) -> None:
+        """What the real main loop does at every turn, by the real detector."""
+        if self.worker is not worker or self.stopping:
+            return
+        stall = self.detector.stall((0,), self.clock())
+        urgency = stall.urgency if stall is not None else None
+        if urgency is not self.suspected:
+            self.suspected = urgency
+            self.agent.workers_suspected(
+                Suspicion(worker.generation, stall.stage, stall.why, stall.urgency)
+                if stall is not None
+                else None
+            )
+            self.turn()
+        self.sim.after(HANG_LOOK_S, self.guarded(lambda: self.watch_hangs(worker)))
+
+    def look_at_workers(self, action: Testify) -> None:
+        """They run on meanwhile."""
+        worker, asked = self.worker, (action.generation, action.inquiry)
+        if worker is None or self.looked_for == asked:
+            return
+        self.looked_for = asked
+
+        def say() -> None:
+            does = RankState(2 * worker.place, worker.doing, max(worker.step, 0))
+            waits = Doing.IN_COLLECTIVE if worker.hangs else does.doing  # one rank of two hangs
+            other = replace(does, rank=does.rank + 1, doing=waits)
+            self.agent.workers_looked_at(Testimony(*asked, (does, other)))
+            self.turn()
+
+        self.sim.after(self.sim.hangs.uniform(0.05, LOOKS_IN_S), self.guarded(say))
 
     def hear_step(self, worker: Worker) -> None:
         """What the agent reads in the page that it shares with its worker."""
         if self.worker is worker and self.running and self.paused is None and self.stuck_at is None:
+            self.detector.stepped(0, worker.step, self.clock())
             self.agent.workers_advanced(worker.step)
             if worker.pending and self.sim.script.listens and self.agent.workers_polling(worker.generation):
                 self.turn()

@@ -34,6 +34,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
+from elastic_agent.rendezvous.statements.inquiry import ANSWER_S, Doing
 from elastic_agent.rendezvous.store.interface import Compare, Put
 from elastic_agent.rendezvous.store.kv_state import KvState
 from elastic_agent.rendezvous.store.requests import Answer, Grant, Read, Request
@@ -47,10 +48,16 @@ GRACE_S = 12.0
 CALM_AT = 60.0
 PLANS_UNTIL = 95.0
 END_AT = 120.0
+END_WITH_HANG_AT = 260.0
+"""What was slow among faults has made the limits long."""
+WORKS_S = 100.0
+"""How long one rank is at work while the others wait for it."""
 REQUEST_TIMEOUT_S = 1.0
 DRAIN_TIMEOUT_S = 8.0
 OF_AGENTS = ("a stuck loop is not missed", "a dead thread is not missed")
 """They show where agents themselves fail. Other bugs are looked for where none does: more faults hide the rare ones."""
+OF_HANGS = ("the coordinator asks nobody", "who waits is blamed", "nobody waits for answers")
+"""In those runs a worker hangs early."""
 BUGS = (
     "restart inside the generation",
     "commit without the fence",
@@ -68,6 +75,7 @@ BUGS = (
     "a joiner that is not warm is invited",
     "survivors close ranks",
     *OF_AGENTS,
+    *OF_HANGS,
     "each coordinator applies its own limits",
     "an empty store knows nothing of the last world",
     "the first world of an empty store does not wait",
@@ -118,6 +126,7 @@ class Simulation(Checks):
         self.rng = rng
         self.walls = random.Random(f"walls of {seed}")
         """Of their own: other faults stay as they are without walls."""
+        self.hangs = random.Random(f"hangs of {seed}")
         self.store_down = False
         self.history = rng.choice((32, 4096))
         self.kv = KvState(self.history)
@@ -315,6 +324,8 @@ class Simulation(Checks):
     def decision(self, view: View, policy: Policy, now: float) -> Decision:
         if self.bug == "each coordinator applies its own limits" and view.world is not None:
             view = replace(view, world=replace(view.world, limits=None))
+        if self.bug in OF_HANGS:
+            view = deceived(view, self.bug)
         if self.bug == "a joiner that is not warm is invited":
             nodes = tuple(replace(node, ready=True) for node in view.nodes)
             view = replace(view, nodes=nodes, ready_since=view.arrivals)
@@ -425,6 +436,25 @@ class Simulation(Checks):
         pause_s = lasts_s if fault == "island" else self.rng.choice((0.05, 1.0, 4.0))
         self.after(pause_s * self.rng.uniform(0.5, 1.5), self.torment)
 
+    def hang_one(self) -> None:
+        """A worker stands still for ever, or is at work for long. Its agent lives, and nothing else happens."""
+        able = [
+            node
+            for node in self.nodes
+            if node.may_leave and node.worker is not None and node.worker.team.intact and not node.stopping
+        ]
+        if not able:
+            self.after(1.0, self.hang_one)
+            return
+        node, doing = self.hangs.choice(able), self.hangs.choice((Doing.STOPPED, Doing.ASLEEP, Doing.MOVES))
+        worker = node.worker
+        assert worker is not None
+        self.seen[f"fault hang {doing.value}"] += 1
+        self.note(f"the worker on {node.name} does nothing but this: {doing.value}")
+        worker.hangs = doing
+        if doing is Doing.MOVES:
+            self.after(WORKS_S, worker.go_on)
+
     def restart(self, node: SimNode, after_s: float) -> None:
         if node.running:
             node.kill()
@@ -458,12 +488,29 @@ class Simulation(Checks):
     def run(self) -> Counter[str]:
         """Raises PromiseBroken; returns what happened how often."""
         self.after(self.rng.uniform(0, 8), self.torment)
+        hangs = self.bug in OF_HANGS or (self.bug is None and self.hangs.random() < 0.3)
         self.after(CALM_AT, self.heal)
-        self.after(CALM_AT + AFTERMATH_S, self.plan)
-        self.run_until(END_AT)
+        self.after(CALM_AT + AFTERMATH_S, self.hang_one if hangs else self.plan)
+        self.run_until(END_WITH_HANG_AT if hangs else END_AT)
         self.check_converged()
         self.seen["rejoined"] += sum("." in node.agent.incarnation for node in self.nodes)
         return self.seen
+
+
+def deceived(view: View, bug: str) -> View:
+    """As a coordinator with one of `OF_HANGS` sees the nodes."""
+    if bug == "nobody waits for answers":
+        return replace(view, inquiry_since=view.inquiry_since - ANSWER_S)
+    if bug == "the coordinator asks nobody":
+        return replace(view, nodes=tuple(replace(node, suspicion=None) for node in view.nodes))
+    swapped = {Doing.IN_COLLECTIVE: Doing.STOPPED, Doing.STOPPED: Doing.IN_COLLECTIVE}
+    nodes = []
+    for node in view.nodes:
+        if (said := node.testimony) is not None:
+            ranks = tuple(replace(one, doing=swapped.get(one.doing, one.doing), step=0) for one in said.ranks)
+            node = replace(node, testimony=replace(said, ranks=ranks))
+        nodes.append(node)
+    return replace(view, nodes=tuple(nodes))
 
 
 def closed_ranks(world: World, view: View) -> World:

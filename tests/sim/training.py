@@ -28,6 +28,7 @@ from elastic_agent.rendezvous.node.drain import (
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.node.transactions import WriteStop
 from elastic_agent.rendezvous.records import WORLD_KEY, Phase, World
+from elastic_agent.rendezvous.statements.inquiry import Doing
 from elastic_agent.rendezvous.store.interface import Compare, Entry, Outcome, Snapshot
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Worker:
         self.asking = False
         self.ended_at: int | None = None
         """The step after which it ended by itself, as it was told."""
+        self.hangs: Doing | None = None
+        """What it does for ever, if it never finishes a step again."""
         team.workers[node.name] = self
         self.after(0.1, 2.0, self.begin)
 
@@ -114,7 +117,7 @@ class Worker:
 
     def after(self, low_s: float, high_s: float, action: Callable[[], None]) -> None:
         def unless_dead() -> None:
-            if self.alive:
+            if self.acts:
                 action()
 
         self.sim.after(self.sim.rng.uniform(low_s, high_s), unless_dead)
@@ -123,6 +126,20 @@ class Worker:
     def busy(self) -> bool:
         """For a while it has neither finished a step nor asked about one."""
         return not self.asking and self.ended_at is None and self.sim.now > self.stepped_at + STRANDED_S
+
+    @property
+    def acts(self) -> bool:
+        return self.alive and self.hangs is None
+
+    @property
+    def doing(self) -> Doing:
+        """As the agent of its node can see it."""
+        if not self.alive:
+            return Doing.GONE
+        if self.hangs is not None:
+            return self.hangs
+        waits = any(peer.entered < self.entered for peer in self.team.workers.values())
+        return Doing.IN_COLLECTIVE if self.entered > self.step and waits else Doing.MOVES
 
     # ------------------------------------------------------------ load
 
@@ -142,11 +159,21 @@ class Worker:
     # ------------------------------------------------------------ step after step
 
     def enter(self) -> None:
+        if not self.acts:
+            return
         self.entered = self.step + 1
         if self.team.intact and all(worker.entered == self.entered for worker in self.team.workers.values()):
             pace_s = self.sim.script.step_s
             for worker in self.team.workers.values():
                 worker.after(0.7 * pace_s, pace_s, worker.finish)
+
+    def go_on(self) -> None:
+        """It was at work all the time."""
+        self.hangs = None
+        if self.entered > self.step:
+            self.finish()
+        else:
+            self.enter()
 
     def finish(self) -> None:
         self.step, self.stepped, self.stepped_at = self.entered, True, self.sim.now
@@ -182,7 +209,7 @@ class Worker:
 
         def done(_: object) -> None:
             _, team.committed_revision = sim.newest_checkpoint()
-            if self.alive:
+            if self.acts:
                 then()
 
         sim.call(self.node, lambda: sim.commit(tuple(fence), text), done, done, guard=lambda action: action)
@@ -211,7 +238,7 @@ class Worker:
 
         def hear(answer: Answer) -> None:
             nonlocal answered
-            if answered or not self.alive:
+            if answered or not self.acts:
                 return
             self.asking, answered = False, True
             if isinstance(answer, End):

@@ -26,6 +26,7 @@ from elastic_agent.agent.workers.evidence.collector import Depth, Target
 from elastic_agent.agent.workers.evidence.keeper import EvidenceKeeper, Look
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
+from elastic_agent.agent.workers.hangs.signs import SignReader
 from elastic_agent.agent.workers.links.last_steps import LastSteps
 from elastic_agent.agent.workers.links.server import WorkerLinks
 from elastic_agent.agent.workers.preloader.spares import Spares
@@ -228,6 +229,7 @@ class Supervised:
                 links=cast(WorkerLinks, self.links),
                 last_steps=cast(LastSteps, self.last_steps),
                 evidence=cast(EvidenceKeeper, self.evidence),
+                signs=cast(SignReader, Ignored()),
             ),
             self.events.append,
             self.clock,

@@ -95,6 +95,7 @@ workers/checkpoints: common workers/failures workers/processes workers/checkpoin
 machine: common configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints
 workers/evidence: common output workers/processes
+workers/hangs: common workers/processes
 workers/links: common
 workers/environment: common configuration machine/network workers/failures workers/checkpoints machine
 machine/notices: common configuration/types
@@ -110,7 +111,7 @@ observability/accounting: observability output workers/processes observability/s
 observability/report: observability/status observability/journal observability/accounting
 observability/tracing: observability/accounting
 workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \
-    workers/environment workers/evidence workers/preloader observability/accounting workers/links
+    workers/environment workers/evidence workers/hangs workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
@@ -119,7 +120,7 @@ commands/runs: common output configuration configuration/types configuration/rea
 main: common output configuration configuration/types machine/network machine/memory workers/failures \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
     rendezvous_io observability/status observability/journal observability/page observability/accounting \
-    observability/tracing workers/supervision workers/evidence workers/links
+    observability/tracing workers/supervision workers/evidence workers/hangs workers/links
 daemon: common output configuration configuration/types configuration/reading machine/network machine \
     workers/preloader/fidelity rendezvous_io main
 commands/nodes: common configuration configuration/types configuration/reading workers/processes commands

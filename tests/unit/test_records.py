@@ -48,6 +48,16 @@ from elastic_agent.rendezvous.records import (
     node_key,
     row_bytes,
 )
+from elastic_agent.rendezvous.statements.inquiry import (
+    Doing,
+    Finding,
+    Inquiry,
+    RankState,
+    Stage,
+    Suspicion,
+    Urgency,
+)
+from elastic_agent.rendezvous.statements.inquiry import Testimony as Said
 from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggler
 from elastic_agent.rendezvous.statements.terms import Limits, Program
 from elastic_agent.rendezvous.text import CAUSE, clean
@@ -77,6 +87,8 @@ NODE = NodeRecord(
     recheck=Recheck(2, False, 1, "/dev/shm is full"),
     paces=Paces(3, 20, 300_000, (200_000, 280_000)),
     comparison=Comparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
+    suspicion=Suspicion(3, Stage.STEPS, "no step for 5 s", Urgency.EARLY),
+    testimony=Said(3, 1, (RankState(0, Doing.ASLEEP, 17, 5.0), RankState(1, Doing.OTHER)), "gen3/evidence"),
 )
 WORLD = World(
     job="job",
@@ -97,6 +109,7 @@ WORLD = World(
     ),
     standbys=(Standby("e", Endpoint("10.0.0.5", 4712)), Standby("f", Endpoint("10.0.0.6", 4712))),
     run="a",
+    inquiry=Inquiry(2, Urgency.OVERDUE, Finding.LIKELY, "rank 0 sleeps"),
 )
 INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 STOP = StopAt(3, 17, paused=True)
@@ -422,6 +435,16 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("comparison", "generation"): number(1),
         ("comparison", "usual_us"): number(),
         ("comparison", "stragglers"): [None, 1, True, "x", {}, [1], [None], [[]]],
+        ("suspicion",): OBJECT,
+        ("suspicion", "generation"): number(1),
+        ("suspicion", "stage"): CHOICE,
+        ("suspicion", "why"): text(512),
+        ("suspicion", "urgency"): CHOICE,
+        ("testimony",): OBJECT,
+        ("testimony", "generation"): number(1),
+        ("testimony", "inquiry"): number(1),
+        ("testimony", "ranks"): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 129],
+        ("testimony", "evidence"): text(512),
     },
     "world": {
         ("job",): NAME,
@@ -468,6 +491,11 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("exclusions",): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 33],
         ("standbys",): [None, 1, True, "x", {}, [1], [None], [[]]],
         ("run",): [*text(128), "a/b", "a b", ".\n"],
+        ("inquiry",): OBJECT,
+        ("inquiry", "number"): number(1),
+        ("inquiry", "urgency"): CHOICE,
+        ("inquiry", "finding"): CHOICE[1:],
+        ("inquiry", "why"): text(512),
     },
     "drain_request": {("incarnation",): NAME},
     "stop": {

@@ -44,11 +44,11 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
                 "hosts_store leaving ready generation conditions failure step progress seen role memory "
-                "recheck paces comparison"
+                "recheck suspicion testimony paces comparison"
             ),
             "World": (
                 "job generation phase members master cause restarts step result final_saver limits "
-                "limits_of program unproven exclusions standbys finishing run"
+                "limits_of program unproven exclusions standbys finishing run inquiry"
             ),
             "StopAt": "generation step paused",
             "DrainRequest": "incarnation",
@@ -77,6 +77,18 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Standby": "node memory",
             "CauseKind": "start failure join leave lost withdrawn success",
             "BadState": "generation step",
+            "Suspicion": "generation stage why urgency",
+            "Stage": "initialization first_step steps evaluation save",
+            "Urgency": "early overdue last",
+            "Testimony": "generation inquiry ranks evidence",
+            "RankState": "rank doing step still_s collective where",
+            "Doing": (
+                "gone stopped uninterruptible in_save in_data_loader in_collective at_store locked reading asleep "
+                "holds_gil busy moves other"
+            ),
+            "Collective": "name number group",
+            "Inquiry": "number urgency finding why",
+            "Finding": "healthy unclear doubtful likely certain",
         },
     ),
     "pool": (

@@ -17,10 +17,12 @@ from elastic_agent.agent.common.events import (
     WorkerKept,
 )
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
+from elastic_agent.agent.workers.hangs.detector import VERDICT_S
 from elastic_agent.agent.workers.supervision.failure_reports import TAIL_WITHIN_S
 from elastic_agent.agent.workers.supervision.supervisor import SEEN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
+from elastic_agent.rendezvous.statements.inquiry import Urgency
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 from elastic_agent.worker.wire.shared_progress import LEAVES_SIGTERM
@@ -232,7 +234,7 @@ def test_workers_that_drain_are_no_failure(node: Supervised) -> None:
 
 
 def test_workers_that_do_not_move_are_ended_by_the_signal_that_shows_where_they_stand(tmp_path: Path) -> None:
-    node = Supervised(tmp_path, 2, TimeoutConfig(hang_s=10.0))
+    node = Supervised(tmp_path, 2, TimeoutConfig(hang=10.0))
     node.start()
     generation = node.supervisor._generation
     assert generation is not None
@@ -240,6 +242,12 @@ def test_workers_that_do_not_move_are_ended_by_the_signal_that_shows_where_they_
     generation.hang.stepped(1, 2, node.now)
     node.turn(9.9)
     assert not node.reported
+    node.turn(0.2)
+    suspicion = node.participant._session.record.suspicion
+    assert suspicion is not None
+    assert suspicion.urgency is Urgency.LAST
+    node.turn(VERDICT_S - 0.1)
+    assert not node.reported, "the verdict of all nodes may still come"
     node.turn(0.2)
     assert node.reported[0].startswith("hang: no step or checkpoint reported for 10 s (--hang-timeout)")
     assert node.group.signals == [(rank, signal.SIGABRT) for rank in range(2)]
@@ -261,13 +269,14 @@ def test_a_worker_that_leaves_sigterm_to_the_agent_is_killed_where_sigterm_would
 
 
 def test_a_stuck_worker_shows_where_it_stands_also_if_it_leaves_sigterm_to_the_agent(tmp_path: Path) -> None:
-    node = Supervised(tmp_path, 1, TimeoutConfig(hang_s=10.0))
+    node = Supervised(tmp_path, 1, TimeoutConfig(hang=10.0))
     node.start()
     generation = node.supervisor._generation
     assert generation is not None
     generation.pages.by_rank[0].words[LEAVES_SIGTERM] = 1
     generation.hang.stepped(0, 3, node.now)
     node.turn(10.1)
+    node.turn(VERDICT_S)
     assert node.group.signals == [(0, signal.SIGABRT)]
 
 
@@ -297,7 +306,7 @@ def test_a_failure_elsewhere_lets_this_node_keep_evidence_too_and_a_planned_stop
 
 
 def hanging(tmp_path: Path) -> Supervised:
-    node = Supervised(tmp_path, 2, TimeoutConfig(hang_s=10.0))
+    node = Supervised(tmp_path, 2, TimeoutConfig(hang=10.0))
     node.start()
     generation = node.supervisor._generation
     assert generation is not None
@@ -309,6 +318,7 @@ def hanging(tmp_path: Path) -> Supervised:
 def test_workers_that_hang_are_seen_before_they_are_ended(tmp_path: Path) -> None:
     node = hanging(tmp_path)
     node.turn(10.1)
+    node.turn(VERDICT_S)
     assert [why for why, _ in node.evidence.looks] == ["hang"]
     assert not node.group.signals
     node.turn(0.1)
@@ -321,6 +331,7 @@ def test_workers_that_hang_are_seen_before_they_are_ended(tmp_path: Path) -> Non
 def test_a_look_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
     node = hanging(tmp_path)
     node.turn(10.1)
+    node.turn(VERDICT_S)
     node.turn(SEEN_WITHIN_S + 0.1)
     assert node.group.signals
 
@@ -328,6 +339,7 @@ def test_a_look_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
 def test_workers_that_move_again_are_seen_anew_when_they_end(tmp_path: Path) -> None:
     node = hanging(tmp_path)
     node.turn(10.1)
+    node.turn(VERDICT_S)
     generation = node.supervisor._generation
     assert generation is not None
     generation.hang.stepped(0, 4, node.now)
@@ -335,4 +347,5 @@ def test_workers_that_move_again_are_seen_anew_when_they_end(tmp_path: Path) -> 
     node.turn(SEEN_WITHIN_S + 0.1)
     assert not node.group.signals
     node.turn(10.1)
+    node.turn(VERDICT_S)
     assert len(node.evidence.looks) == 2

@@ -91,7 +91,11 @@ def test_contradictions_name_both_sides_and_are_found_at_once(
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        (TimeoutConfig(), "no hang limit; process group and watchdog as torch and the script have them"),
+        (
+            TimeoutConfig(),
+            "hang limits that are learned; process group and watchdog as torch and the script have them",
+        ),
+        (TimeoutConfig(None), "no hang limit; process group and watchdog as torch and the script have them"),
         (
             TimeoutConfig(60.0),
             "hang limit 60 s < process group 120 s (twice the hang limit) < watchdog's heartbeat 180 s",

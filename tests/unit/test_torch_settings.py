@@ -91,7 +91,7 @@ def test_whatever_the_user_has_set_is_the_users() -> None:
     ("timeouts", "group", "heartbeat"),
     [
         (TimeoutConfig(), None, None),
-        (TimeoutConfig(hang_s=60.0), "120", "180"),
+        (TimeoutConfig(hang=60.0), "120", "180"),
         (TimeoutConfig(process_group_s=20.5), "20.5", "31"),
         (TimeoutConfig(60.0, 90.0), "90", "135"),
     ],
@@ -107,8 +107,8 @@ def test_each_rung_of_the_ladder_follows_from_the_one_below(
 @pytest.mark.parametrize(
     ("timeouts", "widening", "group", "heartbeat"),
     [
-        (TimeoutConfig(hang_s=60.0), 1, "240", "360"),
-        (TimeoutConfig(hang_s=60.0), 2, "480", "720"),
+        (TimeoutConfig(hang=60.0), 1, "240", "360"),
+        (TimeoutConfig(hang=60.0), 2, "480", "720"),
         (TimeoutConfig(60.0, 90.0), 2, "90", "135"),  # the user's own choice stays
         (TimeoutConfig(), 2, None, None),  # as does torch's own
     ],

@@ -206,7 +206,7 @@ def _check_multiple(rules: _Rules, option: Option[int] | Option[int | None]) -> 
 def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
     """The ladder of `timeouts`, of which the user may have set the last rung in torch's own words."""
     hang, group = rules.settings[HANG_TIMEOUT], rules.settings[PROCESS_GROUP_TIMEOUT]
-    if hang.value is not None and group.value is not None:
+    if isinstance(hang.value, float) and group.value is not None:
         rules.expect(
             hang.value < group.value,
             PROCESS_GROUP_TIMEOUT,

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 from urllib.parse import urlsplit
 
 from ....rendezvous.records import Endpoint
@@ -406,6 +406,12 @@ def read_arguments(text: str) -> tuple[str, ...]:
     if "\0" in text:
         raise ValueError
     return tuple(shlex.split(text))
+
+
+def read_hang_timeout(text: str) -> float | Literal["auto"] | None:
+    if text == "auto":
+        return "auto"
+    return None if text == "off" else duration(1.0).parse(text)
 
 
 def read_restarts(text: str) -> int | None:

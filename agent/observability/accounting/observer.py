@@ -29,6 +29,7 @@ from ....rendezvous.records import (
     Result,
     World,
 )
+from ....rendezvous.statements.inquiry import Inquiry, Stage, Suspicion
 from ....rendezvous.text import counted
 from ....worker.wire.messages import ReplicationReport
 from ...output.log_folders import run_folder
@@ -256,6 +257,31 @@ class Observer:
         if state != self._state:
             self._state = state
             self._metrics.enter_state(state)
+
+    # ---------------------------------------------------------------- hangs
+
+    def watches(self, state: str, stalled_s: float, limit_s: float | None) -> None:
+        """`state`: what is done about hangs now; `limit_s`: None without a limit."""
+        self._metrics.watch_hangs(state, stalled_s, limit_s)
+
+    def suspects(self, suspicion: Suspicion) -> None:
+        """The workers here seem to hang."""
+        self.journal.note(
+            Kind.SUSPICION,
+            suspicion.why,
+            generation=suspicion.generation,
+            about=self.journal.node,
+            cause=suspicion.stage.value,
+        )
+
+    def heard_verdict(self, generation: int, inquiry: Inquiry) -> None:
+        """All nodes were asked what their workers do."""
+        assert inquiry.finding is not None
+        self.journal.note(Kind.VERDICT, inquiry.why, generation=generation, cause=inquiry.finding.value)
+
+    def hung(self, stage: Stage) -> None:
+        """The workers here are ended because of a hang."""
+        self._metrics.hangs_total.inc(phase=stage.value)
 
     # ---------------------------------------------------------------- workers
 

@@ -11,8 +11,10 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ....rendezvous.coordinator.inquiries import STILL_S
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.records import Failure, World
+from ....rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimony, Urgency
 from ....rendezvous.text import counted
 from ....worker.wire.shared_progress import Reading
 from ...configuration.config import Config
@@ -20,13 +22,14 @@ from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
 from ..evidence.keeper import Look, WorkerStacks
 from ..failures.worker_failure import WorkerFailure
+from ..hangs.detector import HangDetector, Stall, ends_alone
+from ..hangs.limits import Learned
 from ..links.paces import PaceWatch
 from ..links.pages import WorkerPages
 from ..processes.workers import WorkerGroup
 from .drain_state import DrainState
 from .exits import Exit
 from .failure_reports import Crashes
-from .hang import HangWatch
 from .just_in_time_state import JustInTimeState
 from .late_exits import LateExits
 from .master_check import MasterCheck
@@ -71,14 +74,25 @@ class Generation:
     world: World
     group: WorkerGroup
     started_at: float
+    learned: Learned
+    """Of the job, over all its generations here."""
+    patience: float = 1.0
     pages: WorkerPages = field(init=False)
     stacks: WorkerStacks = field(init=False, default_factory=WorkerStacks)
     look_before_end: Look | None = field(init=False, default=None)
     """At the workers, because they are about to be ended."""
     read: Mapping[int, Reading] = field(init=False, default_factory=dict)
     """What the pages held at the last look, by local rank."""
-    hang: HangWatch = field(init=False)
     paces: PaceWatch = field(init=False)
+    hang: HangDetector = field(init=False)
+    stall: Stall | None = field(init=False, default=None)
+    """What was last said to the others."""
+    last_limit_at: float = field(init=False, default=0.0)
+    """When the last limit was over, of a stall that lasts."""
+    inquired: int = field(init=False, default=0)
+    """The newest inquiry for which the workers here are looked at."""
+    heard: int = field(init=False, default=0)
+    """The newest of which the finding is known here."""
     hung: bool = field(init=False, default=False)
     """The workers are ended because they did not move."""
     late_exits: LateExits = field(init=False)
@@ -98,7 +112,7 @@ class Generation:
         config, number = self.config, self.number
         self.pages = WorkerPages(number, all_signalled=config.stop.requeues)
         self.paces = PaceWatch(self.pages, number, len(self.world.members))
-        self.hang = HangWatch(config.timeouts.hang_s)
+        self.hang = HangDetector(config.timeouts.hang, self.learned, self.started_at, self.patience)
         self.late_exits = LateExits(config.timeouts.exit_s or None)
         self.just_in_time = JustInTimeState(number, config.stop.just_in_time_grace_s, self.pages.newest_step)
         self.drain = DrainState(number)
@@ -148,7 +162,7 @@ class Generation:
         """At the workers' pages. Before anything else that a worker does is judged: what they show came before it."""
         before, self.read = self.read, self.pages.read()
         if self.read == before:
-            self.hang.silent(now)
+            self.hang.silence.silent(now)
             return None
         stepped = sorted(
             (reading.stepped_at, reading.step, local_rank)
@@ -160,6 +174,7 @@ class Generation:
         for at, step, local_rank in stepped:
             _warn_of_silence(self.hang.stepped(local_rank, step, at))
             self.late_exits.watch.alive(at)
+        self.hang.loaded = any(reading.loaded_at is not None for reading in self.read.values())
         loads = _chosen_step(self.read)
         return Progress(
             tuple(step for _, step, _ in stepped),
@@ -167,10 +182,35 @@ class Generation:
             loads,
         )
 
-    def reported(self, at: float) -> None:
-        """A worker has reported a save or load."""
-        _warn_of_silence(self.hang.alive(at))
+    def reported(self, at: float, *, saved: bool) -> None:
+        """A worker has reported a save, or else a load."""
+        _warn_of_silence(self.hang.reported(at, saved=saved))
         self.late_exits.watch.alive(at)
+
+    def stalls(self, now: float) -> Stall | None:
+        """What is unusual of the workers here that run."""
+        stall = self.hang.stall(self.running, now)
+        was_last = self.stall is not None and self.stall.urgency is Urgency.LAST
+        if stall is not None and stall.urgency is Urgency.LAST and not was_last:
+            self.last_limit_at = now
+        return stall
+
+    def ends_alone(self, stall: Stall, inquiry: Inquiry | None, now: float) -> bool:
+        still = [self.hang.still_s(local_rank, now) for local_rank in self.running]
+        all_still = all(one is not None and one >= STILL_S for one in still)
+        timeout = self.config.timeouts.hang
+        return ends_alone(stall, timeout, inquiry, self.last_limit_at, now, all_still=all_still)
+
+    def looked_at(self, testimony: Testimony) -> Testimony:
+        """What is said of workers that have finished a step since is not true any more."""
+        newest = {self.group.ranks[local_rank]: reading.step for local_rank, reading in self.read.items()}
+        ranks = []
+        for state in testimony.ranks:
+            step = newest.get(state.rank)
+            if step is not None and (state.step is None or step > state.step):
+                state = RankState(state.rank, Doing.MOVES, step, 0.0)
+            ranks.append(state)
+        return replace(testimony, ranks=tuple(ranks))
 
     def exited(self, local_rank: int, returncode: int, at: float) -> Exit:
         kind = self.drain.exited(local_rank, returncode, at, stopping=self.stopping, hung=self.hung)
@@ -250,7 +290,8 @@ class Generation:
         in_drain: tuple[float | None, ...] = ()
         if self.drain.under_way:
             in_drain = self.drain.look_at(), None if listens else now + LISTEN_PAUSE_S
-        return (*always, self.started_at + STABLE_AFTER_S, self.hang.due_at, self.paces.due_at, *in_drain)
+        due_at = self.hang.due_at(self.running, now)
+        return (*always, self.started_at + STABLE_AFTER_S, due_at, self.paces.due_at, *in_drain)
 
 
 def log_changed_terms(before: World | None, world: World) -> None:

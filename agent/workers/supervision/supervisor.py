@@ -19,9 +19,18 @@ from functools import partial
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.node.drain import Beyond
-from ....rendezvous.node.node_actions import Drain
+from ....rendezvous.node.node_actions import Drain, Testify
 from ....rendezvous.node.participant import Participant
-from ....rendezvous.records import Condition, Failure, Member, World
+from ....rendezvous.records import Condition, Failure, Member, Phase, World
+from ....rendezvous.statements.inquiry import (
+    MAX_EVIDENCE,
+    Inquiry,
+    Stage,
+    Suspicion,
+    Testimony,
+    Urgency,
+    telling,
+)
 from ....rendezvous.text import counted
 from ....worker.wire.messages import SaveReport
 from ...common.events import (
@@ -29,9 +38,11 @@ from ...common.events import (
     GenerationEvent,
     JustInTimeMessage,
     Reported,
+    SignsRead,
     StopRead,
     StoreServerMessage,
     TailReady,
+    Testified,
     WorkerAnswered,
     WorkerExited,
     WorkerKept,
@@ -50,6 +61,8 @@ from ..failures.examination import describe_failure, hang_failure
 from ..failures.exit_words import describe_exit
 from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
 from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
+from ..hangs.limits import Learned, patience
+from ..hangs.signs import LOOK_EVERY_S, SignReader
 from ..links.last_steps import LastSteps
 from ..links.server import WorkerLinks
 from ..preloader.spares import Spares
@@ -68,6 +81,8 @@ log = logging.getLogger(__name__)
 
 SEEN_WITHIN_S = 2.0
 """Workers that hang are ended when what they do has been seen, or when that takes so long."""
+HANGS_KEPT = 16
+"""Instants of the newest hangs; each makes the limits that are learned longer for a while."""
 
 _STATE = {
     True: "and this node keeps the state after its last step",
@@ -89,6 +104,7 @@ class Processes:
     links: WorkerLinks
     last_steps: LastSteps
     evidence: EvidenceKeeper
+    signs: SignReader
 
 
 class Supervisor:
@@ -120,6 +136,10 @@ class Supervisor:
         self._kernel_log = KernelLog()
         self._pids_are_the_kernels = pids_are_the_kernels()
         self._causes = CauseTable(config.causes)
+        self._learned = Learned()
+        self._hangs: list[float] = []
+        """When generations were ended because of one."""
+        self._signs_due_at = 0.0
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
     @property
@@ -151,9 +171,12 @@ class Supervisor:
     def start(self, world: World, member: Member, listener: socket.socket, now: float) -> None:
         """This node's workers of `world`; `listener` is where their store is served, if that is up to this node."""
         self._participant.workers_started(world)
+        self._participant.workers_suspected(None)
         log_changed_terms(self._generation.world if self._generation is not None else None, world)
         group = self._processes.new_group(world.generation)
-        generation = self._generation = Generation(self._config, world, group, now)
+        generation = self._generation = Generation(
+            self._config, world, group, now, self._learned, patience(self._hangs, now)
+        )
         self._observer.starting(world, member, now)
         self._kernel_log.forget()
         problem = self._launch(generation, member, listener)
@@ -210,6 +233,22 @@ class Supervisor:
             news |= self._participant.workers_polling(generation.number)
         return news
 
+    def testify(self, action: Testify) -> None:
+        """An inquiry asks what the workers here do. They run on."""
+        generation = self._running
+        if generation is None or generation.stopping or generation.inquired >= action.inquiry:
+            return
+        generation.inquired = action.inquiry
+        self._look(generation)
+        number, inquiry = generation.number, action.inquiry
+
+        def say(look: Look) -> None:
+            if look.states:
+                evidence = str(look.path or "")[:MAX_EVIDENCE]
+                self._post(Testified(Testimony(number, inquiry, telling(look.states), evidence)))
+
+        self._look_at(generation, f"inquiry-{inquiry}", THOROUGH, say)
+
     def stop(
         self, grace_s: float, *, gently: bool, reason: str | None, asking: signal.Signals = signal.SIGTERM
     ) -> None:
@@ -219,6 +258,11 @@ class Supervisor:
             return
         if not generation.stopping:
             self._look(generation)
+            blamed = None if generation.hung else self._blamed_for_hang(generation)
+            if blamed is not None:
+                self._count_hang(generation)
+            if blamed in ("", self._node.name):
+                generation.hung, gently, asking = True, True, HANG_SIGNAL
             if reason is not None:
                 log.info("stopping generation %d: %s", generation.number, reason)
             self._observer.stopping(self._clock())
@@ -286,6 +330,11 @@ class Supervisor:
             self._reported(generation, event)
         elif isinstance(event, JustInTimeMessage):
             self._just_in_time_message(generation, event, now)
+        elif isinstance(event, SignsRead):
+            generation.hang.signs(event.at, event.seen)
+        elif isinstance(event, Testified):
+            self._look(generation)
+            self._participant.workers_looked_at(generation.looked_at(event.testimony))
         elif isinstance(event, WorkerKept):
             generation.drain.kept.add(event.local_rank)
         elif generation.stopping:
@@ -357,7 +406,7 @@ class Supervisor:
     def _reported(self, generation: Generation, event: Reported) -> None:
         self._look(generation)
         self._observer.training.reported(event.report, event.at)
-        generation.reported(event.at)
+        generation.reported(event.at, saved=isinstance(event.report, SaveReport))
         if event.report.result == "ok":
             self._participant.workers_advanced(event.report.step)
 
@@ -408,10 +457,8 @@ class Supervisor:
             self._participant.workers_paced(paces)
         if generation.checks_master and self._some_node_succeeded(generation):
             generation.master_may_close()
-        hang, drain, group = generation.hang, generation.drain, generation.group
-        silent = group.running and not drain.finished
-        if silent and hang.due_at is not None and now >= hang.due_at:
-            self._end_stuck(generation, hang.hindmost, hang.cause(group.ranks), "hang")
+        drain, group = generation.drain, generation.group
+        if group.running and not drain.finished and self._watch_hangs(generation, now):
             return
         if not drain.under_way:
             world = self._participant.world
@@ -421,6 +468,64 @@ class Supervisor:
                 self._end_stuck(generation, min(generation.running), cause, "hang at the end")
                 return
         generation.look_before_end = None  # at workers that have moved since
+
+    def _watch_hangs(self, generation: Generation, now: float) -> bool:
+        """What the others must know of a stall. True: they have not said how it ends, and this node ends it."""
+        hang, running = generation.hang, generation.running
+        stall, before = generation.stalls(now), generation.stall
+        limit_s = hang.limit_s(running)
+        self._observer.watches(hang.state(stall).value, hang.stalled_s(running, now), limit_s)
+        if limit_s is None:
+            return False
+        self._ask_for_signs(generation, now)
+        inquiry = self._inquiry(generation)
+        if (stall and (stall.stage, stall.urgency)) != (before and (before.stage, before.urgency)):
+            generation.stall = stall
+            suspicion = Suspicion(generation.number, stall.stage, stall.why, stall.urgency) if stall else None
+            self._participant.workers_suspected(suspicion)
+            if stall is not None and suspicion is not None:
+                self._observer.suspects(suspicion)
+                level = logging.INFO if stall.urgency is Urgency.EARLY else logging.WARNING
+                log.log(level, "%s: asking all nodes what their workers do", stall.why)
+        if inquiry is not None and inquiry.finding is not None and inquiry.number > generation.heard:
+            generation.heard = inquiry.number
+            self._observer.heard_verdict(generation.number, inquiry)
+            log.warning("inquiry %d: %s: %s", inquiry.number, inquiry.finding.value, inquiry.why)
+        if stall is not None and generation.ends_alone(stall, inquiry, now):
+            steps = generation.hang.silence.steps
+            at = ", ".join(f"rank {generation.group.ranks[local]}: {steps[local]}" for local in sorted(steps))
+            cause = f"hang: {stall.why}{at and f'; last steps: {at}'}"
+            self._end_stuck(generation, stall.local_rank, cause, "hang")
+            return True
+        return False
+
+    def _ask_for_signs(self, generation: Generation, now: float) -> None:
+        if now < self._signs_due_at:
+            return
+        self._signs_due_at = now + LOOK_EVERY_S
+        pids = {local_rank: generation.group.pid(local_rank) for local_rank in generation.running}
+        printed = {
+            local_rank: self._processes.logs.printed(generation.number, generation.group.ranks[local_rank])
+            for local_rank in pids
+        }
+        self._processes.signs.look(generation.number, pids, printed)
+
+    def _inquiry(self, generation: Generation) -> Inquiry | None:
+        world = self._participant.world
+        return world.inquiry if world is not None and world.generation == generation.number else None
+
+    def _blamed_for_hang(self, generation: Generation) -> str | None:
+        """The node that a verdict names, or none (empty), if one ends this generation."""
+        world = self._participant.world
+        if world is None or world.generation != generation.number or world.phase is not Phase.STOPPING:
+            return None
+        failure = world.cause.failure
+        hangs = failure is not None and failure.generation == world.generation and failure.cause == "hang"
+        return world.cause.node if hangs else None
+
+    def _count_hang(self, generation: Generation) -> None:
+        self._observer.hung(generation.stall.stage if generation.stall is not None else Stage.STEPS)
+        self._hangs = [*self._hangs[-HANGS_KEPT:], self._clock()]
 
     def _some_node_succeeded(self, generation: Generation) -> bool:
         """As far as this node follows the others."""
@@ -563,14 +668,17 @@ class Supervisor:
             return  # `_watch` comes here again
         number, rank = generation.number, generation.group.ranks[local_rank]
         log_file = self._processes.logs.log_file(number, rank)
+        self._count_hang(generation)
         generation.hung = True
         failure = hang_failure(self._node.name, number, rank, local_rank, summary, log_file)
         report = report_of(failure, self._causes.named(failure.cause), known_as)
         self._report_failure(generation, report, failure.summary, HANG_SIGNAL)
 
-    def _look_at(self, generation: Generation, why: str, depth: Depth) -> Look:
+    def _look_at(
+        self, generation: Generation, why: str, depth: Depth, then: Callable[[Look], None] | None = None
+    ) -> Look:
         """Begins to see what the workers that run do."""
-        group, tail = generation.group, self._processes.logs.tail
+        group, tail, now = generation.group, self._processes.logs.tail, self._clock()
         targets = [
             Target(
                 group.ranks[local_rank],
@@ -578,12 +686,13 @@ class Supervisor:
                 group.pid(local_rank),
                 generation.stacks.of(local_rank),
                 generation.read[local_rank].step if local_rank in generation.read else None,
+                generation.hang.still_s(local_rank, now),
                 last_lines=tail(generation.number, group.ranks[local_rank]),
             )
             for local_rank in generation.running
         ]
         seen = WorkersSeen(generation.number)
-        return self._processes.evidence.look(why, targets, depth, lambda look: self._post(seen))
+        return self._processes.evidence.look(why, targets, depth, then or (lambda look: self._post(seen)))
 
     def _keep_evidence(self, generation: Generation) -> None:
         """Before workers are asked to end because something has failed, here or elsewhere. Waits a moment for it."""

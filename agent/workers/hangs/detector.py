@@ -1,0 +1,226 @@
+"""Do the workers of one generation on this node hang? Judged from what they report and from what is seen of them.
+
+Where they report steps, a stall is a time without a step, a checkpoint or a `poll`. Where they do not, it is one in
+which a worker uses no processor, moves no bytes and prints nothing. Either is only a suspicion: workers elsewhere may
+be the reason for it, or be at work while these wait. So an early one costs no more than a question: what do all of them
+do?
+
+Pure but for its own state: readings and instants are arguments, seconds on the monotonic clock.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ....rendezvous.statements.inquiry import Finding, Inquiry, Stage, Urgency
+from ...common.events import Signs
+from .limits import RULES, Learned, Limits
+from .silence import StepSilence
+from .stillness import Stillness
+
+HangTimeout: TypeAlias = float | Literal["auto"] | None
+"""The user's own limit, learned limits, or none at all."""
+
+VERDICT_S = 5.0
+"""How long a node whose user's own limit is over waits for the verdict of all, before it ends its workers by itself."""
+ALONE_S = 60.0
+"""And one with learned limits, when the last of them is over."""
+
+
+class State(enum.Enum):
+    OFF = "off"
+    LEARNING = "learning"
+    WATCHING = "watching"
+    SUSPECTING = "suspecting"
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """What is unusual now."""
+
+    stage: Stage
+    urgency: Urgency
+    still_s: float
+    limit_s: float
+    """The one that was passed."""
+    local_rank: int
+    """The likeliest of this node to be stuck by itself."""
+    reports_steps: bool
+    why: str
+
+
+@dataclass(slots=True)
+class HangDetector:
+    """Of one generation on this node."""
+
+    timeout: HangTimeout
+    learned: Learned
+    began_at: float
+    patience: float = 1.0
+    """Limits that are learned are so many times longer; see `limits.patience`."""
+    silence: StepSilence = field(init=False)
+    loaded: bool = False
+    """The workers have loaded their state, so that a first step follows."""
+    saving: Collection[int] = ()
+    """Local ranks that are in a save now."""
+    polled_at: float = 0.0
+    _stillness: dict[int, Stillness] = field(default_factory=dict)
+    _saved_at: float = 0.0
+    _gap: dict[int, tuple[int, float, Stage]] = field(default_factory=dict)
+    """By local rank: its newest step, its instant, and what has happened since."""
+
+    def __post_init__(self) -> None:
+        self.silence = StepSilence(self.timeout if isinstance(self.timeout, float) else None)
+
+    # ---------------------------------------------------------------- what is seen
+
+    def stepped(self, local_rank: int, step: int, at: float) -> float | None:
+        """As `StepSilence.stepped`."""
+        if (before := self._gap.get(local_rank)) is not None and step > before[0] and at > before[1]:
+            stage = self._stage_since(before[1], at) if before[2] is Stage.STEPS else before[2]
+            self.learned.steps[stage].add((at - before[1]) / (step - before[0]))
+        self._gap[local_rank] = step, at, Stage.STEPS
+        return self.silence.stepped(local_rank, step, at)
+
+    def reported(self, at: float, *, saved: bool) -> float | None:
+        """A worker has reported a save, or else a load. Returns as `stepped`."""
+        if saved:
+            self._saved_at = max(self._saved_at, at)
+        return self.silence.alive(at)
+
+    def marked(self, saving: Collection[int], polled_at: float | None) -> None:
+        """Who is in a save, and when one of them last asked for news between two steps."""
+        self.saving = saving
+        if saving:
+            self._gap = {local: (step, at, Stage.SAVE) for local, (step, at, _) in self._gap.items()}
+        if polled_at is not None and polled_at > self.polled_at:
+            self.polled_at = polled_at
+            self.silence.alive(polled_at)
+
+    def signs(self, at: float, seen: Mapping[int, Signs]) -> None:
+        """What the workers have used until `at`, by local rank."""
+        for local_rank, signs in seen.items():
+            stillness = self._stillness.setdefault(local_rank, Stillness(self.began_at))
+            warm = stillness.warm
+            pause_s = stillness.look(at, signs)
+            if pause_s > 0 and warm:
+                self.learned.pauses.add(pause_s)
+
+    def still_s(self, local_rank: int, now: float) -> float | None:
+        """For how long nothing of this worker has moved; None: not known."""
+        stillness = self._stillness.get(local_rank)
+        seen_at = [at for _, at, _ in (self._gap[local_rank],)] if local_rank in self._gap else []
+        if stillness is not None:
+            seen_at.append(stillness.active_at)
+        return max(0.0, now - max(seen_at)) if seen_at else None
+
+    # ---------------------------------------------------------------- what it means
+
+    def stall(self, running: Collection[int], now: float) -> Stall | None:
+        """Of the workers with these local ranks."""
+        if self.timeout is None or not running:
+            return None
+        local_rank, since = self._since(running)
+        stage, still_s = self._stage(local_rank), now - since
+        limits = self._limits(stage)
+        urgency = limits.urgency(still_s)
+        if urgency is None:
+            return None
+        limit_s = {
+            Urgency.EARLY: limits.early_s,
+            Urgency.OVERDUE: limits.overdue_s,
+            Urgency.LAST: limits.last_s,
+        }[urgency]
+        return Stall(stage, urgency, still_s, limit_s, local_rank, self._reports_steps, self._why(limit_s))
+
+    def due_at(self, running: Collection[int], now: float) -> float | None:
+        """When `stall` may say something else without any sign; None: never."""
+        if self.timeout is None or not running:
+            return None
+        local_rank, since = self._since(running)
+        at = since + self._limits(self._stage(local_rank)).next_s(now - since)
+        return at if at < math.inf else None
+
+    def stalled_s(self, running: Collection[int], now: float) -> float:
+        return max(0.0, now - self._since(running)[1]) if running else 0.0
+
+    def limit_s(self, running: Collection[int]) -> float | None:
+        """The one in force now from which on a suspicion counts in full; None: there is none."""
+        if self.timeout is None or isinstance(self.timeout, float):
+            return self.timeout
+        local_rank = self._since(running)[0] if running else 0
+        return self._limits(self._stage(local_rank)).overdue_s
+
+    def state(self, stall: Stall | None) -> State:
+        if self.timeout is None:
+            return State.OFF
+        if stall is not None:
+            return State.SUSPECTING
+        if isinstance(self.timeout, float):
+            return State.WATCHING
+        enough = len(self.learned.steps[Stage.STEPS]) >= RULES[Stage.STEPS].enough
+        warm = any(stillness.warm for stillness in self._stillness.values())
+        return State.WATCHING if (enough if self._reports_steps else warm) else State.LEARNING
+
+    @property
+    def _reports_steps(self) -> bool:
+        return bool(self.silence.steps)
+
+    def _since(self, running: Collection[int]) -> tuple[int, float]:
+        """Who is still, and since when."""
+        if self._reports_steps:
+            return self.silence.hindmost, self.silence.alive_at
+        since = {one: self._stillness[one].active_at for one in running if one in self._stillness}
+        if not since:
+            return min(running), math.inf
+        stillest = min(since, key=lambda one: (since[one], one))
+        return stillest, max(since[stillest], self._saved_at)
+
+    def _stage(self, local_rank: int) -> Stage:
+        if self.saving:
+            return Stage.SAVE
+        if self._reports_steps:
+            return self._stage_since(max(at for _, at, _ in self._gap.values()), math.inf)
+        if self.loaded and not self._saved_at:
+            return Stage.FIRST_STEP
+        stillness = self._stillness.get(local_rank)
+        return Stage.STEPS if stillness is not None and stillness.warm else Stage.INITIALIZATION
+
+    def _stage_since(self, stepped_at: float, until: float) -> Stage:
+        if stepped_at < self._saved_at <= until:
+            return Stage.SAVE
+        return Stage.EVALUATION if stepped_at < self.polled_at <= until else Stage.STEPS
+
+    def _limits(self, stage: Stage) -> Limits:
+        if not isinstance(self.timeout, float):
+            learned = self.learned.limits(stage, reports_steps=self._reports_steps)
+            return learned.patient(self.patience)
+        limit_s = self.timeout
+        if stage in (Stage.INITIALIZATION, Stage.FIRST_STEP):
+            limit_s = max(limit_s, RULES[stage].unlearned.overdue_s)
+        return Limits(limit_s, limit_s, limit_s)
+
+    def _why(self, limit_s: float) -> str:
+        whose = "--hang-timeout" if isinstance(self.timeout, float) else "learned"
+        if not self._reports_steps:
+            return f"no output, processor time or bytes for {limit_s:.3g} s ({whose})"
+        return f"no step or checkpoint reported for {limit_s:.3g} s ({whose})"
+
+
+def ends_alone(
+    stall: Stall, timeout: HangTimeout, inquiry: Inquiry | None, since: float, now: float, *, all_still: bool
+) -> bool:
+    """A node without a verdict ends its workers by itself. `since`: when the last limit was over; `inquiry`: the newest
+    that it knows of; `all_still`: none of its workers uses anything."""
+    if stall.urgency is not Urgency.LAST:
+        return False
+    if isinstance(timeout, float) and stall.reports_steps:
+        return now >= since + VERDICT_S
+    asked = inquiry is not None and inquiry.urgency is Urgency.LAST
+    if asked and inquiry is not None and inquiry.finding is Finding.HEALTHY:
+        return False
+    return all_still and now >= since + (VERDICT_S if isinstance(timeout, float) else ALONE_S)

@@ -1,0 +1,114 @@
+"""Reads in /proc what the workers of this node use: in a thread, since a process in trouble can hold up who reads it.
+
+A look costs some microseconds for each process of a worker; all of /proc is searched for them now and then only.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ....threads import Thread
+from ...common.events import Signs, SignsRead
+from ...common.kernel_files import read
+from ..processes.proc import Stat, stat_of
+
+LOOK_EVERY_S = 2.0
+"""Between two looks that the main thread asks for."""
+SEARCH_EVERY_S = 10.0
+"""Between two searches for descendants. What a new one has used shows at the next one."""
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    generation: int
+    pids: Mapping[int, int]
+    """Of the workers, by local rank."""
+    printed: Mapping[int, int]
+
+
+class SignReader:
+    """`look` is for the main thread."""
+
+    def __init__(
+        self, post: Callable[[SignsRead], object], clock: Callable[[], float], proc: str = "/proc"
+    ) -> None:
+        self._post = post
+        self._clock = clock
+        self._proc = proc
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._thread = Thread(self._serve, "hang-signs")
+        self._families: dict[int, tuple[int, ...]] = {}
+        """By the pid of a worker: itself and its descendants."""
+        self._searched_at = 0.0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._orders.put(None)
+        self._thread.join(1.0)
+
+    def look(self, generation: int, pids: Mapping[int, int], printed: Mapping[int, int]) -> None:
+        """`SignsRead` follows. While a look does not come to its end no other begins."""
+        if self._orders.empty():
+            self._orders.put(_Order(generation, pids, printed))
+
+    # Everything below runs in the thread.
+
+    def _serve(self) -> None:
+        while (order := self._orders.get()) is not None:
+            self._search(tuple(order.pids.values()))
+            seen = {
+                local_rank: self._signs(pid, order.printed.get(local_rank, 0))
+                for local_rank, pid in order.pids.items()
+            }
+            self._post(SignsRead(order.generation, self._clock(), seen))
+
+    def _search(self, workers: tuple[int, ...]) -> None:
+        now = self._clock()
+        known = all(pid in self._families for pid in workers)
+        if known and now < self._searched_at + SEARCH_EVERY_S:
+            return
+        self._searched_at = now
+        stats = [self._stat(int(name)) for name in os.listdir(self._proc) if name.isdecimal()]
+        children: dict[int, list[int]] = {}
+        sessions: dict[int, list[int]] = {}
+        for stat in stats:
+            if stat is not None:
+                children.setdefault(stat.parent, []).append(int(stat.pid))
+                sessions.setdefault(stat.session, []).append(int(stat.pid))
+        self._families = {}
+        for worker in workers:
+            found: dict[int, None] = {}
+            waiting = [worker, *sessions.get(worker, ())]  # each worker leads a session of its own
+            while waiting:
+                pid = waiting.pop()
+                if pid not in found:
+                    found[pid] = None
+                    waiting += children.get(pid, ())
+            self._families[worker] = tuple(found)
+
+    def _signs(self, worker: int, printed: int) -> Signs:
+        ticks = moved = 0
+        for pid in self._families[worker]:
+            if (stat := self._stat(pid)) is not None:
+                ticks += stat.ticks
+                moved += _moved(read(f"{self._proc}/{pid}/io"))
+        return Signs(ticks / _TICKS_PER_S, moved, printed)
+
+    def _stat(self, pid: int) -> Stat | None:
+        return stat_of(f"{self._proc}/{pid}")
+
+
+def _moved(text: str) -> int:
+    """
+    >>> _moved("rchar: 30\\nwchar: 12\\nsyscr: 2")
+    42
+    """
+    fields = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    return sum(int(value) for name in ("rchar", "wchar") if (value := fields.get(name, "")).isdecimal())

@@ -1,0 +1,67 @@
+"""Whether one worker does anything, as far as it can be seen from outside: processor time, bytes, output.
+
+A worker that hangs is not quite still: threads of libraries wake now and then, a data loader asks every few seconds
+whether its children live. So a worker counts as active only from a share of what it uses when it works; until that is
+known, from the smallest use that the kernel shows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from ...common.events import Signs
+
+AT_WORK = 0.01
+"""The share of one processor's time from which on a worker is active, whatever it uses otherwise."""
+OF_USUAL = 0.1
+"""Or so much of what it has mostly used while it was active."""
+USUAL_LOOKS = 32
+BYTES_PER_S = 16384.0
+"""Read and written; less is what libraries write of themselves."""
+WARM_LOOKS = 10
+"""A worker that was active at so many looks has begun its work."""
+
+
+@dataclass(slots=True)
+class Stillness:
+    """Of one worker. Instants are monotonic."""
+
+    active_at: float
+    """When it was last seen to do anything."""
+    active_looks: int = 0
+    _signs: Signs | None = None
+    _looked_at: float = 0.0
+    _shares: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_LOOKS))
+
+    def look(self, at: float, signs: Signs) -> float:
+        """Returns the pause that this look has ended, 0 if none."""
+        before, self._signs = self._signs, signs
+        took_s, self._looked_at = at - self._looked_at, at
+        if before is None or took_s <= 0:
+            self.active_at = max(self.active_at, at)
+            return 0.0
+        share = (signs.processor_s - before.processor_s) / took_s
+        active = (
+            share < 0  # a child has ended that nobody waited for
+            or share > self._threshold()
+            or abs(signs.moved_bytes - before.moved_bytes) > BYTES_PER_S * took_s
+            or signs.output_bytes != before.output_bytes
+        )
+        if not active:
+            return 0.0
+        pause_s = self._looked_at - took_s - self.active_at
+        self.active_at = at
+        self.active_looks += 1
+        self._shares.append(max(0.0, share))
+        return pause_s
+
+    def _threshold(self) -> float:
+        if len(self._shares) < WARM_LOOKS:
+            return 0.0
+        return min(AT_WORK, OF_USUAL * median(self._shares))
+
+    @property
+    def warm(self) -> bool:
+        return self.active_looks >= WARM_LOOKS

@@ -1,0 +1,150 @@
+"""What the coordinator does about workers that seem to hang: ask all members, wait for their answers, and judge them.
+
+    suspicion ──> inquiry n ──> testimonies of all members, or ANSWER_S ──> verdict ──> the guilty node's failure
+                     ^                                                         └──> the inquiry is closed
+                     └────────────── a pause, twice as long each time ─────────────────┘
+
+An inquiry disturbs nothing: the workers run on. What ends the generation depends on how long they have been still, and
+on how sure the verdict is (`ENDS_FROM`); never does one that finds a rank at work. Everything else is left to the
+nodes: one that gets no verdict ends its workers by its own limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..records import MAX_TEXT, Cause, CauseKind, Failure, NodeRecord, Phase, World
+from ..statements.inquiry import ANSWER_S, Doing, Finding, Inquiry, Suspicion, Testimony, Urgency, Verdict
+from .candidates import named
+from .verdict import NEVER, verdict
+from .view import Publish, View, Wait
+
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
+"""Between two inquiries of one generation. One that is more urgent than all before it does not wait."""
+
+FINGERPRINT = "hang"
+
+ENDS_FROM = {
+    Finding.CERTAIN: Urgency.EARLY,
+    Finding.LIKELY: Urgency.OVERDUE,
+    Finding.DOUBTFUL: Urgency.LAST,
+    Finding.UNCLEAR: Urgency.LAST,
+}
+"""What ends a generation, and from which urgency on."""
+
+COMPUTES = (Doing.BUSY, Doing.HOLDS_GIL)
+MAY_BE_SLOW = (*COMPUTES, Doing.UNINTERRUPTIBLE, Doing.IN_SAVE)
+
+STILL_S = 20.0
+"""A worker that has used nothing for so long does not compute."""
+
+_RISING = tuple(Urgency)
+
+
+def inquire(world: World, view: View, present: Sequence[NodeRecord], now: float) -> Publish | Wait | None:
+    """What is to be done, of a generation that runs; None where nobody seems to hang."""
+    inquiry = world.inquiry
+    suspects = [node for node in present if _suspects(node, world)]
+    if inquiry is not None and inquiry.finding is None:
+        return _close(world, inquiry, suspects, view, present, now)
+    if not suspects:
+        return None
+    urgency = max((said.urgency for said in _said(suspects)), key=_RISING.index)
+    until = asks_at(inquiry, view.inquiry_since, urgency)
+    reason = f"the workers of {named(suspects)} seem to hang: {_why(suspects, urgency)}"
+    if now < until:
+        return Wait(reason, until)
+    number = inquiry.number + 1 if inquiry is not None else 1
+    return Publish(replace(world, inquiry=Inquiry(number, urgency)), reason)
+
+
+def hinders(asking: Publish | Wait, world: World) -> bool:
+    """No newcomer is invited: the workers would not come to a common last step. Those that are at work may."""
+    healthy = world.inquiry is not None and world.inquiry.finding is Finding.HEALTHY
+    return isinstance(asking, Publish) or not healthy
+
+
+def sooner(decision: Wait, asking: Wait | Publish | None) -> Wait:
+    """`decision`, but no later than the next inquiry."""
+    if not isinstance(asking, Wait) or asking.until is None:
+        return decision
+    return replace(
+        decision, until=asking.until if decision.until is None else min(decision.until, asking.until)
+    )
+
+
+def asks_at(inquiry: Inquiry | None, closed_at: float, urgency: Urgency) -> float:
+    """When the next inquiry may begin, after `inquiry`, which this node has seen closed at `closed_at`."""
+    if inquiry is None or _RISING.index(urgency) > _RISING.index(inquiry.urgency):
+        return closed_at
+    return closed_at + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(inquiry.number - 1, 30))
+
+
+def _close(
+    world: World,
+    inquiry: Inquiry,
+    suspects: Sequence[NodeRecord],
+    view: View,
+    present: Sequence[NodeRecord],
+    now: float,
+) -> Publish | Wait:
+    answers = {node.node: said for node in present if (said := _answer(node, world, inquiry)) is not None}
+    until = view.inquiry_since + ANSWER_S
+    if now < until and (silent := [node for node in present if node.node not in answers]):
+        return Wait(f"inquiry {inquiry.number}: what do the workers of {named(silent)} do?", until)
+    all_answered = all(node.node in answers for node in present)
+    found = weighed(verdict(tuple(answers.values()), world), answers, all_answered=all_answered)
+    still = inquiry.urgency if suspects else Urgency.EARLY  # they may have gone on meanwhile
+    if ends(still, found, all_answered=all_answered):
+        signs = next((said.why for said in _said(suspects) if said.urgency is inquiry.urgency), "")
+        why = f"hang: {found.why}{signs and f'; {signs}'}"[:MAX_TEXT]
+        failure = Failure(world.generation, FINGERPRINT, why, cause="hang")
+        cause = Cause(CauseKind.FAILURE, found.node, why, failure)
+        return Publish(replace(world, phase=Phase.STOPPING, cause=cause), why)
+    return Publish(
+        replace(world, inquiry=replace(inquiry, finding=found.finding, why=found.why[:512])), found.why
+    )
+
+
+def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: bool) -> Verdict:
+    """What of it is sure enough to act on. While some have not answered, one of their ranks may be the one that the
+    others wait for. One that computes comes by itself, as far as can be known; a disk may be slow."""
+    said = (one for testimony in answers.values() for one in testimony.ranks)
+    named = next((one for one in said if one.rank == found.rank), None)
+    if named is None or named.doing in NEVER:
+        return found
+    if not all_answered:
+        return replace(found, finding=Finding.UNCLEAR)
+    if named.doing in COMPUTES and (named.still_s is None or named.still_s < STILL_S):
+        return replace(found, finding=Finding.HEALTHY)
+    if found.finding is Finding.LIKELY and named.doing in MAY_BE_SLOW:
+        return replace(found, finding=Finding.DOUBTFUL)
+    return found
+
+
+def ends(urgency: Urgency, found: Verdict, *, all_answered: bool) -> bool:
+    """The generation cannot go on."""
+    if found.finding is Finding.UNCLEAR and not all_answered:
+        return False
+    needed = ENDS_FROM.get(found.finding)
+    return needed is not None and _RISING.index(urgency) >= _RISING.index(needed)
+
+
+def _suspects(node: NodeRecord, world: World) -> bool:
+    return node.suspicion is not None and node.suspicion.generation == world.generation
+
+
+def _said(suspects: Sequence[NodeRecord]) -> list[Suspicion]:
+    return [node.suspicion for node in suspects if node.suspicion is not None]
+
+
+def _why(suspects: Sequence[NodeRecord], urgency: Urgency) -> str:
+    return next(said.why for said in _said(suspects) if said.urgency is urgency)
+
+
+def _answer(node: NodeRecord, world: World, inquiry: Inquiry) -> Testimony | None:
+    said = node.testimony
+    asked = world.generation, inquiry.number
+    return said if said is not None and (said.generation, said.inquiry) == asked else None

@@ -1,0 +1,207 @@
+"""From a suspicion to a verdict: when all are asked, how long they may take to answer, and what ends a generation."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from elastic_agent.rendezvous.coordinator.decide import decide
+from elastic_agent.rendezvous.coordinator.inquiries import (
+    FINGERPRINT,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    asks_at,
+    ends,
+    weighed,
+)
+from elastic_agent.rendezvous.coordinator.view import Decision, Publish, View, Wait
+from elastic_agent.rendezvous.node.node_actions import LocalState, Stay, next_action
+from elastic_agent.rendezvous.node.node_actions import Testify as Answer
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
+from elastic_agent.rendezvous.statements.inquiry import (
+    ANSWER_S,
+    MAX_RANKS,
+    Doing,
+    Finding,
+    Inquiry,
+    RankState,
+    Stage,
+    Suspicion,
+    Urgency,
+    Verdict,
+    telling,
+)
+from elastic_agent.rendezvous.statements.inquiry import Testimony as Said
+from tests.policies import PLAIN_POLICY
+
+NOW = 100.0
+POLICY = replace(PLAIN_POLICY, min_nodes=2, max_nodes=3)
+EARLY, OVERDUE, LAST = Urgency
+A = NodeRecord("a", "a-1", "host-a", 4001, slots=1, ready=True)
+B = NodeRecord("b", "b-1", "host-b", 4002, slots=1, ready=True)
+C = NodeRecord("c", "c-1", "host-c", 4003, slots=1, ready=True)
+WAITS, ASLEEP, STOPPED, BUSY, DISK = (
+    Doing.IN_COLLECTIVE,
+    Doing.ASLEEP,
+    Doing.STOPPED,
+    Doing.BUSY,
+    Doing.UNINTERRUPTIBLE,
+)
+
+
+def world(inquiry: Inquiry | None = None) -> World:
+    members = line_up((A, B))
+    start = Cause(CauseKind.START)
+    return World("job", 4, Phase.RUNNING, members, Endpoint("host-a", 4001), start, inquiry=inquiry)
+
+
+def still(node: NodeRecord, urgency: Urgency, generation: int = 4) -> NodeRecord:
+    return replace(node, suspicion=Suspicion(generation, Stage.STEPS, "no step for 5 s", urgency))
+
+
+def says(node: NodeRecord, rank: int, doing: Doing, inquiry: int = 1) -> NodeRecord:
+    return replace(node, testimony=Said(4, inquiry, (RankState(rank, doing, 7, 60.0),)))
+
+
+def decided(seen: World, *nodes: NodeRecord, since: float = NOW) -> Decision:
+    arrivals = {node.incarnation: 0.0 for node in nodes}
+    seen_by = View(nodes, seen, since, arrivals, ready_since=arrivals, inquiry_since=since)
+    return decide(seen_by, POLICY, NOW)
+
+
+def published(decision: Decision) -> World:
+    assert isinstance(decision, Publish)
+    return decision.world
+
+
+def test_a_suspicion_of_this_generation_lets_all_be_asked() -> None:
+    asked = published(decided(world(), A, still(B, EARLY)))
+    assert (asked.phase, asked.inquiry) == (Phase.RUNNING, Inquiry(1, EARLY))
+    assert isinstance(decided(world(), A, still(B, EARLY, generation=3)), Wait)
+    assert published(decided(world(), still(A, LAST), still(B, EARLY))).inquiry == Inquiry(1, LAST)
+
+
+def test_answers_are_waited_for_but_not_for_ever() -> None:
+    open_one = world(Inquiry(1, LAST))
+    wait = decided(open_one, says(A, 0, WAITS), B)
+    assert isinstance(wait, Wait)
+    assert wait.until == NOW + ANSWER_S
+    assert "b" in wait.reason
+    old = says(B, 1, WAITS, inquiry=9)
+    assert isinstance(decided(open_one, says(A, 0, WAITS), old), Wait), "to another inquiry"
+    late = published(decided(open_one, says(A, 0, ASLEEP), B, since=NOW - ANSWER_S))
+    assert late.phase is Phase.RUNNING
+    assert late.inquiry is not None
+    assert late.inquiry.finding is Finding.UNCLEAR, (
+        "the rank that said nothing may be the one that is at work"
+    )
+
+
+@pytest.mark.parametrize(
+    ("doing", "urgency", "finding"),
+    [
+        (STOPPED, EARLY, None),
+        (ASLEEP, EARLY, Finding.LIKELY),
+        (ASLEEP, OVERDUE, None),
+        (DISK, OVERDUE, Finding.DOUBTFUL),
+        (DISK, LAST, None),
+        (WAITS, OVERDUE, Finding.UNCLEAR),
+        (WAITS, LAST, None),
+        (Doing.MOVES, LAST, Finding.HEALTHY),
+    ],
+)
+def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
+    doing: Doing, urgency: Urgency, finding: Finding | None
+) -> None:
+    """`finding` None: the generation is ended."""
+    after = published(
+        decided(world(Inquiry(1, urgency)), still(says(A, 0, WAITS), urgency), says(B, 1, doing))
+    )
+    if finding is not None:
+        assert after.phase is Phase.RUNNING
+        assert after.inquiry is not None
+        assert (after.inquiry.finding, after.inquiry.number) == (finding, 1)
+        assert after.inquiry.why
+        return
+    assert after.phase is Phase.STOPPING
+    failure = after.cause.failure
+    assert failure is not None
+    assert (failure.generation, failure.fingerprint, failure.cause) == (4, FINGERPRINT, "hang")
+    assert after.cause.node == ("" if doing is WAITS else "b")
+    assert doing is WAITS or "rank 1 on node b" in failure.summary
+
+
+def test_workers_that_went_on_before_the_verdict_are_not_ended() -> None:
+    asked = world(Inquiry(1, LAST))
+    after = published(decided(asked, says(A, 0, WAITS), says(B, 1, ASLEEP)))
+    assert after.phase is Phase.RUNNING
+    assert published(decided(asked, says(A, 0, WAITS), says(B, 1, STOPPED))).phase is Phase.STOPPING
+
+
+def test_who_computes_is_never_ended_for_it() -> None:
+    found = Verdict(Finding.LIKELY, "rank 1 computes in one place", "b", 1)
+    for still_s, finding in ((0.5, Finding.HEALTHY), (None, Finding.HEALTHY), (60.0, Finding.DOUBTFUL)):
+        answers = {"b": Said(4, 1, (RankState(1, BUSY, 7, still_s),))}
+        assert weighed(found, answers, all_answered=True).finding is finding
+
+
+def test_no_finding_of_health_and_no_partial_knowledge_but_of_the_dead_ends_anything() -> None:
+    for finding, urgency, complete in itertools.product(Finding, Urgency, (True, False)):
+        over = ends(urgency, Verdict(finding, ""), all_answered=complete)
+        assert not (over and finding is Finding.HEALTHY)
+        assert not (over and finding is Finding.UNCLEAR and not complete)
+    for doing in Doing:
+        answers = {"b": Said(4, 1, (RankState(1, doing, 7, 60.0),))}
+        found = weighed(Verdict(Finding.CERTAIN, "", "b", 1), answers, all_answered=False)
+        assert (found.finding is Finding.CERTAIN) == (doing in (Doing.GONE, Doing.STOPPED))
+
+
+def test_the_next_inquiry_waits_ever_longer_unless_it_is_more_urgent() -> None:
+    pauses = [asks_at(Inquiry(number, EARLY, Finding.HEALTHY), 0.0, EARLY) for number in range(1, 12)]
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-1] == LONGEST_PAUSE_S
+    assert asks_at(Inquiry(9, EARLY, Finding.HEALTHY), 50.0, OVERDUE) == 50.0
+    closed = world(Inquiry(1, EARLY, Finding.UNCLEAR))
+    wait = decided(closed, A, still(B, EARLY))
+    assert isinstance(wait, Wait)
+    assert wait.until == NOW + FIRST_PAUSE_S
+    again = published(decided(closed, A, still(B, EARLY), since=NOW - FIRST_PAUSE_S))
+    assert again.inquiry == Inquiry(2, EARLY)
+
+
+def test_a_newcomer_waits_for_the_end_of_a_hang_but_not_for_a_rank_that_is_at_work() -> None:
+    stuck = decided(world(Inquiry(1, EARLY, Finding.LIKELY)), A, still(B, EARLY), C)
+    assert isinstance(stuck, Wait)
+    healthy = decided(world(Inquiry(1, EARLY, Finding.HEALTHY)), A, still(B, EARLY), C)
+    assert published(healthy).phase is Phase.DRAINING
+    alone = decided(world(Inquiry(1, EARLY, Finding.HEALTHY)), A, still(B, EARLY))
+    assert isinstance(alone, Wait)
+    assert alone.until == NOW + FIRST_PAUSE_S
+    assert "is running" in alone.reason
+
+
+def test_a_node_answers_each_inquiry_once_while_its_workers_run() -> None:
+    local = LocalState("b-1", generation=4, started=4)
+    assert next_action(world(Inquiry(2)), local) == Answer(4, 2)
+    assert next_action(world(Inquiry(2)), replace(local, answered=2)) == Stay()
+    assert next_action(world(Inquiry(2, EARLY, Finding.HEALTHY)), local) == Stay()
+    assert next_action(world(), local) == Stay()
+
+
+def test_a_testimony_keeps_those_that_wait_for_nobody() -> None:
+    states = tuple(RankState(rank, ASLEEP if rank == 300 else WAITS) for rank in range(400))
+    kept = telling(states)
+    assert len(kept) == MAX_RANKS
+    assert RankState(300, ASLEEP) in kept
+    assert telling(states[:5]) == states[:5]
+
+
+def test_the_records_come_back_as_they_went_and_with_all_ranks_they_fit() -> None:
+    state = RankState(2**31, ASLEEP, 10**9, 1e6, where="ü" * 200)
+    said = Said(4, 1, (state,) * MAX_RANKS, "x" * 512)
+    node = replace(still(B, LAST), testimony=said)
+    assert NodeRecord.from_json("nodes/b", node.to_json()) == node
+    seen = world(Inquiry(3, LAST, Finding.LIKELY, "rank 1 sleeps"))
+    assert World.from_json(seen.to_json()) == seen
