@@ -173,9 +173,10 @@ def spans_of_recoveries(agent: Agent, parts: contextlib.ExitStack) -> Callable[[
     sender = SpanSender(None if endpoint == ENVIRONMENT else endpoint, resource)
     sender.start()
     parts.callback(sender.close)
+    secrets = secrets_in(agent.environment)
 
     def tell(recovered: Recovered) -> None:
-        if spans := spans_of(recovered, time.time() - agent.clock()):
+        if spans := spans_of(recovered, time.time() - agent.clock(), secrets):
             sender.send(spans)
 
     return tell

@@ -109,7 +109,7 @@ observability/page: output observability/status observability/journal
 observability/accounting: observability output workers/processes observability/status observability/journal \
     observability/page
 observability/report: observability/status observability/journal observability/accounting
-observability/tracing: observability/accounting
+observability/tracing: output observability/accounting
 workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \
     workers/environment workers/evidence workers/hangs workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io

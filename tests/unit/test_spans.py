@@ -23,7 +23,7 @@ RECOVERED = Recovered(RECOVERY, "run", 2, "failure", "rank 1 failed")
 
 
 def test_each_phase_has_a_span_within_that_of_the_whole() -> None:
-    spans = spans_of(RECOVERED, EPOCH)
+    spans = spans_of(RECOVERED, EPOCH, ())
     assert spans is not None
     assert spans.spans == (
         Span("recovery", 1010.0, 1012.0),
@@ -42,13 +42,23 @@ def test_each_phase_has_a_span_within_that_of_the_whole() -> None:
 
 def test_a_recovery_of_more_stages_than_are_kept_begins_where_it_began() -> None:
     recovery = Recovery({Activity.STOP: 50.0, Activity.START: 0.25}, (Stage(Activity.START, 60.0, 60.25),))
-    spans = spans_of(Recovered(recovery, "run", 2, "failure", ""), EPOCH)
+    spans = spans_of(Recovered(recovery, "run", 2, "failure", ""), EPOCH, ())
     assert spans is not None
     assert spans.spans[0] == Span("recovery", 1010.0, 1060.25)
 
 
 def test_a_recovery_that_took_no_time_has_no_spans() -> None:
-    assert spans_of(Recovered(Recovery({}), "run", 2, "join", ""), EPOCH) is None
+    assert spans_of(Recovered(Recovery({}), "run", 2, "join", ""), EPOCH, ()) is None
+
+
+def test_what_a_worker_printed_leaves_the_node_without_secrets() -> None:
+    because = "rank 1 failed: ValueError: --api-key abc123 and canary-71"
+    spans = spans_of(Recovered(RECOVERY, "run", 2, "failure", because), EPOCH, ("canary-71",))
+    assert spans is not None
+    said = str(spans.attributes["elastic_agent.because"])
+    assert said.startswith("rank 1 failed: ValueError: --api-key ")
+    assert "abc123" not in said
+    assert "canary" not in said
 
 
 @given(st.text(), st.text(), st.integers(0, 2**40), st.integers(0, 2**40))

@@ -7,9 +7,10 @@ the generation that training goes on in. So all that any node did for one recove
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from ...output.masking import masked
 from ..accounting.goodput import Activity
 from ..accounting.training_account import Recovered
 
@@ -40,8 +41,9 @@ def trace_id(run: str, generation: int) -> int:
     return int.from_bytes(digest[:16], "big") or 1
 
 
-def spans_of(recovered: Recovered, epoch: float) -> RecoverySpans | None:
-    """`epoch`: the wall clock's time when the monotonic clock was 0. None: it took no time."""
+def spans_of(recovered: Recovered, epoch: float, secrets: Collection[str]) -> RecoverySpans | None:
+    """`epoch`: the wall clock's time when the monotonic clock was 0. What a worker printed may have `secrets` in it,
+    which do not leave this node. None: it took no time."""
     recovery = recovered.recovery
     if not recovery.stages:
         return None
@@ -57,5 +59,5 @@ def spans_of(recovered: Recovered, epoch: float) -> RecoverySpans | None:
         "elastic_agent.cause": recovered.cause,
     }
     if recovered.because:
-        attributes["elastic_agent.because"] = recovered.because
+        attributes["elastic_agent.because"] = masked(recovered.because, secrets)
     return RecoverySpans(trace_id(recovered.run, recovered.generation), (whole, *phases), attributes)
