@@ -278,9 +278,11 @@ def test_an_exclusion_ends_with_its_job() -> None:
         exclusions=exclude((), "a", "a-0", "ecc", "GPU 3 is sick"),
     )
     bench.put(WORLD_KEY, ended.to_json())
-    a, b = (bench.join(name, lasting) for name in "ab")
+    a = bench.join("a", lasting)
     bench.settle()
     assert not a.part.recheck_due(bench.now)
+    b = bench.join("b", lasting)
+    bench.settle()
     assert bench.members() == ["a", "b"]
     assert b.generation == ended.generation + 1
     world = bench.world()
