@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,16 @@ import pytest
 from .harness import RECORDER, Agent, Job
 
 pytestmark = pytest.mark.usefixtures("in_etcd")
+
+CANARY = "c4n4ry-Value9"
+TALKATIVE = """
+import os, sys
+print(dict(os.environ))
+print(sys.argv, file=sys.stderr)
+def train(token):
+    raise RuntimeError(f"cannot log in with token={token!r} at https://me:{token}@host/")
+train(sys.argv[2])
+"""
 
 WARM = "--preload=json"
 """So that workers are forked from a spare; nothing heavy."""
@@ -51,3 +64,26 @@ def test_workers_that_hang_are_looked_at_before_they_are_ended(job: Job, tmp_pat
     agent.exit_code()
     looked = folder_of(agent) / "a" / "1-hang"
     assert re.match(r"rank 0: locked, recorder\.py:\d+ in ", (looked / "summary.txt").read_text())
+
+
+def test_an_archive_of_a_run_has_no_secret(job: Job, tmp_path: Path) -> None:
+    """Not of the environment, nor of arguments, though the script prints all of them."""
+    script = tmp_path / "talkative.py"
+    script.write_text(TALKATIVE)
+    options = WARM, f"--log-dir={tmp_path / 'logs'}", "--max-restarts=0"
+    environment = {"MY_API_KEY": CANARY, "DATABASE_PASSWORD": CANARY}
+    agent = job.start("a", *options, script=(script, "--api-key", CANARY), environment=environment)
+    agent.exit_code()
+    run = folder_of(agent).parents[1]
+    assert (run / "configuration-a.toml").stat().st_mode & 0o777 == 0o600
+    archive = tmp_path / "run.tar.gz"
+    command = [sys.executable, "-m", "elastic_agent", "diagnose", str(run), f"--output={archive}"]
+    subprocess.run(command, check=True, capture_output=True)
+    with tarfile.open(archive) as tar:
+        texts = {
+            member.name: content.read().decode() for member in tar if (content := tar.extractfile(member))
+        }
+    for part in ("stdout.log", "stderr.log", "events-a.jsonl", "configuration-a.toml"):
+        assert [name for name in texts if name.endswith(part)], part
+    assert "RuntimeError: cannot log in" in "".join(texts.values())
+    assert not [name for name, text in texts.items() if CANARY in text]
