@@ -14,24 +14,25 @@ MASK = "***"
 LEAST_CHARS = 6
 """Of a known value: shorter ones are found everywhere."""
 
+# All begin where a word does, and have bounds: lines of workers may be long, and have been made to be slow to look at.
 _WORD = r"secret|passw|token(?!s|iz|_ids|_type)|api[_-]?key|access[_-]?key|credential|private[_-]?key"
 _NAME = re.compile(rf"(?i)(?!.*[_-](file|path|dir)$).*({_WORD}|authorization)")
 _ASSIGNED = re.compile(
     rf"""(?ix)
-    (?P<name> [\w.-]{{0,64}}? (?:{_WORD}) [\w.-]{{0,64}} )
+    (?<! [\w.-] ) (?P<name> [\w.-]{{0,64}}? (?:{_WORD}) [\w.-]{{0,64}} )
     (?P<between> ["']? \s* (?: [=:] | , \s* (?=["']) ) \s* | ["']? \s* \] \s* = \s* )
     (?P<quote> ["']? )
     (?P<value> (?: (?<=["']) [^"'\n]* | [^\s"',;)\]}}]+ ) )
     """
 )
-_OPTION = re.compile(rf"(?i)(--?[\w-]{{0,64}}?(?:{_WORD})[\w-]{{0,64}}\s+)([^\s'\"-][^\s'\"]*)")
+_OPTION = re.compile(rf"(?i)(?<![\w-])(--?[\w-]{{0,64}}?(?:{_WORD})[\w-]{{0,64}}\s+)([^\s'\"-][^\s'\"]*)")
 _HEADER = re.compile(
     r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^\n'\"]+)|(\b(?:bearer|basic)\s+)([\w.~+/=-]{8,})"
 )
-_URL = re.compile(r"(?i)(\b[a-z][a-z0-9+.-]{0,32}://[^\s:/@]{0,128}:)([^\s/@]+)(@)")
+_URL = re.compile(r"(?i)((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,32}://[^\s:/@]{0,128}:)([^\s/@]+)(@)")
 _FORMS = re.compile(
-    r"\b(?:hf_|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|sk-|nvapi-)[A-Za-z0-9_-]{8,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
-    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"
+    r"(?<![\w-])(?:hf_|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|sk-|nvapi-)[A-Za-z0-9_-]{8,}|(?<![\w-])(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 

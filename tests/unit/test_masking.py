@@ -67,3 +67,25 @@ def test_variables_that_are_secret_by_name() -> None:
         "HOME": "e",
     }
     assert secrets_in(environ) == {"a1", "b2"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a",
+        "token",
+        "token-",
+        "http://",
+        "a://b:",
+        "eyJaaaaaaaa-",
+        "eyJaaaaaaaaa.",
+        "sk-",
+        "--key",
+        "token ",
+        "bearer ",
+    ],
+)
+def test_it_comes_to_an_end_on_lines_that_are_made_to_take_long(part: str) -> None:
+    """A pattern that looks at each part from each other takes hours for this."""
+    text = part * (2**20 // len(part))
+    assert len(masked(text)) <= 2 * len(text)
