@@ -5,9 +5,9 @@ generation that ended with the own failure of one node alone is put down to the 
 a row are counted. The node is excluded
 
 - after the first whose cause shows that its machine is broken (`Action.EXCLUDE_NODE`);
-- after `EXCLUDE_AFTER` in a row, or `EXCLUDE_AFTER_LONG` when the newest generation had run for longer than a minute:
-  of few nodes the same one is soon hit twice by chance. An error of the script (`STOP`, `END`) is put down to a node
-  only if that has joined a job that trained well without it;
+- after `EXCLUDE_AFTER` in a row; or of fewer than `MANY` nodes, when the newest generation had run for longer than a
+  minute, after `EXCLUDE_AFTER_LONG`: of few the same one is soon hit twice by chance. An error of the script (`STOP`,
+  `END`) is put down to a node only if that has joined a job that trained well without it;
 - after the first one that would end the job, if it has joined a job that trained well without it. A generation was
   *healthy* if it made progress, or if nothing but a planned change ended it. Those of its members that are in the world
   are *proven*; the world lists the others.
@@ -29,6 +29,7 @@ from ..records import Action, CauseKind, Condition, Exclusion, Failure, NodeReco
 
 EXCLUDE_AFTER = 2
 EXCLUDE_AFTER_LONG = 3
+MANY = 4
 
 MOST_IN_A_ROW = 3
 """Nodes that are excluded one after the other, each with its failures forgiven, while no world lasts for a minute. Then
@@ -83,7 +84,8 @@ def to_exclude(
     failure = world.cause.failure
     if failure is not None and failure.action in (Action.STOP, Action.END) and not joined_healthy_job:
         return None
-    enough = EXCLUDE_AFTER_LONG if _lasted(world, survivors) else EXCLUDE_AFTER
+    by_chance = _lasted(world, survivors) and len(world.members) < MANY
+    enough = EXCLUDE_AFTER_LONG if by_chance else EXCLUDE_AFTER
     if spent and joined_healthy_job:
         enough = 1
     return suspect if restarts.blamed >= enough else None

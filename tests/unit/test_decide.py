@@ -972,9 +972,14 @@ def failing(node: NodeRecord) -> NodeRecord:
         # one that stands by takes its place
         (FIRST, (SA, SB, SC, D), "running 5 [a b d] failure c"),
         (replace(FIRST, limits=replace(LIMITS, min_nodes=3)), (SA, SB, SC, D), "running 5 [a b d] failure c"),
-        # after more than a minute it takes one more
+        # after more than a minute it takes one more, of few nodes
         (FIRST, (LONG, SB, SC), "running 5 [a b c] failure c"),
         (replace(FIRST, restarts=TWICE), (LONG, SB, SC), "running 5 [a b] failure c"),
+        (
+            replace(FIRST, members=line_up((A, B, C, D)), limits=replace(LIMITS, max_nodes=4)),
+            (LONG, SB, SC, replace(D, generation=4, conditions=frozenset({STOPPED}))),
+            "running 5 [a b d] failure c",
+        ),
         # one began elsewhere
         (replace(FIRST, cause=OF_A, restarts=ONCE), (SA, SB, SC), "running 5 [a b c] failure a"),
         (replace(FIRST, restarts=replace(ONCE, culprit="a-1")), (SA, SB, SC), "running 5 [a b c] failure c"),
