@@ -7,7 +7,8 @@ evidence needs ready, and each worker counts its own part of each step, without 
 
 Two figures. *Step*: processor time of a worker's step, a small DDP on gloo that calls `step()`, in one process; blocks
 with and without the measure take turns, and a run keeps the median of each. *Agent*: processor time of the agent and
-what it keeps beside the workers, while eight of them train in steps of 20 ms (`library_job.py`), per minute.
+what it keeps beside the workers, while eight of them train in steps of 20 ms, per minute: workers that call `step()`
+(`library_job.py`), and workers that do not (`ddp_job.py`), whose signs of life the agent looks for in /proc.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ AGENT_GOAL_S = 0.3
 WORKERS = 8
 BLOCKS = 11
 GENERATION = 1
-LIBRARY_JOB = Path(__file__).with_name("library_job.py")
 WARM_STEPS = 100
 """Of each rank, before the agent is looked at."""
 START_S = 300.0
 
-STEP, AGENT = "step", "agent"
+STEP, AGENT, AGENT_OF_PLAIN = "step", "agent", "agent of a plain job"
+JOBS = {AGENT: "library_job.py", AGENT_OF_PLAIN: "ddp_job.py"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,10 @@ def main() -> None:
         return
     runs: list[Run] = []
     for _ in range(options.repeat):
-        for measure in (lambda: step_costs(options.steps), lambda: agent_costs(options.seconds)):
-            runs.append(measure())
+        runs.append(step_costs(options.steps))
+        keep(runs, options.json)
+        for what in JOBS:
+            runs.append(agent_costs(what, options.seconds))
             keep(runs, options.json)
     how = f"{options.repeat} runs, {BLOCKS} blocks of {options.steps} steps, {options.seconds:g} s of each agent"
     publish(table(runs), how, options.markdown, "watching")
@@ -131,18 +134,19 @@ def put(places: Sequence[tuple[Any, str]], functions: Sequence[Any] | None) -> t
     return there
 
 
-def agent_costs(seconds: float) -> Run:
-    return Run(AGENT, agent_s(seconds, watched=True), agent_s(seconds, watched=False))
+def agent_costs(what: str, seconds: float) -> Run:
+    script = Path(__file__).with_name(JOBS[what])
+    return Run(what, agent_s(script, seconds, watched=True), agent_s(script, seconds, watched=False))
 
 
-def agent_s(seconds: float, *, watched: bool) -> float:
+def agent_s(script: Path, seconds: float, *, watched: bool) -> float:
     """Processor seconds of an agent in a minute, out of so many."""
     with tempfile.TemporaryDirectory() as folder:
         off = ("--hang-timeout=off", "--log-dir=/dev/null")
         options = (f"--log-dir={folder}/logs",) if watched else off
         command = (
             *(sys.executable, "-m", "elastic_agent", f"--nproc-per-node={WORKERS}", "--notice=off"),
-            *(*options, str(LIBRARY_JOB), folder, "--step-s", str(STEP_S), "--checkpoint-every", "1000000"),
+            *(*options, str(script), folder, "--step-s", str(STEP_S), "--checkpoint-every", "1000000"),
         )
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         log = Path(folder, "log")
@@ -197,13 +201,14 @@ def table(runs: Sequence[Run]) -> str:
 ROWS: tuple[tuple[str, str, float, str], ...] = (
     (STEP, "a worker's step, us", 1e-6, f"{STEP_GOAL:.0%} of {STEP_S * 1000:g} ms"),
     (AGENT, f"the agent of {WORKERS} workers, s per minute", 1.0, f"{AGENT_GOAL_S:g} s"),
+    (AGENT_OF_PLAIN, "the same, without step()", 1.0, f"{AGENT_GOAL_S:g} s"),
 )
 
 
 def difference(what: str, more: Sequence[float]) -> str:
     """Of the medians of runs that were made one after the other; of a step as a share of it."""
     median = statistics.median(more)
-    if what == AGENT:
+    if what in JOBS:
         return f"{median:+.2f} s"
     return f"{median:+.1f} us, {median * 1e-6 / STEP_S:.2%}"
 
