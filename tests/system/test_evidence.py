@@ -53,6 +53,9 @@ def test_a_failure_leaves_on_every_node_where_its_workers_stood(job: Job, tmp_pa
         ]
         looked = folder / agent.name / "1-failure"
         job.wait_for(lambda: (looked / "summary.txt").exists(), "the files")  # noqa: B023
+        events = (folder.parents[1] / f"events-{agent.name}.jsonl").read_text()
+        assert '"kind":"evidence"' in events
+        assert str(looked) in events
         for rank in ranks:
             text = (looked / f"rank{rank}.txt").read_text()
             assert re.search(r"recorder\.py:\d+ in ", text), text

@@ -371,6 +371,10 @@ class Observer:
             )
         self._shown = failure
 
+    def evidence_kept(self, path: str, generation: int) -> None:
+        """What workers do is written down there."""
+        self.journal.note(Kind.EVIDENCE, path, generation=generation)
+
     def stopping(self, now: float) -> None:
         generation = self._generation
         generation.stopped_at = now

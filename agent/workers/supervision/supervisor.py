@@ -692,7 +692,10 @@ class Supervisor:
             for local_rank in generation.running
         ]
         seen = WorkersSeen(generation.number)
-        return self._processes.evidence.look(why, targets, depth, then or (lambda look: self._post(seen)))
+        look = self._processes.evidence.look(why, targets, depth, then or (lambda look: self._post(seen)))
+        if look.path is not None:
+            self._observer.evidence_kept(str(look.path), generation.number)
+        return look
 
     def _keep_evidence(self, generation: Generation) -> None:
         """Before workers are asked to end because something has failed, here or elsewhere. Waits a moment for it."""
