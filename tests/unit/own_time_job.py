@@ -36,7 +36,7 @@ def buffers() -> nn.Module:
 
 
 def compiled() -> nn.Module:
-    return torch.compile(buffers(), backend="aot_eager")  # type: ignore[return-value]
+    return torch.compile(DistributedDataParallel(nn.Linear(8, 8)), backend="aot_eager")  # type: ignore[return-value]
 
 
 def fsdp() -> nn.Module:
@@ -54,7 +54,7 @@ def train(make: Callable[[], nn.Module]) -> tuple[list[int], str]:
     torch.manual_seed(7)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    slow = (0 if make in (buffers, compiled) else 1) == RANK
+    slow = (0 if make is buffers else 1) == RANK
     own: list[int] = []
     torch.manual_seed(RANK)
     for step in range(STEPS):

@@ -26,7 +26,7 @@ from elastic_agent.worker.wire.shared_progress import SharedProgress
 from tests.unit.own_time_job import SLEEP_S
 
 JOB = Path(__file__).with_name("own_time_job.py")
-SLOW = {"ddp": 1, "buffers": 0, "compiled": 0, "fsdp": 1, "plain": 1}
+SLOW = {"ddp": 1, "buffers": 0, "compiled": 1, "fsdp": 1, "plain": 1}
 
 
 def train(store: Path, *, measured: bool) -> list[dict[str, Any]]:
@@ -143,6 +143,22 @@ def test_a_compiled_model_trains(waits: Waits, compiled_autograd: bool) -> None:
             model(torch.ones(1, 2)).sum().backward()
     assert layer.weight.grad is not None
     assert layer.weight.grad.tolist() == [[3.0, 3.0]] * 2
+
+
+def test_the_compiler_goes_through_torch_s_own_functions(
+    waits: Waits, recwarn: pytest.WarningsRecorder
+) -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    @torch.compile(backend="eager")
+    def train(batch: torch.Tensor) -> torch.Tensor:
+        (weight * batch).sum().backward()
+        return batch * 2
+
+    assert train(torch.ones(3)).tolist() == [2.0] * 3
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0] * 3
+    assert [str(one.message) for one in recwarn if "Dynamo" in str(one.message)] == []
 
 
 def test_what_takes_a_name_of_torch_is_pickled_by_that_name(waits: Waits) -> None:

@@ -32,18 +32,21 @@ _ident = threading.get_ident
 class Waits:
     """Those of one thread, which trains. What other threads wait for does not hold it up."""
 
-    def __init__(self, thread: int) -> None:
+    def __init__(self, thread: int, is_compiling: Callable[[], bool] = lambda: False) -> None:
+        """`is_compiling`: of torch; where its compiler goes through a function, it is to find torch's own."""
         self.total_ns = 0
+        self._is_compiling = is_compiling
         self._thread = thread
         self._inside = False
         """Of a wait: one in another counts once."""
 
     def timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """`wait`, as it was; the time that it takes is counted."""
+        is_compiling = self._is_compiling
 
         @functools.wraps(wait)
         def waits(*args: Any, **more: Any) -> Any:
-            if self._inside or _ident() != self._thread:
+            if is_compiling() or self._inside or _ident() != self._thread:
                 return wait(*args, **more)
             self._inside, begun = True, _now_ns()
             try:
@@ -61,7 +64,7 @@ class Waits:
 
         Unless Python code waits in that part: then this code says itself when it does, and works in between.
         """
-        under_way = False
+        under_way, is_compiling = False, self._is_compiling
         ended_at: list[int] = []
         """When the own part has ended, and what had been waited for until then."""
 
@@ -74,8 +77,10 @@ class Waits:
         @functools.wraps(backward)
         def passes(tensors: Any, *args: Any, **more: Any) -> Any:
             nonlocal under_way
+            if is_compiling():
+                return backward(tensors, *args, **more)
             node = _first_node(tensors)
-            if node is None or under_way or _ident() != self._thread or _is_compiled():
+            if node is None or under_way or _ident() != self._thread or _compiles_backward():
                 return backward(tensors, *args, **more)
             under_way = True
             ended_at.clear()
@@ -99,7 +104,7 @@ def _first_node(tensors: Any) -> Any:
     return node if hasattr(node, "register_prehook") else None
 
 
-def _is_compiled() -> bool:
+def _compiles_backward() -> bool:
     """Compiled autograd traces the hooks of a graph: it must find none of ours."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(getattr(module, "compiled_autograd_enabled", True))
@@ -110,11 +115,16 @@ def watch() -> Waits | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None:
         return None
-    waits = Waits(_ident())
+    waits = Waits(_ident(), _is_compiling_of(sys.modules.get("torch.compiler")))
     for place, name, replacement in _replacements(distributed, waits):
         with contextlib.suppress(AttributeError, TypeError):  # another version of torch
             setattr(place, name, replacement(getattr(place, name)))
     return waits
+
+
+def _is_compiling_of(compiler: ModuleType | None) -> Callable[[], bool]:
+    found: Callable[[], bool] = getattr(compiler, "is_compiling", lambda: False)
+    return found
 
 
 def _replacements(
