@@ -236,6 +236,24 @@ def test_each_event_counts_once_however_many_nodes_noted_it_and_the_worst_node_i
     assert found.causes == (("join", 2), ("signal", 2), ("lost", 1))
 
 
+def test_a_hang_is_put_down_to_the_node_that_the_next_world_or_the_end_names() -> None:
+    journals = [Journal(name) for name in ("a", "b")]
+    for node in journals:
+        node.begin(0.0)
+        node.note(Kind.WORLD, 1, cause="start")
+        node.spend(productive=10.0)
+        node.note(Kind.VERDICT, cause="certain")
+        node.note(Kind.FAILURE, cause="hang")
+        node.note(Kind.WORLD, 2, cause="hang", about="b")
+        node.spend(productive=10.0)
+        node.note(Kind.WORLD, 3, cause="join", about="a")
+        node.note(Kind.FAILURE, cause="hang")
+        node.note(Kind.JOB_ENDED, cause="crash_loop", about="b")
+    found = report(*journals)
+    assert [(node.node, node.hangs, node.failures) for node in found.nodes] == [("b", 2, 0), ("a", 0, 0)]
+    assert found.causes == (("hang", 2), ("join", 1))
+
+
 def test_a_failure_that_ended_the_job_is_a_cause_like_the_others() -> None:
     a = failing_once()
     a.note(Kind.FAILURE, 2, about="a", cause="disk_full")

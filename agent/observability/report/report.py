@@ -177,7 +177,7 @@ def _causes(generations: Sequence[Formed], events: Iterable[JobEvent]) -> tuple[
 
 def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigures, ...]:
     starts = Counter(life.node for life in lives)
-    ended = {(e.generation, e.about): e.cause for e in events if e.kind is Kind.FAILURE and e.about}
+    ended = _ended(events)
     failures = Counter(node for (_, node), cause in ended.items() if cause != _HANG)
     hangs = Counter(node for (_, node), cause in ended.items() if cause == _HANG)
     lost = {(e.generation, e.about) for e in events if e.kind is Kind.WORLD and e.about and e.cause == _LOST}
@@ -192,6 +192,20 @@ def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigur
         for node in starts | failures | losses | hangs | exclusions | straggling
     ]
     return tuple(sorted(found, key=lambda node: (*(-number for number in node.trouble), node.node)))
+
+
+def _ended(events: Sequence[JobEvent]) -> dict[tuple[int, str], str]:
+    """Why, by the generation that a failure ended and the node that it is put down to. The failure itself names none
+    where no worker of it has failed, as in a hang: then the world that comes next does, or the job's end."""
+    why = {event.generation: event.cause for event in events if event.kind is Kind.FAILURE}
+    found = {}
+    for event in events:
+        ended = event.generation - 1 if event.kind is Kind.WORLD else event.generation
+        if event.kind is Kind.WORLD and event.cause != why.get(ended):
+            continue
+        if event.about and ended in why and event.kind in (Kind.FAILURE, Kind.WORLD, Kind.JOB_ENDED):
+            found[ended, event.about] = why[ended]
+    return found
 
 
 def _most(lives: Iterable[Life], kind: Kind, cause: str | None = None) -> Counter[str]:
