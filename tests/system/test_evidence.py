@@ -65,8 +65,8 @@ def test_workers_that_hang_are_looked_at_before_they_are_ended(job: Job, tmp_pat
     options = WARM, f"--log-dir={tmp_path / 'logs'}", "--hang-timeout=2s", "--max-restarts=0"
     agent = job.start("a", *options, script=(RECORDER, "--report", "--fault=1:0:3:hang"))
     agent.exit_code()
-    looked = folder_of(agent) / "a" / "1-hang"
-    assert re.match(r"rank 0: locked, recorder\.py:\d+ in ", (looked / "summary.txt").read_text())
+    [first, *_] = sorted((folder_of(agent) / "a").glob("*/summary.txt"))
+    assert re.match(r"rank 0: locked, recorder\.py:\d+ in ", first.read_text())
 
 
 def test_an_archive_of_a_run_has_no_secret(job: Job, tmp_path: Path) -> None:
