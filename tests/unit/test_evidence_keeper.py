@@ -18,6 +18,7 @@ from elastic_agent.agent.workers.evidence import flight_records
 from elastic_agent.agent.workers.evidence import keeper as module
 from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Depth, Target
 from elastic_agent.agent.workers.evidence.keeper import MOST_LOOKS, EvidenceKeeper, Look, WorkerStacks
+from elastic_agent.agent.workers.processes.proc import stat_of
 from elastic_agent.rendezvous.statements.inquiry import Doing
 
 SECRET = "s3cr3t-canary"
@@ -49,6 +50,9 @@ def target(stacks: WorkerStacks, tmp_path: Path) -> Iterator[Target]:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
+        deadline = time.monotonic() + 30
+        while (stat := stat_of(f"/proc/{process.pid}")) is not None and stat.state != "S":
+            assert time.monotonic() < deadline
         yield Target(3, 0, process.pid, stacks.of(0), step=7, last_lines=("loss 0.1",))
         process.kill()
 
