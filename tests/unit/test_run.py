@@ -25,6 +25,7 @@ from elastic_agent.agent.main.loop import Ending, Loop
 from elastic_agent.agent.main.prepared import Prepared
 from elastic_agent.agent.main.probes import Probes
 from elastic_agent.agent.main.service_manager import ServiceManager
+from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
@@ -100,11 +101,13 @@ def test_the_lease_is_given_up_after_the_loop_has_ended_with_its_workers(
 ) -> None:
     loop = cast(Loop, Recorded("loop", calls, ended(ExitCode.SUCCESS)))
     store = cast(Store, Recorded("store", calls))
-    ending = life._live(agent, loop, rendezvous(calls), store, hosts_store=False)
+    observer = cast(Observer, Recorded("observer", calls))
+    ending = life._live(agent, loop, rendezvous(calls), observer, store, hosts_store=False)
     assert ending.code is ExitCode.SUCCESS
     assert calls == [
         "heartbeat.start",
         "loop.run",
+        "observer.ended_with",
         "heartbeat.close",
         "manager.stopping",
         "link.close",
@@ -175,7 +178,7 @@ def test_http_answers_while_the_store_is_looked_for(
     served: list[Probes] = []
 
     def serve(
-        agent: Agent, ground: Any, metrics: Any, pages: Any, probes: Probes, parts: Any
+        agent: Agent, ground: Any, metrics: Any, pages: Any, probes: Probes, *more: Any
     ) -> tuple[str, int]:
         order.append("http")
         served.append(probes)
@@ -196,7 +199,7 @@ def test_http_answers_while_the_store_is_looked_for(
     monkeypatch.setattr(
         life, "_start_helpers", lambda *_: life.Helpers(*[cast(Any, Recorded("helper", order))] * 4)
     )
-    monkeypatch.setattr(life, "_check", lambda *_: order.append("checks"))
+    monkeypatch.setattr(life, "_check", lambda *_: (order.append("checks"), None))
     monkeypatch.setattr(life, "_serve_http", serve)
     monkeypatch.setattr(life, "_find_store", find)
     with pytest.raises(CannotStart):
