@@ -24,7 +24,7 @@ from elastic_agent.agent.machine.network.discovery import Network
 from elastic_agent.agent.machine.network.profiles import Profile
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.needs import NodeNeeds
-from elastic_agent.health.checks.node.table import NODE_CHECKS
+from elastic_agent.health.checks.node.table import NODE_CHECKS, RECHECKS
 from elastic_agent.health.checks.pairs.report import PEER_CHECKS
 
 FOUND = (
@@ -142,7 +142,7 @@ def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None
 
 def test_the_page_has_every_check_and_every_exit_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checks.md").read_text()
-    names = [name for one in NODE_CHECKS for name in one.names]
+    names = [name for one in (*NODE_CHECKS, *RECHECKS) for name in one.names]
     assert sorted(re.findall(r"^\| `([a-z-]+)` \|.*\|.*\|$", page, re.MULTILINE)) == sorted(
         [*names, *PEER_CHECKS]
     )
