@@ -441,7 +441,11 @@ class Simulation(Checks):
         able = [
             node
             for node in self.nodes
-            if node.may_leave and node.worker is not None and node.worker.team.intact and not node.stopping
+            if node.may_leave
+            and node.worker is not None
+            and node.worker.team.intact
+            and node.worker.stepped
+            and not node.stopping
         ]
         if not able:
             self.after(1.0, self.hang_one)

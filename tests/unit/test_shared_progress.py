@@ -24,6 +24,8 @@ from elastic_agent.worker.wire.shared_progress import (
     OWN_COUNT,
     OWN_TIMES,
     PENDING,
+    POLLED_AT,
+    SAVING,
     SCRIPT_AT,
     SIZE,
     STEP,
@@ -62,13 +64,13 @@ def test_what_one_process_writes_the_other_reads(ours: SharedProgress) -> None:
 def test_each_word_is_read_as_what_it_is(ours: SharedProgress) -> None:
     for number, word in enumerate(
         (STEP, STEPPED_AT, FIRST_STEP, FIRST_AT, SCRIPT_AT, LOAD_AT, LOADED_AT,
-         LOADED_STEP, CHOSEN_STEP),
+         LOADED_STEP, CHOSEN_STEP, POLLED_AT, SAVING),
         start=1,
     ):  # fmt: skip
         ours.words[word] = number * 10**9
     assert ours.read() == Reading(
         step=10**9, stepped_at=2.0, first_step=3 * 10**9, first_at=4.0, script_at=5.0, load_at=6.0, loaded_at=7.0,
-        loaded_step=8 * 10**9, chosen_step=9 * 10**9,
+        loaded_step=8 * 10**9, chosen_step=9 * 10**9, polled_at=10.0, saving=True,
     )  # fmt: skip
 
 
@@ -76,9 +78,9 @@ def test_the_two_writers_share_no_cache_line() -> None:
     agent = {GENERATION, PENDING}
     worker = {
         ATTACHED, STEP, STEPPED_AT, FIRST_STEP, FIRST_AT, SCRIPT_AT, LOAD_AT,
-        LOADED_AT, LOADED_STEP, CHOSEN_STEP, OWN_COUNT, *range(OWN_TIMES, OWN_TIMES + KEPT_TIMES),
+        LOADED_AT, LOADED_STEP, CHOSEN_STEP, SAVING, POLLED_AT, OWN_COUNT, *range(OWN_TIMES, OWN_TIMES + KEPT_TIMES),
     }  # fmt: skip
-    assert len(worker) == 11 + KEPT_TIMES, "two words in one place"
+    assert len(worker) == 13 + KEPT_TIMES, "two words in one place"
     assert {word // 8 for word in agent}.isdisjoint({word // 8 for word in worker})
     assert max(worker) < SIZE // 8
 

@@ -138,8 +138,9 @@ class Checkpointer:
             raise CheckpointError(
                 f"this Checkpointer only reads {self._files.directory}: it was made read_only"
             )
-        self._agreement.meet()
-        return self._state.save(operator.index(step))
+        with progress.saving():
+            self._agreement.meet()
+            return self._state.save(operator.index(step))
 
     def wait(self) -> bool:
         """Return when the newest save is durable; False when it was refused. Every rank must call it.

@@ -13,12 +13,13 @@ No torch here: a script that only calls `step` need not have it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
 
@@ -42,6 +43,8 @@ from ..wire.shared_progress import (
     OWN_COUNT,
     OWN_TIMES,
     PENDING,
+    POLLED_AT,
+    SAVING,
     STEP,
     STEPPED_AT,
     SharedProgress,
@@ -172,6 +175,8 @@ def poll() -> None:
     Call it at places where the process could end, on every rank that is at work there; not between the beginning of a
     step and its `step()`. It costs less than a microsecond when no change waits. Raises Drained.
     """
+    if _words is not None:
+        _words[POLLED_AT] = _now_ns()
     step = awaited_between_steps()
     if step is not None:
         from .drain import between_steps
@@ -185,6 +190,20 @@ def awaited_between_steps() -> int | None:
     if words is None or not words[PENDING] or words[STEP] == NO_STEP:
         return None
     return words[STEP]
+
+
+@contextlib.contextmanager
+def saving() -> Iterator[None]:
+    """The agent knows that this worker saves, which may take longer than any step."""
+    words = _words
+    if words is None:
+        yield
+        return
+    words[SAVING] = 1
+    try:
+        yield
+    finally:
+        words[SAVING] = 0
 
 
 def loading() -> None:

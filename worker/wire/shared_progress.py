@@ -2,7 +2,7 @@
 
     agent    generation, pending, all_signalled, and script_at of a worker that it started as a new process
     worker   attached, step, stepped_at, first_step, first_at, load_at, chosen_step, loaded_at, loaded_step,
-             leaves_sigterm, own_count, own_times
+             leaves_sigterm, own_count, own_times, saving, polled_at
     spare    script_at, when it becomes a worker and the user's script begins
 
 A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
@@ -57,6 +57,10 @@ LEAVES_SIGTERM = 18
 """1 while a SIGTERM does nothing to this worker, which without a handler of its own would end by it."""
 OWN_COUNT = 19
 """How many steps were timed so far: all but the first."""
+SAVING = 20
+"""1 while `Checkpointer.save` runs."""
+POLLED_AT = 21
+"""The newest `poll`, between two steps."""
 OWN_TIMES = 24
 """The first of `KEPT_TIMES` words: of the newest steps, nanoseconds without those spent waiting for other ranks. Step
 number n of them is in word n modulo `KEPT_TIMES`."""
@@ -84,6 +88,8 @@ class Reading:
     loaded_at: float | None = None
     loaded_step: int | None = None
     chosen_step: int | None = None
+    saving: bool = False
+    polled_at: float | None = None
 
 
 class SharedProgress:
@@ -175,6 +181,8 @@ class SharedProgress:
             loaded_at=loaded_at,
             loaded_step=words[LOADED_STEP] if loaded_at is not None else None,
             chosen_step=words[CHOSEN_STEP] if words[CHOSEN_STEP] != NO_STEP else None,
+            saving=bool(words[SAVING]),
+            polled_at=_instant(words[POLLED_AT]),
         )
 
 

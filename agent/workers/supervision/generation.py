@@ -174,6 +174,9 @@ class Generation:
         for at, step, local_rank in stepped:
             _warn_of_silence(self.hang.stepped(local_rank, step, at))
             self.late_exits.watch.alive(at)
+        polled = [reading.polled_at for reading in self.read.values() if reading.polled_at is not None]
+        saving = [local_rank for local_rank, reading in self.read.items() if reading.saving]
+        self.hang.marked(saving, max(polled, default=None))
         self.hang.loaded = any(reading.loaded_at is not None for reading in self.read.values())
         loads = _chosen_step(self.read)
         return Progress(
