@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps watching checkpoints sharded gpu clean
+.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps watching checkpoints sharded faults gpu clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -122,6 +122,9 @@ watching: $(READY)  ## what it costs to watch a job: hangs, stragglers, journal,
 
 checkpoints: $(READY)  ## how long a checkpoint holds up training, next to torch's own
 	$(BIN)/python benchmarks/checkpoint.py
+
+faults: $(READY)  ## each kind of failure and hang: when it is seen, who is named, what is done; next to torchrun
+	$(BIN)/python benchmarks/faults.py
 
 sharded: $(READY)  ## what checkpoints of FSDP2's shards cost, and what faults cost with them, next to torch's own
 	$(BIN)/python benchmarks/sharded.py
