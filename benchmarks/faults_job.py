@@ -1,9 +1,9 @@
-"""A worker of `faults.py`: takes steps with all ranks. At its 40th one, in the first try, rank 1 does what FAULT says.
+"""A worker of `faults.py`: takes steps with all ranks. After some, in the first try, rank 1 does what FAULT says.
 
     faults_job.py FOLDER FAULT[,mute]
 
-`mute`: it tells its agent nothing, as a script does that knows of no agent. On the node named `bad`, the fault
-`bad-node` ends the worker in every try.
+`mute`: it tells its agent nothing, as a script does that knows of no agent, and trains longer before. On the node
+named `bad`, the fault `bad-node` ends the worker in every try.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 AT_STEP = 40
+AT_MUTE_STEP = 600
+"""Half a minute, in which an agent can see what is usual."""
 STEP_S = 0.05
 GUILTY_RANK = 1
 
@@ -51,11 +53,11 @@ def train(folder: Path, fault: str, *, mute: bool) -> None:
     weights = torch.nn.Linear(64, 64)
     model = torch.nn.parallel.DistributedDataParallel(weights)
     everyone = dist.new_group()
-    done = 0
+    done, at_step = 0, AT_MUTE_STEP if mute else AT_STEP
     while not (folder / "enough").exists():
         time.sleep(STEP_S)
         again = fault == "bad-node" and os.environ["NODE"] == "bad"
-        if (done == AT_STEP and dist.get_rank() == GUILTY_RANK and fault != "bad-node") or (
+        if (done == at_step and dist.get_rank() == GUILTY_RANK and fault != "bad-node") or (
             again and done == 20
         ):
             happen(folder, fault, again=again, everyone=everyone)
