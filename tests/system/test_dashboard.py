@@ -83,10 +83,10 @@ def test_a_kill_and_a_lost_node_are_on_the_dashboard(
         "Agents by state": {"running": 2},
         "Generation": {"": third.number},
         "Workers": {"": 2},
-        "Restarts by reason": {"signal": 1, "lost": 1},
+        "Restarts by reason": {"killed": 1, "lost": 1},
         "Restarts left": {"": 4},
         "Changes of the nodes": {"join": 0, "leave": 0, "lost": 1},
-        "Worker exits": {"b signal": 1},
+        "Worker exits": {"b killed": 1},
     }.items():
         deadline = time.monotonic() + ANSWERED_S
         while shown(panel) != truth and time.monotonic() < deadline:

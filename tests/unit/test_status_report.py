@@ -227,6 +227,7 @@ def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
         "node": "b",
         "rank": 3,
         "text": "rank 3 on node b failed in generation 2: exit code 1: ValueError: lr < 0",
+        "known_as": "exception",
     }
     assert document["checkpoint"] == {"step": 12, "age_s": 3.25}
     first, _, last = document["nodes"]
@@ -251,7 +252,7 @@ def test_a_job_in_trouble_to_the_line() -> None:
         == """\
 job digits: running, generation 3 for 4.5 s
   world        3 nodes, 6 workers, master 10.0.0.1:4711
-  last change  rank 3 on node b failed in generation 2: exit code 1: ValueError: lr < 0
+  last change  rank 3 on node b failed in generation 2: exit code 1: ValueError: lr < 0 (exception)
   restarts     2 failures so far, 1 in a row without progress; no limit while it makes progress, else 2 left
   step         17
   checkpoint   step 12, saved 3.2 s ago

@@ -98,6 +98,8 @@ class CauseReport:
     rank: int | None
     text: str
     """A sentence that stands alone."""
+    known_as: str | None = None
+    """Of a failure: its row in the table of causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +287,9 @@ def _cause(world: World) -> CauseReport:
         text = f"node {cause.node} failed: {cause.detail}"
     else:
         text = cause.detail
-    return CauseReport(cause.kind, cause.node or None, worker.rank if worker is not None else None, text)
+    rank = worker.rank if worker is not None else None
+    known_as = cause.failure.cause if cause.kind is CauseKind.FAILURE and cause.failure is not None else None
+    return CauseReport(cause.kind, cause.node or None, rank, text, known_as)
 
 
 def _restarts(world: World | None, best: NodeStatus | None) -> RestartReport:

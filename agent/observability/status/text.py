@@ -84,7 +84,8 @@ def _head(report: JobReport, screen: Screen) -> list[str]:
     if report.waiting_for:
         rows.append(("waiting", report.waiting_for))
     if report.cause is not None:
-        rows.append(("last change", report.cause.text))
+        known_as = f" ({report.cause.known_as})" if report.cause.known_as else ""
+        rows.append(("last change", report.cause.text + known_as))
     rows.append(("restarts", _restarts(report.restarts)))
     if report.step:
         rows.append(("step", str(report.step)))
