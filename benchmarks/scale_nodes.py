@@ -272,6 +272,8 @@ class OurNodes:
             store_outlives_job=False,
             runs_again=False,
             restarts=RestartPolicy(),
+            cool_down_s=60.0,
+            exclude_stragglers_s=None,
         )
         store = None
         for number in range(count):
