@@ -144,6 +144,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         env=replace(
             worker_env("<incarnation>", RUN_DIR, memory, config, memory_address),
             page="/proc/<agent>/fd/<page>",
+            stacks="/proc/<agent>/fd/<stacks>",
         ),
         flight_records=records,
     )

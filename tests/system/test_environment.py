@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.machine.affinity import probe_cpus, share
+from elastic_agent.worker.wire.stack_dump import DESCRIPTOR
 
 from .fake_gpus import ADDRESS
 from .harness import C_LIBRARY_SIGNALS, HELD_STORES, RECORDER, Job
@@ -151,7 +152,8 @@ WARM_AND_COLD = pytest.mark.parametrize("preload", ["--preload=json", "--preload
 
 @WARM_AND_COLD
 def test_a_worker_starts_like_from_a_shell(job: Job, preload: str) -> None:
-    """Own session, the agent's standard input and no other descriptor of it, no blocked signal, its directory."""
+    """Own session, the agent's standard input and no other descriptor of it, no blocked signal, its directory. One that
+    is from a spare has a file for its stacks, far above those that a script gets."""
     out, script = job.folder / "seen.json", job.folder / "look.py"
     script.write_text(LOOK)
     read, write = os.pipe()
@@ -163,7 +165,7 @@ def test_a_worker_starts_like_from_a_shell(job: Job, preload: str) -> None:
     assert not agent.says("cold"), "with a preloaded process there was a spare"
     seen = json.loads(out.read_text())
     assert seen == {
-        "fds": [0, 1, 2],
+        "fds": [0, 1, 2] if preload == "--preload=none" else [0, 1, 2, DESCRIPTOR],
         "leader": True,
         "stdin": "one\ntwo\n",
         "from": seen["from"],
@@ -195,7 +197,8 @@ def test_a_closed_standard_input_is_an_empty_one(job: Job, preload: str) -> None
     agent = job.start("a", preload, script=(script, out), enter=("sh", "-c", 'exec "$@" <&-', "sh"))
     assert agent.exit_code() == 0
     seen = json.loads(out.read_text())
-    assert (seen["stdin"], seen["from"], seen["fds"]) == ("", os.devnull, [0, 1, 2])
+    assert (seen["stdin"], seen["from"], seen["fds"][:3]) == ("", os.devnull, [0, 1, 2])
+    assert set(seen["fds"][3:]) <= {DESCRIPTOR}
 
 
 def test_a_program_ignores_no_signal_because_its_agent_does(job: Job) -> None:
