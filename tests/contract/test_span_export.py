@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
+from elastic_agent import protobuf
+
+with protobuf.pure_python():
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
 
 from elastic_agent import threads
 from elastic_agent.agent.observability.tracing import exporter
@@ -201,3 +206,16 @@ def test_an_export_that_raises_fails_no_thread_of_the_sdk(
     sender.send(SPANS)
     sender.close()
     assert "spans are not sent: SystemError('of a library')" in caplog.text
+
+
+def test_an_agent_that_sends_spans_can_use_etcd() -> None:
+    """Whichever is loaded first: protobuf chooses its implementation once, and etcd's messages need that in Python."""
+    script = """
+from elastic_agent.agent.observability.tracing.exporter import _Tracing
+from elastic_agent.rendezvous.etcd.rpc import load
+first, second = (lambda: _Tracing("http://127.0.0.1:1", {}), load)[::int(__import__("sys").argv[1])]
+first()
+second()
+"""
+    for order in ("1", "-1"):
+        subprocess.run([sys.executable, "-c", script, order], check=True, timeout=60)

@@ -21,6 +21,7 @@ from .harness import RECORDER, Job, planted
 THREADS = (
     "console",
     "event-file",
+    "hang-signs",
     "health-http",
     "heartbeat",
     "io",
@@ -44,6 +45,7 @@ ELSEWHERE = (
     "peer",
     "doing.replace(' ', '-')",
     "error-file",
+    "evidence",
     "handover",  # tests/contract/test_handover.py
     "handover-disk",
     "job-agent",  # of a daemon: test_daemon.py
@@ -54,6 +56,7 @@ ELSEWHERE = (
     "orders",
     "push-*",  # of the memory server, with which it ends
     "rendezvous",
+    "spans",  # tests/contract/test_span_export.py
 )
 """Those of the backlogs (`console`, `event-file`, `log-files`) and `IoThread` (`io`, `worker-logs`); where a lock was
 lent, for one question, for a step of the start or the end (tests/unit/test_threads.py, test_error_file.py), of the

@@ -23,6 +23,7 @@ PACKAGE = "elastic_agent"
 TOPS = ("rendezvous", "pool", "worker", "health", "agent")
 LOWEST = {
     "codec.py": "codec",
+    "protobuf.py": "protobuf",
     "threads.py": "threads",
     "worker/errors.py": "worker/errors",
     "rendezvous/text.py": "rendezvous/text",
@@ -34,6 +35,7 @@ START = "start"
 
 TABLE = """
 codec:
+protobuf:
 threads:
 worker/errors:
 worker/wire:
@@ -131,8 +133,8 @@ torchrun: rendezvous/etcd common configuration configuration/types configuration
 start: worker/wire common output configuration configuration/types configuration/reading workers/processes \
     workers/checkpoints machine main daemon
 """
-"""From the bottom up: each folder, and those above it in this table that it may import; `codec` and `threads` are for
-all. Names without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the
+"""From the bottom up: each folder, and those above it in this table that it may import; `codec`, `threads` and
+`protobuf` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the
 stores in their folders, of which only the configuration knows."""
 
 STORES = ("rendezvous/c10d", "rendezvous/etcd", "rendezvous/local")
@@ -145,7 +147,7 @@ MAY_IMPORT = {
 LIBRARIES = tuple(
     name
     for name in MAY_IMPORT
-    if name.partition("/")[0] in ("codec", "threads", *TOPS[:4]) and name not in STORES
+    if name.partition("/")[0] in ("codec", "protobuf", "threads", *TOPS[:4]) and name not in STORES
 )
 
 
@@ -229,7 +231,7 @@ def forbidden(found: list[Import]) -> list[str]:
     problems = []
     for one in found:
         source, target = folder(one.source), folder(one.target)
-        base = LIBRARIES if one.source.startswith("agent/") else ("codec", "threads")
+        base = LIBRARIES if one.source.startswith("agent/") else ("codec", "protobuf", "threads")
         allowed = source == target or target in (*MAY_IMPORT[source], *base)
         if not allowed:
             problems.append(f"{one}\n    {source} may not import {target}")
