@@ -134,8 +134,8 @@ start: worker/wire common output configuration configuration/types configuration
     workers/checkpoints machine main daemon
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec`, `threads` and
-`protobuf` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES` besides, but not the
-stores in their folders, of which only the configuration knows."""
+`protobuf` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES`
+besides, but not the stores in their folders, of which only the configuration knows."""
 
 STORES = ("rendezvous/c10d", "rendezvous/etcd", "rendezvous/local")
 
