@@ -153,9 +153,9 @@ def test_workers_that_cannot_all_be_started_are_ended_and_tried_again(job: Job) 
     few_files = (
         "sh",
         "-c",
-        'ulimit -n 124; exec "$@"',
+        'ulimit -n 172; exec "$@"',
         "sh",
-    )  # enough for their pages, of two descriptors each
+    )  # enough for pages and stacks, of three descriptors each
     agent = job.start("a", "--nproc-per-node=32", "--max-restarts=100", enter=few_files)
     job.wait_for(lambda: agent.says("a worker could not be started.*\n(.*\n)*.*generation 2"), "another try")
     job.wait_for(
