@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.agent.observability.journal.event_file import journals, read_file
-from elastic_agent.agent.observability.journal.events import Kind
+from elastic_agent.agent.observability.journal.events import Kind, read_events
 from tests.browser import LACKING, browsing, find_chromium
 
 from .harness import RECORDER, Agent, Job
@@ -92,6 +94,9 @@ def test_what_is_served_is_in_the_file_and_a_client_hears_of_it_as_it_happens(jo
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     assert events[-1].kind is Kind.AGENT_ENDED
     assert events[-1].counts == {"code": agent.process.returncode}
+    command = (sys.executable, "-m", "elastic_agent", "events", str(folder), "--json")
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert list(read_events(shown.splitlines())) == events
     [failure] = [event for event in events if event.kind is Kind.FAILURE]
     assert (failure.rank, failure.about, failure.generation) == (0, "a", 1)
     worlds = [event for event in events if event.kind is Kind.WORLD]

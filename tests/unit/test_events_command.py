@@ -96,7 +96,7 @@ def test_only_the_agents_of_the_job_count(here: list[Endpoint], capsys: pytest.C
 def test_more_events_than_an_answer_holds_are_all_shown(capsys: pytest.CaptureFixture[str]) -> None:
     journal = a_journal()
     for number in range(2 * MOST_EVENTS + 7):
-        journal.note(Kind.SAVE, f"save {number}")
+        journal.note(Kind.DRAIN, f"save {number}")
     with serving(journal, "a-1") as http:
         assert command.main(["--agent", str(http)]) == EventsCode.SHOWN
     assert [line.rpartition(" ")[2] for line in lines(capsys)] == [str(n) for n in range(2 * MOST_EVENTS + 7)]

@@ -114,12 +114,25 @@ def test_a_field_of_tomorrow_is_ignored() -> None:
 def test_the_newest_events_stay_in_memory() -> None:
     journal = Journal("a", lambda: 0.0, kept=3)
     for number in range(1, 6):
-        journal.note(Kind.SAVE, str(number))
+        journal.note(Kind.WORLD, str(number))
     assert texts(journal.since(0, 10)) == ["3", "4", "5"]
     assert texts(journal.since(0, 2)) == ["3", "4"]
     assert texts(journal.since(3, 10)) == ["4", "5"]
     assert journal.since(5, 10) == journal.since(99, 10) == ()
     assert journal.newest == 5
+
+
+def test_what_comes_again_and_again_pushes_nothing_else_out() -> None:
+    journal = Journal("a", lambda: 0.0, kept=8)
+    journal.note(Kind.WORLD, "world 1")
+    for number in range(2, 1000):
+        journal.note(Kind.SAVE, f"save {number}")
+    journal.note(Kind.WORLD, "world 1000")
+    assert texts(journal.since(0, 10)) == ["world 1", "save 998", "save 999", "world 1000"]
+    assert texts(journal.since(0, 2)) == ["world 1", "save 998"]
+    assert texts(journal.since(998, 10)) == ["save 999", "world 1000"]
+    assert texts(journal.newest_of(1, 1)) == ["save 999", "world 1000"]
+    assert texts(journal.newest_of(5, 1)) == ["world 1", "save 999", "world 1000"]
 
 
 def test_a_listener_hears_of_each_event() -> None:

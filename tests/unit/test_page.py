@@ -202,7 +202,7 @@ def wait_for(stream: EventStream, kind: str) -> Any:
 
 def test_a_stream_begins_with_who_speaks_and_the_newest_events(board: Board) -> None:
     for number in range(MOST_EVENTS + 5):
-        board.journal.note(Kind.SAVE, str(number))
+        board.journal.note(Kind.DRAIN, str(number))
     stream = board.begin(Request({}))
     (kind, hello, _), *events = [one for one in sent(stream) if one[0] != "state"]
     assert (kind, hello) == ("hello", {"schema": 1, **board.about})
@@ -288,7 +288,7 @@ def test_what_fails_while_it_looks_is_shown_and_ends_nothing(
 
 def test_events_are_given_from_a_number_on(board: Board) -> None:
     for number in range(MOST_EVENTS + 2):
-        board.journal.note(Kind.SAVE, f"{number} \u2028 <script>")
+        board.journal.note(Kind.DRAIN, f"{number} \u2028 <script>")
     page = board.events(Request({"since": "1"}))
     document = json.loads(page.body)
     assert page.status is HTTPStatus.OK

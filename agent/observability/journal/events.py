@@ -64,6 +64,10 @@ class Kind(enum.Enum):
     """`counts` has the exit `code`."""
 
 
+ROUTINE = frozenset({Kind.SAVE, Kind.LOAD, Kind.ACCOUNTING, Kind.WORKERS_STARTED})
+"""What comes again and again in a job that goes well."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
     number: Positive

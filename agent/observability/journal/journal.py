@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, takewhile
 from pathlib import Path
 
 from ....rendezvous.text import clean
 from .event_file import EventFile
-from .events import EVENT, MAX_EVENT_TEXT, JobEvent, Kind, rounded
+from .events import EVENT, MAX_EVENT_TEXT, ROUTINE, JobEvent, Kind, rounded
 
 KEPT_EVENTS = 2048
-"""In memory."""
+"""In memory, and a quarter as many of those that come again and again."""
 _MOST_CAUSE = 64
 
 
@@ -34,7 +34,9 @@ class Journal:
         self._wall_clock = wall_clock
         self._file = file
         self._lock = threading.Lock()
-        self._events: deque[JobEvent] = deque(maxlen=kept)
+        self._changes: deque[JobEvent] = deque(maxlen=kept)
+        self._routine: deque[JobEvent] = deque(maxlen=max(1, kept // 4))
+        """Of `ROUTINE`: a job that goes well for a week must not push out what has happened before."""
         self._number = 0
         self._generation = 0
         self._folder: Path | None = None
@@ -59,7 +61,8 @@ class Journal:
                 return
             first, self._folder = self._folder is None, folder
             self._file.open(folder, self.node)
-            for event in self._events if first else ():
+            known = sorted((*self._changes, *self._routine), key=_number) if first else ()
+            for event in known:
                 self._file.write(EVENT.encode(event))
 
     def note(
@@ -93,7 +96,7 @@ class Journal:
                 seconds=rounded(seconds),
                 counts=dict(counts),
             )
-            self._events.append(event)
+            (self._routine if kind in ROUTINE else self._changes).append(event)
             if self._file is not None and self._folder is not None:
                 self._file.write(EVENT.encode(event))
         for heard in self._heard:
@@ -112,5 +115,21 @@ class Journal:
     def since(self, number: int, most: int) -> tuple[JobEvent, ...]:
         """The oldest of those with a higher number that are in memory."""
         with self._lock:
-            first = self._number - len(self._events) + 1
-            return tuple(islice(self._events, max(0, number - first + 1), max(0, number - first + 1) + most))
+            return tuple(
+                sorted((*_above(self._changes, number), *_above(self._routine, number)), key=_number)[:most]
+            )
+
+    def newest_of(self, changes: int, routine: int) -> tuple[JobEvent, ...]:
+        """At most so many of each kind, in their order."""
+        with self._lock:
+            kept = (list(self._changes)[-changes:], list(self._routine)[-routine:])
+        return tuple(sorted(chain(*kept), key=_number))
+
+
+def _number(event: JobEvent) -> int:
+    return event.number
+
+
+def _above(events: deque[JobEvent], number: int) -> Iterator[JobEvent]:
+    """The newest first."""
+    return takewhile(lambda event: event.number > number, reversed(events))

@@ -28,6 +28,8 @@ STREAM_PATH = "/events/stream"
 
 MOST_EVENTS = 500
 """In one answer, and when a stream begins."""
+MOST_ROUTINE = 50
+"""Of the latter."""
 RESTS_S = 2.0
 HURRIES_S = 0.3
 """A look that an event asks for is at least so long after the one before."""
@@ -98,8 +100,8 @@ class Board:
             self._watchers += 1
             self._changed.notify_all()
         life, _, number = request.last_event.rpartition(":")
-        known = int(number) if life == self.about["incarnation"] and _NUMBER.fullmatch(number) else 0
-        return EventStream(self, max(known, self.journal.newest - MOST_EVENTS))
+        known = life == self.about["incarnation"] and _NUMBER.fullmatch(number)
+        return EventStream(self, int(number) if known else None)
 
     def leave(self) -> None:
         """A stream has ended."""
@@ -151,7 +153,8 @@ class Board:
 class EventStream:
     """As `health.http.Stream`."""
 
-    def __init__(self, board: Board, number: int) -> None:
+    def __init__(self, board: Board, number: int | None) -> None:
+        """`number`: of the last event that the client has; None: it has none."""
         self._board = board
         self._number = number
         self._looks = -1
@@ -161,7 +164,12 @@ class EventStream:
         board = self._board
         parts, self._greeting = [self._greeting], ""
         life = board.about["incarnation"]
-        for event in board.journal.since(self._number, MOST_EVENTS):
+        if self._number is None:
+            events = board.journal.newest_of(MOST_EVENTS, MOST_ROUTINE)
+            self._number = 0
+        else:
+            events = board.journal.since(self._number, MOST_EVENTS)
+        for event in events:
             self._number = event.number
             parts.append(_event("job", EVENT.encode(event), f"{life}:{event.number}"))
         if board.looks != self._looks and board.state:
