@@ -97,6 +97,7 @@ def test_a_worker_that_cannot_be_started_leaves_no_end_to_wait_for(
     with pytest.raises(BlockingIOError):
         group.start(SLEEP, specs(), NoSpares())
     assert [process.returncode for process in started] == [-9] * before_it
+    assert set(group.cold) == set(group.ranks), "who did not start at all did not start cold"
     group.stop(1.0, gently=False)
     assert group.gone()
     assert not group.succeeded, "also where no worker could be started: none has done its work"

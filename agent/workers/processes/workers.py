@@ -261,8 +261,9 @@ class WorkerGroup:
                     tuple(cold),
                 )
                 process = spares.start_worker(start, (STANDARD_INPUT, out_end, err_end))
+            why_cold = ""
             if process is None:
-                self.cold[spec.local_rank] = spec.cold or spares.why_cold
+                why_cold = spec.cold or spares.why_cold
                 process = subprocess.Popen(
                     cold,
                     env=dict(spec.environment),
@@ -279,6 +280,8 @@ class WorkerGroup:
         os.close(err_end)
         self._processes[spec.local_rank] = process
         self.ranks[spec.local_rank] = spec.rank
+        if why_cold:
+            self.cold[spec.local_rank] = why_cold
         self._logs.attach(self.generation, spec.rank, (out, err), spec.routes)
         self._guard.watch(process.pid, spec.rank)
 
