@@ -272,6 +272,7 @@ class DiagnoseCode(Code):
     NOT_WRITTEN = 73, "the archive cannot be written"
     BAD_CONFIG = 78, "the command line cannot be"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
+    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 
 
 class CannotStart(Exception):

@@ -130,3 +130,8 @@ def test_the_newest_run_of_a_job_is_found_by_its_name(
 )
 def test_how_it_ends(words: list[str], code: DiagnoseCode) -> None:
     assert main(words) == code
+
+
+def test_the_documented_codes_are_those_of_the_command() -> None:
+    rows = [f"| {int(code)} | {code.meaning} |" for code in DiagnoseCode]
+    assert "\n".join(rows) in (Path(__file__).parents[2] / "docs" / "runbook.md").read_text()

@@ -221,3 +221,8 @@ def test_events_of_a_kind_of_tomorrow_are_left_out(capsys: pytest.CaptureFixture
     known = json.loads(EVENT.encode(event))
     read = command._readable([{**known, "kind": "of_tomorrow"}, 5, known])
     assert list(read) == [event]
+
+
+def test_the_documented_codes_are_those_of_the_command() -> None:
+    rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in EventsCode]
+    assert "\n".join(rows) in (Path(__file__).parents[2] / "docs" / "status.md").read_text()

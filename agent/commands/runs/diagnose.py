@@ -1,6 +1,6 @@
-"""`elastic-agent diagnose RUN`: one archive of what a run has left, for whoever is to help.
+"""`elastic-agent diagnose RUN`: one archive of what a run has left, for those who are to help.
 
-It reads files, asks nobody and changes nothing. The run may be one that goes on.
+It reads files, asks no agent and changes nothing. The run may be one that goes on.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from pathlib import Path
 
 from .... import __version__
 from ...common.exits import DiagnoseCode
-from ...configuration.config import HELP, SCRIPT, ConfigError, Problem
-from ...configuration.logs import LOG_DIR
-from ...configuration.reading.sources import read_argv, read_environ
+from ...configuration.reading.settings import Settings
 from ...configuration.types.option import Group, Option
 from ...configuration.types.parsers import PATH
 from ...output.masking import secrets_in
-from ..store_command import one_line_errors
 from .bundle import Bundled, write_bundle
-from .run_folders import NoRun, find_run
+from .run_folders import CannotFinish, run_command
 
 _USAGE = """\
 usage: elastic-agent diagnose RUN [--output FILE.tar.gz] [--log-dir DIR]
@@ -42,30 +39,12 @@ OUTPUT: Option[Path | None] = DIAGNOSE_OPTIONS.option(
 
 def main(words: Sequence[str]) -> int:
     """Returns a `DiagnoseCode`."""
-    run = words[0] if words and not words[0].startswith("-") else None
-    command_line = read_argv(words[1:] if run is not None else words, DIAGNOSE_OPTIONS)
-    if HELP in command_line:
-        print(_help())
-        return DiagnoseCode.WRITTEN
-    problems = command_line.problems
-    if SCRIPT in command_line:
-        problems.append(command_line[SCRIPT].problem("one run", "leave it out"))
-    if run is None:
-        problems.append(Problem("diagnose", None, "a run", "write its folder or its job first; see --help"))
-    if problems or run is None:
-        print(f"elastic-agent diagnose: {ConfigError(problems)}", file=sys.stderr)
-        return DiagnoseCode.BAD_CONFIG
-    given = (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
-    try:
-        with one_line_errors(DiagnoseCode.INTERRUPTED):
-            return _bundle(find_run(run, given).resolve(), command_line[OUTPUT].value)
-    except NoRun as error:
-        print(f"elastic-agent diagnose: {error}", file=sys.stderr)
-        return DiagnoseCode.NO_RUN
+    return run_command("diagnose", words, DiagnoseCode, _USAGE, DIAGNOSE_OPTIONS, _work)
 
 
-def _bundle(folder: Path, output: Path | None) -> int:
-    target = output or Path(f"{folder.name}.tar.gz")
+def _work(folder: Path, command_line: Settings) -> None:
+    folder = folder.resolve()
+    target = command_line[OUTPUT].value or Path(f"{folder.name}.tar.gz")
     try:
         file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -75,17 +54,14 @@ def _bundle(folder: Path, output: Path | None) -> int:
             target.unlink()
             raise
     except OSError as error:
-        print(
-            f"elastic-agent diagnose: {target}: {error.strerror}; name another with --output", file=sys.stderr
-        )
-        return DiagnoseCode.NOT_WRITTEN
+        reason = f"{target}: {error.strerror}; name another with --output"
+        raise CannotFinish(DiagnoseCode.NOT_WRITTEN, reason) from None
     print(target, flush=True)
     print(
         f"elastic-agent diagnose: {done.files} files. What looks like a secret is masked; look through it before you "
         "send it to others",
         file=sys.stderr,
     )
-    return DiagnoseCode.WRITTEN
 
 
 def _about(done: Bundled) -> str:
@@ -95,9 +71,3 @@ def _about(done: Bundled) -> str:
         *done.notes,
     ]
     return "\n".join(lines) + "\n"
-
-
-def _help() -> str:
-    codes = [f"  {int(code):>3}  {code.meaning}" for code in DiagnoseCode]
-    options = [option.help_text() for option in (*DIAGNOSE_OPTIONS, LOG_DIR)]
-    return "\n".join([_USAGE, *options, "", "Exit codes:", *codes])

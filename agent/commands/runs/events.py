@@ -22,7 +22,7 @@ from ...common.exits import EventsCode
 from ...common.http_client import NoAnswer, get
 from ...configuration.config import HELP, SCRIPT, ConfigError
 from ...configuration.logs import LOG_DIR
-from ...configuration.reading.sources import read_argv, read_environ
+from ...configuration.reading.sources import read_argv
 from ...configuration.types.option import Group, Option
 from ...configuration.types.parsers import duration
 from ...observability.journal.event_file import journals, read_file
@@ -30,7 +30,7 @@ from ...observability.journal.events import EVENT, EVENTS_PATH, JobEvent, Kind
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
 from ..store_command import one_line_errors
-from .run_folders import NoRun, find_run
+from .run_folders import NoRun, find_run, given_log_dir, run_help
 
 _USAGE = """\
 usage: elastic-agent events [JOB] [--follow] [--json] [--agent HOST:PORT]
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, (*EVENTS_OPTIONS, AGENT))
     if HELP in command_line:
-        print(_help())
+        print(run_help(_USAGE, EventsCode, (*EVENTS_OPTIONS, AGENT, LOG_DIR)))
         return EventsCode.SHOWN
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> int:
     if problems:
         print(f"elastic-agent events: {ConfigError(problems)}", file=sys.stderr)
         return EventsCode.BAD_CONFIG
-    log_dir = (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
+    log_dir = given_log_dir(command_line)
     show = _as_json if command_line[JSON].value else _as_text
     try:
         with one_line_errors(EventsCode.INTERRUPTED):
@@ -299,9 +299,3 @@ def _as_text(event: JobEvent) -> str:
     text = f"{where}: {event.text}" if where and where not in event.text else event.text
     kind = "generation" if event.kind is Kind.WORLD else event.kind.value.replace("_", " ")
     return f"{moment}  {event.node:<12}  {event.generation:>4}  {kind:<15}  {text}"
-
-
-def _help() -> str:
-    codes = [f"  {int(code):>3}  {code.meaning}" for code in EventsCode]
-    options = [option.help_text() for option in (*EVENTS_OPTIONS, AGENT, LOG_DIR)]
-    return "\n".join([_USAGE, *options, "", "Exit codes:", *codes])

@@ -1,15 +1,85 @@
-"""Which folder a command about a run means: the one that is named, or the newest run of a job."""
+"""What the commands about a run's files have in common: which folder is meant, their help, how they end."""
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ....rendezvous.text import NAME
+from ...common.exits import Code, DiagnoseCode, ReportCode
+from ...configuration.config import HELP, SCRIPT, ConfigError, Problem
+from ...configuration.logs import LOG_DIR
+from ...configuration.reading.settings import Settings
+from ...configuration.reading.sources import read_argv, read_environ
+from ...configuration.types.option import Option
 from ...output.log_folders import log_directory, newest_run
+from ..store_command import one_line_errors
 
 
 class NoRun(Exception):
     """There is none, and why."""
+
+
+class CannotFinish(Exception):
+    """Not done, or not all of it; the text has the reason and what to try."""
+
+    def __init__(self, code: ReportCode | DiagnoseCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def run_command(
+    name: str,
+    words: Sequence[str],
+    codes: type[ReportCode] | type[DiagnoseCode],
+    usage: str,
+    options: Sequence[Option[Any]],
+    work: Callable[[Path, Settings], None],
+) -> int:
+    """Returns one of `codes`. The first word is the run; `work` gets its folder, and raises CannotFinish."""
+    run = words[0] if words and not words[0].startswith("-") else None
+    command_line = read_argv(words[1:] if run is not None else words, options)
+    if HELP in command_line:
+        print(run_help(usage, codes, (*options, LOG_DIR)))
+        return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    problems = command_line.problems
+    if SCRIPT in command_line:
+        problems.append(command_line[SCRIPT].problem("one run", "leave it out"))
+    if run is None:
+        problems.append(Problem(name, None, "a run", "write its folder or its job first; see --help"))
+    code: Code
+    reason: Exception
+    if problems or run is None:
+        code, reason = codes.BAD_CONFIG, ConfigError(problems)
+    else:
+        try:
+            with one_line_errors(codes.INTERRUPTED):
+                work(find_run(run, given_log_dir(command_line)), command_line)
+            return 0
+        except NoRun as error:
+            code, reason = codes.NO_RUN, error
+        except CannotFinish as error:
+            code, reason = error.code, error
+        except BrokenPipeError:
+            return codes.OUTPUT_CLOSED
+    print(f"elastic-agent {name}: {reason}", file=sys.stderr)
+    return code
+
+
+def run_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) -> str:
+    meanings = [f"  {int(code):>3}  {code.meaning}" for code in codes]
+    return "\n".join([usage, *(option.help_text() for option in options), "", "Exit codes:", *meanings])
+
+
+def given_log_dir(command_line: Settings) -> Path | None:
+    """That of the command line, else of the environment."""
+    return (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
 
 
 def find_run(run: str, log_dir: Path | None) -> Path:
