@@ -44,7 +44,7 @@ _F = TypeVar("_F", bound="Family")
 class Row(Generic[_F]):
     """Declares one family of a `Page`: an attribute of its class, whose name is the metric's.
 
-    A label with an empty set of values has those that the page was made with, and `...` in a set stands for these.
+    A label with an empty set of values takes the values that the page was made with; `...` in a set stands for these.
     """
 
     def __init__(

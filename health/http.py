@@ -9,8 +9,8 @@ being rendered, never other clients. A connection goes one way through these pha
     writing    until the whole answer, a page or an error, is in the kernel
     lingering  until the client closes; what it still sends is thrown away. Closing over unread bytes would
                make the kernel reset the connection, and the client could lose the answer
-    streaming  in place of the last two, where events are asked for: the next ones are made when all before is in the
-               kernel, so that a slow reader gets fewer of them and costs no more. Some of the places are for these
+    streaming  in place of the last two, for a stream of events: the next events are rendered when the kernel has taken
+               all before, so a slow reader gets fewer of them and costs no more memory. Some places are for streams
 
 Invariant: whatever a client does, it costs at most one of `max_connections` places, a bounded head and one
 answer in memory, and `lifetime_s` seconds; as one of the `streams`, `stream_s`, if it keeps reading. When all places
@@ -64,13 +64,13 @@ NODE_PATH = "/node"
 
 
 class Stream(Protocol):
-    """What one client is sent. For the server's thread, which it must not hold up."""
+    """The events for one client. The server's thread calls it, so it must not block."""
 
     def next(self) -> bytes:
-        """What has come since; empty: nothing. Asked for when all before has been sent, and the server is woken."""
+        """The events since the last call; empty: none. Called when all before is sent and the server was woken."""
 
     def close(self) -> None:
-        """The client is gone. Once."""
+        """The client is gone. Called once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class Limits:
     """Threads that answer for one slow page."""
     streams: int = 8
     stream_s: float = 900.0
-    """Then a stream ends; a browser asks for another one where it ended."""
+    """How long a stream may last; a browser then opens another one, which continues it."""
     stream_rests_s: float = 0.2
-    """What comes meanwhile is sent together."""
+    """The least time between two sends to streams: events that come meanwhile are sent together."""
     beat_s: float = 15.0
-    """A stream without events sends a comment so often, by which a client that is gone is found."""
+    """A stream without events sends a comment so often, to find out whether its client is gone."""
 
 
 class _Connection:
@@ -107,7 +107,7 @@ class _Connection:
         self.stream: Stream | None = None
         self.ends_at = math.inf
         self.beat_at = math.inf
-        """These three of one that is streaming."""
+        """These three belong to a connection that is streaming."""
 
     def worth(self) -> int:
         """Who keeps a place longest when places run out: streaming (3), answering or writing (2), reading (1),
@@ -171,7 +171,7 @@ class HealthServer:
             self._pages[path.encode()] = lambda _: Page(HTTPStatus.OK, EVENT_STREAM, b"")
         self._streams = {path.encode(): make for path, make in answers.streams.items()}
         self._feed_at = math.inf
-        """When those that are streaming are asked for more."""
+        """When the streams are asked for more events."""
         self._fed_at = -math.inf
         self._new_thread = thread
         self._slow = {path.encode(): answer for path, answer in answers.slow.items()}
@@ -201,7 +201,7 @@ class HealthServer:
             self._thread.join(self._limits.lifetime_s)
 
     def wake(self) -> None:
-        """There is more for those that are streaming. For any thread; never waits."""
+        """There are new events for the streams. For any thread; never waits."""
         with contextlib.suppress(OSError):  # the server has been closed, or has not read the last ones
             self._wake_write.send(b".")
 
@@ -367,7 +367,7 @@ class HealthServer:
         return [connection for connection in self._connections if connection.stream is not None]
 
     def _begin_stream(self, connection: _Connection, path: bytes, head: bytes) -> bytes:
-        """What it is sent first."""
+        """The first bytes to this client."""
         if len(self._streaming()) >= self._limits.streams:
             full = f": at most {self._limits.streams} streams at once"
             return answer_of(*status_page(HTTPStatus.SERVICE_UNAVAILABLE, full))
@@ -390,7 +390,7 @@ class HealthServer:
             stream.close()
 
     def _exchange(self, connection: _Connection) -> None:
-        """It is ready for more, or has sent something, or is gone."""
+        """A streaming connection is writable, or has sent something, or is closed."""
         with contextlib.suppress(BlockingIOError):
             received = connection.sock.recv(64 * 1024)
             connection.discarded += len(received)
@@ -403,7 +403,7 @@ class HealthServer:
             self._feed_at = min(self._feed_at, self._fed_at + self._limits.stream_rests_s)
 
     def _send(self, connection: _Connection, more: bytes = b"") -> None:
-        """As much as its socket takes. Raises OSError."""
+        """Send as much as the socket takes. Raises OSError."""
         rest, now, sent = memoryview(more) if more else connection.answer or memoryview(b""), self._clock(), 0
         with contextlib.suppress(BlockingIOError):
             sent = connection.sock.send(rest) if rest else 0
@@ -418,7 +418,7 @@ class HealthServer:
             connection.beat_at = now + self._limits.beat_s
 
     def _feed(self) -> None:
-        """All that have taken what there was."""
+        """Send new events, or a beat, to every stream that has nothing left to send."""
         now = self._clock()
         fed = now >= self._feed_at
         if fed:

@@ -38,13 +38,13 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked for."""
+    """The parts of a request that pages read."""
 
     query: Mapping[str, str]
     token: str = ""
-    """Of its bearer; empty without one."""
+    """The bearer token; empty without one."""
     last_event: str = ""
-    """The id of the last event that a client has which comes back for more; empty without one."""
+    """The id of the last event that a reconnecting client has received; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ def probe_page(probe: Probe) -> Page:
 
 
 def asked(head: bytes | bytearray) -> tuple[bytes, bytes]:
-    """Method and path; both empty where the first line is none of a request."""
+    """Method and path; both empty if the first line is not a request line."""
     request = REQUEST_LINE.fullmatch(bytes(head).split(b"\r\n", 1)[0])
     return (request[1], request[2].split(b"?", 1)[0]) if request is not None else (b"", b"")
 
 
 def request_of(head: bytes) -> Request:
-    """Of a head that is one."""
+    """The request in a head whose first line is a request line."""
     first, *fields = head.split(b"\r\n")
     target = first.split(b" ")[1].decode()
     try:

@@ -17,12 +17,12 @@ STATES = ("init", "joining", "starting", "running", "stopping", "draining", "bac
 NODE_STATES = ("active", "standby", "waiting", "lost")
 WORKER_STATES = ("running", "stopped", "failed")
 UNKNOWN = "unknown"
-"""The cause that stands for any that the page was not made with: other nodes may know of others."""
+"""The label for causes that this page was not made with: other nodes may have causes of their own."""
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
 RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
 HANG_STATES = ("off", "learning", "watching", "suspecting")
 STAGES = ("initialization", "first_step", "steps", "evaluation", "save")
-"""What workers are at when a hang begins."""
+"""The stages in which a hang can begin."""
 LOST_TIME_CAUSES = ("detect", "stop", "rendezvous", "backoff", "startup", "recompute", "waiting")
 STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
@@ -224,13 +224,13 @@ class Metrics(Page):
     )
     step_time_skew_ratio = Row(
         Gauge,
-        "What this rank works for a step, without its waits for other ranks, to the median over all ranks of the job: "
-        "1.4 is 40 % more. In a synchronous job all ranks take as long as the slowest one. Absent without steps.",
+        "Ratio of this rank's own time for a step, without its waits for other ranks, to the median over all ranks of "
+        "the job: 1.4 is 40 % more. The slowest rank sets the pace of a synchronous job. Absent without steps.",
         local_rank=(),
     )
     straggler = Row(
         Level,
-        "1 while this rank is slower than the others, as the coordinator finds, else 0.",
+        "1 while the coordinator finds this rank slower than the others, else 0.",
         local_rank=(),
     )
     lost_steps_total = Row(
@@ -284,15 +284,15 @@ class Metrics(Page):
     )
     hang_detector_state = Row(
         Gauge,
-        "1 for what this node's agent does about hangs now: off, learning what is usual, watching, or suspecting one.",
+        "1 for the state of this node's hang detector: off, learning its limits, watching, or suspecting a hang.",
         state=HANG_STATES,
     )
     hang_stall_seconds = Row(
-        Gauge, "For how long the workers here have made no progress that is seen; 0 without workers."
+        Gauge, "How long this node's workers have made no visible progress; 0 without workers."
     )
     hangs_total = Row(
         Counter,
-        "Generations of which the workers here were ended because of a hang, by what they were at when it began.",
+        "Generations whose workers on this node were ended because of a hang, by the phase in which it began.",
         phase=STAGES,
     )
     port_bind_attempts_total = Row(
@@ -367,7 +367,7 @@ class Metrics(Page):
     )
     diagnostics_dumps_total = Row(
         Counter,
-        "What was asked what workers do, before they were ended or at a suspicion, by what came of it.",
+        "Tools that collected evidence of the workers before their end or at a suspicion, by result.",
         tool=("look", "proc", "stacks", "py-spy", "flight-recorder", "gpus", "files"),
         result=("ok", "failed", "late"),
     )
@@ -397,7 +397,7 @@ class Metrics(Page):
         causes: Sequence[str] = (UNKNOWN,),
     ) -> None:
         """`started_at_s`: when the agent started, in seconds since the epoch like all instants that are shown. `clock`
-        is monotonic. `causes`: of failures, by name; `UNKNOWN` is among them."""
+        is monotonic. `causes`: the names of all causes of failures, with `UNKNOWN` among them."""
         versions, described = asdict(build), {name: str(value) for name, value in asdict(place).items()}
         values = {label: (value,) for label, value in (versions | described).items()}
         super().__init__(
@@ -433,7 +433,7 @@ class Metrics(Page):
                 self.state.set(0, state=other)
 
     def watch_hangs(self, state: str, stalled_s: float, limit_s: float | None) -> None:
-        """What is known of the workers here now."""
+        """The present state of the hang detector."""
         with self.lock:
             for each in HANG_STATES:
                 self.hang_detector_state.set(each == state, state=each)
@@ -526,8 +526,8 @@ class Metrics(Page):
             self.step_duration_seconds.observe(mean_s, times=timed)
 
     def compared(self, ranks: Mapping[int, tuple[float, bool]], gone: Collection[int]) -> None:
-        """By local rank: its time to the usual one, and whether it is a straggler; `gone`: those of which nothing is
-        known any more."""
+        """By local rank: the ratio of its own time to the median, and whether it is a straggler. `gone`: local ranks
+        for which there are no figures any more."""
         with self.lock:
             for local_rank, (ratio, slow) in ranks.items():
                 self.step_time_skew_ratio.set(ratio, local_rank=local_rank)

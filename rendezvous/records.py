@@ -93,7 +93,7 @@ class Action(enum.Enum):
 
     RESTART = "restart"
     STOP = "stop"
-    """The script or its settings are wrong: once it has come again without progress, no restart helps."""
+    """The script or its settings are wrong: no restart helps if it happens a second time without progress."""
     END = "end"
     """No restart of the job helps."""
     EXCLUDE_NODE = "exclude-node"
@@ -117,9 +117,9 @@ class Failure:
     cause: CauseName = "unknown"
     action: Action = Action.RESTART
     collateral: bool = False
-    """It follows from the end of another worker, maybe of another node: a broken collective, a peer that is gone."""
+    """It follows from the end of another worker, maybe on another node: a broken collective, a peer that is gone."""
     outside: bool = False
-    """Someone has ended the worker: the failure says nothing about script, state or node."""
+    """The worker was killed from outside the job: the failure says nothing about script, state or node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +179,10 @@ class Recheck:
     """How an excluded node's newest check of itself went, after its cool-down."""
 
     times: Positive
-    """The exclusion that it is about: that of this number, of this node's."""
+    """The number of the node's exclusion that the check is about (`Exclusion.times`)."""
     passed: bool
     failed: Count = 0
-    """Checks that have failed since then: after each the cool-down is twice as long."""
+    """Checks that have failed since this exclusion: after each the cool-down is twice as long."""
     summary: Annotated[str, line(MAX_EXCLUSION_REASON)] = ""
 
 
@@ -234,7 +234,7 @@ class NodeRecord(_Record):
     paces: Paces | None = None
     """How fast its workers are; None before that is known."""
     comparison: Comparison | None = None
-    """Of the coordinator alone: of all nodes' paces."""
+    """The coordinator alone writes it: its comparison of all nodes' paces."""
 
     def has(self, condition: Condition, generation: int) -> bool:
         """It holds for this node's workers of this generation."""
@@ -357,7 +357,7 @@ class Restarts:
     bad_state: BadState | None = None
     """What the workers must not load, until there is progress."""
     culprit: Annotated[str, line(128)] = ""
-    """The life of the agent on whose node alone each of the newest failures in a row began; empty: there is none."""
+    """The life of the agent on whose node alone the newest failures in a row began; empty: there is none."""
     blamed: Count = 0
     """How many these are."""
     exclusions: Count = 0
@@ -365,33 +365,33 @@ class Restarts:
     free_retries: Count = 0
     """Failures that cost no budget since a step beyond all earlier ones."""
     from_outside: Count = 0
-    """How often in a row, without progress in between, someone has ended workers."""
+    """Failures in a row, without progress in between, in which a worker was killed from outside the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A node that is left out of all worlds, though its agent stays and stands ready; or that once was."""
+    """A node that is, or was, left out of all worlds, though its agent goes on and stands ready."""
 
     node: Name
     life: Name
-    """Of its agent, when it was excluded. A later one need not wait for the end of the cool-down."""
+    """The life of the node's agent at the exclusion. An agent started later need not wait for the cool-down."""
     cause: CauseName
-    """Of the failure, or what else it is excluded for."""
+    """The cause of the failure, `straggler` or `operator`."""
     reason: Annotated[str, line(MAX_EXCLUSION_REASON)]
     """A sentence for people."""
     fingerprint: Annotated[str, line(32)] = ""
-    """A digest of the failure's: the same failure on another node shows that this one is not to blame."""
+    """`blame.digest` of the failure: the same failure on another node shows that this node is not to blame."""
     times: Positive = 1
     """How often this node has been excluded in this job: the cool-down is twice as long each time."""
     by_operator: bool = False
     """Until an operator readmits it."""
     readmitted: bool = False
-    """It is over, and history."""
+    """The exclusion is over; the row is history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standby:
-    """A live node outside a world, and its memory server: the world's workers load from there what only it has."""
+    """A live node outside a world, and its memory server, from which the world's workers load copies only it has."""
 
     node: Name
     memory: Endpoint
@@ -428,7 +428,7 @@ class World(_Record):
     run: Annotated[str, Text(128, re.compile(f"({NAME.pattern})?"))] = ""
     """The same for all generations of this job until it ends, and no other job's: its checkpoints bear this name."""
     inquiry: Inquiry | None = None
-    """The newest of this generation: its members look at what their workers do."""
+    """The newest inquiry of this generation: its members say what their workers do."""
 
     def __post_init__(self) -> None:
         """Raises Invalid."""
@@ -478,7 +478,7 @@ class World(_Record):
         return next((member for member in self.members if member.incarnation == incarnation), None)
 
     def exclusion(self, node: str) -> Exclusion | None:
-        """That of this node which is in force, as far as this world knows. With the job all of them end."""
+        """The exclusion of this node that is in force in this world. All exclusions end with the job."""
         rows = self.exclusions if self.phase is not Phase.ENDED else ()
         return next((one for one in rows if one.node == node and not one.readmitted), None)
 
@@ -542,9 +542,9 @@ def row_bytes(node: NodeRecord) -> int:
 
 
 def standbys_among(nodes: Iterable[NodeRecord], ended: int) -> tuple[Standby, ...]:
-    """Of these nodes, none of which is in the world: those that have memory for copies, as many as fit.
+    """Those of these nodes outside the world that have a memory server, as many as fit into the record.
 
-    But for those that leave, and have handed over what they had of generation `ended`.
+    A node that leaves, and has handed over what it had of generation `ended`, is no standby.
     """
     found: list[Standby] = []
     size = 0

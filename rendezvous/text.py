@@ -16,7 +16,7 @@ ROLE = re.compile(r"[ !#-\[\]-~]{1,128}")
 Role = Annotated[str, Text(128, ROLE)]
 CAUSE = re.compile(r"[a-z][a-z0-9_]{0,39}")
 CauseName = Annotated[str, Text(40, CAUSE)]
-"""Of a cause of failures: the label of metrics that count them."""
+"""The name of a cause of failures; it is a label of the metrics that count failures."""
 Age = Annotated[float, Within(0, 2**63 - 1)]
 """Seconds."""
 

@@ -68,7 +68,7 @@ def _convert(
 
 
 def _lines(path: Path) -> list[str]:
-    """Without empty ones. Raises OSError, ValueError."""
+    """The lines that are not empty. Raises OSError, ValueError."""
     return [line for raw in path.read_text().splitlines() if (line := raw.strip())]
 
 

@@ -22,7 +22,7 @@ POOL_COMMANDS = {
 
 RUN_COMMANDS = {
     "events": "what has happened to a job, from its agents or from the files of a run",
-    "report": "where the hours of a run went, and which nodes cost them",
+    "report": "how a run spent its time, and which nodes cost most of it",
     "diagnose": "one archive of what a run has left, without secrets",
 }
 """Those about the folder of a run. `agent/commands/runs` has a module for each."""

@@ -9,7 +9,7 @@ from ...codec import AtMost, Checked, Count, Document, Positive, Text, Within
 
 Port = Annotated[int, Within(0, 65535)]
 MOST_PEERS = 8
-"""That are asked whether they answer."""
+"""The most other nodes that are asked whether they answer."""
 _Path = Annotated[str, Text(4096)]
 
 

@@ -1,22 +1,23 @@
 """Which node is to blame for failures: one on which alone the workers fail must not end a job that the others can do.
 
-A failure is *a node's own* if it does not follow from another's, and nobody from outside has ended the worker. A
-generation that ended with the own failure of one node alone is put down to the life of that node's agent, and those in
-a row are counted. The node is excluded
+A failure is *a node's own* if it does not follow from another node's failure, and if no signal from outside the job
+ended the worker. A generation in which exactly one node had a failure of its own is counted against the life of that
+node's agent; generations in a row that are counted against the same life add up. The node is excluded
 
 - after the first whose cause shows that its machine is broken (`Action.EXCLUDE_NODE`);
-- after `EXCLUDE_AFTER` in a row; or of fewer than `MANY` nodes, when the newest generation had run for longer than a
-  minute, after `EXCLUDE_AFTER_LONG`: of few the same one is soon hit twice by chance. An error of the script (`STOP`,
-  `END`) is put down to a node only if that has joined a job that trained well without it;
-- after the first one that would end the job, if it has joined a job that trained well without it. A generation was
+- after `EXCLUDE_AFTER` in a row; or, in a world of fewer than `MANY` nodes whose newest generation ran for longer than
+  a minute, after `EXCLUDE_AFTER_LONG`: among few nodes, chance soon hits the same one twice. An error of the script
+  (`STOP`, `END`) counts against a node only if the node has joined a job that trained well without it;
+- after the first that would end the job, if the node has joined a job that trained well without it. A generation was
   *healthy* if it made progress, or if nothing but a planned change ended it. Those of its members that are in the world
   are *proven*; the world lists the others.
 
-Nobody is excluded for what happens on several nodes. Where the same failure was on another node before, with no
-progress since, or comes on another one after the first was excluded for it, and no generation has run for a minute
-since, it is the script's, the state's, or of the place among the ranks: `moved` says which exclusions were in error.
+No node is excluded for a failure that happens on several nodes. Its origin is then the script, the state, or the place
+among the ranks. That is assumed where the same failure was on another node before, with no progress since, or where it
+comes on another node after the first was excluded for it, before any generation has run for a minute: `moved` says
+which exclusions were in error.
 
-Pure functions over records. What an exclusion is, is `exclusions`'; what to do with the answer is `next_world`'s.
+Pure functions over records. `exclusions` defines what an exclusion is; `next_world` acts on the answers given here.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ EXCLUDE_AFTER_LONG = 3
 MANY = 4
 
 MOST_IN_A_ROW = 3
-"""Nodes that are excluded one after the other, each with its failures forgiven, while no world lasts for a minute. Then
-the job's budget is used again, and so ends what is no node's fault."""
+"""So many nodes may be excluded one after the other, each with its failures forgiven, while no world lasts for a
+minute. Further failures use up the job's budget again: a fault that is not a node's must end the job."""
 
 
 def proven(world: World, survivors: Sequence[NodeRecord], *, progressed: bool) -> frozenset[str]:
@@ -45,9 +46,9 @@ def proven(world: World, survivors: Sequence[NodeRecord], *, progressed: bool) -
 
 
 def count(world: World, used: Restarts, survivors: Sequence[NodeRecord]) -> Restarts:
-    """`used` with one more failure put down to the node that alone had one of its own.
+    """`used` with the failure that ended `world` counted against the node that alone had a failure of its own.
 
-    One that several nodes had neither blames nor clears one of these, and clears all others.
+    A failure that several nodes had neither blames nor clears any of these nodes, and clears all others.
     """
     if _lasted(world, survivors):
         used = replace(used, exclusions=0)
@@ -120,7 +121,7 @@ def forgiven(restarts: Restarts, node: NodeRecord) -> Restarts:
 
 
 def digest(failure: Failure) -> str:
-    """Of its fingerprint, as an exclusion remembers it."""
+    """A digest of the failure's fingerprint, short enough for an exclusion's row."""
     return hashlib.blake2b(failure.fingerprint.encode(), digest_size=8).hexdigest()
 
 
@@ -135,7 +136,7 @@ def _failed(world: World, survivors: Sequence[NodeRecord]) -> list[NodeRecord]:
 
 
 def _failure(world: World, node: NodeRecord) -> Failure | None:
-    """Of this node, in this generation."""
+    """This node's failure in this generation."""
     if node.failure is not None and node.failure.generation == world.generation:
         return node.failure
     return world.cause.failure if world.cause.node == node.node else None
@@ -147,7 +148,7 @@ def _is_broken(world: World, node: NodeRecord) -> bool:
 
 
 def _elsewhere(world: World, restarts: Restarts, node: str) -> tuple[Exclusion, ...]:
-    """Those of other nodes for this very failure, since a generation ran for a minute."""
+    """Exclusions of other nodes for this very failure, made since the last generation that ran for a minute."""
     failure = world.cause.failure
     if not restarts.exclusions or failure is None or failure.action is Action.EXCLUDE_NODE:
         return ()

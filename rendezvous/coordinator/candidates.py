@@ -40,7 +40,7 @@ def newcomers(view: View, exclusions: Sequence[Exclusion]) -> list[NodeRecord]:
 
 
 def suffice(nodes: int, policy: Policy) -> bool:
-    """So many nodes make a world."""
+    """This number of nodes is enough for a world."""
     most = min(nodes, policy.max_nodes)
     return most // policy.nodes_multiple_of * policy.nodes_multiple_of >= max(policy.min_nodes, 1)
 

@@ -1,10 +1,10 @@
 """The nodes that the worlds do without: how one is excluded, what brings it back, and what people read of it.
 
-An exclusion is a row of the world, at most one of each node. It is in force until the node has shown, after its
-cool-down, that it is well (`NodeRecord.recheck`), or, where an operator has asked for it, until an operator readmits
-it. Its row stays as history: the next one of this node has the next number, and twice the cool-down.
+An exclusion is a row of the world; each node has at most one. It is in force until the node has passed its checks after
+the cool-down (`NodeRecord.recheck`), or, where an operator asked for it, until an operator readmits the node. The row
+stays as history: the node's next exclusion has the next number, and a cool-down twice as long.
 
-The agent of an excluded node stays: it may host the store, and others load what it has in memory.
+The agent of an excluded node goes on: it may host the store, and other nodes load the copies that it has in memory.
 
 Pure functions over records.
 """
@@ -17,7 +17,7 @@ from dataclasses import replace
 from ..records import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion, NodeRecord, World
 
 BY_OPERATOR = "operator"
-"""The cause of one that an operator has asked for."""
+"""The cause of an exclusion that an operator has asked for."""
 
 
 def exclude(
@@ -31,9 +31,10 @@ def exclude(
     fingerprint: str = "",
     by_operator: bool = False,
 ) -> tuple[Exclusion, ...]:
-    """`rows` with one more, or another one of this node. Of too many, the oldest that is history goes, or the oldest.
+    """`rows` with a new exclusion of this node in place of its old one. If there are too many rows, the oldest that is
+    history is dropped, or else the oldest.
 
-    `record` is the node's, if it is known: what it says of its checks is of no older exclusion than the new one.
+    `record` is the node's, if it is known: the new exclusion's number is higher than that of any check it has reported.
     """
     before = next((one.times for one in rows if one.node == node), 0)
     checked = record.recheck.times if record is not None and record.recheck is not None else 0
@@ -53,12 +54,12 @@ def exclude(
 
 
 def readmit(rows: Sequence[Exclusion], nodes: frozenset[str]) -> tuple[Exclusion, ...]:
-    """`rows`, in which those of these nodes are history."""
+    """`rows`, in which the exclusions of these nodes are over."""
     return tuple(replace(one, readmitted=True) if one.node in nodes else one for one in rows)
 
 
 def settled(world: World | None, nodes: Sequence[NodeRecord]) -> tuple[Exclusion, ...]:
-    """The rows of `world` as they are now: a node that has passed its checks is readmitted."""
+    """The rows of `world`, with every node readmitted that has passed its checks."""
     if world is None or not world.exclusions:
         return ()
     passed = {
@@ -73,12 +74,12 @@ def settled(world: World | None, nodes: Sequence[NodeRecord]) -> tuple[Exclusion
 
 
 def left_out(rows: Sequence[Exclusion]) -> Mapping[str, Exclusion]:
-    """By node."""
+    """The exclusions in force, by node."""
     return {one.node: one for one in rows if not one.readmitted}
 
 
 def in_words(one: Exclusion) -> str:
-    """What is true of this node, and what its operator can do; it follows "node c is", or stands alone."""
+    """Why this node is excluded, and what its operator can do; reads on from "node c is", or stands alone."""
     again = "" if one.times == 1 else f" for the {_ordinal(one.times)} time"
     if one.by_operator:
         return f"excluded{again} by an operator: {one.reason}. It stays out until `elastic-agent readmit {one.node}`"
@@ -89,7 +90,7 @@ def in_words(one: Exclusion) -> str:
 
 
 def why_excluded(world: World | None, me: NodeRecord) -> str:
-    """Why no world includes this node; empty if one may."""
+    """Why this node is excluded; empty if it is not."""
     one = world.exclusion(me.node) if world is not None else None
     if one is None:
         return ""

@@ -4,9 +4,9 @@
                      ^                                                         └──> the inquiry is closed
                      └────────────── a pause, twice as long each time ─────────────────┘
 
-An inquiry disturbs nothing: the workers run on. What ends the generation depends on how long they have been still, and
-on how sure the verdict is (`ENDS_FROM`); never does one that finds a rank at work. Everything else is left to the
-nodes: one that gets no verdict ends its workers by its own limit.
+The workers run on during an inquiry. Whether its verdict ends the generation depends on how sure the verdict is, and on
+how long the workers have been still (`ENDS_FROM`). A verdict that finds a rank at work never ends it. A node that gets
+no verdict ends its workers by its own limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .view import Publish, View, Wait
 
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
-"""Between two inquiries of one generation. One that is more urgent than all before it does not wait."""
+"""Pauses between two inquiries of one generation. An inquiry that is more urgent than all before it does not wait."""
 
 FINGERPRINT = "hang"
 
@@ -32,7 +32,7 @@ ENDS_FROM = {
     Finding.DOUBTFUL: Urgency.LAST,
     Finding.UNCLEAR: Urgency.LAST,
 }
-"""What ends a generation, and from which urgency on."""
+"""The findings that end a generation, and the urgency from which they do."""
 
 COMPUTES = (Doing.BUSY, Doing.HOLDS_GIL)
 MAY_BE_SLOW = (*COMPUTES, Doing.UNINTERRUPTIBLE, Doing.IN_SAVE)
@@ -44,7 +44,7 @@ _RISING = tuple(Urgency)
 
 
 def inquire(world: World, view: View, present: Sequence[NodeRecord], now: float) -> Publish | Wait | None:
-    """What is to be done, of a generation that runs; None where nobody seems to hang."""
+    """The next step of a generation that runs; None if the workers of no node seem to hang."""
     inquiry = world.inquiry
     suspects = [node for node in present if _suspects(node, world)]
     if inquiry is not None and inquiry.finding is None:
@@ -61,7 +61,7 @@ def inquire(world: World, view: View, present: Sequence[NodeRecord], now: float)
 
 
 def hinders(asking: Publish | Wait, world: World) -> bool:
-    """No newcomer is invited: the workers would not come to a common last step. Those that are at work may."""
+    """No newcomer may be invited: workers that hang reach no common last step; workers found at work do."""
     healthy = world.inquiry is not None and world.inquiry.finding is Finding.HEALTHY
     return isinstance(asking, Publish) or not healthy
 

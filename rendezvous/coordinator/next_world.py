@@ -71,7 +71,7 @@ def lost(member: Member, view: View) -> Cause:
 
 
 def root_failure(world: World, present: Sequence[NodeRecord]) -> Cause | None:
-    """What failed in this generation: not what only follows from another end, as far as that is known."""
+    """The failure that ended this generation: a collateral one only where no other is known."""
     failed = [
         Cause(CauseKind.FAILURE, node.node, node.failure.summary, node.failure)
         for node in present
@@ -157,7 +157,7 @@ def _left_over(world: World, view: View, policy: Policy, now: float) -> _Basis |
 def without_excluded(
     members: Sequence[NodeRecord], exclusions: Sequence[Exclusion], view: View, policy: Policy
 ) -> Sequence[NodeRecord]:
-    """Those of them that go on: an excluded one, too, while the others and those that stand by are not enough."""
+    """The members that go on. Excluded ones go on, too, while the others and the standbys are too few for a world."""
     stay, out = [node for node in members if not node.leaving], left_out(exclusions)
     others = [node for node in stay if node.node not in out]
     if len(others) == len(stay):
@@ -189,7 +189,7 @@ def _after_failure(basis: _Basis, world: World, view: View, policy: Policy, now:
 def _excluded(
     basis: _Basis, world: World, view: View, policy: Policy, verdict: Retry | GiveUp, progressed: bool
 ) -> _Basis | None:
-    """What is left without the node that is to blame, if one is and the others are enough."""
+    """The basis without the node that is to blame; None if no node is, or if the others are too few for a world."""
     spent = isinstance(verdict, GiveUp)
     node = blame.to_exclude(world, basis.restarts, basis.survivors, progressed=progressed, spent=spent)
     if node is None:

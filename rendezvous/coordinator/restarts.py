@@ -8,19 +8,19 @@ A state may end all who load it: weights that are not numbers, a copy that was d
 After `BAD_STATE_AFTER` failures alike, all before any step beyond the state that was loaded, the next generation loads
 an older one, and after the next such failure one older again.
 
-What a failure costs besides follows from its action:
+The action of a failure changes its cost:
 
-- RESTART, EXCLUDE_NODE: as above. (Which node is left out is decided elsewhere, see `blame`.)
-- FREE: chance, such as a port that is taken. The first `FREE_RETRIES` since a step beyond all earlier ones cost
-  nothing, unless the job allows no restart at all; the others are as RESTART.
-- STOP: an error of the script. The second in a row alike, without progress, ends the job, also where --max-restarts
-  allows more: that is how often a job may fail, and no promise to do in vain what takes hours. One that may come from
-  the state that was loaded is as RESTART, so that an older state is tried.
-- END: the first ends the job.
+- RESTART, EXCLUDE_NODE: as above. (`blame` decides which node is excluded.)
+- FREE: chance, such as a port that is taken. The first `FREE_RETRIES` since the newest step of the job cost nothing,
+  unless the job allows no restart at all; further ones count like RESTART.
+- STOP: an error of the script. The second identical one in a row, without progress, ends the job, even if
+  --max-restarts allows more: a restart that must fail again would only waste time. If the state that was loaded may be
+  the origin, the failure counts like RESTART, so that an older state is tried.
+- END: the first one ends the job.
 
-A failure from *outside*, where someone has ended the worker, uses --max-restarts as any other. But it is no sign of a
-loop: the job does not wait before it tries again, and ends over such failures without --max-restarts only after
-`OUTSIDE_IN_A_ROW` of them without progress.
+A failure from *outside*, such as a worker that a user or another program killed, uses --max-restarts like any other.
+But it is no sign of a crash loop: the job restarts without a pause, and a job without --max-restarts ends only after
+`OUTSIDE_IN_A_ROW` such failures without progress.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BAD_STATE_AFTER = 2
 
 FREE_RETRIES = 2
 FREE_BACKOFF_S = 1.0
-"""Before the second one: what holds a port may need a moment to end."""
+"""The pause before the second free retry: the process that holds a port may need a moment to end."""
 
 STOP_AT = 2
 OUTSIDE_IN_A_ROW = 20
@@ -89,7 +89,7 @@ class Ended:
     outside: bool = False
     cause: str = "unknown"
     stepped: bool = False
-    """A worker came to a step beyond all earlier ones: more than that time has passed."""
+    """A worker reached a step beyond all earlier ones."""
 
 
 def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: random.Random) -> Retry | GiveUp:
@@ -114,14 +114,14 @@ def after_failure(used: Restarts, ended: Ended, policy: RestartPolicy, rng: rand
 
 
 def _spent(now_used: Restarts, ended: Ended, policy: RestartPolicy) -> GiveUp | None:
-    """The end of the job, where this failure is one too many."""
+    """The end of the job, if its budget of failures is spent."""
     alike = now_used.same_fingerprint
     if policy.max_failures is not None:
         spent = now_used.failures > policy.max_failures
         limit = f"{now_used.failures} failures, --max-restarts allows {policy.max_failures}"
     elif ended.outside:
         spent = now_used.from_outside > OUTSIDE_IN_A_ROW
-        limit = f"{now_used.from_outside} times in a row without progress, someone has ended a worker"
+        limit = f"{now_used.from_outside} times in a row without progress, a worker was killed from outside the job"
     else:
         spent = now_used.without_progress > policy.max_without_progress
         limit = f"{now_used.without_progress} failures in a row without progress"
@@ -133,8 +133,8 @@ def _spent(now_used: Restarts, ended: Ended, policy: RestartPolicy) -> GiveUp | 
         return GiveUp(
             now_used,
             Result.CRASH_LOOP,
-            f"{alike} times in a row without progress the same error of the script ({ended.cause}), which no restart"
-            " mends",
+            f"the same error of the script ({ended.cause}) {alike} times in a row without progress: a restart does"
+            " not help",
         )
     return None
 

@@ -1,15 +1,15 @@
 """Which ranks are slower than the others: a sequential test over the paces in the nodes' records.
 
-The own time of each rank is compared with the median over all ranks. What is more than usual adds to the rank's
-*score*, and what is less takes from it (a CUSUM test on the logarithm of the ratio): a rank is a straggler when its
-score reaches `NAMED_AT`, and until it is back at 0. How much one report can add is bounded twice, by `MOST_EXCESS` for
-how slow and by `MOST_STEPS` for how long: so one slow step, one checkpoint or one busy second name nobody, however slow
-they were, and a rank that is 40 % slower is named with its third report.
+The own time of each rank is compared with the median over all ranks. Time above the tolerance adds to the rank's
+*score*, and time below it takes from it (a CUSUM test on the logarithm of the ratio): a rank is a straggler from when
+its score reaches `NAMED_AT` until it is back at 0. One report adds a bounded amount: `MOST_EXCESS` bounds how slow, and
+`MOST_STEPS` for how many steps. So a rank is never named for one slow step, one checkpoint or one busy second, and a
+rank that is 40 % slower is named with its third report.
 
-Usual is what lies within `TOLERATED` of the median, or within two times the spread (MAD) over the ranks where these
-differ more for long, as the stages of a pipeline do. What costs the job less than `MATTERS` of a step is no matter.
+The tolerance is `TOLERATED` above the median, or two times the spread (MAD) over the ranks where they differ more for
+long, as the stages of a pipeline do. An excess below `MATTERS` of a step is ignored.
 
-A pure function of the records and of what it said before. Whoever coordinates next begins anew.
+A pure function of the records and of its own last result. After a change of the coordinator the scores begin at 0.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from .exclusions import exclude, left_out
 from .view import Policy, View
 
 STRAGGLER = "straggler"
-"""The cause of an exclusion."""
+"""The cause of an exclusion under `--exclude-stragglers`."""
 TOLERATED = math.log(1.13)
 MOST_EXCESS = math.log(1.41) - TOLERATED
-"""Of one step."""
+"""The most that one step adds to a score, above the tolerance."""
 MOST_STEPS = 4
-"""Of one report: those that it adds count as at most so many."""
+"""The most steps of one report that count."""
 NAMED_AT = 1.8
-"""More than two reports can add."""
+"""Higher than the score that two reports can reach."""
 MOST_SCORE = 3.0
-"""A rank that is as fast as the others again is none after `MOST_SCORE / TOLERATED / MOST_STEPS` reports."""
+"""A rank that is as fast as the others again is no longer named after `MOST_SCORE / TOLERATED / MOST_STEPS` reports."""
 MATTERS = 0.05
 SPREADS = 2.0
 LONG = 20
-"""Steps over which it is smoothed how far the ranks are apart."""
+"""Steps over which each rank's ratio to the median is smoothed."""
 MAD_OF_NORMAL = 1.4826
-"""Standard deviations in one median absolute deviation, where what is measured is normally distributed."""
+"""The standard deviation of a normal distribution, in median absolute deviations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What is known of one generation's ranks."""
+    """The state of the test for the ranks of one generation."""
 
     generation: int = 0
     reports: Mapping[str, int] = field(default_factory=dict)
-    """By incarnation: the steps that its newest report has counted."""
+    """By incarnation: the number of timed steps in its newest report."""
     scores: Mapping[int, float] = field(default_factory=dict)
-    """By rank: those that are not 0."""
+    """By rank; a rank without an entry has the score 0."""
     ratios: Mapping[int, float] = field(default_factory=dict)
-    """By rank: of its own time to the median, the logarithm, smoothed."""
+    """By rank: the smoothed logarithm of the ratio of its own time to the median."""
     named: frozenset[int] = frozenset()
     comparison: Comparison | None = None
-    """None: too little is known."""
+    """None: too few ranks have reported."""
 
 
 def compare(before: Watched, world: World | None, nodes: Iterable[NodeRecord]) -> Watched:
-    """After a change of the records: `nodes` are all that the coordinator knows."""
+    """The state of the test after a change of the records; `nodes` are all that the coordinator knows."""
     if world is None or not world.trains:
         return Watched()
     if before.generation != world.generation:
@@ -101,7 +101,7 @@ def compare(before: Watched, world: World | None, nodes: Iterable[NodeRecord]) -
 
 
 def slow_members(watched: Watched, world: World | None) -> Iterator[str]:
-    """The incarnations of those with a straggler."""
+    """The incarnations of the members that have a straggler among their ranks."""
     if world is not None and watched.generation == world.generation:
         for member in world.members:
             if not watched.named.isdisjoint(range(member.first_rank, member.first_rank + member.slots)):
@@ -111,10 +111,10 @@ def slow_members(watched: Watched, world: World | None) -> Iterator[str]:
 def exclude_slowest(
     world: World, view: View, present: Sequence[NodeRecord], policy: Policy, now: float
 ) -> tuple[tuple[Exclusion, ...] | None, float | None]:
-    """The world's exclusions with that of the node which has held the others up for long enough, longest first; and
-    when it will have.
+    """The world's exclusions with one more, of the node that has had a straggler for longest, if that is long enough;
+    or the instant at which it will be.
 
-    Only where a node stands by that takes its place: a job that is slow is better than one that is smaller.
+    A node is excluded only where a standby takes its place: a slow job is better than a smaller one.
     """
     after_s = policy.exclude_stragglers_s
     out = left_out(world.exclusions)
@@ -141,7 +141,7 @@ def exclude_slowest(
 
 
 def in_words(straggler: Straggler, comparison: Comparison) -> str:
-    """A sentence that stands alone."""
+    """A whole sentence for the log and the status."""
     own_s, usual_s = straggler.own_us / 1e6, comparison.usual_us / 1e6
     more = f" ({straggler.own_us / comparison.usual_us - 1:.0%} more)" if comparison.usual_us else ""
     return (
@@ -151,7 +151,7 @@ def in_words(straggler: Straggler, comparison: Comparison) -> str:
 
 
 def _paces(world: World, nodes: Iterable[NodeRecord]) -> list[tuple[str, int, Paces]]:
-    """Of the members of this world: incarnation, first rank, and what the node has said of this generation."""
+    """For each member of this world that has reported in this generation: incarnation, first rank, paces."""
 
     def known() -> Iterator[tuple[str, int, Paces]]:
         places = {member.incarnation: member for member in world.members}

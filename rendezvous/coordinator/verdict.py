@@ -1,12 +1,12 @@
 """Whose fault a hang is: a pure function of what all workers are seen to do.
 
-In a synchronous job one rank's stillness stills all others, in the next collective. So to blame is not who waits, but
-who is not where the others wait: stopped or gone, in something else than a collective, or in another collective than
-most. That most are right is a rule for jobs whose ranks run one script; where the ranks are split evenly, nobody is
-named.
+In a synchronous job, when one rank stands still, all others soon wait for it in the next collective. The guilty rank is
+the one that is not where the others wait: it has stopped or ended, is outside any collective, or is in another
+collective than most. The majority is assumed to be right, since all ranks run one script; where the ranks are split
+evenly, no rank is named.
 
-A rank that is at work may be what all wait for, and come by itself: then nobody is named either. What can never go on
-by itself is said to be certain.
+All may wait for a rank that is at work and will come by itself: then the finding is HEALTHY. A rank that can never go
+on by itself makes the finding CERTAIN.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..statements.inquiry import Doing, Finding, RankState, Testimony, Verdict
 from ..text import counted, shortened
 
 WAITING = (Doing.IN_COLLECTIVE, Doing.AT_STORE)
-"""For other ranks."""
+"""The rank waits for other ranks."""
 
 NEVER = (Doing.GONE, Doing.STOPPED)
-"""Goes on by itself."""
+"""The rank can never go on by itself."""
 
 _ORDER = {doing: place for place, doing in enumerate(Doing)}
 
@@ -45,7 +45,7 @@ _WORDS = {
 
 
 def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
-    """Of these answers to one inquiry in `world`. Ranks of which nothing is said count for nothing."""
+    """The verdict from these answers to one inquiry in `world`. Ranks that no answer mentions are ignored."""
     states = sorted(
         {
             one.rank: one for testimony in testimonies for one in testimony.ranks if one.rank < world.size
@@ -74,7 +74,7 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
 
 
 def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
-    """For each other, so not all in the same."""
+    """All ranks wait for each other: the guilty one waits in another collective than most."""
     for alike, finding in (
         (_collective, Finding.CERTAIN),
         (_exact_place, Finding.LIKELY),
@@ -86,17 +86,18 @@ def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
         usual, number = most[0]
         others = [one for one in waiting if alike(one) != usual]
         if number <= len(others):
-            split = f"the ranks do not wait in the same: {_tally(waiting)}"
+            split = f"the ranks wait in different collectives: {_tally(waiting)}"
             return _by_number(waiting, world) or Verdict(Finding.UNCLEAR, split)
         finding = finding if len(others) == 1 else Finding.LIKELY
         return _named(finding, _hindmost(others), [one for one in waiting if one not in others], world)
     return Verdict(
-        Finding.UNCLEAR, f"all wait in the same: {_tally(waiting)}; the network, or one that is not seen"
+        Finding.UNCLEAR,
+        f"all wait in the same collective: {_tally(waiting)}; the network or an unseen rank may be at fault",
     )
 
 
 def _by_number(waiting: Sequence[RankState], world: World) -> Verdict | None:
-    """Of one group's collectives the rank with the lowest number has not come to where the others are."""
+    """The rank whose collective has the lowest number in its group, or whose step is the lowest, is behind."""
     numbers = {one.collective.number for one in waiting if one.collective is not None}
     groups = {one.collective.group for one in waiting if one.collective is not None}
     steps = {one.step for one in waiting}
@@ -132,7 +133,7 @@ def _exact_place(one: RankState) -> Hashable:
 
 
 def _first(found: Iterable[RankState]) -> RankState:
-    """The most certain; of several the one that is behind."""
+    """The rank whose state is the clearest sign of a fault; of several, the one at the lowest step."""
     return min(found, key=lambda one: (_ORDER[one.doing], _step(one), one.rank))
 
 

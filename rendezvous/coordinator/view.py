@@ -42,7 +42,7 @@ class Policy:
     cool_down_s: float
     """How long this node stays out when it is excluded for the first time."""
     exclude_stragglers_s: float | None
-    """A node that holds the others up for so long is excluded, where one stands by; None: never."""
+    """A node with a straggler for so long is excluded, if a standby can take its place; None: never."""
 
     @property
     def limits(self) -> Limits:
@@ -77,9 +77,9 @@ class View:
     succeeded_since: Mapping[str, float] = field(default_factory=dict)
     """Instant at which this node first saw the newest success of each incarnation."""
     slow_since: Mapping[str, float] = field(default_factory=dict)
-    """Instant at which this node found each member with a straggler to have one, in this generation."""
+    """By incarnation of a member with a straggler: the instant at which this node found that in this generation."""
     inquiry_since: float = 0.0
-    """Instant at which this node first saw the inquiry of the world as it is."""
+    """Instant at which this node first saw the present inquiry of the world in its present state."""
 
     def present(self, world: World) -> tuple[NodeRecord, ...]:
         """The records of its members that live, in the order of their ranks."""

@@ -1,12 +1,12 @@
-"""When a node that is excluded checks itself, by its own clock: the record of what it found is its way back.
+"""When an excluded node checks itself, by its own clock. A record of a passed check readmits the node.
 
 The first cool-down is `first_s`; it is twice as long for each further exclusion of this node, and for each check that
-has failed since, up to `MOST_S`. Nothing is waited for where
+has failed since, up to `MOST_S`. The check is due at once where
 
-- the agent has been started again since: somebody has had a look at the node;
-- the job stands still for `STANDSTILL_S`: it may be short of just this node.
+- the agent was started again since the exclusion: an operator has looked at the node;
+- the job stands still for `STANDSTILL_S`: it may lack just this node.
 
-What an operator has asked for ends by an operator alone. Instants are seconds on this node's monotonic clock.
+Only an operator ends an exclusion that an operator has asked for. Instants are seconds on this node's monotonic clock.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STANDSTILL_S = 15.0
 
 
 class CoolDown:
-    """Of one agent, in all its incarnations. Call `look` before you read `due_at`."""
+    """The cool-down of one agent, in all its incarnations. Call `look` before you read `due_at`."""
 
     def __init__(self, life: str, first_s: float) -> None:
         self._life, self._first_s = life, first_s
         self._times = 0
-        """Of the exclusion that is counted; 0: there is none."""
+        """The number of the exclusion whose cool-down runs; 0: there is none."""
         self._ends_at = math.inf
         self._stood_still_at = math.inf
         self._failed = 0
@@ -45,18 +45,18 @@ class CoolDown:
 
     @property
     def due_at(self) -> float:
-        """When this node is to check itself; infinity: not at all, or it does so already."""
+        """When this node is to check itself; infinity: not at all, or a check is under way."""
         if not self._times or self._checking:
             return math.inf
         # A check that has failed is not repeated at once, however long the job stands still.
         return min(self._ends_at, self._stood_still_at) if not self._failed else self._ends_at
 
     def begin(self) -> None:
-        """The check that was due goes on now."""
+        """The check that was due begins."""
         self._checking = True
 
     def checked(self, now: float, *, passed: bool, summary: str) -> Recheck | None:
-        """What this node says of it; None where the exclusion is over meanwhile."""
+        """The result for this node's record; None if the exclusion is over meanwhile."""
         if not self._times:
             return None
         if not passed:

@@ -30,7 +30,7 @@ class MembershipView:
         self.world_since = 0.0
         """Instant at which this node first saw the world in its present phase."""
         self.inquiry_since = 0.0
-        """And its inquiry as it is."""
+        """And at which the inquiry in it last changed."""
         self.subscription: Subscription | None = None
         """The watch that keeps this up to date; None until everything has been read."""
         self.arrivals: dict[str, float] = {}

@@ -6,7 +6,7 @@ driver has carried it out, and may change at any time.
 - Workers run here: they go on only while the world is theirs and the lease is proven (I10). In a planned change they
   are first left to end by themselves (`Drain`); only when the time for that is over are they signalled.
 - None run here: start those of a generation that this node is a member of and never started before (I4).
-- Workers seem to hang somewhere: say what those here do, while they go on (`Testify`).
+- The coordinator asks what the workers do, since some seem to hang: look at those of this node (`Testify`).
 - This node was asked to leave: stop with all others if they stop soon, else alone; then stay until the others have
   what they go on with, and leave.
 """

@@ -113,7 +113,7 @@ class Participant:
         self._pending = PendingRequest(retry, rng, now)
         self._wake_at: float | None = None
         self._compared: tuple[World | None, tuple[NodeRecord, ...]] = (None, ())
-        """What the coordinator has compared the ranks by."""
+        """The world and the records from which `_watched` was computed."""
         self._watched = Watched()
         self.snapshot = NodeSnapshot(identity.node, identity.incarnation)
         """For any thread: the state at the end of the last turn."""
@@ -241,11 +241,11 @@ class Participant:
     # ---------------------------------------------------------------- while it is excluded
 
     def recheck_due(self, now: float) -> bool:
-        """This node is excluded, and its cool-down is over: check it, and say `rechecked`."""
+        """This node is excluded and its cool-down is over: check it, and call `rechecked` with the result."""
         return self._session.lease is not None and now >= self._cool_down_at(now).due_at
 
     def recheck_begins(self) -> None:
-        """It is under way, and not due until it has ended."""
+        """The check of this node is under way: no other is due until it has ended."""
         self._cool_down.begin()
 
     def rechecked(self, now: float, *, passed: bool, summary: str) -> None:
@@ -321,7 +321,8 @@ class Participant:
         return None
 
     def _compare_ranks(self, now: float) -> None:
-        """As the coordinator. Others read it with this node's paces, or at once when it names other ranks."""
+        """If this node coordinates, look for stragglers. The result is published when it names other ranks, and else
+        with this node's next paces."""
         membership = self._session.membership
         if not membership.coordinates or self._compared == (membership.world, membership.nodes):
             return
@@ -577,7 +578,7 @@ class Participant:
         self._session.suspects_hang(suspicion)
 
     def workers_looked_at(self, testimony: Testimony) -> None:
-        """The answer to an inquiry; of a generation that is over it is worth nothing."""
+        """This node's answer to an inquiry; ignored if its generation is over."""
         if testimony.generation == self._generation:
             self._session.testifies(testimony)
 

@@ -54,7 +54,7 @@ class NodeSnapshot:
     paces: Paces | None = None
     """How fast this node's workers are."""
     comparison: Comparison | None = None
-    """What the coordinator has found in the paces of all nodes of the present generation."""
+    """The coordinator's comparison of the paces of all nodes, for the present generation."""
 
     def lease_good(self, now: float) -> bool:
         return now < self.good_until

@@ -1,1 +1,1 @@
-"""What the records of nodes and of the world are made of."""
+"""The messages inside the records of nodes and of the world: terms, paces, inquiries."""

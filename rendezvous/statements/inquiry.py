@@ -1,4 +1,4 @@
-"""What the nodes say of workers that seem to hang: a suspicion, the answers to an inquiry, and what follows from them.
+"""The messages about workers that seem to hang: suspicion, inquiry, testimony and verdict.
 
 One node's agent finds that its workers are still (`Suspicion`, in its record). The coordinator numbers an inquiry in
 the world, and each member looks at its own workers while all of them still run, and says what each of them does
@@ -41,14 +41,14 @@ class Stage(enum.Enum):
 
 
 class Urgency(enum.Enum):
-    """How long that has lasted, in the limits of its stage; so what the verdict of an inquiry may do."""
+    """How long the workers have been still, in the limits of their stage. It decides which findings may end them."""
 
     EARLY = "early"
     """Only a rank that can never go on by itself ends the generation."""
     OVERDUE = "overdue"
-    """So does one that most likely will not."""
+    """A rank that most likely will not go on by itself ends it, too."""
     LAST = "last"
-    """So does one that may only wait for a disk, and a hang in which no rank stands out."""
+    """A rank that may only wait for a disk ends it, too, and so does a hang in which no rank stands out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class RankState:
     step: Count | None = None
     """The newest that it has finished; None when it reports none."""
     still_s: Age | None = None
-    """Nothing of it has moved for so long: no step, output, processor time or bytes. None: not known."""
+    """For so long it has made no step, written no output, and used no processor time or network. None: not known."""
     collective: Collective | None = None
     where: Annotated[str, line(MAX_WHERE)] = ""
     """One line: the innermost frame of the user's code, or what the kernel says; empty: not known."""
@@ -130,7 +130,7 @@ class Testimony:
 
 
 class Finding(enum.Enum):
-    """What all testimonies together come to."""
+    """The conclusion from all testimonies."""
 
     HEALTHY = "healthy"
     """Some rank is at work, and the others may well wait for it: that one may be named."""
@@ -141,7 +141,7 @@ class Finding(enum.Enum):
     LIKELY = "likely"
     """One rank is not where the others wait, and nothing shows that it will come: it sleeps, or waits for a lock."""
     CERTAIN = "certain"
-    """And it can never come by itself: it is stopped, gone, or in another collective."""
+    """One rank is not where the others wait, and can never come by itself: stopped, gone, or in another collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Inquiry:
     urgency: Urgency = Urgency.EARLY
     """The highest of all suspicions when it was made."""
     finding: Finding | None = None
-    """What came of it; None while the members are to answer."""
+    """Its result; None while the members are to answer."""
     why: Annotated[str, line(512)] = ""
     """The verdict's own words."""
 
@@ -172,7 +172,7 @@ _TELLING = {doing: place for place, doing in enumerate(Doing)}
 
 
 def telling(states: tuple[RankState, ...]) -> tuple[RankState, ...]:
-    """As many as a testimony may have, in the order of ranks: first those that wait for no other rank."""
+    """As many states as a testimony may have, by rank. Ranks that wait for no other rank are kept before others."""
     if len(states) <= MAX_RANKS:
         return states
     waits = (Doing.IN_COLLECTIVE, Doing.AT_STORE)

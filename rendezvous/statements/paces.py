@@ -1,7 +1,7 @@
 """How fast the ranks of each node work by themselves, and which of them are slower than the others.
 
-Each node says in its record what its ranks took for a step, without their waits for other ranks (`Paces`). The
-coordinator compares them all, and says in its own record what is usual and who is slower (`Comparison`): that record
+Each node writes into its record how long its ranks work on a step, without their waits for other ranks (`Paces`). The
+coordinator compares them all, and writes the median and the slower ranks into its own record (`Comparison`), which
 every node follows. Durations are microseconds; no field holds an instant.
 """
 
@@ -21,7 +21,7 @@ MAX_STRAGGLERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """What the ranks of one node took for the newest steps of `generation`."""
+    """How long the ranks of one node worked on the newest steps of `generation`."""
 
     generation: Positive
     timed: Count
@@ -29,7 +29,7 @@ class Paces:
     step_us: Count
     """From step to step: the same on all ranks of a synchronous job."""
     own_us: Annotated[tuple[Count, ...], AtMost(MAX_RANKS)]
-    """By local rank: of a step, what is no wait for other ranks."""
+    """By local rank: the time of a step without the waits for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the coordinator finds in the paces of all nodes."""
+    """The coordinator's result from the paces of all nodes."""
 
     generation: Positive
     usual_us: Count
@@ -52,5 +52,5 @@ class Comparison:
 
     @property
     def names(self) -> tuple[int, frozenset[int]]:
-        """Who is slower, whatever the figures are."""
+        """Which ranks are slower, without the figures."""
         return self.generation, frozenset(straggler.rank for straggler in self.stragglers)

@@ -768,7 +768,7 @@ def test_the_same_error_of_the_script_again_ends_the_job_unless_a_state_may_be_i
     decision = decide(view(again, SA, SB), POLICY, NOW)
     assert isinstance(decision, Publish)
     assert decision.world.result is Result.CRASH_LOOP
-    assert "(import_error), which no restart mends; the last: failure of a" in decision.world.cause.detail
+    assert "the same error of the script (import_error) 2 times in a row" in decision.world.cause.detail
     loaded = replace(SA, progress=GenerationProgress(4, 30))
     decision = decide(view(again, loaded, SB, since=0.0), POLICY, NOW)
     assert isinstance(decision, Publish)

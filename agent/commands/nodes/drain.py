@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 
 from ....rendezvous.errors import StoreUnavailable
 from ....rendezvous.records import (
-    NODES_PREFIX,
-    WORLD_KEY,
     DrainRequest,
     NodeRecord,
     Phase,
@@ -22,14 +20,13 @@ from ....rendezvous.records import (
     life_of,
 )
 from ....rendezvous.store.interface import Compare, Delete, Entry, Put, Store
-from ....rendezvous.text import shortened
 from ...common.exits import DrainCode
 from ...configuration.reading.settings import Settings
 from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import duration
-from ..store_command import CannotDo, store_command, world_of
-from .job_nodes import LOOK_S, meeting_place_for, records_of, state_of
+from ..store_command import CannotDo, store_command
+from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, named, state_of
 
 _USAGE = """\
 usage: elastic-agent drain NODE
@@ -100,29 +97,26 @@ def drain(
 
 def _ask(store: Store, job: str, node: str) -> str:
     """Write the request; returns the incarnation that it is for."""
-    for _ in range(10):
+    for _ in range(TRIES):
         world, nodes, request = _read(store, job, node)
         if world is None and not nodes:
             raise CannotDo(
                 DrainCode.NO_JOB,
                 f"the store holds nothing of a job {job!r}: check --rdzv-id and --rdzv-endpoint",
             )
-        record = next((each for each in nodes if each.node == node), None)
-        if record is None and world is not None and world.phase is Phase.ENDED:
+        here = any(each.node == node for each in nodes)
+        if not here and world is not None and world.phase is Phase.ENDED:
             raise CannotDo(DrainCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
-        if record is None:
-            names = shortened(each.node for each in nodes) or "none"
-            raise CannotDo(DrainCode.NO_NODE, f"job {job!r} has no node {node!r} now; its nodes: {names}")
-        life = life_of(record.incarnation)
+        life = life_of(named(node, nodes, job, DrainCode.NO_NODE).incarnation)
         compare = Compare(drain_key(node), request.mod_revision if request is not None else 0)
         if store.transact((compare,), (Put(compare.key, DrainRequest(life).to_json()),)).succeeded:
             return life
     raise StoreUnavailable(f"others write {drain_key(node)!r} all the time")
 
 
-def _read(store: Store, job: str, node: str) -> tuple[World | None, list[NodeRecord], Entry | None]:
-    entries = {entry.key: entry for entry in store.read((WORLD_KEY, NODES_PREFIX, drain_key(node))).entries}
-    return world_of(job, entries.values()), list(records_of(entries.values())), entries.get(drain_key(node))
+def _read(store: Store, job: str, node: str) -> tuple[World | None, Sequence[NodeRecord], Entry | None]:
+    world, nodes, entries = look(store, job, drain_key(node))
+    return world, nodes, entries.get(drain_key(node))
 
 
 def _withdraw(store: Store, request: Entry | None, incarnation: str) -> None:

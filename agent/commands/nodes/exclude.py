@@ -1,7 +1,7 @@
 """`elastic-agent exclude NODE`: leave a node out of its job's worlds until `elastic-agent readmit NODE`.
 
-It writes one row of the job's `world`, and nothing if another has written that meanwhile; then it tries again. The rest
-is the coordinator's: a member goes by a planned change, so that no step is lost, as soon as the others are enough.
+It writes one row of the job's `world` by compare-and-set, and tries again if another writer was faster. The coordinator
+does the rest: a member leaves by a planned change, without a lost step, as soon as the other nodes are enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from ....rendezvous.coordinator.exclusions import BY_OPERATOR, exclude
 from ....rendezvous.errors import StoreUnavailable
 from ....rendezvous.records import (
     MAX_EXCLUSION_REASON,
-    NODES_PREFIX,
     WORLD_KEY,
     Exclusion,
     NodeRecord,
@@ -23,14 +22,14 @@ from ....rendezvous.records import (
     life_of,
 )
 from ....rendezvous.store.interface import Compare, Put, Store
-from ....rendezvous.text import clean, shortened
+from ....rendezvous.text import clean
 from ...common.exits import ExclusionCode
 from ...configuration.reading.settings import Settings
 from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import Parser, duration
 from ..store_command import CannotDo, store_command, world_of
-from .job_nodes import LOOK_S, meeting_place_for, records_of, state_of
+from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, named, state_of
 
 _USAGE = """\
 usage: elastic-agent exclude NODE [--reason TEXT]
@@ -39,9 +38,6 @@ usage: elastic-agent exclude NODE [--reason TEXT]
 Leaves a node out of all worlds of its job until elastic-agent readmit NODE. If it trains, the workers of all nodes end
 after the same step and the next generation begins there, without it: no step is lost. Its agent stays.
 """
-
-TRIES = 10
-"""To write the world, between the writes of others."""
 
 
 def read_reason(text: str) -> str:
@@ -91,10 +87,7 @@ def exclude_node(
     deadline = clock() + timeout_s
 
     def change(world: World, nodes: Sequence[NodeRecord]) -> tuple[Exclusion, ...]:
-        record = next((each for each in nodes if each.node == node), None)
-        if record is None:
-            names = shortened(each.node for each in nodes) or "none"
-            raise CannotDo(ExclusionCode.NO_NODE, f"job {job!r} has no node {node!r} now; its nodes: {names}")
+        record = named(node, nodes, job, ExclusionCode.NO_NODE)
         life = life_of(record.incarnation)
         return exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, by_operator=True)
 
@@ -129,9 +122,8 @@ def rewrite(
     raise StoreUnavailable(f"others write {WORLD_KEY!r} all the time")
 
 
-def _read(store: Store, job: str) -> tuple[World, int, list[NodeRecord]]:
-    entries = store.read((WORLD_KEY, NODES_PREFIX)).entries
-    world = world_of(job, entries)
+def _read(store: Store, job: str) -> tuple[World, int, Sequence[NodeRecord]]:
+    world, nodes, entries = look(store, job)
     if world is None:
         raise CannotDo(
             ExclusionCode.NO_JOB,
@@ -139,5 +131,4 @@ def _read(store: Store, job: str) -> tuple[World, int, list[NodeRecord]]:
         )
     if world.phase is Phase.ENDED:
         raise CannotDo(ExclusionCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
-    revision = next(entry.mod_revision for entry in entries if entry.key == WORLD_KEY)
-    return world, revision, list(records_of(entries))
+    return world, entries[WORLD_KEY].mod_revision, nodes

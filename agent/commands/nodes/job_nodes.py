@@ -1,25 +1,30 @@
-"""What the commands about one node of a job have in common: where its store is, and how the job is in words.
+"""Shared by the commands about one node of a job: they find its store, read its records, and describe its state.
 
-The store is found by the options of the agents, their file, or the environment; without any of them it is that of the
-job which this user's agents on this machine belong to.
+The store is found by the options of the agents, their file, or the environment; without any of them it is the store of
+the job that this user's agents on this machine belong to.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from ....rendezvous.records import NODES_PREFIX, NodeRecord, Phase, World
-from ....rendezvous.store.interface import Entry
+from ....rendezvous.records import NODES_PREFIX, WORLD_KEY, NodeRecord, Phase, World
+from ....rendezvous.store.interface import Entry, Store
 from ....rendezvous.text import NAME, shortened
+from ...common.exits import DrainCode, ExclusionCode
 from ...configuration.config import ConfigError, Problem
 from ...configuration.reading.resolve import resolve_meeting_place
 from ...configuration.reading.settings import Settings
 from ...configuration.reading.sources import ENV_PREFIX
 from ...configuration.rendezvous import JOB_ID, RendezvousConfig
 from ...workers.processes.run_files import run_directory_parents, stores_here
+from ..store_command import CannotDo, world_of
 
 LOOK_S = 0.2
+"""How often a command that waits reads the store."""
+TRIES = 10
+"""How often a command tries to write a key that others write, too."""
 
 
 def meeting_place_for(command: str) -> Callable[[str | None, Settings], RendezvousConfig]:
@@ -36,7 +41,7 @@ def meeting_place_for(command: str) -> Callable[[str | None, Settings], Rendezvo
 
 
 def _meeting_place_here(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
-    """Where the only job of this user's agents on this machine meets, or the one that --rdzv-id names."""
+    """The store of the only job of this user's agents on this machine, or of the one that --rdzv-id names."""
     job = command_line[JOB_ID].value
     stores = [
         store
@@ -61,11 +66,29 @@ def _meeting_place_here(command_line: Settings, environ: Mapping[str, str]) -> R
     raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
 
 
-def records_of(entries: Iterable[Entry]) -> Iterator[NodeRecord]:
-    """Raises RecordInvalid."""
-    for entry in entries:
-        if entry.key.startswith(NODES_PREFIX):
-            yield NodeRecord.from_json(entry.key, entry.value)
+def look(
+    store: Store, job: str, *more: str
+) -> tuple[World | None, Sequence[NodeRecord], Mapping[str, Entry]]:
+    """The job's world, its nodes, and by key all entries, those of the keys `more` among them.
+
+    Raises StoreError and RecordInvalid.
+    """
+    entries = store.read((WORLD_KEY, NODES_PREFIX, *more)).entries
+    nodes = [
+        NodeRecord.from_json(entry.key, entry.value)
+        for entry in entries
+        if entry.key.startswith(NODES_PREFIX)
+    ]
+    return world_of(job, entries), nodes, {entry.key: entry for entry in entries}
+
+
+def named(node: str, nodes: Sequence[NodeRecord], job: str, missing: DrainCode | ExclusionCode) -> NodeRecord:
+    """The record of this node. Raises CannotDo with the code `missing` if it has none."""
+    for record in nodes:
+        if record.node == node:
+            return record
+    names = shortened(each.node for each in nodes) or "none"
+    raise CannotDo(missing, f"job {job!r} has no node {node!r} now; its nodes: {names}")
 
 
 def state_of(world: World | None) -> str:

@@ -1,4 +1,4 @@
-"""`elastic-agent readmit NODE`: let a node that is excluded back into the worlds of its job, without a check of it."""
+"""`elastic-agent readmit NODE`: end the exclusion of a node at once, without a cool-down or a check."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _USAGE = """\
 usage: elastic-agent readmit NODE
        elastic-agent readmit NODE --rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]
 
-Lets a node that is excluded back into the worlds of its job, whoever has excluded it: at once, without a cool-down or a
-check. It is invited by a planned change, if there is room for it.
+Ends the exclusion of a node, also one that the job itself has decided: at once, without a cool-down or a check. The job
+takes the node in by a planned change, if there is room for it.
 """
 
 

@@ -1,1 +1,1 @@
-"""Sub-commands about the folder of a run: what agents have left there, of a run that goes on or has ended."""
+"""Sub-commands that read the folder of a run, while it goes on or after its end."""

@@ -1,7 +1,7 @@
-"""What of a run's folder goes into one archive, and how: bounded, and without what looks like a secret.
+"""Packs a run's folder into one archive of bounded size, with everything masked that looks like a secret.
 
-Of a long file the end is kept, as its last lines are what counts. Links are not followed; what is neither a text of
-ours nor a dump of torch's flight recorder is left out. `about.txt` says what was left out, and why.
+Only the end of a long file is kept: its last lines matter most. Links are not followed. Only the agents' text files and
+the dumps of torch's flight recorder are taken. `about.txt` lists what was left out, and why.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MOST_IN_ALL = 512 * 2**20
 
 _TEXTS = re.compile(r".*\.(log|txt|toml)|events-.+\.jsonl(\.1)?")
 _DUMPS = "flight_records"
-"""The folder of files that torch writes: binary, with names of groups, sizes and stacks."""
+"""The folder of the flight recorder's dumps: binary, with names of groups, sizes and stacks."""
 
 
 @dataclass(slots=True)
 class Bundled:
-    """What has come of it."""
+    """What the archive contains, and what it does not."""
 
     files: int = 0
     bytes: int = 0
     notes: list[str] = field(default_factory=list)
-    """What was cut, or left out."""
+    """One line for each file that was cut or left out."""
 
 
 def write_bundle(
@@ -64,7 +64,7 @@ def write_bundle(
 
 
 def _files(run: Path, done: Bundled) -> Iterator[Path]:
-    """The newest generations first: what there is no room for is old."""
+    """The newest generations first: if the archive is full, old files are left out."""
     found = []
     for folder, _, names in os.walk(run):
         found += [Path(folder, name) for name in names]
@@ -74,13 +74,13 @@ def _files(run: Path, done: Bundled) -> Iterator[Path]:
         if _TEXTS.fullmatch(path.name) or _DUMPS in name.parts:
             yield path
         elif not path.name.startswith("."):
-            done.notes.append(f"{name}: left out: it is none of ours")
+            done.notes.append(f"{name}: left out: no file of the agent's")
     if len(found) > MOST_FILES:
         done.notes.append(f"{len(found) - MOST_FILES} files more are left out")
 
 
 def _generation(name: Path) -> int:
-    """Files of no generation come first."""
+    """The generation in a file's path; files without one count as the newest."""
     found = re.fullmatch(r"gen(\d{1,18})", name.parts[0])
     return int(found[1]) if found else 2**63
 

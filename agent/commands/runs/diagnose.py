@@ -1,6 +1,6 @@
-"""`elastic-agent diagnose RUN`: one archive of what a run has left, for those who are to help.
+"""`elastic-agent diagnose RUN`: pack the files of a run into one archive, to send it to those who help.
 
-It reads files, asks no agent and changes nothing. The run may be one that goes on.
+It reads files, asks no agent and changes nothing. The run may still go on.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .run_folders import CannotFinish, run_command
 _USAGE = """\
 usage: elastic-agent diagnose RUN [--output FILE.tar.gz] [--log-dir DIR]
 
-Writes logs, evidence, journals and settings of a run into one archive, without what looks like a secret. RUN is the
-folder of a run, or the name of a job: then it is the newest run of that job below --log-dir, or where agents without
-one keep their files. What other nodes have on disks of their own is not there: copy it into the folder first.
+Writes logs, evidence, journals and settings of a run into one archive, with everything masked that looks like a secret.
+RUN is the folder of a run, or the name of a job: then it is the newest run of that job below --log-dir, or where agents
+without one keep their files. Files on the disks of other nodes are not included: copy them into the folder first.
 """
 
 DIAGNOSE_OPTIONS = Group("diagnose")
@@ -58,8 +58,8 @@ def _work(folder: Path, command_line: Settings) -> None:
         raise CannotFinish(DiagnoseCode.NOT_WRITTEN, reason) from None
     print(target, flush=True)
     print(
-        f"elastic-agent diagnose: {done.files} files. What looks like a secret is masked; look through it before you "
-        "send it to others",
+        f"elastic-agent diagnose: {done.files} files. Secrets that were recognized are masked; look through the "
+        "archive before you send it to others",
         file=sys.stderr,
     )
 

@@ -1,6 +1,6 @@
-"""`elastic-agent events`: what has happened to a job, from its agents while it goes on, or from the files of a run.
+"""`elastic-agent events`: the events of a job, from its agents while it goes on, or from the files of a run.
 
-It only asks and reads. Events of several nodes are sorted by the clocks of those who wrote them.
+It only asks and reads. Events of several nodes are sorted by time, each by the clock of the node that wrote it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _USAGE = """\
 usage: elastic-agent events [JOB] [--follow] [--json] [--agent HOST:PORT]
        elastic-agent events RUN [--json] [--log-dir DIR]
 
-Shows what has happened to a job: worlds and their causes, failures, recoveries, saves, nodes left out. Asks the agents
-on this machine, or one by its address, for the newest events that each has in memory. Where no agent of JOB runs here,
-and of the folder RUN of a run, it reads what all agents have written there.
+Shows the events of a job: worlds and their causes, failures, recoveries, saves, excluded nodes. Asks the agents on this
+machine, or one by its address, for the newest events that each has in memory. If no agent of JOB runs here, or RUN is
+the folder of a run, it reads the files of all agents there.
 """
 
 MOST_ANSWER = 16 * 2**20
 FOLLOWS_S = 1.0
-"""How often an agent is asked for more."""
+"""The pause before an agent is asked for more events."""
 
 EVENTS_OPTIONS = Group("events")
 JSON = EVENTS_OPTIONS.flag("json", "one JSON object a line, as in the files")
-FOLLOW = EVENTS_OPTIONS.flag("follow", "then show what comes, until the agents have ended or Ctrl-C")
+FOLLOW = EVENTS_OPTIONS.flag("follow", "then show new events, until the agents have ended or Ctrl-C")
 TIMEOUT: Option[float] = EVENTS_OPTIONS.option(
     "timeout", duration(0.1), "how long an agent may take to answer", default="3s"
 )
@@ -62,12 +62,12 @@ class CannotShow(Exception):
 class Source(ABC):
     @abstractmethod
     def read(self) -> list[JobEvent]:
-        """What has come since the last time, in order. Raises CannotShow."""
+        """The events since the last call, in order. Raises CannotShow."""
 
     @property
     @abstractmethod
     def over(self) -> bool:
-        """No more will come."""
+        """No more events will come."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -157,10 +157,10 @@ class _Answer:
 
 
 class AgentsSource(Source):
-    """Several of them may belong to one job, or to several."""
+    """The agents on this machine, or one by its address; they may belong to several jobs."""
 
     def __init__(self, agents: Iterable[Endpoint], job: str | None, timeout_s: float) -> None:
-        """`job`: only those of this one count. Raises CannotShow."""
+        """`job`: ask only the agents of this job; None: all. Raises CannotShow."""
         self._timeout_s = timeout_s
         self._waiting: list[JobEvent] = []
         self._agents: list[_Agent] = []
@@ -202,12 +202,12 @@ class AgentsSource(Source):
         return all(agent.over for agent in self._agents)
 
     def _take(self, agent: _Agent, answer: _Answer) -> list[JobEvent]:
-        """All that there is by now. Raises CannotShow and ConnectionRefusedError."""
+        """All new events of this agent, beginning with `answer`. Raises CannotShow and ConnectionRefusedError."""
         events: list[JobEvent] = []
         while True:
             if answer.life != agent.life:
                 agent.life, again = answer.life, agent.life != ""
-                if again:  # another life, which counts anew
+                if again:  # a new agent, which numbers its events from 1
                     agent.seen = 0
                     answer = self._ask(agent)
             events += answer.events
@@ -258,7 +258,7 @@ def _readable(events: Iterable[Any]) -> Iterable[JobEvent]:
 
 
 class FilesSource(Source):
-    """What all agents have written into the folder of a run."""
+    """The event files of all agents in the folder of a run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -289,7 +289,7 @@ def _as_json(event: JobEvent) -> str:
 
 
 def _as_text(event: JobEvent) -> str:
-    """A line; where the time went is for other programs."""
+    """A line for people; empty for accounting, which is for other programs."""
     if event.kind is Kind.ACCOUNTING:
         return ""
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.at))

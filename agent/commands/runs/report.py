@@ -1,6 +1,6 @@
-"""`elastic-agent report RUN`: where the hours of a run went, out of the journals that its agents have kept.
+"""`elastic-agent report RUN`: how a run spent its time, from the journals of its agents.
 
-It reads files, asks no agent and changes nothing. The run may be one that goes on.
+It reads files, asks no agent and changes nothing. The run may still go on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .run_folders import CannotFinish, run_command
 _USAGE = """\
 usage: elastic-agent report RUN [--json] [--picture FILE.png|FILE.svg] [--log-dir DIR]
 
-Shows where the hours of a run went, ETTR, the worst nodes and the slowest recoveries. RUN is the folder of a run, or
+Shows how a run spent its time, its ETTR, the worst nodes and the slowest recoveries. RUN is the folder of a run, or
 the name of a job: then it is the newest run of that job below --log-dir, or where agents without one keep their files.
 The journals of all nodes should be there: copy those that are on other disks into the folder.
 """

@@ -1,4 +1,4 @@
-"""What the commands about a run's files have in common: which folder is meant, their help, how they end."""
+"""Shared by the commands about a run's files: they find the run's folder, show help, and end with the same codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..store_command import one_line_errors
 
 
 class NoRun(Exception):
-    """There is none, and why."""
+    """No folder of a run was found; the text says where."""
 
 
 class CannotFinish(Exception):
@@ -78,12 +78,12 @@ def run_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) 
 
 
 def given_log_dir(command_line: Settings) -> Path | None:
-    """That of the command line, else of the environment."""
+    """The --log-dir of the command line, else of the environment."""
     return (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
 
 
 def find_run(run: str, log_dir: Path | None) -> Path:
-    """`run` is a folder, or the name of a job; `log_dir` is given. Raises NoRun."""
+    """The folder of `run`, which is a folder or the name of a job; `log_dir`: of --log-dir. Raises NoRun."""
     if (folder := Path(run)).is_dir():
         return folder
     try:

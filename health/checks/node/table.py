@@ -179,7 +179,7 @@ RECHECKS = (
         at_join=False,
     ),
 )
-"""Of an excluded node before it comes back, beside those before a join. They take longer."""
+"""Checks of an excluded node before it is readmitted, in addition to those before a join. They take longer."""
 
 BY_NAME = {check.name: check for check in (*NODE_CHECKS, *RECHECKS)}
 
@@ -193,5 +193,5 @@ def checks_for(needs: NodeNeeds, *, at_join: bool) -> tuple[NodeCheck, ...]:
 
 
 def rechecks_for(needs: NodeNeeds) -> tuple[NodeCheck, ...]:
-    """Those of an excluded node before it comes back."""
+    """All checks of an excluded node before it is readmitted."""
     return checks_for(needs, at_join=True) + tuple(check for check in RECHECKS if check.needed(needs))

@@ -1,7 +1,7 @@
-"""Copies to each device and back, and matrix products there that the processor's have to agree with.
+"""Copies to each device and back, and matrix products there that are compared with the CPU's.
 
 A process of its own imports torch, with the environment of the workers, so that it sees the devices that they see.
-Where there is no torch, the processor multiplies with and without fractions.
+Without torch only the CPU is tested: its floating-point products must agree with exact ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..probe_process import PROGRAM
 from ..rules.recheck import ArithmeticFacts
 
 WITHIN_S = 80.0
-"""Importing torch takes some of it, on a machine with too much to do most."""
+"""On an overloaded machine most of it goes into the import of torch."""
 TIMES = 8
 SIZE = 256
 SMALL_SIZE = 48
 COPIED = 1 << 24
-"""Numbers of four bytes."""
+"""Numbers that are copied to each device, of four bytes each."""
 
 
 def probe_arithmetic() -> ArithmeticFacts:
@@ -45,7 +45,7 @@ def probe_arithmetic() -> ArithmeticFacts:
 
 
 def main() -> None:
-    """In the process of its own."""
+    """Runs in the process of its own, and prints the result as JSON."""
     try:
         import torch
     except ImportError:

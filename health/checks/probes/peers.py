@@ -1,4 +1,4 @@
-"""Asks other nodes' agents over HTTP, as their peers do: this node has a network, and they see it."""
+"""Asks other nodes' agents over HTTP, as their peers do: do they reach each other over the network?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EACH_S = 2.0
 
 
 def probe_peers(peers: Sequence[str]) -> PeerFacts:
-    """`peers` are HOST:PORT, of which an IPv6 address is in brackets."""
+    """`peers` are HOST:PORT, with an IPv6 address in brackets."""
     return PeerFacts(asked=len(peers), silent=tuple(peer for peer in peers if not _answers(peer)))
 
 

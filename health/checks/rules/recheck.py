@@ -1,4 +1,4 @@
-"""What an excluded node shows before worlds include it again, besides what is checked before each join."""
+"""The rules of the checks that an excluded node must pass, in addition to those before each join."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ArithmeticFacts(Checked):
     """Why there is no result; empty where there is one."""
     devices: Annotated[tuple[Annotated[str, Text(64)], ...], AtMost(257)] = ()
     wrong: Annotated[tuple[Annotated[str, Text(64)], ...], AtMost(257)] = ()
-    """Those of them whose copies or products are not what they should be."""
+    """Devices whose copies or products are wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def judge_arithmetic(facts: ArithmeticFacts, needs: NodeNeeds) -> Finding:
 
 
 def judge_peers(facts: PeerFacts, needs: NodeNeeds) -> Finding:
-    """Most of them have to answer: one that does not may itself be gone."""
+    """Most peers have to answer: a single silent one may itself be gone."""
     silent = ", ".join(facts.silent)
     if 2 * len(facts.silent) > facts.asked:
         return Finding("peers", Outcome.FAIL, f"no answer over HTTP from {silent}", SILENT_ADVICE)
