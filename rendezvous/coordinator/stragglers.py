@@ -140,13 +140,12 @@ def exclude_slowest(
     return (exclusions if replaced else None), None
 
 
-def in_words(straggler: Straggler, comparison: Comparison) -> str:
-    """A whole sentence for the log and the status."""
-    own_s, usual_s = straggler.own_us / 1e6, comparison.usual_us / 1e6
-    more = f" ({straggler.own_us / comparison.usual_us - 1:.0%} more)" if comparison.usual_us else ""
+def in_words(straggler: Straggler, usual_us: int) -> str:
+    """A whole sentence for the log and the status; `usual_us`: the median over all ranks."""
+    more = f" ({straggler.own_us / usual_us - 1:.0%} more)" if usual_us else ""
     return (
         f"rank {straggler.rank} on node {straggler.node} is slower than the others, which wait for it: it works "
-        f"{own_s:.3g} s for a step, {usual_s:.3g} s are usual{more}"
+        f"{straggler.own_us / 1e6:.3g} s for a step, {usual_us / 1e6:.3g} s are usual{more}"
     )
 
 

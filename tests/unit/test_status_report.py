@@ -17,6 +17,7 @@ from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
     Endpoint,
+    Exclusion,
     Failure,
     NodeRecord,
     Phase,
@@ -25,6 +26,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
+from elastic_agent.rendezvous.statements.paces import Comparison, Straggler
 
 from .test_status_pages import FAILURE, STATUS, WORLD
 
@@ -324,6 +326,19 @@ def test_a_job_that_has_ended_names_its_result() -> None:
         (made(found(nodes=(A, B)), {**ALL, "c-1": Unreachable.SILENT}), "its lease has ended"),
         (made(found(complete=False)), "! the coordinator does not answer"),
         (made(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),
+        (
+            made(found(replace(THREE, exclusions=(Exclusion("c", "c", "xid", "Xid 79"),)))),
+            "! node c is excluded: Xid 79. It checks itself after a cool-down",
+        ),
+        (
+            made(
+                found(
+                    nodes=(replace(A, comparison=Comparison(3, 50_000, (Straggler("b", 3, 75_000),))), B, C)
+                )
+            ),
+            "! rank 3 on node b is slower than the others, which wait for it: it works 0.075 s for a step, 0.05 s "
+            "are usual (50% more)",
+        ),
         (made(answers={}), "the limit is not known, no agent answers"),
         (made(answers={"a-1": status("a", max_restarts=5)}), "2 failures so far, 3 left of 5"),
         (made(answers={"a-1": status("a", backoff_s=2.0)}), "the next start waits 2.0 s"),
@@ -332,6 +347,11 @@ def test_a_job_that_has_ended_names_its_result() -> None:
 )
 def test_the_notes_name_each_problem(job: JobReport, words: str) -> None:
     assert words in "\n".join(lines(job, Screen()))
+
+
+def test_an_exclusion_is_in_a_field_of_its_own_and_in_no_note() -> None:
+    job = made(found(replace(THREE, exclusions=(Exclusion("c", "c", "xid", "Xid 79"),))))
+    assert ([one.node for one in job.exclusions], job.notes) == (["c"], ())
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -84,7 +84,7 @@ PHASES = (*STANDSTILL, *STARTUP)
 
 
 class Part(enum.Enum):
-    """What an activity is part of, to those who see no more than that."""
+    """What an event file can tell apart: an account is written whenever the part changes."""
 
     WAITING = enum.auto()
     STARTUP = enum.auto()
@@ -118,12 +118,12 @@ NEXT: Mapping[TrainingEvent, Mapping[Activity, Activity]] = {
 
 
 MOST_STAGES = 256
-"""Of one recovery: 30 generations that fail after each other have fewer."""
+"""The most stages of one recovery that are kept. A recovery over 30 failed generations has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A phase without a break. Instants are seconds, monotonic."""
+    """One uninterrupted stretch of a phase. Instants are seconds, monotonic."""
 
     phase: Activity
     began_at: float
@@ -137,7 +137,7 @@ class Recovery:
 
     phases: Mapping[Activity, float]
     stages: tuple[Stage, ...] = ()
-    """The same as it went: without those of no length, and at most the last MOST_STAGES."""
+    """The stages in their order, without those of no length; at most the last MOST_STAGES."""
 
     @property
     def duration_s(self) -> float:
@@ -156,7 +156,7 @@ class GoodputAccount:
         self._passed: set[Activity] = set()
         """What this recovery has left behind."""
         self._stages: deque[Stage] = deque(maxlen=MOST_STAGES)
-        """Of this recovery."""
+        """The stages of the present recovery."""
 
     @property
     def recovering(self) -> bool:
@@ -198,7 +198,7 @@ class GoodputAccount:
             self.booked_until = until
 
     def _keep(self, stage: Stage) -> None:
-        """As the last stage of this recovery, or as what goes on in it."""
+        """Append a stage of this recovery, or extend the last one if it is of the same phase."""
         if self._stages and self._stages[-1].phase is stage.phase:
             stage = replace(stage, began_at=self._stages.pop().began_at)
         self._stages.append(stage)

@@ -66,7 +66,7 @@ class MembershipWatch:
 
 
 def _excluded(world: World) -> set[tuple[str, int]]:
-    """With the number of the exclusion: an old one may be known only once it is over."""
+    """Each excluded node with the number of its exclusion: this node may learn of one only after it is over."""
     return {(one.node, one.times) for one in world.exclusions}
 
 

@@ -87,8 +87,8 @@ class Observer:
         wall_clock: Callable[[], float],
         tell: Callable[[Recovered], None] = lambda _: None,
     ) -> None:
-        """`started_at`: when the agent started. Below `run_directory` the journal's file is; None: it has none. `tell`
-        is called at the end of each recovery; it must not wait."""
+        """`started_at`: when the agent started. `run_directory`: the folder of runs, for the journal's file; None: the
+        journal has no file. `tell` is called at the end of each recovery; it must not wait."""
         self.journal = journal
         self._run_directory = run_directory
         self._metrics = metrics
@@ -172,7 +172,7 @@ class Observer:
         )
 
     def _note_world(self, world: World | None) -> None:
-        """Each generation once, its planned change, and how the job ended."""
+        """Note each generation once, its planned change, and the end of the job."""
         before, self._noted = self._noted, world
         if world is None or world is before:
             return
@@ -261,7 +261,7 @@ class Observer:
     # ---------------------------------------------------------------- hangs
 
     def watches(self, state: str, stalled_s: float, limit_s: float | None) -> None:
-        """`state`: what is done about hangs now; `limit_s`: None without a limit."""
+        """`state`: of the hang detector (`HANG_STATES`); `limit_s`: None without a limit."""
         self._metrics.watch_hangs(state, stalled_s, limit_s)
 
     def suspects(self, suspicion: Suspicion) -> None:
@@ -275,7 +275,7 @@ class Observer:
         )
 
     def heard_verdict(self, generation: int, inquiry: Inquiry) -> None:
-        """All nodes were asked what their workers do."""
+        """An inquiry has ended with a finding."""
         assert inquiry.finding is not None
         self.journal.note(Kind.VERDICT, inquiry.why, generation=generation, cause=inquiry.finding.value)
 
@@ -372,7 +372,7 @@ class Observer:
         self._shown = failure
 
     def evidence_kept(self, path: str, generation: int) -> None:
-        """What workers do is written down there."""
+        """Evidence of the workers of `generation` is in the folder `path`."""
         self.journal.note(Kind.EVIDENCE, path, generation=generation)
 
     def stopping(self, now: float) -> None:

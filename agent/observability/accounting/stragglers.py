@@ -1,4 +1,4 @@
-"""Ranks that are slower than the others, as the coordinator names them: log lines, events and metrics of each node."""
+"""Reports the ranks that the coordinator finds slower than the others, on every node: log lines, events and metrics."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ log = logging.getLogger(__name__)
 
 
 class StragglerWatch:
-    """Says of each rank once that it is slow, and once that it no longer is. For the main thread."""
+    """Reports each rank once when it becomes slow, and once when it no longer is. For the main thread."""
 
     def __init__(self, metrics: Metrics, journal: Journal) -> None:
         self._metrics = metrics
         self._journal = journal
         self._seen: tuple[World | None, Comparison | None, Paces | None] = (None, None, None)
         self._named: dict[int, Straggler] = {}
-        """By rank."""
+        """The stragglers at present, by rank."""
         self._generation = 0
         self._shown: set[int] = set()
-        """Local ranks with a ratio."""
+        """Local ranks whose ratio the metrics have."""
 
     def update(self, snapshot: NodeSnapshot) -> None:
-        """After a turn."""
+        """Call after each turn of the driver."""
         seen = snapshot.world, snapshot.comparison, snapshot.paces
         if seen == self._seen:
             return
@@ -46,7 +46,7 @@ class StragglerWatch:
         before, self._named = self._named, {straggler.rank: straggler for straggler in comparison.stragglers}
         for rank, straggler in self._named.items():
             if rank not in before:
-                self._note(straggler, in_words(straggler, comparison), slow=True)
+                self._note(straggler, in_words(straggler, comparison.usual_us), slow=True)
         for rank, straggler in before.items():
             if rank not in self._named:
                 recovered = f"rank {rank} on node {straggler.node} is as fast as the others again"
@@ -63,7 +63,7 @@ class StragglerWatch:
         )
 
     def _measure(self, snapshot: NodeSnapshot, comparison: Comparison | None, paces: Paces | None) -> None:
-        """What this node's own ranks take, beside the usual."""
+        """Set the metrics of this node's ranks: their own time beside the median."""
         member = snapshot.world.member(snapshot.incarnation) if snapshot.world is not None else None
         ratios: dict[int, float] = {}
         if member is not None and comparison is not None and comparison.usual_us and paces is not None:

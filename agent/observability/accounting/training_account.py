@@ -27,7 +27,7 @@ from .step_count import Counted, StepCount
 log = logging.getLogger(__name__)
 
 ACCOUNTING_EVERY_S = 60.0
-"""How often the journal has what all seconds went into, besides when workers begin or cease to train."""
+"""How often the journal gets an account of all seconds, besides when workers begin or cease to train."""
 
 _RECOVERIES = {
     CauseKind.FAILURE: "process",
@@ -40,15 +40,15 @@ _RECOVERIES = {
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Training goes on, in a new generation."""
+    """Training goes on in a new generation."""
 
     recovery: Recovery
     run: str
     generation: int
     cause: str
-    """The kind of change that ended the one that had trained last."""
+    """The kind of change that ended the last generation that had trained."""
     because: str
-    """What ended the one before, in words."""
+    """Why the generation before this one ended, in words."""
 
 
 class TrainingAccount:
@@ -136,7 +136,7 @@ class TrainingAccount:
         self._metrics.account(productive_s, lost_s, reports_steps=self._goodput.reports_steps)
 
     def account(self, now: float) -> None:
-        """Into the journal: what all seconds until now went into."""
+        """Write an account of all seconds until now into the journal."""
         self._accounted_at = now
         self._goodput.advance(now)
         self._saves.flush(now)
@@ -242,7 +242,7 @@ class TrainingAccount:
         )
 
     def _note_load(self, report: LoadReport) -> None:
-        """Once for all workers of a generation that have found the same."""
+        """Note a load once for all workers of a generation with the same result."""
         found = report.result, report.step
         if found == self._load_noted:
             return

@@ -1,8 +1,8 @@
 """The file of a journal, in the folder of the run: `events-<node>.jsonl`, written by a thread that does nothing else.
 
-A disk that is full or does not answer costs the events that find no room meanwhile, and nothing else: they are dropped
-and counted, and told once. The file is bounded: when it is full it becomes `events-<node>.jsonl.1`, in place of the one
-before.
+While the disk is full or does not answer, events that find no room in the queue are dropped and counted, with one log
+line; nothing else suffers. The file is bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces
+the older one of that name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MAX_FILE_BYTES = 8 * 1024 * 1024
 QUEUE_MAX = 1024 * 1024
 """Bytes that may wait for the disk."""
 CLOSE_S = 1.0
-"""What the disk gets for the last events, when the agent ends."""
+"""How long the end of the agent waits for the disk to take the last events."""
 
 OLDER = ".1"
-"""Behind the name of the part that was full."""
+"""The suffix of the older part of the file."""
 _NAME = re.compile(r"events-(.+)\.jsonl")
 
 
@@ -53,7 +53,7 @@ def read_file(path: Path) -> Iterator[JobEvent]:
 
 
 class EventFile(Backlog[Callable[[], None]]):
-    """`open`, `write` and `end` are for any thread, and never wait, but for `end`."""
+    """`open`, `write` and `end` are for any thread; only `end` waits."""
 
     def __init__(self, count_lost: Callable[[], None], most_bytes: int = MAX_FILE_BYTES) -> None:
         """`count_lost` is called for each event that is not written."""
@@ -61,14 +61,14 @@ class EventFile(Backlog[Callable[[], None]]):
         self._count_lost = count_lost
         self._most_bytes = most_bytes
         self._still = False
-        """The log has that the disk stands still. Under the lock."""
+        """The disk does not answer, and the log says so. Under the lock."""
         # All below is of the thread.
         self._run: RunFolder | None = None
         self._path = Path()
         self._fd = -1
         self._file_size = 0
         self._failing = False
-        """The log has that the disk takes nothing."""
+        """The last write failed, and the log says so."""
 
     def open(self, folder: Path, node: str) -> None:
         """From now on events go to the file of this node there."""
@@ -79,7 +79,7 @@ class EventFile(Backlog[Callable[[], None]]):
         self.put(partial(self._write, data), len(data), QUEUE_MAX)
 
     def end(self) -> None:
-        """Once; waits a moment for the last events."""
+        """Call once; waits up to CLOSE_S for the last events."""
         self.put(self._close, 0, float("inf"))
         self.close()
         if not self.join(CLOSE_S):
@@ -144,7 +144,7 @@ class EventFile(Backlog[Callable[[], None]]):
             log.warning("events are written to %s again", self._path)
 
     def _open_file(self) -> bytes:
-        """What must stand before the next line: a full disk, or the end of an earlier agent, may have cut the last."""
+        """Open the file; returns a line break to write first if the last line was cut (disk full, agent killed)."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o640)
         self._file_size = os.fstat(self._fd).st_size

@@ -1,7 +1,7 @@
-"""What happened to the job, as this agent saw it: the newest events in memory, all of them in a file.
+"""The journal of this agent: the newest events of the job in memory, all of them in a file.
 
-Any thread may note an event, and none ever waits for the disk. In memory the newest stay; they go into the file as soon
-as the run has a folder, so that it has the events before the first world, too.
+Any thread may note an event, and never waits for the disk. Events that come before the run has a folder are written to
+the file once it has one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .event_file import EventFile
 from .events import EVENT, MAX_EVENT_TEXT, ROUTINE, JobEvent, Kind, rounded
 
 KEPT_EVENTS = 2048
-"""In memory, and a quarter as many of those that come again and again."""
+"""Events that are kept in memory, and a quarter as many of the `ROUTINE` kinds."""
 _MOST_CAUSE = 64
 
 
@@ -36,14 +36,14 @@ class Journal:
         self._lock = threading.Lock()
         self._changes: deque[JobEvent] = deque(maxlen=kept)
         self._routine: deque[JobEvent] = deque(maxlen=max(1, kept // 4))
-        """Of `ROUTINE`: a job that goes well for a week must not push out what has happened before."""
+        """Events of `ROUTINE` kinds: a week of them must not push out the other events."""
         self._number = 0
         self._generation = 0
         self._folder: Path | None = None
         self._heard: tuple[Callable[[], None], ...] = ()
 
     def listen(self, heard: Callable[[], None]) -> None:
-        """Called after each event, in the thread that notes it: it must not wait."""
+        """`heard` is called after each event, in the thread that notes it: it must not wait."""
         self._heard = (*self._heard, heard)
 
     def start(self) -> None:
@@ -55,7 +55,7 @@ class Journal:
             self._file.end()
 
     def begin(self, folder: Path) -> None:
-        """The folder of the run is known: from now on events are in its file. Again: nothing, or another run's."""
+        """From now on events go to a file in this run's folder. A call with the same folder does nothing."""
         with self._lock:
             if self._file is None or folder == self._folder:
                 return
@@ -77,7 +77,7 @@ class Journal:
         seconds: Mapping[str, float] = {},
         counts: Mapping[str, int] = {},
     ) -> None:
-        """`generation`: that of the newest world, unless it is said. `about`: the node that it is about."""
+        """`generation` defaults to that of the newest world. `about`: the node that the event is about."""
         with self._lock:
             self._number += 1
             of = self._generation if generation is None else generation
@@ -104,23 +104,23 @@ class Journal:
 
     @property
     def generation(self) -> int:
-        """The newest that was noted; 0 before the first."""
+        """The generation of the newest world; 0 before the first."""
         return self._generation
 
     @property
     def newest(self) -> int:
-        """Its number; 0 before the first."""
+        """The number of the newest event; 0 before the first."""
         return self._number
 
     def since(self, number: int, most: int) -> tuple[JobEvent, ...]:
-        """The oldest of those with a higher number that are in memory."""
+        """The events in memory with a higher number, at most the `most` oldest of them."""
         with self._lock:
             return tuple(
                 sorted((*_above(self._changes, number), *_above(self._routine, number)), key=_number)[:most]
             )
 
     def newest_of(self, changes: int, routine: int) -> tuple[JobEvent, ...]:
-        """At most so many of each kind, in their order."""
+        """The newest events in memory, in order: at most `routine` of `ROUTINE` kinds and `changes` of the others."""
         with self._lock:
             kept = (list(self._changes)[-changes:], list(self._routine)[-routine:])
         return tuple(sorted(chain(*kept), key=_number))
@@ -131,5 +131,5 @@ def _number(event: JobEvent) -> int:
 
 
 def _above(events: deque[JobEvent], number: int) -> Iterator[JobEvent]:
-    """The newest first."""
+    """The events with a higher number, the newest first."""
     return takewhile(lambda event: event.number > number, reversed(events))

@@ -1,7 +1,7 @@
-"""Saves as events, however often there are any: one event for those of each tier since the one before.
+"""Sums up saves into events, as some jobs copy their state into memory at every step.
 
-Some jobs copy their state into memory at every step. An event is due `rests_s` after the one before, of the same tier;
-what is left when the agent ends is in its last one.
+There is at most one event of a tier in `RESTS_S`; it covers all saves since the one before. The last one, at the end of
+the agent, covers the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLACES: dict[Tier, str] = {"memory": "in memory", "local": "on disk", "part": "
 
 @dataclass(slots=True)
 class _Since:
-    """The event before."""
+    """The saves of one tier since the last event."""
 
     due_at: float = 0.0
     step: int = 0
@@ -47,7 +47,7 @@ class SaveEvents:
             self._note(report.tier, since, now)
 
     def flush(self, now: float) -> None:
-        """What waits for its event."""
+        """Write the events of all saves that have none yet."""
         for tier, since in self._tiers.items():
             if since.counts.total():
                 self._note(tier, since, now)

@@ -1,1 +1,1 @@
-"""The page for people at `/`: what it is made of, and what it is sent while somebody looks at it."""
+"""The web page of the agent at `/`, and the stream of events and states that it shows."""

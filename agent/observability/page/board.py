@@ -1,7 +1,7 @@
-"""What a page is sent while somebody looks at it: the journal's events as they come, and the state of the job.
+"""Feeds the pages that are open: the journal's events as they come, and the state of the job.
 
-The state is looked at as `elastic-agent status` does it, by a thread of its own, while there is a stream: where nobody
-watches, it costs nothing. The thread rests nine times as long as a look takes. All streams send the same text of it.
+While a page is open, a thread reads the state as `elastic-agent status` does, and rests nine times as long as a look
+takes. While no page is open, it costs nothing. All pages get the same text.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ log = logging.getLogger(__name__)
 STREAM_PATH = "/events/stream"
 
 MOST_EVENTS = 500
-"""In one answer, and when a stream begins."""
+"""The most events in one answer, and at the begin of a stream."""
 MOST_ROUTINE = 50
-"""Of the latter."""
+"""The most events of `ROUTINE` kinds at the begin of a stream."""
 RESTS_S = 2.0
+"""The least pause between two looks without a new event."""
 HURRIES_S = 0.3
-"""A look that an event asks for is at least so long after the one before."""
+"""The least pause before a look for a new event."""
 RESTS = 9.0
-"""Times the last look, at least: so the thread takes a tenth of a processor at most."""
+"""The least pause, in durations of the last look: the thread takes at most a tenth of a processor."""
 
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -42,12 +43,12 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the state comes from."""
+    """How the state is read and written."""
 
     look: Callable[[], list[JobReport]]
     """Raises CannotShow."""
     describe: Callable[[JobReport | None, str], dict[str, Any]]
-    """The document, of a report or of why there is none."""
+    """The JSON document of a report, or of the reason why there is none."""
 
 
 class Board:
@@ -65,24 +66,24 @@ class Board:
         self._thread = Thread(self._serve, "page")
         self._hurry = False
         self.state = ""
-        """The newest, as text."""
+        """The newest state, as JSON."""
         self.looks = 0
-        """How often it was made."""
+        """How often the state was read."""
         self.wake: Callable[[], None] = lambda: None
-        """Called when there is another state."""
+        """Called after each new state or event."""
         journal.listen(self._noted)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """The thread ends when it has looked."""
+        """The thread ends after its present look."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def events(self, request: Request) -> Page:
-        """`/events?since=N`: those with a higher number than N, at most `MOST_EVENTS` of them."""
+        """`/events?since=N`: the events with a number above N, at most `MOST_EVENTS`."""
         since = request.query.get("since", "0")
         if not _NUMBER.fullmatch(since):
             text = f"since is {since[:80]!r}, expected a whole number: that of the last event that you have\n"
@@ -93,10 +94,10 @@ class Board:
         return Page(HTTPStatus.OK, JSON, f'{head[:-1]}, "events": [{body}]}}'.encode())
 
     def begin(self, request: Request) -> EventStream:
-        """`/events/stream`: from the last event that the client has, or the newest few hundred."""
+        """`/events/stream`: the events after the client's last one; for a new client the newest few hundred."""
         with self._changed:
             if not self._watchers:
-                self.state, self._hurry = "", True  # what was looked at for others before is old
+                self.state, self._hurry = "", True  # the last state may be old
             self._watchers += 1
             self._changed.notify_all()
         life, _, number = request.last_event.rpartition(":")
@@ -119,7 +120,7 @@ class Board:
     # In the thread.
 
     def _serve(self) -> None:
-        """Looks while somebody watches."""
+        """Read the state again and again while a page is open."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._watchers or self._closing)
@@ -140,7 +141,7 @@ class Board:
         return self._closing or not self._watchers
 
     def _look(self) -> dict[str, Any]:
-        """What fails here is shown, and ends no agent."""
+        """The state as a document. An error is shown on the page, and does not end the agent."""
         try:
             return self._source.describe(self._source.look()[0], "")
         except CannotShow as nothing:
@@ -151,10 +152,10 @@ class Board:
 
 
 class EventStream:
-    """As `health.http.Stream`."""
+    """One page's events and states; a `health.http.Stream`."""
 
     def __init__(self, board: Board, number: int | None) -> None:
-        """`number`: of the last event that the client has; None: it has none."""
+        """`number`: of the last event that the client has; None: a new client."""
         self._board = board
         self._number = number
         self._looks = -1
@@ -182,5 +183,5 @@ class EventStream:
 
 
 def _event(kind: str, data: str, number: str = "") -> str:
-    """JSON has no line breaks of its own."""
+    """One server-sent event. `data` is JSON, which has no line breaks."""
     return f"{f'id: {number}' + chr(10) if number else ''}event: {kind}\ndata: {data}\n\n"

@@ -1,8 +1,8 @@
-"""The page itself: one file, which the browser may complete by nothing.
+"""The page itself: one HTML file that loads nothing else.
 
-Its content security policy allows the file's own script and style, by their digests, and connections to where the page
-came from. So a text of another node that came to stand in it as markup could neither run nor send anything; nor does
-any text come to: the script writes them as text alone, and the policy forbids it anything else.
+Its content security policy allows only the file's own script and style, by their digests, and connections to the agent
+that served it. Texts of other nodes are inserted as text, never as markup: the script does so, and the policy enforces
+it (trusted types). Even injected markup could neither run nor send anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PART = {name: re.compile(rf"<{name}>(.*?)</{name}>", re.DOTALL) for name in ("s
 
 
 def policy(html: str) -> str:
-    """Of this page."""
+    """The content security policy of this page."""
 
     def digests(name: str) -> str:
         parts = (hashlib.sha256(part.encode()).digest() for part in _PART[name].findall(html))

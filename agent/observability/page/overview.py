@@ -1,6 +1,6 @@
-"""The state of a job as the page draws it: the report of `elastic-agent status`, small enough to be sent often.
+"""The state of a job for the page: the report of `elastic-agent status`, small enough to be sent often.
 
-A pure function. A node is a row, so that a thousand of them take a tenth of a megabyte.
+A pure function. A node is a row of values, so that a thousand nodes take a tenth of a megabyte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLUMNS = (
     *("node", "first_rank", "slots", "state", "coordinates", "leaving", "workers", "step", "step_age_s"),
     *("checkpoint", "checkpoint_age_s", "lease_age_s", "lease_ttl_s", "address", "notice"),
 )
-"""Of a row of `nodes`."""
+"""The names of the values in a row of `nodes`."""
 
 _JOB_KEYS = (
     *("job", "state", "generation", "phase_age_s", "world_size", "group_world_size", "result", "cause"),
@@ -36,8 +36,8 @@ def overview(
     at: float,
     secrets: Collection[str] = (),
 ) -> dict[str, Any]:
-    """`job` is None when the job cannot be looked at now, which `problem` explains. `at`: the wall clock. `secrets`:
-    what may not be in the texts of a failure."""
+    """`job` is None while the job cannot be read, which `problem` explains. `at`: the wall clock. `secrets` are masked
+    in the texts of a failure."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "at": round(at, 3),
@@ -81,7 +81,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _checkpoints(nodes: Iterable[NodeReport]) -> Iterable[dict[str, Any]]:
-    """The newest of each tier, its age, and how many nodes have it."""
+    """The newest checkpoint of each tier, its age, and how many nodes have it."""
     statuses = [node.status for node in nodes if node.status is not None]
 
     def of(status: NodeStatus) -> dict[str, Checkpoint | None]:

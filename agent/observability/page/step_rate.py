@@ -1,7 +1,7 @@
-"""How many steps a second this node's workers have done, from the start of the agent on, in bounded memory.
+"""The rate of steps of this node's workers since the start of the agent, in bounded memory.
 
-Time is cut into slices of equal width; each has the steps that were done in it, in parts where a step is longer. When
-there are too many slices, each two become one: the whole job is always there, in less detail the longer it is.
+Time is cut into slices of equal width; a step that spans several slices counts in each by its share. When there are too
+many slices, each two become one: the whole job is always there, in less detail the longer it lasts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ MOST_SLICES = 240
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Steps in each slice, the oldest first. What was done since the last step is not known before it is a step."""
+    """Steps in each slice, the oldest first."""
 
     width_s: float
     left_s: float
-    """What is left of the last slice."""
+    """The time until the last slice ends."""
     last_s: float | None
     """Age of the last step."""
     new: tuple[float, ...] = ()
     again: tuple[float, ...] = ()
-    """Of these, what had been done before."""
+    """Steps that an earlier generation had done already; not among `new`."""
 
 
 class StepRate:
@@ -40,7 +40,7 @@ class StepRate:
         self._last_at: float | None = None
 
     def add(self, since: float, until: float, new: int, again: int) -> None:
-        """So many steps were done between these instants; `again`: others that had been done before."""
+        """`new` steps were done between these instants, and `again` more that an earlier generation had done."""
         with self._lock:
             self._reach(until)
             self._last_at = until
@@ -67,7 +67,7 @@ class StepRate:
             )
 
     def _reach(self, at: float) -> None:
-        """There is a slice for this instant."""
+        """Add slices until there is one for this instant."""
         while at - self._started_at >= self._most * self._width_s:
             self._new, self._again = _halved(self._new), _halved(self._again)
             self._width_s *= 2

@@ -1,1 +1,1 @@
-"""A run after the fact, out of its journals: where its hours went, who and what cost them."""
+"""The report of a run from its journals: how it spent its time, and which nodes and causes cost most of it."""

@@ -1,9 +1,9 @@
-"""The seconds of a job, out of those of its nodes.
+"""How a job spent its time, from how each of its nodes did.
 
-A second of a job is one second, however many nodes it has: at each instant it is divided as the nodes' own seconds
-are on average. A node that waits for a world counts only where all wait: a spare, or a node that came early, costs the
-job nothing. Training stands still for a save of any node, so that of the slowest counts. Where no agent has an account,
-the second is ABSENT.
+A second of the job is one second, however many nodes it has: each instant is divided among the uses as on the average
+of the nodes. A node that waits for a world counts only while all nodes wait: a spare, or a node that came early, costs
+the job nothing. Training stands still for a save of any node, so the slowest save counts. Time without an account of
+any agent is ABSENT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Slice:
     began_at: float
     ended_at: float
     seconds: Mapping[Use, float]
-    """They add up to its length."""
+    """They add up to the length of the slice."""
 
 
 def job_time(stretches: Sequence[Stretch]) -> Iterator[Slice]:
@@ -45,7 +45,7 @@ class _Present:
     ends: list[tuple[float, int, Stretch]] = field(default_factory=list)
     """A heap."""
     saves: list[tuple[float, float]] = field(default_factory=list)
-    """A heap: negative share of standing still for saves, and the end. What has ended is taken off at the top."""
+    """A heap of negative share of time blocked by saves, and end. Ended entries are removed once they are on top."""
     uses: Counter[Use] = field(default_factory=Counter)
     entered: int = 0
 
@@ -58,7 +58,7 @@ class _Present:
             heapq.heappush(self.saves, (-share, stretch.ended_at))
 
     def leave(self, at: float) -> None:
-        """Those that have ended."""
+        """Remove the stretches that have ended."""
         while self.ends and self.ends[0][0] <= at:
             self.uses[heapq.heappop(self.ends)[2].use] -= 1
         while self.saves and self.saves[0][1] <= at:
@@ -86,7 +86,7 @@ class _Present:
 
 
 def until(slices: Iterable[Slice], end: float) -> Iterator[Slice]:
-    """Those before this instant, the last one cut."""
+    """The slices before this instant, with the last one cut there."""
     for one in slices:
         if one.ended_at <= end:
             yield one
@@ -95,7 +95,7 @@ def until(slices: Iterable[Slice], end: float) -> Iterator[Slice]:
 
 
 def binned(slices: Sequence[Slice], count: int) -> tuple[Slice, ...]:
-    """The same time in so many parts of one length."""
+    """The same time in `count` slices of equal length."""
     if not slices:
         return ()
     began_at, ended_at = slices[0].began_at, slices[-1].ended_at

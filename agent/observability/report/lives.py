@@ -1,12 +1,12 @@
-"""The journal of one node, read as lives of its agent: what the seconds of each went into, and what happened in it.
+"""Reads the journal of one node as the lives of its agent: how each life spent its time, and which events it had.
 
-Words: a *life* is one agent from its start to its end, or to the last thing that it wrote. A *stretch* is time that
-went into one thing. An account counts all seconds of its life, so the instants of a life come from it alone; its wall
-clock only says when the life began, as the earliest that any of its accounts allows.
+A *life* is one agent from its start to its end, or to its last event. A *stretch* is a time with one use. An account
+counts all seconds since the start of the life, so the lengths come from the accounts alone. The wall clock is only used
+for the begin of the life: the earliest instant that any of its accounts allows.
 
-Agents account whenever their workers begin or cease to step, so of what lies between two accounts the order is known:
-ORDER. Events that are missing (of a full disk, of a file that was begun anew) move stretches, and lose no second. After
-the last account of a life nothing is known of it.
+An agent writes an account whenever its workers begin or cease to step, so the uses between two accounts come in a known
+order: ORDER. Missing events (disk full, file replaced) move stretches, but lose no second. The time after the last
+account of a life is unknown.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..journal.events import JobEvent, Kind
 
 
 class Use(enum.Enum):
-    """What a second of a job went into. Those of RESTARTING are the phases of a start or restart."""
+    """The uses of time. RESTARTING has the phases of a start or restart."""
 
     PRODUCTIVE = "productive"
     REDONE = "redone"
-    """Steps were done again that an earlier generation had done."""
+    """Workers repeated steps that an earlier generation had done."""
     SAVING = "saving"
     """Training stood still for a save."""
     DETECT = "detect"
@@ -37,11 +37,11 @@ class Use(enum.Enum):
     LOAD = "load"
     FIRST_STEP = "step"
     DRAINING = "draining"
-    """Workers ended by plan."""
+    """Workers ended for a planned change."""
     WAITING = "waiting"
     """No node had a world to train in."""
     ABSENT = "absent"
-    """There is no account of any agent."""
+    """No agent has an account of this time."""
 
 
 RESTARTING = tuple(Use(phase.value) for phase in PHASES)
@@ -75,18 +75,18 @@ NOTED = frozenset(
 """Kinds of events that a life keeps."""
 
 CLOCKS_AGREE_S = 2.0
-"""Nodes start the workers of a generation within about that."""
+"""The nodes of a world start their workers within about this time: larger differences come from their clocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Instants are of the node's wall clock; it has a length."""
+    """A time with one use, longer than 0 s. Instants are of the node's wall clock."""
 
     began_at: float
     ended_at: float
     use: Use
     blocked_s: float = 0.0
-    """Of this time, training stood still for saves."""
+    """How long of it training stood still for saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Life:
     events: tuple[JobEvent, ...]
 
     def shifted(self, by_s: float) -> Life:
-        """The same by a clock that shows so much more."""
+        """The same life by a clock that is ahead by this much."""
         return Life(
             self.node,
             tuple(replace(s, began_at=s.began_at + by_s, ended_at=s.ended_at + by_s) for s in self.stretches),
@@ -120,16 +120,16 @@ class _Unfinished:
     number: int = 0
     node: str = ""
     began_at: float | None = None
-    """As the accounts so far have it."""
+    """By the accounts so far."""
     spent: Mapping[Use, float] = field(default_factory=dict)
     parts: list[tuple[dict[Use, float], float]] = field(default_factory=list)
-    """Between two accounts: what each second went into, and those in which training stood still for saves."""
+    """One entry between each two accounts: the seconds by use, and how long saves blocked training."""
     blocked_s: float = 0.0
-    """Since the last account."""
+    """How long saves have blocked training since the last account."""
     generation: int = 0
-    """Of the workers at the last account."""
+    """The generation of the workers at the last account."""
     drained: set[int] = field(default_factory=set)
-    """Generations that ended by plan."""
+    """Generations that ended by a planned change."""
     events: list[JobEvent] = field(default_factory=list)
 
     def add(self, event: JobEvent) -> None:
@@ -155,7 +155,7 @@ class _Unfinished:
         self.began_at = earliest if self.began_at is None else min(self.began_at, earliest)
 
     def finished(self) -> Iterator[Life]:
-        """It, if there was one."""
+        """The life, if it has an event."""
         if not self.number:
             return
         stretches = []
@@ -172,8 +172,8 @@ class _Unfinished:
 
 
 def clocks(lives: Sequence[Life]) -> dict[str, float]:
-    """By how much the clock of each node is ahead of that of the node that has started most generations; only of
-    nodes whose clocks are known not to agree. All nodes of a world start their workers at about the same time."""
+    """By how much the clock of each node is ahead of the reference, the node that has started most generations. Nodes
+    whose clocks agree are left out. All nodes of a world start their workers at about the same time."""
     started: dict[str, dict[int, float]] = {}
     for life in lives:
         for event in life.events:

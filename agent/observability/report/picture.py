@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg")
 MOST_MARKS = 60
-"""Generations that are drawn: more would hide the rest."""
+"""The most generations that are marked: more would hide the rest."""
 
 _COLOURS: Mapping[Use, str] = {
     Use.PRODUCTIVE: "#2a9d5c",
@@ -37,7 +37,7 @@ _COLOURS: Mapping[Use, str] = {
 
 
 class PictureError(Exception):
-    """It was not drawn; the text says why, and what to do."""
+    """The picture was not drawn; the text says why, and what to do."""
 
 
 def draw(report: Report, path: Path) -> None:
@@ -115,7 +115,7 @@ _UNITS = (
     (120.0, 60.0, "minutes"),
     (0.0, 1.0, "seconds"),
 )
-"""From which wall clock on, its seconds, and its name."""
+"""The length of a run from which a unit is used, the unit's seconds, and its name."""
 
 
 def _draw_recoveries(report: Report, axes: Axes) -> None:

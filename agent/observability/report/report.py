@@ -1,8 +1,8 @@
-"""The report of a run: a pure function of its journals, those of all nodes.
+"""The report of a run: a pure function of the journals of all nodes.
 
-ETTR (effective training time ratio) is what the literature means by it: productive time over wall-clock time.
-Productive is a second in which new steps were done; not one in which steps are done again, nor one in which training
-stands still for a save, a start, a restart or missing nodes. Steps that were lost are productive once, not twice.
+ETTR (effective training time ratio) is productive time over wall-clock time, as in the literature. Time in which the
+workers do new steps is productive. Time in which they repeat steps is not, nor is time in which training stands still
+for a save, a start, a restart or missing nodes. Steps that were lost and repeated are productive once.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from .job_time import Slice, binned, job_time, until
 from .lives import RESTARTING, Life, Use, clocks, lives_of
 
 MOST_RECOVERIES = 10
-"""The slowest."""
+"""Only the slowest recoveries are listed."""
 BINS = 120
-"""Of the timeline."""
+"""Slices of the timeline."""
 
 _LOST = "lost"
 """The cause of a world after a node was lost."""
 _HANG = "hang"
-"""The cause of a failure that nobody saw but those who waited."""
+"""The cause of a failure by a hang."""
 _SLOW = "slow"
-"""The cause of an event that says that a rank has become a straggler; another says that it is none any more."""
+"""The cause of the event when a rank becomes a straggler; when it recovers, the event has another cause."""
 _START = "start"
 """The cause of the first world."""
 
@@ -36,17 +36,17 @@ class ReportError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NodeFigures:
-    """What one node did to the job. Each thing counts once, however many nodes have noted it."""
+    """The troubles of one node. Each counts once, however many nodes have noted it."""
 
     node: str
     starts: int
     """Lives of its agent."""
     failures: int
-    """Generations that a worker of this node ended, but for hangs."""
+    """Generations that ended because a worker of this node failed, without hangs."""
     losses: int
     """Generations that ended because the node was lost."""
     hangs: int
-    """Generations that a hang of one of its workers ended."""
+    """Generations that ended because one of its workers hung."""
     exclusions: int
     straggling: int
     """How often one of its ranks became slower than the others."""
@@ -59,7 +59,7 @@ class NodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class JobRecovery:
-    """How long training stood still before a generation, as the node that took longest has it."""
+    """How long training stood still before a generation, on the node that took longest."""
 
     generation: int
     at: float
@@ -75,7 +75,7 @@ class JobRecovery:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """One generation. `cause` is what ended the one before."""
+    """A generation that was formed. `cause`: why the one before ended."""
 
     generation: int
     at: float
@@ -90,22 +90,22 @@ class Report:
 
     run: str
     result: str
-    """Empty where no journal has it: the run goes on, or all of its agents were killed."""
+    """Empty if no journal has one: the run goes on, or all of its agents were killed."""
     began_at: float
     ended_at: float
-    """Of the last account."""
+    """The time of the last account."""
     seconds: Mapping[Use, float]
-    """They add up to the wall clock."""
+    """The seconds of each use; they add up to `wall_s`."""
     generations: tuple[Formed, ...]
     causes: tuple[tuple[str, int], ...]
-    """Why generations ended, and how many, the most frequent first."""
+    """Why generations ended, and how many did for that reason, the most frequent first."""
     nodes: tuple[NodeFigures, ...]
     """The worst first."""
     recoveries: tuple[JobRecovery, ...]
     """The slowest, at most MOST_RECOVERIES."""
     timeline: tuple[Slice, ...]
     clocks: Mapping[str, float]
-    """By how much a node's clock was ahead of the others', where it was; its events were moved by that."""
+    """By how much a node's clock was ahead of the others'; the times of its events were corrected by that."""
 
     @property
     def wall_s(self) -> float:
@@ -117,13 +117,13 @@ class Report:
 
     @property
     def ettr(self) -> float | None:
-        """None: the workers have reported no steps, or were never so far."""
+        """None: the workers have reported no step."""
         stepped = self.seconds[Use.PRODUCTIVE] + self.seconds[Use.REDONE] + self.seconds[Use.SAVING]
         return self.seconds[Use.PRODUCTIVE] / self.wall_s if stepped else None
 
 
 def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report:
-    """Each journal is that of one node. Raises ReportError."""
+    """`journals` has one journal for each node. Raises ReportError."""
     read = [life for journal in journals for life in lives_of(journal)]
     ahead = clocks(read)
     lives = [life.shifted(-ahead[life.node]) if life.node in ahead else life for life in read]
@@ -157,7 +157,7 @@ def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report:
 
 
 def _generations(events: Iterable[JobEvent]) -> tuple[Formed, ...]:
-    """Each as the first node has noted it."""
+    """The generations, each from the first node that noted it."""
     found: dict[int, Formed] = {}
     for event in events:
         if event.kind is Kind.WORLD and event.generation not in found:
@@ -167,7 +167,7 @@ def _generations(events: Iterable[JobEvent]) -> tuple[Formed, ...]:
 
 
 def _causes(generations: Sequence[Formed], events: Iterable[JobEvent]) -> tuple[tuple[str, int], ...]:
-    """A failure that no generation came after counts, too."""
+    """Counts the causes for which generations ended, that of the last generation's failure included."""
     counted = Counter(one.cause or "unknown" for one in generations if one.cause != _START)
     last = max((one.generation for one in generations), default=0)
     final = [event.cause for event in events if event.kind is Kind.FAILURE and event.generation >= last]
@@ -195,8 +195,8 @@ def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigur
 
 
 def _ended(events: Sequence[JobEvent]) -> dict[tuple[int, str], str]:
-    """Why, by the generation that a failure ended and the node that it is put down to. The failure itself names none
-    where no worker of it has failed, as in a hang: then the world that comes next does, or the job's end."""
+    """The cause of each failure that ended a generation, by generation and node to blame. If no worker has failed, as
+    in a hang, the failure names no node; the next world or the end of the job names it then."""
     why = {event.generation: event.cause for event in events if event.kind is Kind.FAILURE}
     found = {}
     for event in events:
@@ -209,7 +209,7 @@ def _ended(events: Sequence[JobEvent]) -> dict[tuple[int, str], str]:
 
 
 def _most(lives: Iterable[Life], kind: Kind, cause: str | None = None) -> Counter[str]:
-    """How many of these are about each node, of those that one node has noted: the one that has noted most."""
+    """How many events of this kind there are about each node, as counted by the node that noted most of them."""
     noted: dict[str, Counter[str]] = {}
     for life in lives:
         here = noted.setdefault(life.node, Counter())

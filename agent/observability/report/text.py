@@ -10,7 +10,7 @@ from .lives import RESTARTING, Use
 from .report import Report
 
 SCHEMA = 1
-"""Of the JSON document."""
+"""The version of the JSON document."""
 
 NAMES = {
     Use.PRODUCTIVE: "productive",
@@ -92,7 +92,7 @@ def _recoveries(report: Report) -> Iterator[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """Numbers stand at the right of their column."""
+    """Lines with aligned columns; columns of numbers are aligned right."""
     texts = [heads, *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     right = [

@@ -87,11 +87,11 @@ class NodeStatus:
     step: Count
     step_s: Seconds | None
     checkpoint: Checkpoint | None
-    """On disk."""
+    """The newest on disk."""
     memory: Checkpoint | None
-    """In this node's memory."""
+    """The newest in this node's memory."""
     replica: Checkpoint | None
-    """Of this node's shards, in the memory of its partners."""
+    """The newest of this node's shards in the memory of its partners."""
     lease_s: Seconds | None
     """Age of the newest confirmation of its lease; None without a lease."""
     lease_ttl_s: Seconds
@@ -172,7 +172,7 @@ class _Seen:
     replica: int | None = None
     replica_at: float | None = None
     failure: Failure | None = None
-    """The newest that ended a generation."""
+    """The newest failure that ended a generation."""
     notice: str = ""
     ends_at: float | None = None
     checks: tuple[CheckStatus, ...] = ()
@@ -219,7 +219,7 @@ class StatusPages:
 
     @property
     def failure(self) -> Failure | None:
-        """The newest that ended a generation, with all that its node has said of it."""
+        """The newest failure that ended a generation, with its node's details."""
         return self._seen.failure
 
     def stepped(self, step: int, at: float) -> None:

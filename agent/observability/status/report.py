@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ....rendezvous.coordinator import stragglers
-from ....rendezvous.coordinator.exclusions import in_words, left_out
+from ....rendezvous.coordinator.exclusions import left_out
 from ....rendezvous.coordinator.restarts import RestartPolicy
 from ....rendezvous.records import (
     CauseKind,
@@ -68,7 +67,7 @@ class NodeReport:
     status: NodeStatus | None
     """None exactly when it does not answer."""
     excluded: bool = False
-    """No world includes it until it is readmitted."""
+    """The node is excluded: no world includes it until it is readmitted."""
 
     @property
     def member(self) -> bool:
@@ -76,7 +75,7 @@ class NodeReport:
 
     @property
     def state(self) -> str:
-        """That of its status, or: standby, excluded, lost, gone, no answer, hidden."""
+        """The state in its status, or: standby, excluded, lost, gone, no answer, hidden."""
         if self.status is not None:
             idle = self.first_rank is None and self.status.state == "joining"
             return ("excluded" if self.excluded else "standby") if idle else self.status.state
@@ -99,7 +98,7 @@ class CauseReport:
     text: str
     """A sentence that stands alone."""
     known_as: str | None = None
-    """Of a failure: its row in the table of causes."""
+    """For a failure: the name of its cause in the table of causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +142,13 @@ class JobReport:
     nodes: tuple[NodeReport, ...]
     """Members by rank, then the others, oldest first."""
     exclusions: tuple[Exclusion, ...]
-    """Of nodes that worlds do without, and of those that have been readmitted, the oldest first."""
-    notes: tuple[str, ...] = ()
+    """In force or over, the oldest first."""
+    usual_us: int | None = None
+    """The median over all ranks of their own time for a step; None: not known."""
     stragglers: tuple[Straggler, ...] = ()
     """Ranks that are slower than the others, by rank."""
+    notes: tuple[str, ...] = ()
+    """Problems that no other field shows."""
 
 
 def as_json(value: Any) -> Any:
@@ -197,25 +199,20 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
         complete=job.complete,
         nodes=nodes,
         exclusions=world.exclusions if world is not None else (),
-        notes=(*found.notes, *_differences(job)),
+        usual_us=comparison.usual_us if comparison is not None else None,
         stragglers=comparison.stragglers if comparison is not None else (),
+        notes=(*found.notes, *_differences(job)),
     )
 
 
 def _differences(job: JobStatus) -> Iterable[str]:
-    """Nodes that the world leaves out, and nodes that were started with other limits than the job has."""
+    """Nodes that were started with other limits than the job has."""
     world = job.world
-    if world is None or world.phase is Phase.ENDED:
-        return
-    for one in left_out(world.exclusions).values():
-        yield f"node {one.node} is {in_words(one)}"
-    if (comparison := _comparison(job)) is not None:
-        yield from (stragglers.in_words(one, comparison) for one in comparison.stragglers)
-    yield from other_limits(world, job.nodes)
+    return other_limits(world, job.nodes) if world is not None and world.phase is not Phase.ENDED else ()
 
 
 def _comparison(job: JobStatus) -> Comparison | None:
-    """The coordinator's, of the generation that trains."""
+    """The coordinator's comparison, if it is of the generation that trains."""
     leader = next((node for node in job.nodes if node.node == job.coordinator), None)
     found, world = leader.comparison if leader is not None else None, job.world
     same = found is not None and world is not None and world.trains and found.generation == world.generation

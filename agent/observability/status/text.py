@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ....rendezvous.coordinator import stragglers
+from ....rendezvous.coordinator.exclusions import in_words, left_out
 from ....rendezvous.text import counted, shortened
 from .report import JobReport, NodeReport, RestartReport
 from .sources import Unreachable
@@ -184,6 +186,8 @@ def _notes(report: JobReport, screen: Screen) -> list[str]:
         *_checks(report.nodes),
         *_missing_replicas(report.nodes),
         *_old_leases(report.nodes),
+        *_exclusions(report),
+        *_stragglers(report),
         *report.notes,
     ]
     if not report.complete:
@@ -193,6 +197,16 @@ def _notes(report: JobReport, screen: Screen) -> list[str]:
         shown.append(f"and {len(notes) - len(shown)} more")
     legend = ["* coordinates: decides on the next world"] if any(n.coordinates for n in report.nodes) else []
     return [*(line for note in shown for line in _wrapped("! ", _safe(note), screen)), *legend]
+
+
+def _exclusions(report: JobReport) -> Iterator[str]:
+    if report.result is None:  # all exclusions end with the job
+        yield from (f"node {one.node} is {in_words(one)}" for one in left_out(report.exclusions).values())
+
+
+def _stragglers(report: JobReport) -> Iterator[str]:
+    for straggler in report.stragglers:
+        yield stragglers.in_words(straggler, report.usual_us or 0)
 
 
 def _absences(nodes: Iterable[NodeReport]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Looks at a job again and again."""
+"""Reads the state of a job again and again."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .sources import AT_ONCE, Source, Unreachable, ask_nodes
 
 
 class Watch:
-    """Asks a source and its nodes, and remembers since when a node has not answered."""
+    """Asks a source for the job and its nodes for their states, and remembers since when a node has not answered."""
 
     def __init__(
         self, source: Source, timeout_s: float, clock: Callable[[], float], at_once: int = AT_ONCE
     ) -> None:
-        """`at_once`: threads that ask nodes, while it looks."""
+        """`at_once`: how many threads ask nodes."""
         self._source = source
         self._timeout_s = timeout_s
         self._clock = clock

@@ -1,1 +1,1 @@
-"""Recoveries as spans of OpenTelemetry: which span there is, and what brings them to a collector."""
+"""Recoveries as OpenTelemetry spans, and their export to a collector."""

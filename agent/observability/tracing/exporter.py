@@ -1,8 +1,7 @@
-"""Brings the spans of recoveries to a collector, over OTLP/HTTP, by OpenTelemetry's SDK (extra `otel`).
+"""Sends the spans of recoveries to a collector, over OTLP/HTTP, by OpenTelemetry's SDK (extra `otel`).
 
-The SDK is imported, set up and called by one thread that does nothing else, and its own thread sends. Neither can hold
-up or end the agent: what finds no room is dropped, what they raise is logged once, and the end of the agent waits a
-moment for the last spans and no longer.
+One thread imports, sets up and calls the SDK, whose own thread sends. Neither can delay or end the agent: spans that
+find no room are dropped, errors are logged once, and the end of the agent waits at most CLOSE_S for the last spans.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
-"""What the collector gets for the last spans, when the agent ends."""
+"""How long the end of the agent waits for the last spans."""
 MOST_WAITING = 64
 """Recoveries that wait for the thread."""
 
@@ -34,8 +33,8 @@ class SpanSender:
     """`send` is for any thread, and never waits."""
 
     def __init__(self, endpoint: str | None, resource: Mapping[str, str]) -> None:
-        """`endpoint`: the collector's URL without /v1/traces; None: OpenTelemetry's variables have it. `resource`: what
-        this node is; those variables are stronger."""
+        """`endpoint`: the collector's URL without /v1/traces; None: from OpenTelemetry's variables. `resource`: the
+        attributes of this node; OpenTelemetry's variables override them."""
         self._endpoint = endpoint
         self._resource = resource
         self._waiting: queue.Queue[RecoverySpans | None] = queue.Queue(MOST_WAITING)
@@ -51,11 +50,11 @@ class SpanSender:
             log.warning("the spans of a recovery are not sent: those of %d wait already", MOST_WAITING)
 
     def close(self) -> None:
-        """Waits a moment for the last spans."""
+        """Waits up to CLOSE_S for the last spans."""
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
-            return  # a thread that has not come to so many will not come to the last
+            return  # the thread is too far behind to reach the last spans
         self._thread.join(CLOSE_S)
 
     # Everything below runs in the thread.
@@ -115,7 +114,7 @@ class _Tracing:
         whole.end(_ns(first.ended_at))
 
     def end(self) -> None:
-        """Sends what waits, for as long as the SDK tries."""
+        """Sends the spans that wait, for as long as the SDK tries."""
         self._provider.shutdown()
 
 
@@ -124,7 +123,7 @@ def _ns(at: float) -> int:
 
 
 class _LastWords(logging.Handler):
-    """What a library said last, which has why it failed."""
+    """Keeps a library's last log line, which says why it failed."""
 
     text = ""
 
@@ -133,8 +132,8 @@ class _LastWords(logging.Handler):
 
 
 def _told_once(exporter: SpanExporter, heard: _LastWords) -> SpanExporter:
-    """The same, and the log has when it begins to fail, and when it works again. Nothing that it raises gets out: it
-    would end the agent, like any thread's failure."""
+    """The exporter with one log line when it begins to fail, and one when it works again. It raises nothing: an error
+    in any thread ends the agent."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class ToldOnce(SpanExporter):

@@ -1,7 +1,7 @@
-"""The spans of a recovery: one for the whole of it on this node, and in it one for each phase as it went.
+"""The spans of a recovery: one for the whole recovery on this node, and in it one for each phase.
 
-The nodes of a job recover at the same time, and do not ask each other: they find the same id of a trace by the run and
-the generation that training goes on in. So all that any node did for one recovery is one trace.
+The nodes of a job recover at the same time. Without asking each other they compute the same trace id, from the run and
+the generation in which training goes on. So the spans of all nodes for one recovery are one trace.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..accounting.goodput import Activity
 from ..accounting.training_account import Recovered
 
 _NAMES = {Activity.FIRST_STEP: "first step"}
-"""Of phases that are called otherwise in metrics."""
+"""The phases whose spans have another name than in the metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoverySpans:
-    """What is to be told of one recovery. Instants are seconds since the epoch."""
+    """The spans of one recovery. Instants are seconds since the epoch."""
 
     trace_id: int
     spans: tuple[Span, ...]
@@ -42,8 +42,8 @@ def trace_id(run: str, generation: int) -> int:
 
 
 def spans_of(recovered: Recovered, epoch: float, secrets: Collection[str]) -> RecoverySpans | None:
-    """`epoch`: the wall clock's time when the monotonic clock was 0. What a worker printed may have `secrets` in it,
-    which do not leave this node. None: it took no time."""
+    """`epoch`: the wall clock's time when the monotonic clock was 0. `secrets` are masked in texts that a worker may
+    have printed: they must not leave this node. None: the recovery took no time."""
     recovery = recovered.recovery
     if not recovery.stages:
         return None

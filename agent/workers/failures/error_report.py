@@ -29,7 +29,6 @@ _CRASH = re.compile(r"Fatal Python error: |terminate called |Segmentation fault|
 _DETAIL = re.compile(r"nccl\w+:|Last error:|Cuda failure|.*\bfailed\b")
 _MOST_DETAIL = 4
 _HEADER = "Traceback (most recent call last):"
-# What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
 _SECONDS = re.compile("[0-9]{1,12}")
 
 
