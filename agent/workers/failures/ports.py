@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from ...common.port_owner import PortOwner
+from .facts import LAST_WORDS
 from .texts import first_line
 
 # EADDRINUSE of a TCP port, as Python and asyncio, torch, gloo, and ZeroMQ word it in an exception that says nothing
@@ -27,23 +28,22 @@ _PORT = re.compile(r"\bport:? (\d{1,5})\b|(?:\]|\d|\*|localhost):(\d{1,5})\b|', 
 _STORE = re.compile(
     r"client socket has .*connect to \(.*, (\d{1,5})\)|server socket has failed to listen.* port: (\d{1,5})"
 )
-_LAST_WORDS = 3
 
 
 def wanted_a_port(exception: str) -> bool:
-    """It was raised because a TCP port is taken, and for nothing else."""
+    """The exception says that a TCP port is taken, and nothing else."""
     return _PORT_TAKEN.match(exception) is not None and not _OF_UNIX.search(first_line(exception))
 
 
 def says_port_taken(log_tail: Sequence[str]) -> str:
-    """The line in which a program without a traceback gives that as its last words; empty if it has others."""
-    last = [line for line in log_tail if line.strip()][-_LAST_WORDS:]
+    """The line among a program's last ones that says that a TCP port is taken; empty: none does."""
+    last = [line for line in log_tail if line.strip()][-LAST_WORDS:]
     return next((line for line in last if _SAYS_PORT_TAKEN.search(line) and not _OF_UNIX.search(line)), "")
 
 
 def notes_of_ports(said: str, master_port: int, owner_of: Callable[[int], PortOwner] | None) -> Iterator[str]:
-    """Who holds the port that was taken, if one was and `said` names it; and whether the script had chosen another than
-    the agent."""
+    """Notes for the summary: the owner of the taken port, if `said` names the port, and whether the script had chosen
+    another port than the agent."""
     if owner_of is not None and (port := _number_in(_PORT, said)):
         owner = owner_of(port)
         agent = owner.pid == os.getpid()
@@ -56,6 +56,6 @@ def notes_of_ports(said: str, master_port: int, owner_of: Callable[[int], PortOw
 
 
 def _number_in(pattern: re.Pattern[str], text: str) -> int:
-    """Of the port that the text names; 0: none."""
+    """The number of the port in the text; 0: none."""
     found = pattern.search(text)
     return int(next(filter(None, found.groups()))) if found is not None else 0

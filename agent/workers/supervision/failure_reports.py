@@ -1,4 +1,4 @@
-"""From a worker's crash to the report of it: what waits for its last lines, and what all nodes show of it."""
+"""From a worker's crash to the report of it: it waits for the worker's last lines, is examined and shown everywhere."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ....rendezvous.records import Failure
+from ...common.port_owner import find_owner
+from ...machine.memory.oom import OomKills, find_counter
+from ...output.worker_logs import WorkerLogs
 from ..failures.causes import Cause, CauseTable
+from ..failures.examination import describe_failure
+from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
 from ..failures.summary import summarize
 from ..failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
+from ..processes.workers import WorkerGroup
+from .worker_spec import Node, error_file
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +63,56 @@ class Crashes:
     def overdue(self, now: float) -> Iterator[Crash]:
         while self._waiting and now >= self._waiting[0].due_at:
             yield self._waiting.popleft()
+
+
+class Examiner:
+    """Finds out why a worker failed, from what it left behind and what the machine says. For the main thread."""
+
+    def __init__(self, node: Node, causes: CauseTable, logs: WorkerLogs) -> None:
+        self._node = node
+        self._causes = causes
+        self._logs = logs
+        self._oom_kills = OomKills(find_counter())
+        self._kernel_log = KernelLog()
+        self._pids_are_the_kernels = pids_are_the_kernels()
+
+    def update(self, now: float) -> None:
+        """Call on each turn: out-of-memory kills are only known by when their counter changes."""
+        self._oom_kills.update(now)
+
+    def generation_begins(self) -> None:
+        """What the kernel has said until now concerns earlier workers."""
+        self._kernel_log.forget()
+
+    def examine(
+        self, group: WorkerGroup, crash: Crash, master_port: int, now: float, *, not_kept: bool
+    ) -> WorkerFailure:
+        """`not_kept`: the worker had done the last step of a planned change, and no Checkpointer has kept its state."""
+        number, rank = group.generation, group.ranks[crash.local_rank]
+        return describe_failure(
+            rank=rank,
+            local_rank=crash.local_rank,
+            node=self._node.name,
+            generation=number,
+            returncode=crash.returncode,
+            error_file=error_file(self._node, number, crash.local_rank),
+            log_tail=self._logs.tail(number, rank),
+            log_file=self._logs.log_file(number, rank),
+            causes=self._causes,
+            kernel=self._kernel_news(group, crash.local_rank),
+            oom_killed=self._oom_kills.lately(now),
+            master_port=master_port,
+            owner_of=partial(find_owner, "0.0.0.0"),
+            not_kept=not_kept,
+            asked=crash.asked,
+        )
+
+    def _kernel_news(self, group: WorkerGroup, local_rank: int) -> KernelNews:
+        machine = self._node.machine
+        devices = machine.pinned[local_rank].devices or machine.inventory.cuda
+        pid = group.pid(local_rank) if self._pids_are_the_kernels else 0
+        addresses = frozenset(address(device.address) for device in devices if device.address)
+        return KernelNews(self._kernel_log.events(), pid, addresses)
 
 
 def report_of(failure: WorkerFailure, cause: Cause, known_as: str = "") -> Failure:

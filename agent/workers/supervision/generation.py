@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ....rendezvous.coordinator.inquiries import STILL_S
@@ -20,6 +20,7 @@ from ....worker.wire.shared_progress import Reading
 from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
+from ..evidence.collector import Target
 from ..evidence.keeper import Look, WorkerStacks
 from ..failures.worker_failure import WorkerFailure
 from ..hangs.detector import HangDetector, Stall, ends_alone
@@ -75,24 +76,24 @@ class Generation:
     group: WorkerGroup
     started_at: float
     learned: Learned
-    """Of the job, over all its generations here."""
+    """The limits learned over all generations of the job here."""
     patience: float = 1.0
     pages: WorkerPages = field(init=False)
     stacks: WorkerStacks = field(init=False, default_factory=WorkerStacks)
     look_before_end: Look | None = field(init=False, default=None)
-    """At the workers, because they are about to be ended."""
+    """The look at the workers before they are ended."""
     read: Mapping[int, Reading] = field(init=False, default_factory=dict)
     """What the pages held at the last look, by local rank."""
     paces: PaceWatch = field(init=False)
     hang: HangDetector = field(init=False)
     stall: Stall | None = field(init=False, default=None)
-    """What was last said to the others."""
+    """The stall that the others were last told of."""
     last_limit_at: float = field(init=False, default=0.0)
-    """When the last limit was over, of a stall that lasts."""
+    """When the present stall passed its last limit."""
     inquired: int = field(init=False, default=0)
-    """The newest inquiry for which the workers here are looked at."""
+    """The newest inquiry that this node has begun to answer."""
     heard: int = field(init=False, default=0)
-    """The newest of which the finding is known here."""
+    """The newest inquiry whose finding the log has."""
     hung: bool = field(init=False, default=False)
     """The workers are ended because they did not move."""
     late_exits: LateExits = field(init=False)
@@ -103,7 +104,7 @@ class Generation:
     crashes: Crashes = field(init=False, default_factory=Crashes)
     failures: list[WorkerFailure] = field(init=False, default_factory=list)
     told: Failure | None = field(init=False, default=None)
-    """What this node has told the others first."""
+    """The first failure that this node has told the others."""
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
     _master_check: MasterCheck | None = field(init=False, default=None)
@@ -191,7 +192,7 @@ class Generation:
         self.late_exits.watch.alive(at)
 
     def stalls(self, now: float) -> Stall | None:
-        """What is unusual of the workers here that run."""
+        """The stall of the workers that run here; None without one."""
         stall = self.hang.stall(self.running, now)
         was_last = self.stall is not None and self.stall.urgency is Urgency.LAST
         if stall is not None and stall.urgency is Urgency.LAST and not was_last:
@@ -204,8 +205,24 @@ class Generation:
         timeout = self.config.timeouts.hang
         return ends_alone(stall, timeout, inquiry, self.last_limit_at, now, all_still=all_still)
 
+    def targets(self, tail: Callable[[int, int], tuple[str, ...]], now: float) -> list[Target]:
+        """The workers that run, for a look; `tail` gives the last lines by generation and rank."""
+        ranks = self.group.ranks
+        return [
+            Target(
+                ranks[local_rank],
+                local_rank,
+                self.group.pid(local_rank),
+                self.stacks.of(local_rank),
+                self.read[local_rank].step if local_rank in self.read else None,
+                self.hang.still_s(local_rank, now),
+                last_lines=tail(self.number, ranks[local_rank]),
+            )
+            for local_rank in self.running
+        ]
+
     def looked_at(self, testimony: Testimony) -> Testimony:
-        """What is said of workers that have finished a step since is not true any more."""
+        """The testimony, corrected for workers that have finished a step since they were looked at."""
         newest = {self.group.ranks[local_rank]: reading.step for local_rank, reading in self.read.items()}
         ranks = []
         for state in testimony.ranks:

@@ -15,22 +15,13 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ....rendezvous.node.drain import Beyond
 from ....rendezvous.node.node_actions import Drain, Testify
 from ....rendezvous.node.participant import Participant
-from ....rendezvous.records import Condition, Failure, Member, Phase, World
-from ....rendezvous.statements.inquiry import (
-    MAX_EVIDENCE,
-    Inquiry,
-    Stage,
-    Suspicion,
-    Testimony,
-    Urgency,
-    telling,
-)
+from ....rendezvous.records import Condition, Failure, Member, World
+from ....rendezvous.statements.inquiry import MAX_EVIDENCE, Testimony, telling
 from ....rendezvous.text import counted
 from ....worker.wire.messages import SaveReport
 from ...common.events import (
@@ -48,21 +39,17 @@ from ...common.events import (
     WorkerKept,
     WorkersSeen,
 )
-from ...common.port_owner import find_owner
 from ...configuration.config import Config
-from ...machine.memory.oom import OomKills, find_counter
 from ...observability.accounting.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
-from ..evidence.collector import QUICK, THOROUGH, Depth, Target
+from ..evidence.collector import QUICK, THOROUGH, Depth
 from ..evidence.keeper import EvidenceKeeper, Look
 from ..failures.causes import NOT_STARTED, STORE_SERVER, Cause, CauseTable
-from ..failures.examination import describe_failure, hang_failure
+from ..failures.examination import hang_failure
 from ..failures.exit_words import describe_exit
-from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
 from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
-from ..hangs.limits import Learned, patience
-from ..hangs.signs import LOOK_EVERY_S, SignReader
+from ..hangs.signs import SignReader
 from ..links.last_steps import LastSteps
 from ..links.server import WorkerLinks
 from ..preloader.spares import Spares
@@ -72,17 +59,16 @@ from ..processes.unkillable import process_statuses
 from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup
 from .exits import LEAVING, Exit
-from .failure_reports import TAIL_WITHIN_S, Crash, report_of, show
+from .failure_reports import TAIL_WITHIN_S, Crash, Examiner, report_of, show
 from .generation import Generation, HowToStop, log_changed_terms
+from .hang_watch import HangWatch
 from .just_in_time_state import Orders
-from .worker_spec import Node, error_file, make_directory, worker_spec
+from .worker_spec import Node, make_directory, worker_spec
 
 log = logging.getLogger(__name__)
 
 SEEN_WITHIN_S = 2.0
-"""Workers that hang are ended when what they do has been seen, or when that takes so long."""
-HANGS_KEPT = 16
-"""Instants of the newest hangs; each makes the limits that are learned longer for a while."""
+"""Workers that hang are ended when the look at them is over, or when it takes longer than this."""
 
 _STATE = {
     True: "and this node keeps the state after its last step",
@@ -132,14 +118,9 @@ class Supervisor:
         self._tail_late = False
         """The log disk did not answer in time when it was last asked to: until it does, no crash waits for it."""
         self._spares_due_at: float | None = None
-        self._oom_kills = OomKills(find_counter())
-        self._kernel_log = KernelLog()
-        self._pids_are_the_kernels = pids_are_the_kernels()
         self._causes = CauseTable(config.causes)
-        self._learned = Learned()
-        self._hangs: list[float] = []
-        """When generations were ended because of one."""
-        self._signs_due_at = 0.0
+        self._examiner = Examiner(node, self._causes, processes.logs)
+        self._hangs = HangWatch(participant, observer, processes.signs, processes.logs, clock)
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
     @property
@@ -171,14 +152,14 @@ class Supervisor:
     def start(self, world: World, member: Member, listener: socket.socket, now: float) -> None:
         """This node's workers of `world`; `listener` is where their store is served, if that is up to this node."""
         self._participant.workers_started(world)
-        self._participant.workers_suspected(None)
+        self._hangs.generation_begins()
         log_changed_terms(self._generation.world if self._generation is not None else None, world)
         group = self._processes.new_group(world.generation)
         generation = self._generation = Generation(
-            self._config, world, group, now, self._learned, patience(self._hangs, now)
+            self._config, world, group, now, self._hangs.learned, self._hangs.patience(now)
         )
         self._observer.starting(world, member, now)
-        self._kernel_log.forget()
+        self._examiner.generation_begins()
         problem = self._launch(generation, member, listener)
         self._processes.spares.workers_started(now)
         generation.log_start(self._clock() - now)
@@ -234,7 +215,7 @@ class Supervisor:
         return news
 
     def testify(self, action: Testify) -> None:
-        """An inquiry asks what the workers here do. They run on."""
+        """Answer an inquiry: look at what the workers here do. They run on."""
         generation = self._running
         if generation is None or generation.stopping or generation.inquired >= action.inquiry:
             return
@@ -258,9 +239,9 @@ class Supervisor:
             return
         if not generation.stopping:
             self._look(generation)
-            blamed = None if generation.hung else self._blamed_for_hang(generation)
+            blamed = None if generation.hung else self._hangs.blamed(generation.number)
             if blamed is not None:
-                self._count_hang(generation)
+                self._hangs.count(generation)
             if blamed in ("", self._node.name):
                 generation.hung, gently, asking = True, True, HANG_SIGNAL
             if reason is not None:
@@ -415,7 +396,7 @@ class Supervisor:
     def _look_after_processes(self, now: float) -> None:
         processes = self._processes
         processes.subreaper.reap(now)
-        self._oom_kills.update(now)
+        self._examiner.update(now)
         processes.guard.check()
         self._spares_due_at = processes.spares.turn(now)
         if self._config.preload:
@@ -458,8 +439,11 @@ class Supervisor:
         if generation.checks_master and self._some_node_succeeded(generation):
             generation.master_may_close()
         drain, group = generation.drain, generation.group
-        if group.running and not drain.finished and self._watch_hangs(generation, now):
-            return
+        if group.running and not drain.finished:
+            stuck = self._hangs.turn(generation, now)
+            if stuck is not None:
+                self._end_stuck(generation, stuck.local_rank, stuck.why, "hang")
+                return
         if not drain.under_way:
             world = self._participant.world
             if world is not None and world.generation == generation.number and world.finishing:
@@ -467,65 +451,7 @@ class Supervisor:
             if cause := generation.late_cause(now):
                 self._end_stuck(generation, min(generation.running), cause, "hang at the end")
                 return
-        generation.look_before_end = None  # at workers that have moved since
-
-    def _watch_hangs(self, generation: Generation, now: float) -> bool:
-        """What the others must know of a stall. True: they have not said how it ends, and this node ends it."""
-        hang, running = generation.hang, generation.running
-        stall, before = generation.stalls(now), generation.stall
-        limit_s = hang.limit_s(running)
-        self._observer.watches(hang.state(stall).value, hang.stalled_s(running, now), limit_s)
-        if limit_s is None:
-            return False
-        self._ask_for_signs(generation, now)
-        inquiry = self._inquiry(generation)
-        if (stall and (stall.stage, stall.urgency)) != (before and (before.stage, before.urgency)):
-            generation.stall = stall
-            suspicion = Suspicion(generation.number, stall.stage, stall.why, stall.urgency) if stall else None
-            self._participant.workers_suspected(suspicion)
-            if stall is not None and suspicion is not None:
-                self._observer.suspects(suspicion)
-                level = logging.INFO if stall.urgency is Urgency.EARLY else logging.WARNING
-                log.log(level, "%s: asking all nodes what their workers do", stall.why)
-        if inquiry is not None and inquiry.finding is not None and inquiry.number > generation.heard:
-            generation.heard = inquiry.number
-            self._observer.heard_verdict(generation.number, inquiry)
-            log.warning("inquiry %d: %s: %s", inquiry.number, inquiry.finding.value, inquiry.why)
-        if stall is not None and generation.ends_alone(stall, inquiry, now):
-            steps = generation.hang.silence.steps
-            at = ", ".join(f"rank {generation.group.ranks[local]}: {steps[local]}" for local in sorted(steps))
-            cause = f"hang: {stall.why}{at and f'; last steps: {at}'}"
-            self._end_stuck(generation, stall.local_rank, cause, "hang")
-            return True
-        return False
-
-    def _ask_for_signs(self, generation: Generation, now: float) -> None:
-        if now < self._signs_due_at:
-            return
-        self._signs_due_at = now + LOOK_EVERY_S
-        pids = {local_rank: generation.group.pid(local_rank) for local_rank in generation.running}
-        printed = {
-            local_rank: self._processes.logs.printed(generation.number, generation.group.ranks[local_rank])
-            for local_rank in pids
-        }
-        self._processes.signs.look(generation.number, pids, printed)
-
-    def _inquiry(self, generation: Generation) -> Inquiry | None:
-        world = self._participant.world
-        return world.inquiry if world is not None and world.generation == generation.number else None
-
-    def _blamed_for_hang(self, generation: Generation) -> str | None:
-        """The node that a verdict names, or none (empty), if one ends this generation."""
-        world = self._participant.world
-        if world is None or world.generation != generation.number or world.phase is not Phase.STOPPING:
-            return None
-        failure = world.cause.failure
-        hangs = failure is not None and failure.generation == world.generation and failure.cause == "hang"
-        return world.cause.node if hangs else None
-
-    def _count_hang(self, generation: Generation) -> None:
-        self._observer.hung(generation.stall.stage if generation.stall is not None else Stage.STEPS)
-        self._hangs = [*self._hangs[-HANGS_KEPT:], self._clock()]
+        generation.look_before_end = None  # it is out of date: the workers have moved since
 
     def _some_node_succeeded(self, generation: Generation) -> bool:
         """As far as this node follows the others."""
@@ -603,24 +529,10 @@ class Supervisor:
 
     def _examine(self, generation: Generation, crash: Crash) -> None:
         """Find out why this worker has failed, and end the generation with it."""
-        number, rank = generation.number, generation.group.ranks[crash.local_rank]
-        failure = describe_failure(
-            rank=rank,
-            local_rank=crash.local_rank,
-            node=self._node.name,
-            generation=number,
-            returncode=crash.returncode,
-            error_file=error_file(self._node, number, crash.local_rank),
-            log_tail=self._processes.logs.tail(number, rank),
-            log_file=self._processes.logs.log_file(number, rank),
-            causes=self._causes,
-            kernel=self._kernel_news(generation, crash.local_rank),
-            oom_killed=self._oom_kills.lately(self._clock()),
-            master_port=generation.world.master.port,
-            owner_of=partial(find_owner, "0.0.0.0"),
-            not_kept=crash.local_rank in generation.drain.finished - generation.drain.kept,
-            asked=crash.asked,
-        )
+        group, drain, rank = generation.group, generation.drain, generation.group.ranks[crash.local_rank]
+        not_kept = crash.local_rank in drain.finished - drain.kept
+        port = generation.world.master.port
+        failure = self._examiner.examine(group, crash, port, self._clock(), not_kept=not_kept)
         cause = self._causes.named(failure.cause)
         is_root = not cause.collateral and not cause.outside
         if crash.asked and (failure.exception is None or not is_root):
@@ -637,15 +549,8 @@ class Supervisor:
             self.show_failure(report)
             self._participant.workers_failed(report)
 
-    def _kernel_news(self, generation: Generation, local_rank: int) -> KernelNews:
-        machine = self._node.machine
-        devices = machine.pinned[local_rank].devices or machine.inventory.cuda
-        pid = generation.group.pid(local_rank) if self._pids_are_the_kernels else 0
-        addresses = frozenset(address(device.address) for device in devices if device.address)
-        return KernelNews(self._kernel_log.events(), pid, addresses)
-
     def _seeks_root(self, generation: Generation) -> bool:
-        """As far as it is known here, this generation ends over what only follows from another failure."""
+        """As far as this node knows, this generation ends over a collateral failure, whose root is still unknown."""
         world = self._participant.world
         known = generation.told
         if known is None and world is not None and world.generation == generation.number:
@@ -659,8 +564,8 @@ class Supervisor:
         self._report_failure(generation, failure, what)
 
     def _end_stuck(self, generation: Generation, local_rank: int, summary: str, known_as: str) -> None:
-        """Workers that are silent for too long: what they do is kept, and then each is made to show where it stands,
-        which is its end."""
+        """End workers that are silent for too long: first evidence is kept, then a signal makes each print its stacks
+        and end."""
         look = generation.look_before_end
         if look is None:
             look = generation.look_before_end = self._look_at(generation, "hang", THOROUGH)
@@ -668,7 +573,7 @@ class Supervisor:
             return  # `_watch` comes here again
         number, rank = generation.number, generation.group.ranks[local_rank]
         log_file = self._processes.logs.log_file(number, rank)
-        self._count_hang(generation)
+        self._hangs.count(generation)
         generation.hung = True
         failure = hang_failure(self._node.name, number, rank, local_rank, summary, log_file)
         report = report_of(failure, self._causes.named(failure.cause), known_as)
@@ -677,20 +582,8 @@ class Supervisor:
     def _look_at(
         self, generation: Generation, why: str, depth: Depth, then: Callable[[Look], None] | None = None
     ) -> Look:
-        """Begins to see what the workers that run do."""
-        group, tail, now = generation.group, self._processes.logs.tail, self._clock()
-        targets = [
-            Target(
-                group.ranks[local_rank],
-                local_rank,
-                group.pid(local_rank),
-                generation.stacks.of(local_rank),
-                generation.read[local_rank].step if local_rank in generation.read else None,
-                generation.hang.still_s(local_rank, now),
-                last_lines=tail(generation.number, group.ranks[local_rank]),
-            )
-            for local_rank in generation.running
-        ]
+        """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
+        targets = generation.targets(self._processes.logs.tail, self._clock())
         seen = WorkersSeen(generation.number)
         look = self._processes.evidence.look(why, targets, depth, then or (lambda look: self._post(seen)))
         if look.path is not None:
@@ -698,7 +591,7 @@ class Supervisor:
         return look
 
     def _keep_evidence(self, generation: Generation) -> None:
-        """Before workers are asked to end because something has failed, here or elsewhere. Waits a moment for it."""
+        """Look at the workers before they are ended for a failure, here or elsewhere; waits for QUICK.within_s."""
         look = generation.look_before_end
         if look is None:
             look = generation.look_before_end = self._look_at(generation, "failure", QUICK)
