@@ -100,6 +100,14 @@ def compare(before: Watched, world: World | None, nodes: Iterable[NodeRecord]) -
     return Watched(world.generation, reports, scores, smooth, named, comparison)
 
 
+def in_force(leader: NodeRecord | None, world: World | None) -> Comparison | None:
+    """The comparison in the coordinator's record, if it is of the generation that trains."""
+    found = leader.comparison if leader is not None else None
+    if found is None or world is None or not world.trains or found.generation != world.generation:
+        return None
+    return found
+
+
 def slow_members(watched: Watched, world: World | None) -> Iterator[str]:
     """The incarnations of the members that have a straggler among their ranks."""
     if world is not None and watched.generation == world.generation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 
+from ..coordinator.stragglers import Watched, compare, in_force, slow_members
 from ..errors import RecordInvalid, StoreMismatch
 from ..liveness.failure_detector import FailureDetector
 from ..records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, drain_key, node_key
@@ -40,7 +41,7 @@ class MembershipView:
         self.succeeded_since: dict[str, float] = {}
         """And at which it first saw its newest success."""
         self.slow_since: dict[str, float] = {}
-        """And at which the coordinator found that one of its ranks is slower than the others."""
+        """And, on the coordinator, at which it found that one of its ranks is slower than the others."""
         self.detector = FailureDetector()
         self._job = job
         self._own_key = node_key(node)
@@ -52,6 +53,9 @@ class MembershipView:
         self._oldest_first: tuple[NodeRecord, ...] | None = None
         """Their records, until one changes: they are looked at more often than that."""
         self._nodes_as_of = 0
+        self._compared: tuple[World | None, tuple[NodeRecord, ...]] = (None, ())
+        """The world and the records from which `_watched` was computed."""
+        self._watched = Watched()
 
     @property
     def leader(self) -> str | None:
@@ -78,13 +82,8 @@ class MembershipView:
 
     @property
     def comparison(self) -> Comparison | None:
-        """The coordinator's, of the generation that trains."""
-        leader, world = self.leader_record, self.world
-        found = leader.comparison if leader is not None else None
-        same = (
-            found is not None and world is not None and world.trains and found.generation == world.generation
-        )
-        return found if same else None
+        """The coordinator's comparison of all ranks, for the generation that trains."""
+        return in_force(self.leader_record, self.world)
 
     @property
     def nodes_are_behind(self) -> bool:
@@ -113,6 +112,19 @@ class MembershipView:
         if self.coordinates:
             return Read((WORLD_KEY, self._drain_key, NODES_PREFIX))
         return Read((WORLD_KEY, self._drain_key, self._own_key), oldest_under=NODES_PREFIX)
+
+    def compare_ranks(self, now: float) -> None:
+        """If this node coordinates, look for stragglers: see `own_comparison`."""
+        if self.coordinates and self._compared != (self.world, self.nodes):
+            self._compared = self.world, self.nodes
+            self._watched = compare(self._watched, *self._compared)
+            slow = slow_members(self._watched, self.world)
+            self.slow_since = {one: self.slow_since.get(one, now) for one in slow}
+
+    @property
+    def own_comparison(self) -> Comparison | None:
+        """The newest comparison of all ranks by this node; None unless it coordinates."""
+        return self._watched.comparison if self.coordinates else None
 
     # ---------------------------------------------------------------- what the store answers
 

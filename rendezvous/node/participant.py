@@ -24,7 +24,6 @@ from dataclasses import replace
 from ..coordinator.candidates import differences_from_job, why_refused, why_standing_by
 from ..coordinator.decide import decide
 from ..coordinator.exclusions import why_excluded
-from ..coordinator.stragglers import Watched, compare, slow_members
 from ..coordinator.view import Decision, Policy, Publish, View
 from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..liveness.failure_detector import Peer, ProbeResult
@@ -112,9 +111,7 @@ class Participant:
         self._duplicate_until: float | None = None
         self._pending = PendingRequest(retry, rng, now)
         self._wake_at: float | None = None
-        self._compared: tuple[World | None, tuple[NodeRecord, ...]] = (None, ())
-        """The world and the records from which `_watched` was computed."""
-        self._watched = Watched()
+
         self.snapshot = NodeSnapshot(identity.node, identity.incarnation)
         """For any thread: the state at the end of the last turn."""
 
@@ -324,13 +321,8 @@ class Participant:
         """If this node coordinates, look for stragglers. The result is published when it names other ranks, and else
         with this node's next paces."""
         membership = self._session.membership
-        if not membership.coordinates or self._compared == (membership.world, membership.nodes):
-            return
-        self._compared = membership.world, membership.nodes
-        self._watched = compare(self._watched, *self._compared)
-        slow = slow_members(self._watched, membership.world)
-        membership.slow_since = {one: membership.slow_since.get(one, now) for one in slow}
-        told, found = self._session.record.comparison, self._watched.comparison
+        membership.compare_ranks(now)
+        told, found = self._session.record.comparison, membership.own_comparison
         if found is not None and (told is None or found.names != told.names):
             self._session.record = replace(self._session.record, comparison=found)
 
@@ -567,7 +559,7 @@ class Participant:
 
     def workers_paced(self, paces: Paces) -> None:
         """How fast the workers here are. Each call is a write to the store: the driver bounds their rate."""
-        comparison = self._watched.comparison if self.coordinates else None
+        comparison = self._session.membership.own_comparison
         self._session.record = replace(self._session.record, paces=paces, comparison=comparison)
 
     def workers_failed(self, failure: Failure) -> None:

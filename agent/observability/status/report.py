@@ -13,6 +13,7 @@ from typing import Any
 
 from ....rendezvous.coordinator.exclusions import left_out
 from ....rendezvous.coordinator.restarts import RestartPolicy
+from ....rendezvous.coordinator.stragglers import in_force
 from ....rendezvous.records import (
     CauseKind,
     Endpoint,
@@ -24,7 +25,7 @@ from ....rendezvous.records import (
     Result,
     World,
 )
-from ....rendezvous.statements.paces import Comparison, Straggler
+from ....rendezvous.statements.paces import Straggler
 from ..world_comparison import other_limits
 from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
 from .sources import Found, NodeAnswer, Unreachable
@@ -179,7 +180,8 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
     statuses = [node.status for node in nodes if node.status is not None]
     leading = next((status for status in statuses if status.coordinates), None)
     best = leading or found.agent or next(iter(statuses), None)
-    state, comparison = _state(world, statuses), _comparison(job)
+    state = _state(world, statuses)
+    comparison = in_force(next((node for node in job.nodes if node.node == job.coordinator), None), world)
     return JobReport(
         job=job.job,
         asked=found.asked,
@@ -209,14 +211,6 @@ def _differences(job: JobStatus) -> Iterable[str]:
     """Nodes that were started with other limits than the job has."""
     world = job.world
     return other_limits(world, job.nodes) if world is not None and world.phase is not Phase.ENDED else ()
-
-
-def _comparison(job: JobStatus) -> Comparison | None:
-    """The coordinator's comparison, if it is of the generation that trains."""
-    leader = next((node for node in job.nodes if node.node == job.coordinator), None)
-    found, world = leader.comparison if leader is not None else None, job.world
-    same = found is not None and world is not None and world.trains and found.generation == world.generation
-    return found if same else None
 
 
 def _nodes(
