@@ -128,6 +128,7 @@ class Traffic:
     def __init__(self, store: EtcdStore) -> None:
         self._store = store
         self._stop = threading.Event()
+        self._written_all = threading.Event()
         self.interrupted = 0
         self.compacted = 0
         self.written: list[str] = []
@@ -152,8 +153,10 @@ class Traffic:
         """Nothing was missed, nothing was seen twice."""
         self.more()
         self._stop.set()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
+        writer, watcher = self._threads
+        writer.join(PATIENCE_S)
+        self._written_all.set()
+        watcher.join(PATIENCE_S)
         assert self.seen[: len(self.written)] == self.written
         assert len(self.seen) == len(self.written)
 
@@ -173,7 +176,7 @@ class Traffic:
 
     def _watch(self, watch: Watch) -> None:
         rng, attempt = random.Random(1), 0
-        while not (self._stop.is_set() and len(self.seen) >= len(self.written)):
+        while not (self._written_all.is_set() and len(self.seen) >= len(self.written)):
             try:
                 self.seen.extend(change.key for change in watch.next(0.2))
                 attempt = 0

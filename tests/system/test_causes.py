@@ -118,3 +118,25 @@ def test_the_first_cause_is_the_jobs_though_its_collateral_ended_first(
     assert any(
         agent.says("failed before that, and the others because of it: .*ValueError") for agent in agents
     )
+
+
+KILLED = ROOT.replace("import atexit, os,", "import os, signal,").replace(
+    """        atexit.register(slow_exit)
+        raise ValueError("the root of it")
+""",
+    """        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        slow_exit()
+""",
+)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_kill_that_shows_after_its_collateral_is_the_cause(job: Job, nodes: int) -> None:
+    """A killed process closes its connections some time before its parent can see that it has ended."""
+    worker = (*script(job, KILLED), job.folder / "flag", "0")
+    options = f"--nnodes={nodes}", f"--nproc-per-node={2 // nodes}"
+    agents = [job.join(name, *options, script=worker) for name in "ab"[:nodes]]
+    assert [agent.exit_code() for agent in agents] == [0] * nodes
+    for agent in agents:
+        assert agent.says(r"generation 2 \(failure\).*because rank 0 on node a failed")
+    assert agents[0].says("rank 0 failed before that, and the others because of it: killed by SIGKILL")

@@ -103,7 +103,8 @@ def test_a_run_with_five_kills_ends_with_the_weights_of_one_without(job: Job) ->
     assert agent.exit_code(within_s=90) == 0
 
     # Not all failures: a gloo process that has finished may still abort while it exits, and is then repeated.
-    assert len(re.findall(r"rank \d failed: killed by SIGKILL", agent.text)) == 5, "all kills hit"
+    kills = re.findall(r"rank \d failed(?: before that, .*)?: killed by SIGKILL", agent.text)
+    assert len(kills) == 5, "all kills hit"
     assert weights(checkpoints) == weights(expected)
 
 

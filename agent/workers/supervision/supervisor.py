@@ -355,7 +355,9 @@ class Supervisor:
         elif kind is Exit.FAILED:
             self._crashed(generation, local_rank, returncode, event.at)
         elif kind is Exit.AS_ASKED and self._seeks_root(generation):
-            self._crashed(generation, local_rank, returncode, event.at, asked=True)
+            # A killed process closes its connections before it has ended: it may be the root of what they see.
+            by_another = returncode == -signal.SIGKILL and not group.killed
+            self._crashed(generation, local_rank, returncode, event.at, asked=not by_another)
 
     def _just_in_time_message(self, generation: Generation, event: JustInTimeMessage, now: float) -> None:
         if event.message is None:
@@ -534,8 +536,7 @@ class Supervisor:
         port = generation.world.master.port
         failure = self._examiner.examine(group, crash, port, self._clock(), not_kept=not_kept)
         cause = self._causes.named(failure.cause)
-        is_root = not cause.collateral and not cause.outside
-        if crash.asked and (failure.exception is None or not is_root):
+        if crash.asked and (failure.exception is None or cause.collateral or cause.outside):
             return
         generation.failures.append(failure)
         self._observer.ended(crash.local_rank, failure.cause, crash.at)
@@ -543,7 +544,7 @@ class Supervisor:
             self._report_failure(
                 generation, report_of(failure, cause), f"rank {rank} failed: {failure.summary}"
             )
-        elif is_root and self._seeks_root(generation):
+        elif not cause.collateral and self._seeks_root(generation):
             log.error("rank %d failed before that, and the others because of it: %s", rank, failure.summary)
             report = report_of(failure, cause)
             self.show_failure(report)
