@@ -5,7 +5,6 @@ What cannot happen on a machine without GPUs is judged by recorded texts, in `te
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from elastic_agent.agent.workers.failures.examination import describe_failure
 from elastic_agent.agent.workers.failures.kernel_log import KernelLog, KernelNews, pids_are_the_kernels
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.rendezvous.records import Action
+from tests.small_memory import inside, small_memory
 from tests.unit.test_kernel_log import readable
 
 TABLE = CauseTable()
@@ -250,36 +250,18 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a cgroup 
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """With little memory, and no swap."""
-    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        cgroup = Path(root, f"test-causes-{os.getpid()}")
-        with contextlib.suppress(OSError):
-            cgroup.mkdir()
-            if (cgroup / limit).exists():
-                (cgroup / limit).write_text(str(LIMIT))
-                break
-            cgroup.rmdir()
-    else:
-        pytest.skip("needs the memory controller")
-    yield cgroup
-    deadline = time.monotonic() + PATIENCE_S
-    while cgroup.exists() and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):  # as long as the kernel still counts what was killed
-            cgroup.rmdir()
+    with small_memory(LIMIT) as cgroup:
+        yield cgroup
 
 
 GREEDY = "hoard = [bytearray(2**20) for _ in range(1024)]"
-
-
-def in_cgroup(cgroup: Path) -> tuple[str, ...]:
-    return ("sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(cgroup))
 
 
 @as_root
 def test_the_kernels_killer_is_known_by_its_counter(cgroup: Path) -> None:
     counter = next(name for name in ("memory.events", "memory.oom_control") if (cgroup / name).exists())
     kills = OomKills(cgroup / counter)
-    process = start((PYTHON, "-c", GREEDY), enter=in_cgroup(cgroup))
+    process = start((PYTHON, "-c", GREEDY), enter=inside(cgroup))
     process.wait()
     failure = judged(process, oom_killed=kills.lately(time.monotonic()))
     assert (failure.cause, failure.returncode) == ("host_out_of_memory", -signal.SIGKILL)
@@ -292,7 +274,7 @@ def test_the_kernels_killer_is_known_by_its_log(cgroup: Path) -> None:
     """Where no counter is: in the outermost cgroup."""
     log = KernelLog()
     log.forget()
-    process = start((PYTHON, "-c", GREEDY), enter=in_cgroup(cgroup))
+    process = start((PYTHON, "-c", GREEDY), enter=inside(cgroup))
     process.wait()
     assert pids_are_the_kernels()
     failure = judged(process, kernel=KernelNews(log.events(), process.pid, frozenset()))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.small_memory import inside, small_memory
+
 from .harness import Job
 
-LIMIT = 256 * 2**20
 GREEDY = """
 import os
 if os.environ["ELASTIC_AGENT_GENERATION"] == "1":
@@ -21,25 +20,14 @@ if os.environ["ELASTIC_AGENT_GENERATION"] == "1":
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-        cgroup = Path(root, f"test-{os.getpid()}")
-        with contextlib.suppress(OSError):
-            cgroup.mkdir()
-            if (cgroup / limit).exists():
-                (cgroup / limit).write_text(str(LIMIT))
-                break
-            cgroup.rmdir()
-    else:
-        pytest.skip("needs root and the memory controller")
-    yield cgroup
-    with contextlib.suppress(OSError):
-        cgroup.rmdir()
+    with small_memory(256 * 2**20) as cgroup:
+        yield cgroup
 
 
 def test_a_worker_that_the_kernel_killed_for_its_memory_failed_for_that(job: Job, cgroup: Path) -> None:
     script = job.folder / "greedy.py"
     script.write_text(GREEDY)
-    enter = ("sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(cgroup))
+    enter = inside(cgroup)
     agent = job.start("a", "--memory-checkpoints=off", script=(script,), enter=enter)
     assert agent.exit_code() == 0
     assert agent.says(r"rank 0 failed: killed by SIGKILL \(signal 9; the kernel's out-of-memory killer")

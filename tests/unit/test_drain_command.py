@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,53 +16,29 @@ from elastic_agent.agent.common.exits import DrainCode
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.records import (
-    WORLD_KEY,
     Cause,
     CauseKind,
     DrainRequest,
-    Endpoint,
     NodeRecord,
     Phase,
     Result,
     World,
     drain_key,
     line_up,
-    node_key,
 )
-from elastic_agent.rendezvous.store.interface import Delete, Put, Snapshot
+from elastic_agent.rendezvous.store.interface import Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
-A = NodeRecord("a", "life-a", "host-a", 4001, slots=2)
-B = NodeRecord("b", "life-b.1", "host-b", 4002, slots=1)
-WORLD = World("job", 4, Phase.RUNNING, line_up((A, B)), Endpoint("host-a", 4001), Cause(CauseKind.START))
+from .job_scene import WORLD, A, B, JobScene
+
 LEAVE = Cause(CauseKind.LEAVE, "b", "node b was asked to stop")
 
 
-class Scene:
-    """Each look comes after the next thing has happened."""
-
-    def __init__(self) -> None:
-        self.store = MemoryStore()
-        self.now = 0.0
-        self.shown: list[str] = []
-        self.happens: Iterator[Callable[[], object]] = iter(())
-
-    def put(self, *things: World | NodeRecord) -> None:
-        for thing in things:
-            key = WORLD_KEY if isinstance(thing, World) else node_key(thing.node)
-            self.store.transact((), (Put(key, thing.to_json()),))
-
-    def delete(self, key: str) -> None:
-        self.store.transact((), (Delete(key),))
-
+class Scene(JobScene):
     @property
     def request(self) -> DrainRequest | None:
         entries = self.store.read((drain_key("b"),)).entries
         return next((DrainRequest.from_json(entry.key, entry.value) for entry in entries), None)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        next(self.happens, lambda: None)()
 
     def drain(self, node: str = "b", timeout_s: float = 60.0) -> None:
         drain(self.store, "job", node, timeout_s, self.shown.append, lambda: self.now, self.sleep)
@@ -75,8 +51,7 @@ class Scene:
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
-    scene = Scene()
-    scene.put(WORLD, A, B)
+    scene = Scene(WORLD, A, B)
     yield scene
     scene.store.close()
 
@@ -146,8 +121,7 @@ def test_a_node_that_was_lost_before_it_read_the_request_leaves_none_behind(scen
 def test_who_cannot_leave(
     world: World | None, nodes: tuple[NodeRecord, ...], code: DrainCode, text: str
 ) -> None:
-    scene = Scene()
-    scene.put(*([world] if world is not None else []), *nodes)
+    scene = Scene(*([world] if world is not None else []), *nodes)
     error = scene.fails()
     assert error.code is code
     assert text in str(error)

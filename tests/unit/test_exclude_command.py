@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,49 +17,26 @@ from elastic_agent.rendezvous.records import (
     WORLD_KEY,
     Cause,
     CauseKind,
-    Endpoint,
     Exclusion,
     NodeRecord,
     Phase,
     Result,
     World,
     line_up,
-    node_key,
 )
-from elastic_agent.rendezvous.store.interface import Delete, Put
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 from .bench import Bench
+from .job_scene import WORLD, A, B, JobScene
 
-A = NodeRecord("a", "life-a", "host-a", 4001, slots=2)
-B = NodeRecord("b", "life-b.1", "host-b", 4002, slots=1)
-WORLD = World("job", 4, Phase.RUNNING, line_up((A, B)), Endpoint("host-a", 4001), Cause(CauseKind.START))
 OUT = Exclusion("b", "life-b", "operator", "a fan is loud", by_operator=True)
 
 
-class Scene:
-    """Each look comes after the next thing has happened."""
-
-    def __init__(self) -> None:
-        self.store = MemoryStore()
-        self.now = 0.0
-        self.shown: list[str] = []
-        self.happens: Iterator[Callable[[], object]] = iter(())
-        self.put(WORLD, A, B)
-
-    def put(self, *things: World | NodeRecord) -> None:
-        for thing in things:
-            key = WORLD_KEY if isinstance(thing, World) else node_key(thing.node)
-            self.store.transact((), (Put(key, thing.to_json()),))
-
+class Scene(JobScene):
     @property
     def world(self) -> World:
         (entry,) = self.store.read((WORLD_KEY,)).entries
         return World.from_json(entry.value)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        next(self.happens, lambda: None)()
 
     def exclude(self, node: str = "b", timeout_s: float = 60.0) -> None:
         exclude_node(
@@ -77,7 +53,7 @@ class Scene:
 
 @pytest.fixture
 def scene() -> Scene:
-    return Scene()
+    return Scene(WORLD, A, B)
 
 
 def test_a_node_is_excluded_and_the_command_waits_until_the_job_goes_on_without_it(scene: Scene) -> None:
@@ -160,7 +136,7 @@ def test_what_cannot_be_done_is_said(
     scene: Scene, world: World | None, node: str, code: ExclusionCode, text: str
 ) -> None:
     if world is None:
-        scene.store.transact((), (Delete(WORLD_KEY),))
+        scene.delete(WORLD_KEY)
     else:
         scene.put(world)
     with pytest.raises(CannotDo, match=text) as caught:
@@ -168,7 +144,7 @@ def test_what_cannot_be_done_is_said(
     assert caught.value.code is code
 
 
-def test_a_node_is_readmitted_whoever_has_excluded_it(scene: Scene) -> None:
+def test_a_node_is_readmitted_whether_the_job_or_an_operator_has_excluded_it(scene: Scene) -> None:
     for row in (OUT, replace(OUT, cause="ecc", by_operator=False)):
         scene.put(replace(WORLD, exclusions=(row,)))
         readmit_node(scene.store, "job", "b", scene.shown.append)
@@ -196,7 +172,7 @@ def test_agents_do_what_the_commands_write() -> None:
     readmit_node(store, "job", "a", print)
     bench.settle()
     assert sorted(bench.members()) == ["a", "b", "c"]
-    assert not [peer for peer in bench.peers if peer.stops()], "nobody was signalled"
+    assert not [peer for peer in bench.peers if peer.stops()], "no worker was signalled"
 
 
 @pytest.mark.parametrize("text", ["", "  ", "x" * 513, "\x1b[31m"])
