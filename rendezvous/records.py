@@ -181,8 +181,6 @@ class Recheck:
     times: Positive
     """The number of the node's exclusion that the check is about (`Exclusion.times`)."""
     passed: bool
-    failed: Count = 0
-    """Checks that have failed since this exclusion: after each the cool-down is twice as long."""
     summary: Annotated[str, line(MAX_EXCLUSION_REASON)] = ""
 
 

@@ -63,7 +63,7 @@ class CoolDown:
             self._checking = False
             self._failed += 1
             self._ends_at = now + self._length_s
-        return Recheck(self._times, passed, self._failed, summary)
+        return Recheck(self._times, passed, summary)
 
     @property
     def _length_s(self) -> float:

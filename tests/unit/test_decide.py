@@ -1161,7 +1161,7 @@ PASSED = replace(C, recheck=Recheck(2, True))
         replace(C, incarnation="c-1.1"),
         replace(C, incarnation="c-2"),
         replace(C, recheck=Recheck(1, True)),
-        replace(C, recheck=Recheck(2, False, 1, "/dev/shm is full")),
+        replace(C, recheck=Recheck(2, False, "/dev/shm is full")),
     ],
 )
 def test_no_world_has_an_excluded_node_until_it_has_passed_its_check(node: NodeRecord) -> None:

@@ -74,7 +74,7 @@ FAILURE = WorkerFailure(
         (
             -9,
             False,
-            "killed by SIGKILL (signal 9; a person, a batch system or a killer of greedy processes sent it)",
+            "killed by SIGKILL (signal 9; a user, a batch system or a user-space memory killer sent it)",
         ),
         (
             -9,

@@ -15,9 +15,20 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_agent.agent.workers.hangs import detector
 from elastic_agent.health.families import PREFIX, Histogram
-from elastic_agent.health.metrics import DURATION_BUCKETS_S, NODE_STATES, STATES, Build, Metrics, Place
+from elastic_agent.health.metrics import (
+    DURATION_BUCKETS_S,
+    HANG_STATES,
+    NODE_STATES,
+    STAGES,
+    STATES,
+    Build,
+    Metrics,
+    Place,
+)
 from elastic_agent.health.pool_metrics import PoolMetrics
+from elastic_agent.rendezvous.statements.inquiry import Stage
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}
@@ -48,6 +59,11 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     registry = CollectorRegistry()
     registry.register(metrics)
     return registry.get_sample_value(PREFIX + name, {**constant, **labels})
+
+
+def test_the_labels_of_hangs_are_those_of_the_detector() -> None:
+    assert tuple(state.value for state in detector.State) == HANG_STATES
+    assert tuple(stage.value for stage in Stage) == STAGES
 
 
 def test_the_documented_table_is_the_code() -> None:

@@ -249,7 +249,7 @@ def test_a_node_that_joins_anew_keeps_its_cool_down_and_what_it_found(bench: Ben
     bench.delete("nodes/c")
     bench.settle()
     assert bad.record is not None
-    assert bad.record.recheck == Recheck(1, False, 1, "the disk is full")
+    assert bad.record.recheck == Recheck(1, False, "the disk is full")
     assert not bad.part.recheck_due(bench.now)
 
 

@@ -73,7 +73,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             ),
             "Result": "succeeded restarts_exhausted crash_loop final_failure store_host_left",
             "Exclusion": "node life cause reason fingerprint times by_operator readmitted",
-            "Recheck": "times passed failed summary",
+            "Recheck": "times passed summary",
             "Standby": "node memory",
             "CauseKind": "start failure join leave lost withdrawn success",
             "BadState": "generation step",

@@ -1,1 +1,1 @@
-"""Why a worker ended: what it left behind, in words and as data, and what is to be done about it."""
+"""Why a worker failed: evidence that it left behind, the table of causes, and the action that follows."""

@@ -1,12 +1,12 @@
-"""The causes of failures: one table, of which the first row that matches names the cause of a worker's end.
+"""The causes of failures: one table. The first row that matches names the cause of a worker's end.
 
-A row says what it looks for, what follows (`Action`), and what a tired person can do. Its name is the `reason` of the
-metrics, and the `cause` in the store. What the machine tells comes first, then what an exception or the last lines
-tell, then how the process ended. The rows of the user, `[[cause]]` in the configuration file, come before all others.
+A row has conditions, the `Action` that follows, and a hint for the operator. Its name is the `reason` of the metrics
+and the `cause` in the store. Rows for reports of the kernel and the driver come first, then rows for exceptions and
+last lines, then rows for exit codes and signals. The user's rows, `[[cause]]` in the configuration file, come first.
 
-- `collateral`: such an end follows from another one, of which a better cause may become known.
-- `outside`: someone has ended the worker, and neither script, state nor node has failed.
-- `network`: the network between the workers, or who waits for it: after several in a row some timeouts grow.
+- `collateral`: the end follows from another failure, whose cause may still become known.
+- `outside`: a user or another program killed the worker; neither script, state nor node has failed.
+- `network`: the network between the workers is suspect: after several in a row some timeouts grow.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Cause:
     action: Action
     hint: str
     when: tuple[Condition, ...] = ()
-    """Any of them. None: only the agent itself finds such a cause."""
+    """The row matches if any of them holds. Empty: only the agent itself finds this cause."""
     collateral: bool = False
     outside: bool = False
     network: bool = False
 
 
 def _raised(*names: str, text: str | None = None) -> Raised:
-    """Of whichever module these types are."""
+    """An exception of one of these types, from any module."""
     return Raised(rf"(?m:(?:[\w.]+\.)?(?:{'|'.join(names)})(?::|$))", text)
 
 
@@ -61,7 +61,7 @@ def _killed(*signals: int) -> Killed:
     return Killed(frozenset(signals))
 
 
-# Only "out of memory" of a device: the host's has no such prefix.
+# Only a device's "out of memory": the host's has no such prefix.
 _GPU_MEMORY = (
     r"(CUDA|HIP|XPU) out of memory",
     r"CUDA error: out of memory",
@@ -69,8 +69,8 @@ _GPU_MEMORY = (
     r"CUBLAS_STATUS_ALLOC_FAILED",
     r"cudaErrorMemoryAllocation",
 )
-# What the worker library raises on all ranks together, where the next generation would end in the same way. Ranks that
-# have other values may have them from a fault, which a restart mends; sharded state is the script's.
+# Errors that the worker library raises on all ranks together, and would raise in the next generation, too. Not among
+# them are ranks whose values differ: that may come from a fault, after which a restart helps.
 _REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "
 
 HANG = Cause(
@@ -363,7 +363,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "connection_lost",
         Action.RESTART,
-        "whoever it was connected to has gone: another rank, or a server of the script's own",
+        "the other end of a connection has gone: another rank, or a server of the script's own",
         (
             _raised(
                 "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError"
@@ -411,8 +411,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "killed",
         Action.RESTART,
-        "a person, a batch system or a user-space killer of greedy processes (systemd-oomd, earlyoom) sent SIGKILL; the"
-        " kernel did not, as far as it can be seen here",
+        "a user, a batch system or a user-space memory killer (systemd-oomd, earlyoom) sent SIGKILL; the kernel did"
+        " not, as far as the agent can see",
         (_killed(signal.SIGKILL),),
         outside=True,
     ),
@@ -442,13 +442,13 @@ CAUSES: tuple[Cause, ...] = (
     NOT_STARTED,
     STORE_SERVER,
 )
-"""In the order in which they are looked at."""
+"""All built-in rows, in the order in which they are tried."""
 
 NETWORK = frozenset(cause.name for cause in CAUSES if cause.network)
 
 
 class CauseTable:
-    """The table in force on this node: `CAUSES`, and before it what the user has added."""
+    """The table in force on this node: the user's rows, then `CAUSES`."""
 
     def __init__(self, users: Sequence[UserCause] = ()) -> None:
         actions = {user.name: user.action for user in users if user.action is not None}
@@ -465,11 +465,11 @@ class CauseTable:
         return tuple(self._by_name)
 
     def named(self, name: str) -> Cause:
-        """Of a name that another node has given, which may have other rows: what is unknown here."""
+        """The row of this name; UNKNOWN for a name that only another node's table has."""
         return self._by_name.get(name, UNKNOWN)
 
     def classify(self, facts: Facts) -> Cause:
-        """The first row that matches. Of an end with success, which no row matches: what is unknown."""
+        """The first row that matches; UNKNOWN if none does, as for an end with success."""
         matching = (cause for cause in self._rows if any(one.holds(facts) for one in cause.when))
         return next(matching, UNKNOWN)
 

@@ -1,6 +1,6 @@
-"""What a row of the table of causes looks for in the facts of a worker's end. All are pure.
+"""The conditions of the table of causes: pure predicates over the facts of a worker's end.
 
-Patterns are texts, which are compiled when they are needed first: no agent waits for that at its start."""
+Patterns are strings, compiled when they are first needed: the start of an agent does not wait for that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHILD_KILLED = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: Ki
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception of one of these types ended it; `text` is somewhere in its message."""
+    """An exception of one of these types ended the worker; `text` matches somewhere in its message."""
 
     types: str
     text: str | None = None
@@ -30,7 +30,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Says:
-    """This is in the words with which it ended."""
+    """`text` matches in `Facts.words`, with which the worker ended."""
 
     text: str
 
@@ -40,7 +40,7 @@ class Says:
 
 @dataclass(frozen=True, slots=True)
 class Prints:
-    """This is in its exception or in one of its last lines, however it ended."""
+    """`text` matches in the worker's exception or in one of its last lines, however it ended."""
 
     text: str
 
@@ -50,7 +50,7 @@ class Prints:
 
 @dataclass(frozen=True, slots=True)
 class Exits:
-    """With one of these codes; `text` is in the words with which it ended."""
+    """The worker exited with one of these codes; `text` matches in `Facts.words`."""
 
     codes: frozenset[int]
     text: str | None = None
@@ -63,7 +63,7 @@ class Exits:
 
 @dataclass(frozen=True, slots=True)
 class Fails:
-    """With any code, and no more is known."""
+    """The worker exited with an error code."""
 
     def holds(self, facts: Facts) -> bool:
         return facts.code != 0
@@ -71,7 +71,7 @@ class Fails:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """One of these signals ended it, without an exception that it has recorded. None: any signal."""
+    """One of these signals ended the worker, which has recorded no exception. None: any signal."""
 
     by: frozenset[int] | None = None
 
@@ -83,7 +83,7 @@ class Killed:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The kernel killed it, or a process of its own, because no memory was left."""
+    """The kernel killed the worker, or a child of it, because no memory was left."""
 
     def holds(self, facts: Facts) -> bool:
         if not facts.oom_killed:
@@ -93,7 +93,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The kernel, or a GPU's driver, told of this trouble meanwhile."""
+    """The kernel or a GPU's driver reported this trouble while the worker ran."""
 
     trouble: Trouble
 
@@ -103,7 +103,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class PortTaken:
-    """It wanted to listen on a TCP port that was in use."""
+    """The worker wanted to listen on a TCP port that was in use."""
 
     def holds(self, facts: Facts) -> bool:
         if facts.exception:

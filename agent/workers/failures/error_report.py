@@ -1,7 +1,7 @@
-"""What a worker says of its error: torch's *error file*, which `@record` writes for an uncaught exception, and the last
-Python traceback in its output.
+"""Reads a worker's own report of its error: torch's *error file*, which `@record` writes for an uncaught exception, or
+the last Python traceback in its output.
 
-The user's program has written both: whatever they hold, reading them never raises, and what does not fit is cut.
+The user's program has written both. Reading them never raises, whatever they contain, and long texts are cut.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ErrorReport:
 
 
 def read_error_file(path: Path) -> ErrorReport | None:
-    """What torch's `@record` left there; None if there is no such file. Never raises for anything it may hold."""
+    """The error file that torch's `@record` wrote; None if there is none. Never raises, whatever the file contains."""
     try:
         report = json.loads(_read_regular_file(path))
         message = report["message"]
@@ -71,7 +71,7 @@ def read_error_file(path: Path) -> ErrorReport | None:
 
 
 def _instant(timestamp: object) -> int | None:
-    """torch writes whole seconds as a text, older forms a number."""
+    """Seconds since the epoch: torch writes them as a string, older versions as a number."""
     text = str(timestamp)
     return int(text) if _SECONDS.fullmatch(text) else None
 
@@ -93,7 +93,7 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
 
 
 def find_last_words(lines: Sequence[str]) -> ErrorReport | None:
-    """The traceback behind which a process aborted or crashed as it ended: nothing but that follows it."""
+    """The traceback of a process that then aborted or crashed: only the report of that may follow it."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     end = next((at for at, line in enumerate(lines) if _CRASH.match(line)), len(lines))
     words = [line for line in lines[:end] if line.strip()]
@@ -102,7 +102,7 @@ def find_last_words(lines: Sequence[str]) -> ErrorReport | None:
 
 
 def detail_after(exception: str, lines: Sequence[str]) -> str:
-    """The lines with which NCCL says more below an exception that torch raises for it, if these are among the last."""
+    """NCCL's own lines of detail, which torch prints below the exception; empty without any."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     at = next((at for at in reversed(range(len(lines))) if lines[at] == exception), len(lines))
     return "\n".join(line for line in lines[at + 1 : at + 1 + _MOST_DETAIL] if _DETAIL.match(line))

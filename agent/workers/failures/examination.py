@@ -16,7 +16,7 @@ from .texts import clean, cut, first_line
 from .worker_failure import HANG_SIGNAL, SUMMARY_MAX, WorkerFailure
 
 _NOTE_MAX = 250
-"""Of the summary's end, which says what the agent knows of it."""
+"""The most characters of notes at the end of a summary."""
 
 
 def describe_failure(
@@ -37,12 +37,12 @@ def describe_failure(
     not_kept: bool = False,
     asked: bool = False,
 ) -> WorkerFailure:
-    """What is known about this worker's end.
+    """The failure of this worker, with its cause.
 
-    `master_port`: the MASTER_PORT that the agent has given it. `owner_of` is asked about a port that it found taken.
-    `kernel`: what its log tells of this worker.
-    `not_kept`: it had done its last step in a planned change, and no Checkpointer had kept the state after it.
-    `asked`: it was asked to end, maybe while it was about to for a reason of its own.
+    `master_port`: the worker's MASTER_PORT. `owner_of` finds the process that holds a taken port.
+    `kernel`: the kernel's messages since the worker was started.
+    `not_kept`: the worker had done the last step of a planned change, and no Checkpointer had kept its state.
+    `asked`: the agent had asked the worker to end, but it may have failed before.
     """
     log_tail = tuple(map(clean, log_tail))
     report = (None if error_file is None else read_error_file(error_file)) or ErrorReport()
@@ -83,8 +83,9 @@ def describe_failure(
 
 
 def _traceback(returncode: int, log_tail: Sequence[str], asked: bool) -> ErrorReport | None:
-    """A worker that a signal ended may have logged, and survived, any number of exceptions before. But one that fails
-    may also crash, or be asked to end, on its way out: then the exception is the last that it has said."""
+    """The exception that ended the worker, from its last lines. A worker that a signal ended may have logged, and
+    survived, other exceptions before. But it may also have failed first, and crashed or been asked to end on its way
+    out: then the exception is the last thing in its output."""
     if returncode > 0:
         return find_traceback(log_tail)
     return find_last_words(log_tail) if asked or -returncode in BY_ITSELF else None
@@ -93,7 +94,7 @@ def _traceback(returncode: int, log_tail: Sequence[str], asked: bool) -> ErrorRe
 def hang_failure(
     node: str, generation: int, rank: int, local_rank: int, summary: str, log_file: Path | None
 ) -> WorkerFailure:
-    """The end that the agent makes of a worker that hangs."""
+    """The failure of a worker that the agent ends because it hangs."""
     summary, file = cut(summary, SUMMARY_MAX), _name_of(log_file)
     return WorkerFailure(rank, local_rank, node, generation, -HANG_SIGNAL, HANG.name, summary, log_file=file)
 

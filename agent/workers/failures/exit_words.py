@@ -11,7 +11,7 @@ _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGBUS: "often a full /dev/shm, or a mapped file that became shorter",
     signal.SIGFPE: "arithmetic in native code, such as an integer division by zero",
     signal.SIGILL: "an instruction that this processor lacks: built for another machine",
-    signal.SIGKILL: "a person, a batch system or a killer of greedy processes sent it",
+    signal.SIGKILL: "a user, a batch system or a user-space memory killer sent it",
     signal.SIGSEGV: "a fault in native code; `python -X faulthandler` shows where",
     signal.SIGTERM: "something asked it to stop",
     signal.SIGUSR1: "such as Slurm's --signal sends to all processes; this one does not handle it",
@@ -22,7 +22,7 @@ _CODE_HINTS = {126: "the command could not be run", 127: "the command was not fo
 
 
 def describe_exit(returncode: int, oom_killed: bool = False) -> str:
-    """`oom_killed`: the kernel counted an out-of-memory kill among the workers meanwhile."""
+    """`oom_killed`: the kernel has counted an out-of-memory kill among the workers."""
     if returncode < 0:
         number = -returncode
         hint = _OOM_HINT if number == signal.SIGKILL and oom_killed else _SIGNAL_HINTS.get(number)

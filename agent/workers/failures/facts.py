@@ -1,4 +1,4 @@
-"""What is known of one worker's end, before it is judged."""
+"""The facts of one worker's end, from which its cause is found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 LAST_WORDS = 3
-"""Lines, in which a program that ends without an exception says why."""
+"""The last lines in which a program without a traceback says why it ended."""
 
 BY_ITSELF = frozenset(
     (
@@ -20,11 +20,11 @@ BY_ITSELF = frozenset(
         signal.SIGSYS,
     )
 )
-"""Signals that a process brings upon itself: what it has said before is why."""
+"""Signals that a process causes itself: its last output says why."""
 
 
 class Trouble(Enum):
-    """What the kernel tells of this machine."""
+    """The kinds of kernel messages about this machine that matter here."""
 
     OUT_OF_MEMORY = "out of memory"
     XID = "Xid"
@@ -35,8 +35,8 @@ class Trouble(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One such message. `pid`: of the process that it names, in the first namespace of processes; 0: it names none.
-    `device`: the PCI address of a GPU, as "0000:3b:00"."""
+    """One kernel message. `pid`: of the process that it names, in the initial PID namespace; 0: it names none.
+    `device`: the PCI address of a GPU, like "0000:3b:00"."""
 
     trouble: Trouble
     text: str
@@ -46,9 +46,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`returncode` as `subprocess` counts it. `exception`: `Type: message`, with all of its lines, of the error file or
-    of the last traceback; empty without. `output`: the worker's last lines. `oom_killed`: the kernel has killed a
-    process of this agent for its memory meanwhile. `events`: what concerns this worker since it was started."""
+    """`returncode` as in `subprocess`. `exception`: `Type: message`, with all of its lines, from the error file or the
+    last traceback; empty without one. `output`: the worker's last lines. `oom_killed`: the kernel has killed a process
+    of this agent for its memory. `events`: the kernel messages about this worker since it was started."""
 
     returncode: int
     exception: str = ""
@@ -58,7 +58,7 @@ class Facts:
 
     @property
     def signal(self) -> int:
-        """That has ended it, also where a shell says so; 0: it has exited."""
+        """The signal that ended the worker, also as a shell's exit code 128 + n; 0: it has exited."""
         code = self.returncode
         if code < 0:
             return -code
@@ -66,12 +66,13 @@ class Facts:
 
     @property
     def code(self) -> int:
-        """With which it has exited by itself; 0: it has not, or with success."""
+        """The exit code; 0: success, or ended by a signal."""
         return 0 if self.signal else self.returncode
 
     @property
     def words(self) -> tuple[str, ...]:
-        """In which it tells why it ended: an exception, or else its last lines, unless another process has ended it."""
+        """The texts in which the worker says why it ended: its exception, or else its last lines. Empty if another
+        process ended it by a signal."""
         if self.exception:
             return (self.exception,)
         if self.returncode < 0:

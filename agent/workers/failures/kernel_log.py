@@ -1,7 +1,7 @@
-"""The kernel's log: what it tells of processes that it has killed for their memory, and of GPUs that are lost.
+"""Reads the kernel's log for out-of-memory kills, lost GPUs and memory errors.
 
-`parse` is pure; `KernelLog` reads /dev/kmsg, where this process may (it takes CAP_SYSLOG where kernel.dmesg_restrict is
-1, and containers seldom have the device at all). Where it may not, nothing is known, and nothing else changes.
+`parse` is pure. `KernelLog` reads /dev/kmsg if this process may: that needs CAP_SYSLOG where kernel.dmesg_restrict is
+1, and containers seldom have the device. If it may not, there are no events, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ KMSG = Path("/dev/kmsg")
 ECC_XIDS = frozenset((48, 92, 94, 95, 140))
 """Errors of a GPU's memory that were not corrected, or too many that were."""
 _INFORM = frozenset((63,))
-"""A row that was replaced has done its work: another message tells of the error."""
+"""The driver has remapped a row of memory: another message reports the error itself."""
 LOST_XIDS = HARDWARE_XIDS - ECC_XIDS - _INFORM
 """The driver has lost a GPU, its firmware or its link."""
 
 _MOST_RECORDS = 20_000
 _RECORD_BYTES = 8192
-"""As the kernel writes them at most."""
+"""The longest record that the kernel writes."""
 _MOST_EVENTS = 64
 _TEXT_MAX = 160
 _OF_KERNEL = 8
-"""What others write into it has a priority of at least this: a facility besides the kernel's."""
+"""User programs may write into the log, too: their facility gives a priority of at least this."""
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)\b")
@@ -44,7 +44,7 @@ _POISON = re.compile(r"Memory failure: .*:(\d+) due to hardware memory corruptio
 
 
 def parse(messages: Iterable[str]) -> Iterator[Event]:
-    """Of these messages, the oldest first, those that tell of such trouble."""
+    """The events in these messages, the oldest first."""
     named = ""
     for message in messages:
         text = cut(clean(message), _TEXT_MAX)
@@ -70,7 +70,7 @@ def _trouble(xid: int) -> Trouble | None:
 
 
 def address(device: str) -> str:
-    """Of a PCI device, without its function, as the kernel writes it.
+    """The address of a PCI device as the kernel writes it, without the function.
 
     >>> address("00000000:3B:00.0"), address("0000:3b:00")
     ('0000:3b:00', '0000:3b:00')
@@ -81,15 +81,15 @@ def address(device: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KernelNews:
-    """What the log tells since a worker was started, and what tells in it that this worker is meant: its process, if
-    this one counts them as the kernel does (else 0), and the addresses of its devices."""
+    """The kernel's events since a worker was started, and how to recognize the worker in them: its pid, if the agent
+    sees the kernel's own pids (else 0), and the addresses of its devices."""
 
     events: tuple[Event, ...]
     pid: int
     devices: frozenset[str]
 
     def about(self, exception: str) -> tuple[Event, ...]:
-        """This worker, or a process of its own that its exception names."""
+        """The events about this worker, or about a child of it that its exception names."""
         return tuple(event for event in self.events if self._concerns(event, exception))
 
     def _concerns(self, event: Event, exception: str) -> bool:
@@ -99,7 +99,7 @@ class KernelNews:
 
 
 def pids_are_the_kernels(proc: Path = Path("/proc/self")) -> bool:
-    """This process is in the first namespace of processes, as none in a container is."""
+    """This process is in the initial PID namespace: no container is."""
     try:
         return os.readlink(proc / "ns" / "pid") == _FIRST_PID_NAMESPACE
     except OSError:
@@ -114,13 +114,13 @@ class KernelLog:
         self._events: list[Event] = []
 
     def forget(self) -> None:
-        """What has been told until now is of no concern."""
+        """Skip all messages until now."""
         self._events.clear()
         if self._fd is not None:
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def events(self) -> tuple[Event, ...]:
-        """Since then, the oldest first; without any where the log cannot be read."""
+        """The events since `forget`, the oldest first; empty if the log cannot be read."""
         if self._fd is not None:
             room = _MOST_EVENTS - len(self._events)
             self._events += list(parse(_messages(self._fd)))[:room]

@@ -1,4 +1,4 @@
-"""The block for a tired person: which worker failed first, why, where to read on, and who else failed."""
+"""The summary of a failed generation in the log: which worker failed first, why, where to read on, who else failed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .worker_failure import WorkerFailure
 def summarize(
     first: WorkerFailure, others: Sequence[WorkerFailure], hint: str, evidence: Path | None = None
 ) -> str:
-    """`hint`: what the table of causes says of its cause. `evidence`: the folder of what was kept here of the
-    generation, with one for each node whose disk this is."""
+    """`hint`: from the table of causes. `evidence`: the generation's folder of evidence, which has a folder for each
+    node that writes to this disk."""
     rule = "=" * 80
     lines = [
         rule,
@@ -38,7 +38,7 @@ def summarize(
         lines += [f"    {_who(other)}: {other.summary}" for other in others]
     if first.collateral:
         lines.append(
-            "  it follows from the end of another worker or of its network, of which no better cause is known"
+            "  it follows from the end of another worker or from the network; no other cause is known"
         )
     return "\n".join([*lines, rule])
 

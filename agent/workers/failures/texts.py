@@ -6,7 +6,7 @@ from ....rendezvous.text import clean as clean_line
 
 
 def clean(text: str) -> str:
-    """One line without anything that a terminal obeys, which can be encoded."""
+    """One line without control characters, which can be encoded."""
     return clean_line(text.encode("utf-8", "backslashreplace").decode()).rstrip()
 
 

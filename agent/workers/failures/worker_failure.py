@@ -1,4 +1,4 @@
-"""How one worker ended, as data: what failed first, where, with which exception, and where to read on.
+"""The failure of one worker, as data: where, with which exception and cause, and where to read on.
 
 Invariant: every text in a `WorkerFailure` is bounded, has nothing that a terminal obeys, and can be encoded; only an
 exception and a traceback have several lines. Its JSON form stays within `MAX_JSON` bytes, because it travels through
@@ -19,7 +19,7 @@ from ....rendezvous.text import CauseName
 from .texts import clean, clean_lines, cut, first_line
 
 HANG_SIGNAL = signal.SIGABRT
-"""What ends a worker that hangs: PYTHONFAULTHANDLER makes it print where each of its threads stands."""
+"""Ends a worker that hangs: PYTHONFAULTHANDLER makes it print the stacks of its threads first."""
 
 MAX_JSON = 4096
 _SCHEMA = 4
@@ -54,7 +54,7 @@ class WorkerFailure:
     generation: Count
     returncode: Annotated[int, Within(-128, 255)]
     cause: CauseName
-    """The name of a row of the table in `causes`, or of one that its user has added."""
+    """The name of a row of the table in `causes`, or of a row that the user has added."""
     summary: Annotated[str, _LINE["summary"]]
     exception: Annotated[str, _LINES["exception"]] | None = None
     traceback: Annotated[str, _LINES["traceback"]] | None = None

@@ -1,8 +1,8 @@
-"""What this node says of how fast its ranks work: their own times, read from their pages, as one bounded report.
+"""Reports how fast this node's ranks work: their own times for a step, read from their pages, at a bounded rate.
 
-Looked at every `OFTEN_S`. A look is reported when a rank's own time has changed by more than `CHANGE`, with those that
-follow in the next `SELDOM` looks; else every `SELDOM` looks one is. In a job of many nodes a look comes later, so that
-the coordinator takes in at most `REPORTS_PER_S` from all of them.
+The pages are read every `OFTEN_S`. When a rank's own time has changed by more than `CHANGE`, this look and the next
+`SELDOM` looks are reported; else every `SELDOM`th look is. In a job of many nodes looks are rarer, so that the
+coordinator gets at most `REPORTS_PER_S` reports from all of them.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ OFTEN_S = 0.75
 SELDOM = 10
 CHANGE = math.log(1.1)
 WARM_UP = 3
-"""Steps of a generation that are not looked at: the first ones load, compile and tune."""
+"""The first steps of a generation, which load, compile and tune, are ignored."""
 CUT_AT = 2.0
-"""Times the median of the steps of one look: a step that took longer, such as one with a checkpoint, counts as that."""
+"""In medians of the steps of one look: a longer step, such as one with a checkpoint, counts as this long."""
 
 
 class PaceWatch:
-    """Of one generation. For the main thread; `now` is monotonic."""
+    """The reports of one generation. For the main thread; `now` is monotonic."""
 
     def __init__(self, pages: WorkerPages, generation: int, members: int) -> None:
         self._pages = pages
         self._generation = generation
         self._often_s = max(OFTEN_S, members / REPORTS_PER_S)
         self.due_at: float | None = None
-        """When to look next; where it is past, at the next turn after a step."""
+        """When to look next; once that is past, the next turn after a step looks."""
         self._read: dict[int, int] = {}
         """By local rank: how many steps were timed at the newest look."""
         self._looked: tuple[int, float] | None = None
-        """And how many of the first rank, of which the newest ended at this instant."""
+        """The number of timed steps of the first rank at the newest look, and the instant of its newest step."""
         self._reported: Paces | None = None
         self._next_at = -math.inf
-        """When a look is reported in any case."""
+        """The look at this instant is reported in any case."""
         self._lively_until = -math.inf
-        """So long every look is."""
+        """Every look until then is reported."""
 
     def turn(self, now: float) -> Paces | None:
-        """What to report now, if anything."""
+        """The report that is due now, if any."""
         if self.due_at is not None and now < self.due_at:
             return None
         times = {
@@ -84,7 +84,7 @@ class PaceWatch:
 
 
 def pace_us(own_ns: Sequence[int]) -> int:
-    """Of a step: the mean, in which no step counts for more than two.
+    """The mean time of a step, in which no step counts for more than `CUT_AT` medians.
 
     >>> pace_us([1_000_000] * 9 + [50_000_000])
     1100
