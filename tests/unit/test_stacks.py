@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -136,6 +137,26 @@ def test_one_that_is_stopped_is_not_asked_nor_one_that_has_ended(file: StackFile
 def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:
     with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
         assert "may block" in asked(file, [pid]).refused[pid]
+
+
+@pytest.mark.parametrize("used_again", [False, True])
+def test_a_file_that_is_closed_meanwhile_is_left_alone(used_again: bool) -> None:
+    """A worker that ends while its node looks at it: the main thread closes its file."""
+    file, another = StackFile(), list[int]()
+
+    def sleep(seconds: float) -> None:
+        if not another:
+            file.close()
+            another.append(os.memfd_create("gets the number") if used_again else -1)
+            if used_again:
+                os.write(another[0], b"not of this process")
+        time.sleep(seconds)
+
+    with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
+        found = ask([(file, [pid])], time.monotonic() + 10, time.monotonic, sleep)
+    assert "not answered" in found.refused[pid]
+    if used_again:
+        os.close(another[0])
 
 
 def test_without_time_nobody_is_waited_for(file: StackFile) -> None:

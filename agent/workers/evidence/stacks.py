@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -40,7 +41,11 @@ _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)')
 
 
 class StackFile:
-    """In this process' memory: one worker and its forks write there."""
+    """In this process' memory: one worker and its forks write there.
+
+    The thread of a look may still use it when the main thread closes it: from then on it is empty, and its descriptor,
+    which may be another file's by then, is not touched.
+    """
 
     def __init__(self) -> None:
         """Raises OSError."""
@@ -48,23 +53,36 @@ class StackFile:
         os.fchmod(self._fd, 0o600)
         # Not os.getpid(): a container may see the /proc of another pid namespace.
         self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._fd}"
+        self._closed = False
+        self._lock = threading.Lock()
 
     def close(self) -> None:
-        os.close(self._fd)
+        with self._lock:
+            self._closed = True
+            os.close(self._fd)
 
     def clear(self) -> None:
-        os.ftruncate(self._fd, 0)
+        with self._lock:
+            if not self._closed:
+                os.ftruncate(self._fd, 0)
 
     @property
     def size(self) -> int:
-        return os.fstat(self._fd).st_size
+        with self._lock:
+            return 0 if self._closed else os.fstat(self._fd).st_size
 
     def read(self) -> str:
-        return os.pread(self._fd, MOST_BYTES, 0).decode(errors="backslashreplace")
+        with self._lock:
+            data = b"" if self._closed else os.pread(self._fd, MOST_BYTES, 0)
+        return data.decode(errors="backslashreplace")
 
     def is_open_in(self, pid: int) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            here = os.fstat(self._fd)
         try:
-            there, here = os.stat(f"/proc/{pid}/fd/{DESCRIPTOR}"), os.fstat(self._fd)
+            there = os.stat(f"/proc/{pid}/fd/{DESCRIPTOR}")
         except OSError:
             return False
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
