@@ -1,9 +1,9 @@
-"""Loads what uses protobuf: etcd's messages, which need its implementation in Python, and OpenTelemetry's, which do not
-care.
+"""Imports of modules that use protobuf: etcd's messages need its pure Python implementation; OpenTelemetry's work with
+any.
 
-The implementation is chosen once in a process, when protobuf is first imported, by a variable of the environment. So
-all that may be first load here, one after the other. The variables hold while they load and no longer: processes that
-this one starts must not inherit them.
+A process chooses the implementation once, by an environment variable, when protobuf is first imported. So every module
+that may be the first to import it is imported here, one after the other. The variables are set only meanwhile:
+processes that this one starts must not inherit them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _loading = threading.Lock()
 
 @contextlib.contextmanager
 def pure_python(variables: Mapping[str, str] = {}) -> Iterator[None]:
-    """While it lasts, what is imported gets protobuf's implementation in Python, if none was loaded before."""
+    """Imports within it get protobuf's pure Python implementation, if none was loaded before."""
     chosen = {"PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python", **variables}
     with _loading:
         before = {name: os.environ.get(name) for name in chosen}

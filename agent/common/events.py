@@ -211,7 +211,7 @@ class SavesFinished:
     """The disk writer has done what was ordered, or has had its time."""
 
     lost: str = ""
-    """Why the last save is not on disk; empty: it is, or there was none."""
+    """Why the last save is not on disk; empty: it is on disk, or there was none."""
 
 
 MORE_THREADS = "raise ulimit -u, or TasksMax of the service"
@@ -261,18 +261,18 @@ class NodeChecked:
 
 @dataclass(frozen=True, slots=True)
 class NodeRechecked:
-    """The checks of this node have run after a cool-down: it is excluded."""
+    """The checks of this node, which is excluded, have run after its cool-down."""
 
     findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """What one worker and its descendants have used since they began, and what it has printed."""
+    """What one worker and its descendants have used since they began, and the length of its output."""
 
     processor_s: float
     moved_bytes: int
-    """Read and written, by files, pipes and most sockets."""
+    """Bytes read and written through files, pipes and most sockets."""
     output_bytes: int
 
 
@@ -287,7 +287,7 @@ class SignsRead:
 
 @dataclass(frozen=True, slots=True)
 class Testified:
-    """What the workers here do, as an inquiry has asked."""
+    """The answer to an inquiry: what the workers here do."""
 
     testimony: Testimony
 

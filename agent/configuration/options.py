@@ -21,18 +21,18 @@ POOL_COMMANDS = {
 """Those about a pool and its jobs. `agent/commands/pool` has a module for each."""
 
 RUN_COMMANDS = {
-    "events": "what has happened to a job, from its agents or from the files of a run",
+    "events": "the events of a job, from its agents or from the files of a run",
     "report": "how a run spent its time, and which nodes cost most of it",
-    "diagnose": "one archive of what a run has left, without secrets",
+    "diagnose": "pack the files of a run into one archive, with secrets masked",
 }
-"""Those about the folder of a run. `agent/commands/runs` has a module for each."""
+"""Commands about the folder of a run. `agent/commands/runs` has a module for each."""
 
 NODE_COMMANDS = {
     "drain": "let a node leave its job without losing a step",
-    "exclude": "leave a node out of its job's worlds, without losing a step",
-    "readmit": "let an excluded node back into them",
+    "exclude": "keep a node out of its job, without losing a step",
+    "readmit": "let an excluded node back into its job",
 }
-"""Those about one node of a job. `agent/commands/nodes` has a module for each."""
+"""Commands about one node of a job. `agent/commands/nodes` has a module for each."""
 
 COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
@@ -45,8 +45,7 @@ COMMANDS = {
     "forget": "delete what an ended job left in etcd",
     "convert": "make a sharded checkpoint of a replicated one, or the other way round",
 }
-"""First words that are no script, each with its line in `--help`. `agent/commands` has a module for each of the
-others."""
+"""Sub-commands, each with its line in `--help`. `agent/commands` has a module for each that is in no group above."""
 
 AFTERWARDS = (*RUN_COMMANDS, "forget", "convert")
 """Those of them about what an ended job has left."""

@@ -76,9 +76,9 @@ class Agent:
     console: Console
     clock: Callable[[], float]
     run_directory: Path | None = None
-    """Below it are the folders of runs, with events and evidence; None: there are none."""
+    """The folder of the folders of runs, which hold events and evidence; None: no files are kept."""
     in_force: tuple[str, ...] = ()
-    """The settings, and what follows from them, for people."""
+    """The settings in force, for people."""
     started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ def choose_log_directory(logs: LogConfig) -> LogConfig:
 
 
 def choose_run_directory(logs: LogConfig) -> Path | None:
-    """The given one, or this user's own; None: no files are wanted, or there is no place for them."""
+    """The folder of --log-dir, or this user's own; None: no files are wanted, or there is no place for them."""
     if logs.directory == NO_FILES:
         return None
     try:
@@ -159,7 +159,7 @@ def checks_of(agent: Agent, machine: Machine) -> JoinChecks:
 
 
 def spans_of_recoveries(agent: Agent, parts: contextlib.ExitStack) -> Callable[[Recovered], None]:
-    """What is to be told of each recovery."""
+    """The function to call with each recovery: it sends the spans, if a collector is configured."""
     endpoint = agent.config.otlp_endpoint
     if endpoint is None:
         return lambda _: None
@@ -223,14 +223,14 @@ def pages_of(agent: Agent) -> StatusPages:
 
 
 LOOKS_WITHIN_S = 3.0
-"""What nodes have to answer a page."""
+"""How long other nodes may take to answer for the page."""
 ASKS_AT_ONCE = 16
 
 
 def board_of(
     agent: Agent, own: tuple[str, int], journal: Journal, pages: StatusPages, rate: StepRate
 ) -> Board:
-    """`own`: where this agent answers."""
+    """`own`: host and port of this agent."""
     here = AgentsSource(lambda: [Endpoint(*own)], LOOKS_WITHIN_S, here=False)
     watch = Watch(here, LOOKS_WITHIN_S, agent.clock, ASKS_AT_ONCE)
 

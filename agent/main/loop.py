@@ -159,7 +159,7 @@ class Loop:
         self._handing_since = math.inf
         """When this node began to bring what is in its memory to others: the last saves have the rest of that time."""
         self._handed_over_from = 0
-        """The generation whose end let `_handover` begin."""
+        """The generation after whose end `_handover` began."""
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
@@ -328,7 +328,7 @@ class Loop:
         within_s = round(self._last_saves_s(now, rescues=rescues), 1)
         deadline = now + within_s
         handover, server = self._handover, self._services.memory_server
-        # Other nodes may have come since, or those that had it may have gone. To a newer world it has handed over.
+        # Since then nodes may have come, or nodes that had received the copies may have gone.
         again = world if world is not None and self._participant.leaves_memory(world.generation) else None
         if again is not None and handover is not None and again.generation > self._handed_over_from:
             again = None

@@ -36,7 +36,7 @@ def take_environment() -> Mapping[str, str]:
 
 
 def log_to(console: Console, name: str, logs: LogConfig, generation: Callable[[], int] = lambda: 0) -> None:
-    """`generation`: the newest that workers of this node are part of; 0: none."""
+    """`generation`: the newest generation of this node's workers; 0: none."""
     handler = ConsoleHandler(console)
     handler.setFormatter(JsonLines(name, generation) if logs.format == "json" else text_lines(name))
     root = logging.getLogger("elastic_agent")

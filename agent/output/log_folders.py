@@ -51,7 +51,7 @@ def run_folder(directory: Path, job: str, run: str) -> Path:
 
 
 def newest_run(directory: Path, job: str) -> Path | None:
-    """Of this job, below it; None: there is none. Raises OSError."""
+    """The folder of this job's newest run in `directory`; None: there is none. Raises OSError."""
     prefix = f"{job}-"
     runs = [
         (at, folder)

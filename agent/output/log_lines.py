@@ -1,10 +1,9 @@
-"""How a line of the agent's own log looks: for people, or as one JSON object for programs.
+"""The form of a line of the agent's own log: text for people, or one JSON object for programs.
 
     {"time": "2026-03-01T12:00:00.125Z", "level": "warning", "logger": "elastic_agent.agent.main.loop",
      "message": "leaving the job", "node": "a", "generation": 3}
 
-A text of several lines, as a traceback, is one line of JSON. What else the console shows, as the lines of workers, is
-not the log's.
+A text of several lines, such as a traceback, is one line of JSON. The lines of workers on the console are not changed.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 
 
 def text_lines(node: str) -> logging.Formatter:
-    """For people."""
+    """The form for people."""
     return logging.Formatter(f"%(asctime)s.%(msecs)03d [{node}] %(message)s", "%H:%M:%S")
 
 
 class JsonLines(logging.Formatter):
-    """`generation`: the newest that this node's workers were part of; 0: there was none, and the key is left out."""
+    """`generation`: the newest generation of this node's workers; 0: there was none, and the key is left out."""
 
     def __init__(self, node: str, generation: Callable[[], int]) -> None:
         super().__init__()

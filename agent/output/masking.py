@@ -1,7 +1,7 @@
-"""Secrets out of texts that are shown to others: what a name, a form or this process' environment tells of.
+"""Masks secrets in texts that are shown to others: values with a telling name or form, and known values.
 
-A pure function of the text and the known values. It finds what looks like a secret, which is not all that is one: who
-sends a bundle to a stranger looks through it.
+A pure function of the text and the known values. It only finds what looks like a secret: users must look through an
+archive before they send it to others.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 MASK = "***"
 
 LEAST_CHARS = 6
-"""Of a known value: shorter ones are found everywhere."""
+"""Shorter known values are not masked: they would match everywhere."""
 
-# All begin where a word does, and have bounds: lines of workers may be long, and have been made to be slow to look at.
+# All patterns begin at a word's start and are bounded: a worker may print long lines, made to take long to match.
 _WORD = r"secret|passw|token(?!s|iz|_ids|_type)|api[_-]?key|access[_-]?key|credential|private[_-]?key"
 _NAME = re.compile(rf"(?i)(?!.*[_-](file|path|dir)$).*({_WORD}|authorization)")
 _ASSIGNED = re.compile(
@@ -38,12 +38,12 @@ _FORMS = re.compile(
 
 
 def secrets_in(environ: Mapping[str, str]) -> frozenset[str]:
-    """The values of variables whose names say that they are secret."""
+    """The values of variables with the names of secrets."""
     return frozenset(value for name, value in environ.items() if _NAME.match(name))
 
 
 def masked(text: str, known: Collection[str] = ()) -> str:
-    """The same text without them.
+    """The text with secrets masked.
 
     >>> masked("--api-key abc123 lr=0.1 PASSWORD=hunter2 https://me:word@host/x")
     '--api-key *** lr=0.1 PASSWORD=*** https://me:***@host/x'

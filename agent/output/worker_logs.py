@@ -94,7 +94,7 @@ class WorkerLogs:
         and the folder of the run is for others."""
         self._directory = directory
         self.has_files = files and directory is not None
-        """What workers print is in files."""
+        """The output of workers is written to files."""
         self._run: RunFolder | None = None
         self._tidying: Thread | None = None
         self._count = count
@@ -129,7 +129,7 @@ class WorkerLogs:
 
     @property
     def run(self) -> Path | None:
-        """The folder of the run that goes on, which may still be to come; None before it, or without a directory."""
+        """The folder of the present run, which may not exist yet; None before a run, or without a directory."""
         return self._run.path.absolute() if self._run is not None else None
 
     def leave_out(self, words: bytes) -> None:
@@ -154,7 +154,7 @@ class WorkerLogs:
         return stderr.tail.lines() or stdout.tail.lines()
 
     def printed(self, generation: int, rank: int) -> int:
-        """Bytes so far; 0 of a worker whose output is not read."""
+        """Bytes that this worker has printed; 0 if its output is not read."""
         return sum(stream.size for stream in self._streams.get((generation, rank), ()))
 
     def log_file(self, generation: int, rank: int) -> Path | None:

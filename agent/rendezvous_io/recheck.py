@@ -1,6 +1,6 @@
-"""The check of a node that was excluded, after its cool-down: what it finds is the node's way back into the worlds.
+"""Checks an excluded node after its cool-down; if all checks pass, the coordinator readmits it.
 
-It is what is checked before each join, whatever --check says, and besides that devices compute, and peers answer.
+The checks are those before each join, whatever --check says, and two more: devices compute, and peers answer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Recheck:
 
     @property
     def pids(self) -> Sequence[int]:
-        """Of this agent's children that are the check's."""
+        """The processes of the checks, which are children of this agent."""
         return self._checks.pids
 
     def turn(self, participant: Participant, now: float) -> None:
-        """Begins the check that is due."""
+        """Begin the check if it is due."""
         if not participant.recheck_due(now):
             return
         participant.recheck_begins()
@@ -46,7 +46,7 @@ class Recheck:
             participant.rechecked(now, passed=False, summary=HANGS)
 
     def handle(self, event: NodeRechecked, participant: Participant, now: float) -> Sequence[Finding]:
-        """Returns what has failed."""
+        """Put the result into this node's record; returns the checks that have failed."""
         failed = self._checks.ended(event.findings)
         summary = "; ".join(f"{finding.check}: {finding.summary}" for finding in failed)
         participant.rechecked(now, passed=not failed, summary=summary)
@@ -57,6 +57,6 @@ class Recheck:
 
 
 def peers_of(world: World | None) -> tuple[str, ...]:
-    """Where agents of the world answer: the first ones, as many as are asked."""
+    """HOST:PORT of the first `MOST_PEERS` agents of the world."""
     members = world.members if world is not None else ()
     return tuple(str(one.http) for one in members if one.http is not None)[:MOST_PEERS]

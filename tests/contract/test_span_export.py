@@ -161,7 +161,7 @@ def test_no_collector_holds_up_the_agent(collector_is: str) -> None:
         stub.close()
 
 
-def test_a_thread_that_stands_still_holds_up_nobody() -> None:
+def test_a_thread_that_stands_still_holds_up_no_other() -> None:
     sender = SpanSender("http://127.0.0.1:9", RESOURCE)  # and is never started
 
     def send_and_close() -> None:

@@ -156,7 +156,7 @@ class Faulty(Scenario):
 
     def decision(self, view: View, policy: Policy, now: float) -> Decision:
         world = view.world
-        if world is not None and self.plant == "nobody is blamed":
+        if world is not None and self.plant == "no node is blamed":
             view = replace(view, world=replace(world, restarts=replace(world.restarts, culprit="", blamed=0)))
         if world is not None and self.plant == "a check is not waited for":
             passed = (replace(node, recheck=self.passes(world, node)) for node in view.nodes)

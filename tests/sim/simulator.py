@@ -56,7 +56,7 @@ REQUEST_TIMEOUT_S = 1.0
 DRAIN_TIMEOUT_S = 8.0
 OF_AGENTS = ("a stuck loop is not missed", "a dead thread is not missed")
 """They show where agents themselves fail. Other bugs are looked for where none does: more faults hide the rare ones."""
-OF_HANGS = ("the coordinator asks nobody", "who waits is blamed", "nobody waits for answers")
+OF_HANGS = ("the coordinator asks no node", "who waits is blamed", "no answer is waited for")
 """In those runs a worker hangs early."""
 BUGS = (
     "restart inside the generation",
@@ -503,9 +503,9 @@ class Simulation(Checks):
 
 def deceived(view: View, bug: str) -> View:
     """As a coordinator with one of `OF_HANGS` sees the nodes."""
-    if bug == "nobody waits for answers":
+    if bug == "no answer is waited for":
         return replace(view, inquiry_since=view.inquiry_since - ANSWER_S)
-    if bug == "the coordinator asks nobody":
+    if bug == "the coordinator asks no node":
         return replace(view, nodes=tuple(replace(node, suspicion=None) for node in view.nodes))
     swapped = {Doing.IN_COLLECTIVE: Doing.STOPPED, Doing.STOPPED: Doing.IN_COLLECTIVE}
     nodes = []

@@ -176,7 +176,7 @@ def test_exclusions_keep_to_multiples_of_nodes(seed: int) -> None:
 @pytest.mark.parametrize(
     ("bug", "size", "seen"),
     [
-        ("nobody is blamed", 3, "the sick node trains in generation"),
+        ("no node is blamed", 3, "the sick node trains in generation"),
         ("the check finds nothing", 3, "before it is mended"),
         ("a check is not waited for", 3, "before it is mended"),
         ("those that stand by are not invited", 4, "no node takes the place"),
@@ -194,7 +194,7 @@ def test_a_node_that_never_comes_back_is_caught(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nobody_is_excluded_where_the_others_are_too_few(seed: int) -> None:
+def test_no_node_is_excluded_where_the_others_are_too_few(seed: int) -> None:
     Needed(seed).play()
 
 
@@ -204,18 +204,18 @@ def test_an_exclusion_that_leaves_too_few_nodes_is_caught() -> None:
 
 
 @pytest.mark.parametrize("how", ["at once", "in turn", "rank 0"])
-def test_nobody_is_kept_out_when_no_node_is_to_blame(how: str) -> None:
+def test_no_node_stays_excluded_when_none_is_to_blame(how: str) -> None:
     for seed in range(30):
         Alike(seed, how).play()
 
 
 @pytest.mark.parametrize("how", ["at once", "in turn"])
-def test_a_coordinator_that_blames_whoever_failed_last_is_caught(how: str) -> None:
+def test_a_coordinator_that_blames_the_last_node_that_failed_is_caught(how: str) -> None:
     with pytest.raises(PromiseBroken, match="I13: all fail alike, and nodes are excluded"):
         Alike(0, how, bug="the last that failed is blamed").play()
 
 
-def test_a_failure_that_moves_and_clears_nobody_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_moves_and_clears_no_node_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blame, "moved", lambda *_: ())
     monkeypatch.setattr(Participant, "recheck_due", lambda self, now: False)
     with pytest.raises(PromiseBroken, match=r"I13: what failed there fails elsewhere, too"):

@@ -1047,7 +1047,7 @@ SCRIPTS = replace(CRASH, action=records.Action.STOP)
 @pytest.mark.parametrize(
     ("world", "nodes", "decision"),
     [
-        # what follows from another's end, or comes from outside, blames nobody and clears nobody
+        # a collateral failure, or one from outside, neither blames nor clears a node
         (FIRST, (replace(SA, failure=replace(CRASH, collateral=True)), SB, SC), "running 5 [a b] failure c"),
         (FIRST, (replace(SA, failure=replace(CRASH, outside=True)), SB, SC), "running 5 [a b] failure c"),
         (
@@ -1055,7 +1055,7 @@ SCRIPTS = replace(CRASH, action=records.Action.STOP)
             (SA, SB, SC),
             "running 5 [a b c] failure c",
         ),
-        # a broken machine is out at once, whoever was heard first
+        # a broken machine is out at once, whichever failure was heard first
         (
             replace(FIRST, cause=replace(OF_C, failure=ECC), restarts=Restarts()),
             (SA, SB, SC),

@@ -65,7 +65,7 @@ def test_a_gpu_that_fell_off_the_bus_in_several_lines() -> None:
         "NVRM: fallen off the bus and is not responding to commands.",
     ]
     assert [(event.trouble, event.device) for event in parse(lines)] == [(XID, "0000:b3:00")]
-    assert not list(parse(lines[1:])), "of which GPU nobody knows"
+    assert not list(parse(lines[1:])), "they do not say which GPU they are about"
 
 
 def test_what_a_message_holds_is_cleaned_and_cut() -> None:

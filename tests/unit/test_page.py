@@ -235,9 +235,7 @@ def test_a_last_event_that_is_none_is_the_beginning(board: Board, last: str) -> 
     stream.close()
 
 
-def test_the_state_is_looked_at_while_somebody_watches_and_by_one_thread(
-    board: Board, looking: Looking
-) -> None:
+def test_the_state_is_read_while_a_page_is_open_and_by_one_thread(board: Board, looking: Looking) -> None:
     woken = threading.Event()
     board.wake = woken.set
     assert looking.looks == 0
@@ -248,7 +246,7 @@ def test_the_state_is_looked_at_while_somebody_watches_and_by_one_thread(
     first.close()
     second.close()
     looks = looking.looks
-    board.journal.note(Kind.SAVE, "nobody looks")
+    board.journal.note(Kind.SAVE, "no page is open")
     third = board.begin(Request({}))
     assert wait_for(third, "state")["look"] > looks, "what it is sent is no older than it"
     third.close()

@@ -54,7 +54,7 @@ def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
 
 
 def check_mixed_copies(rank: int, folder: str, model: nn.Module) -> None:
-    """Without a load no rank with a plain state joins a collective for a copy. All are refused, whoever is first."""
+    """Without a load no rank with a plain state joins a collective for a copy. All are refused, whichever is first."""
     with pytest.MonkeyPatch.context() as patched:
         memory = Path(folder) / "mixed-memory"
         memory.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Who is slower than the others: named soon where one is, and nobody in an even job, whatever the jitter."""
+"""The test for slow ranks: one that is slow is named soon, and none is named in an even job, whatever the jitter."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_short_steps_take_a_few_seconds_instead(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("own_s", "wait_s"), [(0.015, 0.005), (0.25, 0.05), (2.0, 0.5)])
 @pytest.mark.parametrize(("nodes", "slots"), [(2, 1), (2, 2)])
-def test_nobody_is_named_in_10000_even_steps(
+def test_no_rank_is_named_in_10000_even_steps(
     seed: int, own_s: float, wait_s: float, nodes: int, slots: int
 ) -> None:
     with job(seed, own_s, wait_s, nodes=nodes, slots=slots) as one:
@@ -152,7 +152,7 @@ def test_a_rank_that_recovers_is_no_straggler_any_more(seed: int) -> None:
         assert one.train(500) == frozenset()
 
 
-def test_a_slow_burst_of_a_few_steps_names_nobody() -> None:
+def test_a_slow_burst_of_a_few_steps_names_no_rank() -> None:
     with job(1, 0.25, 0.05) as one:
         one.train(60)
         assert one.train(6, {1: 5.0}) | one.train(60) == frozenset()
@@ -207,7 +207,7 @@ def test_of_two_ranks_the_slow_one_is_named() -> None:
     assert judged((200_000,), (280_000,)).named == {1}
 
 
-def test_ranks_that_differ_by_themselves_name_nobody() -> None:
+def test_ranks_that_differ_by_themselves_are_not_named() -> None:
     """Stages of a pipeline."""
     assert judged((100_000, 150_000), (200_000, 250_000)).named == frozenset()
 
@@ -216,7 +216,7 @@ def test_what_costs_the_job_next_to_nothing_is_no_matter() -> None:
     assert judged((1_000, 1_000), (1_000, 5_000)).named == frozenset()
 
 
-def test_one_report_alone_names_nobody_however_slow_it_is() -> None:
+def test_one_report_alone_names_no_rank_however_slow_it_is() -> None:
     assert judged((200_000,), (20_000_000,), reports=2).named == frozenset()
 
 

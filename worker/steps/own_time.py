@@ -8,7 +8,7 @@ queued as a pass begins tells when this rank's own part of it has ended.
 
 Two readings of the clock are all that a wait costs. Nothing is changed but three names of torch, each of them replaced
 by a function that calls it. A version of torch that has one of these no more loses that part of the measure: waits
-that are not seen count as work, on all ranks alike, and then nobody is slower than the others.
+that are not seen count as work, on all ranks alike, and then no rank is slower than the others.
 
 Waits of a GPU are not seen: where a collective of NCCL is waited for by the device's stream, the processor is not held
 up. No torch here: where the script has not imported torch.distributed there is nothing to measure.

@@ -1,7 +1,7 @@
 """The rows `[[cause]]` of the configuration file: causes of failures of the user's own, and changes of built-in ones.
 
-Each row has a `name`. With a `pattern`, a failure whose exception or last lines match it has this cause; these rows
-come before all built-in ones, in the order of the file. With an `action` that is what follows. A name that the agent
+Each row has a `name`. A failure whose exception or last lines match the row's `pattern` has this cause; such rows come
+before all built-in ones, in the order of the file. The row's `action` is the action of the cause. A name that the agent
 does not know needs both.
 """
 
@@ -24,14 +24,14 @@ MOST_PATTERN = 500
 _KEYS = ("name", "pattern", "action")
 _ACTIONS = {action.value: action for action in Action}
 _OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
-"""Values of the same label that are no failures."""
+"""Other values of the metrics' label `reason`, which are no failures."""
 _BUILT_IN = frozenset(cause.name for cause in CAUSES)
-# `(a+)+` and the like, which take time without end on a line that almost matches.
+# Patterns like `(a+)+`, which take exponential time on a line that almost matches.
 _REPEATED_REPEAT = re.compile(r"[^\\][+*}][?+]?\)(?:[+*]|\{\d*,\d*\})")
 
 
 def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[Problem]]:
-    """The rows, and all that is wrong with them. `value` is what the file has under `KEY`."""
+    """The rows, and all problems in them. `value` is the file's value of `KEY`."""
     origin = f"{path}: {KEY}"
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         advice = "write each as [[cause]], with name, pattern and action below it"
@@ -101,7 +101,7 @@ def _problems(row: dict[str, object], origin: str, before: dict[str, UserCause])
 
 
 def _wrong_pattern(pattern: object) -> str:
-    """Why it cannot be used; empty if it can."""
+    """Why the pattern cannot be used; empty if it can."""
     if not isinstance(pattern, str) or not pattern:
         return "write a text between single quotes, so that backslashes stay as they are"
     if len(pattern) > MOST_PATTERN:

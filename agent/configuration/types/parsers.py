@@ -133,16 +133,16 @@ SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _r
 
 
 ENVIRONMENT = "env"
-"""In the place of a collector's URL: OpenTelemetry's own variables have it."""
+"""Given instead of a collector's URL: it comes from OpenTelemetry's own variables."""
 
 
 def read_collector(text: str) -> str:
-    """Without a slash at its end."""
+    """The URL without a slash at its end. Raises ValueError."""
     if text == ENVIRONMENT:
         return text
     url = urlsplit(text)
     if "@" in url.netloc:
-        raise ValueError("put what proves who you are into OTEL_EXPORTER_OTLP_HEADERS")
+        raise ValueError("put credentials into OTEL_EXPORTER_OTLP_HEADERS")
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
         raise ValueError
     if url.port == 0 or not text.isprintable() or " " in text:

@@ -125,17 +125,17 @@ class NoticeSource:
 
 @dataclass(frozen=True, slots=True)
 class UserCause:
-    """A row `[[cause]]` of the configuration file: a cause of failures of the user's own, or a change of a built-in."""
+    """A row `[[cause]]` of the configuration file: a cause of the user's own, or a change of a built-in one."""
 
     name: str
     pattern: str = ""
-    """A regular expression; it is looked for in the exception and in each of the last lines. Empty: none."""
+    """A regular expression, searched for in the exception and in each of the last lines. Empty: none."""
     action: Action | None = None
-    """None: that of the built-in cause."""
+    """None: the action of the built-in cause."""
 
     @property
     def parts(self) -> dict[str, str]:
-        """As they are written."""
+        """The keys and values of the row in the file."""
         action = self.action.value if self.action is not None else ""
         parts = {"name": self.name, "pattern": self.pattern, "action": action}
         return {key: text for key, text in parts.items() if text}

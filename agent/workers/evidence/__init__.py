@@ -1,1 +1,1 @@
-"""What the workers of this node do, kept before anything is killed: taken from outside, judged by pure functions."""
+"""Evidence of what the workers of this node do, collected from outside before they are killed, and judged."""

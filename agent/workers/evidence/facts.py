@@ -1,4 +1,4 @@
-"""What was seen of workers at one moment, as plain data: from it `testimony.py` says what each of them does.
+"""What was seen of workers, as plain data, from which `testimony.py` finds what each of them does.
 
 All texts come from processes that are not trusted, and are cleaned and bounded where they are made.
 """

@@ -1,4 +1,4 @@
-"""What the driver says of the GPUs, by its own program: on a sick one NVML may hang, and not in this process."""
+"""The state of the GPUs, from `nvidia-smi`: on a broken GPU NVML may hang, which must not happen in this process."""
 
 from __future__ import annotations
 

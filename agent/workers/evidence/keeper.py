@@ -1,10 +1,10 @@
-"""What this node keeps of its workers before it ends them: looks at them, in a thread, and files in the run's folder.
+"""Keeps evidence of this node's workers before they are ended: a thread looks at them, and writes files of the run.
 
     DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>,gpus}.txt
 
-A look is begun, then waited for, for a bounded time: whoever ends workers goes on when it is over, or when that takes
-too long. Files are written after that, by the same thread. They are this user's alone: stacks show more of a program
-than its log does. Folder and files go with those of the generation.
+The supervisor begins a look, waits for it for a bounded time, and then ends the workers. The same thread writes the
+files after that. Only this user can read them: stacks show more of a program than its log does. They are deleted with
+the folder of the generation.
 
 For the main thread. One look at a time: where a disk or the kernel holds one up, there is no second.
 """

@@ -1,4 +1,4 @@
-"""What the kernel shows of worker processes, as facts: states, where threads wait, for what, processor time, memory.
+"""Reads from /proc what worker processes do: states, where and for what threads wait, processor time, memory.
 
 Only small files of /proc are read, none of which waits for the process. `maps`, `smaps`, `cmdline` and `environ` would
 wait for a process that holds its memory's lock in the kernel, and the last two may have secrets: none of them is read.

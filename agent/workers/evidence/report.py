@@ -1,4 +1,4 @@
-"""What was seen of a worker, as a text for people: a pure function.
+"""The facts of a worker as a text for people: a pure function.
 
 Without source lines, command lines or variables: these may have secrets.
 """

@@ -1,4 +1,4 @@
-"""What one worker does, judged from facts: a pure function.
+"""Finds what one worker does, from the facts: a pure function.
 
 Two signs count: what the kernel says of the main thread, and its Python stack. Of a stack the innermost part that
 belongs to torch names what a wait is for; the same place twice, with a window between, that it is one. Without stacks,

@@ -1,1 +1,1 @@
-"""Workers that seem to hang: what shows it, after how long it counts, and what is asked of them then."""
+"""The search for hangs: signs of life of the workers, the limits of silence, and the suspicion that follows."""

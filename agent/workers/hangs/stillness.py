@@ -1,4 +1,4 @@
-"""Whether one worker does anything, as far as it can be seen from outside: processor time, bytes, output.
+"""Whether one worker is active, as seen from outside: by processor time, bytes and output.
 
 A worker that hangs is not quite still: threads of libraries wake now and then, a data loader asks every few seconds
 whether its children live. So a worker counts as active only from a share of what it uses when it works; until that is
@@ -44,7 +44,7 @@ class Stillness:
             return 0.0
         share = (signs.processor_s - before.processor_s) / took_s
         active = (
-            share < 0  # a child has ended that nobody waited for
+            share < 0  # a child has ended for which its parent did not wait
             or share > self._threshold()
             or abs(signs.moved_bytes - before.moved_bytes) > BYTES_PER_S * took_s
             or signs.output_bytes != before.output_bytes
