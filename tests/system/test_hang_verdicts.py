@@ -27,11 +27,14 @@ def run(job: Job, what: str, steps: str) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("what", ["stop", "sleep", "compute"])
+@pytest.mark.parametrize(
+    "what", ["stop", *(pytest.param(what, marks=pytest.mark.long) for what in ("sleep", "compute"))]
+)
 def test_with_steps_known(job: Job, what: str) -> None:
     run(job, what, "steps")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_without_steps(job: Job) -> None:
     run(job, "stop", "none")
