@@ -29,7 +29,7 @@ demo: $(READY)  ## train digits on three nodes while a worker and a node are kil
 demo-daemon: $(READY)  ## three daemons and two jobs that share them; the daemon that hosts their store is killed and comes back
 	$(BIN)/python examples/demo_daemon.py
 
-TESTS_AT_ONCE ?= 3
+TESTS_AT_ONCE ?= 4
 # In the order of folders, which ends with the short unit tests. pytest-xdist would begin with the files that have most
 # tests, and end with those that have one or two: just these take minutes, and one would be left to run alone.
 test: $(READY)  ## all tests, under 15 minutes on 2 cores: most of them wait for leases

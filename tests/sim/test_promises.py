@@ -18,7 +18,7 @@ from .checks import PromiseBroken
 from .scenarios import Alike, Cascade, Faulty, Needed, Rack, Sick
 from .simulator import BUGS, Verdict, try_seed
 
-SEEDS = int(os.environ.get("SIMULATOR_SEEDS", "200"))
+SEEDS = int(os.environ.get("SIMULATOR_SEEDS", "120"))
 CHUNK = 25
 BATCH = 4
 """Most planted bugs show in the first seeds."""

@@ -57,8 +57,15 @@ def etcd3(cluster: EtcdCluster) -> Iterator[EtcdCluster]:
 # --- One member
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
-@pytest.mark.parametrize("which", ["connected", "leader"])
+@pytest.mark.parametrize(
+    ("which", "how"),
+    [
+        ("leader", "kill"),
+        ("connected", "freeze"),
+        pytest.param("connected", "kill", marks=pytest.mark.long),
+        pytest.param("leader", "freeze", marks=pytest.mark.long),
+    ],
+)
 def test_the_loss_of_one_member_does_not_interrupt_training(
     job: Job, etcd3: EtcdCluster, note_gap: NoteGap, which: str, how: str
 ) -> None:

@@ -119,7 +119,7 @@ def digest(state: Any) -> str:
     return found.hexdigest()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.timeout(240 + 20 * KILLS)
 @pytest.mark.usefixtures("in_etcd")
 def test_no_finished_step_is_done_again(job: Job, nodes: int) -> None:

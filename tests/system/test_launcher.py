@@ -93,7 +93,12 @@ def test_a_program_gives_no_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.long),
+        pytest.param(signal.SIGHUP, 143, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_for_the_launching_process_stops_the_job(
     number: signal.Signals, code: int, tmp_path: Path

@@ -113,8 +113,8 @@ def for_what_it_gets(node: Host, _store: Host) -> None:
     [
         (from_everything, 0, ()),
         (from_the_store, 0, (SHORT_LEASE,)),
-        (by_resets, 2, (SHORT_LEASE, NO_GRACE)),
-        (for_what_it_sends, 2, (SHORT_LEASE,)),
+        pytest.param(by_resets, 2, (SHORT_LEASE, NO_GRACE), marks=pytest.mark.long),
+        pytest.param(for_what_it_sends, 2, (SHORT_LEASE,), marks=pytest.mark.long),
         (for_what_it_gets, 0, (SHORT_LEASE,)),
     ],
 )
