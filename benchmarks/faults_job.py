@@ -136,7 +136,8 @@ def asleep() -> None:
 
 
 def holding_gil() -> None:
-    ctypes.PyDLL(None).sleep(3600)
+    while True:  # a signal ends the sleep
+        ctypes.PyDLL(None).sleep(3600)
 
 
 def busy() -> None:

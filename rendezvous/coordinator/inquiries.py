@@ -5,8 +5,9 @@
                      └────────────── a pause, twice as long each time ─────────────────┘
 
 The workers run on during an inquiry. Whether its verdict ends the generation depends on how sure the verdict is, and on
-how long the workers have been still (`ENDS_FROM`). A verdict that finds a rank at work never ends it. A node that gets
-no verdict ends its workers by its own limit.
+how long the workers have been still (`ENDS_FROM`). One rank at work for which all others wait is left alone until the
+last limit: from outside, an evaluation, an index that is built or a compilation looks as a loop without end does,
+whether it holds Python's lock or not. A node that gets no verdict ends its workers by its own limit.
 """
 
 from __future__ import annotations
@@ -15,9 +16,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..records import MAX_TEXT, Cause, CauseKind, Failure, NodeRecord, Phase, World
-from ..statements.inquiry import ANSWER_S, Doing, Finding, Inquiry, Suspicion, Testimony, Urgency, Verdict
+from ..statements.inquiry import (
+    ANSWER_S,
+    Doing,
+    Finding,
+    Inquiry,
+    RankState,
+    Suspicion,
+    Testimony,
+    Urgency,
+    Verdict,
+)
 from .candidates import named
-from .verdict import NEVER, verdict
+from .verdict import NEVER, WAITING, verdict
 from .view import Publish, View, Wait
 
 FIRST_PAUSE_S = 5.0
@@ -34,11 +45,16 @@ ENDS_FROM = {
 }
 """The findings that end a generation, and the urgency from which they do."""
 
-COMPUTES = (Doing.BUSY, Doing.HOLDS_GIL)
-MAY_BE_SLOW = (*COMPUTES, Doing.UNINTERRUPTIBLE, Doing.IN_SAVE)
+AT_WORK = (Doing.MOVES, Doing.BUSY)
+"""An evaluation or a compilation on one rank looks like this, and so does a loop that never ends."""
+LONG_WAIT_S = 300.0
+"""When all others have waited so long for one that is at work, it may be taken for a hang, at the last limit."""
+MAY_BE_SLOW = (Doing.UNINTERRUPTIBLE, Doing.IN_SAVE)
+MAY_GET_SOME = (Doing.READING, Doing.IN_DATA_LOADER, Doing.OTHER)
+"""What they wait for, while anything of them moves: bytes that come, a child or a thread that is at work."""
 
 STILL_S = 20.0
-"""A worker that has used nothing for so long does not compute."""
+"""A worker that has used nothing for so long gets nothing, and computes nothing."""
 
 _RISING = tuple(Urgency)
 
@@ -110,18 +126,26 @@ def _close(
 
 def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: bool) -> Verdict:
     """What of it is sure enough to act on. While some have not answered, one of their ranks may be the one that the
-    others wait for. One that computes comes by itself, as far as can be known; a disk may be slow."""
-    said = (one for testimony in answers.values() for one in testimony.ranks)
+    others wait for. One that is at work comes by itself, as far as can be known for long; a disk may be slow."""
+    said = [one for testimony in answers.values() for one in testimony.ranks]
     named = next((one for one in said if one.rank == found.rank), None)
     if named is None or named.doing in NEVER:
         return found
+    if named.doing in AT_WORK:
+        others = [one for one in said if one is not named]
+        waited = all(one.doing in WAITING and _still(one, LONG_WAIT_S) for one in others)
+        for_long = all_answered and others and waited
+        return replace(found, finding=Finding.DOUBTFUL if for_long else Finding.HEALTHY)
     if not all_answered:
         return replace(found, finding=Finding.UNCLEAR)
-    if named.doing in COMPUTES and (named.still_s is None or named.still_s < STILL_S):
-        return replace(found, finding=Finding.HEALTHY)
-    if found.finding is Finding.LIKELY and named.doing in MAY_BE_SLOW:
+    slow = named.doing in MAY_BE_SLOW or (named.doing in MAY_GET_SOME and not _still(named, STILL_S))
+    if found.finding is Finding.LIKELY and slow:
         return replace(found, finding=Finding.DOUBTFUL)
     return found
+
+
+def _still(one: RankState, for_s: float) -> bool:
+    return one.still_s is not None and one.still_s >= for_s
 
 
 def ends(urgency: Urgency, found: Verdict, *, all_answered: bool) -> bool:

@@ -5,8 +5,9 @@ the one that is not where the others wait: it has stopped or ended, is outside a
 collective than most. The majority is assumed to be right, since all ranks run one script; where the ranks are split
 evenly, no rank is named.
 
-All may wait for a rank that is at work and will come by itself: then the finding is HEALTHY. A rank that can never go
-on by itself makes the finding CERTAIN.
+All may wait for a rank that is at work and will come by itself: then the finding is HEALTHY, and the rank is named if
+all others wait. While a debugger holds a rank, the finding is HEALTHY, too. A rank that can never go on by itself makes
+the finding CERTAIN.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _WORDS = {
     Doing.HOLDS_GIL: "does not let go of Python's lock",
     Doing.BUSY: "computes in one place",
     Doing.MOVES: "is at work",
+    Doing.DEBUGGED: "is under a debugger",
     Doing.OTHER: "does something else",
     Doing.IN_COLLECTIVE: "is in a collective",
     Doing.AT_STORE: "waits at the store",
@@ -56,9 +58,13 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
         return Verdict(Finding.UNCLEAR, "no node has said what its workers do")
     waiting = [one for one in states if one.doing in WAITING]
     rest = [one for one in states if one.doing not in WAITING]
+    if debugged := [one for one in rest if one.doing is Doing.DEBUGGED]:
+        return Verdict(Finding.HEALTHY, f"{_place(debugged[0], world)} is under a debugger")
     if dead := [one for one in rest if one.doing in NEVER]:
         return _named(Finding.CERTAIN, _first(dead), waiting, world)
     if moving := [one for one in rest if one.doing is Doing.MOVES]:
+        if len(rest) == 1:
+            return _named(Finding.HEALTHY, moving[0], waiting, world)
         ranks = _ranks(moving)
         return Verdict(
             Finding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], world)}"
@@ -75,16 +81,17 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
 
 def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
     """All ranks wait for each other: the guilty one waits in another collective than most."""
-    for alike, finding in (
-        (_collective, Finding.CERTAIN),
-        (_exact_place, Finding.LIKELY),
-        (_step, Finding.LIKELY),
+    told = [one for one in waiting if one.doing is Doing.AT_STORE or one.collective is not None]
+    for alike, of, finding in (
+        (_collective, told, Finding.CERTAIN if told == waiting else Finding.LIKELY),
+        (_exact_place, told, Finding.LIKELY),
+        (_step, waiting, Finding.LIKELY),
     ):
-        most = Counter(map(alike, waiting)).most_common()
-        if len(most) == 1:
+        most = Counter(map(alike, of)).most_common()
+        if len(most) <= 1:
             continue
         usual, number = most[0]
-        others = [one for one in waiting if alike(one) != usual]
+        others = [one for one in of if alike(one) != usual]
         if number <= len(others):
             split = f"the ranks wait in different collectives: {_tally(waiting)}"
             return _by_number(waiting, world) or Verdict(Finding.UNCLEAR, split)

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from dataclasses import replace
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
-from elastic_agent.rendezvous.coordinator.inquiries import FINGERPRINT
+from elastic_agent.rendezvous.coordinator.inquiries import FINGERPRINT, LONG_WAIT_S
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.node.node_actions import Start
 from elastic_agent.rendezvous.records import MAX_RECORD_BYTES, TRANSITIONS, Phase, World, life_of
@@ -138,8 +138,11 @@ class Checks:
             return
         team = self.teams[world.generation]
         worker = team.workers.get(world.cause.node)
-        if worker is None or worker.acts or worker.hangs is Doing.MOVES:
+        goes_on = worker is None or worker.acts or worker.hangs in (Doing.MOVES, Doing.DEBUGGED)
+        if goes_on:
             self.broken("I13", f"{world.cause.node or 'no node'} is blamed: {failure.summary}")
+        if worker.hangs is Doing.BUSY and self.now < worker.hangs_since + LONG_WAIT_S:
+            self.broken("I13", f"{world.cause.node} may only be slow: {failure.summary}")
         self.seen["hang ended"] += 1
         self.disturb()
 
@@ -279,10 +282,15 @@ class Checks:
             other.disturbed_until + LEASE_TTL_S > self.now for other in self.nodes if other.name in names
         )
 
+    @property
+    def hanging(self) -> list[SimNode]:
+        """Those whose workers do."""
+        workers = ((node, node.worker) for node in self.nodes)
+        return [node for node, one in workers if one is not None and one.alive and one.hangs is not None]
+
     def check_converged(self) -> None:
-        for node in self.nodes:
-            if node.worker is not None and node.worker.alive and node.worker.hangs is not None:
-                self.broken("I14", f"the worker on {node.name} still hangs")
+        for node in self.hanging:
+            self.broken("I14", f"the worker on {node.name} still hangs")
         if not self.worlds:
             self.broken("I11", "no world was ever formed")
         world = self.worlds[max(self.worlds)]

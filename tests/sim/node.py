@@ -568,7 +568,12 @@ class SimNode:
         self.looked_for = asked
 
         def say() -> None:
-            does = RankState(2 * worker.place, worker.doing, max(worker.step, 0))
+            does = RankState(
+                2 * worker.place,
+                worker.doing,
+                max(worker.step, 0),
+                self.detector.still_s(0, self.clock()),
+            )
             waits = Doing.IN_COLLECTIVE if worker.hangs else does.doing  # one rank of two hangs
             other = replace(does, rank=does.rank + 1, doing=waits)
             self.agent.workers_looked_at(Testimony(*asked, (does, other)))

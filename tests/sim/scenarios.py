@@ -48,7 +48,7 @@ class Scenario(Simulation):
 
     def play(self) -> None:
         """Run it to its end. Raises PromiseBroken."""
-        self.run_until(self.ends_at)
+        self.run_until_end()
 
     def newest(self) -> World:
         return self.worlds[max(self.worlds)]

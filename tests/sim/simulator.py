@@ -50,13 +50,25 @@ PLANS_UNTIL = 95.0
 END_AT = 120.0
 END_WITH_HANG_AT = 260.0
 """What was slow among faults has made the limits long."""
+LAST_LIMIT_S = 1800.0
+"""A loop without end is left alone until then where little is known of the steps."""
+SETTLES_S = 60.0
 WORKS_S = 100.0
-"""How long one rank is at work while the others wait for it."""
+"""How long one rank is at work, or under a debugger, while the others wait for it."""
+HOLDS_UP = (Doing.MOVES, Doing.DEBUGGED)
+HANGS = (Doing.STOPPED, Doing.ASLEEP, Doing.MOVES, Doing.BUSY, Doing.DEBUGGED)
 REQUEST_TIMEOUT_S = 1.0
 DRAIN_TIMEOUT_S = 8.0
 OF_AGENTS = ("a stuck loop is not missed", "a dead thread is not missed")
 """They show where agents themselves fail. Other bugs are looked for where none does: more faults hide the rare ones."""
-OF_HANGS = ("the coordinator asks no node", "who waits is blamed", "no answer is waited for")
+OF_HANGS = (
+    "the coordinator asks no node",
+    "who waits is blamed",
+    "no answer is waited for",
+    "who computes is taken for asleep",
+    "who computes is never ended",
+    "a debugger's stop is one for ever",
+)
 """In those runs a worker hangs early."""
 BUGS = (
     "restart inside the generation",
@@ -92,6 +104,8 @@ OF_THE_GRACE = BUGS[-4:]
 
 class Simulation(Checks):
     """One seeded run of a job: its nodes, their store, and all that may go wrong between them."""
+
+    ends_at = END_AT
 
     def __init__(self, seed: int, bug: str | None = None, size: int = 5, tell: bool = False) -> None:
         assert bug is None or bug in BUGS, bug
@@ -450,13 +464,13 @@ class Simulation(Checks):
         if not able:
             self.after(1.0, self.hang_one)
             return
-        node, doing = self.hangs.choice(able), self.hangs.choice((Doing.STOPPED, Doing.ASLEEP, Doing.MOVES))
+        node, doing = self.hangs.choice(able), self.hangs.choice(HANGS)
         worker = node.worker
         assert worker is not None
         self.seen[f"fault hang {doing.value}"] += 1
         self.note(f"the worker on {node.name} does nothing but this: {doing.value}")
-        worker.hangs = doing
-        if doing is Doing.MOVES:
+        worker.hangs, worker.hangs_since = doing, self.now
+        if doing in HOLDS_UP:
             self.after(WORKS_S, worker.go_on)
 
     def restart(self, node: SimNode, after_s: float) -> None:
@@ -484,8 +498,8 @@ class Simulation(Checks):
             if node.paused is not None:
                 node.resume()
 
-    def run_until(self, end: float) -> None:
-        while self._queue and self._queue[0][0] <= end:
+    def run_until_end(self) -> None:
+        while self._queue and self._queue[0][0] <= self.ends_at:
             self.now, _, action = heapq.heappop(self._queue)
             action()
 
@@ -495,10 +509,26 @@ class Simulation(Checks):
         hangs = self.bug in OF_HANGS or (self.bug is None and self.hangs.random() < 0.3)
         self.after(CALM_AT, self.heal)
         self.after(CALM_AT + AFTERMATH_S, self.hang_one if hangs else self.plan)
-        self.run_until(END_WITH_HANG_AT if hangs else END_AT)
+        self.ends_at = END_WITH_HANG_AT if hangs else END_AT
+        self.run_until_end()
+        while self.hanging and self.ends_at < END_WITH_HANG_AT + LAST_LIMIT_S:
+            self.ends_at += SETTLES_S
+            self.run_until_end()
+            if not self.hanging:
+                self.ends_at += SETTLES_S
+                self.run_until_end()
         self.check_converged()
         self.seen["rejoined"] += sum("." in node.agent.incarnation for node in self.nodes)
         return self.seen
+
+
+SWAPPED = {
+    "who waits is blamed": {Doing.IN_COLLECTIVE: Doing.STOPPED, Doing.STOPPED: Doing.IN_COLLECTIVE},
+    "who computes is taken for asleep": {Doing.BUSY: Doing.ASLEEP, Doing.MOVES: Doing.ASLEEP},
+    "who computes is never ended": {Doing.BUSY: Doing.DEBUGGED},
+    "a debugger's stop is one for ever": {Doing.DEBUGGED: Doing.STOPPED},
+}
+"""What a coordinator with one of these bugs takes for what."""
 
 
 def deceived(view: View, bug: str) -> View:
@@ -507,7 +537,7 @@ def deceived(view: View, bug: str) -> View:
         return replace(view, inquiry_since=view.inquiry_since - ANSWER_S)
     if bug == "the coordinator asks no node":
         return replace(view, nodes=tuple(replace(node, suspicion=None) for node in view.nodes))
-    swapped = {Doing.IN_COLLECTIVE: Doing.STOPPED, Doing.STOPPED: Doing.IN_COLLECTIVE}
+    swapped = SWAPPED[bug]
     nodes = []
     for node in view.nodes:
         if (said := node.testimony) is not None:

@@ -108,6 +108,7 @@ class Worker:
         """The step after which it ended by itself, as it was told."""
         self.hangs: Doing | None = None
         """What it does for ever, if it never finishes a step again."""
+        self.hangs_since = 0.0
         team.workers[node.name] = self
         self.after(0.1, 2.0, self.begin)
 

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.evidence.collector import THOROUGH, Collector, Target
+from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Collector, Target
 from elastic_agent.agent.workers.evidence.facts import WorkerFacts
 from elastic_agent.agent.workers.evidence.stacks import StackFile
 from elastic_agent.agent.workers.evidence.testimony import rank_state
@@ -179,6 +179,28 @@ def test_the_one_that_does_not_come_is_named(kind: str, hangs: dict[str, Hang]) 
     assert (found.rank, found.node) == (CULPRIT, f"n{CULPRIT}"), (found, hang.seen)
     assert found.finding in (Finding.LIKELY, Finding.CERTAIN)
     assert hang.states[CULPRIT].doing is KINDS[kind], _shown(hang.seen[CULPRIT])
+
+
+@pytest.mark.parametrize(
+    ("kind", "doing"),
+    [("asleep", Doing.ASLEEP), ("late_for_backward", Doing.ASLEEP), ("read_of_a_pipe", Doing.READING)],
+)
+def test_of_workers_without_stacks_one_that_sleeps_or_reads_is_named(
+    kind: str, doing: Doing, hangs: dict[str, Hang]
+) -> None:
+    """As of those that started cold and call nothing of the library: threads of gloo tell the others' wait."""
+    targets = [replace(target, stacks=None) for target in hangs[kind].targets]
+    seen = Collector(time.monotonic, time.sleep).look(targets, QUICK)
+    states = [rank_state(facts) for facts in seen]
+    found = verdict([Answer(1, 1, (state,)) for state in states], WORLD)
+    assert (found.finding, found.rank, states[CULPRIT].doing) == (Finding.LIKELY, CULPRIT, doing), seen
+
+
+def test_and_one_that_waits_for_a_lock_is_not(hangs: dict[str, Hang]) -> None:
+    targets = [replace(target, stacks=None) for target in hangs["deadlock"].targets]
+    seen = Collector(time.monotonic, time.sleep).look(targets, QUICK)
+    found = verdict([Answer(1, 1, (rank_state(facts),)) for facts in seen], WORLD)
+    assert (found.finding, found.rank) == (Finding.UNCLEAR, None), seen
 
 
 def _shown(facts: WorkerFacts) -> str:

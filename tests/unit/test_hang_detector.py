@@ -59,12 +59,13 @@ def test_no_limit_is_ever_passed_where_it_is_off() -> None:
     assert watch.state(None) is State.OFF
 
 
-def test_with_steps_known_a_stall_is_suspicious_after_five_seconds_or_three_steps() -> None:
+def test_with_steps_known_a_stall_is_suspicious_a_second_before_five_seconds_or_three_steps() -> None:
+    """So the rank is named by then."""
     for step_s, early_s, overdue_s in (
-        (0.1, 5.0, 30.0),
-        (1.0, 5.0, 30.0),
-        (4.0, 12.0, 30.0),
-        (20.0, 60.0, 100.0),
+        (0.1, 4.0, 30.0),
+        (1.0, 4.0, 30.0),
+        (4.0, 11.0, 30.0),
+        (20.0, 59.0, 100.0),
     ):
         watch, last = stepping(40, step_s), 40 * step_s
         assert urgency(watch, last + early_s - 0.01) is None
@@ -222,6 +223,30 @@ def test_no_healthy_job_is_overdue_in_two_hundred_random_ones() -> None:
             watch.stepped(0, step, at)
 
 
+def test_under_a_debugger_nothing_is_a_stall_and_nothing_is_learned() -> None:
+    watch, at = stepping(40, 0.5), 20.0
+    for _ in range(500):
+        at += 2.0
+        watch.signs(at, {0: Signs(1.0, 0, 0, "process 7 (gdb)"), 1: Signs(1.0, 0, 0)})
+        assert (watch.stall((0, 1), at), watch.due_at((0, 1), at)) == (None, None)
+    watch.stepped(0, 41, at + 0.5)
+    assert watch.limit_s((0, 1)) == 30.0
+    watch.signs(at + 2.0, {0: Signs(1.0, 0, 0), 1: Signs(1.0, 0, 0)})
+    assert (urgency(watch, at + 4.0), urgency(watch, at + 5.0)) == (None, EARLY)
+
+
+def test_nor_is_it_without_steps() -> None:
+    watch = detector()
+    at, used = looks(watch, 0.0, 30, 1.0, 0.0)
+    for _ in range(100):
+        at += 2.0
+        watch.signs(at, {0: Signs(used, 0, 0, "process 7 (gdb)")})
+        assert watch.stall((0,), at) is None
+    assert len(watch.learned.pauses) == 0
+    looks(watch, at, 20, 0.0, used)
+    assert (urgency(watch, at + 29.0, (0,)), urgency(watch, at + 31.0, (0,))) == (None, OVERDUE)
+
+
 # ---------------------------------------------------------------- the parts
 
 
@@ -241,7 +266,7 @@ def test_hangs_in_a_row_make_learned_limits_longer_for_an_hour() -> None:
     assert patience(hangs, 201.0) == 8.0
     assert patience(hangs, PATIENCE_WINDOW_S + 150.0) == 2.0
     assert patience([0.0] * 16, 1.0) == MOST_PATIENCE
-    assert Limits(5.0, 30.0, 600.0).patient(8.0) == Limits(5.0, 240.0, 600.0)
+    assert Limits(5.0, 30.0, 600.0).patient(8.0) == Limits(5.0, 240.0, 4800.0)
 
 
 def stall(urgency: Urgency, *, steps: bool = True) -> Stall:
@@ -271,6 +296,17 @@ def test_a_node_without_a_verdict_ends_its_workers_by_itself(
     one: Stall, timeout: HangTimeout, inquiry: Inquiry | None, waited_s: float, still: bool, ends: bool
 ) -> None:
     assert ends_alone(one, timeout, inquiry, 100.0, 100.0 + waited_s, all_still=still) == ends
+
+
+def test_while_all_are_asked_a_node_does_not_end_its_workers_for_want_of_an_answer() -> None:
+    """One inquiry after the other finds a rank elsewhere at work."""
+    asked = Inquiry(7, LAST)
+
+    def ends(waited_s: float) -> bool:
+        at = 1000.0
+        return ends_alone(stall(LAST), "auto", asked, 100.0, at + waited_s, all_still=True, asked_at=at)
+
+    assert (ends(1.0), ends(ALONE_S)) == (False, True)
 
 
 def test_the_hindmost_worker_is_named() -> None:

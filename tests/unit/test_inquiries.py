@@ -11,7 +11,9 @@ from elastic_agent.rendezvous.coordinator.decide import decide
 from elastic_agent.rendezvous.coordinator.inquiries import (
     FINGERPRINT,
     FIRST_PAUSE_S,
+    LONG_WAIT_S,
     LONGEST_PAUSE_S,
+    STILL_S,
     asks_at,
     ends,
     weighed,
@@ -110,6 +112,10 @@ def test_answers_are_waited_for_but_not_for_ever() -> None:
         (WAITS, OVERDUE, Finding.UNCLEAR),
         (WAITS, LAST, None),
         (Doing.MOVES, LAST, Finding.HEALTHY),
+        (BUSY, LAST, Finding.HEALTHY),
+        (Doing.HOLDS_GIL, EARLY, Finding.LIKELY),
+        (Doing.HOLDS_GIL, OVERDUE, None),
+        (Doing.DEBUGGED, LAST, Finding.HEALTHY),
     ],
 )
 def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
@@ -133,6 +139,20 @@ def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
     assert doing is WAITS or "rank 1 on node b" in failure.summary
 
 
+@pytest.mark.parametrize("doing", [Doing.MOVES, BUSY])
+def test_a_loop_without_end_is_ended_at_the_last_limit_and_not_before(doing: Doing) -> None:
+    """So is an evaluation on one rank that takes as long: from outside it is the same."""
+
+    def after(urgency: Urgency) -> World:
+        waits = replace(still(A, urgency), testimony=Said(4, 1, (RankState(0, WAITS, 7, 590.0),)))
+        return published(decided(world(Inquiry(1, urgency)), waits, says(B, 1, doing)))
+
+    assert after(OVERDUE).phase is Phase.RUNNING
+    ended = after(LAST)
+    assert (ended.phase, ended.cause.node) == (Phase.STOPPING, "b")
+    assert "rank 1 on node b" in ended.cause.detail
+
+
 def test_workers_that_went_on_before_the_verdict_are_not_ended() -> None:
     asked = world(Inquiry(1, LAST))
     after = published(decided(asked, says(A, 0, WAITS), says(B, 1, ASLEEP)))
@@ -140,11 +160,49 @@ def test_workers_that_went_on_before_the_verdict_are_not_ended() -> None:
     assert published(decided(asked, says(A, 0, WAITS), says(B, 1, STOPPED))).phase is Phase.STOPPING
 
 
-def test_who_computes_is_never_ended_for_it() -> None:
+@pytest.mark.parametrize("doing", [Doing.MOVES, BUSY])
+@pytest.mark.parametrize(
+    ("waits", "waited_s", "complete", "finding"),
+    [
+        (WAITS, 60.0, True, Finding.HEALTHY),
+        (WAITS, None, True, Finding.HEALTHY),
+        (WAITS, LONG_WAIT_S, False, Finding.HEALTHY),
+        (Doing.MOVES, LONG_WAIT_S, True, Finding.HEALTHY),
+        (None, None, True, Finding.HEALTHY),  # there is no other
+        (WAITS, LONG_WAIT_S, True, Finding.DOUBTFUL),
+    ],
+)
+def test_who_is_at_work_is_doubtful_only_when_all_others_have_waited_for_long(
+    doing: Doing, waits: Doing | None, waited_s: float | None, complete: bool, finding: Finding
+) -> None:
     found = Verdict(Finding.LIKELY, "rank 1 computes in one place", "b", 1)
-    for still_s, finding in ((0.5, Finding.HEALTHY), (None, Finding.HEALTHY), (60.0, Finding.DOUBTFUL)):
-        answers = {"b": Said(4, 1, (RankState(1, BUSY, 7, still_s),))}
-        assert weighed(found, answers, all_answered=True).finding is finding
+    answers = {"b": Said(4, 1, (RankState(1, doing, 7, 0.5),))}
+    if waits is not None:
+        answers["a"] = Said(4, 1, (RankState(0, waits, 7, waited_s),))
+    assert weighed(found, answers, all_answered=complete).finding is finding
+
+
+@pytest.mark.parametrize(
+    ("doing", "still_s", "finding"),
+    [
+        (ASLEEP, 2.0, Finding.LIKELY),
+        (Doing.HOLDS_GIL, 2.0, Finding.LIKELY),  # who asks for the lock uses some
+        (Doing.READING, STILL_S, Finding.LIKELY),
+        (Doing.READING, 2.0, Finding.DOUBTFUL),
+        (Doing.READING, None, Finding.DOUBTFUL),
+        (Doing.IN_DATA_LOADER, 2.0, Finding.DOUBTFUL),
+        (Doing.OTHER, 2.0, Finding.DOUBTFUL),
+        (Doing.OTHER, STILL_S, Finding.LIKELY),
+        (DISK, 60.0, Finding.DOUBTFUL),
+        (Doing.IN_SAVE, 60.0, Finding.DOUBTFUL),
+    ],
+)
+def test_what_waits_for_something_that_moves_may_be_slow(
+    doing: Doing, still_s: float | None, finding: Finding
+) -> None:
+    found = Verdict(Finding.LIKELY, "", "b", 1)
+    answers = {"b": Said(4, 1, (RankState(1, doing, 7, still_s),))}
+    assert weighed(found, answers, all_answered=True).finding is finding
 
 
 def test_no_finding_of_health_and_no_partial_knowledge_but_of_the_dead_ends_anything() -> None:

@@ -84,7 +84,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "RankState": "rank doing step still_s collective where",
             "Doing": (
                 "gone stopped uninterruptible in_save in_data_loader in_collective at_store locked reading asleep "
-                "holds_gil busy moves other"
+                "holds_gil busy moves debugged other"
             ),
             "Collective": "name number group",
             "Inquiry": "number urgency finding why",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -9,12 +10,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.workers.evidence.collector import QUICK, Collector, Target
 from elastic_agent.agent.workers.evidence.facts import Frame
 from elastic_agent.agent.workers.evidence.stacks import MOST_FRAMES, Answers, StackFile, ask, parse, why_not
-from elastic_agent.agent.workers.processes.proc import stat_of
+from elastic_agent.agent.workers.evidence.testimony import rank_state
+from elastic_agent.agent.workers.hangs.signs import SignReader
+from elastic_agent.agent.workers.processes.proc import debugger_of, stat_of
+from elastic_agent.rendezvous.statements.inquiry import Doing, RankState
 from elastic_agent.worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 
 BEGIN = """
@@ -132,6 +138,40 @@ def test_one_that_is_stopped_is_not_asked_nor_one_that_has_ended(file: StackFile
             assert time.monotonic() < deadline
         assert "cannot answer" in why_not(pid, file)
     assert why_not(pid, file) == "it has ended"
+
+
+def test_one_under_a_debugger_is_not_asked_and_known_as_such(file: StackFile) -> None:
+    """Whether it stands or runs."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    seize, interrupt = 0x4206, 0x4207
+    with running(file, "stand_here()") as [pid]:
+        if libc.ptrace(seize, pid, None, None) != 0:
+            pytest.skip(f"this machine lets nobody trace: {os.strerror(ctypes.get_errno())}")
+        assert f"process {os.getpid()} (" in why_not(pid, file)
+        collector = Collector(time.monotonic, time.sleep)
+
+        def state() -> RankState:
+            [facts] = collector.look([Target(0, 0, pid, file)], QUICK)
+            return rank_state(facts)
+
+        assert (state().doing, f"process {os.getpid()} (" in state().where) == (Doing.DEBUGGED, True)
+        assert libc.ptrace(interrupt, pid, None, None) == 0
+        os.waitpid(pid, os.WUNTRACED)
+        assert state().doing is Doing.DEBUGGED
+        reader = SignReader(lambda read: None, time.monotonic)
+        reader._search((pid,))
+        assert reader._signs(pid, 0).debugger
+    assert debugger_of(f"/proc/{os.getpid()}") == ""
+
+
+@pytest.mark.parametrize(("own", "debugger"), [(True, ""), (False, "process 200 (py spy)")])
+def test_a_tool_of_the_agents_own_is_no_debugger(own: bool, debugger: str, tmp_path: Path) -> None:
+    parent = os.getpid() if own else 1
+    for pid, name, above in ((100, "python", 1), (200, "py spy", parent)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {above} 0")
+    (tmp_path / "100" / "status").write_text("Name:\tpython\nTracerPid:\t200\nUid:\t0")
+    assert debugger_of(tmp_path / "100") == debugger
 
 
 def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:

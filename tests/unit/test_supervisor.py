@@ -10,6 +10,8 @@ import pytest
 from elastic_agent.agent.common.events import (
     JustInTimeMessage,
     Reported,
+    Signs,
+    SignsRead,
     StopRead,
     TailReady,
     WorkerAnswered,
@@ -255,6 +257,24 @@ def test_workers_that_do_not_move_are_ended_by_the_signal_that_shows_where_they_
     node.exit(1, -signal.SIGABRT)
     assert node.turn()
     assert len(node.reported) == 1
+
+
+def test_while_a_debugger_holds_a_worker_nothing_is_suspected_and_the_log_says_why_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Supervised(tmp_path, 2, TimeoutConfig(hang=10.0))
+    node.start()
+    generation = node.supervisor._generation
+    assert generation is not None
+    generation.hang.stepped(0, 3, node.now)
+    for _ in range(10):
+        node.turn(2.0)
+        seen = {0: Signs(1.0, 0, 0), 1: Signs(1.0, 0, 0, "process 7 (gdb)")}
+        node.supervisor.handle(SignsRead(1, node.now, seen), node.now)
+    assert node.participant._session.record.suspicion is None
+    assert [record.message for record in caplog.records if "debugged" in record.message] == [
+        "debugged: rank 1 by process 7 (gdb); while that lasts no hang is looked for here (said once)"
+    ]
 
 
 def test_a_worker_that_leaves_sigterm_to_the_agent_is_killed_where_sigterm_would_have_ended_it(

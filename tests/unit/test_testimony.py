@@ -42,6 +42,10 @@ def worker(
     return WorkerFacts(1, 1, process, window_s=0.5, step=7)
 
 
+def debugged(facts: WorkerFacts) -> WorkerFacts:
+    return replace(facts, process=replace(facts.process, debugger="process 7 (gdb)"))
+
+
 def at(call: str, **changes: object) -> ThreadFacts:
     return replace(MAIN, call=call, channel="", **changes)  # type: ignore[arg-type]
 
@@ -54,7 +58,9 @@ RUNS = replace(MAIN, state="R", channel="", call="", cpu_s=0.49)
     [
         (worker(main=replace(MAIN, state="Z"), others=()), Doing.GONE),
         (worker(STEP, MODULE, main=replace(MAIN, state="T", channel="do_signal_stop")), Doing.STOPPED),
-        (worker(STEP, MODULE, main=replace(MAIN, state="t")), Doing.STOPPED),
+        (debugged(worker(STEP, MODULE, main=replace(MAIN, state="t"))), Doing.DEBUGGED),
+        (debugged(worker(STEP, MODULE)), Doing.DEBUGGED),
+        (debugged(worker(main=replace(MAIN, state="Z"), others=())), Doing.GONE),
         (worker(main=replace(MAIN, channel="do_freezer_trap")), Doing.STOPPED),
         (
             worker(main=replace(MAIN, state="D", state_before="D", channel="io_schedule")),
@@ -83,8 +89,10 @@ RUNS = replace(MAIN, state="R", channel="", call="", cpu_s=0.49)
         (worker(STEP, MODULE, main=RUNS), Doing.BUSY),
         (worker(STEP, MODULE, main=at("mlock")), Doing.OTHER),
         # without stacks
-        (worker(), Doing.OTHER),
-        (worker(main=RUNS), Doing.OTHER),
+        (worker(), Doing.IN_COLLECTIVE),
+        (worker(others=(replace(GLOO, name="python"),)), Doing.OTHER),
+        (worker(main=RUNS), Doing.MOVES),
+        (worker(main=at("poll")), Doing.OTHER),
         (worker(main=at("clock_nanosleep")), Doing.ASLEEP),
         (worker(main=at("read")), Doing.READING),
     ],
@@ -93,6 +101,12 @@ def test_what_it_does(facts: WorkerFacts, doing: Doing) -> None:
     found = rank_state(facts)
     assert found.doing is doing, found
     assert (found.rank, found.step) == (1, 7)
+
+
+def test_one_of_two_answers_is_enough() -> None:
+    facts = worker(SAVING, STEP, MODULE, main=at("write"))
+    assert rank_state(replace(facts, process=replace(facts.process, stacks=()))).doing is Doing.IN_SAVE
+    assert rank_state(replace(facts, process=replace(facts.process, later=()))).doing is Doing.IN_SAVE
 
 
 def test_the_collective_is_what_the_script_has_called() -> None:
@@ -124,12 +138,54 @@ def test_a_process_that_uses_a_gpu_may_wait_for_it_while_it_runs() -> None:
     assert rank_state(replace(facts, process=replace(facts.process, devices=True))).doing is Doing.OTHER
 
 
-def test_who_asks_for_the_lock_of_python_shows_that_it_is_held() -> None:
-    asks = replace(MAIN, tid=102, wakes=180.0)
-    found = rank_state(worker(STEP, MODULE, main=at("clock_nanosleep"), others=(GLOO, asks)))
-    assert found.doing is Doing.HOLDS_GIL
-    assert "thread 102 (python) waits for Python's lock" in found.where
-    assert rank_state(worker(STEP, MODULE, main=replace(MAIN, wakes=180.0))).doing is Doing.HOLDS_GIL
+ASKS = replace(MAIN, tid=102, wakes=180.0, cpu_s=0.01)
+GETS_IT = replace(ASKS, cpu_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("facts", "doing"),
+    [
+        (worker(STEP, MODULE, main=at("clock_nanosleep"), others=(GLOO, ASKS)), Doing.HOLDS_GIL),
+        (worker(STEP, MODULE, main=at("mlock"), others=(replace(ASKS, wakes=30.0),)), Doing.HOLDS_GIL),
+        (worker(STEP, MODULE, main=RUNS, others=(GLOO, ASKS)), Doing.BUSY),
+        (worker(STEP, MODULE, main=replace(MAIN, wakes=180.0)), Doing.HOLDS_GIL),
+        (worker(STEP, MODULE, main=replace(MAIN, wakes=180.0), others=(RUNS,)), Doing.BUSY),
+        # Other threads get it in turn, and the main one waits without it.
+        (worker(STEP, MODULE, main=at("clock_nanosleep"), others=(GETS_IT, GETS_IT)), Doing.ASLEEP),
+        (worker(REDUCE, WRAPPER, STEP, MODULE, others=(GLOO, ASKS)), Doing.IN_COLLECTIVE),
+        (worker(STEP, MODULE, main=at("read"), others=(GLOO, ASKS)), Doing.READING),
+    ],
+)
+def test_who_asks_for_the_lock_of_python_and_gets_nowhere_shows_that_it_is_held(
+    facts: WorkerFacts, doing: Doing
+) -> None:
+    """A call that computes meanwhile may come to its end, and one that waits in the kernel has no Python to wake it."""
+    found = rank_state(facts)
+    assert found.doing is doing, found
+    assert ("Python's lock" in found.where) == (doing in (Doing.HOLDS_GIL, Doing.BUSY))
+
+
+WAITS = Frame("/src/elastic_agent/worker/steps/own_time.py", 50, "waits", "return wait(*args, **more)")
+
+
+@pytest.mark.parametrize(
+    ("frames", "name"),
+    [((WAITS, STEP, MODULE), "wait"), ((WAITS, REDUCE, WRAPPER, STEP, MODULE), "all_reduce")],
+)
+def test_the_place_is_the_scripts_own_line_also_where_waits_are_measured(
+    frames: tuple[Frame, ...], name: str
+) -> None:
+    found = rank_state(worker(*frames))
+    assert (found.doing, found.collective) == (Doing.IN_COLLECTIVE, Collective(name))
+    assert found.where == "train.py:9 in step"
+
+
+def test_neither_torch_nor_this_package_is_a_place_of_the_scripts_wherever_they_are_installed() -> None:
+    of_torch = Frame("/opt/pytorch/torch/nn/modules/module.py", 1500, "_call_impl")
+    own = Frame("/src/elastic_agent/worker/checkpointing/replicated/saving.py", 7, "save")
+    for frame in (of_torch, own):
+        found = rank_state(worker(frame, STEP, MODULE, main=at("clock_nanosleep")))
+        assert found.where.startswith("train.py:9 in step")
 
 
 def test_the_process_of_the_data_loader_that_stands_is_shown() -> None:

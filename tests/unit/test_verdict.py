@@ -27,7 +27,7 @@ def waiting(*but: int) -> list[RankState]:
     return [replace(REDUCE, rank=rank) for rank in range(6) if rank not in but]
 
 
-ALONE = [doing for doing in Doing if doing not in (*WAITING, Doing.MOVES)]
+ALONE = [doing for doing in Doing if doing not in (*WAITING, Doing.MOVES, Doing.DEBUGGED)]
 
 
 @pytest.mark.parametrize("doing", ALONE)
@@ -41,8 +41,19 @@ def test_the_one_that_does_something_else_is_named_with_its_node(doing: Doing, r
 
 
 def test_who_is_at_work_may_come_by_itself() -> None:
-    found = verdict(said(*waiting(2), RankState(2, Doing.MOVES)), WORLD)
+    moves = RankState(2, Doing.MOVES)
+    found = verdict(said(*waiting(2), moves), WORLD)
+    assert (found.finding, found.rank, found.node) == (Finding.HEALTHY, 2, "n1")
+    assert "rank 2 on node n1 is at work, while 5 ranks wait in all_reduce" in found.why
+    found = verdict(said(*waiting(2, 4), moves, replace(moves, rank=4)), WORLD)
     assert (found.finding, found.rank) == (Finding.HEALTHY, None)
+
+
+@pytest.mark.parametrize("doing", [doing for doing in Doing if doing is not Doing.DEBUGGED])
+def test_while_a_debugger_holds_one_nothing_is_a_hang(doing: Doing) -> None:
+    found = verdict(said(*waiting(2, 4), RankState(2, doing), RankState(4, Doing.DEBUGGED)), WORLD)
+    assert (found.finding, found.rank) == (Finding.HEALTHY, None)
+    assert "rank 4 on node n2 is under a debugger" in found.why
 
 
 def test_beside_one_at_work_one_that_never_goes_on_is_named() -> None:
@@ -89,6 +100,22 @@ def test_an_even_split_names_nobody_but_by_numbers_or_steps() -> None:
         replace(each, collective=Collective("all_reduce", number)) for each, number in ((one, 9), (other, 8))
     )
     assert verdict(said(first, second), world).rank == 1
+
+
+UNTOLD = replace(REDUCE, collective=None, where="thread 9 (python) is in state S")
+"""As of a worker without stacks."""
+
+
+def test_among_ranks_that_most_likely_wait_one_that_sleeps_is_named_and_none_for_where_it_waits() -> None:
+    untold = [replace(UNTOLD, rank=rank, where=f"thread {rank}") for rank in range(6)]
+    found = verdict(said(*untold[1:], RankState(0, Doing.ASLEEP)), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 0)
+    assert "5 ranks wait in a collective" in found.why
+    assert verdict(said(*untold), WORLD).finding is Finding.UNCLEAR
+    assert verdict(said(*untold[:3], *waiting(0, 1, 2)), WORLD).finding is Finding.UNCLEAR
+    other = replace(REDUCE, rank=5, collective=Collective("broadcast"))
+    found = verdict(said(*untold[:1], *waiting(0, 5), other), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 5), "the one that is not known may be there, too"
 
 
 def test_all_in_the_same_names_nobody() -> None:

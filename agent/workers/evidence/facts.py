@@ -102,6 +102,8 @@ class ProcessFacts:
     devices: bool = False
     """It has a GPU's device file open."""
     why_no_stacks: str = ""
+    debugger: str = ""
+    """What traces it, for people."""
 
     @property
     def main(self) -> ThreadFacts | None:

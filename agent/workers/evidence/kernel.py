@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ....rendezvous.text import clean
 from ...common.kernel_files import read
-from ..processes.proc import Stat, stat_of
+from ..processes.proc import Stat, debugger_of, stat_of
 from .facts import ProcessFacts, ThreadFacts
 
 MOST_CHILDREN = 32
@@ -143,7 +143,15 @@ def process_facts(
     )
     resident = read(f"{folder}/statm").split()
     memory = int(resident[1]) * _PAGE if len(resident) > 1 else 0
-    return ProcessFacts(pid, clean(stat.name), stat.parent, threads, memory, devices=_has_device(folder))
+    return ProcessFacts(
+        pid,
+        clean(stat.name),
+        stat.parent,
+        threads,
+        memory,
+        devices=_has_device(folder),
+        debugger=clean(debugger_of(folder)),
+    )
 
 
 def _thread(folder: str, sockets: Callable[[], Mapping[str, str]]) -> ThreadFacts | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from ....rendezvous.text import clean
 from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 from ...common.kernel_files import read
-from ..processes.proc import stat_of
+from ..processes.proc import debugger_of, stat_of
 from .facts import Frame, ThreadStack
 
 QUIET_S = 0.004
@@ -95,6 +95,8 @@ def why_not(pid: int, file: StackFile) -> str:
         return "it has ended"
     if stat.state not in _ANSWERS:
         return f"its state is {stat.state}: it cannot answer"
+    if debugger := debugger_of(f"/proc/{pid}"):
+        return f"{debugger} traces it, and would show the signal as its own"
     if not _catches(read(f"/proc/{pid}/status")) or not file.is_open_in(pid):
         return "it was not started from a spare, or has let go of the signal"
     return ""

@@ -1,9 +1,11 @@
 """Finds what one worker does, from the facts: a pure function.
 
 Two signs count: what the kernel says of the main thread, and its Python stack. Of a stack the innermost part that
-belongs to torch names what a wait is for; the same place twice, with a window between, that it is one. Without stacks,
-as of a worker that did not start from a spare, a thread that waits for another may well wait for a collective: then
-nothing is said of it.
+belongs to torch names what a wait is for; the same place twice, with a window between, that it is one.
+
+Without stacks, as of a worker that did not start from a spare, the kernel's signs are all. A thread that waits for
+another one, in a process with threads of a library of collectives, is taken to be in a collective, but not in which:
+so one that sleeps or reads stands out, and one that waits for a lock does not.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from ....rendezvous.statements.inquiry import MAX_WHERE, Collective, Doing, Rank
 from .facts import Frame, ProcessFacts, ThreadFacts, ThreadStack, Wait, WorkerFacts, wait_of
 
 GIL_WAKES = 25
-"""In a second: who waits for Python's lock asks for it 200 times a second (`sys.getswitchinterval`)."""
+"""In a second: who waits for Python's lock asks for it 200 times a second (`sys.getswitchinterval`); on a machine that
+has too much to do, less often."""
+GIL_SHARE = 0.1
+"""Who gets it now and then uses more of a processor than that, and who only asks for it does not."""
 
 _STOPPED = ("T", "t")
 _GONE = ("Z", "X")
@@ -45,9 +50,18 @@ _STORE_FUNCTIONS = (
     "_store_based_barrier",
     "new_group",
 )
+_OWN_WAITS = ("/elastic_agent/worker/steps/own_time.py", "waits")
+"""Stands around `Work.wait` and the broadcast of DDP's buffers, where the worker calls `step()`."""
+_COLLECTIVE_THREADS = ("gloo", "pt_gloo", "pt_nccl", "nccl", "pt_mpi", "pt_ucc", "pt_xccl", "pt_hccl")
+"""How the names of threads begin that the libraries of collectives start."""
 _WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context", "__call__", "_call_impl", "_wrapped_call_impl")
 _WAITS_OF_WORK = (".wait(", ".synchronize(", ".result(")
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<frozen ", "<string>")
+_LIBRARY = (
+    *("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<frozen ", "<string>"),
+    *("/torch/distributed/", "/torch/nn/", "/torch/autograd/", "/torch/utils/", "/torch/optim/"),
+    *("/elastic_agent/worker/", "/elastic_agent/agent/"),
+)
+"""Whose frames are no places of the script's; torch and this package may be installed from a folder of sources."""
 
 
 def rank_state(facts: WorkerFacts) -> RankState:
@@ -63,15 +77,17 @@ def _judge(facts: WorkerFacts) -> _Judged:
     process, main = facts.process, facts.process.main
     if main is None or (main.state in _GONE and all(one.state in _GONE for one in process.threads)):
         return Doing.GONE, "its process has ended", None
+    if process.debugger:
+        return Doing.DEBUGGED, f"by {process.debugger}", None
     if main.state in _STOPPED or any(part in main.channel for part in _FROZEN):
         return Doing.STOPPED, _kernel_words(main), None
     if _file_server(process, main):
         return Doing.UNINTERRUPTIBLE, _kernel_words(main), None
     if asleep := next((one for one in process.threads if one.asleep), None):
         return Doing.UNINTERRUPTIBLE, _kernel_words(asleep), None
-    frames = _main_frames(process.stacks)
+    frames = _main_frames(process.stacks) or _main_frames(process.later)  # an answer may be late
     if not frames:
-        return _without_stacks(process, main)
+        return _without_stacks(facts, process, main)
     return _with_stacks(facts, process, main, frames)
 
 
@@ -80,9 +96,17 @@ def _file_server(process: ProcessFacts, main: ThreadFacts) -> bool:
     return any(part in main.channel for part in _FILE_SERVERS) or (main.state == "D" and not process.stacks)
 
 
-def _without_stacks(process: ProcessFacts, main: ThreadFacts) -> _Judged:
+def _without_stacks(facts: WorkerFacts, process: ProcessFacts, main: ThreadFacts) -> _Judged:
     doing = {Wait.SLEEP: Doing.ASLEEP, Wait.READ: Doing.READING, Wait.CHILD: Doing.READING}.get(main.wait)
+    if doing is None and main.runs(facts.window_s):
+        doing = Doing.OTHER if process.devices else Doing.MOVES
+    if doing is None and main.wait is Wait.FUTEX and _has_collectives(process):
+        doing = Doing.IN_COLLECTIVE
     return doing or Doing.OTHER, _kernel_words(main), None
+
+
+def _has_collectives(process: ProcessFacts) -> bool:
+    return any(thread.name.startswith(_COLLECTIVE_THREADS) for thread in process.threads)
 
 
 def _with_stacks(
@@ -93,8 +117,11 @@ def _with_stacks(
     later = _main_frames(process.later)
     if later and not _same(frames, later):
         return Doing.MOVES, where, None
-    if held := _lock_of_python(process, main):
-        return Doing.HOLDS_GIL, f"{where}; {held}", None
+    asking = _ask_for_lock_of_python(process, facts.window_s)
+    if main in asking:
+        others_run = any(one.runs(facts.window_s) for one in process.threads if one is not main)
+        held = "it waits for Python's lock, which another thread holds"
+        return (Doing.BUSY if others_run else Doing.HOLDS_GIL), f"{where}; {held}", None
     innermost = frames[0]
     for at, frame in enumerate(frames):
         if _is_in(frame, _SAVES):
@@ -109,6 +136,10 @@ def _with_stacks(
             return Doing.IN_COLLECTIVE, _own(frames).place, Collective(_name(frames[at:])[:64])
         if _BACKWARD[0] in frame.file and not runs:
             return Doing.IN_COLLECTIVE, _own(frames).place, Collective("backward")
+    if asking and main.wait not in (Wait.READ, Wait.POLL, Wait.CHILD):
+        one = asking[0]
+        held = f"thread {one.tid} ({one.name}) waits for Python's lock, which this one holds"
+        return (Doing.BUSY if runs else Doing.HOLDS_GIL), f"{where}; {held}", None
     if runs:
         return (Doing.OTHER if process.devices else Doing.BUSY), where, None
     if main.wait is Wait.FUTEX and any(word in innermost.source for word in _WAITS_OF_WORK):
@@ -138,18 +169,15 @@ def _outline(frame: Frame, *, inner: bool) -> tuple[str, str, int]:
     return frame.file, frame.function, 0 if inner else frame.line
 
 
-def _lock_of_python(process: ProcessFacts, main: ThreadFacts) -> str:
-    """Why it is taken for held: threads ask for it all the time, and get nowhere."""
-    asking = [
+def _ask_for_lock_of_python(process: ProcessFacts, window_s: float) -> list[ThreadFacts]:
+    """These threads ask for it all the time, and get nowhere."""
+    return [
         one
         for one in process.threads
-        if one.wakes >= GIL_WAKES and wait_of("S", one.channel, one.call) is Wait.FUTEX
+        if one.wakes >= GIL_WAKES
+        and one.cpu_s <= GIL_SHARE * window_s
+        and wait_of("S", one.channel, one.call) is Wait.FUTEX
     ]
-    if not asking:
-        return ""
-    if main in asking:
-        return "it waits for Python's lock, which another thread holds"
-    return f"thread {asking[0].tid} ({asking[0].name}) waits for Python's lock, which this one holds"
 
 
 def _is_in(frame: Frame, parts: Iterable[str]) -> bool:
@@ -158,13 +186,17 @@ def _is_in(frame: Frame, parts: Iterable[str]) -> bool:
 
 def _is_collective(frame: Frame) -> bool:
     of_torch = _DISTRIBUTED in frame.file and not _is_in(frame, _NO_COLLECTIVES)
-    return (of_torch and frame.function not in _WRAPPERS) or _DDP in frame.file
+    return (of_torch and frame.function not in _WRAPPERS) or _DDP in frame.file or _is_own_wait(frame)
+
+
+def _is_own_wait(frame: Frame) -> bool:
+    return frame.function == _OWN_WAITS[1] and _OWN_WAITS[0] in frame.file
 
 
 def _name(frames: Sequence[Frame]) -> str:
     """Of what the script has called: the outermost of the frames of torch that follow each other here."""
-    name = frames[0].function
-    for frame in frames:
+    name = "wait" if _is_own_wait(frames[0]) else frames[0].function
+    for frame in frames[1:]:
         if frame.function in _WRAPPERS:
             continue
         if not _is_collective(frame):

@@ -68,6 +68,8 @@ class HangDetector:
     saving: Collection[int] = ()
     """Local ranks that are in a save now."""
     polled_at: float = 0.0
+    debuggers: Mapping[int, str] = field(default_factory=dict)
+    """What traces workers now, by local rank: while anything does, nothing here is a stall."""
     _stillness: dict[int, Stillness] = field(default_factory=dict)
     _saved_at: float = 0.0
     _gap: dict[int, tuple[int, float, Stage]] = field(default_factory=dict)
@@ -107,8 +109,18 @@ class HangDetector:
             stillness = self._stillness.setdefault(local_rank, Stillness(self.began_at))
             warm = stillness.warm
             pause_s = stillness.look(at, signs)
-            if pause_s > 0 and warm:
+            if pause_s > 0 and warm and not self.debuggers:
                 self.learned.pauses.add(pause_s)
+        self.debuggers = {local_rank: signs.debugger for local_rank, signs in seen.items() if signs.debugger}
+        if self.debuggers:
+            self._count_from(at)
+
+    def _count_from(self, at: float) -> None:
+        """What came before teaches nothing, and is no stall."""
+        self.silence.alive_at = max(self.silence.alive_at, at)
+        self._gap = {local_rank: (step, at, stage) for local_rank, (step, _, stage) in self._gap.items()}
+        for stillness in self._stillness.values():
+            stillness.active_at = at
 
     def still_s(self, local_rank: int, now: float) -> float | None:
         """For how long nothing of this worker has moved; None: not known."""
@@ -122,7 +134,7 @@ class HangDetector:
 
     def stall(self, running: Collection[int], now: float) -> Stall | None:
         """Of the workers with these local ranks."""
-        if self.timeout is None or not running:
+        if self.timeout is None or not running or self.debuggers:
             return None
         local_rank, since = self._since(running)
         stage, still_s = self._stage(local_rank), now - since
@@ -139,7 +151,7 @@ class HangDetector:
 
     def due_at(self, running: Collection[int], now: float) -> float | None:
         """When `stall` may say something else without any sign; None: never."""
-        if self.timeout is None or not running:
+        if self.timeout is None or not running or self.debuggers:
             return None
         local_rank, since = self._since(running)
         at = since + self._limits(self._stage(local_rank)).next_s(now - since)
@@ -212,10 +224,17 @@ class HangDetector:
 
 
 def ends_alone(
-    stall: Stall, timeout: HangTimeout, inquiry: Inquiry | None, since: float, now: float, *, all_still: bool
+    stall: Stall,
+    timeout: HangTimeout,
+    inquiry: Inquiry | None,
+    since: float,
+    now: float,
+    *,
+    all_still: bool,
+    asked_at: float = 0.0,
 ) -> bool:
     """A node without a verdict ends its workers by itself. `since`: when the last limit was over; `inquiry`: the newest
-    that it knows of; `all_still`: none of its workers uses anything."""
+    that it knows of, as it is since `asked_at`; `all_still`: none of its workers uses anything."""
     if stall.urgency is not Urgency.LAST:
         return False
     if isinstance(timeout, float) and stall.reports_steps:
@@ -223,4 +242,6 @@ def ends_alone(
     asked = inquiry is not None and inquiry.urgency is Urgency.LAST
     if asked and inquiry is not None and inquiry.finding is Finding.HEALTHY:
         return False
+    if asked and inquiry is not None and inquiry.finding is None:
+        since = max(since, asked_at)
     return all_still and now >= since + (VERDICT_S if isinstance(timeout, float) else ALONE_S)

@@ -46,7 +46,7 @@ class Limits:
 
     def patient(self, factor: float) -> Limits:
         """After hangs that came one after the other: what was taken for one may be how this job works."""
-        return Limits(self.early_s, self.overdue_s * factor, max(self.last_s, self.overdue_s * factor))
+        return Limits(self.early_s, self.overdue_s * factor, self.last_s * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,15 @@ class Rule:
     """Durations that must be known."""
     times: Limits
     """So many of their percentile."""
+    ahead_s: float = 0.0
+    """The first of them holds so much sooner."""
 
     def limits(self, durations: Durations) -> Limits:
         if len(durations) < self.enough:
             return self.unlearned
         usual_s, floor, times = durations.percentile(), self.floor, self.times
         return Limits(
-            max(floor.early_s, times.early_s * usual_s),
+            max(floor.early_s, times.early_s * usual_s) - self.ahead_s,
             max(floor.overdue_s, times.overdue_s * usual_s),
             max(floor.last_s, times.last_s * usual_s),
         )
@@ -74,10 +76,13 @@ class Rule:
 _UNKNOWN = Limits(60.0, 600.0, 1800.0)
 _TIMES = Limits(3.0, 5.0, 5.0)
 
+INQUIRY_S = 1.0
+"""So long it may take from a suspicion until the rank is named: within 5 s or three steps, where steps are known."""
+
 RULES: Mapping[Stage, Rule] = {
     Stage.INITIALIZATION: Rule(_UNKNOWN, _UNKNOWN, REMEMBERED + 1, _TIMES),
     Stage.FIRST_STEP: Rule(Limits(120.0, 1800.0, 3600.0), _UNKNOWN, REMEMBERED + 1, _TIMES),
-    Stage.STEPS: Rule(Limits(30.0, 600.0, 1800.0), Limits(5.0, 30.0, 600.0), 10, _TIMES),
+    Stage.STEPS: Rule(Limits(30.0, 600.0, 1800.0), Limits(5.0, 30.0, 600.0), 10, _TIMES, INQUIRY_S),
     Stage.EVALUATION: Rule(_UNKNOWN, Limits(30.0, 60.0, 600.0), 2, _TIMES),
     Stage.SAVE: Rule(_UNKNOWN, Limits(30.0, 60.0, 600.0), 2, _TIMES),
 }

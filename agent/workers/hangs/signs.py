@@ -10,10 +10,11 @@ import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ....rendezvous.text import clean
 from ....threads import Thread
 from ...common.events import Signs, SignsRead
 from ...common.kernel_files import read
-from ..processes.proc import Stat, stat_of
+from ..processes.proc import Stat, debugger_of, stat_of
 
 LOOK_EVERY_S = 2.0
 """Between two looks that the main thread asks for."""
@@ -99,7 +100,7 @@ class SignReader:
             if (stat := self._stat(pid)) is not None:
                 ticks += stat.ticks
                 moved += _moved(read(f"{self._proc}/{pid}/io"))
-        return Signs(ticks / _TICKS_PER_S, moved, printed)
+        return Signs(ticks / _TICKS_PER_S, moved, printed, clean(debugger_of(f"{self._proc}/{worker}")))
 
     def _stat(self, pid: int) -> Stat | None:
         return stat_of(f"{self._proc}/{pid}")

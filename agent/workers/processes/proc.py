@@ -108,6 +108,21 @@ def pid_namespace() -> int:
         return 0
 
 
+def debugger_of(folder: Folder) -> str:
+    """What traces the process at this place in /proc, as debuggers do; empty where nothing does, or a child of the
+    caller's own."""
+    folder = os.fspath(folder)
+    _, _, rest = read(f"{folder}/status").partition("\nTracerPid:")
+    pid = rest.partition("\n")[0].strip()
+    if not pid.isdecimal() or pid == "0":
+        stat = stat_of(folder)
+        return "a process that is not seen here" if stat is not None and stat.state == "t" else ""
+    tracer = stat_of(f"{os.path.dirname(folder)}/{pid}")
+    if tracer is not None and tracer.parent == int(os.readlink("/proc/self")):
+        return ""
+    return f"process {pid} ({tracer.name})" if tracer is not None else f"process {pid}"
+
+
 def process_status(folder: Folder) -> str:
     """`folder` is its place in /proc. Empty when it is gone. Of several threads, one that holds the others up."""
     folder = os.fspath(folder)

@@ -17,6 +17,7 @@ from ....rendezvous.records import Failure, World
 from ....rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimony, Urgency
 from ....rendezvous.text import counted
 from ....worker.wire.shared_progress import Reading
+from ...common.events import Signs
 from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
@@ -107,6 +108,10 @@ class Generation:
     """The first failure that this node has told the others."""
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
+    debugged: bool = field(init=False, default=False)
+    """The log has said that a debugger holds up the search for hangs."""
+    _inquiry: Inquiry | None = field(init=False, default=None)
+    _inquiry_at: float = field(init=False, default=0.0)
     _master_check: MasterCheck | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -199,11 +204,31 @@ class Generation:
             self.last_limit_at = now
         return stall
 
+    def signs(self, at: float, seen: Mapping[int, Signs]) -> None:
+        """What the workers have used until `at`."""
+        self.hang.signs(at, seen)
+        if self.hang.debuggers and not self.debugged:
+            self.debugged = True
+            held = ", ".join(
+                f"rank {self.group.ranks[local_rank]} by {what}"
+                for local_rank, what in self.hang.debuggers.items()
+            )
+            log.warning("debugged: %s; while that lasts no hang is looked for here (said once)", held)
+
     def ends_alone(self, stall: Stall, inquiry: Inquiry | None, now: float) -> bool:
         still = [self.hang.still_s(local_rank, now) for local_rank in self.running]
         all_still = all(one is not None and one >= STILL_S for one in still)
-        timeout = self.config.timeouts.hang
-        return ends_alone(stall, timeout, inquiry, self.last_limit_at, now, all_still=all_still)
+        if inquiry != self._inquiry:
+            self._inquiry, self._inquiry_at = inquiry, now
+        return ends_alone(
+            stall,
+            self.config.timeouts.hang,
+            inquiry,
+            self.last_limit_at,
+            now,
+            all_still=all_still,
+            asked_at=self._inquiry_at,
+        )
 
     def targets(self, tail: Callable[[int, int], tuple[str, ...]], now: float) -> list[Target]:
         """The workers that run, for a look; `tail` gives the last lines by generation and rank."""

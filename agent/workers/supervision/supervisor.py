@@ -312,7 +312,7 @@ class Supervisor:
         elif isinstance(event, JustInTimeMessage):
             self._just_in_time_message(generation, event, now)
         elif isinstance(event, SignsRead):
-            generation.hang.signs(event.at, event.seen)
+            generation.signs(event.at, event.seen)
         elif isinstance(event, Testified):
             self._look(generation)
             self._participant.workers_looked_at(generation.looked_at(event.testimony))
