@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -182,6 +183,22 @@ def test_beside_a_look_that_hangs_there_is_no_second(
     assert (other.path, other.states) == (None, ())
     assert ("look", "late") in counts
     assert slow.wait(time.monotonic() + 10, time.monotonic)
+    keeper.close()
+
+
+def test_a_disk_that_stands_still_holds_up_files_and_no_answer(
+    keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(module, "_make_private", lambda path: goes_on.wait(60))
+    monkeypatch.setattr(flight_records, "ask", lambda generation, ranks: goes_on.wait(60) and ())
+    looks = []
+    for _ in range(3):
+        looks.append(keeper.look("inquiry", [target], TWICE))
+        assert looks[-1].wait(time.monotonic() + 30, time.monotonic)
+    assert [[state.doing for state in look.states] for look in looks] == [[Doing.ASLEEP]] * 3
+    assert [look.path is None for look in looks] == [False, True, True]
+    goes_on.set()
     keeper.close()
 
 

@@ -6,7 +6,8 @@ The supervisor begins a look, waits for it for a bounded time, and then ends the
 files after that. Only this user can read them: stacks show more of a program than its log does. They are deleted with
 the folder of the generation.
 
-For the main thread. One look at a time: where a disk or the kernel holds one up, there is no second.
+For the main thread. One look at a time: where the kernel holds one up, there is no second. Where a disk holds up the
+files of one, the next ones have no files: what the workers do is known all the same.
 """
 
 from __future__ import annotations
@@ -112,6 +113,9 @@ class EvidenceKeeper:
         self._generation = 0
         self._looks = 0
         self._thread: Thread | None = None
+        """Of the newest look that has files: it writes them after that."""
+        self._asking: Thread | None = None
+        self._newest: Look | None = None
         self._failing = False
 
     def begin(self, job: str, run: str, generation: int) -> None:
@@ -137,21 +141,32 @@ class EvidenceKeeper:
     ) -> Look:
         """Begins one at these workers; `why` is a part of its folder's name. `then` is called, in another thread, when
         it is over."""
-        look = Look(self._next_path(why), self._clock())
-        if self._thread is not None and self._thread.is_alive():
+        writing = self._thread is not None and self._thread.is_alive()
+        look = Look(None if writing else self._next_path(why), self._clock())
+        if self._newest is not None and not self._newest.over:
             self._count("look", "late")
-            look.path = None
             look.end()
             then(look)
             return look
+        self._newest = look
+        if depth.window_s and look.path is not None:
+            self._ask_for_records(look.path.parents[2], [one.rank for one in targets])
         work = partial(self._look, look, tuple(targets), depth, then, self._generation)
-        self._thread = Thread(work, "evidence", otherwise=look.end)
-        self._thread.start()
+        thread = Thread(work, "evidence", otherwise=look.end)
+        if not writing:
+            self._thread = thread
+        thread.start()
         return look
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
+
+    def _ask_for_records(self, generation: Path, ranks: Sequence[int]) -> None:
+        """In a thread of its own: the pipes are on a disk, which may stand still, and the look must not wait for it."""
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = Thread(partial(self._records, generation, ranks), "evidence")
+            self._asking.start()
 
     def _next_path(self, why: str) -> Path | None:
         folder = self.folder
@@ -170,8 +185,6 @@ class EvidenceKeeper:
         then: Callable[[Look], None],
         generation: int,
     ) -> None:
-        if depth.window_s and look.path is not None:
-            self._count_records(flight_records.ask(look.path.parents[2], [one.rank for one in targets]))
         asked = gpus.ask() if depth.window_s and self._has_gpus else None
         seen = self._collector.look(targets, depth)
         states = tuple(map(rank_state, seen))
@@ -190,8 +203,8 @@ class EvidenceKeeper:
         if look.path is not None:
             self._write(look.path, texts)
 
-    def _count_records(self, asked: Sequence[int]) -> None:
-        for _ in asked:
+    def _records(self, generation: Path, ranks: Sequence[int]) -> None:
+        for _ in flight_records.ask(generation, ranks):
             self._count("flight-recorder", "ok")
 
     def _count_all(self, seen: Sequence[WorkerFacts]) -> None:
