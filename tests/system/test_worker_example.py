@@ -18,7 +18,9 @@ def losses(agent: Agent) -> list[str]:
     return re.findall(r"epoch \d step \d+: loss [\d.]+", agent.text)
 
 
-@pytest.mark.parametrize("example", ["elastic_ddp.py", pytest.param("elastic_fsdp.py", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "example", ["elastic_ddp.py", pytest.param("elastic_fsdp.py", marks=pytest.mark.long)]
+)
 def test_the_example_survives_a_kill(job: Job, example: str) -> None:
     for name in ("undisturbed", "disturbed"):
         folder = job.folder / f"{name}-files"
