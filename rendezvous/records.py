@@ -35,9 +35,9 @@ MAX_ROW_BYTES = 4096
 """Of one member at most."""
 MAX_STANDBYS_BYTES = 64 * 1024
 """Of the nodes that stand by with copies in their memory: about a thousand."""
-MAX_EXCLUSIONS = 32
+MAX_EXCLUSIONS = 64
 """Nodes of which a world remembers that they are excluded, or were."""
-MAX_EXCLUSION_REASON = 512
+MAX_EXCLUSION_REASON = 200
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 MAX_RDMA_PORTS = 64

@@ -161,6 +161,7 @@ class ExclusionCode(Code):
         69,
         "the store did not answer in time, or others write at the same time; status says what was done",
     )
+    NO_ROOM = 73, "as many nodes are excluded as a world remembers: drain the node, or readmit another one"
     TIMED_OUT = (
         75,
         "the node is excluded, and still trains after --timeout: the others are too few without another node",

@@ -28,6 +28,8 @@ from dataclasses import replace
 
 from ..records import Action, CauseKind, Condition, Exclusion, Failure, NodeRecord, Restarts, World, life_of
 
+EXCEPTION = "exception"
+"""The cause of a failure that is known by its exception only."""
 EXCLUDE_AFTER = 2
 EXCLUDE_AFTER_LONG = 3
 MANY = 4
@@ -148,9 +150,12 @@ def _is_broken(world: World, node: NodeRecord) -> bool:
 
 
 def _elsewhere(world: World, restarts: Restarts, node: str) -> tuple[Exclusion, ...]:
-    """Exclusions of other nodes for this very failure, made since the last generation that ran for a minute."""
+    """Exclusions of other nodes for this very failure: made since the last generation that ran for a minute; ever, for
+    an exception of the script, as few machines break in the same words."""
     failure = world.cause.failure
-    if not restarts.exclusions or failure is None or failure.action is Action.EXCLUDE_NODE:
+    if failure is None or failure.action is Action.EXCLUDE_NODE:
+        return ()
+    if not restarts.exclusions and failure.cause != EXCEPTION:
         return ()
     found = digest(failure)
     return tuple(one for one in world.exclusions if one.node != node and one.fingerprint == found)

@@ -29,14 +29,24 @@ def exclude(
     *,
     record: NodeRecord | None = None,
     fingerprint: str = "",
-    by_operator: bool = False,
+    operator: bool = False,
 ) -> tuple[Exclusion, ...]:
     """`rows` with a new exclusion of this node in place of its old one. If there are too many rows, the oldest that is
-    history is dropped, or else the oldest.
+    history is dropped.
+
+    `rows` as they are if an operator has excluded the node already, or if all rows are in force: then there is no room.
 
     `record` is the node's, if it is known: the new exclusion's number is higher than that of any check it has reported.
     """
-    before = next((one.times for one in rows if one.node == node), 0)
+    before = next((one for one in rows if one.node == node), None)
+    kept = [one for one in rows if one.node != node]
+    if before is not None and by_operator(before) and not operator:
+        return tuple(rows)
+    if len(kept) >= MAX_EXCLUSIONS:
+        oldest = next((one for one in kept if one.readmitted), None)
+        if oldest is None:
+            return tuple(rows)
+        kept.remove(oldest)
     checked = record.recheck.times if record is not None and record.recheck is not None else 0
     new = Exclusion(
         node,
@@ -44,12 +54,9 @@ def exclude(
         cause,
         reason[:MAX_EXCLUSION_REASON],
         fingerprint,
-        max(before, checked) + 1,
-        by_operator,
+        max(before.times if before is not None else 0, checked) + 1,
+        operator,
     )
-    kept = [one for one in rows if one.node != node]
-    if len(kept) >= MAX_EXCLUSIONS:
-        kept.remove(next((one for one in kept if one.readmitted), kept[0]))
     return (*kept, new)
 
 
@@ -76,6 +83,11 @@ def settled(world: World | None, nodes: Sequence[NodeRecord]) -> tuple[Exclusion
 def left_out(rows: Sequence[Exclusion]) -> Mapping[str, Exclusion]:
     """The exclusions in force, by node."""
     return {one.node: one for one in rows if not one.readmitted}
+
+
+def by_operator(one: Exclusion) -> bool:
+    """An operator has excluded the node, and not readmitted it."""
+    return one.by_operator and not one.readmitted
 
 
 def in_words(one: Exclusion) -> str:

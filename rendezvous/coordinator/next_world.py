@@ -35,7 +35,7 @@ from ..records import (
 from ..text import counted, shortened
 from . import blame
 from .candidates import first_that_fit, last_call_ends, named, newcomers, suffice
-from .exclusions import exclude, left_out, readmit, settled
+from .exclusions import by_operator, exclude, left_out, readmit, settled
 from .placement import placed
 from .restarts import Ended, GiveUp, Retry, after_failure
 from .view import Decision, Policy, Publish, View, Wait
@@ -108,7 +108,7 @@ def _followed(view: View) -> World | None:
     """The world before the next one; of one that no member has outlived, no more than its number and its members where
 
     - all nodes, also those that stood by, have left by plan: it is another run of the job now, which may begin anew
-      somewhere else;
+      somewhere else. What an operator has excluded stays excluded;
     - an empty store was filled with it: that job may have died long ago, and this be another one.
 
     What all were killed over goes on with its budget: or else a service manager would repeat it for ever.
@@ -118,7 +118,8 @@ def _followed(view: View) -> World | None:
         return world
     all_have_left = world.cause.kind is CauseKind.LEAVE and view.came_after
     if world.was_carried_over or all_have_left:
-        return replace(world, restarts=Restarts(), step=0, exclusions=(), run="")
+        kept = () if world.was_carried_over else tuple(filter(by_operator, world.exclusions))
+        return replace(world, restarts=Restarts(), step=0, exclusions=kept, run="")
     return world
 
 

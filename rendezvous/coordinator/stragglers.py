@@ -142,6 +142,8 @@ def exclude_slowest(
     exclusions = exclude(
         world.exclusions, node.node, life_of(node.incarnation), STRAGGLER, reason, record=node
     )
+    if exclusions == world.exclusions:
+        return None, None
     ready = [one for one in newcomers(view, exclusions) if one.ready]
     others = [one for one in present if one is not node]
     replaced = len(first_that_fit([*others, *ready], policy)) >= len(present)

@@ -14,6 +14,7 @@ from elastic_agent.rendezvous.records import (
     CauseKind,
     Condition,
     Endpoint,
+    Exclusion,
     NodeRecord,
     Phase,
     Restarts,
@@ -127,6 +128,14 @@ def test_a_job_that_was_stopped_by_plan_and_is_started_again_is_another_run() ->
     for nodes, came_after in (((D,), False), ((D, replace(A, incarnation="a-1.1")), True)):
         world = opened(LEFT, *nodes, came_after=came_after)
         assert (world.restarts.failures, world.step, world.run) == (3, 20, "the-first")
+
+
+def test_what_an_operator_has_excluded_stays_so_in_the_next_run() -> None:
+    machine = Exclusion("x", "x-1", "ecc", "GPU 3 is sick")
+    asked = Exclusion("y", "y-1", "operator", "a fan is loud", by_operator=True)
+    over = replace(asked, node="z", readmitted=True)
+    world = opened(replace(LEFT, exclusions=(machine, asked, over)), D, came_after=True)
+    assert world.exclusions == (asked,)
 
 
 def test_a_job_goes_on_as_it_was_when_one_of_its_agents_has_come_back() -> None:

@@ -234,7 +234,7 @@ def test_what_the_machine_tells_comes_first(name: str, facts: Facts) -> None:
 
 
 ACTIONS = {
-    Action.EXCLUDE_NODE: {"ecc", "xid", "gpu_missing"},
+    Action.EXCLUDE_NODE: {"ecc", "xid"},
     Action.STOP: {
         *("import_error", "syntax_error", "assertion", "script_error", "device_assert", "nccl_usage"),
         *("usage", "command"),

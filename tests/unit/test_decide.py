@@ -12,7 +12,7 @@ from elastic_agent.rendezvous import records
 from elastic_agent.rendezvous.coordinator.blame import MOST_IN_A_ROW, digest
 from elastic_agent.rendezvous.coordinator.candidates import why_refused
 from elastic_agent.rendezvous.coordinator.decide import FINISHING_S, decide
-from elastic_agent.rendezvous.coordinator.exclusions import BY_OPERATOR, exclude, readmit
+from elastic_agent.rendezvous.coordinator.exclusions import BY_OPERATOR, exclude, left_out, readmit
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View, Wait
 from elastic_agent.rendezvous.node.node_actions import (
@@ -27,6 +27,8 @@ from elastic_agent.rendezvous.node.node_actions import (
     next_action,
 )
 from elastic_agent.rendezvous.records import (
+    MAX_EXCLUSION_REASON,
+    MAX_EXCLUSIONS,
     TRANSITIONS,
     BadState,
     Cause,
@@ -1103,6 +1105,41 @@ def test_a_second_broken_machine_does_not_clear_the_first() -> None:
     assert decision.world.restarts.failures == 3
 
 
+def test_what_an_operator_has_excluded_stays_so_though_the_node_fails_once_more() -> None:
+    asked = exclude((), "c", "c-1", BY_OPERATOR, "a fan is loud", operator=True)
+    decision = blamed(replace(FIRST, exclusions=asked), SA, SB, SC)
+    assert short(decision) == "running 5 [a b] failure c"
+    assert isinstance(decision, Publish)
+    assert decision.world.exclusions == asked
+
+
+def test_no_exclusion_in_force_gives_way_to_another() -> None:
+    full: tuple[Exclusion, ...] = ()
+    for number in range(MAX_EXCLUSIONS):
+        full = exclude(full, f"n{number}", "l", "ecc", "r" * 600)
+    assert all(len(one.reason) == MAX_EXCLUSION_REASON for one in full)
+    assert exclude(full, "c", "c-1", BY_OPERATOR, "a fan is loud", operator=True) == full
+    assert short(blamed(replace(FIRST, exclusions=full), SA, SB, SC)) == "running 5 [a b c] failure c"
+    one_over = readmit(full, frozenset({"n7"}))
+    rows = exclude(one_over, "c", "c-1", BY_OPERATOR, "a fan is loud", operator=True)
+    assert {one.node for one in full} - {one.node for one in rows} == {"n7"}
+    assert left_out(rows).keys() == {one.node for one in rows}
+
+
+def test_an_exception_of_the_script_moves_from_node_to_node_also_after_minutes_of_progress() -> None:
+    """Rank 0's evaluation fails, each 20 minutes: on the node that has rank 0 then."""
+    raised = replace(CRASH, cause="exception")
+    world = replace(
+        stopping(A, B, kind=CauseKind.FAILURE, limits=replace(LIMITS, min_nodes=1)),
+        cause=replace(OF_A, failure=raised),
+        restarts=replace(TWICE, culprit="a-1", same_fingerprint=0),
+        exclusions=(replace(OUT, fingerprint=digest(raised), readmitted=True),),
+    )
+    assert short(blamed(world, LONG, SB)) == "running 5 [a b] failure a"
+    anything = replace(world, cause=replace(OF_A, failure=CRASH))
+    assert short(blamed(anything, LONG, SB)) == "running 5 [b] failure a"
+
+
 def test_each_exclusion_of_a_node_has_the_next_number() -> None:
     again = replace(FIRST, exclusions=(replace(OUT, readmitted=True),))
     for nodes, times in (((SA, SB, SC), 3), ((SA, SB, replace(SC, recheck=Recheck(7, True))), 8)):
@@ -1188,7 +1225,7 @@ def test_only_an_operator_ends_what_an_operator_has_asked_for() -> None:
 
 
 def test_a_member_that_is_excluded_goes_by_plan_when_the_others_are_enough() -> None:
-    rows = exclude((), "b", "b-1", BY_OPERATOR, "a fan is loud", by_operator=True)
+    rows = exclude((), "b", "b-1", BY_OPERATOR, "a fan is loud", operator=True)
     asked = replace(AB, exclusions=rows, limits=LIMITS)
     assert short(decide(view(asked, A, B), POLICY, NOW)) == "wait", "fewer than --min-nodes would be left"
     assert short(decide(view(asked, A, B, replace(C, ready=False)), POLICY, NOW)) == "wait"
@@ -1199,19 +1236,6 @@ def test_a_member_that_is_excluded_goes_by_plan_when_the_others_are_enough() -> 
     last = replace(change.world, phase=Phase.LAST_STEP)
     drained = [one.having(4, Condition.DRAINED, Condition.STATE_SAVED) for one in (SA, SB)]
     assert short(decide(view(last, *drained, C), POLICY, NOW)) == "running 5 [a c] leave b"
-
-
-def test_the_rows_are_bounded_and_history_goes_first() -> None:
-    rows: tuple[Exclusion, ...] = ()
-    for number in range(40):
-        rows = exclude(rows, f"n{number}", "x", "repeated", "r" * 600)
-        rows = readmit(rows, frozenset({"n3"}))
-    assert len(rows) == 32
-    names = [one.node for one in rows]
-    assert (names[0], names[-1]) == ("n8", "n39")
-    assert "n3" not in names
-    (again,) = (one for one in exclude(rows, "n20", "y", "xid", "bad") if one.node == "n20")
-    assert (again.times, again.life) == (2, "y")
 
 
 @pytest.mark.parametrize(
@@ -1266,7 +1290,8 @@ def test_a_world_has_no_more_members_than_its_record_can_hold() -> None:
     assert isinstance(decision, Publish)
     assert 300 < len(decision.world.members) < 500
     exclusions = tuple(
-        Exclusion(f"{i:0128}", "l" * 128, "c" * 40, "\u00fc" * 512, "0" * 32) for i in range(32)
+        Exclusion(f"{i:0128}", "l" * 128, "c" * 40, "\u00fc" * MAX_EXCLUSION_REASON, "0" * 32)
+        for i in range(MAX_EXCLUSIONS)
     )
     full = replace(decision.world, cause=cause, exclusions=exclusions)
     assert World.from_json(full.to_json()) == full

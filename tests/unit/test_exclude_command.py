@@ -14,6 +14,7 @@ from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import ExclusionCode
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.records import (
+    MAX_EXCLUSIONS,
     WORLD_KEY,
     Cause,
     CauseKind,
@@ -83,6 +84,15 @@ def test_a_node_that_is_needed_stays_and_the_command_says_so(scene: Scene) -> No
         scene.exclude(timeout_s=1.0)
     assert caught.value.code is ExclusionCode.TIMED_OUT
     assert scene.now == 1.0
+
+
+def test_a_world_that_remembers_no_more_exclusions_says_so(scene: Scene) -> None:
+    full = tuple(Exclusion(f"n{index}", "l", "ecc", "GPU 3 is sick") for index in range(MAX_EXCLUSIONS))
+    scene.put(replace(WORLD, exclusions=full))
+    with pytest.raises(CannotDo, match="64 nodes of job 'job' are excluded already") as caught:
+        scene.exclude()
+    assert caught.value.code is ExclusionCode.NO_ROOM
+    assert scene.world.exclusions == full
 
 
 def test_what_another_writes_meanwhile_stays(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -487,7 +487,7 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("limits_of",): text(128),
         **PROGRAM_FIELDS,
         ("unproven",): [None, 1, True, "x", {}, [True], [-1], ["x"], [1.5], [None], [[]]],
-        ("exclusions",): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 33],
+        ("exclusions",): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 65],
         ("standbys",): [None, 1, True, "x", {}, [1], [None], [[]]],
         ("run",): [*text(128), "a/b", "a b", ".\n"],
         ("inquiry",): OBJECT,

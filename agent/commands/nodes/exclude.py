@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ....rendezvous.coordinator.exclusions import BY_OPERATOR, exclude
+from ....rendezvous.coordinator.exclusions import BY_OPERATOR, exclude, left_out
 from ....rendezvous.errors import StoreUnavailable
 from ....rendezvous.records import (
     MAX_EXCLUSION_REASON,
+    MAX_EXCLUSIONS,
     WORLD_KEY,
     Exclusion,
     NodeRecord,
@@ -89,7 +90,14 @@ def exclude_node(
     def change(world: World, nodes: Sequence[NodeRecord]) -> tuple[Exclusion, ...]:
         record = named(node, nodes, job, ExclusionCode.NO_NODE)
         life = life_of(record.incarnation)
-        return exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, by_operator=True)
+        rows = exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, operator=True)
+        if node not in left_out(rows):
+            raise CannotDo(
+                ExclusionCode.NO_ROOM,
+                f"{MAX_EXCLUSIONS} nodes of job {job!r} are excluded already, and a world remembers no more: stop the "
+                f"agent of node {node} instead (`elastic-agent drain {node}`), or readmit another node",
+            )
+        return rows
 
     world = rewrite(store, job, change)
     show(f"node {node} is excluded from job {job}: {reason}")

@@ -137,8 +137,8 @@ CAUSES: tuple[Cause, ...] = (
         (PortTaken(),),
     ),
     Cause(
-        "gpu_missing",
-        Action.EXCLUDE_NODE,
+        "gpu_missing",  # on all nodes alike where the script or the container hides the GPUs
+        Action.RESTART,
         "no usable GPU or driver here: compare nvidia-smi, the driver and the fabric manager with the other nodes'",
         (
             _says(
