@@ -59,13 +59,14 @@ def test_no_limit_is_ever_passed_where_it_is_off() -> None:
     assert watch.state(None) is State.OFF
 
 
-def test_with_steps_known_a_stall_is_suspicious_a_second_before_five_seconds_or_three_steps() -> None:
-    """So the rank is named by then."""
+def test_with_steps_known_a_stall_is_suspicious_so_early_that_a_look_fits_into_five_seconds_or_three_steps() -> (
+    None
+):
     for step_s, early_s, overdue_s in (
-        (0.1, 4.0, 30.0),
-        (1.0, 4.0, 30.0),
-        (4.0, 11.0, 30.0),
-        (20.0, 59.0, 100.0),
+        (0.1, 3.5, 30.0),
+        (1.0, 3.5, 30.0),
+        (4.0, 10.5, 30.0),
+        (20.0, 58.5, 100.0),
     ):
         watch, last = stepping(40, step_s), 40 * step_s
         assert urgency(watch, last + early_s - 0.01) is None
@@ -232,7 +233,7 @@ def test_under_a_debugger_nothing_is_a_stall_and_nothing_is_learned() -> None:
     watch.stepped(0, 41, at + 0.5)
     assert watch.limit_s((0, 1)) == 30.0
     watch.signs(at + 2.0, {0: Signs(1.0, 0, 0), 1: Signs(1.0, 0, 0)})
-    assert (urgency(watch, at + 4.0), urgency(watch, at + 5.0)) == (None, EARLY)
+    assert (urgency(watch, at + 3.9), urgency(watch, at + 4.1)) == (None, EARLY)
 
 
 def test_nor_is_it_without_steps() -> None:

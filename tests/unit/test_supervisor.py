@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,12 @@ from elastic_agent.agent.common.events import (
     WorkerKept,
 )
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.workers.hangs.detector import VERDICT_S
+from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
 from elastic_agent.agent.workers.supervision.failure_reports import TAIL_WITHIN_S
 from elastic_agent.agent.workers.supervision.supervisor import SEEN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
-from elastic_agent.rendezvous.statements.inquiry import Urgency
+from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Stage, Urgency
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 from elastic_agent.worker.wire.shared_progress import LEAVES_SIGTERM
@@ -257,6 +258,22 @@ def test_workers_that_do_not_move_are_ended_by_the_signal_that_shows_where_they_
     node.exit(1, -signal.SIGABRT)
     assert node.turn()
     assert len(node.reported) == 1
+
+
+def test_an_inquiry_that_has_just_begun_is_waited_for(tmp_path: Path) -> None:
+    """Many before it may have found a rank elsewhere at work."""
+    node = Supervised(tmp_path, 1, TimeoutConfig(hang="auto"))
+    node.start()
+    generation = node.supervisor._generation
+    assert generation is not None
+    generation.hang.stepped(0, 3, node.now)
+    now = node.now + 10 * ALONE_S
+    stall = Stall(Stage.STEPS, Urgency.LAST, now - node.now, 600.0, 0, True, "")
+    asked = Inquiry(7, Urgency.LAST)
+    assert not generation.ends_alone(stall, replace(asked, finding=Finding.HEALTHY), now)
+    assert not generation.ends_alone(stall, asked, now + 1.0)
+    assert not generation.ends_alone(stall, asked, now + 3.0)
+    assert generation.ends_alone(stall, asked, now + 1.0 + ALONE_S)
 
 
 def test_while_a_debugger_holds_a_worker_nothing_is_suspected_and_the_log_says_why_once(

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ....rendezvous.statements.inquiry import Stage, Urgency
+from ....rendezvous.statements.inquiry import LOOK_S, Stage, Urgency
 
 REMEMBERED = 512
 """Durations of one stage; the oldest are forgotten."""
@@ -60,7 +60,7 @@ class Rule:
     times: Limits
     """So many of their percentile."""
     ahead_s: float = 0.0
-    """The first of them holds so much sooner."""
+    """The first of them holds so much sooner: the inquiry takes as long, and the rank is to be named by then."""
 
     def limits(self, durations: Durations) -> Limits:
         if len(durations) < self.enough:
@@ -76,13 +76,10 @@ class Rule:
 _UNKNOWN = Limits(60.0, 600.0, 1800.0)
 _TIMES = Limits(3.0, 5.0, 5.0)
 
-INQUIRY_S = 1.0
-"""So long it may take from a suspicion until the rank is named: within 5 s or three steps, where steps are known."""
-
 RULES: Mapping[Stage, Rule] = {
     Stage.INITIALIZATION: Rule(_UNKNOWN, _UNKNOWN, REMEMBERED + 1, _TIMES),
     Stage.FIRST_STEP: Rule(Limits(120.0, 1800.0, 3600.0), _UNKNOWN, REMEMBERED + 1, _TIMES),
-    Stage.STEPS: Rule(Limits(30.0, 600.0, 1800.0), Limits(5.0, 30.0, 600.0), 10, _TIMES, INQUIRY_S),
+    Stage.STEPS: Rule(Limits(30.0, 600.0, 1800.0), Limits(5.0, 30.0, 600.0), 10, _TIMES, LOOK_S),
     Stage.EVALUATION: Rule(_UNKNOWN, Limits(30.0, 60.0, 600.0), 2, _TIMES),
     Stage.SAVE: Rule(_UNKNOWN, Limits(30.0, 60.0, 600.0), 2, _TIMES),
 }
