@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps watching checkpoints sharded faults gpu clean
+.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -136,6 +136,10 @@ scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
 # Not in the virtual environment of the others, whose torch is built for CPUs.
 gpu:  ## pinning, and NCCL through a kill, on this machine's GPUs: PYTHON=... has a CUDA torch and '.[gpu,dev]'
 	$(PYTHON) -m pytest tests/system/test_gpu.py -rs -s
+
+page-picture: $(READY)  ## take docs/page.png of a job of three agents, in four minutes, with Chromium
+	@.ci/system-packages browser
+	$(BIN)/python -m docs.page_picture docs/page.png
 
 clean:  ## remove what the targets above made
 	rm -rf .venv .venv-torch-* runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,11 +12,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import timeit
@@ -31,9 +28,10 @@ from elastic_agent.worker.wire.environment import NAMES
 from elastic_agent.worker.wire.messages import FROM_WORKERS, StepAnswer, Verdict
 from elastic_agent.worker.wire.shared_progress import PENDING, SharedProgress
 from report import add_options, keep, markdown, publish, ratio, spread
+from worker_place import GENERATION, measure
 
 GOAL_US = 5.0
-GENERATION = 1
+
 BLOCKS = 21
 NS = 1e9
 
@@ -80,14 +78,11 @@ def run(case: str, calls: int) -> Run:
     calls = max(1, calls // 100) if case == "pending" else calls
     with closing(SharedProgress.make(GENERATION)) as ours, answering() as agent:
         ours.words[PENDING] = case == "pending"
-        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), NAMES["socket"]: agent}
-        environment |= {"RANK": "0", "ELASTIC_AGENT_LOCAL_RANK": "0"}
-        environment |= {} if case == "private" else {NAMES["page"]: ours.path}
-        command = [sys.executable, __file__, "--run", case, "--calls", str(calls)]
-        measured = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        variables = {NAMES["socket"]: agent} | ({} if case == "private" else {NAMES["page"]: ours.path})
+        empty_ns, step_ns = measure([__file__, "--run", case, "--calls", str(calls)], variables)
         if ours.read().step != (None if case == "private" else 2 * BLOCKS * calls):
             raise SystemExit(f"invalid: the agent's place saw step {ours.read().step} as the last one")
-    return Run(case, *json.loads(measured))
+    return Run(case, empty_ns, step_ns)
 
 
 def time_calls(case: str, calls: int) -> tuple[float, float]:

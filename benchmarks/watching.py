@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Measure what it costs to watch a job: next to the same job with all that off, on the same machine, in one go.
 
-Watched is how a job runs by default, with a folder of its run: the agent looks for hangs, keeps its journal and what
-evidence needs ready, and each worker counts its own part of each step, without its waits for others. Not watched is
-`--hang-timeout off --log-dir /dev/null`, and a worker whose waits are not counted.
+A job is *watched* by default, with a folder of its run: the agent looks for hangs, writes its journal and is ready to
+collect evidence, and each worker measures its own time of each step, without its waits for others. It is *not watched*
+with `--hang-timeout off --log-dir /dev/null`, and a worker that does not measure its waits.
 
 Two figures. *Step*: processor time of a worker's step, a small DDP on gloo that calls `step()`, in one process; blocks
-with and without the measure take turns, and a run keeps the median of each. *Agent*: processor time of the agent and
-what it keeps beside the workers, while eight of them train in steps of 20 ms, per minute: workers that call `step()`
-(`library_job.py`), and workers that do not (`ddp_job.py`), whose signs of life the agent looks for in /proc.
+with and without the measurement alternate, and a run keeps the median of each. *Agent*: processor time per minute of
+the agent and its helper processes, while eight workers train in steps of 20 ms: workers that call `step()`
+(`library_job.py`), and workers that do not (`ddp_job.py`), whose signs of life the agent reads from /proc.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from elastic_agent.worker.wire.environment import NAMES
 from elastic_agent.worker.wire.shared_progress import SharedProgress
 from recovery_costs import family, processor_s, spent_s
 from report import add_options, keep, markdown, publish, ratio, spread
+from worker_place import GENERATION, measure
 
 STEP_S = 0.02
 STEP_GOAL = 0.01
-"""Of a step."""
+"""The share of a step that watching may cost."""
 AGENT_GOAL_S = 0.3
-"""Per minute."""
+"""Processor time that watching may cost the agent per minute."""
 WORKERS = 8
 BLOCKS = 11
-GENERATION = 1
+
 WARM_STEPS = 100
-"""Of each rank, before the agent is looked at."""
+"""Steps of each rank before the agent is measured."""
 START_S = 300.0
 
 STEP, AGENT, AGENT_OF_PLAIN = "step", "agent", "agent of a plain job"
@@ -83,13 +84,11 @@ def main() -> None:
 
 def step_costs(steps: int) -> Run:
     with closing(SharedProgress.make(GENERATION)) as ours:
-        environment = {**os.environ, "ELASTIC_AGENT_GENERATION": str(GENERATION), NAMES["page"]: ours.path}
-        environment |= {"RANK": "0", "ELASTIC_AGENT_LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--run", "--steps", str(steps)]
-        measured = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        variables = {NAMES["page"]: ours.path, "OMP_NUM_THREADS": "1"}
+        watched_s, unwatched_s = measure([__file__, "--run", "--steps", str(steps)], variables)
         if ours.read().step == 0:
             raise SystemExit("invalid: the agent's place saw no step")
-    return Run(STEP, *json.loads(measured))
+    return Run(STEP, watched_s, unwatched_s)
 
 
 def time_steps(steps: int) -> tuple[float, float]:
@@ -127,7 +126,7 @@ def time_steps(steps: int) -> tuple[float, float]:
 
 
 def put(places: Sequence[tuple[Any, str]], functions: Sequence[Any] | None) -> tuple[Any, ...]:
-    """What is there; then these are, if any are given."""
+    """The functions at these places; they are replaced by `functions`, if given."""
     there = tuple(getattr(place, name) for place, name in places)
     for (place, name), function in zip(places, functions or (), strict=functions is not None):
         setattr(place, name, function)
@@ -140,7 +139,7 @@ def agent_costs(what: str, seconds: float) -> Run:
 
 
 def agent_s(script: Path, seconds: float, *, watched: bool) -> float:
-    """Processor seconds of an agent in a minute, out of so many."""
+    """Processor seconds of an agent per minute, measured for `seconds`."""
     with tempfile.TemporaryDirectory() as folder:
         off = ("--hang-timeout=off", "--log-dir=/dev/null")
         options = (f"--log-dir={folder}/logs",) if watched else off
@@ -164,7 +163,7 @@ def agent_s(script: Path, seconds: float, *, watched: bool) -> float:
 
 
 def beside(agent: int, workers: set[int]) -> set[int]:
-    """The agent and what it keeps, without what trains."""
+    """The agent and its helper processes, without the workers."""
     return family([agent]) - family(workers)
 
 
@@ -206,7 +205,7 @@ ROWS: tuple[tuple[str, str, float, str], ...] = (
 
 
 def difference(what: str, more: Sequence[float]) -> str:
-    """Of the medians of runs that were made one after the other; of a step as a share of it."""
+    """The median difference of paired runs; for a step also as a share of it."""
     median = statistics.median(more)
     if what in JOBS:
         return f"{median:+.2f} s"
