@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
 from .errors import RecordInvalid
+from .statements.exclusion import MAX_EXCLUSIONS, Exclusion, Recheck
 from .statements.inquiry import Inquiry, Suspicion, Testimony
 from .statements.paces import Comparison, Paces
 from .statements.terms import Limits, Program
@@ -35,9 +36,6 @@ MAX_ROW_BYTES = 4096
 """Of one member at most."""
 MAX_STANDBYS_BYTES = 64 * 1024
 """Of the nodes that stand by with copies in their memory: about a thousand."""
-MAX_EXCLUSIONS = 64
-"""Nodes of which a world remembers that they are excluded, or were."""
-MAX_EXCLUSION_REASON = 200
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
 MAX_RDMA_PORTS = 64
@@ -172,16 +170,6 @@ class Condition(enum.Enum):
     """All of them have ended with success."""
     STOPPED = "stopped"
     """None of them is left, nor of an earlier generation, and `port` is fresh since."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recheck:
-    """How an excluded node's newest check of itself went, after its cool-down."""
-
-    times: Positive
-    """The number of the node's exclusion that the check is about (`Exclusion.times`)."""
-    passed: bool
-    summary: Annotated[str, line(MAX_EXCLUSION_REASON)] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,27 +352,6 @@ class Restarts:
     """Failures that cost no budget since a step beyond all earlier ones."""
     from_outside: Count = 0
     """Failures in a row, without progress in between, in which a worker was killed from outside the job."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exclusion:
-    """A node that is, or was, left out of all worlds, though its agent goes on and stands ready."""
-
-    node: Name
-    life: Name
-    """The life of the node's agent at the exclusion. An agent started later need not wait for the cool-down."""
-    cause: CauseName
-    """The cause of the failure, `straggler` or `operator`."""
-    reason: Annotated[str, line(MAX_EXCLUSION_REASON)]
-    """A sentence for people."""
-    fingerprint: Annotated[str, line(32)] = ""
-    """`blame.digest` of the failure: the same failure on another node shows that this node is not to blame."""
-    times: Positive = 1
-    """How often this node has been excluded in this job: the cool-down is twice as long each time."""
-    by_operator: bool = False
-    """Until an operator readmits it."""
-    readmitted: bool = False
-    """The exclusion is over; the row is history."""
 
 
 @dataclass(frozen=True, slots=True)

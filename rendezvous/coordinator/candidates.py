@@ -9,7 +9,6 @@ from itertools import accumulate
 from ..records import (
     MAX_MEMBERS_BYTES,
     MAX_ROW_BYTES,
-    Exclusion,
     Member,
     NodeRecord,
     Phase,
@@ -18,6 +17,7 @@ from ..records import (
     row_bytes,
 )
 from ..statements import terms
+from ..statements.exclusion import Exclusion
 from ..statements.terms import Limits, fits
 from ..text import shortened
 from .exclusions import left_out

@@ -14,7 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..records import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion, NodeRecord, World
+from ..records import (
+    NodeRecord,
+    World,
+)
+from ..statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 
 BY_OPERATOR = "operator"
 """The cause of an exclusion that an operator has asked for."""

@@ -21,7 +21,6 @@ from ..records import (
     CauseKind,
     Condition,
     Endpoint,
-    Exclusion,
     Member,
     NodeRecord,
     Phase,
@@ -32,6 +31,7 @@ from ..records import (
     line_up,
     standbys_among,
 )
+from ..statements.exclusion import Exclusion
 from ..text import counted, shortened
 from . import blame
 from .candidates import first_that_fit, last_call_ends, named, newcomers, suffice

@@ -18,7 +18,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..records import Exclusion, NodeRecord, World, life_of
+from ..records import (
+    NodeRecord,
+    World,
+    life_of,
+)
+from ..statements.exclusion import Exclusion
 from ..statements.paces import MAX_STRAGGLERS, Comparison, Paces, Straggler
 from .candidates import first_that_fit, newcomers
 from .exclusions import exclude, left_out

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from ..records import Exclusion, Recheck
+from ..statements.exclusion import Exclusion, Recheck
 
 MOST_S = 3600.0
 

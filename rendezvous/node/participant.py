@@ -29,7 +29,6 @@ from ..errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch
 from ..liveness.failure_detector import Peer, ProbeResult
 from ..liveness.lease_validity import LeaseValidity
 from ..records import (
-    MAX_EXCLUSION_REASON,
     MAX_SEEN,
     NODES_PREFIX,
     TRANSITIONS,
@@ -44,6 +43,7 @@ from ..records import (
     life_of,
     node_key,
 )
+from ..statements.exclusion import MAX_EXCLUSION_REASON
 from ..statements.inquiry import Suspicion, Testimony
 from ..statements.paces import Paces
 from ..store.interface import Change, Compare, Entry, LeaseId, Outcome, Snapshot

@@ -18,10 +18,10 @@ from elastic_agent.rendezvous.records import (
     Failure,
     NodeRecord,
     Phase,
-    Recheck,
     World,
     life_of,
 )
+from elastic_agent.rendezvous.statements.exclusion import Recheck
 from tests.policies import PLAIN_POLICY
 
 from .node import SimNode

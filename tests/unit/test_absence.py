@@ -14,12 +14,12 @@ from elastic_agent.rendezvous.records import (
     CauseKind,
     Condition,
     Endpoint,
-    Exclusion,
     NodeRecord,
     Phase,
     Restarts,
     World,
 )
+from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.rendezvous.store.kv_state import KvState
 
 from .bench import POLICY as BENCH_POLICY

@@ -27,26 +27,28 @@ from elastic_agent.rendezvous.node.node_actions import (
     next_action,
 )
 from elastic_agent.rendezvous.records import (
-    MAX_EXCLUSION_REASON,
-    MAX_EXCLUSIONS,
     TRANSITIONS,
     BadState,
     Cause,
     CauseKind,
     Condition,
     Endpoint,
-    Exclusion,
     Failure,
     GenerationProgress,
     Member,
     NodeRecord,
     Phase,
-    Recheck,
     Restarts,
     Result,
     Standby,
     World,
     line_up,
+)
+from elastic_agent.rendezvous.statements.exclusion import (
+    MAX_EXCLUSION_REASON,
+    MAX_EXCLUSIONS,
+    Exclusion,
+    Recheck,
 )
 from elastic_agent.rendezvous.statements.terms import Limits, Program
 from tests.policies import PLAIN_POLICY

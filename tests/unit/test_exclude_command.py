@@ -14,17 +14,16 @@ from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import ExclusionCode
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.records import (
-    MAX_EXCLUSIONS,
     WORLD_KEY,
     Cause,
     CauseKind,
-    Exclusion,
     NodeRecord,
     Phase,
     Result,
     World,
     line_up,
 )
+from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSIONS, Exclusion
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 from .bench import Bench

@@ -12,12 +12,12 @@ from elastic_agent.rendezvous.records import (
     CauseKind,
     Condition,
     Endpoint,
-    Exclusion,
     NodeRecord,
     Phase,
     World,
     line_up,
 )
+from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.rendezvous.statements.terms import Limits
 from elastic_agent.worker.storage.memory.copy_header import FoundCopy, Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder

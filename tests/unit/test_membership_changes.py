@@ -18,13 +18,13 @@ from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
     Endpoint,
-    Exclusion,
     Failure,
     Member,
     Phase,
     Result,
     World,
 )
+from elastic_agent.rendezvous.statements.exclusion import Exclusion
 
 OOM_WORKER = WorkerFailure(0, 0, "a", 1, -9, "host_out_of_memory", "killed by SIGKILL")
 OOM = Failure(1, "f", "s", OOM_WORKER.to_json(), OOM_WORKER.cause)

@@ -17,10 +17,10 @@ from elastic_agent.rendezvous.records import (
     Failure,
     Member,
     Phase,
-    Recheck,
     Result,
     World,
 )
+from elastic_agent.rendezvous.statements.exclusion import Recheck
 from elastic_agent.rendezvous.statements.terms import Limits, Program, differences
 
 from .bench import POLICY, TTL_S, Bench, Peer

@@ -30,7 +30,6 @@ from elastic_agent.rendezvous.records import (
     Condition,
     DrainRequest,
     Endpoint,
-    Exclusion,
     Failure,
     GenerationProgress,
     Introduction,
@@ -38,7 +37,6 @@ from elastic_agent.rendezvous.records import (
     NetworkFacts,
     NodeRecord,
     Phase,
-    Recheck,
     Restarts,
     Result,
     Standby,
@@ -48,6 +46,7 @@ from elastic_agent.rendezvous.records import (
     node_key,
     row_bytes,
 )
+from elastic_agent.rendezvous.statements.exclusion import Exclusion, Recheck
 from elastic_agent.rendezvous.statements.inquiry import (
     Doing,
     Finding,

@@ -17,7 +17,6 @@ from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
     Endpoint,
-    Exclusion,
     Failure,
     NodeRecord,
     Phase,
@@ -26,6 +25,7 @@ from elastic_agent.rendezvous.records import (
     World,
     line_up,
 )
+from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.rendezvous.statements.paces import Comparison, Straggler
 
 from .test_status_pages import FAILURE, STATUS, WORLD

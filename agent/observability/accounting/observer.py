@@ -21,7 +21,6 @@ from ....rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ....rendezvous.records import (
     BadState,
     CauseKind,
-    Exclusion,
     Failure,
     Member,
     NodeRecord,
@@ -29,6 +28,7 @@ from ....rendezvous.records import (
     Result,
     World,
 )
+from ....rendezvous.statements.exclusion import Exclusion
 from ....rendezvous.statements.inquiry import Inquiry, Stage, Suspicion
 from ....rendezvous.text import counted
 from ....worker.wire.messages import ReplicationReport

@@ -17,7 +17,6 @@ from ....rendezvous.coordinator.stragglers import in_force
 from ....rendezvous.records import (
     CauseKind,
     Endpoint,
-    Exclusion,
     Member,
     NodeRecord,
     Phase,
@@ -25,6 +24,7 @@ from ....rendezvous.records import (
     Result,
     World,
 )
+from ....rendezvous.statements.exclusion import Exclusion
 from ....rendezvous.statements.paces import Straggler
 from ..world_comparison import other_limits
 from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
