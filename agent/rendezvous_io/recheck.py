@@ -12,7 +12,7 @@ from ...health.checks.needs import MOST_PEERS
 from ...health.checks.node.background import BackgroundChecks
 from ...health.checks.node.runner import CheckRun
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.records import World
+from ...rendezvous.records import Member, NodeRecord
 from ..common.events import NodeRechecked
 
 HANGS = "a check's process from an earlier run still hangs in the kernel"
@@ -41,7 +41,7 @@ class Recheck:
         if not participant.recheck_due(now):
             return
         participant.recheck_begins()
-        self._peers = peers_of(participant.world)
+        self._peers = peers_of(participant)
         if not self._checks.begin():
             participant.rechecked(now, passed=False, summary=HANGS)
 
@@ -56,7 +56,15 @@ class Recheck:
         self._checks.close()
 
 
-def peers_of(world: World | None) -> tuple[str, ...]:
-    """HOST:PORT of the first `MOST_PEERS` agents of the world."""
-    members = world.members if world is not None else ()
-    return tuple(str(one.http) for one in members if one.http is not None)[:MOST_PEERS]
+def peers_of(participant: Participant) -> tuple[str, ...]:
+    """Where agents should answer: the first members of a world that trains, as many as are asked.
+
+    Of a world that has ended, members may be dead, and the job may lack just this node. Then those are asked whose
+    leases are known to live: the coordinator, and on the coordinator all.
+    """
+    world = participant.world
+    nodes: Sequence[Member | NodeRecord] = (
+        world.members if world is not None and world.trains else participant.known_nodes
+    )
+    others = [one for one in nodes if one.node != participant.identity.node]
+    return tuple(str(one.http) for one in others if one.http is not None)[:MOST_PEERS]

@@ -27,10 +27,10 @@ from elastic_agent.health.checks.rules.recheck import (
     judge_peers,
 )
 from elastic_agent.rendezvous.coordinator.exclusions import exclude
-from elastic_agent.rendezvous.records import WORLD_KEY
+from elastic_agent.rendezvous.records import WORLD_KEY, Phase
 from elastic_agent.threads import Thread
 
-from .bench import POLICY, Bench, Peer
+from .bench import POLICY, TTL_S, Bench, Peer
 from .test_join_checks import FAILS, GOOD, FakeRun
 
 NEEDS = NodeNeeds()
@@ -115,10 +115,22 @@ def test_a_probe_that_hangs_in_the_kernel_is_a_check_that_fails() -> None:
 
 def test_no_more_than_eight_peers_are_asked() -> None:
     bench = Bench()
-    names = [f"n{index}" for index in range(3)]
-    bench.joined(*names)
-    assert peers_of(bench.world()) == ("host-n0:80", "host-n1:80", "host-n2:80")
-    assert peers_of(None) == ()
+    policy = replace(POLICY, max_nodes=10)
+    peers = bench.joined(*(f"n{index}" for index in range(10)), policy=policy)
+    out = bench.join("out", policy=policy)
+    bench.settle()
+    assert peers_of(out.part) == tuple(f"host-n{index}:80" for index in range(8))
+    assert peers_of(peers[0].part) == tuple(f"host-n{index}:80" for index in range(1, 9)), "not itself"
+
+
+def test_while_the_job_stands_still_none_is_asked_that_may_be_dead() -> None:
+    """The members of the last world may all be gone, or have new addresses."""
+    scene = Scenery([GOOD])
+    scene.bench.kill(scene.bench.peers[1])
+    scene.bench.after(2 * TTL_S)
+    assert scene.bench.phase() is Phase.STOPPING
+    assert peers_of(scene.bad.part) == ("host-a:80",), "the coordinator"
+    assert peers_of(scene.bench.peers[0].part) == ("host-c:80",), "who coordinates knows who lives"
 
 
 def test_it_looks_at_what_is_checked_before_a_join_and_more() -> None:
