@@ -42,7 +42,7 @@ def journals(folder: Path) -> dict[str, tuple[Path, ...]]:
     for name in sorted(os.listdir(folder)):
         if match := _NAME.fullmatch(name):
             parts = (folder / f"{name}{OLDER}", folder / name)
-            found[match[1]] = tuple(part for part in parts if part.exists())
+            found[match[1]] = tuple(part for part in parts if part.is_file())
     return found
 
 
