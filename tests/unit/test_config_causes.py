@@ -121,6 +121,10 @@ name = "port"
         ('[[cause]]\nname = "port"\npattern = "(a+)+b"', "a repeat of a repeat"),
         ('[[cause]]\nname = "port"\npattern = "(?:x|a*)*b"', "a repeat of a repeat"),
         ('[[cause]]\nname = "port"\npattern = "([ab]+){2,}c"', "a repeat of a repeat"),
+        ("[[cause]]\nname = 'port'\npattern = '(\\w+\\s?)*X'", "a repeat of a repeat"),
+        ("[[cause]]\nname = 'port'\npattern = '((a b?) )+X'", "a repeat of a repeat"),
+        ("[[cause]]\nname = 'port'\npattern = '(?:a|ab)+X'", "or of alternatives"),
+        ("[[cause]]\nname = 'port'\npattern = '(?=(a*,)*)X'", "a repeat of a repeat"),
         (
             '[[cause]]\nname = "mine"\npattern = "x"\naction = "stop"\n'
             '[[cause]]\nname = "mine"\npattern = "y"\naction = "free"',
@@ -135,7 +139,9 @@ def test_a_row_that_cannot_be_used_is_refused(file: Path, text: str, problem: st
     assert problem in found[0]
 
 
-@pytest.mark.parametrize("pattern", [r"(a\+)+", "(ab)+", "a+b*", "x{2}(y|z)", r"port \d+ of (\w+)"])
+@pytest.mark.parametrize(
+    "pattern", [r"(a\+)+", "(ab)+", "a+b*", "x{2}(y|z)", "(a|b)+c", "(x+y)?z", r"port \d+ of (\w+)"]
+)
 def test_a_pattern_without_a_repeat_of_a_repeat_is_taken(file: Path, pattern: str) -> None:
     text = f"[[cause]]\nname = 'port'\npattern = '{pattern}'"
     assert read(file, text).config.causes == (UserCause("port", pattern),)
