@@ -26,6 +26,7 @@ from elastic_agent.rendezvous.records import (
     Result,
     World,
 )
+from elastic_agent.rendezvous.statements.exclusion import Exclusion
 
 MEMBER = Member("a", "a-1", 1, 0)
 WORLD = World("job", 1, Phase.RUNNING, (MEMBER,), Endpoint("h", 1), Cause(CauseKind.START))
@@ -141,6 +142,20 @@ def test_each_world_is_an_event_of_the_journal_and_each_change_of_it_once(
         (1, Kind.FAILURE, "exit code 1", "exception"),
         (3, Kind.ACCOUNTING, "0 steps, 0 s of 60 s were productive", ""),
         (3, Kind.AGENT_ENDED, "all is done", ""),
+    ]
+
+
+def test_an_agent_that_comes_late_does_not_take_the_cause_of_a_world_s_end_for_that_of_its_begin(
+    observer: Observer, journal: Journal
+) -> None:
+    lost = Cause(CauseKind.LOST, "b", "node b is gone")
+    rows = (Exclusion("c", "c-1", "ecc", "GPU 3 is sick", times=3),)
+    ends = replace(WORLD, generation=4, phase=Phase.STOPPING, cause=lost, exclusions=rows)
+    for world in (ends, replace(ends, generation=5, phase=Phase.RUNNING)):
+        observer.update(NodeSnapshot("a", "a-1", world=world, waiting_for=""), None, 0.0)
+    assert [(event.generation, event.kind, event.cause, event.counts) for event in journal.since(0, 99)] == [
+        (0, Kind.EXCLUSION, "ecc", {"times": 3}),
+        (5, Kind.WORLD, "lost", {"nodes": 1, "workers": 1}),
     ]
 
 

@@ -221,16 +221,19 @@ def test_each_event_counts_once_however_many_nodes_noted_it_and_the_worst_node_i
             node.note(Kind.STRAGGLER, rank=0, about="a", cause="recovered")
             if generation in (1, 2):
                 node.note(Kind.FAILURE, rank=1, about="b", cause="signal")
-        node.note(Kind.EXCLUSION, about="b")
+        for times in (1, 2):
+            node.note(Kind.EXCLUSION, about="b", counts={"times": times})
         node.note(Kind.FAILURE, rank=1, about="b", cause="hang")
         node.note(Kind.JOB_ENDED, cause="restarts_exhausted")
     late = Journal("late")
     late.begin(45.0)
     late.note(Kind.WORLD, 6, cause="join", about="late")
-    late.note(Kind.EXCLUSION, about="b")
+    late.note(Kind.EXCLUSION, about="b", counts={"times": 2})
+    late.begin(50.0)
+    late.note(Kind.EXCLUSION, about="b", counts={"times": 2})
     found = report(*journals, late)
     b, c, a, _ = found.nodes
-    assert (b.node, b.failures, b.losses, b.hangs, b.exclusions) == ("b", 2, 0, 1, 1)
+    assert (b.node, b.failures, b.losses, b.hangs, b.exclusions) == ("b", 2, 0, 1, 2)
     assert (c.node, c.losses, c.failures) == ("c", 1, 0)
     assert (a.node, a.straggling, a.starts) == ("a", 5, 1)
     assert found.causes == (("join", 2), ("signal", 2), ("lost", 1))

@@ -188,7 +188,9 @@ class Observer:
             )
             return
         noted = before if before is not None and before.generation == number else None
-        if noted is None:
+        if (
+            noted is None and world.phase is Phase.RUNNING
+        ):  # else the cause is that of its end: this agent came late
             started = world.cause.kind is CauseKind.START
             cause = "start" if started else reason(world.cause)
             self.journal.note(Kind.WORLD, why, generation=number, about=about, cause=cause, counts=counts)
@@ -203,7 +205,8 @@ class Observer:
             if name not in before or before[name].times < out[name].times:
                 why = f"node {name} is {in_words(out[name])}"
                 log.warning("%s", why)
-                self.journal.note(Kind.EXCLUSION, why, about=name, cause=out[name].cause)
+                counts = {"times": out[name].times}
+                self.journal.note(Kind.EXCLUSION, why, about=name, cause=out[name].cause, counts=counts)
         for name in before:
             if name not in out:
                 log.warning("node %s is readmitted: worlds may include it again", name)

@@ -40,7 +40,8 @@ class Kind(enum.Enum):
     EVIDENCE = "evidence"
     """`text` is the folder in which evidence was kept."""
     EXCLUSION = "exclusion"
-    """The node `about` is excluded from the next worlds."""
+    """The node `about` is excluded from the next worlds, which `counts` has as its `times`-th exclusion. An agent that
+    comes later notes those in force once more."""
     READMISSION = "readmission"
     STRAGGLER = "straggler"
     """The rank `rank` of the node `about` is slower than the others."""

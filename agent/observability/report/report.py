@@ -182,7 +182,8 @@ def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigur
     hangs = Counter(node for (_, node), cause in ended.items() if cause == _HANG)
     lost = {(e.generation, e.about) for e in events if e.kind is Kind.WORLD and e.about and e.cause == _LOST}
     losses = Counter(node for _, node in lost)
-    exclusions = _most(lives, Kind.EXCLUSION)
+    excluded = {(e.about, e.counts.get("times", 0)) for e in events if e.kind is Kind.EXCLUSION and e.about}
+    exclusions = Counter(node for node, _ in excluded)
     straggling = _most(lives, Kind.STRAGGLER, _SLOW)
     found = [
         NodeFigures(
