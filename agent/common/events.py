@@ -274,6 +274,8 @@ class Signs:
     moved_bytes: int
     """Bytes read and written through files, pipes and most sockets."""
     output_bytes: int
+    wakes: int = 0
+    """How often its main thread has waited for something, and gone on."""
     debugger: str = ""
     """What traces the worker now, for people; empty: nothing does."""
 

@@ -50,7 +50,7 @@ AT_WORK = (Doing.MOVES, Doing.BUSY)
 LONG_WAIT_S = 300.0
 """When all others have waited so long for one that is at work, it may be taken for a hang, at the last limit."""
 MAY_BE_SLOW = (Doing.UNINTERRUPTIBLE, Doing.IN_SAVE)
-MAY_GET_SOME = (Doing.READING, Doing.IN_DATA_LOADER, Doing.OTHER)
+MAY_GET_SOME = (Doing.READING, Doing.IN_DATA_LOADER, Doing.LOCKED, Doing.ASLEEP, Doing.OTHER)
 """What they wait for, while anything of them moves: bytes that come, a child or a thread that is at work."""
 
 STILL_S = 20.0

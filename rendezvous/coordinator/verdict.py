@@ -70,8 +70,10 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
             Finding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], world)}"
         )
     known = [one for one in rest if one.doing is not Doing.OTHER]
-    if known and (waiting or world.size == 1):
+    if known and waiting:
         return _named(Finding.LIKELY, _first(known), waiting, world)
+    if known and world.size == 1:  # no other rank shows by its wait that this one should have come
+        return _named(Finding.DOUBTFUL, _first(known), waiting, world)
     if len(rest) == 1 and len(waiting) == world.size - 1 and waiting:
         return _named(Finding.LIKELY, rest[0], waiting, world)
     if rest:

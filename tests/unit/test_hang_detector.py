@@ -158,13 +158,20 @@ def test_without_steps_a_worker_that_uses_nothing_for_thirty_seconds_is_suspecte
     assert watch.still_s(0, still_at) == still_at - at
 
 
-@pytest.mark.parametrize("moving", [Signs(0.1, 0, 0), Signs(0.0, 10**6, 0), Signs(0.0, 0, 1)])
+@pytest.mark.parametrize(
+    "moving", [Signs(0.1, 0, 0), Signs(0.0, 10**6, 0), Signs(0.0, 0, 1), Signs(0.0, 0, 0, wakes=2)]
+)
 def test_processor_time_bytes_and_output_are_signs_of_life(moving: Signs) -> None:
     watch = detector()
     at, used = looks(watch, 0.0, 30, 1.0, 0.0)
     for look in range(1, 3000):
         at += 2.0
-        signs = Signs(used + look * moving.processor_s, look * moving.moved_bytes, look * moving.output_bytes)
+        signs = Signs(
+            used + look * moving.processor_s,
+            look * moving.moved_bytes,
+            look * moving.output_bytes,
+            look * moving.wakes,
+        )
         watch.signs(at, {0: signs})
         assert watch.stall((0,), at) is None
 
@@ -228,7 +235,7 @@ def test_under_a_debugger_nothing_is_a_stall_and_nothing_is_learned() -> None:
     watch, at = stepping(40, 0.5), 20.0
     for _ in range(500):
         at += 2.0
-        watch.signs(at, {0: Signs(1.0, 0, 0, "process 7 (gdb)"), 1: Signs(1.0, 0, 0)})
+        watch.signs(at, {0: Signs(1.0, 0, 0, 0, "process 7 (gdb)"), 1: Signs(1.0, 0, 0)})
         assert (watch.stall((0, 1), at), watch.due_at((0, 1), at)) == (None, None)
     watch.stepped(0, 41, at + 0.5)
     assert watch.limit_s((0, 1)) == 30.0
@@ -241,7 +248,7 @@ def test_nor_is_it_without_steps() -> None:
     at, used = looks(watch, 0.0, 30, 1.0, 0.0)
     for _ in range(100):
         at += 2.0
-        watch.signs(at, {0: Signs(used, 0, 0, "process 7 (gdb)")})
+        watch.signs(at, {0: Signs(used, 0, 0, 0, "process 7 (gdb)")})
         assert watch.stall((0,), at) is None
     assert len(watch.learned.pauses) == 0
     looks(watch, at, 20, 0.0, used)

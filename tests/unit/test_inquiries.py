@@ -185,7 +185,6 @@ def test_who_is_at_work_is_doubtful_only_when_all_others_have_waited_for_long(
 @pytest.mark.parametrize(
     ("doing", "still_s", "finding"),
     [
-        (ASLEEP, 2.0, Finding.LIKELY),
         (Doing.HOLDS_GIL, 2.0, Finding.LIKELY),  # who asks for the lock uses some
         (Doing.READING, STILL_S, Finding.LIKELY),
         (Doing.READING, 2.0, Finding.DOUBTFUL),
@@ -193,6 +192,9 @@ def test_who_is_at_work_is_doubtful_only_when_all_others_have_waited_for_long(
         (Doing.IN_DATA_LOADER, 2.0, Finding.DOUBTFUL),
         (Doing.OTHER, 2.0, Finding.DOUBTFUL),
         (Doing.OTHER, STILL_S, Finding.LIKELY),
+        (Doing.LOCKED, 1.0, Finding.DOUBTFUL),
+        (Doing.LOCKED, STILL_S, Finding.LIKELY),
+        (Doing.ASLEEP, 1.0, Finding.DOUBTFUL),
         (DISK, 60.0, Finding.DOUBTFUL),
         (Doing.IN_SAVE, 60.0, Finding.DOUBTFUL),
     ],

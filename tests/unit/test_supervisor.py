@@ -286,7 +286,7 @@ def test_while_a_debugger_holds_a_worker_nothing_is_suspected_and_the_log_says_w
     generation.hang.stepped(0, 3, node.now)
     for _ in range(10):
         node.turn(2.0)
-        seen = {0: Signs(1.0, 0, 0), 1: Signs(1.0, 0, 0, "process 7 (gdb)")}
+        seen = {0: Signs(1.0, 0, 0), 1: Signs(1.0, 0, 0, 0, "process 7 (gdb)")}
         node.supervisor.handle(SignsRead(1, node.now, seen), node.now)
     assert node.participant._session.record.suspicion is None
     assert [record.message for record in caplog.records if "debugged" in record.message] == [

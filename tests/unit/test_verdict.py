@@ -131,7 +131,8 @@ def test_where_nobody_waits_for_others_nobody_is_named() -> None:
 
 def test_a_job_of_one_rank_is_judged_by_itself() -> None:
     world = replace(WORLD, members=(Member("n0", "i0", 1, 0),))
-    assert verdict(said(RankState(0, Doing.LOCKED)), world).rank == 0
+    found = verdict(said(RankState(0, Doing.LOCKED)), world)
+    assert (found.rank, found.finding) == (0, Finding.DOUBTFUL), "nobody is seen to wait for it"
 
 
 def test_a_node_that_does_not_answer_counts_for_nothing() -> None:

@@ -100,10 +100,22 @@ class SignReader:
             if (stat := self._stat(pid)) is not None:
                 ticks += stat.ticks
                 moved += _moved(read(f"{self._proc}/{pid}/io"))
-        return Signs(ticks / _TICKS_PER_S, moved, printed, clean(debugger_of(f"{self._proc}/{worker}")))
+        wakes = _wakes(read(f"{self._proc}/{worker}/status"))
+        debugger = clean(debugger_of(f"{self._proc}/{worker}"))
+        return Signs(ticks / _TICKS_PER_S, moved, printed, wakes, debugger)
 
     def _stat(self, pid: int) -> Stat | None:
         return stat_of(f"{self._proc}/{pid}")
+
+
+def _wakes(text: str) -> int:
+    """
+    >>> _wakes("Name:\\tpython\\nvoluntary_ctxt_switches:\\t7\\nnonvoluntary_ctxt_switches:\\t2")
+    7
+    """
+    _, _, rest = text.partition("\nvoluntary_ctxt_switches:")
+    value = rest.partition("\n")[0].strip()
+    return int(value) if value.isdecimal() else 0
 
 
 def _moved(text: str) -> int:

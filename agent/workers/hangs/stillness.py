@@ -1,4 +1,6 @@
-"""Whether one worker is active, as seen from outside: by processor time, bytes and output.
+"""Whether one worker is active, as seen from outside: by processor time, bytes, output, and waits that end.
+
+The kernel counts no bytes of sockets for a process. But a main thread that waits for them wakes when some have come.
 
 A worker that hangs is not quite still: threads of libraries wake now and then, a data loader asks every few seconds
 whether its children live. So a worker counts as active only from a share of what it uses when it works; until that is
@@ -20,6 +22,8 @@ OF_USUAL = 0.1
 USUAL_LOOKS = 32
 BYTES_PER_S = 16384.0
 """Read and written; less is what libraries write of themselves."""
+WAKES_PER_S = 0.5
+"""Of the main thread. It does not wake in a collective or for a lock, and each five seconds for a data loader."""
 WARM_LOOKS = 10
 """A worker that was active at so many looks has begun its work."""
 
@@ -47,6 +51,7 @@ class Stillness:
             share < 0  # a child has ended for which its parent did not wait
             or share > self._threshold()
             or abs(signs.moved_bytes - before.moved_bytes) > BYTES_PER_S * took_s
+            or signs.wakes - before.wakes > WAKES_PER_S * took_s
             or signs.output_bytes != before.output_bytes
         )
         if not active:
