@@ -26,16 +26,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..records import (
-    Action,
-    CauseKind,
-    Condition,
-    Failure,
-    NodeRecord,
-    Restarts,
-    World,
-    life_of,
-)
+from ..records import Action, CauseKind, Condition, Failure, NodeRecord, Restarts, World, life_of
 from ..statements.exclusion import Exclusion
 
 EXCEPTION = "exception"

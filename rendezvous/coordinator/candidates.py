@@ -6,16 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from ..records import (
-    MAX_MEMBERS_BYTES,
-    MAX_ROW_BYTES,
-    Member,
-    NodeRecord,
-    Phase,
-    World,
-    life_of,
-    row_bytes,
-)
+from ..records import MAX_MEMBERS_BYTES, MAX_ROW_BYTES, Member, NodeRecord, Phase, World, life_of, row_bytes
 from ..statements import terms
 from ..statements.exclusion import Exclusion
 from ..statements.terms import Limits, fits

@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..records import (
-    NodeRecord,
-    World,
-)
+from ..records import NodeRecord, World
 from ..statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 
 BY_OPERATOR = "operator"

@@ -18,11 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..records import (
-    NodeRecord,
-    World,
-    life_of,
-)
+from ..records import NodeRecord, World, life_of
 from ..statements.exclusion import Exclusion
 from ..statements.paces import MAX_STRAGGLERS, Comparison, Paces, Straggler
 from .candidates import first_that_fit, newcomers

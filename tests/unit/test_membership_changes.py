@@ -14,16 +14,7 @@ from elastic_agent.agent.observability.accounting.membership_changes import (
     reason,
 )
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
-from elastic_agent.rendezvous.records import (
-    Cause,
-    CauseKind,
-    Endpoint,
-    Failure,
-    Member,
-    Phase,
-    Result,
-    World,
-)
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Failure, Member, Phase, Result, World
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
 
 OOM_WORKER = WorkerFailure(0, 0, "a", 1, -9, "host_out_of_memory", "killed by SIGKILL")

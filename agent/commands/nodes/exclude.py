@@ -12,13 +12,7 @@ from dataclasses import replace
 
 from ....rendezvous.coordinator.exclusions import BY_OPERATOR, exclude, left_out
 from ....rendezvous.errors import StoreUnavailable
-from ....rendezvous.records import (
-    WORLD_KEY,
-    NodeRecord,
-    Phase,
-    World,
-    life_of,
-)
+from ....rendezvous.records import WORLD_KEY, NodeRecord, Phase, World, life_of
 from ....rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ....rendezvous.store.interface import Compare, Put, Store
 from ....rendezvous.text import clean

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ....rendezvous.coordinator.exclusions import left_out, readmit
-from ....rendezvous.records import (
-    NodeRecord,
-    World,
-)
+from ....rendezvous.records import NodeRecord, World
 from ....rendezvous.statements.exclusion import Exclusion
 from ....rendezvous.store.interface import Store
 from ....rendezvous.text import shortened

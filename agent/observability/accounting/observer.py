@@ -18,16 +18,7 @@ from ....rendezvous.coordinator.exclusions import in_words, left_out
 from ....rendezvous.node.node_actions import Refusal
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
-from ....rendezvous.records import (
-    BadState,
-    CauseKind,
-    Failure,
-    Member,
-    NodeRecord,
-    Phase,
-    Result,
-    World,
-)
+from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
 from ....rendezvous.statements.exclusion import Exclusion
 from ....rendezvous.statements.inquiry import Inquiry, Stage, Suspicion
 from ....rendezvous.text import counted

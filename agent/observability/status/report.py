@@ -14,16 +14,7 @@ from typing import Any
 from ....rendezvous.coordinator.exclusions import left_out
 from ....rendezvous.coordinator.restarts import RestartPolicy
 from ....rendezvous.coordinator.stragglers import in_force
-from ....rendezvous.records import (
-    CauseKind,
-    Endpoint,
-    Member,
-    NodeRecord,
-    Phase,
-    Restarts,
-    Result,
-    World,
-)
+from ....rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
 from ....rendezvous.statements.exclusion import Exclusion
 from ....rendezvous.statements.paces import Straggler
 from ..world_comparison import other_limits
