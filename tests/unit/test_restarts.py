@@ -253,7 +253,7 @@ def test_an_error_of_the_script_that_comes_again_ends_the_job_whatever_the_cap(
         if isinstance(verdict, GiveUp):
             assert verdict.result is Result.CRASH_LOOP
             assert (
-                "2 times in a row without progress the same error of the script (import_error)"
+                "the same error of the script (import_error) 2 times in a row without progress"
                 in verdict.reason
             )
             break
