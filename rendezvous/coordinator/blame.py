@@ -7,7 +7,8 @@ node's agent; generations in a row that are counted against the same life add up
 - after the first whose cause shows that its machine is broken (`Action.EXCLUDE_NODE`);
 - after `EXCLUDE_AFTER` in a row; or, in a world of fewer than `MANY` nodes whose newest generation ran for longer than
   a minute, after `EXCLUDE_AFTER_LONG`: among few nodes, chance soon hits the same one twice. An error of the script
-  (`STOP`, `END`) counts against a node only if the node has joined a job that trained well without it;
+  (`STOP`) counts, too: a package may be missing on this node alone. What the worker library refuses (`END`) counts only
+  against a node that has joined a job which trained well without it;
 - after the first that would end the job, if the node has joined a job that trained well without it. A generation was
   *healthy* if it made progress, or if nothing but a planned change ended it. Those of its members that are in the world
   are *proven*; the world lists the others.
@@ -86,7 +87,7 @@ def to_exclude(
     if was_elsewhere or _elsewhere(world, restarts, suspect.node):
         return None
     failure = world.cause.failure
-    if failure is not None and failure.action in (Action.STOP, Action.END) and not joined_healthy_job:
+    if failure is not None and failure.action is Action.END and not joined_healthy_job:
         return None
     by_chance = _lasted(world, survivors) and len(world.members) < MANY
     enough = EXCLUDE_AFTER_LONG if by_chance else EXCLUDE_AFTER

@@ -1046,6 +1046,7 @@ def test_who_is_excluded_is_named_and_its_failures_cost_the_job_nothing() -> Non
 
 ECC = replace(CRASH, cause="ecc", action=records.Action.EXCLUDE_NODE, summary="GPU 3: ECC")
 SCRIPTS = replace(CRASH, action=records.Action.STOP)
+REFUSED = replace(CRASH, action=records.Action.END)
 
 
 @pytest.mark.parametrize(
@@ -1075,8 +1076,20 @@ SCRIPTS = replace(CRASH, action=records.Action.STOP)
             (failing(SA), SB, replace(SC, failure=ECC)),
             "running 5 [a b c] failure a",
         ),
-        # an error of the script is the node's only where training went well without it
-        (replace(FIRST, cause=replace(OF_C, failure=SCRIPTS)), (SA, SB, SC), "ended 4 [a b c] failure c"),
+        # an error of the script may be one of the node's environment: a package that only this one lacks
+        (replace(FIRST, cause=replace(OF_C, failure=SCRIPTS)), (SA, SB, SC), "running 5 [a b] failure c"),
+        (
+            replace(FIRST, cause=replace(OF_C, failure=SCRIPTS)),
+            (SA, failing(SB), SC),
+            "ended 4 [a b c] failure c",
+        ),
+        (
+            replace(FIRST, cause=replace(OF_C, failure=SCRIPTS), limits=replace(LIMITS, min_nodes=3)),
+            (SA, SB, SC),
+            "ended 4 [a b c] failure c",
+        ),
+        # what the worker library refuses is the script's, unless training went well without the node
+        (replace(FIRST, cause=replace(OF_C, failure=REFUSED)), (SA, SB, SC), "ended 4 [a b c] failure c"),
         (replace(JOINED, cause=replace(OF_C, failure=SCRIPTS)), (SA, SB, SC), "running 5 [a b c] failure c"),
         (
             replace(JOINED, cause=replace(OF_C, failure=SCRIPTS), restarts=ONCE),

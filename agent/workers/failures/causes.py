@@ -95,7 +95,11 @@ CAUSES: tuple[Cause, ...] = (
         "memory that could not be corrected: reset the GPU or start the machine anew, and replace it if it comes again",
         (
             Machine(Trouble.ECC),
-            _says("uncorrectable ECC error", "hardware memory corruption", "cudaErrorECCUncorrectable"),
+            _says(
+                r"\b(CUDA|HIP|NCCL)\b[^\n]*uncorrectable ECC error",
+                "hardware memory corruption",
+                "cudaErrorECCUncorrectable",
+            ),
         ),
     ),
     Cause(
