@@ -123,25 +123,28 @@ def exclude_slowest(
     """The world's exclusions with one more, of the node that has had a straggler for longest, if that is long enough;
     or the instant at which it will be.
 
-    A node is excluded only where a standby takes its place: a slow job is better than a smaller one.
+    A node is excluded only where a standby takes its place: a slow job is better than a smaller one. It is not for the
+    rank for which another node was excluded last: that rank is slow wherever it is, as one that logs for all.
     """
     after_s = policy.exclude_stragglers_s
-    out = left_out(world.exclusions)
-    slow = {
-        node.incarnation: node
-        for node in present
-        if node.incarnation in view.slow_since and node.node not in out
-    }
-    if after_s is None or not slow:
+    slow = _slow_ranks(world, view)
+    candidates = [node for node in present if node.incarnation in view.slow_since and node.node in slow]
+    if after_s is None or not candidates:
         return None, None
-    since, node = min(
-        ((view.slow_since[one], node) for one, node in slow.items()), key=lambda found: found[0]
-    )
-    if now < since + after_s:
-        return None, since + after_s
-    reason = f"a rank on it was slower than the others, which waited for it, for {after_s:g} s (--exclude-stragglers)"
+    node = min(candidates, key=lambda one: view.slow_since[one.incarnation])
+    due_at = view.slow_since[node.incarnation] + after_s
+    if now < due_at:
+        return None, due_at
+    rank = slow[node.node]
+    reason = f"its rank {rank} held the others up for {after_s:g} s (--exclude-stragglers)"
     exclusions = exclude(
-        world.exclusions, node.node, life_of(node.incarnation), STRAGGLER, reason, record=node
+        world.exclusions,
+        node.node,
+        life_of(node.incarnation),
+        STRAGGLER,
+        reason,
+        record=node,
+        fingerprint=_fingerprint(rank),
     )
     if exclusions == world.exclusions:
         return None, None
@@ -149,6 +152,23 @@ def exclude_slowest(
     others = [one for one in present if one is not node]
     replaced = len(first_that_fit([*others, *ready], policy)) >= len(present)
     return (exclusions if replaced else None), None
+
+
+def _slow_ranks(world: World, view: View) -> Mapping[str, int]:
+    """By node that may be excluded: the first of its stragglers."""
+    found = in_force(view.nodes[0], world)
+    last = next((one for one in reversed(world.exclusions) if one.cause == STRAGGLER), None)
+    out, slow = left_out(world.exclusions), {}
+    for one in reversed(found.stragglers if found is not None else ()):
+        moved = last is not None and last.node != one.node and last.fingerprint == _fingerprint(one.rank)
+        if one.node not in out and not moved:
+            slow[one.node] = one.rank
+    return slow
+
+
+def _fingerprint(rank: int) -> str:
+    """In the place of a failure's: which rank the node was excluded for."""
+    return f"rank {rank}"
 
 
 def in_words(straggler: Straggler, usual_us: int) -> str:

@@ -11,7 +11,8 @@ from elastic_agent.agent.observability.journal.events import Kind
 from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
-from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
+from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
+from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSIONS, Exclusion
 from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggler
 
 from .bench import POLICY, Bench, Peer
@@ -79,7 +80,7 @@ def test_a_straggler_that_ends_with_its_generation_has_not_recovered(
 
 def pace(bench: Bench, peers: list[Peer], slow_us: int, report: int) -> None:
     for peer in (one for one in peers if one.generation):
-        own_us = slow_us if peer.name == "b" else 200_000
+        own_us = slow_us if peer is peers[1] else 200_000
         peer.part.workers_paced(Paces(peer.generation, 10 * report, 300_000, (200_000, own_us)))
     bench.settle()
 
@@ -121,7 +122,7 @@ EXCLUDING = replace(POLICY, max_nodes=2, exclude_stragglers_s=60.0)
 
 
 def slowed(bench: Bench, peers: list[Peer], seconds: int) -> None:
-    """Each node reports every two seconds; those on b become slow at once."""
+    """Each node reports every two seconds; the last rank becomes slow at once."""
     for report in range(1, seconds // 2 + 1):
         pace(bench, peers, 280_000, report)
         bench.after(2.0)
@@ -142,6 +143,35 @@ def test_a_node_that_is_slow_for_long_makes_room_for_one_that_stands_by() -> Non
     [row] = world.exclusions
     assert (row.node, row.cause, row.readmitted) == ("b", "straggler", False)
     assert (world.cause.kind, world.restarts.failures) == (CauseKind.LEAVE, 0), "by plan, at no cost"
+
+
+def test_a_rank_that_is_slow_wherever_it_is_excludes_no_second_node() -> None:
+    """Rank 3 has more to do. What stands by now is the node that was excluded for it."""
+    bench = Bench()
+    a, b = bench.joined("a", "b", policy=EXCLUDING)
+    c = bench.join("c", policy=EXCLUDING)
+    bench.settle()
+    slowed(bench, [a, b], 80)
+    assert bench.members() == ["a", "c"]
+    b.part.recheck_begins()
+    b.part.rechecked(bench.now, passed=True, summary="")
+    slowed(bench, [a, c], 200)
+    assert bench.members() == ["a", "c"]
+    assert named(a) == [("c", 3)]
+    [row] = bench.world().exclusions  # type: ignore[union-attr]
+    assert (row.node, row.fingerprint, row.readmitted) == ("b", "rank 3", True)
+
+
+def test_where_as_many_are_excluded_as_there_is_room_for_it_stays() -> None:
+    bench = Bench()
+    peers = bench.joined("a", "b", policy=EXCLUDING)
+    bench.join("c", policy=EXCLUDING)
+    bench.settle()
+    full = tuple(Exclusion(f"n{number}", "x", "ecc", "GPU 3 is sick") for number in range(MAX_EXCLUSIONS))
+    bench.put(WORLD_KEY, replace(bench.world(), exclusions=full).to_json())  # type: ignore[type-var]
+    slowed(bench, peers, 100)
+    assert bench.members() == ["a", "b"]
+    assert bench.world().exclusions == full  # type: ignore[union-attr]
 
 
 def test_without_a_spare_it_stays() -> None:
