@@ -193,6 +193,36 @@ def test_nor_is_a_worker_still_that_always_sleeps_most_of_its_time() -> None:
         assert watch.stall((0,), at) is None
 
 
+def test_what_an_inquiry_makes_a_worker_do_is_no_sign_of_life() -> None:
+    """Its stacks are asked for by two signals: it wakes for each, and uses a tick."""
+    watch = detector()
+    at, used = looks(watch, 0.0, 30, 1.0, 0.0)
+    still_since, wakes = at, 0
+    while at < still_since + 700.0:
+        if int(at) % 60 == 0:
+            watch.asked(at + 1.0)
+            used, wakes = used + 0.03, wakes + 2
+        at += 2.0
+        watch.signs(at, {0: Signs(used, 0, 0, wakes)})
+    assert urgency(watch, at, (0,)) is LAST
+    assert watch.still_s(0, at) == at - still_since
+    watch.signs(at + 2.0, {0: Signs(used + 1.0, 0, 0, wakes)})
+    assert watch.stall((0,), at + 2.0) is None
+
+
+@pytest.mark.parametrize("looks_of_work", [WARM_LOOKS // 2, WARM_LOOKS * 2])
+def test_nor_is_a_tick_now_and_then(looks_of_work: int) -> None:
+    """Threads that wait for sockets and timers use one in eight seconds; a worker that works little uses ten."""
+    watch = detector()
+    at, used = looks(watch, 0.0, looks_of_work, 0.02, 0.0)
+    still_since = at
+    for look in range(1, 200):
+        at += 2.0
+        used += 0.01 * (look % 4 == 2)
+        watch.signs(at, {0: Signs(used, 0, 0)})
+    assert watch.still_s(0, at) == pytest.approx(at - still_since, abs=6.0)
+
+
 def test_before_it_has_begun_to_work_a_worker_may_be_still_for_ten_minutes() -> None:
     watch = detector()
     at, used = looks(watch, 0.0, WARM_LOOKS // 2, 1.0, 0.0)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ....rendezvous.statements.inquiry import Finding, Inquiry, Stage, Urgency
+from ....rendezvous.statements.inquiry import ANSWER_S, Finding, Inquiry, Stage, Urgency
 from ...common.events import Signs
 from .limits import RULES, Learned, Limits
 from .silence import StepSilence
@@ -70,6 +70,9 @@ class HangDetector:
     polled_at: float = 0.0
     debuggers: Mapping[int, str] = field(default_factory=dict)
     """What traces workers now, by local rank: while anything does, nothing here is a stall."""
+    _asked: tuple[float, float] = (0.0, 0.0)
+    """Between these two instants the workers were last asked what they do."""
+    _looked_at: float = 0.0
     _stillness: dict[int, Stillness] = field(default_factory=dict)
     _saved_at: float = 0.0
     _gap: dict[int, tuple[int, float, Stage]] = field(default_factory=dict)
@@ -103,12 +106,18 @@ class HangDetector:
             self.polled_at = polled_at
             self.silence.alive(polled_at)
 
+    def asked(self, at: float) -> None:
+        """The workers are asked for their stacks: what they do for that is no sign of life."""
+        self._asked = at, at + ANSWER_S
+
     def signs(self, at: float, seen: Mapping[int, Signs]) -> None:
         """What the workers have used until `at`, by local rank."""
+        began_at, ended_at = self._asked
+        asked, self._looked_at = began_at <= at and self._looked_at < ended_at, at
         for local_rank, signs in seen.items():
             stillness = self._stillness.setdefault(local_rank, Stillness(self.began_at))
             warm = stillness.warm
-            pause_s = stillness.look(at, signs)
+            pause_s = stillness.look(at, signs, asked=asked)
             if pause_s > 0 and warm and not self.debuggers:
                 self.learned.pauses.add(pause_s)
         self.debuggers = {local_rank: signs.debugger for local_rank, signs in seen.items() if signs.debugger}

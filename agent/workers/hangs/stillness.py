@@ -4,7 +4,8 @@ The kernel counts no bytes of sockets for a process. But a main thread that wait
 
 A worker that hangs is not quite still: threads of libraries wake now and then, a data loader asks every few seconds
 whether its children live. So a worker counts as active only from a share of what it uses when it works; until that is
-known, from the smallest use that the kernel shows.
+known, from the smallest use that the kernel shows, if that is more than a tick now and then. What an inquiry itself
+makes it do, which asks for its stacks by a signal, does not count.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ BYTES_PER_S = 16384.0
 """Read and written; less is what libraries write of themselves."""
 WAKES_PER_S = 0.5
 """Of the main thread. It does not wake in a collective or for a lock, and each five seconds for a data loader."""
+NOW_AND_THEN = 0.004
+"""A smaller share of one processor, over three looks, is what threads of libraries use that only wait."""
+MORE_THAN_A_TICK = 0.0075
+"""In one look it is more than that."""
 WARM_LOOKS = 10
 """A worker that was active at so many looks has begun its work."""
 
@@ -37,19 +42,24 @@ class Stillness:
     active_looks: int = 0
     _signs: Signs | None = None
     _looked_at: float = 0.0
+    _lately: deque[float] = field(default_factory=lambda: deque(maxlen=3))
     _shares: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL_LOOKS))
 
-    def look(self, at: float, signs: Signs) -> float:
-        """Returns the pause that this look has ended, 0 if none."""
+    def look(self, at: float, signs: Signs, *, asked: bool = False) -> float:
+        """Returns the pause that this look has ended, 0 if none. `asked`: its stacks were asked for since the last."""
         before, self._signs = self._signs, signs
         took_s, self._looked_at = at - self._looked_at, at
         if before is None or took_s <= 0:
             self.active_at = max(self.active_at, at)
             return 0.0
+        if asked:
+            return 0.0
         share = (signs.processor_s - before.processor_s) / took_s
+        self._lately.append(share)
+        lately = sum(self._lately) / len(self._lately)
         active = (
             share < 0  # a child has ended for which its parent did not wait
-            or share > self._threshold()
+            or (share > self._threshold() and (share > MORE_THAN_A_TICK or lately > NOW_AND_THEN))
             or abs(signs.moved_bytes - before.moved_bytes) > BYTES_PER_S * took_s
             or signs.wakes - before.wakes > WAKES_PER_S * took_s
             or signs.output_bytes != before.output_bytes

@@ -221,6 +221,7 @@ class Supervisor:
             return
         generation.inquired = action.inquiry
         self._look(generation)
+        generation.hang.asked(self._clock())
         number, inquiry = generation.number, action.inquiry
 
         def say(look: Look) -> None:
