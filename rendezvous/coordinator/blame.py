@@ -153,11 +153,12 @@ def _is_broken(world: World, node: NodeRecord) -> bool:
 
 def _elsewhere(world: World, restarts: Restarts, node: str) -> tuple[Exclusion, ...]:
     """Exclusions of other nodes for this very failure: made since the last generation that ran for a minute; ever, for
-    an exception of the script, as few machines break in the same words."""
+    an exception of the script, as few machines break in the same words, and on the node of rank 0, which evaluates, saves
+    and runs out of memory for all others."""
     failure = world.cause.failure
     if failure is None or failure.action is Action.EXCLUDE_NODE:
         return ()
-    if not restarts.exclusions and failure.cause != EXCEPTION:
+    if not (restarts.exclusions or failure.cause == EXCEPTION or node == world.members[0].node):
         return ()
     found = digest(failure)
     return tuple(one for one in world.exclusions if one.node != node and one.fingerprint == found)

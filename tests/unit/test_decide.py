@@ -1151,8 +1151,9 @@ def test_an_exception_of_the_script_moves_from_node_to_node_also_after_minutes_o
         exclusions=(replace(OUT, fingerprint=digest(raised), readmitted=True),),
     )
     assert short(blamed(world, LONG, SB)) == "running 5 [a b] failure a"
-    anything = replace(world, cause=replace(OF_A, failure=CRASH))
-    assert short(blamed(anything, LONG, SB)) == "running 5 [b] failure a"
+    crashed = replace(world, cause=replace(OF_A, failure=CRASH), exclusions=(replace(OUT, readmitted=True),))
+    assert short(blamed(crashed, LONG, SB)) == "running 5 [a b] failure a", "a has rank 0: it saves for all"
+    assert short(blamed(replace(crashed, members=line_up((B, A))), SB, LONG)) == "running 5 [b] failure a"
 
 
 def test_each_exclusion_of_a_node_has_the_next_number() -> None:
@@ -1184,7 +1185,8 @@ def test_the_same_failure_on_another_node_shows_that_the_first_was_not_to_blame(
     assert short(blamed(again, SA, SB)) == "running 5 [a b] failure a", "nor is the second"
     long_since = replace(again, restarts=replace(TWICE, culprit="a-1", exclusions=1))
     assert short(blamed(long_since, SA, SB)) == "running 5 [a b] failure a"
-    assert short(blamed(long_since, LONG, SB)) == "running 5 [b] failure a"
+    assert short(blamed(long_since, LONG, SB)) == "running 5 [a b] failure a", "not as long as it has rank 0"
+    assert short(blamed(replace(long_since, members=line_up((B, A))), SB, LONG)) == "running 5 [b] failure a"
 
 
 def test_nodes_are_not_excluded_one_after_the_other_when_that_does_not_help() -> None:
