@@ -159,7 +159,7 @@ def test_the_file_has_all_events_those_before_the_first_world_too(tmp_path: Path
     assert written(folder / "events-a.jsonl") == ["starts", "the job starts", "ends"]
     assert journals(folder) == {"a": (folder / "events-a.jsonl",)}
     os.mkfifo(folder / "events-b.jsonl")
-    assert journals(folder)["b"] == (), "its reader would wait for a writer"
+    assert "b" not in journals(folder), "its reader would wait for a writer"
     assert (folder / "events-a.jsonl").stat().st_mode & 0o777 == 0o640
     assert lost.events == 0
 

@@ -491,7 +491,7 @@ class Pair:
     def refuse(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """There is no room for another copy of this one."""
 
-        def begin(_size: int) -> None:
+        def begin(_size: int, **_: bool) -> None:
             raise NoRoom("planted")
 
         monkeypatch.setattr(self.both[number]._state._memory, "_begin", begin)

@@ -105,7 +105,7 @@ def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> N
         (["none", "--log-dir={tmp}/none"], ReportCode.NO_RUN, "No such file or directory"),
         (["{tmp}/empty"], ReportCode.NO_ACCOUNT, "name the folder of a run"),
         (["{tmp}/early"], ReportCode.NO_ACCOUNT, "nothing of how time was spent"),
-        (["{tmp}/folder"], ReportCode.NO_ACCOUNT, "Is a directory"),
+        (["{tmp}/folder"], ReportCode.NO_ACCOUNT, "name the folder of a run"),
         (["{run}", "--picture={tmp}/none/x.png"], ReportCode.NOT_WRITTEN, "No such file or directory"),
     ],
 )

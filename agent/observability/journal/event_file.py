@@ -41,8 +41,9 @@ def journals(folder: Path) -> dict[str, tuple[Path, ...]]:
     found = {}
     for name in sorted(os.listdir(folder)):
         if match := _NAME.fullmatch(name):
-            parts = (folder / f"{name}{OLDER}", folder / name)
-            found[match[1]] = tuple(part for part in parts if part.is_file())
+            both = (folder / f"{name}{OLDER}", folder / name)
+            if parts := tuple(part for part in both if part.is_file()):
+                found[match[1]] = parts
     return found
 
 
