@@ -152,9 +152,9 @@ def _is_broken(world: World, node: NodeRecord) -> bool:
 
 
 def _elsewhere(world: World, restarts: Restarts, node: str) -> tuple[Exclusion, ...]:
-    """Exclusions of other nodes for this very failure: made since the last generation that ran for a minute; ever, for
-    an exception of the script, as few machines break in the same words, and on the node of rank 0, which evaluates, saves
-    and runs out of memory for all others."""
+    """Exclusions of other nodes for this very failure, made since the last generation that ran for a minute; or ever,
+    for an exception of the script, as few machines break in the same words, and on the node of rank 0, which evaluates,
+    saves and runs out of memory for all others."""
     failure = world.cause.failure
     if failure is None or failure.action is Action.EXCLUDE_NODE:
         return ()
