@@ -62,6 +62,12 @@ def newest_run(directory: Path, job: str) -> Path | None:
     return max(runs)[1] if runs else None
 
 
+def is_run(folder: Path) -> bool:
+    """An agent has written there, also if this is a copy. Raises OSError."""
+    names = [path.name for path in folder.iterdir()]
+    return any(name == MARK or _GENERATION.fullmatch(name) or _OF_NODES.fullmatch(name) for name in names)
+
+
 class RunFolder:
     """This agent's part in the folder of one run. `hold` and `prune` may take as long as the disk does."""
 

@@ -117,6 +117,19 @@ def test_the_newest_run_of_a_job_is_found_by_its_name(
     assert (tmp_path / "digits-3f2a.tar.gz").exists()
 
 
+def test_a_folder_that_happens_to_have_the_jobs_name_is_not_packed(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for job in ("digits", "other"):
+        (tmp_path / job).mkdir()
+        (tmp_path / job / "notes.txt").write_text("of the user's own")
+    assert main(["digits", f"--log-dir={run.parent}"]) == DiagnoseCode.WRITTEN
+    assert (tmp_path / "digits-3f2a.tar.gz").exists()
+    assert main(["other", f"--log-dir={run.parent}"]) == DiagnoseCode.NO_RUN
+    assert "other is no folder of a run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -16,7 +16,7 @@ from ...configuration.logs import LOG_DIR
 from ...configuration.reading.settings import Settings
 from ...configuration.reading.sources import read_argv, read_environ
 from ...configuration.types.option import Option
-from ...output.log_folders import log_directory, newest_run
+from ...output.log_folders import is_run, log_directory, newest_run
 from ..store_command import one_line_errors
 
 
@@ -84,14 +84,15 @@ def given_log_dir(command_line: Settings) -> Path | None:
 
 def find_run(run: str, log_dir: Path | None) -> Path:
     """The folder of `run`, which is a folder or the name of a job; `log_dir`: of --log-dir. Raises NoRun."""
-    if (folder := Path(run)).is_dir():
-        return folder
     try:
+        folder = Path(run)
+        if folder.is_dir() and is_run(folder):
+            return folder
         directory = log_directory(log_dir, own=log_dir is None)
         found = newest_run(directory, run) if directory is not None and NAME.fullmatch(run) else None
     except OSError as error:
         raise NoRun(f"{run}: {error.strerror or error}; see --log-dir") from None
     if found is None:
-        where = f"{run} is no folder, and {directory} has no run of a job of this name"
+        where = f"{run} is no folder of a run, and {directory} has no run of a job of this name"
         raise NoRun(f"{where}; see --log-dir")
     return found
