@@ -80,6 +80,7 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end(job: Job) -> None:
     agent.signal(signal.SIGTERM)
     assert agent.exit_code(within_s=CLOSE_S + 30.0) == 143
     collector.close()
+    assert agent.says("the last spans are not sent: no answer within 2 s; check --otlp-endpoint")
 
 
 def test_without_the_packages_the_agent_says_what_to_install(job: Job) -> None:

@@ -39,11 +39,13 @@ class SpanSender:
         self._resource = resource
         self._waiting: queue.Queue[RecoverySpans | None] = queue.Queue(MOST_WAITING)
         self._thread = Thread(self._work, "spans")
+        self._sends = False
 
     def start(self) -> None:
         self._thread.start()
 
     def send(self, spans: RecoverySpans) -> None:
+        self._sends = True
         try:
             self._waiting.put_nowait(spans)
         except queue.Full:
@@ -54,8 +56,11 @@ class SpanSender:
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
-            return  # the thread is too far behind to reach the last spans
-        self._thread.join(CLOSE_S)
+            pass  # the thread is too far behind to reach the last spans
+        else:
+            self._thread.join(CLOSE_S)
+        if self._sends and self._thread.is_alive():
+            log.warning("the last spans are not sent: no answer within %g s; check --otlp-endpoint", CLOSE_S)
 
     # Everything below runs in the thread.
 
