@@ -183,6 +183,14 @@ def test_what_libraries_use_while_they_wait_is_no_sign_of_life_of_a_worker_that_
     assert urgency(watch, end, (0,)) is OVERDUE
 
 
+def test_a_hang_before_its_usual_use_is_known_leaves_a_worker_still() -> None:
+    """Gloo's threads use some ticks while they wait."""
+    watch = stepping(40, 0.05)
+    for look in range(1, 20):
+        watch.signs(2.0 * look, {0: Signs(0.02 * look, 0, 0)})
+    assert watch.still_s(0, 40.0) == 38.0
+
+
 def test_nor_is_a_worker_still_that_always_sleeps_most_of_its_time() -> None:
     """As a script for tests does: 5 ms in a second, in ticks of 10 ms."""
     watch, at, used = detector(), 0.0, 0.0
@@ -220,7 +228,7 @@ def test_nor_is_a_tick_now_and_then(looks_of_work: int) -> None:
         at += 2.0
         used += 0.01 * (look % 4 == 2)
         watch.signs(at, {0: Signs(used, 0, 0)})
-    assert watch.still_s(0, at) == pytest.approx(at - still_since, abs=6.0)
+    assert watch.stalled_s((0,), at) == pytest.approx(at - still_since, abs=6.0)
 
 
 def test_before_it_has_begun_to_work_a_worker_may_be_still_for_ten_minutes() -> None:

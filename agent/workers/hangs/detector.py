@@ -129,14 +129,14 @@ class HangDetector:
         self.silence.alive_at = max(self.silence.alive_at, at)
         self._gap = {local_rank: (step, at, stage) for local_rank, (step, _, stage) in self._gap.items()}
         for stillness in self._stillness.values():
-            stillness.active_at = at
+            stillness.active_at = stillness.worked_at = at
 
     def still_s(self, local_rank: int, now: float) -> float | None:
         """For how long nothing of this worker has moved; None: not known."""
         stillness = self._stillness.get(local_rank)
         seen_at = [at for _, at, _ in (self._gap[local_rank],)] if local_rank in self._gap else []
         if stillness is not None:
-            seen_at.append(stillness.active_at)
+            seen_at.append(stillness.worked_at)
         return max(0.0, now - max(seen_at)) if seen_at else None
 
     # ---------------------------------------------------------------- what it means

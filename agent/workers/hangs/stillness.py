@@ -21,6 +21,8 @@ AT_WORK = 0.01
 OF_USUAL = 0.1
 """Or so much of what it has mostly used while it was active."""
 USUAL_LOOKS = 32
+WORKS = 0.05
+"""The share from which on a worker that waits has threads or children at work. Libraries that wait use less."""
 BYTES_PER_S = 16384.0
 """Read and written; less is what libraries write of themselves."""
 WAKES_PER_S = 0.5
@@ -39,6 +41,8 @@ class Stillness:
 
     active_at: float
     """When it was last seen to do anything."""
+    worked_at: float = 0.0
+    """When it was last seen to do more than a worker does that only waits, whatever it has used before."""
     active_looks: int = 0
     _signs: Signs | None = None
     _looked_at: float = 0.0
@@ -50,21 +54,23 @@ class Stillness:
         before, self._signs = self._signs, signs
         took_s, self._looked_at = at - self._looked_at, at
         if before is None or took_s <= 0:
-            self.active_at = max(self.active_at, at)
+            self.active_at = self.worked_at = max(self.active_at, at)
             return 0.0
         if asked:
             return 0.0
         share = (signs.processor_s - before.processor_s) / took_s
         self._lately.append(share)
         lately = sum(self._lately) / len(self._lately)
-        active = (
+        uses = share > self._threshold() and (share > MORE_THAN_A_TICK or lately > NOW_AND_THEN)
+        moves = (
             share < 0  # a child has ended for which its parent did not wait
-            or (share > self._threshold() and (share > MORE_THAN_A_TICK or lately > NOW_AND_THEN))
             or abs(signs.moved_bytes - before.moved_bytes) > BYTES_PER_S * took_s
             or signs.wakes - before.wakes > WAKES_PER_S * took_s
             or signs.output_bytes != before.output_bytes
         )
-        if not active:
+        if moves or share > WORKS:
+            self.worked_at = at
+        if not (moves or uses):
             return 0.0
         pause_s = self._looked_at - took_s - self.active_at
         self.active_at = at
