@@ -40,7 +40,7 @@ class Node:
 
     def __init__(self, name: str, folder: Path, *options: str) -> None:
         self._log = folder / f"{name}.log"
-        script = (str(folder / "train.py"), "--steps=1000000", "--step-seconds=0.08", "--save-every=100")
+        script = (str(folder / "train.py"), "--steps=1000000", "--step-seconds=0.08", "--save-every=20")
         common = (
             "--nproc-per-node=2",
             "--min-nodes=2",
