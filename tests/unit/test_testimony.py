@@ -24,6 +24,13 @@ STEP = Frame("/job/train.py", 9, "step", "dist.all_reduce(x)")
 REDUCE = Frame(f"{TORCH}/distributed/distributed_c10d.py", 3000, "all_reduce")
 WRAPPER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 BACKWARD = Frame(f"{TORCH}/autograd/graph.py", 824, "_engine_run_backward")
+CALL = Frame(f"{TORCH}/nn/modules/module.py", 1773, "_call_impl")
+LINEAR = Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward")
+FORWARD = Frame("/job/model.py", 20, "forward")
+DDP = Frame(f"{TORCH}/nn/parallel/distributed.py", 1633, "forward")
+FSDP = Frame(f"{TORCH}/distributed/fsdp/fully_sharded_data_parallel.py", 850, "forward")
+COMPILES = Frame("/usr/lib/python3.11/subprocess.py", 1200, "wait")
+GATHER = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2600, "gather_object")
 LOADER = Frame(f"{TORCH}/utils/data/dataloader.py", 700, "__next__")
 FETCH = Frame(f"{TORCH}/utils/data/_utils/fetch.py", 54, "fetch")
 SAVING = Frame(f"{TORCH}/serialization.py", 900, "save")
@@ -75,6 +82,17 @@ RUNS = replace(MAIN, state="R", channel="", call="", cpu_s=0.49)
         (worker(REDUCE, WRAPPER, STEP, MODULE), Doing.IN_COLLECTIVE),
         (worker(BACKWARD, STEP, MODULE), Doing.IN_COLLECTIVE),
         (worker(BACKWARD, STEP, MODULE, main=RUNS), Doing.BUSY),
+        # what a module does in the forward of DDP or FSDP, and in a backward of the script's own
+        (worker(FORWARD, CALL, DDP, CALL, MODULE, main=RUNS), Doing.BUSY),
+        (worker(FORWARD, CALL, FSDP, CALL, MODULE, main=at("clock_nanosleep")), Doing.ASLEEP),
+        (worker(LINEAR, CALL, CALL, DDP, CALL, MODULE), Doing.LOCKED),
+        (worker(COMPILES, FORWARD, CALL, DDP, CALL, MODULE, main=at("wait4")), Doing.READING),
+        (worker(FORWARD, CALL, BACKWARD, STEP, MODULE), Doing.LOCKED),
+        (worker(DDP, CALL, MODULE), Doing.IN_COLLECTIVE),
+        (worker(REDUCE, WRAPPER, FORWARD, CALL, DDP, CALL, MODULE), Doing.IN_COLLECTIVE),
+        # objects that it unpickles, bytes that still come
+        (worker(GATHER, WRAPPER, MODULE, main=RUNS), Doing.BUSY),
+        (worker(GATHER, WRAPPER, MODULE, others=(replace(GLOO, cpu_s=0.1),)), Doing.MOVES),
         (worker(replace(STEP, source="work.wait()"), MODULE), Doing.IN_COLLECTIVE),
         (worker(replace(STEP, source="lock.acquire()"), MODULE), Doing.LOCKED),
         (worker(INIT, WRAPPER, MODULE), Doing.AT_STORE),
@@ -131,6 +149,13 @@ def test_at_another_place_after_the_window_it_is_at_work_and_at_another_line_of_
     assert rank_state(later(REDUCE, WRAPPER, STEP, MODULE)).doing is Doing.MOVES
     assert rank_state(later(STEP, replace(MODULE, line=41))).doing is Doing.MOVES
     assert rank_state(later(replace(STEP, line=10), MODULE)).doing is Doing.BUSY
+
+
+def test_in_a_collective_a_process_that_uses_a_gpu_may_run_to_wait() -> None:
+    facts = worker(REDUCE, WRAPPER, STEP, MODULE, main=RUNS, others=(replace(GLOO, cpu_s=0.4),))
+    assert (
+        rank_state(replace(facts, process=replace(facts.process, devices=True))).doing is Doing.IN_COLLECTIVE
+    )
 
 
 def test_a_process_that_uses_a_gpu_may_wait_for_it_while_it_runs() -> None:

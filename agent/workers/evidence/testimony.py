@@ -21,6 +21,9 @@ has too much to do, less often."""
 GIL_SHARE = 0.1
 """Who gets it now and then uses more of a processor than that, and who only asks for it does not."""
 
+BYTES_SHARE = 0.05
+"""Of one processor, from which on a thread of a library of collectives moves bytes, and does not only wait for some."""
+
 _STOPPED = ("T", "t")
 _GONE = ("Z", "X")
 _FROZEN = ("freez", "refrigerator")
@@ -132,10 +135,11 @@ def _with_stacks(
             return Doing.IN_DATA_LOADER, _of_loader(where, facts.children), None
         if frame.function in _STORE_FUNCTIONS and _DISTRIBUTED in frame.file:
             return Doing.AT_STORE, _own(frames).place, None
-        if _is_collective(frame):
-            return Doing.IN_COLLECTIVE, _own(frames).place, Collective(_name(frames[at:])[:64])
-        if _BACKWARD[0] in frame.file and not runs:
-            return Doing.IN_COLLECTIVE, _own(frames).place, Collective("backward")
+        if _is_collective(frame) or _BACKWARD[0] in frame.file:
+            backward = not _is_collective(frame)
+            if (backward and runs) or not all(map(_is_plumbing, frames[:at])):
+                break  # a module's forward inside DDP's, a backward of the script's own
+            return _in_collective(facts, frames, "backward" if backward else _name(frames[at:]))
     if asking and main.wait not in (Wait.READ, Wait.POLL, Wait.CHILD):
         one = asking[0]
         held = f"thread {one.tid} ({one.name}) waits for Python's lock, which this one holds"
@@ -152,6 +156,20 @@ def _with_stacks(
         Wait.CHILD: Doing.READING,
     }.get(main.wait, Doing.OTHER)
     return doing, where, None
+
+
+def _in_collective(facts: WorkerFacts, frames: Sequence[Frame], name: str) -> _Judged:
+    """Unless it works there itself. A GPU's library may use a processor only to wait."""
+    process, place = facts.process, _own(frames).place
+    collective = Collective(name[:64])
+    if process.devices or not process.threads:
+        return Doing.IN_COLLECTIVE, place, collective
+    if process.threads[0].runs(facts.window_s):
+        return Doing.BUSY, f"{place}, in {collective.name}", None
+    for thread in process.threads[1:]:
+        if thread.name.startswith(_COLLECTIVE_THREADS) and thread.cpu_s > BYTES_SHARE * facts.window_s > 0:
+            return Doing.MOVES, f"{place}; {thread.name} moves the bytes of {collective.name}", None
+    return Doing.IN_COLLECTIVE, place, collective
 
 
 def _main_frames(stacks: Sequence[ThreadStack]) -> tuple[Frame, ...]:
@@ -187,6 +205,11 @@ def _is_in(frame: Frame, parts: Iterable[str]) -> bool:
 def _is_collective(frame: Frame) -> bool:
     of_torch = _DISTRIBUTED in frame.file and not _is_in(frame, _NO_COLLECTIVES)
     return (of_torch and frame.function not in _WRAPPERS) or _DDP in frame.file or _is_own_wait(frame)
+
+
+def _is_plumbing(frame: Frame) -> bool:
+    """No code of the script's or of a module's that a function of torch has called."""
+    return _is_collective(frame) or (frame.function in _WRAPPERS and _is_in(frame, _LIBRARY))
 
 
 def _is_own_wait(frame: Frame) -> bool:
