@@ -103,7 +103,7 @@ def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> N
         (["{run}", "--jsn"], ReportCode.BAD_CONFIG, "--json"),
         (["none", "--log-dir={tmp}"], ReportCode.NO_RUN, "has no run of a job of this name"),
         (["none", "--log-dir={tmp}/none"], ReportCode.NO_RUN, "No such file or directory"),
-        (["{tmp}/empty"], ReportCode.NO_ACCOUNT, "name the folder of a run"),
+        (["{tmp}/empty"], ReportCode.NO_RUN, "is no folder of a run"),
         (["{tmp}/early"], ReportCode.NO_ACCOUNT, "nothing of how time was spent"),
         (["{tmp}/folder"], ReportCode.NO_ACCOUNT, "name the folder of a run"),
         (["{run}", "--picture={tmp}/none/x.png"], ReportCode.NOT_WRITTEN, "No such file or directory"),
