@@ -13,7 +13,7 @@ the finding CERTAIN.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from ..records import World
 from ..statements.inquiry import Doing, Finding, RankState, Testimony, Verdict
@@ -83,12 +83,8 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
 
 def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
     """All ranks wait for each other: the guilty one waits in another collective than most."""
-    told = [one for one in waiting if one.doing is Doing.AT_STORE or one.collective is not None]
-    for alike, of, finding in (
-        (_collective, told, Finding.CERTAIN if told == waiting else Finding.LIKELY),
-        (_exact_place, told, Finding.LIKELY),
-        (_step, waiting, Finding.LIKELY),
-    ):
+    told = [one for one in waiting if one.doing is Doing.AT_STORE or one.collective]
+    for alike, of in ((_collective, told), (_exact_place, told), (_step, waiting)):
         most = Counter(map(alike, of)).most_common()
         if len(most) <= 1:
             continue
@@ -96,37 +92,23 @@ def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
         others = [one for one in of if alike(one) != usual]
         if number <= len(others):
             split = f"the ranks wait in different collectives: {_tally(waiting)}"
-            return _by_number(waiting, world) or Verdict(Finding.UNCLEAR, split)
-        finding = finding if len(others) == 1 else Finding.LIKELY
-        return _named(finding, _hindmost(others), [one for one in waiting if one not in others], world)
+            return _by_step(waiting, world) or Verdict(Finding.UNCLEAR, split)
+        rest = [one for one in waiting if one not in others]
+        # While the network stands still, some ranks may be in the next collective already.
+        return _named(Finding.LIKELY, _hindmost(others), rest, world)
     return Verdict(
         Finding.UNCLEAR,
         f"all wait in the same collective: {_tally(waiting)}; the network or an unseen rank may be at fault",
     )
 
 
-def _by_number(waiting: Sequence[RankState], world: World) -> Verdict | None:
-    """The rank whose collective has the lowest number in its group, or whose step is the lowest, is behind."""
-    numbers = {one.collective.number for one in waiting if one.collective is not None}
-    groups = {one.collective.group for one in waiting if one.collective is not None}
-    steps = {one.step for one in waiting}
-    key: Callable[[RankState], int]
-    if len(groups) == 1 and len(numbers) > 1 and None not in numbers:
-        key = _number
-    elif len(steps) > 1 and None not in steps:
-        key = _step
-    else:
+def _by_step(waiting: Sequence[RankState], world: World) -> Verdict | None:
+    """The rank whose step is the lowest is behind."""
+    if None in {one.step for one in waiting}:
         return None
-    last = min(waiting, key=key)
-    behind = [one for one in waiting if key(one) == key(last)]
-    others = [one for one in waiting if one not in behind]
-    return _named(Finding.LIKELY, last, others, world) if len(behind) == 1 else None
-
-
-def _number(one: RankState) -> int:
-    assert one.collective is not None
-    assert one.collective.number is not None
-    return one.collective.number
+    last = _hindmost(waiting)
+    others = [one for one in waiting if one.step != last.step]
+    return _named(Finding.LIKELY, last, others, world) if len(others) == len(waiting) - 1 else None
 
 
 def _step(one: RankState) -> int:
@@ -166,9 +148,8 @@ def _what(one: RankState, *, own: bool = False) -> str:
     >>> _what(RankState(0, Doing.AT_STORE))
     'at the store'
     """
-    name = one.collective.name if one.collective is not None else ""
-    if one.doing is Doing.IN_COLLECTIVE and name:
-        return f"waits in {name}" if own else f"in {name}"
+    if one.doing is Doing.IN_COLLECTIVE and one.collective:
+        return f"waits in {one.collective}" if own else f"in {one.collective}"
     if own:
         return _WORDS[one.doing]
     return "at the store" if one.doing is Doing.AT_STORE else "in a collective"

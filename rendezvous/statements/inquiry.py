@@ -23,7 +23,6 @@ LOOK_S = 1.5
 MAX_RANKS = 128
 """In one testimony. Of a node with more workers it has those that are the most telling: see `telling`."""
 MAX_WHERE = 200
-MAX_EVIDENCE = 512
 
 
 class Stage(enum.Enum):
@@ -75,7 +74,7 @@ class Doing(enum.Enum):
     IN_DATA_LOADER = "in_data_loader"
     """It waits for its data, or for a process that prepares them."""
     IN_COLLECTIVE = "in_collective"
-    """It waits for other ranks: `collective` says in which one, as far as that is known; None: it most likely does."""
+    """It waits for other ranks: `collective` says in which one; empty: it most likely does."""
     AT_STORE = "at_store"
     """It waits at the workers' store for a key that another rank sets: a rendezvous or a barrier."""
     LOCKED = "locked"
@@ -96,16 +95,6 @@ class Doing(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
-    """One that a rank is in. Numbers count those of one group, and only compare within it."""
-
-    name: Annotated[str, line(64)] = ""
-    """As torch calls it: all_reduce."""
-    number: Count | None = None
-    group: Annotated[str, line(64)] = ""
-
-
-@dataclass(frozen=True, slots=True)
 class RankState:
     """What one worker does."""
 
@@ -115,7 +104,8 @@ class RankState:
     """The newest that it has finished; None when it reports none."""
     still_s: Age | None = None
     """For so long it has made no step, written no output, and used no processor time or network. None: not known."""
-    collective: Collective | None = None
+    collective: Annotated[str, line(64)] = ""
+    """The one that it is in, as torch calls it: all_reduce; empty: not known, or none."""
     where: Annotated[str, line(MAX_WHERE)] = ""
     """One line: the innermost frame of the user's code, or what the kernel says; empty: not known."""
 
@@ -127,8 +117,6 @@ class Testimony:
     generation: Positive
     inquiry: Positive
     ranks: Annotated[tuple[RankState, ...], AtMost(MAX_RANKS)]
-    evidence: Annotated[str, line(MAX_EVIDENCE)] = ""
-    """Where on this node the stacks and the rest are kept; empty: nowhere."""
 
 
 class Finding(enum.Enum):
@@ -142,9 +130,10 @@ class Finding(enum.Enum):
     """One rank is not where the others wait, but may be slow: it waits for a disk, saves, or gets bytes; or it is at
     work, and all others have waited long for it."""
     LIKELY = "likely"
-    """One rank is not where the others wait, and nothing shows that it will come: it sleeps, or waits for a lock."""
+    """One rank is not where the others wait, and nothing shows that it will come: it sleeps, waits for a lock, or is in
+    another collective."""
     CERTAIN = "certain"
-    """One rank is not where the others wait, and can never come by itself: stopped, gone, or in another collective."""
+    """One rank is not where the others wait, and can never come by itself: stopped, or gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,7 @@ def test_a_testimony_keeps_those_that_wait_for_nobody() -> None:
 
 def test_the_records_come_back_as_they_went_and_with_all_ranks_they_fit() -> None:
     state = RankState(2**31, ASLEEP, 10**9, 1e6, where="ü" * 200)
-    said = Said(4, 1, (state,) * MAX_RANKS, "x" * 512)
+    said = Said(4, 1, (state,) * MAX_RANKS)
     node = replace(still(B, LAST), testimony=said)
     assert NodeRecord.from_json("nodes/b", node.to_json()) == node
     seen = world(Inquiry(3, LAST, Finding.LIKELY, "rank 1 sleeps"))

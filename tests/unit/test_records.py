@@ -87,7 +87,7 @@ NODE = NodeRecord(
     paces=Paces(3, 20, 300_000, (200_000, 280_000)),
     comparison=Comparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
     suspicion=Suspicion(3, Stage.STEPS, "no step for 5 s", Urgency.EARLY),
-    testimony=Said(3, 1, (RankState(0, Doing.ASLEEP, 17, 5.0), RankState(1, Doing.OTHER)), "gen3/evidence"),
+    testimony=Said(3, 1, (RankState(0, Doing.ASLEEP, 17, 5.0), RankState(1, Doing.OTHER))),
 )
 WORLD = World(
     job="job",
@@ -442,7 +442,6 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("testimony", "generation"): number(1),
         ("testimony", "inquiry"): number(1),
         ("testimony", "ranks"): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 129],
-        ("testimony", "evidence"): text(512),
     },
     "world": {
         ("job",): NAME,

@@ -80,13 +80,12 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Suspicion": "generation stage why urgency",
             "Stage": "initialization first_step steps evaluation save",
             "Urgency": "early overdue last",
-            "Testimony": "generation inquiry ranks evidence",
+            "Testimony": "generation inquiry ranks",
             "RankState": "rank doing step still_s collective where",
             "Doing": (
                 "gone stopped uninterruptible in_save in_data_loader in_collective at_store locked reading asleep "
                 "holds_gil busy moves debugged other"
             ),
-            "Collective": "name number group",
             "Inquiry": "number urgency finding why",
             "Finding": "healthy unclear doubtful likely certain",
         },

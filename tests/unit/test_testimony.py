@@ -16,7 +16,7 @@ from elastic_agent.agent.workers.evidence.facts import (
     wait_of,
 )
 from elastic_agent.agent.workers.evidence.testimony import rank_state
-from elastic_agent.rendezvous.statements.inquiry import MAX_WHERE, Collective, Doing
+from elastic_agent.rendezvous.statements.inquiry import MAX_WHERE, Doing
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 MODULE = Frame("/job/train.py", 40, "<module>")
@@ -131,7 +131,7 @@ def test_the_collective_is_what_the_script_has_called() -> None:
     inner = replace(REDUCE, function="all_gather")
     objects = replace(REDUCE, function="all_gather_object")
     found = rank_state(worker(inner, WRAPPER, objects, WRAPPER, STEP, MODULE))
-    assert found.collective == Collective("all_gather_object")
+    assert found.collective == "all_gather_object"
     assert found.where == "train.py:9 in step"
 
 
@@ -201,7 +201,7 @@ def test_the_place_is_the_scripts_own_line_also_where_waits_are_measured(
     frames: tuple[Frame, ...], name: str
 ) -> None:
     found = rank_state(worker(*frames))
-    assert (found.doing, found.collective) == (Doing.IN_COLLECTIVE, Collective(name))
+    assert (found.doing, found.collective) == (Doing.IN_COLLECTIVE, name)
     assert found.where == "train.py:9 in step"
 
 

@@ -22,10 +22,9 @@ def one_line(state: RankState) -> str:
     >>> one_line(RankState(3, Doing.ASLEEP, 7, where="train.py:9 in step"))
     'rank 3: asleep, train.py:9 in step, step 7'
     """
-    collective = state.collective
     parts = [
         f"rank {state.rank}: {state.doing.value}",
-        f"{collective.name}" if collective is not None and collective.name else "",
+        state.collective,
         state.where,
         f"step {state.step}" if state.step is not None else "",
         f"still for {state.still_s:.0f} s" if state.still_s is not None else "",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ....rendezvous.statements.inquiry import MAX_WHERE, Collective, Doing, RankState
+from ....rendezvous.statements.inquiry import MAX_WHERE, Doing, RankState
 from .facts import Frame, ProcessFacts, ThreadFacts, ThreadStack, Wait, WorkerFacts, wait_of
 
 GIL_WAKES = 25
@@ -73,21 +73,21 @@ def rank_state(facts: WorkerFacts) -> RankState:
     return RankState(facts.rank, doing, facts.step, facts.still_s, collective, where[:MAX_WHERE])
 
 
-_Judged = tuple[Doing, str, Collective | None]
+_Judged = tuple[Doing, str, str]
 
 
 def _judge(facts: WorkerFacts) -> _Judged:
     process, main = facts.process, facts.process.main
     if main is None or (main.state in _GONE and all(one.state in _GONE for one in process.threads)):
-        return Doing.GONE, "its process has ended", None
+        return Doing.GONE, "its process has ended", ""
     if process.debugger:
-        return Doing.DEBUGGED, f"by {process.debugger}", None
+        return Doing.DEBUGGED, f"by {process.debugger}", ""
     if main.state in _STOPPED or any(part in main.channel for part in _FROZEN):
-        return Doing.STOPPED, _kernel_words(main), None
+        return Doing.STOPPED, _kernel_words(main), ""
     if _file_server(process, main):
-        return Doing.UNINTERRUPTIBLE, _kernel_words(main), None
+        return Doing.UNINTERRUPTIBLE, _kernel_words(main), ""
     if asleep := next((one for one in process.threads if one.asleep), None):
-        return Doing.UNINTERRUPTIBLE, _kernel_words(asleep), None
+        return Doing.UNINTERRUPTIBLE, _kernel_words(asleep), ""
     frames = _main_frames(process.stacks) or _main_frames(process.later)  # an answer may be late
     if not frames:
         return _without_stacks(facts, process, main)
@@ -105,7 +105,7 @@ def _without_stacks(facts: WorkerFacts, process: ProcessFacts, main: ThreadFacts
         doing = Doing.OTHER if process.devices else Doing.MOVES
     if doing is None and main.wait is Wait.FUTEX and _has_collectives(process):
         doing = Doing.IN_COLLECTIVE
-    return doing or Doing.OTHER, _kernel_words(main), None
+    return doing or Doing.OTHER, _kernel_words(main), ""
 
 
 def _has_collectives(process: ProcessFacts) -> bool:
@@ -119,22 +119,22 @@ def _with_stacks(
     runs = main.runs(facts.window_s)
     later = _main_frames(process.later)
     if later and not _same(frames, later):
-        return Doing.MOVES, where, None
+        return Doing.MOVES, where, ""
     asking = _ask_for_lock_of_python(process, facts.window_s)
     if main in asking:
         others_run = any(one.runs(facts.window_s) for one in process.threads if one is not main)
         held = "it waits for Python's lock, which another thread holds"
-        return (Doing.BUSY if others_run else Doing.HOLDS_GIL), f"{where}; {held}", None
+        return (Doing.BUSY if others_run else Doing.HOLDS_GIL), f"{where}; {held}", ""
     innermost = frames[0]
     for at, frame in enumerate(frames):
         if _is_in(frame, _SAVES):
-            return Doing.IN_SAVE, where, None
+            return Doing.IN_SAVE, where, ""
         if _is_in(frame, _LOADER):
             if any(child.main is not None and child.main.runs(facts.window_s) for child in facts.children):
-                return Doing.MOVES, f"{where}; its data loader is at work", None
-            return Doing.IN_DATA_LOADER, _of_loader(where, facts.children), None
+                return Doing.MOVES, f"{where}; its data loader is at work", ""
+            return Doing.IN_DATA_LOADER, _of_loader(where, facts.children), ""
         if frame.function in _STORE_FUNCTIONS and _DISTRIBUTED in frame.file:
-            return Doing.AT_STORE, _own(frames).place, None
+            return Doing.AT_STORE, _own(frames).place, ""
         if _is_collective(frame) or _BACKWARD[0] in frame.file:
             backward = not _is_collective(frame)
             if (backward and runs) or not all(map(_is_plumbing, frames[:at])):
@@ -143,11 +143,11 @@ def _with_stacks(
     if asking and main.wait not in (Wait.READ, Wait.POLL, Wait.CHILD):
         one = asking[0]
         held = f"thread {one.tid} ({one.name}) waits for Python's lock, which this one holds"
-        return (Doing.BUSY if runs else Doing.HOLDS_GIL), f"{where}; {held}", None
+        return (Doing.BUSY if runs else Doing.HOLDS_GIL), f"{where}; {held}", ""
     if runs:
-        return (Doing.OTHER if process.devices else Doing.BUSY), where, None
+        return (Doing.OTHER if process.devices else Doing.BUSY), where, ""
     if main.wait is Wait.FUTEX and any(word in innermost.source for word in _WAITS_OF_WORK):
-        return Doing.IN_COLLECTIVE, _own(frames).place, Collective("wait")
+        return Doing.IN_COLLECTIVE, _own(frames).place, "wait"
     doing = {
         Wait.FUTEX: Doing.LOCKED,
         Wait.SLEEP: Doing.ASLEEP,
@@ -155,20 +155,20 @@ def _with_stacks(
         Wait.POLL: Doing.READING,
         Wait.CHILD: Doing.READING,
     }.get(main.wait, Doing.OTHER)
-    return doing, where, None
+    return doing, where, ""
 
 
 def _in_collective(facts: WorkerFacts, frames: Sequence[Frame], name: str) -> _Judged:
     """Unless it works there itself. A GPU's library may use a processor only to wait."""
     process, place = facts.process, _own(frames).place
-    collective = Collective(name[:64])
+    collective = name[:64]
     if process.devices or not process.threads:
         return Doing.IN_COLLECTIVE, place, collective
     if process.threads[0].runs(facts.window_s):
-        return Doing.BUSY, f"{place}, in {collective.name}", None
+        return Doing.BUSY, f"{place}, in {collective}", ""
     for thread in process.threads[1:]:
         if thread.name.startswith(_COLLECTIVE_THREADS) and thread.cpu_s > BYTES_SHARE * facts.window_s > 0:
-            return Doing.MOVES, f"{place}; {thread.name} moves the bytes of {collective.name}", None
+            return Doing.MOVES, f"{place}; {thread.name} moves the bytes of {collective}", ""
     return Doing.IN_COLLECTIVE, place, collective
 
 

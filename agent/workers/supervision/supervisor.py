@@ -21,7 +21,7 @@ from ....rendezvous.node.drain import Beyond
 from ....rendezvous.node.node_actions import Drain, Testify
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Condition, Failure, Member, World
-from ....rendezvous.statements.inquiry import MAX_EVIDENCE, Testimony, telling
+from ....rendezvous.statements.inquiry import Testimony, telling
 from ....rendezvous.text import counted
 from ....worker.wire.messages import SaveReport
 from ...common.events import (
@@ -226,8 +226,7 @@ class Supervisor:
 
         def say(look: Look) -> None:
             if look.states:
-                evidence = str(look.path or "")[:MAX_EVIDENCE]
-                self._post(Testified(Testimony(number, inquiry, telling(look.states), evidence)))
+                self._post(Testified(Testimony(number, inquiry, telling(look.states))))
 
         self._look_at(generation, f"inquiry-{inquiry}", THOROUGH, say)
 
