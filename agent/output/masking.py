@@ -15,23 +15,33 @@ LEAST_CHARS = 6
 """Shorter known values are not masked: they would match everywhere."""
 
 # All patterns begin at a word's start and are bounded: a worker may print long lines, made to take long to match.
-_WORD = r"secret|passw|token(?!s|iz|_ids|_type)|api[_-]?key|access[_-]?key|credential|private[_-]?key"
+_WORD = (
+    r"secret|passw|passphrase|[_-]pwd|token(?!s|iz|_ids|_type)|api[_-]?key|access[_-]?key|account[_-]?key|[_-]key(?![a-z])"
+    r"|credential|x-amz-signature|cookie"
+)
 _NAME = re.compile(rf"(?i)(?!.*[_-](file|path|dir)$).*({_WORD}|authorization)")
 _ASSIGNED = re.compile(
     rf"""(?ix)
     (?<! [\w.-] ) (?P<name> [\w.-]{{0,64}}? (?:{_WORD}) [\w.-]{{0,64}} )
     (?P<between> ["']? \s* (?: [=:] | , \s* (?=["']) ) \s* | ["']? \s* \] \s* = \s* )
-    (?P<quote> ["']? )
-    (?P<value> (?: (?<=["']) [^"'\n]* | [^\s"',;)\]}}]+ ) )
+    (?P<open> [bru]{{0,2}} (?P<quote> ["'] ) )?
+    (?P<value> (?(quote) (?: \\. | (?! (?P=quote) ) [^\\\n] )* | [^\s"']+? (?= [,;)\]}}]{{0,8}} (?: [\s"'] | \Z ) ) ) )
     """
 )
-_OPTION = re.compile(rf"(?i)(?<![\w-])(--?[\w-]{{0,64}}?(?:{_WORD})[\w-]{{0,64}}\s+)([^\s'\"-][^\s'\"]*)")
-_HEADER = re.compile(
-    r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)([^\n'\"]+)|(\b(?:bearer|basic)\s+)([\w.~+/=-]{8,})"
+_OPTION = re.compile(
+    rf"(?i)(?<![\w-])(--?[\w-]{{0,64}}?(?:{_WORD})[\w-]{{0,64}}\s+)"
+    r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s'\"-][^\s'\"]*)"
 )
-_URL = re.compile(r"(?i)((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,32}://[^\s:/@]{0,128}:)([^\s/@]+)(@)")
+_HEADER = re.compile(
+    r"(?i)((?:authorization|cookie)['\"]?\s*[:=]\s*['\"]?)([^\n'\"]+)|(\b(?:bearer|basic)\s+)([\w.~+/=-]{8,})"
+)
+_URL = re.compile(r"(?i)((?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,32}://[^\s:/@]{0,128}:)([^\s'\"]{1,256})(@)")
+_QUERY = re.compile(r"(?i)([?&](?:sig|signature|code|key|auth|jwt)=)[^&\s'\"]+")
+_DSN = re.compile(r"(?i)(://)[0-9a-f]{16,64}(@)")
 _FORMS = re.compile(
-    r"(?<![\w-])(?:hf_|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|sk-|nvapi-)[A-Za-z0-9_-]{8,}|(?<![\w-])(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"(?<![\w-])(?:hf_|ghp_|gho_|github_pat_|glpat-|xox[abprs]-|sk-|nvapi-|npm_|dckr_pat_|pypi-|glsa_|r8_)"
+    r"[A-Za-z0-9_-]{8,}|(?<![\w-])(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|(?<![\w-])(?:dapi[0-9a-f]{32}|AIza[\w-]{35}|ya29\.[\w-]{8,}|SG\.[\w-]{8,64}\.[\w-]{8,})"
     r"|(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
@@ -53,6 +63,8 @@ def masked(text: str, known: Collection[str] = ()) -> str:
             text = text.replace(value, MASK)
     text = _FORMS.sub(MASK, text)
     text = _URL.sub(rf"\g<1>{MASK}\g<3>", text)
+    text = _DSN.sub(rf"\g<1>{MASK}\g<2>", text)
+    text = _QUERY.sub(rf"\g<1>{MASK}", text)
     text = _HEADER.sub(lambda found: f"{found[1] or found[3]}{MASK}", text)
-    text = _ASSIGNED.sub(rf"\g<name>\g<between>\g<quote>{MASK}", text)
+    text = _ASSIGNED.sub(rf"\g<name>\g<between>\g<open>{MASK}", text)
     return _OPTION.sub(rf"\g<1>{MASK}", text)

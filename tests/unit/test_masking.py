@@ -27,13 +27,28 @@ CANARY = "c4n4ry-Value9"
         "postgres://user:{}@db/runs",
         "http://:{}@host/",
         "private_key = {}",
+        "postgres://user:{}/with@and/{}@db/runs",
+        "password = b'{}'",
+        "password='it\\'s {}'",
+        'password="it\'s {}"',
+        "PASSWORD=a;{}",
+        "connect(password=a,{})",
+        '--api-key "two words {}"',
+        "DB_PASSPHRASE={}",
+        "MYSQL_PWD={}",
+        "OPENAI_KEY={}",
+        "AccountKey={}==;EndpointSuffix=x",
+        "Cookie: session={}; other={}",
+        "https://b.example/x?sv=1&sig={}",
+        "https://s3.example/x?X-Amz-Signature={}&x=1",
+        "npm_{}",
         "hf_{}",
         "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
         "-----BEGIN PRIVATE KEY-----\n{}",
     ],
 )
 def test_what_looks_like_a_secret_is_not_shown(text: str) -> None:
-    shown = masked(text.format(CANARY))
+    shown = masked(text.format(CANARY, CANARY))
     assert CANARY not in shown
     assert MASK in shown
 
@@ -52,10 +67,17 @@ def test_known_values_are_found_wherever_they_are_and_long_ones_first() -> None:
         "tcp 10.0.0.1:80 to 10.0.0.2:50000",
         "rank 3: in_collective, all_reduce, train.py:9 in step",
         "see https://example.org/a:b",
+        "PWD=/home/me, keys: 3, missing key(s) in state_dict: ['a']",
     ],
 )
 def test_what_is_none_is_kept(text: str) -> None:
     assert masked(text) == text
+
+
+def test_what_follows_a_secret_is_kept() -> None:
+    assert masked("connect(password=a-b, lr=3)") == f"connect(password={MASK}, lr=3)"
+    assert masked("{'token': 'x', 'lr': 3}") == f"{{'token': '{MASK}', 'lr': 3}}"
+    assert masked("https://0123456789abcdef0123@sentry.example/4") == f"https://{MASK}@sentry.example/4"
 
 
 def test_variables_that_are_secret_by_name() -> None:
