@@ -113,6 +113,12 @@ def _close(
     all_answered = all(node.node in answers for node in present)
     found = weighed(verdict(tuple(answers.values()), world), answers, all_answered=all_answered)
     still = inquiry.urgency if suspects else Urgency.EARLY  # they may have gone on meanwhile
+    if still is not Urgency.EARLY and all_answered and all_go_on(found, answers):
+        found = replace(
+            found,
+            finding=Finding.HEALTHY,
+            why=f"all ranks have been active within {STILL_S:g} s; {found.why}",
+        )
     if ends(still, found, all_answered=all_answered):
         signs = next((said.why for said in _said(suspects) if said.urgency is inquiry.urgency), "")
         why = f"hang: {found.why}{signs and f'; {signs}'}"[:MAX_TEXT]
@@ -142,6 +148,16 @@ def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: b
     if found.finding is Finding.LIKELY and slow:
         return replace(found, finding=Finding.DOUBTFUL)
     return found
+
+
+def all_go_on(found: Verdict, answers: Mapping[str, Testimony]) -> bool:
+    """Every rank has done something lately: the script is in a phase in which it reports no steps, such as a test, and
+    where each rank stands is chance. At the first limit ranks that hang may have been active so lately, too."""
+    said = [one for testimony in answers.values() for one in testimony.ranks]
+    stuck = (*NEVER, Doing.HOLDS_GIL)  # those who ask for Python's lock use some processor time
+    if any(one.doing in stuck for one in said):
+        return False
+    return bool(said) and all(one.still_s is not None and one.still_s < STILL_S for one in said)
 
 
 def _still(one: RankState, for_s: float) -> bool:

@@ -207,6 +207,35 @@ def test_what_waits_for_something_that_moves_may_be_slow(
     assert weighed(found, answers, all_answered=True).finding is finding
 
 
+@pytest.mark.parametrize("urgency", [OVERDUE, LAST])
+@pytest.mark.parametrize(
+    ("first", "second", "over"),
+    [
+        # a test without step(): at a look one rank reads, or all are in the same collective
+        (RankState(0, WAITS, 7, 1.0), RankState(1, Doing.READING, 7, 3.0), False),
+        (RankState(0, WAITS, 7, 1.0), RankState(1, WAITS, 7, 3.0), False),
+        (RankState(0, WAITS, 7, 1.0), RankState(1, STOPPED, 7, 3.0), True),
+        (RankState(0, WAITS, 7, 1.0), RankState(1, Doing.HOLDS_GIL, 7, 3.0), True),
+        (RankState(0, WAITS, 7, 60.0), RankState(1, ASLEEP, 7, 60.0), True),
+    ],
+)
+def test_while_every_rank_does_something_now_and_then_nothing_hangs(
+    first: RankState, second: RankState, over: bool, urgency: Urgency
+) -> None:
+    nodes = [
+        replace(still(node, urgency), testimony=Said(4, 1, (state,)))
+        for node, state in ((A, first), (B, second))
+    ]
+    told = published(decided(world(Inquiry(1, urgency)), *nodes))
+    assert (told.phase is Phase.STOPPING) == over
+    if not over:
+        assert told.inquiry is not None
+        assert told.inquiry.finding is Finding.HEALTHY
+    early = [replace(still(node, EARLY), testimony=node.testimony) for node in nodes]
+    told = published(decided(world(Inquiry(1, EARLY)), *early))
+    assert told.phase is Phase.STOPPING or (told.inquiry and "active" not in told.inquiry.why)
+
+
 def test_no_finding_of_health_and_no_partial_knowledge_but_of_the_dead_ends_anything() -> None:
     for finding, urgency, complete in itertools.product(Finding, Urgency, (True, False)):
         over = ends(urgency, Verdict(finding, ""), all_answered=complete)

@@ -240,11 +240,17 @@ class Generation:
                 self.group.pid(local_rank),
                 self.stacks.of(local_rank),
                 self.read[local_rank].step if local_rank in self.read else None,
-                self.hang.still_s(local_rank, now),
+                self._still_s(local_rank, now),
                 last_lines=tail(self.number, ranks[local_rank]),
             )
             for local_rank in self.running
         ]
+
+    def _still_s(self, local_rank: int, now: float) -> float | None:
+        """As it is told to others. Below a limit of the user's own, that a worker was active lately shows nothing."""
+        still_s = self.hang.still_s(local_rank, now)
+        own = isinstance(self.config.timeouts.hang, float)
+        return None if own and still_s is not None and still_s < STILL_S else still_s
 
     def looked_at(self, testimony: Testimony) -> Testimony:
         """The testimony, corrected for workers that have finished a step since they were looked at."""
