@@ -144,6 +144,7 @@ def test_it_looks_at_what_is_checked_before_a_join_and_more() -> None:
 @pytest.mark.parametrize(
     ("facts", "outcome"),
     [
+        (ArithmeticFacts(devices=("cpu",), sees_no_gpu=True), Outcome.OK),
         (ArithmeticFacts(devices=("cpu", "cuda:0")), Outcome.OK),
         (ArithmeticFacts(devices=("cpu", "cuda:0"), wrong=("cuda:0",)), Outcome.FAIL),
         (ArithmeticFacts(problem="no result within 80 s"), Outcome.FAIL),
@@ -153,6 +154,16 @@ def test_a_wrong_product_fails(facts: ArithmeticFacts, outcome: Outcome) -> None
     finding = judge_arithmetic(facts, NEEDS)
     assert finding.outcome is outcome
     assert bool(finding.advice) is (outcome is Outcome.FAIL)
+
+
+def test_gpus_that_torch_does_not_find_fail() -> None:
+    """Without them the products of the processor alone would be right."""
+    gpus = replace(NEEDS, gpus=("0", "1"))
+    facts = ArithmeticFacts(devices=("cpu",), sees_no_gpu=True)
+    assert judge_arithmetic(facts, gpus).summary == "torch finds none of the 2 GPUs"
+    assert judge_arithmetic(replace(facts, sees_no_gpu=False), gpus).outcome is Outcome.OK, (
+        "built without CUDA"
+    )
 
 
 @pytest.mark.parametrize(

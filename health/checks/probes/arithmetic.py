@@ -41,7 +41,11 @@ def probe_arithmetic() -> ArithmeticFacts:
         last = done.stderr.strip().rpartition("\n")[2]
         return ArithmeticFacts(problem=f"ended with {done.returncode}: {last}"[:1024])
     found = json.loads(done.stdout)
-    return ArithmeticFacts(devices=tuple(found["devices"]), wrong=tuple(found["wrong"]))
+    return ArithmeticFacts(
+        devices=tuple(found["devices"]),
+        wrong=tuple(found["wrong"]),
+        sees_no_gpu=bool(found.get("sees_no_gpu")),
+    )
 
 
 def main() -> None:
@@ -67,7 +71,8 @@ def main() -> None:
         agree = all(torch.equal((there @ there).cpu(), expected) for _ in range(TIMES))
         if not agree or not torch.equal(copied.to(device).clone().cpu(), copied):
             wrong.append(device)
-    print(json.dumps({"devices": devices, "wrong": wrong}))
+    sees_no_gpu = torch.version.cuda is not None and len(devices) == 1
+    print(json.dumps({"devices": devices, "wrong": wrong, "sees_no_gpu": sees_no_gpu}))
 
 
 def _fractions_agree() -> bool:

@@ -23,6 +23,8 @@ class ArithmeticFacts(Checked):
     devices: Annotated[tuple[Annotated[str, Text(64)], ...], AtMost(257)] = ()
     wrong: Annotated[tuple[Annotated[str, Text(64)], ...], AtMost(257)] = ()
     """Devices whose copies or products are wrong."""
+    sees_no_gpu: bool = False
+    """torch is built for CUDA, and finds no device: broken ones may not be shown at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,10 @@ class PeerFacts(Checked):
 def judge_arithmetic(facts: ArithmeticFacts, needs: NodeNeeds) -> Finding:
     if facts.problem:
         return Finding("arithmetic", Outcome.FAIL, facts.problem, WRONG_ADVICE)
+    if facts.sees_no_gpu and needs.gpus:
+        return Finding(
+            "arithmetic", Outcome.FAIL, f"torch finds none of the {len(needs.gpus)} GPUs", WRONG_ADVICE
+        )
     if facts.wrong:
         wrong = ", ".join(facts.wrong)
         return Finding(
