@@ -158,13 +158,21 @@ def _left_over(world: World, view: View, policy: Policy, now: float) -> _Basis |
 def without_excluded(
     members: Sequence[NodeRecord], exclusions: Sequence[Exclusion], view: View, policy: Policy
 ) -> Sequence[NodeRecord]:
-    """The members that go on. Excluded ones go on, too, while the others and the standbys are too few for a world."""
+    """The members that go on. Excluded ones go on, too, while the others and the standbys are too few for a world. In a
+    planned change one goes on until another has the state after the last step, which it would take with it."""
     stay, out = [node for node in members if not node.leaving], left_out(exclusions)
     others = [node for node in stay if node.node not in out]
     if len(others) == len(stay):
         return stay
+    world = view.world
+    if not others and world is not None and not _stops_unplanned(world):
+        others = sorted(stay, key=lambda node: not node.has(Condition.STATE_SAVED, world.generation))[:1]
     ready = [node for node in newcomers(view, exclusions) if node.ready]
     return others if suffice(len(others) + len(ready), policy) else stay
+
+
+def _stops_unplanned(world: World) -> bool:
+    return world.phase is Phase.STOPPING and world.cause.kind not in (CauseKind.JOIN, CauseKind.LEAVE)
 
 
 def _after_failure(basis: _Basis, world: World, view: View, policy: Policy, now: float) -> _Basis | Decision:

@@ -150,7 +150,7 @@ def exclude_slowest(
         return None, None
     ready = [one for one in newcomers(view, exclusions) if one.ready]
     others = [one for one in present if one is not node]
-    replaced = len(first_that_fit([*others, *ready], policy)) >= len(present)
+    replaced = bool(others) and len(first_that_fit([*others, *ready], policy)) >= len(present)
     return (exclusions if replaced else None), None
 
 

@@ -1255,6 +1255,23 @@ def test_a_member_that_is_excluded_goes_by_plan_when_the_others_are_enough() -> 
     assert short(decide(view(last, *drained, C), POLICY, NOW)) == "running 5 [a c] leave b"
 
 
+def test_no_planned_change_takes_the_newest_state_away_with_the_last_member_that_has_it() -> None:
+    """One member goes on with the newcomers, and goes when these have the state."""
+    policy = replace(POLICY, min_nodes=1)
+    limits = replace(LIMITS, min_nodes=1)
+    rows = exclude((), "a", "a-1", BY_OPERATOR, "a fan is loud", operator=True)
+    alone = running(A, exclusions=rows, limits=replace(limits, max_nodes=1))
+    assert short(decide(view(alone, A, C), policy, NOW)) == "wait"
+    failed = replace(alone, phase=Phase.STOPPING, cause=replace(OF_A, failure=CRASH))
+    assert short(decide(view(failed, SA, C, since=0.0), policy, NOW)) == "running 5 [c] failure a"
+    both = exclude(rows, "b", "b-1", BY_OPERATOR, "another fan", operator=True)
+    two = replace(AB, exclusions=both, limits=replace(limits, max_nodes=2))
+    assert short(decide(view(two, A, B, C, D), policy, NOW)) == "draining 4 [a b] leave b"
+    last = replace(two, phase=Phase.LAST_STEP, cause=Cause(CauseKind.LEAVE, "b", "b goes"))
+    drained = SA.having(4, Condition.DRAINED), SB.having(4, Condition.DRAINED, Condition.STATE_SAVED)
+    assert short(decide(view(last, *drained, C, D), policy, NOW)) == "running 5 [b c] leave b"
+
+
 @pytest.mark.parametrize(
     ("world", "nodes", "unproven"),
     [

@@ -174,6 +174,18 @@ def test_where_as_many_are_excluded_as_there_is_room_for_it_stays() -> None:
     assert bench.world().exclusions == full  # type: ignore[union-attr]
 
 
+def test_a_node_that_is_alone_in_its_world_stays() -> None:
+    """It would take the newest state with it."""
+    alone = replace(EXCLUDING, min_nodes=1, max_nodes=1)
+    bench = Bench()
+    [a] = bench.joined("a", policy=alone)
+    bench.join("c", policy=alone)
+    bench.settle()
+    slowed(bench, [a, a], 100)
+    assert named(a) == [("a", 1)]
+    assert (bench.members(), bench.world().exclusions) == (["a"], ())  # type: ignore[union-attr]
+
+
 def test_without_a_spare_it_stays() -> None:
     bench = Bench()
     peers = bench.joined("a", "b", policy=replace(EXCLUDING, min_nodes=1))

@@ -99,7 +99,8 @@ def exclude_node(
                 ExclusionCode.TIMED_OUT,
                 f"node {node} is excluded, and still in generation {world.generation} after {timeout_s:g} s: "
                 f"{state_of(world)}. It stays while the others are fewer than the job needs (--min-nodes, "
-                "--nodes-multiple-of), and goes when another node comes",
+                "--nodes-multiple-of), and goes when another node comes. Where it is alone in its world, only it "
+                f"has the newest state: elastic-agent drain {node} hands that over",
             )
         sleep(min(LOOK_S, max(0.0, deadline - clock())))
         try:
