@@ -6,21 +6,17 @@ It never waits for one: who ends stays to be seen. It ends, and they with it, at
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 
 import hanging
 
 from elastic_agent.worker.wire import stack_dump
 
-PR_SET_PDEATHSIG = 1
-
 
 def run(kind: str, variables: dict[str, str], stacks: str) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    hanging.die_with_parent()
     os.environ.update(variables)
     stack_dump.register(stacks)
     hanging.main(kind)

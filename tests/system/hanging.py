@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+PR_SET_PDEATHSIG = 1
 CULPRIT = 1
 FOR_EVER_S = 3600.0
 KINDS: dict[str, Callable[[], None]] = {}
@@ -30,6 +31,10 @@ KINDS: dict[str, Callable[[], None]] = {}
 def kind(function: Callable[[], None]) -> Callable[[], None]:
     KINDS[function.__name__] = function
     return function
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def reduce() -> None:
@@ -111,6 +116,7 @@ class Stuck(Dataset[Any]):
 
     def __getitem__(self, number: int) -> torch.Tensor:
         if number == 3:
+            die_with_parent()
             mark()
             os.read(os.pipe()[0], 1)
         return torch.ones(2)
@@ -142,6 +148,7 @@ def read_of_a_socket() -> None:
 @kind
 def child_that_does_not_end() -> None:
     if (child := os.fork()) == 0:
+        die_with_parent()
         time.sleep(FOR_EVER_S)
         os._exit(0)
     os.waitpid(child, 0)
