@@ -128,10 +128,10 @@ class Finding(enum.Enum):
     """Nothing moves, and no rank stands out."""
     DOUBTFUL = "doubtful"
     """One rank is not where the others wait, but may be slow: it waits for a disk, saves, or gets bytes; or it is at
-    work, and all others have waited long for it."""
+    work, and all others have waited long for it. Or several are in another collective, and may exchange bytes."""
     LIKELY = "likely"
-    """One rank is not where the others wait, and nothing shows that it will come: it sleeps, waits for a lock, or is in
-    another collective."""
+    """One rank is not where the others wait, and nothing shows that it will come: it sleeps, waits for a lock, or is
+    alone in another collective."""
     CERTAIN = "certain"
     """One rank is not where the others wait, and can never come by itself: stopped, or gone."""
 

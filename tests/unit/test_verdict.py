@@ -79,6 +79,14 @@ def test_the_one_in_another_collective_does_not_come(other: RankState) -> None:
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
 
 
+@pytest.mark.parametrize("pair", [("send", "recv"), ("scatter", "scatter")])
+def test_two_that_may_still_exchange_bytes_are_named_but_in_doubt(pair: tuple[str, str]) -> None:
+    """Over a slow network; the others are in a barrier already."""
+    two = [replace(REDUCE, rank=rank, collective=name) for rank, name in enumerate(pair)]
+    found = verdict(said(*two, *waiting(0, 1)), WORLD)
+    assert (found.finding, found.rank) == (Finding.DOUBTFUL, 0)
+
+
 def test_the_same_collective_called_from_another_line_is_a_hint() -> None:
     found = verdict(said(*waiting(3), replace(REDUCE, rank=3, where="train.py:30 in end")), WORLD)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
