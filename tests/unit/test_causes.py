@@ -26,6 +26,8 @@ ACCELERATOR = "torch.AcceleratorError: CUDA error: "
 EXCEPTIONS = [
     ("ecc", ACCELERATOR + "uncorrectable ECC error encountered"),
     ("xid", "RuntimeError: CUDA error: GPU is lost"),
+    ("xid", "pynvml.NVMLError_GpuIsLost: GPU is lost"),
+    ("exception", "ValueError: no handler of 'GPU is lost'"),
     ("host_out_of_memory", "MemoryError"),
     ("host_out_of_memory", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 TiB"),
     (
@@ -137,6 +139,7 @@ EXCEPTIONS = [
     ("disk_full", "OSError: [Errno 122] Disk quota exceeded"),
     ("storage", "OSError: [Errno 5] Input/output error: '/data/shard-7'"),
     ("storage", "OSError: [Errno 116] Stale file handle"),
+    ("storage", "ImportError: libx.so: cannot open shared object file: Stale file handle"),
     ("limit", "OSError: [Errno 24] Too many open files"),
     ("limit", "RuntimeError: can't start new thread"),
     ("data_loader", "RuntimeError: DataLoader worker (pid(s) 31550) exited unexpectedly"),

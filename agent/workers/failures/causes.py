@@ -109,7 +109,11 @@ CAUSES: tuple[Cause, ...] = (
         " number in NVIDIA's catalog",
         (
             Machine(Trouble.XID),
-            _says("fallen off the bus", "GPU is lost", "GPU requires reset", "Uncorrectable NVLink error"),
+            _says(
+                "fallen off the bus",
+                r"\b(CUDA|NVML\w*|nvidia-smi|device handle)\b[^\n]*GPU (is lost|requires reset)",
+                "Uncorrectable NVLink error",
+            ),
         ),
     ),
     Cause(
@@ -155,6 +159,21 @@ CAUSES: tuple[Cause, ...] = (
                 "system not yet initialized",
                 "Driver/library version mismatch",
                 r"libcuda\.so\.1: cannot open",
+            ),
+        ),
+    ),
+    Cause(
+        "storage",  # before import_error: a module on such a file system is there after a restart
+        Action.RESTART,
+        "a file system fails: dmesg and its server say why; if it is always the same node, repair its mount",
+        (
+            _says(
+                "Input/output error",
+                "Read-only file system",
+                "Stale file handle",
+                "Transport endpoint is not connected",
+                "PytorchStreamWriter failed",
+                "PytorchStreamReader failed",
             ),
         ),
     ),
@@ -330,21 +349,6 @@ CAUSES: tuple[Cause, ...] = (
         Action.RESTART,
         "make room, or write elsewhere: df and quota say which file system it is",
         (_says("No space left on device", "Disk quota exceeded"),),
-    ),
-    Cause(
-        "storage",
-        Action.RESTART,
-        "a file system fails: dmesg and its server say why; if it is always the same node, repair its mount",
-        (
-            _says(
-                "Input/output error",
-                "Read-only file system",
-                "Stale file handle",
-                "Transport endpoint is not connected",
-                "PytorchStreamWriter failed",
-                "PytorchStreamReader failed",
-            ),
-        ),
     ),
     Cause(
         "limit",
