@@ -24,7 +24,7 @@ from elastic_agent.worker.storage.memory.available_memory import Memory
 from elastic_agent.worker.storage.memory.checksums import _ChecksumThread
 from elastic_agent.worker.storage.memory.node_memory import NodeMemory
 from elastic_agent.worker.storage.memory.slot_memory import RankPlace
-from elastic_agent.worker.storage.memory.slots import NoRoom, OpenSlot, Slots
+from elastic_agent.worker.storage.memory.slots import NoRoom, Slots
 from tests.unit.threads import join_threads
 
 pytestmark = pytest.mark.usefixtures("only_worker")
@@ -195,28 +195,6 @@ def test_every_nth_step_is_remembered(tmp_path: Path, opened: Slots) -> None:
     assert sorted(header.step for header in opened.headers().values()) == [3, 6]
 
 
-@pytest.mark.parametrize(("copies", "left"), [(3, {2: [2], 3: [3], 4: [4]}), (2, {2: [1], 3: [1], 4: [1]})])
-def test_while_a_copy_is_read_a_crash_in_the_middle_of_the_next_costs_no_step_where_three_have_room(
-    tmp_path: Path, opened: Slots, monkeypatch: pytest.MonkeyPatch, copies: int, left: dict[int, list[int]]
-) -> None:
-    limit = copies * slots.room_for(100_000) + (64 << 10)
-    monkeypatch.setenv("ELASTIC_AGENT_MEMORY_BYTES", str(limit))
-    training = Training(tmp_path / "disk", memory_every=1)
-    training.train(2)
-    begin, in_the_middle = Slots.begin, {}
-
-    def begun(self: Slots, *args: Any, **more: Any) -> OpenSlot:
-        found = begin(self, *args, **more)
-        in_the_middle[training.meta["step"] - 1] = [header.step for header in opened.headers().values()]
-        return found
-
-    monkeypatch.setattr(Slots, "begin", begun)
-    with opened.hold(opened.newest_first()[1]) as held:
-        assert held.header.step == 1
-        training.train(5)
-    assert in_the_middle == left
-
-
 def test_a_save_is_remembered_too_and_needs_no_records(tmp_path: Path, opened: Slots) -> None:
     training = Training(tmp_path / "disk")
     training.train(1)
@@ -309,7 +287,7 @@ def test_the_level_with_the_least_memory_decides_whether_a_slot_grows(
     """A large machine in whose cgroup a job may have a part only: 5 % of all of it is more than the job needs."""
     monkeypatch.setattr(room, "read_memory", lambda: levels)
     monkeypatch.setattr(room, "file_system", lambda _: Memory(1000 * GIB, 1000 * GIB))
-    monkeypatch.setattr(opened, "begin", lambda size, **_: size)
+    monkeypatch.setattr(opened, "begin", lambda size, protected: size)
     of = NodeMemory(opened, 1000 * GIB, RankPlace("a", 1, 0, 0, 1))
     if fits:
         of._begin(5 * GIB)  # and room for the other slot

@@ -70,46 +70,6 @@ def test_a_slot_that_is_read_is_not_overwritten(slots: Slots) -> None:
     assert write(slots, 5) == "a"
 
 
-def test_while_the_older_slot_is_read_the_newest_state_stays_where_there_is_room_for_a_third(
-    slots: Slots,
-) -> None:
-    for step in (1, 2):
-        write(slots, step, content=b"step%d" % step)
-    with slots.hold("a") as held:
-        opened = slots.begin(5, has_room_for_third=lambda: True)
-        assert opened.name == "a"
-        assert [header.step for header in slots.headers().values()] == [2], "a crash now would leave this one"
-        opened.trim()
-        os.pwrite(opened.fd, b"step3", 0)
-        slots.seal(opened, Header(3, 1, 0, 1, 5))
-        assert held.stream.read() == b"step1"
-        assert not slots.shows(held)
-    assert [slots.headers()[name].step for name in slots.newest_first()] == [3, 2]
-    with slots.hold("a") as held:
-        assert held.stream.read() == b"step3"
-        assert slots.begin(5, has_room_for_third=lambda: False).name == "b"
-
-
-def test_a_slot_that_is_being_written_keeps_its_file(slots: Slots) -> None:
-    write(slots, 1)
-    assert slots.begin(5).name == "b"
-    assert slots.begin(5, has_room_for_third=lambda: True).name == "a"
-
-
-def test_a_reader_does_not_take_one_file_for_what_the_header_of_another_says(
-    slots: Slots, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (1, 2):
-        write(slots, step)
-    with slots.hold("a") as held:
-        slots.begin(5, has_room_for_third=lambda: True).close()
-        write(slots, 3)
-        with open(held.path, "rb") as stale:
-            monkeypatch.setattr(slots, "_shared", lambda name: stale)
-            with pytest.raises(ValueError, match="another copy has taken its place"):
-                slots.hold("a")
-
-
 def test_what_is_to_be_kept_is_not_overwritten_even_where_the_other_slot_is_read(slots: Slots) -> None:
     """Of a sharded state every rank must keep the version that all have."""
     for step in (1, 2):

@@ -60,7 +60,7 @@ class NodeMemory(SlotMemory):
             payload = {**payload, "rng": rows}
         layout = self._layout_cache.lay_out(payload)
         with self.costing_a_copy_only():
-            opened = self._begin(layout.size, may_take_third=True)
+            opened = self._begin(layout.size)
             try:
                 mapping = self._mapped(opened)
                 opened.trim()

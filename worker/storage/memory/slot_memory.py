@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -186,18 +185,15 @@ class SlotMemory:
             f"no memory in {self.folder}: {error}: give /dev/shm more room, or use --memory-checkpoints off"
         )
 
-    def _begin(
-        self, size: int, *, protected: tuple[int, int] | None = None, may_take_third: bool = False
-    ) -> OpenSlot:
-        """See `Slots.begin`. `may_take_third`: a third copy, for as long as one is being read, if there is room."""
+    def _begin(self, size: int, *, protected: tuple[int, int] | None = None) -> OpenSlot:
+        """See `Slots.begin`."""
         need = Need.of(self._slots, size)
         if need.grows:
             self._check_limit(need.both)
         for now in limiting_levels(self._slots.memory):
             self._check_available(need, now)
-        third = functools.partial(self._has_room_for_third, need) if may_take_third else None
         try:
-            return self._slots.begin(size, protected=protected, has_room_for_third=third)
+            return self._slots.begin(size, protected=protected)
         except SlotsBusy:
             # One is being written to disk, and the other one read for its checksums only.
             self._checksums.stop(*SLOT_NAMES)
@@ -232,13 +228,6 @@ class SlotMemory:
             f"{now.of} has {now.available >> 20} MiB left of {now.total >> 20}, a copy would take {need.grows >> 20} "
             f"more, and {least >> 20} are to be left: give the job more, or use --memory-checkpoints off"
         )
-
-    def _has_room_for_third(self, need: Need) -> bool:
-        third = need.both // 2
-        if need.both + third + self._slots.claimed_by_others() > self._limit:
-            return False
-        grown = replace(need, grows=need.grows + third)
-        return all(grown.fits(now) for now in limiting_levels(self._slots.memory))
 
     def _mapped(self, opened: OpenSlot) -> _Mapping:
         mapping = self._mappings.pop(opened.name, None)

@@ -14,8 +14,7 @@ the slot that does not hold the newest state, so that a crash in the middle of a
 One process fills the slots of a folder: local rank 0 those of a state, each worker those of its shards, the memory
 server those of a replica. Every rank writes its own random state. The reader of a
 slot while workers train (the disk writer) holds a shared `flock` on it, and a slot that is held is not overwritten.
-While the older slot is held, a copy over the newest would leave only the older state to a crash in the middle of it. So
-where there is memory for a third copy, the slot gets a new file: readers of the old file keep it until they close it.
+With one slot held the writer has the other one only: then a crash in the middle of a copy leaves the held one.
 
 A header that is there changes in several processes: checksums come from a thread or the disk writer, another rank says
 that it is partial, a load completes it. Each of them holds the slot, and a lock on the folder for the time of
@@ -156,9 +155,6 @@ class Slots:
         try:
             header = self._header(name)  # only now: before the lock it could be about to go
             found = os.fstat(stream.fileno())
-            # Only now: until here the slot could get another file, and the header be that one's.
-            if not os.path.samestat(found, os.stat(data_file(name), dir_fd=self._dir_fd)):
-                raise ValueError("another copy has taken its place")
             if not stat.S_ISREG(found.st_mode) or found.st_size != header.size:
                 raise ValueError(f"{found.st_size} bytes long, the header says {header.size}")
         except BaseException:
@@ -193,33 +189,27 @@ class Slots:
 
     # ---------------------------------------------------------------- writing
 
-    def begin(
-        self,
-        size: int,
-        *,
-        protected: tuple[int, int] | None = None,
-        has_room_for_third: Callable[[], bool] | None = None,
-    ) -> OpenSlot:
+    def begin(self, size: int, *, protected: tuple[int, int] | None = None) -> OpenSlot:
         """Open a slot for a state of `size` bytes. From here until `seal` that slot holds nothing.
 
         protected: the slot that holds this version is left as it is, even if the other one is being read.
-        has_room_for_third: asked where the older slot is being read; True: that slot gets a new file for this state.
 
         Raises SlotsBusy; OSError when there is not so much memory, and then the slot gives back what it had.
         """
         headers = self.headers()
         found = (headers.get(name) for name in SLOT_NAMES)
-        order = overwrite_order(
+        for place in overwrite_order(
             [(one.version, not one.rng_holes) if one is not None else None for one in found]
-        )
-        for name in (SLOT_NAMES[place] for place in order):
+        ):
+            name = SLOT_NAMES[place]
             if protected is not None and name in headers and headers[name].version == protected:
                 continue
-            fd = self._locked(name)
-            is_newest = name == SLOT_NAMES[order[-1]]
-            if fd is None and not is_newest and has_room_for_third is not None and has_room_for_third():
-                fd = self._locked(name) if self._leave_to_readers(name) else None
-            if fd is None:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(data_file(name), flags, 0o600, dir_fd=self._dir_fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
                 continue
             try:
                 remove(self._dir_fd, header_file(name))
@@ -233,25 +223,6 @@ class Slots:
         raise SlotsBusy(
             f"no slot in {self.folder} is free: each is being read, or holds the version that must stay"
         )
-
-    def _locked(self, name: str) -> int | None:
-        """The slot's file, which no other process reads or writes; None: one does. Raises OSError."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(data_file(name), flags, 0o600, dir_fd=self._dir_fd)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        return fd
-
-    def _leave_to_readers(self, name: str) -> bool:
-        """Remove the slot's file and header; False where a process writes it. Those who read it have its file still."""
-        with contextlib.suppress(OSError), self._changing_headers(), self._shared(name):
-            remove(self._dir_fd, header_file(name))
-            remove(self._dir_fd, data_file(name))
-            return True
-        return False
 
     def seal(self, opened: OpenSlot, header: Header) -> None:
         """From here on the slot holds what `header` says, all of which was written; others may read it.
@@ -303,7 +274,7 @@ class Slots:
             not 0 < len(raw) <= hole[1] for raw, hole in zip(known, header.rng_holes, strict=True)
         ):
             return header
-        fd = os.open(held.path, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(data_file(held.name), os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir_fd)
         try:
             for raw, (offset, length) in zip(known, header.rng_holes, strict=True):
                 os.pwrite(fd, raw.ljust(length, b"\0"), offset)
