@@ -27,7 +27,7 @@ from local_run import LAUNCHERS, Run
 JOB = Path(__file__).with_name("faults_job.py")
 DOCUMENT = Path(__file__).parent.parent / "docs" / "runbook.md"
 PLACE = "faults"
-PATIENCE_S = 90.0
+PATIENCE_S = 45.0
 """More than the 30 s after which a script that reports no steps is suspected. gloo waits for 30 minutes."""
 
 ENDS = (

@@ -116,7 +116,7 @@ CASES = [
     Case("script_error", "len(5)"),
     Case("host_out_of_memory", "bytearray(2**62)"),
     Case("host_out_of_memory", "import torch; torch.empty(10**15)"),
-    Case("killed", "import os; os.kill(os.getpid(), 9)", says="killed by SIGKILL (signal 9; a person"),
+    Case("killed", "import os; os.kill(os.getpid(), 9)", says="killed by SIGKILL (signal 9; a user"),
     Case("killed", argv=of_shell("sh -c 'kill -9 $$'; exit $?"), says="exit code 137"),
     Case("terminated", "import os; os.kill(os.getpid(), 15)"),
     Case("terminated", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"),

@@ -72,10 +72,11 @@ class Hang:
 
     @property
     def settled(self) -> bool:
-        """The others wait for the one that does not come."""
+        """The others wait for the one that does not come, and that one has come to what it never comes back from."""
         marked = {int(line) for line in self.marks.read_text().split()} if self.marks.exists() else set()
         waits = [state.doing in WAITING for state in self.states if state.rank != CULPRIT]
-        return marked == set(range(RANKS)) and all(waits)
+        stands = any(state.doing is KINDS[self.kind] for state in self.states if state.rank == CULPRIT)
+        return marked == set(range(RANKS)) and all(waits) and stands
 
 
 WORLD = World(

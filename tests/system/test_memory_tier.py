@@ -43,6 +43,13 @@ def test_a_killed_worker_costs_no_step_and_not_one_bit(job: Job) -> None:
         training = job.wait_for_training(world=2, after=generation - 1)
         folder = Path(training.starts[0]["env"]["ELASTIC_AGENT_MEMORY"])
         assert folder.stat().st_mode & 0o777 == 0o700
+        # While the disk writer holds what was loaded, each copy goes over the only other slot, and a kill in the
+        # middle of one costs that (`storage/memory/slots.py`).
+        files = CheckpointFiles(job.folder / "disk-of-a", keep=2, run=Run("reader"))
+        loaded = job.history(what="loaded", generation=generation, rank=0)[0]["step"]
+        job.wait_for(
+            lambda files=files, step=loaded: not step or step in files.steps(), "what was loaded on disk"
+        )  # type: ignore[misc]
         done = kill(job, training, rank)
         expect_to_go_on_where_it_was(job, generation + 1, done, 0, 1)
     (job.folder / "finish").touch()
