@@ -231,6 +231,21 @@ def test_nor_is_a_tick_now_and_then(looks_of_work: int) -> None:
     assert watch.stalled_s((0,), at) == pytest.approx(at - still_since, abs=6.0)
 
 
+@pytest.mark.parametrize("usual", [0.02, 0.06, 0.3])
+def test_what_gloos_threads_use_is_no_sign_of_life_of_a_worker_that_sleeps_most_of_its_time(
+    usual: float,
+) -> None:
+    """Seen of one that computed 6 % of its time: two or three ticks in six seconds, now and then two in one look."""
+    watch = detector()
+    at, used = looks(watch, 0.0, 2 * WARM_LOOKS, 2.0 * usual, 0.0)
+    still_since = at
+    for ticks in (0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 0, 2, 0, 1, 0, 2, 1) * 3:
+        at += 2.0
+        used += 0.01 * ticks
+        watch.signs(at, {0: Signs(used, 0, 0)})
+    assert watch.stalled_s((0,), at) == pytest.approx(at - still_since, abs=6.0)
+
+
 def test_before_it_has_begun_to_work_a_worker_may_be_still_for_ten_minutes() -> None:
     watch = detector()
     at, used = looks(watch, 0.0, WARM_LOOKS // 2, 1.0, 0.0)

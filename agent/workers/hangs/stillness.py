@@ -4,7 +4,7 @@ The kernel counts no bytes of sockets for a process. But a main thread that wait
 
 A worker that hangs is not quite still: threads of libraries wake now and then, a data loader asks every few seconds
 whether its children live. So a worker counts as active only from a share of what it uses when it works; until that is
-known, from the smallest use that the kernel shows, if that is more than a tick now and then. What an inquiry itself
+known, from the smallest use that the kernel shows, if that is more than two ticks now and then. What an inquiry itself
 makes it do, which asks for its stacks by a signal, does not count.
 """
 
@@ -20,6 +20,8 @@ AT_WORK = 0.01
 """The share of one processor's time from which on a worker is active, whatever it uses otherwise."""
 OF_USUAL = 0.1
 """Or so much of what it has mostly used while it was active."""
+WAITING = 0.0075
+"""Libraries that wait use less. Of a worker that uses little more when it works, half of that counts."""
 USUAL_LOOKS = 32
 WORKS = 0.05
 """The share from which on a worker that waits has threads or children at work. Libraries that wait use less."""
@@ -29,8 +31,8 @@ WAKES_PER_S = 0.5
 """Of the main thread. It does not wake in a collective or for a lock, and each five seconds for a data loader."""
 NOW_AND_THEN = 0.004
 """A smaller share of one processor, over three looks, is what threads of libraries use that only wait."""
-MORE_THAN_A_TICK = 0.0075
-"""In one look it is more than that."""
+AT_ONCE = 0.0125
+"""In one look it is more than that: they may use two ticks of the kernel's clock in two seconds."""
 WARM_LOOKS = 10
 """A worker that was active at so many looks has begun its work."""
 
@@ -61,7 +63,8 @@ class Stillness:
         share = (signs.processor_s - before.processor_s) / took_s
         self._lately.append(share)
         lately = sum(self._lately) / len(self._lately)
-        uses = share > self._threshold() and (share > MORE_THAN_A_TICK or lately > NOW_AND_THEN)
+        threshold = self._threshold()
+        uses = share > threshold and (share > AT_ONCE or lately > max(NOW_AND_THEN, threshold))
         moves = (
             share < 0  # a child has ended for which its parent did not wait
             or abs(signs.moved_bytes - before.moved_bytes) > BYTES_PER_S * took_s
@@ -81,7 +84,8 @@ class Stillness:
     def _threshold(self) -> float:
         if len(self._shares) < WARM_LOOKS:
             return 0.0
-        return min(AT_WORK, OF_USUAL * median(self._shares))
+        usual = median(self._shares)
+        return min(AT_WORK, max(OF_USUAL * usual, min(usual / 2, WAITING)))
 
     @property
     def warm(self) -> bool:
