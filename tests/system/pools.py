@@ -124,7 +124,7 @@ class Pool:
 
     def events(self, **wanted: Any) -> list[dict[str, Any]]:
         file = self.folder / "events"
-        lines = file.read_text().splitlines() if file.exists() else []
+        *lines, _unfinished = file.read_text().split("\n") if file.exists() else [""]
         return [event for event in map(json.loads, lines) if wanted.items() <= event.items()]
 
     def starts(self, job: str, count: int) -> list[dict[str, Any]]:

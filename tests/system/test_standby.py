@@ -136,8 +136,9 @@ def gone(pids: Sequence[int]) -> bool:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    node = Node(tmp_path)
+def node(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
+    """With these options, where a test is parametrized with others."""
+    node = Node(tmp_path, *getattr(request, "param", ()))
     yield node
     node.close()
 
@@ -212,10 +213,9 @@ def test_one_that_does_not_take_the_job_is_ended_and_the_job_starts_cold_and_onc
     assert "the standby has ended without it; its agent starts cold" in node.log.read_text()
 
 
-def test_a_daemon_that_preloads_nothing_has_none(tmp_path: Path) -> None:
-    node = Node(tmp_path, "--preload=none")
+@pytest.mark.parametrize("node", [("--preload=none",)], indirect=True)
+def test_a_daemon_that_preloads_nothing_has_none(node: Node) -> None:
     starts, printed = node.run()
     assert len(starts) == 1
     assert "preloaded before the job came" not in printed
-    assert not list(descendants(node.daemon.pid))
-    node.close()
+    node.wait_for(lambda: not list(descendants(node.daemon.pid)), "end of the job's agent")
