@@ -37,7 +37,7 @@ def main(words: Sequence[str]) -> int:
     return store_command("forget", words, ForgetCode, _USAGE, _meeting_place, _work)
 
 
-def _work(store: Store, place: RendezvousConfig, job: str, command_line: Settings) -> None:
+def _work(store: Store, place: RendezvousConfig, job: str, command_line: Settings, left_s: float) -> None:
     print(f"job {job} is forgotten: {forget(store, job)} keys deleted")
 
 

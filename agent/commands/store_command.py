@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeAlias
 
-from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
+from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused, StoreUnavailable
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
+from ...threads import Thread
 from ..common.exits import Code, DrainCode, ExclusionCode, ForgetCode
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.reading.settings import Settings
@@ -24,6 +29,8 @@ _Code: TypeAlias = DrainCode | ExclusionCode | ForgetCode
 
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
+LATE_S = 1.0
+"""How long after its timeout a command is given to say by itself how far it has come."""
 
 
 class CannotDo(Exception):
@@ -40,14 +47,17 @@ def store_command(
     codes: type[DrainCode] | type[ExclusionCode] | type[ForgetCode],
     usage: str,
     meeting_place: Callable[[str | None, Settings], RendezvousConfig],
-    work: Callable[[Store, RendezvousConfig, str, Settings], None],
+    work: Callable[[Store, RendezvousConfig, str, Settings, float], None],
     *options: Option[Any],
+    timeout: Option[float] | None = None,
 ) -> int:
     """Returns one of `codes`. The first word is the node or job, and both callables get it.
 
     `meeting_place` raises ConfigError with all problems, that of a wrong first word too; `work` raises CannotDo,
-    StoreError and RecordInvalid. `options` are the command's own.
+    StoreError and RecordInvalid. `options` are the command's own. `timeout` is another one, for all that the command
+    does: `work` gets the seconds that are left of it, and is not waited for if the store keeps it for longer.
     """
+    options = options if timeout is None else (*options, timeout)
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, options)
     if HELP in command_line:
@@ -59,8 +69,18 @@ def store_command(
         with one_line_errors(codes.INTERRUPTED):
             place = meeting_place(subject, command_line)
             assert subject is not None, "a problem of the configuration"
-            with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
-                work(store, place, subject, command_line)
+            limit_s = math.inf if timeout is None else command_line[timeout].value
+            ends_at = time.monotonic() + limit_s
+
+            def left() -> float:
+                return max(0.0, round(ends_at - time.monotonic(), 1))
+
+            def run() -> None:
+                place.kind.load()
+                with contextlib.closing(open_to_look(place, min(ANSWER_S, left()))) as store:
+                    work(store, place, subject, command_line, left())
+
+            _within(limit_s, run, place)
             return 0
     except CannotDo as error:
         code, reason = error.code, error
@@ -72,6 +92,33 @@ def store_command(
         code, reason = codes.NO_ANSWER, error
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
+
+
+def _within(limit_s: float, work: Callable[[], None], place: RendezvousConfig) -> None:
+    """Raises what `work` raises, and StoreUnavailable if it has not ended in time: a request may last for longer."""
+    if limit_s == math.inf:
+        work()
+        return
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    no_thread = StoreUnavailable("no thread could be started: allow more processes")
+    Thread(run, "store-command", lambda: done.set_exception(no_thread)).start()
+    try:
+        done.result(limit_s + LATE_S)
+    except FutureTimeout as late:
+        where = ", ".join(map(str, place.endpoints)) or str(place.folder)
+        raise StoreUnavailable(
+            f"the store at {where} gave no answer within {limit_s:g} s; what was asked may have been done: look with "
+            "elastic-agent status. Check that the store runs, that --rdzv-endpoint names its address, and that no "
+            "firewall closes the port"
+        ) from late
 
 
 def world_of(job: str, entries: Iterable[Entry]) -> World | None:

@@ -154,8 +154,11 @@ class DrainCode(Code):
 class ExclusionCode(Code):
     """How `elastic-agent exclude` and `readmit` end. `docs/rendezvous.md` shows the same table."""
 
-    DONE = 0, "the job trains without the node; of readmit: worlds may include it again"
-    NO_NODE = 66, "no live node of the job has this name; of readmit: none of this name is excluded"
+    DONE = 0, "the job trains without the node, or its agent is away; of readmit: worlds may include it again"
+    NO_NODE = (
+        66,
+        "the job knows no node of this name, without --away; of readmit: none of this name is excluded",
+    )
     NO_JOB = 67, "the store holds no world of a job of this name, or the job has ended"
     NO_ANSWER = (
         69,

@@ -30,10 +30,10 @@ def newcomers(view: View, exclusions: Sequence[Exclusion]) -> list[NodeRecord]:
     return sorted(found, key=lambda node: math.inf if node.node_rank is None else node.node_rank)
 
 
-def suffice(nodes: int, policy: Policy) -> bool:
+def suffice(nodes: int, limits: Limits) -> bool:
     """This number of nodes is enough for a world."""
-    most = min(nodes, policy.max_nodes)
-    return most // policy.nodes_multiple_of * policy.nodes_multiple_of >= max(policy.min_nodes, 1)
+    most = min(nodes, limits.max_nodes)
+    return most // limits.nodes_multiple_of * limits.nodes_multiple_of >= max(limits.min_nodes, 1)
 
 
 def first_that_fit(nodes: Sequence[NodeRecord], policy: Policy) -> Sequence[NodeRecord]:

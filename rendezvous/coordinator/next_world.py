@@ -168,7 +168,7 @@ def without_excluded(
     if not others and world is not None and not _stops_unplanned(world):
         others = sorted(stay, key=lambda node: not node.has(Condition.STATE_SAVED, world.generation))[:1]
     ready = [node for node in newcomers(view, exclusions) if node.ready]
-    return others if suffice(len(others) + len(ready), policy) else stay
+    return others if suffice(len(others) + len(ready), policy.limits) else stay
 
 
 def _stops_unplanned(world: World) -> bool:

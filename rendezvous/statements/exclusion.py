@@ -6,11 +6,12 @@ its check in its own record (`Recheck`), and the coordinator then ends the exclu
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ...codec import Positive
-from ..text import CauseName, Name, line
+from ...codec import Positive, Text
+from ..text import NAME, CauseName, Name, line
 
 MAX_EXCLUSIONS = 64
 """Nodes of which a world remembers that they are excluded, or were."""
@@ -22,8 +23,9 @@ class Exclusion:
     """A node that is, or was, left out of all worlds, though its agent goes on and stands ready."""
 
     node: Name
-    life: Name
-    """The life of the node's agent at the exclusion. An agent started later need not wait for the cool-down."""
+    life: Annotated[str, Text(128, re.compile(f"({NAME.pattern})?"))]
+    """The life of the node's agent at the exclusion. An agent started later need not wait for the cool-down. Empty: the
+    job knew nothing of the node when an operator excluded it."""
     cause: CauseName
     """The cause of the failure, `straggler` or `operator`."""
     reason: Annotated[str, line(MAX_EXCLUSION_REASON)]

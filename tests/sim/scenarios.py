@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_agent.agent.commands.nodes.exclude import exclude_node
+from elastic_agent.agent.commands.nodes.readmit import readmit_node
 from elastic_agent.rendezvous.coordinator.blame import MOST_IN_A_ROW
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View
@@ -20,9 +22,11 @@ from elastic_agent.rendezvous.records import (
     Phase,
     World,
     life_of,
+    node_key,
 )
 from elastic_agent.rendezvous.statements.exclusion import Recheck
 from elastic_agent.rendezvous.statements.paces import Paces
+from elastic_agent.rendezvous.store.memory import MemoryStore
 from tests.policies import PLAIN_POLICY
 
 from .node import SimNode
@@ -245,6 +249,62 @@ class Needed(Faulty):
         Scenario.play(self)
         if len(self.failures) < 3:
             self.broken("I13", f"too little has failed: {self.failures}")
+
+
+class KeptOut(Scenario):
+    """An operator excludes a node while its agent is away, and readmits it when it has been back for a while."""
+
+    AWAY, KILLED_AT, EXCLUDED_AT, BACK_AT, READMITTED_AT = "n1", 10.0, 16.0, 22.0, 40.0
+
+    def __init__(self, seed: int, *, least: int = 1, bug: str = "", tell: bool = False) -> None:
+        self.plant = bug
+        policy = replace(PLAIN_POLICY, job="sim", min_nodes=least, max_nodes=3, cool_down_s=COOL_DOWN_S)
+        super().__init__(seed, 3, policy, breaks=False, tell=tell)
+        self.ends_at = 60.0
+        self.after(self.KILLED_AT, self.kill)
+        self.after(self.EXCLUDED_AT, self.exclude)
+        self.after(self.READMITTED_AT, lambda: readmit_node(self.store, "sim", self.AWAY, self.note))
+
+    @property
+    def store(self) -> MemoryStore:
+        return MemoryStore(lambda: self.now, self.kv)
+
+    def kill(self) -> None:
+        node = next(node for node in self.nodes if node.name == self.AWAY)
+        self.restart(node, self.BACK_AT - self.KILLED_AT)
+
+    def exclude(self) -> None:
+        if any(entry.key == node_key(self.AWAY) for entry in self.kv.read((NODES_PREFIX,), self.now).entries):
+            self.broken("I13", "the node to exclude is not away")
+        exclude_node(self.store, "sim", self.AWAY, "it reboots", 0.0, self.note, away=True)
+        self.store_changed()
+
+    def decision(self, view: View, policy: Policy, now: float) -> Decision:
+        world = view.world
+        if self.plant == "an exclusion is of one life" and world is not None:
+            lives = {life_of(node.incarnation) for node in view.nodes}
+            kept = tuple(one for one in world.exclusions if one.life in lives)
+            view = replace(view, world=replace(world, exclusions=kept))
+        if self.plant == "the least number is not looked at":
+            policy = replace(policy, min_nodes=1)
+            if world is not None and world.limits is not None:
+                view = replace(view, world=replace(world, limits=replace(world.limits, min_nodes=1)))
+        return super().decision(view, policy, now)
+
+    def check_world(self, world: World, revision: int) -> None:
+        super().check_world(world, revision)
+        inside = {member.node for member in world.members}
+        if world.phase is not Phase.RUNNING:
+            return
+        if self.EXCLUDED_AT < self.now < self.READMITTED_AT and self.AWAY in inside:
+            self.broken("I13", f"generation {world.generation} has the node that an operator keeps out")
+        if len(inside) < self.policy.min_nodes:
+            self.broken("I13", f"{len(inside)} nodes train, and the job wants {self.policy.min_nodes}")
+
+    def play(self) -> None:
+        super().play()
+        if self.AWAY not in {member.node for member in self.newest().members}:
+            self.broken("I13", "the node that was readmitted is not back")
 
 
 class Alike(Scenario):

@@ -16,7 +16,7 @@ from elastic_agent.rendezvous.node import participant
 from elastic_agent.rendezvous.node.participant import Participant
 
 from .checks import PromiseBroken
-from .scenarios import Alike, Cascade, Faulty, Needed, Rack, Sick, Slow
+from .scenarios import Alike, Cascade, Faulty, KeptOut, Needed, Rack, Sick, Slow
 from .simulator import BUGS, Verdict, try_seed
 
 SEEDS = int(os.environ.get("SIMULATOR_SEEDS", "120"))
@@ -209,6 +209,25 @@ def test_no_node_is_excluded_where_the_others_are_too_few(seed: int) -> None:
 def test_an_exclusion_that_leaves_too_few_nodes_is_caught() -> None:
     with pytest.raises(PromiseBroken, match="I13: 2 nodes train"):
         Needed(0, bug="the least number is not looked at").play()
+
+
+@pytest.mark.parametrize("least", [1, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_node_that_is_excluded_while_it_is_away_stays_out_when_it_comes(seed: int, least: int) -> None:
+    """Where the others are too few, the job waits."""
+    KeptOut(seed, least=least).play()
+
+
+@pytest.mark.parametrize(
+    ("bug", "seen"),
+    [
+        ("an exclusion is of one life", "an operator keeps out"),
+        ("the least number is not looked at", "2 nodes train"),
+    ],
+)
+def test_what_is_wrong_with_the_exclusion_of_a_node_that_is_away_is_caught(bug: str, seen: str) -> None:
+    with pytest.raises(PromiseBroken, match=f"I13: .*{seen}"):
+        KeptOut(0, least=3, bug=bug).play()
 
 
 @pytest.mark.parametrize("how", ["at once", "in turn", "rank 0"])

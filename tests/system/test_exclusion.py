@@ -55,6 +55,22 @@ def test_an_operator_excludes_a_node_and_readmits_it(job: Job) -> None:
     assert not any(agent.says("failed: ") for agent in agents.values())
 
 
+def test_a_node_that_is_excluded_while_it_is_away_stays_out_when_it_comes(job: Job) -> None:
+    agents = {name: job.join(name, *LIMITS, script=(DYING,)) for name in "abc"}
+    three = job.wait_for_training(world=3)
+    place = (f"--rdzv-endpoint=127.0.0.1:{job.store_port}", "--rdzv-backend=c10d")
+    agents["c"].kill()
+    two = job.wait_for_training(world=2, after=three.number)
+    said = told(job, "exclude", "c", "--away", "--reason=its disk is swapped", *place)
+    assert "its agent is away: it is left out when it comes" in said
+    back = job.join("c", *LIMITS, script=(DYING,))
+    job.wait_for_text(back, "excluded by an operator: its disk is swapped")
+    assert back.metric("elastic_agent_node_excluded") == 1
+    job.wait_for_steps(two, for_s=1.0)
+    told(job, "readmit", "c", *place)
+    assert sorted(job.wait_for_training(world=3, after=two.number).nodes) == ["a", "b", "c"]
+
+
 def told(job: Job, *words: str) -> str:
     command = [sys.executable, "-m", "elastic_agent", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

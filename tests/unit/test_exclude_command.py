@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.nodes import exclude, readmit
 from elastic_agent.agent.commands.nodes.exclude import exclude_node, read_reason
 from elastic_agent.agent.commands.nodes.readmit import readmit_node
@@ -22,8 +25,10 @@ from elastic_agent.rendezvous.records import (
     Result,
     World,
     line_up,
+    node_key,
 )
 from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSIONS, Exclusion
+from elastic_agent.rendezvous.statements.terms import Limits
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 from .bench import Bench
@@ -38,7 +43,7 @@ class Scene(JobScene):
         (entry,) = self.store.read((WORLD_KEY,)).entries
         return World.from_json(entry.value)
 
-    def exclude(self, node: str = "b", timeout_s: float = 60.0) -> None:
+    def exclude(self, node: str = "b", timeout_s: float = 60.0, *, away: bool = False) -> None:
         exclude_node(
             self.store,
             "job",
@@ -48,6 +53,7 @@ class Scene(JobScene):
             self.shown.append,
             lambda: self.now,
             self.sleep,
+            away=away,
         )
 
 
@@ -76,6 +82,43 @@ def test_a_node_that_stands_by_is_excluded_at_once(scene: Scene) -> None:
     scene.exclude("c")
     assert scene.now == 0.0
     assert scene.world.exclusion("c") is not None
+
+
+def test_a_member_whose_agent_is_away_is_excluded_and_the_command_does_not_wait(scene: Scene) -> None:
+    scene.delete(node_key("b"))
+    scene.exclude()
+    assert scene.now == 0.0
+    assert scene.world.exclusions == (OUT,)
+    assert scene.shown == [
+        "node b is excluded from job job: a fan is loud",
+        "its agent is away: it is left out when it comes",
+    ]
+
+
+def test_a_node_that_the_job_has_excluded_before_may_be_away(scene: Scene) -> None:
+    scene.put(replace(WORLD, exclusions=(Exclusion("c", "life-c", "ecc", "GPU 3 is sick", readmitted=True),)))
+    scene.exclude("c")
+    assert scene.world.exclusions == (replace(OUT, node="c", life="life-c", times=2),)
+
+
+def test_a_name_that_the_job_does_not_know_needs_a_word_more(scene: Scene) -> None:
+    with pytest.raises(CannotDo, match=r"has no node 'c' now; .*--away, if it is no slip") as caught:
+        scene.exclude("c")
+    assert caught.value.code is ExclusionCode.NO_NODE
+    assert scene.world.exclusions == ()
+    scene.exclude("c", away=True)
+    assert scene.world.exclusions == (replace(OUT, node="c", life=""),)
+    assert scene.shown[-1] == "its agent is away: it is left out when it comes"
+
+
+def test_a_job_that_waits_without_the_node_is_told(scene: Scene) -> None:
+    limits = Limits(min_nodes=2, max_nodes=3, last_call_s=1.0, max_restarts=3, nodes_multiple_of=1)
+    scene.put(replace(WORLD, limits=limits))
+    scene.delete(node_key("b"))
+    scene.exclude()
+    assert scene.shown[-1] == (
+        "without it the job has too few nodes here (a) for a world of at least 2: it waits for another node"
+    )
 
 
 def test_a_node_that_is_needed_stays_and_the_command_says_so(scene: Scene) -> None:
@@ -182,6 +225,41 @@ def test_agents_do_what_the_commands_write() -> None:
     bench.settle()
     assert sorted(bench.members()) == ["a", "b", "c"]
     assert not [peer for peer in bench.peers if peer.stops()], "no worker was signalled"
+
+
+def test_the_timeout_is_for_the_whole_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that takes the connection, or a request, and does not answer."""
+    over = threading.Event()
+
+    def hang(place: object, timeout_s: float) -> MemoryStore:
+        over.wait()
+        return MemoryStore()
+
+    monkeypatch.setattr(store_command, "open_to_look", hang)
+    monkeypatch.setattr(store_command, "LATE_S", 0.0)
+    words = ["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=0.1"]
+    try:
+        assert exclude.main(words) == ExclusionCode.NO_ANSWER
+    finally:
+        over.set()
+    assert "the store at 127.0.0.1:1 gave no answer within 0.1 s" in capsys.readouterr().err
+
+
+def test_what_the_store_takes_to_open_is_part_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, left = [100.0], []
+
+    def open_slowly(place: object, timeout_s: float) -> MemoryStore:
+        assert timeout_s == 2.0
+        now[0] += 1.5
+        return MemoryStore()
+
+    monkeypatch.setattr(store_command, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(store_command, "open_to_look", open_slowly)
+    monkeypatch.setattr(exclude, "exclude_node", lambda *args, **more: left.append(args[4]))
+    assert exclude.main(["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=2"]) == 0
+    assert left == [0.5]
 
 
 @pytest.mark.parametrize("text", ["", "  ", "x" * 513, "\x1b[31m"])

@@ -47,11 +47,12 @@ TIMEOUT: Option[float] = Option(
 
 def main(words: Sequence[str]) -> int:
     """Returns a `DrainCode`."""
-    return store_command("drain", words, DrainCode, _USAGE, meeting_place_for("drain"), _work, TIMEOUT)
+    place = meeting_place_for("drain")
+    return store_command("drain", words, DrainCode, _USAGE, place, _work, timeout=TIMEOUT)
 
 
-def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
-    drain(store, place.job_id, node, command_line[TIMEOUT].value, lambda line: print(line, flush=True))
+def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings, left_s: float) -> None:
+    drain(store, place.job_id, node, left_s, lambda line: print(line, flush=True))
 
 
 def drain(
@@ -89,7 +90,7 @@ def drain(
         if clock() >= deadline:
             raise CannotDo(
                 DrainCode.TIMED_OUT,
-                f"node {node} has not left within {timeout_s:g} s: {shown or 'nothing is known of it'}. It was asked, "
+                f"node {node} had not left when --timeout was over: {shown or 'nothing is known of it'}. It was asked, "
                 "and may still leave; look with elastic-agent status",
             )
         sleep(min(LOOK_S, max(0.0, deadline - clock())))

@@ -10,26 +10,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ....rendezvous.coordinator.candidates import suffice
 from ....rendezvous.coordinator.exclusions import BY_OPERATOR, exclude, left_out
 from ....rendezvous.errors import StoreUnavailable
 from ....rendezvous.records import WORLD_KEY, NodeRecord, Phase, World, life_of
 from ....rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ....rendezvous.store.interface import Compare, Put, Store
-from ....rendezvous.text import clean
+from ....rendezvous.text import clean, shortened
 from ...common.exits import ExclusionCode
 from ...configuration.reading.settings import Settings
 from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.types.option import Option
-from ...configuration.types.parsers import Parser, duration
-from ..store_command import CannotDo, store_command, world_of
-from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, named, state_of
+from ...configuration.types.parsers import YES_OR_NO, Parser, duration
+from ..store_command import CannotDo, store_command
+from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, state_of
 
 _USAGE = """\
-usage: elastic-agent exclude NODE [--reason TEXT]
+usage: elastic-agent exclude NODE [--reason TEXT] [--away]
        elastic-agent exclude NODE --rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]
 
 Leaves a node out of all worlds of its job until elastic-agent readmit NODE. If it trains, the workers of all nodes end
-after the same step and the next generation begins there, without it: no step is lost. Its agent stays.
+after the same step and the next generation begins there, without it: no step is lost. Its agent stays. A node whose
+agent is away is left out when it comes.
 """
 
 
@@ -47,6 +49,13 @@ REASON: Option[str] = Option(
     "why, for those who read status and logs",
     default="no reason given",
 )
+AWAY: Option[bool] = Option(
+    "away",
+    YES_OR_NO,
+    "also a node of which the job knows nothing now, because its agent is away: check its name",
+    default="false",
+    flag=True,
+)
 TIMEOUT: Option[float] = Option(
     "timeout",
     duration(0.1),
@@ -58,12 +67,12 @@ TIMEOUT: Option[float] = Option(
 def main(words: Sequence[str]) -> int:
     """Returns an `ExclusionCode`."""
     place = meeting_place_for("exclude")
-    return store_command("exclude", words, ExclusionCode, _USAGE, place, _work, REASON, TIMEOUT)
+    return store_command("exclude", words, ExclusionCode, _USAGE, place, _work, REASON, AWAY, timeout=TIMEOUT)
 
 
-def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
-    reason, timeout_s = command_line[REASON].value, command_line[TIMEOUT].value
-    exclude_node(store, place.job_id, node, reason, timeout_s, lambda line: print(line, flush=True))
+def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings, left_s: float) -> None:
+    reason, away = command_line[REASON].value, command_line[AWAY].value
+    exclude_node(store, place.job_id, node, reason, left_s, lambda line: print(line, flush=True), away=away)
 
 
 def exclude_node(
@@ -75,13 +84,25 @@ def exclude_node(
     show: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    *,
+    away: bool = False,
 ) -> None:
-    """Returns when the job trains without the node. Raises CannotDo, StoreError and RecordInvalid."""
+    """Returns when the job trains without the node, or when nothing of it is there. `away`: the job need not know it.
+
+    Raises CannotDo, StoreError and RecordInvalid.
+    """
     deadline = clock() + timeout_s
 
     def change(world: World, nodes: Sequence[NodeRecord]) -> tuple[Exclusion, ...]:
-        record = named(node, nodes, job, ExclusionCode.NO_NODE)
-        life = life_of(record.incarnation)
+        record = next((each for each in nodes if each.node == node), None)
+        life = life_of(record.incarnation) if record is not None else _last_life(world, node)
+        if not life and not away:
+            names = shortened(each.node for each in nodes) or "none"
+            raise CannotDo(
+                ExclusionCode.NO_NODE,
+                f"job {job!r} has no node {node!r} now; its nodes: {names}. If its agent is away, and it is to be left "
+                "out when it comes, add --away, if it is no slip: no node of another name is left out",
+            )
         rows = exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, operator=True)
         if node not in left_out(rows):
             raise CannotDo(
@@ -91,35 +112,54 @@ def exclude_node(
             )
         return rows
 
-    world = rewrite(store, job, change)
+    world, nodes = rewrite(store, job, change)
     show(f"node {node} is excluded from job {job}: {reason}")
-    while any(member.node == node for member in world.members):
+    while any(each.node == node for each in nodes) and any(member.node == node for member in world.members):
         if clock() >= deadline:
             raise CannotDo(
                 ExclusionCode.TIMED_OUT,
-                f"node {node} is excluded, and still in generation {world.generation} after {timeout_s:g} s: "
+                f"node {node} is excluded, and was still in generation {world.generation} when --timeout was over: "
                 f"{state_of(world)}. It stays while the others are fewer than the job needs (--min-nodes, "
                 "--nodes-multiple-of), and goes when another node comes. Where it is alone in its world, only it "
                 f"has the newest state: elastic-agent drain {node} hands that over",
             )
         sleep(min(LOOK_S, max(0.0, deadline - clock())))
         try:
-            world = world_of(job, store.read((WORLD_KEY,)).entries) or world
+            newest, nodes, _ = look(store, job)
         except StoreUnavailable:
             continue
-    show(state_of(world))
+        world = newest or world
+    if any(each.node == node for each in nodes):
+        show(state_of(world))
+        return
+    show("its agent is away: it is left out when it comes")
+    others = [each.node for each in nodes if each.node not in left_out(world.exclusions) and not each.leaving]
+    if world.limits is not None and not suffice(len(others), world.limits):
+        show(
+            f"without it the job has too few nodes here ({shortened(others) or 'none'}) for a world of at least "
+            f"{world.limits.min_nodes}: it waits for another node"
+        )
+
+
+def _last_life(world: World, node: str) -> str:
+    """Of a node's agent, as the world remembers it; empty if it knows nothing of the node."""
+    lives = [life_of(member.incarnation) for member in world.members if member.node == node]
+    return next(iter(lives or [one.life for one in world.exclusions if one.node == node]), "")
 
 
 def rewrite(
     store: Store, job: str, change: Callable[[World, Sequence[NodeRecord]], tuple[Exclusion, ...]]
-) -> World:
-    """Replaces the exclusions of the job's world; returns it. Raises CannotDo, StoreError and RecordInvalid."""
+) -> tuple[World, Sequence[NodeRecord]]:
+    """Replaces the exclusions of the job's world; returns it and the nodes.
+
+    Raises CannotDo, StoreError and RecordInvalid.
+    """
     for _ in range(TRIES):
         world, revision, nodes = _read(store, job)
         after = replace(world, exclusions=change(world, nodes))
         compare = Compare(WORLD_KEY, revision)
         if store.transact((compare,), (Put(WORLD_KEY, after.to_json()),)).succeeded:
-            return after
+            return after, nodes
     raise StoreUnavailable(f"others write {WORLD_KEY!r} all the time")
 
 

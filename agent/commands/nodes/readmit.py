@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     return store_command("readmit", words, ExclusionCode, _USAGE, meeting_place_for("readmit"), _work)
 
 
-def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
+def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings, left_s: float) -> None:
     readmit_node(store, place.job_id, node, lambda line: print(line, flush=True))
 
 
