@@ -60,6 +60,7 @@ from ..workers.checkpoints.disk_writer import DiskWriter
 from ..workers.checkpoints.folder import MemoryFolder, make_folder
 from ..workers.checkpoints.memory_server import MemoryServer, ServerPlace
 from ..workers.environment.contract import worker_env
+from ..workers.evidence import ras
 from ..workers.evidence.keeper import EvidenceKeeper
 from ..workers.hangs.signs import SignReader
 from ..workers.links.commit_fence import CommitFence
@@ -486,7 +487,13 @@ def _keep_evidence(agent: Agent, node: Node, metrics: Metrics, parts: contextlib
 
     has_gpus = bool(node.machine.inventory.cuda)
     keeper = EvidenceKeeper(
-        node.name, agent.run_directory, agent.clock, count, has_gpus=has_gpus, in_force=agent.in_force
+        node.name,
+        agent.run_directory,
+        agent.clock,
+        count,
+        has_gpus=has_gpus,
+        ras_at=ras.addresses(agent.environment) if has_gpus else (),
+        in_force=agent.in_force,
     )
     parts.callback(keeper.close)
     return keeper

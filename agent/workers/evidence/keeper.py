@@ -1,6 +1,6 @@
 """Keeps evidence of this node's workers before they are ended: a thread looks at them, and writes files of the run.
 
-    DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>,gpus}.txt
+    DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>,gpus,ras}.txt
 
 The supervisor begins a look, waits for it for a bounded time, and then ends the workers. The same thread writes the
 files after that. Only this user can read them: stacks show more of a program than its log does. They are deleted with
@@ -25,7 +25,7 @@ from ....rendezvous.statements.inquiry import RankState
 from ....threads import Thread
 from ...output.log_folders import run_folder
 from ...output.masking import masked
-from . import flight_records, gpus
+from . import flight_records, gpus, ras
 from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
 from .report import one_line, report
@@ -98,15 +98,18 @@ class EvidenceKeeper:
         count: Callable[[str, str], None] = lambda tool, result: None,
         *,
         has_gpus: bool = False,
+        ras_at: tuple[tuple[str, int], ...] = (),
         in_force: Sequence[str] = (),
     ) -> None:
         """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
-        thread. `in_force` are the settings of this node's agent, for the folder of each run."""
+        thread. `ras_at`: where NCCL's RAS port may be, see `ras.addresses`; none: it is not asked. `in_force` are the
+        settings of this node's agent, for the folder of each run."""
         self._node = node
         self._directory = directory
         self._clock = clock
         self._count = count
         self._has_gpus = has_gpus
+        self._ras_at = ras_at
         self._in_force = in_force
         self._collector = Collector(clock, time.sleep)
         self._run: Path | None = None
@@ -186,6 +189,7 @@ class EvidenceKeeper:
         generation: int,
     ) -> None:
         asked = gpus.ask() if depth.window_s and self._has_gpus else None
+        asked_ras = ras.ask(self._ras_at, self._clock) if depth.window_s else None
         seen = self._collector.look(targets, depth)
         states = tuple(map(rank_state, seen))
         look.end(states)
@@ -196,6 +200,11 @@ class EvidenceKeeper:
             for one, state in zip(seen, states, strict=True)
         }
         texts["summary.txt"] = "".join(f"{one_line(state)}\n" for state in states)
+        if asked_ras is not None:
+            text = asked_ras.end()
+            self._count("ras", "ok" if text else "failed")
+            texts["ras.txt"] = text
+            texts["summary.txt"] += "".join(f"{line}\n" for line in ras.findings(text))
         if asked is not None:
             text = asked.end(depth.within_s)
             self._count("gpus", "ok" if text else "failed")
