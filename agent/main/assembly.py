@@ -115,7 +115,7 @@ def choose_run_directory(logs: LogConfig) -> Path | None:
 
 def journal_of(agent: Agent, metrics: Metrics) -> Journal:
     file = EventFile(metrics.events_dropped_total.inc) if agent.run_directory is not None else None
-    journal = Journal(agent.name, time.time, file)
+    journal = Journal(agent.name, time.time, file, secrets=secrets_in(agent.environment))
     journal.note(Kind.AGENT_STARTED, f"agent {__version__} starts, incarnation {agent.incarnation}")
     return journal
 

@@ -50,6 +50,7 @@ from ..observability.page.html import PAGE_PATH, read_page
 from ..observability.page.step_rate import StepRate
 from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from ..output.console import take as take_console
+from ..output.masking import secrets_in
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
@@ -494,6 +495,7 @@ def _keep_evidence(agent: Agent, node: Node, metrics: Metrics, parts: contextlib
         has_gpus=has_gpus,
         ras_at=ras.addresses(agent.environment) if has_gpus else (),
         in_force=agent.in_force,
+        secrets=secrets_in(agent.environment),
     )
     parts.callback(keeper.close)
     return keeper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ import pytest
 from elastic_agent.agent.commands.runs import bundle
 from elastic_agent.agent.commands.runs.diagnose import main
 from elastic_agent.agent.common.exits import DiagnoseCode
+from elastic_agent.agent.observability.journal.event_file import EventFile
+from elastic_agent.agent.observability.journal.events import Kind
+from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.agent.output.log_folders import MARK
+from elastic_agent.agent.workers.evidence.keeper import EvidenceKeeper
 
 CANARY = "c4n4ry-Value9"
 
@@ -66,6 +71,37 @@ def test_logs_evidence_journals_and_settings_are_in_it(run: Path, tmp_path: Path
 def test_no_secret_is_in_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", CANARY)
     assert not [name for name, text in bundled(run, tmp_path).items() if CANARY in text]
+
+
+def test_no_secret_is_in_it_that_only_the_agent_knew(tmp_path: Path) -> None:
+    """Its journal and evidence have none, and in what workers print the value is found by its fingerprint."""
+    secrets, logs = {CANARY}, tmp_path / "logs"
+    keeper = EvidenceKeeper("a", logs, time.monotonic, secrets=secrets, in_force=(f'script = "{CANARY}"',))
+    keeper.begin("digits", "3f2a", 1)
+    journal = Journal("a", time.time, EventFile(lambda: None), secrets=secrets)
+    journal.start()
+    journal.begin(logs / "digits-3f2a")
+    journal.note(Kind.FAILURE, f"exit code 1: ValueError: {CANARY}")
+    journal.close()
+    run = logs / "digits-3f2a"
+    (run / "gen1" / "rank0").mkdir(parents=True)
+    (run / "gen1" / "rank0" / "stderr.log").write_text(f"ValueError: {CANARY}\n")
+    prints = run / ".fingerprints-a.json"
+    deadline = time.monotonic() + 20
+    while not prints.exists() or not prints.read_text():
+        assert time.monotonic() < deadline
+    assert CANARY not in prints.read_text()
+    assert prints.stat().st_mode & 0o777 == 0o600
+    found = bundled(run, tmp_path)
+    assert found["gen1/rank0/stderr.log"] == "ValueError: ***\n"
+    assert {"events-a.jsonl", "configuration-a.toml"} < set(found)
+    assert not [name for name, text in found.items() if CANARY in text]
+    assert "left out" not in found["about.txt"]
+
+
+def test_fingerprints_that_cannot_be_read_are_noted(run: Path, tmp_path: Path) -> None:
+    (run / ".fingerprints-b.json").write_text("{}")
+    assert ".fingerprints-b.json: its secrets are not masked" in bundled(run, tmp_path)["about.txt"]
 
 
 def test_the_end_of_a_long_file_is_kept_and_links_and_pipes_are_not_read(

@@ -103,8 +103,16 @@ def test_what_a_worker_does_is_kept(
 
 
 @pytest.mark.parametrize("depth", [ONCE, TWICE])
-def test_no_secret_is_in_it(depth: Depth, keeper: EvidenceKeeper, target: Target, tmp_path: Path) -> None:
-    kept(keeper, target, depth)
+def test_no_secret_is_in_it(depth: Depth, target: Target, tmp_path: Path) -> None:
+    """Also not by itself, without a name or a form that tells."""
+    settings = [f'script = "train.py {SECRET}"']
+    keeper = EvidenceKeeper("a", tmp_path / "logs", time.monotonic, secrets={SECRET}, in_force=settings)
+    keeper.begin("digits", "r1", 4)
+    kept(keeper, replace(target, last_lines=(f"loss 0.1 {SECRET}",)), depth)
+    configuration = tmp_path / "logs" / "digits-r1" / "configuration-a.toml"
+    deadline = time.monotonic() + 30
+    while not configuration.exists() or not configuration.read_text():
+        assert time.monotonic() < deadline
     files = [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if SECRET in path.read_text()]

@@ -57,6 +57,19 @@ def a_journal(lost: Lost, most_bytes: int = 10**6) -> Journal:
 # --- Events
 
 
+def test_no_event_has_a_secret_whether_it_is_known_or_looks_like_one() -> None:
+    journal = Journal("a", lambda: 0.0, secrets={"c4n4ry-Value9"})
+    journal.note(Kind.FAILURE, "exit code 1: ValueError: c4n4ry-Value9, token=other-canary")
+    [event] = journal.since(0, 10)
+    assert event.text == "exit code 1: ValueError: ***, token=***"
+
+
+def test_a_secret_at_the_end_of_a_long_text_is_masked_whole() -> None:
+    journal = Journal("a", lambda: 0.0, secrets={"c4n4ry-Value9"})
+    journal.note(Kind.FAILURE, "x" * (MAX_EVENT_TEXT - 9) + " c4n4ry-Value9")
+    assert "c4n4ry" not in journal.since(0, 10)[0].text
+
+
 def test_an_event_comes_back_as_it_was_noted() -> None:
     journal = Journal("a", lambda: 1000.0004)
     about = {"rank": 3, "about": "b", "cause": "hang", "generation": 7}

@@ -11,11 +11,14 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from ....codec import Invalid
+from ...output.fingerprints import FINGERPRINTS, Fingerprints, find, without
+from ...output.fingerprints import NAME as PRINTS_NAME
 from ...output.masking import masked
 
 MOST_OF_A_FILE = 2 * 2**20
@@ -40,9 +43,10 @@ class Bundled:
 def write_bundle(
     archive: IO[bytes], run: Path, about: Callable[[Bundled], str], known: Collection[str]
 ) -> Bundled:
-    """Everything below the folder `run`, in a folder of the same name; `known` are secrets' values. Raises OSError when
-    the archive cannot be written."""
+    """Everything below the folder `run`, in a folder of the same name; `known` are secrets' values. Others are found by
+    the fingerprints that the run's agents have left. Raises OSError when the archive cannot be written."""
     done = Bundled()
+    prints = [without(one, known) for one in _fingerprints(run, done)]
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for path in _files(run, done):
             name = path.relative_to(run)
@@ -52,15 +56,34 @@ def write_bundle(
                 done.notes.append(f"{name}: left out: {error.strerror}")
                 continue
             if _DUMPS not in name.parts:
-                content = masked(content.decode(errors="replace"), known).encode(errors="replace")
+                text = content.decode(errors="replace")
+                content = masked(text, {*known, *_found(text, prints)}).encode(errors="replace")
             if done.bytes + len(content) > MOST_IN_ALL:
                 done.notes.append(f"{name}: left out: the archive is full")
                 continue
             _add(tar, f"{run.name}/{name}", content)
             done.files += 1
             done.bytes += len(content)
-        _add(tar, f"{run.name}/about.txt", masked(about(done), known).encode(errors="replace"))
+        text = about(done)
+        text = masked(text, {*known, *_found(text, prints)})
+        _add(tar, f"{run.name}/about.txt", text.encode(errors="replace"))
     return done
+
+
+def _fingerprints(run: Path, done: Bundled) -> Iterator[Fingerprints]:
+    """Of the secrets of each node's agent."""
+    for path in sorted(run.iterdir()):
+        if PRINTS_NAME.fullmatch(path.name):
+            name = path.relative_to(run)
+            try:
+                yield FINGERPRINTS.decode(_content(path, name, done).decode(errors="replace"))
+            except (OSError, Invalid) as error:
+                done.notes.append(f"{name}: its secrets are not masked where they stand alone: {error}")
+
+
+def _found(text: str, prints: Iterable[Fingerprints]) -> Iterator[str]:
+    for one in prints:
+        yield from find(text, one)
 
 
 def _files(run: Path, done: Bundled) -> Iterator[Path]:

@@ -1,6 +1,7 @@
 """The journal of this agent: the newest events of the job in memory, all of them in a file.
 
-Any thread may note an event, and never waits for the disk. Events that come before the run has a folder are written to
+Any thread may note an event, and never waits for the disk. Secrets are masked before an event is kept: the folder of a
+run is read where their values are not known. Events that come before the run has a folder are written to
 the file once it has one.
 """
 
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain, takewhile
 from pathlib import Path
 
 from ....rendezvous.text import clean
+from ...output.masking import masked
 from .event_file import EventFile
 from .events import EVENT, MAX_EVENT_TEXT, ROUTINE, JobEvent, Kind, rounded
 
@@ -28,9 +30,11 @@ class Journal:
         wall_clock: Callable[[], float],
         file: EventFile | None = None,
         kept: int = KEPT_EVENTS,
+        secrets: Collection[str] = (),
     ) -> None:
-        """Without a `file` the events are in memory alone."""
+        """Without a `file` the events are in memory alone. `secrets` are known values, which no event has."""
         self.node = node
+        self._secrets = secrets
         self._wall_clock = wall_clock
         self._file = file
         self._lock = threading.Lock()
@@ -78,6 +82,7 @@ class Journal:
         counts: Mapping[str, int] = {},
     ) -> None:
         """`generation` defaults to that of the newest world. `about`: the node that the event is about."""
+        text = masked(clean(text), self._secrets)[:MAX_EVENT_TEXT]
         with self._lock:
             self._number += 1
             of = self._generation if generation is None else generation
@@ -92,7 +97,7 @@ class Journal:
                 rank=rank,
                 about=clean(about)[:128],
                 cause=clean(cause)[:_MOST_CAUSE],
-                text=clean(text)[:MAX_EVENT_TEXT],
+                text=text,
                 seconds=rounded(seconds),
                 counts=dict(counts),
             )

@@ -17,12 +17,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from ....rendezvous.statements.inquiry import RankState
 from ....threads import Thread
+from ...output.fingerprints import FINGERPRINTS, file_name, fingerprints
 from ...output.log_folders import run_folder
 from ...output.masking import masked
 from . import flight_records, gpus, ras
@@ -100,10 +101,12 @@ class EvidenceKeeper:
         has_gpus: bool = False,
         ras_at: tuple[tuple[str, int], ...] = (),
         in_force: Sequence[str] = (),
+        secrets: Collection[str] = (),
     ) -> None:
         """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
         thread. `ras_at`: where NCCL's RAS port may be, see `ras.addresses`; none: it is not asked. `in_force` are the
-        settings of this node's agent, for the folder of each run."""
+        settings of this node's agent, for the folder of each run, `secrets` values of its environment that no file may
+        have."""
         self._node = node
         self._directory = directory
         self._clock = clock
@@ -111,6 +114,7 @@ class EvidenceKeeper:
         self._has_gpus = has_gpus
         self._ras_at = ras_at
         self._in_force = in_force
+        self._secrets = secrets
         self._collector = Collector(clock, time.sleep)
         self._run: Path | None = None
         self._generation = 0
@@ -126,9 +130,13 @@ class EvidenceKeeper:
         before = self._run
         self._run = run_folder(self._directory.absolute(), job, run) if self._directory is not None else None
         self._generation, self._looks = generation, 0
-        if self._run is not None and self._run != before and self._in_force:
-            file = self._run / f"configuration-{self._node}.toml"
-            Thread(partial(_write_settings, file, self._in_force), "evidence").start()
+        if self._run is not None and self._run != before:
+            files = {f"configuration-{self._node}.toml": masked("\n".join(self._in_force), self._secrets)}
+            if (prints := fingerprints(self._secrets, f"{self._run.name}/{self._node}")).values:
+                files[file_name(self._node)] = FINGERPRINTS.encode(prints)
+            files = {name: text for name, text in files.items() if text}
+            if files:
+                Thread(partial(_write_once, self._run, files), "evidence").start()
 
     @property
     def folder(self) -> Path | None:
@@ -228,7 +236,7 @@ class EvidenceKeeper:
             _make_private(path)
             left = MOST_BYTES
             for name, text in sorted(texts.items(), key=lambda item: item[0] != "summary.txt"):
-                data = masked(text).encode(errors="backslashreplace")[:left]
+                data = masked(text, self._secrets).encode(errors="backslashreplace")[:left]
                 left -= len(data)
                 _write_private(path / name, data)
             self._failing = False
@@ -243,10 +251,11 @@ class EvidenceKeeper:
         self._count("files", "ok")
 
 
-def _write_settings(file: Path, in_force: Sequence[str]) -> None:
+def _write_once(run: Path, files: Mapping[str, str]) -> None:
     with contextlib.suppress(OSError):  # a disk that fails here fails the logs, too, where it is logged
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _write_private(file, masked("\n".join(in_force) + "\n").encode(errors="backslashreplace"))
+        run.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            _write_private(run / name, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _make_private(path: Path) -> None:
