@@ -86,15 +86,24 @@ class FakeLogs(Ignored):
 class FakeEvidence(Ignored):
     """A look is over when the test says so."""
 
-    folder = None
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.at_once = True
+        self.kept_in = ""
         self.looks: list[tuple[str, Look]] = []
         self._then: list[Callable[[Look], None]] = []
 
-    def look(self, why: str, targets: Sequence[Target], depth: Depth, then: Callable[[Look], None]) -> Look:
+    def where(self) -> str:
+        return self.kept_in if self.looks else ""
+
+    def look(
+        self,
+        why: str,
+        targets: Sequence[Target],
+        depth: Depth,
+        then: Callable[[Look], None],
+        kept: Callable[[Path], None],
+    ) -> Look:
         look = Look(None, self.clock())
         self.looks.append((why, look))
         self._then.append(then)

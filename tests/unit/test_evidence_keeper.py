@@ -182,6 +182,44 @@ def test_a_disk_that_refuses_is_said_once(
     assert ("files", "failed") in counts
 
 
+def test_the_folder_is_named_where_something_was_written_and_else_why_not(
+    keeper: EvidenceKeeper, target: Target, tmp_path: Path
+) -> None:
+    named: list[Path] = []
+
+    def look() -> str:
+        assert keeper.look("failure", [target], ONCE, kept=named.append).wait(
+            time.monotonic() + 30, time.monotonic
+        )
+        assert keeper._thread is not None
+        keeper._thread.join(30)
+        return keeper.where()
+
+    assert keeper.where() == "", "there was no look"
+    folder = keeper.folder
+    assert folder is not None
+    (tmp_path / "logs").touch()
+    assert look() == f"none could be kept in {folder}: Not a directory"
+    assert named == []
+    (tmp_path / "logs").unlink()
+    assert look() == str(folder)
+    assert named == [folder / "a" / "2-failure"]
+    keeper.begin("digits", "r1", 5)
+    assert keeper.where() == ""
+
+
+def test_files_that_are_late_are_not_waited_for_by_who_names_them(
+    keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves = threading.Event()
+    monkeypatch.setattr(module, "_make_private", lambda path: moves.wait())
+    assert keeper.look("failure", [target], ONCE).wait(time.monotonic() + 30, time.monotonic)
+    try:
+        assert keeper.where() == f"still being written to {keeper.folder}"
+    finally:
+        moves.set()
+
+
 def test_beside_a_look_that_hangs_there_is_no_second(
     keeper: EvidenceKeeper, target: Target, counts: Counts
 ) -> None:

@@ -25,6 +25,7 @@ from elastic_agent.agent.workers.supervision.failure_reports import TAIL_WITHIN_
 from elastic_agent.agent.workers.supervision.supervisor import SEEN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
+from elastic_agent.rendezvous.records import Failure
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Stage, Urgency
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
@@ -332,6 +333,16 @@ def test_survivors_are_seen_once_before_they_are_asked_to_end(node: Supervised) 
     node.turn()
     assert node.group.signals
     assert len(node.evidence.looks) == 1
+
+
+def test_a_failure_elsewhere_is_shown_with_what_is_kept_here(
+    node: Supervised, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.evidence.kept_in = "none could be kept in /logs: No space left on device"
+    node.supervisor.show_failure(Failure(1, "f", "rank 7 failed on b"))
+    node.supervisor.stop(5.0, gently=False, reason="rank 7 failed on b")
+    assert len(node.evidence.looks) == 1
+    assert "rank 7 failed on b; evidence: none could be kept in /logs: No space left" in caplog.text
 
 
 @pytest.mark.parametrize(("planned", "looks"), [(True, 0), (False, 1)])

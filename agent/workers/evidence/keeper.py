@@ -3,8 +3,8 @@
     DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>,gpus,ras}.txt
 
 The supervisor begins a look, waits for it for a bounded time, and then ends the workers. The same thread writes the
-files after that. Only this user can read them: stacks show more of a program than its log does. They are deleted with
-the folder of the generation.
+files after that; `where` says what became of them. Only this user can read them: stacks show more of a program than its
+log does. They are deleted with the folder of the generation.
 
 For the main thread. One look at a time: where the kernel holds one up, there is no second. Where a disk holds up the
 files of one, the next ones have no files: what the workers do is known all the same.
@@ -43,6 +43,9 @@ MOST_BYTES = 16 * 2**20
 
 CLOSE_S = 1.0
 """At the end the last files have so long."""
+
+WRITTEN_WITHIN_S = 0.1
+"""For so long whoever names the folder waits for files that are being written."""
 
 
 class WorkerStacks:
@@ -124,6 +127,10 @@ class EvidenceKeeper:
         self._asking: Thread | None = None
         self._newest: Look | None = None
         self._failing = False
+        self._written_of = 0
+        """The generation of the newest files."""
+        self._problem_of = 0, ""
+        """The generation of the newest files that could not be written, and why."""
 
     def begin(self, job: str, run: str, generation: int) -> None:
         """A generation starts here."""
@@ -143,15 +150,31 @@ class EvidenceKeeper:
         """Of this generation, with a folder for each node whose disk this is; None: there are no files."""
         return self._run / f"gen{self._generation}" / "evidence" if self._run is not None else None
 
+    def where(self) -> str:
+        """The evidence of this generation, for people: its folder if something is there, or why there is none. Empty if
+        there was nothing to be kept. Waits for `WRITTEN_WITHIN_S` at most."""
+        folder, thread = self.folder, self._thread
+        if folder is None or not self._looks:
+            return ""
+        if thread is not None:
+            thread.join(WRITTEN_WITHIN_S)
+        if self._written_of == self._generation:
+            return str(folder)
+        generation, problem = self._problem_of
+        if generation == self._generation:
+            return f"none could be kept in {folder}: {problem}"
+        return f"still being written to {folder}" if thread is not None and thread.is_alive() else ""
+
     def look(
         self,
         why: str,
         targets: Sequence[Target],
         depth: Depth,
         then: Callable[[Look], None] = lambda look: None,
+        kept: Callable[[Path], None] = lambda path: None,
     ) -> Look:
-        """Begins one at these workers; `why` is a part of its folder's name. `then` is called, in another thread, when
-        it is over."""
+        """Begins one at these workers; `why` is a part of its folder's name. In another thread, `then` is called when
+        it is over, and `kept` when its files are written, with their folder."""
         writing = self._thread is not None and self._thread.is_alive()
         look = Look(None if writing else self._next_path(why), self._clock())
         if self._newest is not None and not self._newest.over:
@@ -162,7 +185,7 @@ class EvidenceKeeper:
         self._newest = look
         if depth.window_s and look.path is not None:
             self._ask_for_records(look.path.parents[2], [one.rank for one in targets])
-        work = partial(self._look, look, tuple(targets), depth, then, self._generation)
+        work = partial(self._look, look, tuple(targets), depth, then, kept, self._generation)
         thread = Thread(work, "evidence", otherwise=look.end)
         if not writing:
             self._thread = thread
@@ -194,6 +217,7 @@ class EvidenceKeeper:
         targets: tuple[Target, ...],
         depth: Depth,
         then: Callable[[Look], None],
+        kept: Callable[[Path], None],
         generation: int,
     ) -> None:
         asked = gpus.ask() if depth.window_s and self._has_gpus else None
@@ -217,8 +241,8 @@ class EvidenceKeeper:
             text = asked.end(depth.within_s)
             self._count("gpus", "ok" if text else "failed")
             texts["gpus.txt"] = text
-        if look.path is not None:
-            self._write(look.path, texts)
+        if look.path is not None and self._write(look.path, texts, generation):
+            kept(look.path)
 
     def _records(self, generation: Path, ranks: Sequence[int]) -> None:
         for _ in flight_records.ask(generation, ranks):
@@ -231,7 +255,7 @@ class EvidenceKeeper:
             if one.process.native:
                 self._count("py-spy", "ok")
 
-    def _write(self, path: Path, texts: dict[str, str]) -> None:
+    def _write(self, path: Path, texts: dict[str, str], generation: int) -> bool:
         try:
             _make_private(path)
             left = MOST_BYTES
@@ -242,13 +266,16 @@ class EvidenceKeeper:
             self._failing = False
         except OSError as error:
             self._count("files", "failed")
+            self._problem_of = generation, error.strerror or str(error)
             if not self._failing:
                 self._failing = True
                 log.warning(
                     "evidence is not kept in %s: %s; make room, or set another --log-dir", path, error
                 )
-            return
+            return False
+        self._written_of = generation
         self._count("files", "ok")
+        return True
 
 
 def _write_once(run: Path, files: Mapping[str, str]) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from .error_report import RANK_PREFIX
 from .worker_failure import WorkerFailure
 
 
-def summarize(
-    first: WorkerFailure, others: Sequence[WorkerFailure], hint: str, evidence: Path | None = None
-) -> str:
+def summarize(first: WorkerFailure, others: Sequence[WorkerFailure], hint: str, evidence: str = "") -> str:
     """`hint`: from the table of causes. `evidence`: the generation's folder of evidence, which has a folder for each
-    node that writes to this disk."""
+    node that writes to this disk; or why there is none."""
     rule = "=" * 80
     lines = [
         rule,
@@ -22,7 +19,7 @@ def summarize(
         f"  known as: {first.cause}: {hint}",
         f"  log file: {first.log_file or 'none (set --log-dir to keep one per rank)'}",
     ]
-    if evidence is not None:
+    if evidence:
         lines.append(f"  evidence: {evidence}")
     if first.exception is not None and "\n" in first.exception:
         lines += ["  exception:", *_indented(first.exception)]

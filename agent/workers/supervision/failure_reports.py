@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from ....rendezvous.records import Failure
 from ...common.port_owner import find_owner
@@ -130,12 +129,12 @@ def report_of(failure: WorkerFailure, cause: Cause, known_as: str = "") -> Failu
 
 
 def show(
-    failure: Failure, own: Sequence[WorkerFailure], causes: CauseTable, evidence: Path | None = None
+    failure: Failure, own: Sequence[WorkerFailure], causes: CauseTable, evidence: str = ""
 ) -> WorkerFailure | None:
     """The block for a tired person. Returns the worker that is to blame, if one is.
 
     `own`: the failures on this node in the same generation. Any agent may have written `failure.detail`.
-    `evidence`: the folder of what this node has kept of that generation.
+    `evidence`: what this node has kept of that generation, see `EvidenceKeeper.where`.
     """
     try:
         first = WorkerFailure.from_json(failure.detail) if failure.detail else None
@@ -143,7 +142,7 @@ def show(
         log.warning("the failure's details in the store are not usable: %s", error)
         first = None
     if first is None:
-        kept = f"; evidence: {evidence}" if evidence is not None else ""
+        kept = f"; evidence: {evidence}" if evidence else ""
         log.error("generation %d failed: %s%s", failure.generation, failure.summary, kept)
         return None
     here = next((mine for mine in own if mine.rank == first.rank), None)

@@ -288,7 +288,8 @@ class Supervisor:
         self._observer.failure_shown(failure)
         generation = self._generation
         own = generation is not None and generation.number == failure.generation
-        evidence = self._processes.evidence.folder if own else None
+        self._keep_evidence_once()
+        evidence = self._processes.evidence.where() if own else ""
         failures = generation.failures if generation is not None and own else ()
         return show(failure, failures, self._causes, evidence)
 
@@ -586,10 +587,13 @@ class Supervisor:
         """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
         targets = generation.targets(self._processes.logs.tail, self._clock())
         seen = WorkersSeen(generation.number)
-        look = self._processes.evidence.look(why, targets, depth, then or (lambda look: self._post(seen)))
-        if look.path is not None:
-            self._observer.evidence_kept(str(look.path), generation.number)
-        return look
+        return self._processes.evidence.look(
+            why,
+            targets,
+            depth,
+            then or (lambda look: self._post(seen)),
+            lambda path: self._observer.evidence_kept(str(path), generation.number),
+        )
 
     def _keep_evidence(self, generation: Generation) -> None:
         """Look at the workers before they are ended for a failure, here or elsewhere; waits for QUICK.within_s."""
@@ -597,6 +601,14 @@ class Supervisor:
         if look is None:
             look = generation.look_before_end = self._look_at(generation, "failure", QUICK)
         look.wait(look.began_at + QUICK.within_s, self._clock)
+
+    def _keep_evidence_once(self) -> None:
+        """Before the log names it. Of workers that hang there was a look at the inquiry."""
+        generation = self._running
+        if generation is None or generation.stopping or generation.hung:
+            return
+        if self._hangs.blamed(generation.number) is None:
+            self._keep_evidence(generation)
 
     def _report_failure(
         self,
@@ -606,8 +618,9 @@ class Supervisor:
         asking: signal.Signals = signal.SIGTERM,
     ) -> None:
         """`reason`: for the log, in which the worker's own last lines stand above it."""
-        folder = self._processes.evidence.folder
-        kept = f"; evidence: {folder}" if folder is not None else ""
+        self._keep_evidence_once()
+        evidence = self._processes.evidence.where()
+        kept = f"; evidence: {evidence}" if evidence else ""
         log.error("stopping generation %d: %s%s", failure.generation, reason, kept)
         generation.told = failure
         self._observer.failure_shown(failure)
