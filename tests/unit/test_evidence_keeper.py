@@ -208,6 +208,18 @@ def test_the_folder_is_named_where_something_was_written_and_else_why_not(
     assert keeper.where() == ""
 
 
+def test_the_files_of_a_run_come_back_with_the_next_generation(tmp_path: Path) -> None:
+    keeper = EvidenceKeeper("a", tmp_path, time.monotonic, in_force=["nnodes = 2"], secrets={SECRET})
+    run = tmp_path / "digits-r1"
+    for generation in (1, 2):
+        keeper.begin("digits", "r1", generation)
+        deadline = time.monotonic() + 30
+        while len([file for file in run.glob("*-a.*") if file.stat().st_size]) < 2:
+            assert time.monotonic() < deadline
+        assert (run / "configuration-a.toml").read_text() == "nnodes = 2\n"
+        shutil.rmtree(run)
+
+
 def test_files_that_are_late_are_not_waited_for_by_who_names_them(
     keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

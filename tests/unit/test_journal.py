@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.observability.journal import event_file
-from elastic_agent.agent.observability.journal.event_file import EventFile, file_name, journals, read_file
+from elastic_agent.agent.observability.journal.event_file import (
+    REMADE_AFTER_S,
+    EventFile,
+    file_name,
+    journals,
+    read_file,
+)
 from elastic_agent.agent.observability.journal.events import (
     EVENT,
     MAX_EVENT_TEXT,
@@ -278,6 +285,87 @@ def test_a_folder_that_cannot_be_made_costs_the_file_alone(
     assert lost.events == 2
     assert len(caplog.records) == 1
     assert texts(journal.since(0, 10)) == ["one", "two"]
+
+
+def flushed(journal: Journal) -> None:
+    done = threading.Event()
+    assert journal._file is not None
+    journal._file.put(done.set, 0, 1e9)
+    assert done.wait(PATIENCE_S)
+
+
+def test_a_folder_that_is_removed_is_made_again_now_and_then_and_the_loss_is_said(
+    tmp_path: Path, lost: Lost, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, folder = [100.0], tmp_path / "logs" / "job-run"
+    journal = Journal("a", lambda: 1000.0, EventFile(lost, clock=lambda: now[0]))
+    journal.start()
+    journal.begin(folder)
+
+    def note(text: str) -> None:
+        journal.note(Kind.SAVE, text)
+        flushed(journal)
+
+    note("one")
+    shutil.rmtree(tmp_path / "logs")
+    note("two")
+    assert written(folder / "events-a.jsonl") == ["two"]
+    delete_run(folder)
+    assert folder.exists(), "the agent holds it again"
+    shutil.rmtree(folder)
+    now[0] += REMADE_AFTER_S - 1.0
+    note("three")
+    assert not folder.exists(), "not at once again"
+    assert lost.events == 1
+    now[0] += 2.0
+    note("four")
+    assert written(folder / "events-a.jsonl") == ["four"]
+    journal.close()
+    said = f"{folder / 'events-a.jsonl'} was removed, with the events in it: a new one is made"
+    assert [record.getMessage() for record in caplog.records] == [said, said]
+
+
+def test_a_file_that_the_disk_has_lost_is_opened_again(
+    tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NFS, where another machine has removed the folder."""
+    journal, write, stale = a_journal(lost), os.write, [False]
+
+    def refuse(fd: int, data: bytes) -> int:
+        if stale[0]:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return write(fd, data)
+
+    monkeypatch.setattr(event_file.os, "write", refuse)
+    journal.begin(tmp_path / "job-run")
+    journal.note(Kind.SAVE, "one")
+    flushed(journal)
+    shutil.rmtree(tmp_path / "job-run")
+    stale[0] = True
+    journal.note(Kind.SAVE, "two")
+    flushed(journal)
+    stale[0] = False
+    journal.note(Kind.SAVE, "three")
+    journal.close()
+    assert written(tmp_path / "job-run" / "events-a.jsonl") == ["three"]
+
+
+def test_a_file_system_that_counts_no_links_has_one_file(
+    tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fstat = os.fstat
+
+    def without_links(fd: int) -> os.stat_result:
+        return os.stat_result((*fstat(fd)[:3], 0, *fstat(fd)[4:]))
+
+    monkeypatch.setattr(event_file.os, "fstat", without_links)
+    journal = a_journal(lost)
+    journal.begin(tmp_path)
+    for text in ("one", "two"):
+        journal.note(Kind.SAVE, text)
+    journal.close()
+    assert written(tmp_path / "events-a.jsonl") == ["one", "two"]
+    assert not caplog.records
 
 
 def test_no_link_is_followed(tmp_path: Path, lost: Lost) -> None:

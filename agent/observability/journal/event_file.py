@@ -2,15 +2,18 @@
 
 While the disk is full or does not answer, events that find no room in the queue are dropped and counted, with one log
 line; nothing else suffers. The file is bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces
-the older one of that name.
+the older one of that name. A folder that is removed while the job goes on is made again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 8 * 1024 * 1024
 QUEUE_MAX = 1024 * 1024
 """Bytes that may wait for the disk."""
+REMADE_AFTER_S = 10.0
+"""Between two files that are made because the one before was removed. The events meanwhile are lost."""
 CLOSE_S = 1.0
 """How long the end of the agent waits for the disk to take the last events."""
 
@@ -56,11 +61,17 @@ def read_file(path: Path) -> Iterator[JobEvent]:
 class EventFile(Backlog[Callable[[], None]]):
     """`open`, `write` and `end` are for any thread; only `end` waits."""
 
-    def __init__(self, count_lost: Callable[[], None], most_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(
+        self,
+        count_lost: Callable[[], None],
+        most_bytes: int = MAX_FILE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`count_lost` is called for each event that is not written."""
         super().__init__("event-file")
         self._count_lost = count_lost
         self._most_bytes = most_bytes
+        self._clock = clock
         self._still = False
         """The disk does not answer, and the log says so. Under the lock."""
         # All below is of the thread.
@@ -68,6 +79,9 @@ class EventFile(Backlog[Callable[[], None]]):
         self._path = Path()
         self._fd = -1
         self._file_size = 0
+        self._counts_links = False
+        """The file system tells that a file was removed which is open."""
+        self._remade_at = -math.inf
         self._failing = False
         """The last write failed, and the log says so."""
 
@@ -118,6 +132,13 @@ class EventFile(Backlog[Callable[[], None]]):
         if self._run is None:
             return
         try:
+            if self._fd >= 0 and self._counts_links and not os.fstat(self._fd).st_nlink:
+                if self._clock() < self._remade_at + REMADE_AFTER_S:
+                    self._count_lost()
+                    return
+                self._remade_at = self._clock()
+                self._close()
+                log.warning("%s was removed, with the events in it: a new one is made", self._path)
             if self._fd >= 0 and self._file_size + len(data) > self._most_bytes:
                 os.replace(self._path, f"{self._path}{OLDER}")
                 self._close_file()
@@ -131,6 +152,8 @@ class EventFile(Backlog[Callable[[], None]]):
                 rest = rest[written:]
         except OSError as error:
             self._close_file()
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                self._run.release()  # the folder was removed, and is made again at the next try
             self._count_lost()
             if not self._failing:
                 self._failing = True
@@ -148,7 +171,8 @@ class EventFile(Backlog[Callable[[], None]]):
         """Open the file; returns a line break to write first if the last line was cut (disk full, agent killed)."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o640)
-        self._file_size = os.fstat(self._fd).st_size
+        found = os.fstat(self._fd)
+        self._file_size, self._counts_links = found.st_size, found.st_nlink > 0
         whole = not self._file_size or os.pread(self._fd, 1, self._file_size - 1) == b"\n"
         return b"" if whole else b"\n"
 

@@ -137,13 +137,18 @@ class EvidenceKeeper:
         before = self._run
         self._run = run_folder(self._directory.absolute(), job, run) if self._directory is not None else None
         self._generation, self._looks = generation, 0
-        if self._run is not None and self._run != before:
-            files = {f"configuration-{self._node}.toml": masked("\n".join(self._in_force), self._secrets)}
-            if (prints := fingerprints(self._secrets, f"{self._run.name}/{self._node}")).values:
-                files[file_name(self._node)] = FINGERPRINTS.encode(prints)
-            files = {name: text for name, text in files.items() if text}
-            if files:
-                Thread(partial(_write_once, self._run, files), "evidence").start()
+        if self._run is not None and (files := self._of_run(self._run)):
+            again = self._run == before
+            Thread(partial(_write_texts, self._run, files, only_missing=again), "evidence").start()
+
+    def _of_run(self, run: Path) -> Mapping[str, str]:
+        """The files of the run itself: this node's settings, and what its secrets are found by."""
+        files = {}
+        if self._in_force:
+            files[f"configuration-{self._node}.toml"] = masked("\n".join(self._in_force), self._secrets)
+        if (prints := fingerprints(self._secrets, f"{run.name}/{self._node}")).values:
+            files[file_name(self._node)] = FINGERPRINTS.encode(prints)
+        return files
 
     @property
     def folder(self) -> Path | None:
@@ -278,11 +283,13 @@ class EvidenceKeeper:
         return True
 
 
-def _write_once(run: Path, files: Mapping[str, str]) -> None:
+def _write_texts(run: Path, files: Mapping[str, str], *, only_missing: bool) -> None:
+    """`only_missing`: they were written before, and the folder may have been removed since."""
     with contextlib.suppress(OSError):  # a disk that fails here fails the logs, too, where it is logged
         run.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            _write_private(run / name, f"{text}\n".encode(errors="backslashreplace"))
+            if not (only_missing and (run / name).exists()):
+                _write_private(run / name, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _make_private(path: Path) -> None:
