@@ -47,7 +47,7 @@ from ..observability.status.sources import (
 from ..observability.status.text import Screen, lines
 from ..observability.status.watch import Watch
 from ..workers.processes.run_files import agents_here, run_directory_parents
-from .store_command import command_help, one_line_errors
+from .store_command import command_help, one_line_errors, pause
 
 _USAGE = """\
 usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
@@ -213,7 +213,7 @@ def _show(watch: Watch, screen: Callable[[Seen, float | None], str], interval_s:
             return seen.code
         if interval_s is None:
             return StatusCode.SHOWN
-        time.sleep(interval_s)
+        pause(interval_s)
 
 
 def _json_screen(seen: Seen, interval_s: float | None) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import select
 import signal
 import sys
 import time
@@ -29,6 +31,7 @@ _Code: TypeAlias = DrainCode | ExclusionCode | ForgetCode
 
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
+STDOUT = 1
 LATE_S = 1.0
 """How long after its timeout a command is given to say by itself how far it has come."""
 
@@ -130,6 +133,15 @@ def world_of(job: str, entries: Iterable[Entry]) -> World | None:
             f"the store holds job {world.job!r}, not {job!r}: check --rdzv-endpoint and --rdzv-id"
         )
     return world
+
+
+def pause(seconds: float) -> None:
+    """Between two looks at what goes on. Raises BrokenPipeError as soon as nobody reads our standard output any more:
+    there may be nothing to write for long, which would show it."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(seconds * 1000)):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def command_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) -> str:

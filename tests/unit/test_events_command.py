@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,6 +104,23 @@ def test_more_events_than_an_answer_holds_are_all_shown(capsys: pytest.CaptureFi
     assert [line.rpartition(" ")[2] for line in lines(capsys)] == [str(n) for n in range(2 * MOST_EVENTS + 7)]
 
 
+def test_who_follows_ends_when_its_reader_does_though_nothing_happens() -> None:
+    journal = a_journal()
+    journal.note(Kind.SAVE, "one")
+    with serving(journal, "a-1") as http:
+        words = [sys.executable, "-m", "elastic_agent", "events", "--agent", str(http), "--follow"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+            assert following.stdout is not None
+            assert following.stderr is not None
+            assert following.stdout.readline().endswith("one\n")
+            following.stdout.close()
+            try:
+                assert following.wait(PATIENCE_S) == EventsCode.OUTPUT_CLOSED
+            finally:
+                following.kill()
+            assert following.stderr.read() == ""
+
+
 def test_it_follows_an_agent_into_its_next_life_and_to_its_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +140,7 @@ def test_it_follows_an_agent_into_its_next_life_and_to_its_end(
         yield
 
     happens = steps()
-    monkeypatch.setattr(command.time, "sleep", lambda seconds: next(happens))
+    monkeypatch.setattr(command, "pause", lambda seconds: next(happens))
     assert command.main(["--agent", str(http), "--follow"]) == EventsCode.SHOWN
     assert [line.rpartition("save             ")[2] for line in lines(capsys)] == [
         "one",

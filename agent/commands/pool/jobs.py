@@ -15,6 +15,7 @@ from ...common.exits import PoolCode
 from ...configuration.reading.settings import Settings
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import YES_OR_NO
+from ..store_command import pause
 from .pool_command import pool_command, read_view
 
 _USAGE = """\
@@ -105,7 +106,7 @@ def _jobs(store: Store, view: PoolView, _: str, settings: Settings) -> int:
             print("\n".join(_lines(view, found)), flush=True)
         if not settings[WATCH].value:
             return PoolCode.DONE
-        time.sleep(WATCH_S)
+        pause(WATCH_S)
         view = read_view(store)
 
 

@@ -13,6 +13,7 @@ from ...common.exits import PoolCode
 from ...configuration.reading.settings import Settings
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import YES_OR_NO, whole_number
+from ..store_command import pause
 from .live_view import LiveView, code_of
 from .log_reader import JobLog, RankLog
 from .pool_command import CannotDo, find_job, pool_command
@@ -81,6 +82,7 @@ def follow(
         waited_for = waits
         more = reader.read(live.view, all_of_it=first)
         first = False
+        pause(0.0)
         live.wait(0.0 if more else FOLLOW_S)
     return None
 

@@ -29,7 +29,7 @@ from ...observability.journal.event_file import journals, read_file
 from ...observability.journal.events import EVENT, EVENTS_PATH, JobEvent, Kind
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
-from ..store_command import one_line_errors
+from ..store_command import one_line_errors, pause
 from .run_folders import NoRun, find_run, given_log_dir, run_help
 
 _USAGE = """\
@@ -134,7 +134,7 @@ def _show(source: Source, show: Callable[[JobEvent], str], *, follow: bool) -> N
         sys.stdout.flush()
         if not follow or source.over:
             return
-        time.sleep(FOLLOWS_S)
+        pause(FOLLOWS_S)
 
 
 # --- Agents
