@@ -128,6 +128,14 @@ class GpuMemoryMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuHealthMessage:
+    """A message of the process that reads what NVML says of the GPUs. Empty: it has ended."""
+
+    pid: int
+    message: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class WriterWanted:
     """There is an order to write a checkpoint, and no process to do it."""
 
@@ -327,6 +335,7 @@ Event: TypeAlias = (
     | GenerationEvent
     | StoreServerMessage
     | GpuMemoryMessage
+    | GpuHealthMessage
     | WriterWanted
     | WriterEnded
     | MemoryServerWanted

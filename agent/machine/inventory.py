@@ -23,7 +23,7 @@ from ..configuration.timeouts import ladder
 from ..workers.checkpoints.folder import describe_folder
 from .affinity import CpuShare, probe_cpus, share
 from .devices import Device, Inventory, PinnedDevices, backend_fact, pin, probe, resolve_workers
-from .gpu_memory import watched
+from .gpus.memory import watched
 from .network.choice import NotReady
 from .network.discovery import Network, discover_network
 from .network.interfaces import rdma_ports
@@ -54,6 +54,19 @@ class Machine:
     @property
     def workers(self) -> int:
         return len(self.pinned)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Those that the workers use, as NVML knows them."""
+        return _nvml_names(self.pinned, self.inventory)
+
+    def gpus_of(self, local_rank: int) -> frozenset[str]:
+        """Those that this worker may use, as NVML knows them."""
+        return frozenset(device.nvml_name for device in self.devices_of(local_rank))
+
+    def devices_of(self, local_rank: int) -> tuple[Device, ...]:
+        """All, where the worker chooses for itself."""
+        return self.pinned[local_rank].devices or self.inventory.cuda
 
     def variables(self, local_rank: int) -> tuple[Variable, ...]:
         """Variables of a worker that follow from the machine."""
@@ -94,7 +107,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     first = [worker.first for worker in pinned]
     layout = probe_cpus([device.address for device in first if device and device.address])
     shares = share(config.affinity, first, layout)
-    names, memory = watched(_used(pinned, inventory), config.gpu_memory_wait_s)
+    names, memory = watched(_nvml_names(pinned, inventory), config.gpu_memory_wait_s)
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
@@ -123,14 +136,15 @@ def needs_of(config: Config, machine: Machine) -> NodeNeeds:
         interface=choice.interface if choice is not None else "",
         address=choice.address if choice is not None else "",
         ports=(ports.first, ports.last) if ports is not None else None,
-        gpus=tuple(device.nvml_name for device in _used(machine.pinned, machine.inventory)),
+        gpus=machine.gpus,
         rdma=bool(machine.profile.ports and machine.inventory.cuda),
     )
 
 
-def _used(pinned: Sequence[PinnedDevices], inventory: Inventory) -> Sequence[Device]:
-    """By this node's workers; all, where they choose for themselves."""
-    return [device for worker in pinned for device in worker.devices] or inventory.cuda
+def _nvml_names(pinned: Sequence[PinnedDevices], inventory: Inventory) -> tuple[str, ...]:
+    """Of the devices that this node's workers use; of all, where they choose for themselves."""
+    used = [device for worker in pinned for device in worker.devices] or inventory.cuda
+    return tuple(device.nvml_name for device in used)
 
 
 def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:

@@ -23,6 +23,7 @@ from ...threads import Thread
 from ..common.events import (
     Event,
     GenerationEvent,
+    GpuHealthMessage,
     GpuMemoryMessage,
     HandedOver,
     Handlers,
@@ -46,7 +47,7 @@ from ..common.exits import ENDINGS, TIME_IS_OVER, ExitCode, code_of_leave
 from ..common.ports import OfferedPort, PortError
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig
 from ..configuration.timeouts import last_saves_s, obeys_before_s
-from ..machine.gpu_memory import GpuMemory
+from ..machine.gpus.memory import GpuMemory
 from ..observability.accounting.observer import Observer
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
@@ -364,6 +365,7 @@ class Loop:
         on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the agent
         for kind in get_args(GenerationEvent):
             on(kind, supervisor.handle)
+        on(GpuHealthMessage, lambda event, _: supervisor.gpu_health_message(event))
         on(StoreServerMessage, lambda event, _: supervisor.store_server_message(event))
         on(SpareReadable, services.spares.handle)
         on(GpuMemoryMessage, services.gpu_memory.handle)

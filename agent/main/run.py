@@ -33,7 +33,8 @@ from ..common.interruptible import unless_stopped
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..machine.cgroups import claim_cgroup
-from ..machine.gpu_memory import GpuMemory
+from ..machine.gpus.health import GpuHealth
+from ..machine.gpus.memory import GpuMemory
 from ..machine.inventory import Machine
 from ..machine.memory.oom import warn_of_group_kill
 from ..machine.network.addresses import reachable_at, unique_node_id
@@ -192,6 +193,7 @@ class Helpers:
     subreaper: Subreaper
     guard: Guard
     gpu_memory: GpuMemory
+    gpu_health: GpuHealth
     spares: Spares
 
 
@@ -218,7 +220,7 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
         journal = _started(parts, journal_of(agent, metrics))
         log_to(agent.console, agent.name, agent.config.logs, lambda: journal.generation)
         claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
-        helpers = _start_helpers(agent, claimed, prepared, parts)
+        helpers = _start_helpers(agent, claimed, prepared, metrics, parts)
         checks, recheck = _check(agent, machine, helpers.subreaper, parts)
         pages = pages_of(agent)
         probes = Probes(Introduction(agent.name, agent.incarnation, generation=0), agent.clock)
@@ -307,7 +309,7 @@ def _claim(
 
 
 def _start_helpers(
-    agent: Agent, claimed: Claimed, prepared: Prepared, parts: contextlib.ExitStack
+    agent: Agent, claimed: Claimed, prepared: Prepared, metrics: Metrics, parts: contextlib.ExitStack
 ) -> Helpers:
     warn_of_group_kill()
     parts.callback(agent.io.close)
@@ -321,9 +323,19 @@ def _start_helpers(
     gpu_memory = _started(
         parts, GpuMemory(watched, wait_s, agent.environment, agent.io, agent.events.put, agent.clock)
     )
+    gpu_health = _started(
+        parts,
+        GpuHealth(
+            claimed.node.machine.gpus,
+            agent.environment,
+            agent.io,
+            agent.events.put,
+            lambda result: metrics.diagnostics_dumps_total.inc(tool="nvml", result=result),
+        ),
+    )
     spares = spares_of(agent, claimed.node.machine, prepared)
     parts.callback(spares.close)
-    return Helpers(prepared.subreaper, guard, gpu_memory, spares)
+    return Helpers(prepared.subreaper, guard, gpu_memory, gpu_health, spares)
 
 
 def _check(
@@ -462,7 +474,9 @@ def _serve_workers(
     disk_writer = _started(
         parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)
     )
-    subreaper.add_known(lambda: (guard.pid, *helpers.gpu_memory.pids, *worker_store.pids))
+    subreaper.add_known(
+        lambda: (guard.pid, *helpers.gpu_memory.pids, *helpers.gpu_health.pids, *worker_store.pids)
+    )
     memory_server = _serve_memory(agent, claimed, store, parts)
     subreaper.add_known(lambda: (*disk_writer.pids, *spares.pids))
     subreaper.add_known(lambda: memory_server.pids if memory_server is not None else ())
@@ -478,6 +492,7 @@ def _serve_workers(
         last_steps=last_steps,
         evidence=_keep_evidence(agent, node, metrics, parts),
         signs=_started(parts, SignReader(post, clock)),
+        gpus=helpers.gpu_health,
     )
     return processes, disk_writer, memory_server
 

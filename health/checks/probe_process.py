@@ -23,6 +23,11 @@ that is installed runs at its start."""
 _PACKAGES = Path(_package).parents[1]
 
 
+def probe_command(python: str, module: str, *, flags: Sequence[str] = ()) -> list[str]:
+    """`module` has a `main`."""
+    return [python, *flags, "-c", PROGRAM.format(module=module), str(_PACKAGES)]
+
+
 def start_probe_process(
     python: str,
     module: str,
@@ -31,9 +36,9 @@ def start_probe_process(
     flags: Sequence[str] = (),
     descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """`module` has a `main`. `descriptors` are open there, too. Raises OSError."""
+    """`descriptors` are open there, too. Raises OSError."""
     return subprocess.Popen(
-        [python, *flags, "-c", PROGRAM.format(module=module), str(_PACKAGES)],
+        probe_command(python, module, flags=flags),
         env=dict(environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from elastic_agent.health.checks.probes.network import probe_interface
 from elastic_agent.health.checks.rules.gpus import GPU_CHECKS
 from elastic_agent.health.checks.rules.machine import judge_shared_memory
 from elastic_agent.health.checks.rules.network import judge_interface
+from tests.nvml_library import FakeLibrary
 
 TESTS = Path(__file__).parents[1]
 GPUS = ("0000:3b:00.0", "0000:5e:00.0")
@@ -155,21 +155,15 @@ def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a libnvidia-ml.so.1 that says what a test wants."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no C compiler")
-    folder = tmp_path_factory.mktemp("nvml")
-    source = TESTS / "fake_nvml" / "nvml.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
-    return folder
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> FakeLibrary:
+    return FakeLibrary(tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture
-def nvml(fake_library: Path, tmp_path: Path) -> dict[str, str]:
-    """The environment in which it is found. The state is in the file `state`."""
-    (tmp_path / "state").write_text("persistence 1\n")
-    return {**os.environ, "LD_LIBRARY_PATH": str(fake_library), "FAKE_NVML_STATE": str(tmp_path / "state")}
+def nvml(fake_library: FakeLibrary) -> dict[str, str]:
+    """The environment in which it is found."""
+    fake_library.says("persistence 1")
+    return {**os.environ, **fake_library.environment}
 
 
 @pytest.mark.parametrize(
@@ -179,6 +173,7 @@ def nvml(fake_library: Path, tmp_path: Path) -> dict[str, str]:
         ("init 9", "gpu-visible", Outcome.FAIL, "NVML does not start: Driver Not Loaded"),
         ("crash 1", "gpu-visible", Outcome.FAIL, "NVML: the probe was ended by signal 6"),
         ("lost 1", "gpu-visible", Outcome.FAIL, "0000:5e:00.0: GPU is lost"),
+        ("ask 16", "gpu-visible", Outcome.FAIL, "0000:5e:00.0: GPU requires reset"),
         ("print 1", "gpu-visible", Outcome.OK, "2 GPUs answer"),
         ("ecc 3", "gpu-ecc", Outcome.FAIL, "0000:3b:00.0: 3, 0000:5e:00.0: 3"),
         ("no_ecc 1", "gpu-ecc", Outcome.UNKNOWN, "count no memory errors"),

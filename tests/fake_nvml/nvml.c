@@ -1,7 +1,9 @@
 /* Stands in for libnvidia-ml.so.1 where LD_LIBRARY_PATH leads here: answers what the file named by FAKE_NVML_STATE says.
  *
  * Lines "init 9" (an error of nvmlInit), "hang 1", "crash 1", "print 1" (in nvmlInit), "lost 1" (the second GPU's error),
- * and of every GPU: "ecc 3", "no_ecc 1", "remapped 2", "pending 1", "failed 1", "throttle 64", "persistence 1". */
+ * and of every GPU: "find 6", "ask 15" (an error of finding it, or of asking it), "ask_hangs 1", "ask_crashes 1", "ecc 3",
+ * "no_ecc 1", "remapped 2", "pending 1", "failed 1", "retiring 1", "throttle 64", "persistence 1". "ecc_other 3" is of all
+ * but the first one. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,17 +31,22 @@ int nvmlInit_v2(void) {
 int nvmlSystemGetDriverVersion(char *text, unsigned length) { snprintf(text, length, "580.1"); return 0; }
 
 const char *nvmlErrorString(int code) {
-    return code == 9 ? "Driver Not Loaded" : code == 15 ? "GPU is lost" : code == 3 ? "Not Supported" : "Unknown Error";
+    return code == 9 ? "Driver Not Loaded" : code == 15 ? "GPU is lost" : code == 3 ? "Not Supported" :
+           code == 6 ? "Not Found" : code == 16 ? "GPU requires reset" : "Unknown Error";
 }
 
+static char first, other;
+
 int nvmlDeviceGetHandleByPciBusId_v2(const char *name, void **device) {
-    *device = (void *)name;
-    return strncmp(name, "0000:5e", 7) == 0 && said("lost") ? 15 : 0;
+    *device = strncmp(name, "0000:3b", 7) == 0 ? &first : &other;
+    return strncmp(name, "0000:5e", 7) == 0 && said("lost") ? 15 : (int)said("find");
 }
 
 int nvmlDeviceGetTotalEccErrors(void *device, int kind, int counter, unsigned long long *count) {
-    *count = kind == 1 && counter == 0 ? said("ecc") : 0;
-    return said("no_ecc") ? 3 : 0;
+    while (said("ask_hangs")) usleep(20000);
+    if (said("ask_crashes")) abort();
+    *count = kind == 1 && counter == 0 ? said("ecc") + (device == &other ? said("ecc_other") : 0) : 0;
+    return said("no_ecc") ? 3 : (int)said("ask");
 }
 
 int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *not, unsigned *pending, unsigned *failed) {
@@ -47,9 +54,19 @@ int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *not, 
     return 0;
 }
 
+int nvmlDeviceGetRetiredPagesPendingStatus(void *device, unsigned *pending) { *pending = (unsigned)said("retiring"); return 0; }
+
 int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) {
     *bits = 1 | said("throttle");
     return 0;
 }
 
-int nvmlDeviceGetPersistenceMode(void *device, unsigned *mode) { *mode = (unsigned)said("persistence"); return 0; }
+/* What is asked last of each GPU: the file with ".asked" at its name's end gets a byte. */
+int nvmlDeviceGetPersistenceMode(void *device, unsigned *mode) {
+    char name[4096];
+    snprintf(name, sizeof name, "%s.asked", getenv("FAKE_NVML_STATE"));
+    FILE *file = fopen(name, "a");
+    if (file != NULL) { fputc('x', file); fclose(file); }
+    *mode = (unsigned)said("persistence");
+    return 0;
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.nvml_library import FakeLibrary
+
 from .harness import Job
 from .needs import skip_without
 
-FAKE_NVML = Path(__file__).parents[1] / "fake_nvml" / "nvml.c"
 ON_A_GPU = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
 
 
@@ -61,13 +61,9 @@ def test_a_driver_that_hangs_holds_up_nothing_and_its_probe_ends_with_the_agent(
     job: Job, tmp_path: Path
 ) -> None:
     """That no process outlives the agent is looked at when the job is closed (I9)."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no C compiler")
-    library, state = tmp_path / "libnvidia-ml.so.1", tmp_path / "state"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, FAKE_NVML], check=True)
-    state.write_text("hang 1\n")
-    environment = {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_NVML_STATE": str(state)}
-    job.start("a", "--standalone", "--check=warn", environment=environment, enter=ON_A_GPU)
+    nvml = FakeLibrary(tmp_path)
+    nvml.says("hang 1")
+    job.start("a", "--standalone", "--check=warn", environment=nvml.environment, enter=ON_A_GPU)
     job.wait_for_training(1)
     job.wait_for(lambda: len(_probing(job)) >= 2, "the probe and the process that runs it")
 

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from elastic_agent.agent.common.events import Event, GenerationEvent, StopRead, WorkerExited
+from elastic_agent.agent.common.events import Event, GenerationEvent, GpuHealthMessage, StopRead, WorkerExited
 from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.types.values import Command
+from elastic_agent.agent.machine.gpus.asked_process import AskedProcess
+from elastic_agent.agent.machine.gpus.health import GpuHealth
 from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.accounting.observer import Observer
 from elastic_agent.agent.observability.journal.journal import Journal
@@ -36,6 +38,7 @@ from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore
 from elastic_agent.agent.workers.supervision.supervisor import Processes, Supervisor
 from elastic_agent.agent.workers.supervision.worker_spec import Node
+from elastic_agent.health.checks.rules.gpus import GPU_READING, GpuFacts, NvmlFacts
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
@@ -114,6 +117,21 @@ class FakeEvidence(Ignored):
     def end(self) -> None:
         self.looks[-1][1].end()
         self._then[-1](self.looks[-1][1])
+
+
+class FakeNvml:
+    """In the place of the process that asks NVML: it answers when the test says so."""
+
+    pid = 7
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def kill(self) -> None:
+        pass
 
 
 class FakeSpares(Ignored):
@@ -210,6 +228,7 @@ class Supervised:
         )
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
         self.evidence = FakeEvidence(self.clock)
+        self.gpus = GpuHealth((), {}, IoThread(), self.events.append)
         self.logs, self.links, self.last_steps = FakeLogs(), FakeLinks(), FakeLastSteps()
         journal = Journal("a", lambda: 0.0)
         machine = inspect_machine(self.config, {"PATH": os.environ["PATH"]})
@@ -239,6 +258,7 @@ class Supervised:
                 last_steps=cast(LastSteps, self.last_steps),
                 evidence=cast(EvidenceKeeper, self.evidence),
                 signs=cast(SignReader, Ignored()),
+                gpus=self.gpus,
             ),
             self.events.append,
             self.clock,
@@ -263,6 +283,17 @@ class Supervised:
         generation = self.supervisor._generation
         assert generation is not None
         return generation.failures
+
+    def with_gpus(self) -> FakeNvml:
+        """From now on NVML is asked of one GPU, which is well."""
+        nvml = FakeNvml()
+        self.gpus._reader = cast(AskedProcess, nvml)
+        self.nvml_says(0)
+        return nvml
+
+    def nvml_says(self, uncorrected: int) -> None:
+        reading = NvmlFacts(gpus=(GpuFacts(name="0000:3b:00.0", uncorrected=uncorrected),))
+        self.supervisor.gpu_health_message(GpuHealthMessage(FakeNvml.pid, GPU_READING.encode(reading)))
 
     @property
     def group(self) -> FakeWorkers:

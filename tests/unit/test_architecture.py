@@ -94,8 +94,9 @@ machine/memory:
 workers/processes: common output configuration configuration/types workers/failures
 workers/checkpoints/server: common workers/processes
 workers/checkpoints: common workers/failures workers/processes workers/checkpoints/server
-machine: common configuration configuration/types configuration/reading machine/network workers/processes \
-    workers/checkpoints
+machine/gpus: common workers/processes
+machine: common configuration configuration/types configuration/reading machine/network machine/gpus \
+    workers/processes workers/checkpoints
 workers/evidence: common output workers/processes
 workers/hangs: common workers/processes
 workers/links: common
@@ -112,14 +113,14 @@ observability/accounting: observability output workers/processes observability/s
     observability/page
 observability/report: observability/status observability/journal observability/accounting
 observability/tracing: output observability/accounting
-workers/supervision: common output configuration machine/memory workers/failures workers/processes machine \
-    workers/environment workers/evidence workers/hangs workers/preloader observability/accounting workers/links
+workers/supervision: common output configuration machine/gpus machine/memory workers/failures workers/processes \
+    machine workers/environment workers/evidence workers/hangs workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
 commands/runs: common output configuration configuration/types configuration/reading workers/processes \
     observability/journal observability/report commands
-main: common output configuration configuration/types machine/network machine/memory workers/failures \
+main: common output configuration configuration/types machine/network machine/gpus machine/memory workers/failures \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
     rendezvous_io observability/status observability/journal observability/page observability/accounting \
     observability/tracing workers/supervision workers/evidence workers/hangs workers/links

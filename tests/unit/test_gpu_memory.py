@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import time
@@ -16,9 +17,9 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.common.events import Event, GpuMemoryMessage
-from elastic_agent.agent.machine import gpu_memory
 from elastic_agent.agent.machine.devices import Device
-from elastic_agent.agent.machine.gpu_memory import ANSWER_S, GpuMemory, watched
+from elastic_agent.agent.machine.gpus import memory as gpu_memory
+from elastic_agent.agent.machine.gpus.memory import ANSWER_S, GpuMemory, watched
 from tests.io_threads import started_io
 
 FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
@@ -176,8 +177,7 @@ def test_an_error_of_nvml_ends_all_waiting(
 
 
 def test_a_reader_that_was_killed_ends_all_waiting(ready: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    assert ready.memory._reader is not None
-    ready.memory._reader.kill()
+    os.kill(ready.memory.pids[0], signal.SIGKILL)
     ready.answer()
     ready.memory.workers_gone(ready.now)
     assert not ready.memory.waiting
@@ -237,7 +237,7 @@ def test_the_reader_dies_with_the_agent(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from elastic_agent.agent.common.io_thread import IoThread
-from elastic_agent.agent.machine.gpu_memory import GpuMemory
+from elastic_agent.agent.machine.gpus.memory import GpuMemory
 memory = GpuMemory([{ONE!r}], 30.0, os.environ, IoThread(), print, time.monotonic)
 memory.start()
 print(memory._reader.pid, flush=True)
@@ -249,7 +249,7 @@ time.sleep(600)
     assert agent.stdout is not None
     reader = Path("/proc") / agent.stdout.readline().strip()
     deadline = time.monotonic() + PATIENCE_S
-    while not any("gpu_memory_reader" in word for word in (reader / "cmdline").read_text().split("\0")[1:2]):
+    while not any("memory_reader" in word for word in (reader / "cmdline").read_text().split("\0")[1:2]):
         # not there yet: the shim, or no command line at all while the kernel changes it
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -279,6 +279,6 @@ def test_what_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu_memory, "find_spec", lambda name: object() if installed else None)
-    found_names, fact = watched(devices, wait_s)
+    found_names, fact = watched([device.nvml_name for device in devices], wait_s)
     assert found_names == names
     assert text in fact

@@ -21,7 +21,7 @@ from elastic_agent.agent.common.events import (
 )
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
-from elastic_agent.agent.workers.supervision.failure_reports import TAIL_WITHIN_S
+from elastic_agent.agent.workers.supervision.failure_reports import KNOWN_WITHIN_S
 from elastic_agent.agent.workers.supervision.supervisor import SEEN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
@@ -68,8 +68,8 @@ def test_a_log_disk_that_hangs_while_eight_workers_fail_does_not_hold_the_loop(n
     assert not node.reported
     assert node.now == began
     due_at = min(at for at in node.supervisor.wake_at() if at is not None)
-    assert due_at == began + TAIL_WITHIN_S
-    assert node.turn(TAIL_WITHIN_S), "all have ended, and nothing is waited for twice"
+    assert due_at == began + KNOWN_WITHIN_S
+    assert node.turn(KNOWN_WITHIN_S), "all have ended, and nothing is waited for twice"
     assert node.reported == ["exit code 1"]
     assert len(node.failures) == 8
 
@@ -77,7 +77,7 @@ def test_a_log_disk_that_hangs_while_eight_workers_fail_does_not_hold_the_loop(n
 def test_while_the_log_disk_hangs_a_later_failure_is_reported_at_once(node: Supervised) -> None:
     node.exit(0, 1)
     node.turn()
-    node.turn(TAIL_WITHIN_S)
+    node.turn(KNOWN_WITHIN_S)
     assert node.reported
     for rank in range(1, 8):
         node.exit(rank, -signal.SIGTERM)
@@ -94,6 +94,85 @@ def test_while_the_log_disk_hangs_a_later_failure_is_reported_at_once(node: Supe
     node.exit(0, 3)
     node.turn()
     assert len(node.reported) == 2, "the disk answers again: its lines are worth the time"
+
+
+def test_a_failure_is_reported_with_what_nvml_says(node: Supervised) -> None:
+    nvml = node.with_gpus()
+    node.exit(3, 7)
+    node.turn()
+    assert nvml.asked == 1
+    node.logs.answer()
+    node.turn()
+    assert not node.reported, "NVML has not answered yet"
+    node.nvml_says(2)
+    node.turn()
+    assert [failure.cause for failure in node.participant.failures] == ["ecc"]
+    assert node.reported[0].endswith("; NVML: GPU 0000:3b:00.0: uncorrected memory errors: 2, were 0")
+
+
+def test_nvml_alone_does_not_make_a_failure_known(node: Supervised) -> None:
+    node.with_gpus()
+    node.exit(3, 7)
+    node.turn()
+    node.nvml_says(0)
+    node.turn()
+    assert not node.reported, "its last lines are not here yet"
+    node.logs.answer()
+    node.turn()
+    assert [failure.cause for failure in node.participant.failures] == ["unknown"]
+
+
+def test_nvml_that_hangs_holds_up_one_failure_within_the_bound_and_no_later_one(node: Supervised) -> None:
+    nvml = node.with_gpus()
+    node.exit(3, 7)
+    node.turn()
+    node.logs.answer()
+    began = node.now
+    assert not node.reported
+    assert min(at for at in node.supervisor.wake_at() if at is not None) == began + KNOWN_WITHIN_S
+    node.turn(KNOWN_WITHIN_S)
+    assert len(node.reported) == 1
+    for rank in {*range(8)} - {3}:
+        node.exit(rank, -signal.SIGTERM)
+    assert node.turn()
+    node.start(2)
+    node.exit(0, 2)
+    node.turn()
+    assert len(node.reported) == 1, "the log disk was never late"
+    node.logs.answer()
+    node.turn()
+    assert len(node.reported) == 2
+    assert nvml.asked == 1, "no second question while the first has no answer"
+
+
+def test_log_disk_and_nvml_that_hang_hold_up_all_failures_together_within_the_bound(node: Supervised) -> None:
+    node.with_gpus()
+    node.exit(3, 7)
+    node.exit(4, 7)
+    node.turn()
+    node.supervisor.handle(TailReady(1, 3), node.now)
+    assert not node.failures
+    node.turn(KNOWN_WITHIN_S)
+    assert len(node.failures) == 2
+
+
+def test_a_log_disk_that_hangs_does_not_keep_nvml_from_being_asked(node: Supervised) -> None:
+    node.with_gpus()
+    node.exit(3, 7)
+    node.turn()
+    node.nvml_says(0)
+    node.turn(KNOWN_WITHIN_S)
+    assert len(node.reported) == 1
+    for rank in {*range(8)} - {3}:
+        node.exit(rank, -signal.SIGTERM)
+    assert node.turn()
+    node.start(2)
+    node.exit(0, 7)
+    node.turn()
+    assert len(node.reported) == 1
+    node.nvml_says(1)
+    node.turn()
+    assert [failure.cause for failure in node.participant.failures] == ["unknown", "ecc"]
 
 
 def test_a_generation_is_not_over_before_its_last_failure_is_examined(node: Supervised) -> None:

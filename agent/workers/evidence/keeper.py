@@ -125,6 +125,7 @@ class EvidenceKeeper:
         self._thread: Thread | None = None
         """Of the newest look that has files: it writes them after that."""
         self._asking: Thread | None = None
+        self._adding: Thread | None = None
         self._newest: Look | None = None
         self._failing = False
         self._written_of = 0
@@ -197,9 +198,15 @@ class EvidenceKeeper:
         thread.start()
         return look
 
+    def add(self, look: Look, name: str, text: str) -> None:
+        """A file beside those of the look, if it has any. Written in a thread of its own, one at a time."""
+        if look.path is not None and (self._adding is None or not self._adding.is_alive()):
+            self._adding = Thread(partial(self._add, look.path, {name: text}, self._generation), "evidence")
+            self._adding.start()
+
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        for thread in filter(None, (self._thread, self._adding)):
+            thread.join(CLOSE_S)
 
     def _ask_for_records(self, generation: Path, ranks: Sequence[int]) -> None:
         """In a thread of its own: the pipes are on a disk, which may stand still, and the look must not wait for it."""
@@ -248,6 +255,9 @@ class EvidenceKeeper:
             texts["gpus.txt"] = text
         if look.path is not None and self._write(look.path, texts, generation):
             kept(look.path)
+
+    def _add(self, path: Path, texts: dict[str, str], generation: int) -> None:
+        self._write(path, texts, generation)
 
     def _records(self, generation: Path, ranks: Sequence[int]) -> None:
         for _ in flight_records.ask(generation, ranks):

@@ -93,7 +93,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The kernel or a GPU's driver reported this trouble while the worker ran."""
+    """The kernel or NVML reported this trouble while the worker ran."""
 
     trouble: Trouble
 

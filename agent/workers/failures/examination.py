@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...common.port_owner import PortOwner
-from .causes import HANG, CauseTable
+from .causes import HANG, UNKNOWN, Cause, CauseTable
 from .error_report import ErrorReport, detail_after, find_last_words, find_traceback, read_error_file
 from .exit_words import describe_exit
-from .facts import BY_ITSELF, Facts, Trouble
+from .facts import BY_ITSELF, Event, Facts, GpuNews, Trouble
 from .kernel_log import KernelNews
 from .ports import notes_of_ports, says_port_taken
 from .texts import clean, cut, first_line
@@ -32,6 +33,7 @@ def describe_failure(
     causes: CauseTable,
     oom_killed: bool = False,
     kernel: KernelNews | None = None,
+    gpus: GpuNews | None = None,
     master_port: int = 0,
     owner_of: Callable[[int], PortOwner],
     not_kept: bool = False,
@@ -40,7 +42,7 @@ def describe_failure(
     """The failure of this worker, with its cause.
 
     `master_port`: the worker's MASTER_PORT. `owner_of` finds the process that holds a taken port.
-    `kernel`: the kernel's messages since the worker was started.
+    `kernel`: the kernel's messages since the worker was started; `gpus`: what NVML shows since then.
     `not_kept`: the worker had done the last step of a planned change, and no Checkpointer had kept its state.
     `asked`: the agent had asked the worker to end, but it may have failed before.
     """
@@ -55,7 +57,7 @@ def describe_failure(
         exception = "\n".join(filter(None, (found.exception, detail_after(found.exception or "", log_tail))))
     events = kernel.about(exception) if kernel is not None else ()
     oom_killed = oom_killed or any(event.trouble is Trouble.OUT_OF_MEMORY for event in events)
-    cause = causes.classify(Facts(returncode, exception, log_tail, oom_killed, events))
+    cause, events = _classify(causes, Facts(returncode, exception, log_tail, oom_killed, events), gpus)
     summary = describe_exit(returncode, oom_killed)
     said = exception
     if report.exception is not None:
@@ -64,7 +66,7 @@ def describe_failure(
         said = says_port_taken(log_tail)
         summary += f": {said}"
     notes += notes_of_ports(said, master_port, owner_of if cause.name == "port" else None)
-    notes += [f"the kernel: {event.text}" for event in events[:1]]
+    notes += [f"{event.by}: {event.text}" for event in events[:1]]
     return WorkerFailure(
         rank,
         local_rank,
@@ -80,6 +82,18 @@ def describe_failure(
         report.raised_at,
         cause.collateral,
     )
+
+
+def _classify(causes: CauseTable, facts: Facts, gpus: GpuNews | None) -> tuple[Cause, tuple[Event, ...]]:
+    """The cause, and the reports of the machine that belong to it. A broken GPU of another worker here is the cause
+    of an end that follows from another one, or that nothing else explains."""
+    gpus = gpus or GpuNews()
+    facts = replace(facts, events=(*facts.events, *gpus.own))
+    cause = causes.classify(facts)
+    if gpus.others and (cause.collateral or cause.name == UNKNOWN.name):
+        facts = replace(facts, events=(*facts.events, *gpus.others))
+        cause = causes.classify(facts)
+    return cause, facts.events
 
 
 def _traceback(returncode: int, log_tail: Sequence[str], asked: bool) -> ErrorReport | None:

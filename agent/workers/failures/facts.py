@@ -24,31 +24,42 @@ BY_ITSELF = frozenset(
 
 
 class Trouble(Enum):
-    """The kinds of kernel messages about this machine that matter here."""
+    """What the kernel or NVML may report of this machine, as far as it matters here."""
 
     OUT_OF_MEMORY = "out of memory"
     XID = "Xid"
-    """The driver has lost a GPU, or its link."""
+    """The driver has lost a GPU, or its link; or a GPU needs a reset."""
     ECC = "ECC"
     """Memory of the machine or of a GPU had errors that could not be corrected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One kernel message. `pid`: of the process that it names, in the initial PID namespace; 0: it names none.
-    `device`: the PCI address of a GPU, like "0000:3b:00"."""
+    """One report of the kernel, or of NVML (`by`). `pid`: of the process that it names, in the initial PID namespace;
+    0: it names none. `device`: the PCI address of a GPU, like "0000:3b:00"."""
 
     trouble: Trouble
     text: str
     pid: int = 0
     device: str = ""
+    by: str = "the kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuNews:
+    """What NVML shows of this node's GPUs that it did not show before the worker was started."""
+
+    own: tuple[Event, ...] = ()
+    """Of the worker's."""
+    others: tuple[Event, ...] = ()
+    """Of other workers' here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """`returncode` as in `subprocess`. `exception`: `Type: message`, with all of its lines, from the error file or the
     last traceback; empty without one. `output`: the worker's last lines. `oom_killed`: the kernel has killed a process
-    of this agent for its memory. `events`: the kernel messages about this worker since it was started."""
+    of this agent for its memory. `events`: what the kernel and NVML report of this worker since it was started."""
 
     returncode: int
     exception: str = ""

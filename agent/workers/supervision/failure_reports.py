@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ....health.checks.rules.gpu_faults import Fault, GpuFault
 from ....rendezvous.records import Failure
 from ...common.port_owner import find_owner
+from ...machine.gpus.health import GpuHealth
 from ...machine.memory.oom import OomKills, find_counter
 from ...output.worker_logs import WorkerLogs
 from ..failures.causes import Cause, CauseTable
 from ..failures.examination import describe_failure
+from ..failures.facts import Event, GpuNews, Trouble
 from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
 from ..failures.summary import summarize
+from ..failures.texts import clean
 from ..failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
 from ..processes.workers import WorkerGroup
 from .worker_spec import Node, error_file
 
 log = logging.getLogger(__name__)
 
-TAIL_WITHIN_S = 0.5
-"""A failure whose worker's last lines have not been read and written after so long is reported without the rest."""
+KNOWN_WITHIN_S = 0.5
+"""A failure is reported after so long without what is not known then: the rest of the worker's last lines, which are
+read and written first, and what NVML says."""
+
+_TROUBLES = {Fault.MEMORY: Trouble.ECC, Fault.LOST: Trouble.XID}
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A worker that has failed. It is examined when its last lines have been read, or when that takes too long."""
+    """A worker that has failed. It is examined when its last lines have been read and NVML has answered, or when that
+    takes too long."""
 
     local_rank: int
     returncode: int
@@ -43,6 +51,8 @@ class Crashes:
     """The crashes of one generation that are not examined yet, the first first."""
 
     _waiting: deque[Crash] = field(default_factory=deque)
+    _read: int = 0
+    """The last lines of so many of them are here."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -54,23 +64,35 @@ class Crashes:
     def add(self, crash: Crash) -> None:
         self._waiting.append(crash)
 
-    def ready(self, local_rank: int) -> Iterator[Crash]:
+    def read(self, local_rank: int) -> None:
         """The lines of this worker are here, and so are those of all that crashed before it."""
-        while any(crash.local_rank == local_rank for crash in self._waiting):
-            yield self._waiting.popleft()
+        for number, crash in enumerate(self._waiting, 1):
+            if crash.local_rank == local_rank:
+                self._read = max(self._read, number)
 
-    def overdue(self, now: float) -> Iterator[Crash]:
-        while self._waiting and now >= self._waiting[0].due_at:
+    @property
+    def first_is_read(self) -> bool:
+        return self._read > 0
+
+    def overdue(self, now: float) -> bool:
+        """The first of them waits for too long."""
+        return bool(self._waiting) and now >= self._waiting[0].due_at
+
+    def ready(self, now: float, *, lines: bool, gpus: bool) -> Iterator[Crash]:
+        """Those to be examined now. `lines`, `gpus`: whether last lines, and NVML, are waited for."""
+        while self.overdue(now) or (self._waiting and not gpus and (self._read or not lines)):
+            self._read = max(0, self._read - 1)
             yield self._waiting.popleft()
 
 
 class Examiner:
     """Finds out why a worker failed, from what it left behind and what the machine says. For the main thread."""
 
-    def __init__(self, node: Node, causes: CauseTable, logs: WorkerLogs) -> None:
+    def __init__(self, node: Node, causes: CauseTable, logs: WorkerLogs, gpus: GpuHealth) -> None:
         self._node = node
         self._causes = causes
         self._logs = logs
+        self._gpus = gpus
         self._oom_kills = OomKills(find_counter())
         self._kernel_log = KernelLog()
         self._pids_are_the_kernels = pids_are_the_kernels()
@@ -80,8 +102,9 @@ class Examiner:
         self._oom_kills.update(now)
 
     def generation_begins(self) -> None:
-        """What the kernel has said until now concerns earlier workers."""
+        """What the kernel and NVML have said until now concerns earlier workers."""
         self._kernel_log.forget()
+        self._gpus.generation_begins()
 
     def examine(
         self, group: WorkerGroup, crash: Crash, master_port: int, now: float, *, not_kept: bool
@@ -99,6 +122,7 @@ class Examiner:
             log_file=self._logs.log_file(number, rank),
             causes=self._causes,
             kernel=self._kernel_news(group, crash.local_rank),
+            gpus=gpu_news(self._gpus.faults, self._node.machine.gpus_of(crash.local_rank)),
             oom_killed=self._oom_kills.lately(now),
             master_port=master_port,
             owner_of=partial(find_owner, "0.0.0.0"),
@@ -107,11 +131,23 @@ class Examiner:
         )
 
     def _kernel_news(self, group: WorkerGroup, local_rank: int) -> KernelNews:
-        machine = self._node.machine
-        devices = machine.pinned[local_rank].devices or machine.inventory.cuda
+        devices = self._node.machine.devices_of(local_rank)
         pid = group.pid(local_rank) if self._pids_are_the_kernels else 0
         addresses = frozenset(address(device.address) for device in devices if device.address)
         return KernelNews(self._kernel_log.events(), pid, addresses)
+
+
+def gpu_news(faults: Sequence[GpuFault], own: Collection[str]) -> GpuNews:
+    """`own`: the GPUs of the worker."""
+
+    def events(*, of_worker: bool) -> tuple[Event, ...]:
+        return tuple(
+            Event(_TROUBLES[fault.fault], clean(fault.text), by="NVML")
+            for fault in faults
+            if (fault.gpu in own) is of_worker
+        )
+
+    return GpuNews(own=events(of_worker=True), others=events(of_worker=False))
 
 
 def report_of(failure: WorkerFailure, cause: Cause, known_as: str = "") -> Failure:

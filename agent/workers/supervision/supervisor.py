@@ -27,6 +27,7 @@ from ....worker.wire.messages import SaveReport
 from ...common.events import (
     Event,
     GenerationEvent,
+    GpuHealthMessage,
     JustInTimeMessage,
     Reported,
     SignsRead,
@@ -40,6 +41,7 @@ from ...common.events import (
     WorkersSeen,
 )
 from ...configuration.config import Config
+from ...machine.gpus.health import GpuHealth
 from ...observability.accounting.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
@@ -59,7 +61,7 @@ from ..processes.unkillable import process_statuses
 from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup
 from .exits import LEAVING, Exit
-from .failure_reports import TAIL_WITHIN_S, Crash, Examiner, report_of, show
+from .failure_reports import KNOWN_WITHIN_S, Crash, Examiner, report_of, show
 from .generation import Generation, HowToStop, log_changed_terms
 from .hang_watch import HangWatch
 from .just_in_time_state import Orders
@@ -91,6 +93,7 @@ class Processes:
     last_steps: LastSteps
     evidence: EvidenceKeeper
     signs: SignReader
+    gpus: GpuHealth
 
 
 class Supervisor:
@@ -119,7 +122,7 @@ class Supervisor:
         """The log disk did not answer in time when it was last asked to: until it does, no crash waits for it."""
         self._spares_due_at: float | None = None
         self._causes = CauseTable(config.causes)
-        self._examiner = Examiner(node, self._causes, processes.logs)
+        self._examiner = Examiner(node, self._causes, processes.logs, processes.gpus)
         self._hangs = HangWatch(participant, observer, processes.signs, processes.logs, clock)
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
@@ -178,9 +181,7 @@ class Supervisor:
         if generation is None:
             return False
         self._look(generation)
-        for crash in generation.crashes.overdue(now):
-            self._tail_late = True
-            self._examine(generation, crash)
+        self._examine_crashes(generation, now)
         self._send(generation, generation.just_in_time.turn(now))
         generation.stop_if_kept(now)
         if not generation.stopping and generation.drain.stopping:
@@ -306,8 +307,8 @@ class Supervisor:
         elif isinstance(event, WorkerExited):
             self._exited(generation, event)
         elif isinstance(event, TailReady):
-            for crash in generation.crashes.ready(event.local_rank):
-                self._examine(generation, crash)
+            generation.crashes.read(event.local_rank)
+            self._examine_crashes(generation, now)
         elif isinstance(event, Reported):
             self._reported(generation, event)
         elif isinstance(event, JustInTimeMessage):
@@ -325,6 +326,12 @@ class Supervisor:
             self._answered(generation, event)
         elif isinstance(event, StopRead):
             self._stop_read(generation, event)
+
+    def gpu_health_message(self, event: GpuHealthMessage) -> None:
+        generation = self._running
+        look = generation.look_before_end if generation is not None else None
+        if self._processes.gpus.handle(event) and look is not None:
+            self._processes.evidence.add(look, "nvml.txt", self._processes.gpus.text)
 
     def store_server_message(self, event: StoreServerMessage) -> None:
         problem = self._processes.worker_store.handle(event)
@@ -525,10 +532,19 @@ class Supervisor:
         ready = TailReady(generation.number, local_rank)
         rank = generation.group.ranks[local_rank]
         self._processes.logs.drain(generation.number, rank, lambda: self._post(ready))
-        wait_s = 0.0 if self._tail_late else TAIL_WITHIN_S
-        generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + wait_s, asked))
+        self._processes.gpus.worker_failed()
+        generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + KNOWN_WITHIN_S, asked))
         if not generation.stopping and generation.look_before_end is None:
             generation.look_before_end = self._look_at(generation, "failure", QUICK)
+
+    def _examine_crashes(self, generation: Generation, now: float) -> None:
+        """Those whose facts are here, and those that have waited for them too long."""
+        crashes, gpus = generation.crashes, self._processes.gpus
+        if crashes.overdue(now):
+            self._tail_late = self._tail_late or not crashes.first_is_read
+            gpus.overdue()
+        for crash in crashes.ready(now, lines=not self._tail_late, gpus=gpus.waiting):
+            self._examine(generation, crash)
 
     def _examine(self, generation: Generation, crash: Crash) -> None:
         """Find out why this worker has failed, and end the generation with it."""

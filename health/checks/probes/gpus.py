@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..needs import NodeNeeds
 from ..rules.gpus import GpuFacts, NvmlFacts, XidFacts, xids_of
@@ -17,23 +17,42 @@ MOST_XIDS = 256
 
 
 def probe_nvml(needs: NodeNeeds) -> NvmlFacts:
+    return read_gpus(open_nvml(), needs.gpus)
+
+
+def open_nvml() -> Nvml | NvmlFacts:
+    """NVML, started, or why it cannot be asked."""
     try:
         nvml = Nvml()
     except OSError:
         return NvmlFacts(absent=True)
     try:
         nvml.start()
+    except NvmlError as error:
+        return NvmlFacts(problem=str(error))
+    return nvml
+
+
+def read_gpus(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> NvmlFacts:
+    if isinstance(nvml, NvmlFacts):
+        return nvml
+    try:
         driver = nvml.driver()
     except NvmlError as error:
         return NvmlFacts(problem=str(error))
-    return NvmlFacts(driver=driver, gpus=tuple(_gpu(nvml, name) for name in needs.gpus))
+    return NvmlFacts(driver=driver, gpus=tuple(_gpu(nvml, name) for name in names))
 
 
 def _gpu(nvml: Nvml, name: str) -> GpuFacts:
     try:
-        device = nvml.device(name)
+        return _known_gpu(nvml, name)
     except NvmlError as error:
-        return GpuFacts(name=name, problem=str(error))
+        return GpuFacts(name=name, problem=str(error), code=error.code)
+
+
+def _known_gpu(nvml: Nvml, name: str) -> GpuFacts:
+    """Raises NvmlError."""
+    device = nvml.device(name)
     rows = nvml.remapped_rows(device)
     remapped, pending, failed = rows if rows is not None else (None, None, None)
     return GpuFacts(
@@ -42,6 +61,7 @@ def _gpu(nvml: Nvml, name: str) -> GpuFacts:
         remapped=remapped,
         remap_pending=pending,
         remap_failed=failed,
+        retirement_pending=nvml.retirement_pending(device),
         throttled=nvml.throttled(device),
         persistent=nvml.persistent(device),
     )

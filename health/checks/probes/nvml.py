@@ -1,4 +1,4 @@
-"""The few calls of NVML that checks need, through ctypes: the library comes with the driver, and no package is needed.
+"""The few calls of NVML that we need, through ctypes: the library comes with the driver, and no package is needed.
 
 Names and signatures are those of nvml.h. A call that this driver or this kind of GPU does not know is None.
 """
@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import ctypes
 
+from ..rules.gpu_faults import UNUSABLE
+
 LIBRARY = "libnvidia-ml.so.1"
 _TEXT = 96
 _UNCORRECTED, _SINCE_RESET = 1, 0
 
 
 class NvmlError(Exception):
-    """What NVML says is wrong."""
+    """What NVML says is wrong; `code` as in nvml.h, 0 where it has not been asked."""
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class Nvml:
-    """Started by `start`. All calls may hang on a sick driver."""
+    """Started by `start`. All calls may hang on a sick driver. Those about a GPU raise NvmlError if it is lost."""
 
     def __init__(self) -> None:
         """Raises OSError where there is no such library."""
@@ -57,6 +63,12 @@ class Nvml:
         _, uncorrected, pending, failed = (number.value for number in numbers)
         return uncorrected, bool(pending), bool(failed)
 
+    def retirement_pending(self, device: ctypes.c_void_p) -> bool | None:
+        """Whether pages of memory wait to be taken out of use, as on GPUs that remap no rows."""
+        pending = ctypes.c_uint()
+        known = self._know("nvmlDeviceGetRetiredPagesPendingStatus", device, ctypes.byref(pending))
+        return bool(pending.value) if known else None
+
     def throttled(self, device: ctypes.c_void_p) -> int | None:
         """The bits of the reasons for low clocks."""
         bits = ctypes.c_ulonglong()
@@ -74,7 +86,9 @@ class Nvml:
     def _know(self, name: str, *arguments: object) -> bool:
         try:
             self._ask(name, *arguments)
-        except NvmlError:
+        except NvmlError as error:
+            if error.code in UNUSABLE:
+                raise
             return False
         return True
 
@@ -84,7 +98,7 @@ class Nvml:
             raise NvmlError(f"this driver has no {name}")
         answer = call(*arguments)
         if answer != 0:
-            raise NvmlError(self._words(answer))
+            raise NvmlError(self._words(answer), answer)
 
     def _words(self, answer: int) -> str:
         words = getattr(self._library, "nvmlErrorString", None)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from ....codec import AtMost, Checked, Count, Seconds, Text, Within
+from ....codec import AtMost, Checked, Codec, Count, Seconds, Text, Within
 from ..finding import Finding, Outcome
 from ..needs import NodeNeeds
 from ..text import listed, span
@@ -70,12 +70,16 @@ class GpuFacts(Checked):
     name: Annotated[str, Text(128)]
     problem: Annotated[str, Text(512)] = ""
     """Why NVML does not show it; empty where it does."""
+    code: Count = 0
+    """NVML's code of the problem; 0 without one."""
     uncorrected: Count | None = None
     """Memory errors since the last reset."""
     remapped: Count | None = None
     """Rows that were replaced because of uncorrected errors."""
     remap_pending: bool | None = None
     remap_failed: bool | None = None
+    retirement_pending: bool | None = None
+    """Pages wait to be taken out of use, on GPUs that remap no rows."""
     throttled: Annotated[int, Within(0, 2**63 - 1)] | None = None
     """Bits of `THROTTLING`, and others."""
     persistent: bool | None = None
@@ -89,6 +93,9 @@ class NvmlFacts(Checked):
     """What NVML's start answers; empty where it works."""
     driver: Annotated[str, Text(128)] = ""
     gpus: Annotated[tuple[GpuFacts, ...], AtMost(256)] = ()
+
+
+GPU_READING = Codec((NvmlFacts,), version=1, most_bytes=1 << 18)
 
 
 def judge_nvml(facts: NvmlFacts, needs: NodeNeeds) -> tuple[Finding, ...]:

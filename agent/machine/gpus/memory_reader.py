@@ -1,6 +1,6 @@
 """The reader: a process that asks NVML how much of the GPUs' memory is in use, because NVML can hang on a sick driver.
 
-`gpu_memory` starts it as `python gpu_memory_reader.py DEVICE...`, through `shim`, so that it dies with the agent. A
+`memory` starts it as `python memory_reader.py DEVICE...`, through `shim`, so that it dies with the agent. A
 device is named by its PCI address, its uuid or its index. Each line on standard input asks for a reading; the answer is
 a line of JSON, with one number for each device: the MiB in use that no living process accounts for. That is what the
 driver keeps for itself and what the dead have not given back yet. What goes wrong is its last word, as a JSON text.

@@ -4,7 +4,7 @@ The driver may give it back seconds after the process is gone, and workers that 
 *reading* (what no living process accounts for, by device) is taken before the first generation, the *baseline*, and
 then after the end of each until it is back to about that.
 
-Another process does the readings (see `gpu_memory_reader`), and is kept warm, so that memory that is free already costs
+Another process does the readings (see `memory_reader`), and is kept warm, so that memory that is free already costs
 a recovery only the milliseconds of one question, asked while the next world is being agreed. Nothing is waited for
 without a GPU, without nvidia-ml-py, or once the reader has ended or not answered: then it is not asked again.
 
@@ -15,37 +15,31 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..common.events import Event, GpuMemoryMessage
-from ..common.io_thread import IoThread
-from ..workers.processes.workers import start_helper
-from .devices import Device
+from ...common.events import Event, GpuMemoryMessage
+from ...common.io_thread import IoThread
+from .asked_process import AskedProcess
 
 log = logging.getLogger(__name__)
 
-READER = Path(__file__).with_name("gpu_memory_reader.py")
+READER = Path(__file__).with_name("memory_reader.py")
 
 SLACK_MIB = 512.0
 """So much more than the baseline is still free: about what a CUDA context takes."""
 
 LOOK_AGAIN_S = 0.1
 
-LONGEST_READ = 4096
-
 ANSWER_S = 15.0
 """A driver that is well needs milliseconds, and seconds for the first answer of a machine with many GPUs."""
 
 
-def watched(devices: Sequence[Device], wait_s: float) -> tuple[tuple[str, ...], str]:
-    """The devices to wait for, as NVML knows them, and the sentence for --check-config; empty without any device."""
-    names = tuple(device.nvml_name for device in devices)
+def watched(gpus: Sequence[str], wait_s: float) -> tuple[tuple[str, ...], str]:
+    """Those of `gpus` to wait for, and the sentence for --check-config; empty without any."""
+    names = tuple(gpus)
     if not names:
         return (), ""
     if not wait_s:
@@ -76,7 +70,7 @@ class GpuMemory:
         self._clock = clock
         self.pids: tuple[int, ...] = ()
         """Of the reader, also when it no longer counts: it may hang in the driver, and then no signal ends it."""
-        self._reader: subprocess.Popen[bytes] | None = None
+        self._reader: AskedProcess | None = None
         self._baseline: Sequence[float] = ()
         self._reading: Sequence[float] = ()
         self._since = 0.0
@@ -86,23 +80,19 @@ class GpuMemory:
         """That was seen not to be free in the present wait."""
         self._asked_at: float | None = None
         self._look_at: float | None = None
-        self._begun = b""
-        """Of the reader's next message. For the io thread."""
 
     def start(self) -> None:
         """Ask for the baseline; until it is known, no worker may start either."""
         if not self._devices:
             return
-        self._reader = reader = start_helper(
-            [sys.executable, str(READER), *self._devices],
+        command = [sys.executable, str(READER), *self._devices]
+        self._reader = AskedProcess(
+            command,
             self._environment,
-            subprocess.PIPE,
-            subprocess.PIPE,
-            subprocess.DEVNULL,
+            self._io,
+            lambda pid, message: self._post(GpuMemoryMessage(pid, message)),
         )
-        self.pids = (reader.pid,)
-        assert reader.stdout is not None
-        self._io.watch(reader.stdout.fileno(), partial(self._read, reader, reader.stdout.fileno()))
+        self.pids = (self._reader.pid,)
         self.workers_gone(self._clock())
 
     @property
@@ -178,28 +168,13 @@ class GpuMemory:
 
     def _ask(self, now: float) -> None:
         assert self._reader is not None
-        assert self._reader.stdin is not None
         if self._asked_at is not None:
             return
         self._asked_at, self._look_at = now, None
-        try:
-            self._reader.stdin.write(b"\n")
-            self._reader.stdin.flush()
-        except OSError:
-            pass  # it has ended, and its last event comes
+        self._reader.ask()
 
     def _dismiss(self, problem: str) -> None:
         """It may hang in the driver, where no signal reaches it: it is left behind."""
         log.warning("GPU memory is not waited for any more: %s", problem)
         self._until = None
         self.close()
-
-    def _read(self, reader: subprocess.Popen[bytes], descriptor: int) -> None:
-        """In the io thread."""
-        data = os.read(descriptor, LONGEST_READ)
-        if not data:
-            self._io.forget(descriptor)
-            self._post(GpuMemoryMessage(reader.pid, b""))
-        *messages, self._begun = (self._begun + data).split(b"\n")
-        for message in messages:
-            self._post(GpuMemoryMessage(reader.pid, message))

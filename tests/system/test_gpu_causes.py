@@ -1,0 +1,90 @@
+"""What NVML shows when a worker fails decides the cause: real agents and workers, on GPUs that only a fake NVML has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.nvml_library import FakeLibrary
+
+from .harness import DYING, WHOLE_TORCH, Agent, Generation, Job
+
+ON_A_GPU = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
+LIMITS = ("--min-nodes=1", "--max-nodes=2", "--cool-down=1s", "--check=off")
+OTHER_GPU = "0000:40:00.0"
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> FakeLibrary:
+    return FakeLibrary(tmp_path)
+
+
+def train(job: Job, nvml: FakeLibrary, gpus: int = 1) -> tuple[Agent, Generation]:
+    environment = {**nvml.environment, "FAKE_GPUS": str(gpus)}
+    options = (f"--nproc-per-node={gpus}", f"--log-dir={job.folder / 'logs'}")
+    agent = job.start("a", *options, environment=environment, enter=ON_A_GPU)
+    generation = job.wait_for_training(world=gpus)
+    job.wait_for(lambda: nvml.asked == gpus, "the first answer of NVML")
+    return agent, generation
+
+
+def evidence(job: Job) -> list[str]:
+    return [file.read_text() for file in (job.folder / "logs").rglob("nvml.txt")]
+
+
+def test_a_node_whose_gpu_has_memory_errors_is_excluded_at_the_first_failure(
+    job: Job, nvml: FakeLibrary
+) -> None:
+    nvml.says("ecc 1")  # from before
+    job.join("a", *LIMITS, script=(DYING,))
+    environment = {**nvml.environment, **WHOLE_TORCH}
+    bad = job.join("b", *LIMITS, script=(DYING,), environment=environment, enter=ON_A_GPU)
+    both = job.wait_for_training(world=2)
+    job.wait_for(lambda: nvml.asked, "the first answer of NVML")
+    nvml.says("ecc 3")
+    os.kill(both.pid(both.rank_on("b")), signal.SIGKILL)
+    without = job.wait_for_training(world=1, after=both.number)
+    assert without.nodes == ["a"]
+    assert bad.says("NVML: GPU 0000:3b:00.0: uncorrected memory errors: 3, were 1")
+    assert bad.metric("elastic_agent_worker_exits_total", reason="ecc") == 1
+    job.wait_for(lambda: bad.metric("elastic_agent_node_excluded") == 1, "node b to know it")
+
+
+def test_healthy_gpus_change_no_cause(job: Job, nvml: FakeLibrary) -> None:
+    agent, first = train(job, nvml)
+    os.kill(first.pid(0), signal.SIGKILL)
+    job.wait_for_training(world=1, after=first.number)
+    assert agent.metric("elastic_agent_restarts_total", reason="killed") == 1
+    assert agent.metric("elastic_agent_diagnostics_dumps_total", tool="nvml", result="ok") == 1
+
+
+def test_nvml_that_hangs_is_said_once_and_holds_up_no_restart(job: Job, nvml: FakeLibrary) -> None:
+    agent, generation = train(job, nvml)
+    nvml.says("ask_hangs 1")
+    for kills in range(1, 4):
+        os.kill(generation.pid(0), signal.SIGKILL)
+        generation = job.wait_for_training(world=1, after=generation.number)
+        assert agent.metric("elastic_agent_restarts_total", reason="killed") == kills
+    assert agent.text.count("NVML does not answer in time") == 1
+    assert agent.metric("elastic_agent_diagnostics_dumps_total", tool="nvml", result="late") == 1
+
+
+def test_what_nvml_shows_is_kept_as_evidence(job: Job, nvml: FakeLibrary) -> None:
+    """Of two workers with a GPU each, one is killed whose own GPU is well: the lost one of the other explains nothing
+    that the kill does not, but it is kept."""
+    agent, first = train(job, nvml, gpus=2)
+    nvml.says("ecc_other 2")
+    os.kill(first.pid(0), signal.SIGKILL)
+    second = job.wait_for_training(world=2, after=first.number)
+    job.wait_for(lambda: evidence(job), "the evidence")
+    assert agent.metric("elastic_agent_restarts_total", reason="killed") == 1
+    (text,) = evidence(job)
+    assert f"{OTHER_GPU}: uncorrected 2 (was 0)" in text
+    nvml.says("ecc_other 3")
+    os.kill(second.pid(1), signal.SIGKILL)
+    job.wait_for_training(world=2, after=second.number)
+    assert agent.metric("elastic_agent_restarts_total", reason="ecc") == 1

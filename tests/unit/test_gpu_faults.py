@@ -1,0 +1,186 @@
+"""What NVML shows of a GPU after a failure that it did not show before, and which cause follows: pure functions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from elastic_agent.agent.common.port_owner import find_owner
+from elastic_agent.agent.configuration.types.values import UserCause
+from elastic_agent.agent.workers.failures.causes import CauseTable
+from elastic_agent.agent.workers.failures.examination import describe_failure
+from elastic_agent.agent.workers.failures.facts import GpuNews
+from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
+from elastic_agent.agent.workers.supervision.failure_reports import gpu_news
+from elastic_agent.health.checks.rules.gpu_faults import (
+    GPU_IS_LOST,
+    NOT_FOUND,
+    RESET_REQUIRED,
+    Fault,
+    GpuFault,
+    described,
+    faults_since,
+)
+from elastic_agent.health.checks.rules.gpus import GpuFacts, NvmlFacts
+from elastic_agent.rendezvous.records import Action
+
+GPU, OTHER = "0000:3b:00.0", "0000:40:00.0"
+WELL = {
+    "uncorrected": 0,
+    "remapped": 0,
+    "remap_pending": False,
+    "remap_failed": False,
+    "retirement_pending": False,
+}
+
+
+def reading(*gpus: GpuFacts, problem: str = "") -> NvmlFacts:
+    return NvmlFacts(driver="580.1", problem=problem, gpus=gpus)
+
+
+def gpu(**facts: Any) -> GpuFacts:
+    return GpuFacts(name=GPU, **{**WELL, **facts})
+
+
+def lost(code: int, problem: str = "gone") -> GpuFacts:
+    return GpuFacts(name=GPU, problem=problem, code=code)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "fault", "said"),
+    [
+        (gpu(), gpu(uncorrected=2), Fault.MEMORY, "uncorrected memory errors: 2, were 0"),
+        (gpu(uncorrected=3), gpu(uncorrected=4), Fault.MEMORY, "uncorrected memory errors: 4, were 3"),
+        (gpu(), gpu(remap_failed=True), Fault.MEMORY, "a remapping of a row has failed"),
+        (gpu(), gpu(retirement_pending=True), Fault.MEMORY, "pages of its memory wait for their retirement"),
+        (gpu(), lost(GPU_IS_LOST, "GPU is lost"), Fault.LOST, "GPU is lost"),
+        (gpu(), lost(RESET_REQUIRED, "GPU requires reset"), Fault.LOST, "GPU requires reset"),
+        (lost(GPU_IS_LOST), lost(GPU_IS_LOST, "GPU is lost"), Fault.LOST, "GPU is lost"),
+        (gpu(), lost(NOT_FOUND, "Not Found"), Fault.LOST, "NVML no longer lists it (Not Found)"),
+    ],
+)
+def test_a_fault_is_named(before: GpuFacts, now: GpuFacts, fault: Fault, said: str) -> None:
+    assert faults_since(reading(before), reading(now)) == (GpuFault(GPU, fault, f"GPU {GPU}: {said}"),)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (gpu(), gpu()),
+        (gpu(uncorrected=3), gpu(uncorrected=3)),
+        (gpu(uncorrected=3), gpu(uncorrected=0)),  # the driver was loaded anew
+        (gpu(remap_failed=True), gpu(remap_failed=True)),
+        (gpu(retirement_pending=True), gpu(retirement_pending=True)),
+        (gpu(), gpu(remap_pending=True, remapped=1)),  # which NVIDIA says does not affect further work
+        (gpu(), gpu(throttled=64, persistent=False)),
+        (gpu(uncorrected=None), gpu(uncorrected=5)),  # it was not known before
+        (gpu(remap_failed=None), gpu(remap_failed=True)),
+        (gpu(), gpu(uncorrected=None, remap_failed=None, retirement_pending=None)),
+        (gpu(), lost(4, "Insufficient Permissions")),
+        (gpu(), lost(999, "Unknown Error")),
+        (lost(NOT_FOUND), lost(NOT_FOUND)),  # NVML does not know it by this name
+        (lost(NOT_FOUND), gpu(uncorrected=5)),
+    ],
+)
+def test_what_is_no_fault(before: GpuFacts, now: GpuFacts) -> None:
+    assert not faults_since(reading(before), reading(now))
+
+
+def test_a_gpu_that_was_not_read_before_has_no_faults_but_its_loss() -> None:
+    assert not faults_since(reading(), reading(gpu(uncorrected=5, remap_failed=True)))
+    assert faults_since(reading(), reading(lost(GPU_IS_LOST)))
+
+
+def test_an_nvml_that_does_not_work_any_more_shows_no_fault() -> None:
+    assert not faults_since(reading(gpu()), reading(problem="Driver Not Loaded"))
+
+
+def test_the_reading_for_people_shows_what_has_changed() -> None:
+    before = reading(gpu(), GpuFacts(name=OTHER, uncorrected=1))
+    now = reading(gpu(uncorrected=2), GpuFacts(name=OTHER, problem="GPU is lost", code=GPU_IS_LOST))
+    assert described(before, now) == (
+        "driver 580.1\n"
+        f"{GPU}: uncorrected 2 (was 0), remapped 0, remap_pending False, remap_failed False, "
+        "retirement_pending False\n"
+        f"{OTHER}: GPU is lost (code 15)\n"
+    )
+
+
+# --- The cause
+
+
+MEMORY = GpuFault(GPU, Fault.MEMORY, f"GPU {GPU}: uncorrected memory errors: 2, were 0")
+LOST = GpuFault(GPU, Fault.LOST, f"GPU {GPU}: GPU is lost")
+ASSERTION = (
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    "AssertionError: loss",
+)
+TIMED_OUT = (
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    "torch.distributed.DistBackendError: Watchdog caught collective operation timeout",
+)
+
+
+def examined(
+    gpus: GpuNews | None,
+    returncode: int = 1,
+    log_tail: tuple[str, ...] = (),
+    users: tuple[UserCause, ...] = (),
+) -> WorkerFailure:
+    return describe_failure(
+        rank=0,
+        local_rank=0,
+        node="a",
+        generation=1,
+        returncode=returncode,
+        error_file=None,
+        log_tail=log_tail,
+        log_file=None,
+        causes=CauseTable(users),
+        gpus=gpus,
+        owner_of=partial(find_owner, "0.0.0.0"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "own", "returncode", "log_tail", "cause"),
+    [
+        (MEMORY, True, 7, (), "ecc"),
+        (MEMORY, True, -9, (), "ecc"),
+        (MEMORY, True, 1, ASSERTION, "ecc"),  # as with the kernel's reports: the first row wins
+        (LOST, True, 7, (), "xid"),
+        (LOST, True, 1, TIMED_OUT, "xid"),
+        (MEMORY, False, 1, TIMED_OUT, "ecc"),
+        (LOST, False, 1, TIMED_OUT, "xid"),
+        (LOST, False, 7, (), "xid"),
+        (MEMORY, False, 1, ASSERTION, "assertion"),
+        (LOST, False, -9, (), "killed"),
+        (None, True, 7, (), "unknown"),
+        (None, True, 1, TIMED_OUT, "nccl_timeout"),
+        (None, True, -9, (), "killed"),
+    ],
+)
+def test_the_cause_that_follows(
+    fault: GpuFault | None, own: bool, returncode: int, log_tail: tuple[str, ...], cause: str
+) -> None:
+    """`own`: it is a GPU of the worker that failed, and not of another one on its node."""
+    faults = () if fault is None else (fault,)
+    failure = examined(gpu_news(faults, {GPU} if own else {OTHER}), returncode, log_tail)
+    assert failure.cause == cause
+    if cause in ("ecc", "xid"):
+        assert fault is not None
+        assert failure.summary.endswith(f"; NVML: {fault.text}")
+        assert not failure.collateral
+        assert CauseTable().named(cause).action is Action.EXCLUDE_NODE
+    else:
+        assert "NVML" not in failure.summary
+
+
+def test_a_row_of_the_user_comes_first() -> None:
+    users = (UserCause("mine", "loss", Action.RESTART),)
+    assert examined(gpu_news((MEMORY,), {GPU}), 1, ASSERTION, users).cause == "mine"
+    assert examined(gpu_news((MEMORY,), {OTHER}), 1, ASSERTION, users).cause == "mine"
