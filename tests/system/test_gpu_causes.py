@@ -73,9 +73,10 @@ def test_nvml_that_hangs_is_said_once_and_holds_up_no_restart(job: Job, nvml: Fa
     assert agent.metric("elastic_agent_diagnostics_dumps_total", tool="nvml", result="late") == 1
 
 
-def test_what_nvml_shows_is_kept_as_evidence(job: Job, nvml: FakeLibrary) -> None:
-    """Of two workers with a GPU each, one is killed whose own GPU is well: the lost one of the other explains nothing
-    that the kill does not, but it is kept."""
+def test_what_nvml_shows_is_kept_and_counts_when_a_worker_of_that_gpu_fails(
+    job: Job, nvml: FakeLibrary
+) -> None:
+    """Of two workers with a GPU each, one is killed whose own GPU is well: errors of the other's explain no kill."""
     agent, first = train(job, nvml, gpus=2)
     nvml.says("ecc_other 2")
     os.kill(first.pid(0), signal.SIGKILL)
@@ -84,7 +85,9 @@ def test_what_nvml_shows_is_kept_as_evidence(job: Job, nvml: FakeLibrary) -> Non
     assert agent.metric("elastic_agent_restarts_total", reason="killed") == 1
     (text,) = evidence(job)
     assert f"{OTHER_GPU}: uncorrected 2 (was 0)" in text
-    nvml.says("ecc_other 3")
     os.kill(second.pid(1), signal.SIGKILL)
-    job.wait_for_training(world=2, after=second.number)
+    third = job.wait_for_training(world=2, after=second.number)
     assert agent.metric("elastic_agent_restarts_total", reason="ecc") == 1
+    os.kill(third.pid(1), signal.SIGKILL)
+    job.wait_for_training(world=2, after=third.number)
+    assert agent.metric("elastic_agent_restarts_total", reason="killed") == 2, "these errors are told"

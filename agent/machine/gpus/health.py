@@ -5,19 +5,19 @@ with NVML open, so that an answer takes milliseconds. Its first answer is the *b
 (`health/checks/rules/gpu_faults.py`). Without GPUs there is no such process, and nothing is asked.
 
 Invariant: nobody waits for an answer without a bound (`overdue` ends the wait), nor for a second one while the first is
-late. An answer that comes later still counts, for the next failure: the baseline moves on only after an answer that was
-in time.
+late. A fault stays one until the failure of a worker of that GPU has told of it: what an answer shows that is late, or
+that is about another worker's GPU, still counts at a later failure.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ....codec import Invalid
 from ....health.checks.probe_process import ISOLATED, probe_command
-from ....health.checks.rules.gpu_faults import GpuFault, described, faults_since
+from ....health.checks.rules.gpu_faults import GpuFault, described, faults_since, moved_on
 from ....health.checks.rules.gpus import GPU_READING, NvmlFacts
 from ...common.events import Event, GpuHealthMessage
 from ...common.io_thread import IoThread
@@ -55,8 +55,7 @@ class GpuHealth:
         """There is a question without an answer."""
         self._late = False
         """It has not come in time."""
-        self._in_time = False
-        """The newest reading has."""
+        self._next_baseline: NvmlFacts | None = None
         self._said = False
 
     def start(self) -> None:
@@ -74,9 +73,8 @@ class GpuHealth:
         self._ask()
 
     def generation_begins(self) -> None:
-        """What was shown until now concerns earlier workers."""
-        if self._in_time:
-            self._baseline = self._reading
+        """What has been told until now concerns earlier workers."""
+        self._baseline = self._next_baseline
 
     def worker_failed(self) -> None:
         """Ask what NVML says now."""
@@ -112,10 +110,16 @@ class GpuHealth:
             return self._dismiss(reading.problem)
         if self._baseline is not None:
             self._count("ok")
-        self._in_time = not self._late
+        else:
+            self._baseline = self._next_baseline = reading
         self._asked = self._late = False
-        self._reading, self._baseline = reading, self._baseline or reading
+        self._reading = reading
         return True
+
+    def told(self, gpus: Collection[str]) -> None:
+        """A worker of these GPUs has failed, and its failure tells of their faults: they are none in later generations."""
+        if self._next_baseline is not None and self._reading is not None:
+            self._next_baseline = moved_on(self._next_baseline, self._reading, gpus)
 
     @property
     def faults(self) -> tuple[GpuFault, ...]:

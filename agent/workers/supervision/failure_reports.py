@@ -111,6 +111,9 @@ class Examiner:
     ) -> WorkerFailure:
         """`not_kept`: the worker had done the last step of a planned change, and no Checkpointer has kept its state."""
         number, rank = group.generation, group.ranks[crash.local_rank]
+        own_gpus = self._node.machine.gpus_of(crash.local_rank)
+        faults = self._gpus.faults
+        self._gpus.told(own_gpus)
         return describe_failure(
             rank=rank,
             local_rank=crash.local_rank,
@@ -122,7 +125,7 @@ class Examiner:
             log_file=self._logs.log_file(number, rank),
             causes=self._causes,
             kernel=self._kernel_news(group, crash.local_rank),
-            gpus=gpu_news(self._gpus.faults, self._node.machine.gpus_of(crash.local_rank)),
+            gpus=gpu_news(faults, own_gpus),
             oom_killed=self._oom_kills.lately(now),
             master_port=master_port,
             owner_of=partial(find_owner, "0.0.0.0"),

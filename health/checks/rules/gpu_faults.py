@@ -8,8 +8,8 @@ none either: by NVIDIA's description the GPU works on without that row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from .gpus import GpuFacts, NvmlFacts
@@ -56,6 +56,12 @@ def _faults(before: GpuFacts, now: GpuFacts) -> Iterator[tuple[Fault, str]]:
         yield Fault.MEMORY, "a remapping of a row has failed"
     if now.retirement_pending and before.retirement_pending is False:
         yield Fault.MEMORY, "pages of its memory wait for their retirement"
+
+
+def moved_on(before: NvmlFacts, now: NvmlFacts, gpus: Collection[str]) -> NvmlFacts:
+    """The first reading, with these GPUs as they are now."""
+    newest = {gpu.name: gpu for gpu in now.gpus if gpu.name in gpus}
+    return replace(before, gpus=tuple(newest.get(gpu.name, gpu) for gpu in before.gpus))
 
 
 def described(before: NvmlFacts, now: NvmlFacts) -> str:
