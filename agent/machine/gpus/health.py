@@ -117,7 +117,7 @@ class GpuHealth:
         return True
 
     def told(self, gpus: Collection[str]) -> None:
-        """A worker of these GPUs has failed, and its failure tells of their faults: they are none in later generations."""
+        """The failure of a worker of these GPUs tells of their faults: these are none in later generations."""
         if self._next_baseline is not None and self._reading is not None:
             self._next_baseline = moved_on(self._next_baseline, self._reading, gpus)
 
