@@ -33,6 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.etcd_servers import EtcdCluster
 
+from .fork_server import AgentProcess, ForkServer, fork_server
 from .processes import MARKER, Census, Process, listening_ports, look_at, port_for_a_store, processes_of
 
 PATIENCE_S = 100.0
@@ -113,6 +114,22 @@ def planted(fault: str) -> dict[str, str]:
     return {"PYTHONPATH": str(Path(__file__).with_name("planted")), "PLANTED": fault}
 
 
+AGENT = (sys.executable, "-m", "elastic_agent")
+
+
+def python_path() -> str:
+    """Of agents, unless a test says otherwise."""
+    return os.pathsep.join(filter(None, (NO_MORE_TORCH_THAN_NEEDED, os.environ.get("PYTHONPATH"))))
+
+
+def server_for(words: Sequence[str], environment: Mapping[str, str]) -> ForkServer | None:
+    """Of whom an agent with these words may be forked; None: it starts cold."""
+    endpoint = any(word.startswith("--rdzv-endpoint") for word in words)
+    with_store = endpoint and "--rdzv-backend=etcd" not in words
+    server = fork_server(python_path(), with_store=with_store)
+    return server if server.can_start(environment) else None
+
+
 class Agent:
     """One agent process and all that it says."""
 
@@ -128,7 +145,12 @@ class Agent:
         """`console` is where it writes, if that is not to be the log: then nothing here knows what it says."""
         self.name = name
         self.log = log
+        forks = console is None and stdin == subprocess.DEVNULL and tuple(command[:3]) == AGENT
+        self.process: AgentProcess
         with open(log, "wb") as output:
+            if forks and (server := server_for(command[3:], environment)) is not None:
+                self.process = server.start(command[3:], environment, output.fileno())
+                return
             self.process = subprocess.Popen(
                 command,
                 env=environment,
@@ -243,14 +265,13 @@ class Job:
         that bring it to another place, and keep its pid.
         """
         log = self.folder / f"{name}-{len(self.agents)}.log"
-        interpreter = [*enter, sys.executable, "-m", "elastic_agent"]
+        interpreter = [*enter, *AGENT]
         cold = () if any(option.startswith("--preload") for option in options) else ("--preload=none",)
         quiet = () if any(option.startswith("--notice") for option in options) else ("--notice=off",)
         unchecked = () if any(option.startswith("--check=") for option in options) else ("--check=off",)
         command = [*interpreter, f"--node-id={name}", *cold, *quiet, *unchecked, *options, *map(str, script)]
         surroundings = {**os.environ, MARKER: self.id, "SYSTEM_TEST_HISTORY": str(self._history)}
-        path = (NO_MORE_TORCH_THAN_NEEDED, os.environ.get("PYTHONPATH"))
-        surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+        surroundings["PYTHONPATH"] = python_path()
         if script[:1] and script[0] in WITHOUT_TORCH and TORCH_PRELOADED not in options:
             surroundings |= HELD_STORES
         agent = Agent(name, command, {**surroundings, **(environment or {})}, log, console, stdin)

@@ -21,7 +21,7 @@ from elastic_agent.pool.view import SCOPES, PoolView
 from elastic_agent.rendezvous.local.files import StoreFiles
 from elastic_agent.rendezvous.local.store import LocalStore
 
-from .harness import HELD_STORES, NO_MORE_TORCH_THAN_NEEDED, Agent, Job
+from .harness import HELD_STORES, Agent, Job, python_path
 from .processes import MARKER, Process
 
 SHORT_LEASE = "--lease-ttl=2s"
@@ -67,9 +67,7 @@ class Pool:
         """Options that say where its store is."""
         self.environment = {
             "RUNTIME_DIRECTORY": str(self.folder / "run"),
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, (NO_MORE_TORCH_THAN_NEEDED, os.environ.get("PYTHONPATH")))
-            ),
+            "PYTHONPATH": python_path(),
             **HELD_STORES,
         }
 
