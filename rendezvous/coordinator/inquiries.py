@@ -28,7 +28,7 @@ from ..statements.inquiry import (
     Verdict,
 )
 from .candidates import named
-from .verdict import NEVER, WAITING, verdict
+from .verdict import NEVER, WAITING, verdict, waits_recorded
 from .view import Publish, View, Wait
 
 FIRST_PAUSE_S = 5.0
@@ -144,7 +144,8 @@ def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: b
         return replace(found, finding=Finding.DOUBTFUL if for_long else Finding.HEALTHY)
     if not all_answered:
         return replace(found, finding=Finding.UNCLEAR)
-    slow = named.doing in MAY_BE_SLOW or (named.doing in MAY_GET_SOME and not _still(named, STILL_S))
+    stands = _still(named, STILL_S) or waits_recorded(named, STILL_S)
+    slow = named.doing in MAY_BE_SLOW or (named.doing in MAY_GET_SOME and not stands)
     if found.finding is Finding.LIKELY and slow:
         return replace(found, finding=Finding.DOUBTFUL)
     return found
@@ -157,6 +158,9 @@ def all_go_on(found: Verdict, answers: Mapping[str, Testimony]) -> bool:
     stuck = (*NEVER, Doing.HOLDS_GIL)  # those who ask for Python's lock use some processor time
     if any(one.doing in stuck for one in said):
         return False
+    # A thread that waits for its GPU may use a processor for that.
+    wait_s = LONG_WAIT_S if found.rank is None else STILL_S
+    said = [one for one in said if not waits_recorded(one, wait_s)]
     return bool(said) and all(one.still_s is not None and one.still_s < STILL_S for one in said)
 
 

@@ -8,15 +8,20 @@ evenly, no rank is named.
 All may wait for a rank that is at work and will come by itself: then the finding is HEALTHY, and the rank is named if
 all others wait. While a debugger holds a rank, the finding is HEALTHY, too. A rank that can never go on by itself makes
 the finding CERTAIN.
+
+Where ranks compute on GPUs, a wait for other ranks looks from outside as work does. There torch's flight recorder says
+who waits: the guilty rank is one that has not entered the collective in which others wait, or has entered another one
+in its place. It counts only if nothing of it has changed between two inquiries, and never for more than LIKELY.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ..records import World
-from ..statements.inquiry import Doing, Finding, RankState, Testimony, Verdict
+from ..statements.inquiry import Doing, Finding, InGroup, RankState, Recorded, Testimony, Verdict
 from ..text import counted, shortened
 
 WAITING = (Doing.IN_COLLECTIVE, Doing.AT_STORE)
@@ -24,6 +29,9 @@ WAITING = (Doing.IN_COLLECTIVE, Doing.AT_STORE)
 
 NEVER = (Doing.GONE, Doing.STOPPED)
 """The rank can never go on by itself."""
+
+RECORDED_STILL_S = 10.0
+"""A rank whose flight record has shown the same for so long has entered and ended nothing meanwhile."""
 
 _ORDER = {doing: place for place, doing in enumerate(Doing)}
 
@@ -69,12 +77,17 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
         return Verdict(
             Finding.HEALTHY, f"{ranks} {_is_or_are(moving)} at work, first {_place(moving[0], world)}"
         )
+    if (recorded := _by_records(states, world)) is not None:
+        return recorded
+    states = [_as_recorded(one) for one in states]
+    waiting = [one for one in states if one.doing in WAITING]
+    rest = [one for one in states if one.doing not in WAITING]
     known = [one for one in rest if one.doing is not Doing.OTHER]
     if known and waiting:
         return _named(Finding.LIKELY, _first(known), waiting, world)
     if known and world.size == 1:  # no other rank shows by its wait that this one should have come
         return _named(Finding.DOUBTFUL, _first(known), waiting, world)
-    if len(rest) == 1 and len(waiting) == world.size - 1 and waiting:
+    if len(rest) == 1 and len(waiting) == world.size - 1 and waiting and rest[0].recorded is None:
         return _named(Finding.LIKELY, rest[0], waiting, world)
     if rest:
         return Verdict(Finding.UNCLEAR, f"too few ranks wait for others: {_tally(states)}")
@@ -111,6 +124,93 @@ def _by_step(waiting: Sequence[RankState], world: World) -> Verdict | None:
     last = _hindmost(waiting)
     others = [one for one in waiting if one.step != last.step]
     return _named(Finding.LIKELY, last, others, world) if len(others) == len(waiting) - 1 else None
+
+
+# --- By torch's flight recorder
+
+
+def waits_recorded(one: RankState, for_s: float) -> bool:
+    """It has waited so long in a collective, by its flight record."""
+    recorded = one.recorded
+    return recorded is not None and recorded.still_s >= for_s and _waits(recorded)
+
+
+def _waits(recorded: Recorded) -> bool:
+    return any(group.waits_in is not None for group in recorded.groups)
+
+
+def _as_recorded(one: RankState) -> RankState:
+    """A thread that waits for its GPU may use a processor for it. Which collective it is has another name there than on
+    a stack, so it is left open."""
+    waits = one.doing is Doing.OTHER and waits_recorded(one, RECORDED_STILL_S)
+    return replace(one, doing=Doing.IN_COLLECTIVE, collective="") if waits else one
+
+
+def _by_records(states: Sequence[RankState], world: World) -> Verdict | None:
+    """None: the flight records do not show whose fault it is."""
+    still = {
+        one.rank: one.recorded
+        for one in states
+        if one.recorded is not None and one.recorded.still_s >= RECORDED_STILL_S
+    }
+    groups: dict[str, dict[int, InGroup]] = {}
+    for rank, recorded in still.items():
+        for group in recorded.groups:
+            groups.setdefault(group.group, {})[rank] = group
+    free = {rank for rank, recorded in still.items() if not _waits(recorded)}
+    why: dict[int, str] = {}
+    all_in = ""
+    for members in groups.values():
+        if any((world.size if one.size is None else one.size) != len(members) for one in members.values()):
+            continue  # one that has said nothing may be the one that the others wait for; or of sends and recvs
+        all_in = all_in or _all_in_one(members, world)
+        for rank, words in _suspects(members, free, world).items():
+            why.setdefault(rank, words)
+    if not why:
+        return Verdict(Finding.UNCLEAR, all_in) if all_in else None
+    one = _first(one for one in states if one.rank in why)
+    finding = Finding.LIKELY if len(why) == 1 else Finding.DOUBTFUL
+    place = _place(one, world)
+    return Verdict(
+        finding,
+        f"{place} {_WORDS[one.doing]} and {why[one.rank]}, by torch's flight recorder",
+        _node(one.rank, world),
+        one.rank,
+    )
+
+
+def _all_in_one(members: Mapping[int, InGroup], world: World) -> str:
+    """All ranks wait in the same collective: so it is no rank's place that is at fault, whatever the stacks show."""
+    [(_, told), *others] = members.items()
+    alike = all((one.waits_in, one.collective) == (told.waits_in, told.collective) for _, one in others)
+    if told.waits_in is None or not alike or not 1 < len(members) == world.size:
+        return ""
+    return (
+        f"all {counted(len(members), 'rank')} have entered {told.collective} {told.waits_in} of {told.group} and wait, "
+        "by torch's flight recorder; the network or a GPU may be at fault"
+    )
+
+
+def _suspects(members: Mapping[int, InGroup], free: Container[int], world: World) -> dict[int, str]:
+    """Of one group, whose ranks are all known: why each of them may be guilty."""
+    waits = Counter((one.waits_in, one.collective) for one in members.values() if one.waits_in is not None)
+    if not waits:
+        return {}
+    ((number, collective), votes) = waits.most_common(1)[0]
+    behind = [rank for rank, one in members.items() if one.entered < number]
+    astray = [
+        rank for rank, one in members.items() if one.waits_in == number and one.collective != collective
+    ]
+    group = next(iter(members.values())).group
+    there = f"{collective} {number} of {group}, in which {counted(votes, 'rank')} {'waits' if votes == 1 else 'wait'}"
+    found: dict[int, str] = {}
+    if votes >= len(behind):
+        # One that waits elsewhere may itself wait for the guilty rank; unless that one waits here with all others.
+        alone = len(behind) == 1 and votes == world.size - 1 > 1
+        found |= {rank: f"has not entered {there}" for rank in behind if alone or rank in free}
+    if votes > len(astray):
+        found |= {rank: f"has entered {members[rank].collective} in place of {there}" for rank in astray}
+    return found
 
 
 def _step(one: RankState) -> int:

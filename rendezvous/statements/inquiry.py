@@ -10,10 +10,11 @@ Ages are counted by the node that writes them, when it writes; no field holds an
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ...codec import AtMost, Count, Positive
+from ...codec import AtMost, Count, Positive, Text
 from ..text import Age, line
 
 ANSWER_S = 2.0
@@ -23,6 +24,11 @@ LOOK_S = 1.5
 MAX_RANKS = 128
 """In one testimony. Of a node with more workers it has those that are the most telling: see `telling`."""
 MAX_WHERE = 200
+MAX_GROUPS = 6
+"""Process groups of one rank. Of a rank in more of them those in which it waits, and those used last, are told."""
+LABEL = re.compile(r"[ !#-\[\]-~]{1,48}")
+"""Printable ASCII that takes as many bytes in JSON."""
+Label = Annotated[str, Text(48, LABEL)]
 
 
 class Stage(enum.Enum):
@@ -95,6 +101,32 @@ class Doing(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class InGroup:
+    """What torch's flight recorder shows of one rank in one process group. A group counts its collectives from 1, on
+    all its ranks alike; a rank has entered one when its script has called it, whatever its GPU still does before."""
+
+    group: Label
+    """The same on all its ranks, and on no rank of another group."""
+    size: Count | None
+    """Its ranks; None: all of the world; 0: this is of sends and recvs, whose numbers differ from rank to rank."""
+    entered: Count
+    """The newest."""
+    waits_in: Count | None
+    """The oldest that has not ended; None: all have."""
+    collective: Label
+    """`waits_in`, or else the newest, as torch calls it: all_reduce."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What torch's flight recorder shows of one rank."""
+
+    still_s: Age
+    """For at least so long it has shown just this: the rank has entered no collective and none has ended."""
+    groups: Annotated[tuple[InGroup, ...], AtMost(MAX_GROUPS)]
+
+
+@dataclass(frozen=True, slots=True)
 class RankState:
     """What one worker does."""
 
@@ -108,6 +140,8 @@ class RankState:
     """The one that it is in, as torch calls it: all_reduce; empty: not known, or none."""
     where: Annotated[str, line(MAX_WHERE)] = ""
     """One line: the innermost frame of the user's code, or what the kernel says; empty: not known."""
+    recorded: Recorded | None = None
+    """None: not known, as on gloo."""
 
 
 @dataclass(frozen=True, slots=True)

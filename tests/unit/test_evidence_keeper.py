@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import stat
 import subprocess
@@ -18,9 +19,11 @@ import pytest
 from elastic_agent.agent.workers.evidence import flight_records
 from elastic_agent.agent.workers.evidence import keeper as module
 from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Depth, Target
+from elastic_agent.agent.workers.evidence.flight_records import Order
 from elastic_agent.agent.workers.evidence.keeper import MOST_LOOKS, EvidenceKeeper, Look, WorkerStacks
 from elastic_agent.agent.workers.processes.proc import stat_of
-from elastic_agent.rendezvous.statements.inquiry import Doing
+from elastic_agent.rendezvous.statements.inquiry import Doing, InGroup, Recorded
+from elastic_agent.threads import Thread
 
 SECRET = "s3cr3t-canary"
 SCRIPT = """
@@ -130,20 +133,76 @@ def test_files_and_folders_are_this_users_alone(keeper: EvidenceKeeper, target: 
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
 
 
-def test_the_flight_recorder_of_a_rank_that_has_one_is_asked_and_nothing_else_is_written(
+class Recorder:
+    """As torch's thread is that waits for orders: it answers each one with the same dump."""
+
+    def __init__(self, folder: Path, content: bytes) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._content = content
+        os.mkfifo(folder / "pipe_3.pipe")
+        self._pipe = os.open(folder / "pipe_3.pipe", os.O_RDWR)
+        self.orders = 0
+        self._thread = Thread(self._answer, "test")
+        self._thread.start()
+
+    def _answer(self) -> None:
+        while os.read(self._pipe, 1) == b"1":
+            self.orders += 1
+            (self._folder / "rank_3").write_bytes(self._content)
+
+    def close(self) -> None:
+        os.write(self._pipe, b"0")
+        self._thread.join(10)
+        os.close(self._pipe)
+
+
+ENTRY = {
+    "process_group": ("0", "default_pg"),
+    "collective_seq_id": 7,
+    "profiling_name": "nccl:all_reduce",
+    "state": "started",
+    "retired": False,
+    "is_p2p": False,
+}
+
+
+def test_the_flight_recorder_of_a_rank_that_has_one_is_asked_and_read_and_nothing_else_is_written(
     keeper: EvidenceKeeper, target: Target, counts: Counts
 ) -> None:
     folder = keeper.folder.parent / "flight_records"  # type: ignore[union-attr]
-    folder.mkdir(parents=True)
+    dump = {"version": "2.10", "pg_config": {}, "entries": [ENTRY]}
+    recorder = Recorder(folder, pickle.dumps(dump, protocol=2))
     (folder / "pipe_4.pipe").write_text("no pipe")
-    os.mkfifo(folder / "pipe_3.pipe")
-    reader = os.open(folder / "pipe_3.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    kept(keeper, target, TWICE)
-    assert os.read(reader, 10) == b"1"
-    os.close(reader)
-    assert counts.count(("flight-recorder", "ok")) == 1
+    first, second = kept(keeper, target, TWICE), kept(keeper, target, TWICE)
+    recorder.close()
+    assert recorder.orders == 2
+    assert first.states[0].recorded == Recorded(0.0, (InGroup("default_pg", None, 7, 7, "all_reduce"),))
+    assert second.states[0].recorded is not None
+    assert second.states[0].recorded.still_s > 0
+    text = (first.path / "rank3.txt").read_text()  # type: ignore[operator]
+    assert "group default_pg: waits in all_reduce 7" in text
+    assert counts.count(("flight-recorder", "ok")) == 2
     assert flight_records.ask(folder.parent, [3, 4, 5]) == ()
     assert (folder / "pipe_4.pipe").read_text() == "no pipe"
+
+
+def test_a_quick_look_asks_no_flight_recorder(keeper: EvidenceKeeper, target: Target) -> None:
+    recorder = Recorder(keeper.folder.parent / "flight_records", b"")  # type: ignore[union-attr]
+    kept(keeper, target, ONCE)
+    recorder.close()
+    assert recorder.orders == 0
+
+
+def test_a_recorder_that_does_not_answer_is_waited_for_as_long_as_the_look_may_take(
+    keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(flight_records, "ask", lambda generation, ranks: tuple(ranks))
+    monkeypatch.setattr(Order, "wait", lambda order, until, clock: waited.append(until))
+    look = kept(keeper, target, TWICE)
+    assert look.states[0].recorded is None
+    assert waited == [look.began_at + TWICE.within_s - module.READ_S]
 
 
 def test_of_many_looks_a_few_are_kept_and_each_generation_has_its_own(

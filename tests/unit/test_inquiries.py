@@ -14,6 +14,7 @@ from elastic_agent.rendezvous.coordinator.inquiries import (
     LONG_WAIT_S,
     LONGEST_PAUSE_S,
     STILL_S,
+    all_go_on,
     asks_at,
     ends,
     weighed,
@@ -24,11 +25,14 @@ from elastic_agent.rendezvous.node.node_actions import Testify as Answer
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 from elastic_agent.rendezvous.statements.inquiry import (
     ANSWER_S,
+    MAX_GROUPS,
     MAX_RANKS,
     Doing,
     Finding,
+    InGroup,
     Inquiry,
     RankState,
+    Recorded,
     Stage,
     Suspicion,
     Urgency,
@@ -236,6 +240,50 @@ def test_while_every_rank_does_something_now_and_then_nothing_hangs(
     assert told.phase is Phase.STOPPING or (told.inquiry and "active" not in told.inquiry.why)
 
 
+def spins(rank: int, for_s: float, *, waits: bool = True) -> RankState:
+    """A rank whose main thread waits for its GPU, which takes all of a processor."""
+    group = InGroup("default_pg", None, 7, 7 if waits else None, "all_reduce")
+    return RankState(rank, Doing.OTHER, 7, 0.5, recorded=Recorded(for_s, (group,)))
+
+
+@pytest.mark.parametrize(
+    ("named", "states", "expected"),
+    [
+        # all others only spin: what rank 1 does decides, and it sleeps, or waits in a wrong collective
+        (1, (spins(0, STILL_S), RankState(1, ASLEEP, 7, 60.0)), False),
+        (1, (spins(0, STILL_S), spins(1, STILL_S)), False),
+        # it may compute for long on its GPU, as an evaluation on one rank does
+        (1, (spins(0, 10 * LONG_WAIT_S), spins(1, 10 * LONG_WAIT_S, waits=False)), True),
+        (1, (spins(0, 10 * LONG_WAIT_S), RankState(1, BUSY, 7, 0.5)), True),
+        # not yet known for long enough
+        (1, (spins(0, STILL_S - 1), spins(1, STILL_S)), True),
+        # nobody is named: all wait in the same collective, and GPUs may have much to do before it
+        (None, (spins(0, LONG_WAIT_S - 1), spins(1, LONG_WAIT_S)), True),
+        (None, (spins(0, LONG_WAIT_S), spins(1, LONG_WAIT_S)), False),
+    ],
+)
+def test_a_thread_that_only_waits_for_its_gpu_is_no_sign_of_life(
+    named: int | None, states: tuple[RankState, ...], expected: bool
+) -> None:
+    found = Verdict(Finding.LIKELY if named is not None else Finding.UNCLEAR, "", "b", named)
+    assert all_go_on(found, {"b": Said(4, 1, states)}) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "finding"),
+    [
+        (spins(1, STILL_S), Finding.LIKELY),
+        (spins(1, STILL_S - 1), Finding.DOUBTFUL),
+        (spins(1, 10 * LONG_WAIT_S, waits=False), Finding.DOUBTFUL),
+    ],
+)
+def test_a_named_rank_that_spins_may_be_slow_unless_it_waits_for_others(
+    state: RankState, finding: Finding
+) -> None:
+    found = Verdict(Finding.LIKELY, "", "b", 1)
+    assert weighed(found, {"b": Said(4, 1, (state,))}, all_answered=True).finding is finding
+
+
 def test_no_finding_of_health_and_no_partial_knowledge_but_of_the_dead_ends_anything() -> None:
     for finding, urgency, complete in itertools.product(Finding, Urgency, (True, False)):
         over = ends(urgency, Verdict(finding, ""), all_answered=complete)
@@ -288,7 +336,9 @@ def test_a_testimony_keeps_those_that_wait_for_nobody() -> None:
 
 
 def test_the_records_come_back_as_they_went_and_with_all_ranks_they_fit() -> None:
-    state = RankState(2**31, ASLEEP, 10**9, 1e6, where="ü" * 200)
+    group = InGroup("x" * 48, 2**31, 2**62, 2**62, "x" * 48)
+    recorded = Recorded(1e6, (group,) * MAX_GROUPS)
+    state = RankState(2**31, ASLEEP, 10**9, 1e6, where="ü" * 200, recorded=recorded)
     said = Said(4, 1, (state,) * MAX_RANKS)
     node = replace(still(B, LAST), testimony=said)
     assert NodeRecord.from_json("nodes/b", node.to_json()) == node

@@ -50,8 +50,10 @@ from elastic_agent.rendezvous.statements.exclusion import Exclusion, Recheck
 from elastic_agent.rendezvous.statements.inquiry import (
     Doing,
     Finding,
+    InGroup,
     Inquiry,
     RankState,
+    Recorded,
     Stage,
     Suspicion,
     Urgency,
@@ -62,6 +64,9 @@ from elastic_agent.rendezvous.statements.terms import Limits, Program
 from elastic_agent.rendezvous.text import CAUSE, clean
 
 FAILURE = Failure(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", '{"rank": 1}')
+RECORDED = Recorded(
+    12.5, (InGroup("default_pg", None, 7, 6, "all_reduce"), InGroup("1 #5dcb363a", 2, 3, None, "send"))
+)
 NODE = NodeRecord(
     node="a",
     incarnation="a-1",
@@ -87,7 +92,7 @@ NODE = NodeRecord(
     paces=Paces(3, 20, 300_000, (200_000, 280_000)),
     comparison=Comparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
     suspicion=Suspicion(3, Stage.STEPS, "no step for 5 s", Urgency.EARLY),
-    testimony=Said(3, 1, (RankState(0, Doing.ASLEEP, 17, 5.0), RankState(1, Doing.OTHER))),
+    testimony=Said(3, 1, (RankState(0, Doing.ASLEEP, 17, 5.0), RankState(1, Doing.OTHER, recorded=RECORDED))),
 )
 WORLD = World(
     job="job",

@@ -83,7 +83,9 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Stage": "initialization first_step steps evaluation save",
             "Urgency": "early overdue last",
             "Testimony": "generation inquiry ranks",
-            "RankState": "rank doing step still_s collective where",
+            "RankState": "rank doing step still_s collective where recorded",
+            "Recorded": "still_s groups",
+            "InGroup": "group size entered waits_in collective",
             "Doing": (
                 "gone stopped uninterruptible in_save in_data_loader in_collective at_store locked reading asleep "
                 "holds_gil busy moves debugged other"

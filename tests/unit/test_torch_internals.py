@@ -6,9 +6,12 @@ import ctypes
 import importlib
 import inspect
 import io
+import math
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
+from elastic_agent.agent.workers.evidence import plain_pickle
+from elastic_agent.agent.workers.evidence.flight_records import groups_of
 from elastic_agent.agent.workers.preloader.fidelity.env_rules import RULES
 from elastic_agent.worker.state import layout_cache
 from elastic_agent.worker.state.archive_layout import lay_out
@@ -132,3 +137,33 @@ def test_all_that_is_preloaded_is_there_but_what_some_versions_do_not_have() -> 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.returncode) == ("torch.no_such_module", 0), done.stderr
+
+
+RECORDS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+pair = dist.new_group([0])
+dist.all_reduce(torch.ones(3))
+dist.broadcast(torch.ones(2), 0, group=pair)
+dist.all_reduce(torch.ones(3))
+sys.stdout.buffer.write(_dump_fr_trace())
+"""
+
+
+def test_the_flight_recorders_dumps_are_plain_pickles_of_a_known_form(tmp_path: Path) -> None:
+    """`agent/workers/evidence/flight_records.py`: as NCCL's thread writes them; here of gloo."""
+    command = [sys.executable, "-c", RECORDS, str(tmp_path / "store")]
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    dump = plain_pickle.read(done.stdout, math.inf, time.monotonic)
+    assert [entry["profiling_name"] for entry in dump["entries"]] == [
+        "gloo:all_reduce",
+        "gloo:broadcast",
+        "gloo:all_reduce",
+    ]
+    assert all(entry["frames"] for entry in dump["entries"])
+    [world] = groups_of(dump)
+    assert (world.group, world.size, world.entered, world.collective) == ("default_pg", None, 2, "all_reduce")

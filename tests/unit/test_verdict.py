@@ -7,9 +7,9 @@ from itertools import permutations
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.verdict import NEVER, WAITING, verdict
+from elastic_agent.rendezvous.coordinator.verdict import NEVER, RECORDED_STILL_S, WAITING, verdict
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
-from elastic_agent.rendezvous.statements.inquiry import Doing, Finding, RankState
+from elastic_agent.rendezvous.statements.inquiry import Doing, Finding, InGroup, RankState, Recorded
 from elastic_agent.rendezvous.statements.inquiry import Testimony as Answer
 
 MEMBERS = tuple(Member(f"n{place}", f"i{place}", 2, 2 * place) for place in range(3))
@@ -153,3 +153,136 @@ def test_the_order_of_answers_does_not_matter() -> None:
     states = [*waiting(1, 4), RankState(1, Doing.ASLEEP), RankState(4, Doing.ASLEEP)]
     answers = said(*states)
     assert len({verdict(order, WORLD) for order in permutations(answers)}) == 1
+
+
+# --- By torch's flight recorder
+
+
+def shown(rank: int, *groups: InGroup, doing: Doing = Doing.OTHER, still_s: float = 20.0) -> RankState:
+    """From outside a rank with a GPU may always look like this."""
+    return RankState(rank, doing, where="train.py:9 in step", recorded=Recorded(still_s, groups))
+
+
+def at(entered: int, waits_in: int | None, collective: str = "all_reduce") -> InGroup:
+    return InGroup("default_pg", None, entered, waits_in, collective)
+
+
+def there(*but: int) -> list[RankState]:
+    """These ranks wait in the seventh collective; some have called more already."""
+    return [shown(rank, at(7 + rank % 2, 7)) for rank in range(6) if rank not in but]
+
+
+def pair(*ranks: int, entered: int, waits_in: int | None) -> InGroup:
+    return InGroup(f"pair {ranks}", len(ranks), entered, waits_in, "all_gather")
+
+
+@pytest.mark.parametrize("rank", range(6))
+@pytest.mark.parametrize("doing", [Doing.OTHER, Doing.ASLEEP, Doing.IN_DATA_LOADER, Doing.LOCKED, Doing.BUSY])
+def test_the_rank_that_has_not_entered_the_collective_of_the_others_is_named(doing: Doing, rank: int) -> None:
+    found = verdict(said(*there(rank), shown(rank, at(6, None), doing=doing)), WORLD)
+    assert (found.finding, found.rank, found.node) == (Finding.LIKELY, rank, f"n{rank // 2}")
+    assert f"rank {rank} on node n{rank // 2} (train.py:9 in step)" in found.why
+    assert "has not entered all_reduce 7 of default_pg, in which 5 ranks wait" in found.why
+
+
+def test_the_rank_that_has_entered_another_collective_in_its_place_is_named() -> None:
+    found = verdict(said(*there(3), shown(3, at(7, 7, "broadcast"))), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 3)
+    assert "has entered broadcast in place of all_reduce 7 of default_pg, in which 5 ranks wait" in found.why
+
+
+def test_the_record_is_a_better_witness_than_the_place() -> None:
+    """Rank 1 sleeps in its script, while its GPU waits as the others' do; rank 4 stands at another line than most."""
+    asleep = shown(1, at(7, 7), doing=Doing.ASLEEP)
+    elsewhere = replace(
+        shown(4, at(7, 7), doing=Doing.IN_COLLECTIVE), collective="barrier", where="train.py:99 in x"
+    )
+    found = verdict(said(*there(1, 2, 4), asleep, elsewhere, shown(2, at(6, None))), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 2)
+    found = verdict(said(*there(1, 4), asleep, elsewhere), WORLD)
+    assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
+    assert "all 6 ranks have entered all_reduce 7 of default_pg and wait" in found.why
+
+
+def test_that_all_are_in_one_collective_acquits_nobody_of_another_group() -> None:
+    """On the GPU the one may come behind the other."""
+    trio = [pair(2, 3, 4, entered=4, waits_in=4)] * 2
+    trio.insert(1, replace(trio[0], collective="broadcast"))
+    states = [shown(rank, at(7, 7), trio[rank - 2]) for rank in (2, 3, 4)]
+    assert verdict(said(*there(2, 3, 4), *states), WORLD).rank == 3
+    alone = replace(WORLD, members=(Member("n0", "i0", 1, 0),))
+    assert "all 1 rank" not in verdict(said(shown(0, at(7, 7), doing=Doing.LOCKED)), alone).why
+
+
+def test_of_several_that_have_not_entered_one_is_named_but_in_doubt() -> None:
+    two = shown(2, at(6, None)), shown(3, at(5, None), doing=Doing.IN_DATA_LOADER)
+    found = verdict(said(*there(2, 3), *two), WORLD)
+    assert (found.finding, found.rank) == (Finding.DOUBTFUL, 3)
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        # it may have entered by now, and in a job that runs no two dumps agree
+        [*there(3), shown(3, at(6, None), still_s=RECORDED_STILL_S - 1)],
+        [
+            *[replace(one, recorded=replace(one.recorded, still_s=0.0)) for one in there(3)],
+            shown(3, at(6, None)),
+        ],
+        # one whose record is not known may be the one
+        [*there(1, 2, 3), shown(3, at(6, None)), RankState(2, Doing.OTHER), RankState(1, Doing.OTHER)],
+        # nobody waits
+        [*[shown(rank, at(7, None)) for rank in range(5)], shown(5, at(6, None))],
+        # fewer wait than are missing
+        [*[shown(rank, at(6, None)) for rank in range(4)], *there(0, 1, 2, 3)],
+        # an even split
+        [*there(3, 4, 5), *[shown(rank, at(7, 7, "broadcast")) for rank in (3, 4, 5)]],
+        # it has ended what the others wait in, as the root of a broadcast does
+        [*there(3), shown(3, at(7, None))],
+    ],
+)
+def test_what_the_records_do_not_show_for_certain_names_nobody(states: list[RankState]) -> None:
+    found = verdict(said(*states), WORLD)
+    assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
+
+
+@pytest.mark.parametrize("doing", [Doing.MOVES, Doing.DEBUGGED])
+def test_a_rank_at_work_is_no_hang_whatever_is_recorded(doing: Doing) -> None:
+    assert verdict(said(*there(3), shown(3, at(6, None), doing=doing)), WORLD).finding is Finding.HEALTHY
+
+
+def test_one_that_waits_elsewhere_is_no_suspect_but_the_one_it_waits_for_is() -> None:
+    """Ranks 0 and 3 are a group of their own, and 0 waits there for 3."""
+    victim = shown(0, at(6, None), pair(0, 3, entered=4, waits_in=4))
+    guilty = shown(3, at(6, None), pair(0, 3, entered=3, waits_in=None))
+    found = verdict(said(victim, guilty, *there(0, 3)), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 3)
+    sends = InGroup("0 (send, recv)", 0, 4, 4, "send 0->3")
+    found = verdict(said(shown(0, at(6, None), sends), guilty, *there(0, 3)), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 3)
+
+
+def test_the_only_one_that_waits_in_another_group_is_named_if_all_others_wait_for_it() -> None:
+    states = there(2, 3)
+    states += [
+        shown(2, at(6, None), pair(2, 3, entered=4, waits_in=4)),
+        shown(3, at(7, 7), pair(2, 3, entered=3, waits_in=None)),
+    ]
+    found = verdict(said(*states), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 2)
+
+
+def test_a_rank_that_spins_in_a_collective_waits_for_a_rank_without_record() -> None:
+    """Such as one that holds Python's lock: torch needs it for the dump."""
+    found = verdict(said(*there(3), RankState(3, Doing.HOLDS_GIL)), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 3)
+    early = [replace(one, recorded=replace(one.recorded, still_s=1.0)) for one in there(3)]
+    assert verdict(said(*early, RankState(3, Doing.HOLDS_GIL)), WORLD).finding is Finding.UNCLEAR
+
+
+def test_two_ranks_are_enough_to_see_which_one_is_missing() -> None:
+    world = replace(WORLD, members=MEMBERS[:1])
+    found = verdict(said(shown(0, at(7, 7)), shown(1, at(6, None), doing=Doing.ASLEEP)), world)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 1)
+    split = verdict(said(shown(0, at(7, 7)), shown(1, at(7, 7, "broadcast"))), world)
+    assert split.rank is None

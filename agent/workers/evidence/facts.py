@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ....rendezvous.statements.inquiry import Recorded
+
 BUSY_SHARE = 0.3
 """Of one processor."""
 
@@ -127,6 +129,8 @@ class WorkerFacts:
     step: int | None = None
     still_s: float | None = None
     last_lines: tuple[str, ...] = ()
+    recorded: Recorded | None = None
+    """By torch's flight recorder."""
 
 
 _CHANNELS = (

@@ -1,18 +1,46 @@
-"""Asks NCCL's flight recorder for a dump: torch makes a pipe for each rank, and a byte in it is the order.
+"""Asks torch's flight recorder for its dumps, and reads from them which collective each rank has entered last.
 
-torch's watchdog reads the pipe within seconds, and writes the dump beside it, also while the main thread waits. On gloo
+For NCCL torch makes a pipe for each rank, and a byte in it is the order: a thread of torch reads the pipe once a
+second, and writes the dump beside it, also while the main thread waits. The first dump takes a second more. On gloo
 there is no pipe: its records can be read by the process itself alone.
+
+A dump is a pickle that a worker has written: `plain_pickle` reads it, and what is not as torch writes it is refused.
+It lists the rank's newest operations, each with its process group, the number that all ranks of the group count alike,
+and its state.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Iterable
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from ....codec import Invalid
+from ....rendezvous.statements.inquiry import LABEL, MAX_GROUPS, InGroup, Recorded
+from . import plain_pickle
 
 FOLDER = "flight_records"
 """Below the folder of a generation, as `supervision` and the table of variables have it."""
+COMES_WITHIN_S = 4.0
+"""A dump that comes later is not read; less than the shortest pause between two inquiries."""
+NEWEST_S = 60.0
+"""What a recorder showed longer ago is not told of its rank any more."""
+PAUSE_S = 0.05
+"""Between two looks at the folder."""
+
+_VERSION = re.compile(r"2\.\d+")
+_RANKS = re.compile(r"\[\d+(, ?\d+)*\]")
+_WORLD = "default_pg"
+"""torch's description of the group of all ranks."""
+_NO_LABEL = re.compile(r"[^ !#-\[\]-~]")
+_MOST_NUMBER = 2**63 - 1
+_MOST_NAME = 200
 
 
 def ask(generation: Path, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -32,3 +60,192 @@ def _ask(pipe: Path) -> bool:
         return False
     finally:
         os.close(file)
+
+
+# --- What a dump says
+
+
+@dataclass(slots=True)
+class _Group:
+    """The operations of one group, in the order in which the rank has called them."""
+
+    label: str
+    size: int | None
+    entered: int = 0
+    name: str = ""
+    """Of the newest."""
+    waits_in: tuple[int, str] | None = None
+    """The first that has not ended of those behind the newest that has: a group's operations end in their order. What
+    torch has only noted, such as the parts of a batch, never ends by itself."""
+
+    def add(self, number: int, name: str, *, ended: bool) -> None:
+        self.entered, self.name = max(self.entered, number), name
+        self.waits_in = None if ended else self.waits_in or (number, name)
+
+    @property
+    def told(self) -> InGroup:
+        number, name = self.waits_in or (None, self.name)
+        return InGroup(self.label, self.size, self.entered, number, name)
+
+
+def groups_of(dump: Any) -> tuple[InGroup, ...]:
+    """What a dump shows of its rank. Groups of which it shows no operation are left out: the recorder keeps the newest
+    operations only. So are those that cannot be compared between ranks, unless the rank waits there. Raises Invalid."""
+    if not _VERSION.fullmatch(_of(dump, "version", str)):
+        raise Invalid(f"a flight record of version {dump['version']!r:.40}, expected 2.x")
+    config = _of(dump, "pg_config", dict)
+    found: dict[tuple[str, bool], _Group] = {}
+    for entry in _of(dump, "entries", list):
+        group = _of(entry, "process_group", tuple)
+        if len(group) != 2 or not all(isinstance(text, str) for text in group):
+            raise Invalid("a flight record with a process group that is no pair of texts")
+        between_two = _of(entry, "is_p2p", bool)
+        number = _of(entry, "p2p_seq_id" if between_two else "collective_seq_id", int)
+        if not 0 <= number <= _MOST_NUMBER:
+            raise Invalid(f"a flight record with an operation of number {number}")
+        ended = _of(entry, "state", str) == "completed" or _of(entry, "retired", bool)
+        key = group[0], between_two
+        known = found.pop(key, None) or _group(group, config, between_two=between_two)
+        found[key] = known  # the last is the one that was used last
+        name = _of(entry, "profiling_name", str)[:_MOST_NAME]  # all entries may share one of many megabytes
+        known.add(number, _label(name.rpartition(":")[2]), ended=ended)
+    newest_first = [known.told for known in reversed(found.values()) if known.size != 0 or known.waits_in]
+    return tuple(sorted(newest_first, key=lambda one: one.waits_in is None)[:MAX_GROUPS])
+
+
+def _group(group: tuple[str, str], config: Mapping[Any, Any], *, between_two: bool) -> _Group:
+    """Of size 0 also if its ranks are not known: groups of other ranks may have the same name."""
+    name, description = group
+    if between_two:
+        return _Group(_label(f"{name} (send, recv)"), 0)
+    if description == _WORLD:
+        return _Group(_WORLD, None)
+    told = config.get(name)
+    ranks = told.get("ranks") if isinstance(told, dict) else None
+    if not isinstance(ranks, str) or not _RANKS.fullmatch(ranks):
+        return _Group(_label(f"{name} (ranks not known)"), 0)
+    members = ranks[1:-1].replace(" ", "").split(",")
+    shown = name if description == "undefined" else f"{description} {name}"
+    return _Group(f"{_label(shown)[:32]} #{zlib.crc32(','.join(members).encode()):08x}", len(members))
+
+
+def _of(mapping: Any, key: str, kind: type) -> Any:
+    value = mapping.get(key) if isinstance(mapping, dict) else None
+    if type(value) is not kind:
+        raise Invalid(f"a flight record whose {key} is a {type(value).__name__}, expected a {kind.__name__}")
+    return value
+
+
+def _label(text: str) -> str:
+    label = _NO_LABEL.sub("?", text[:48]) or "?"
+    assert LABEL.fullmatch(label)
+    return label
+
+
+# --- From the order to the dump
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """The newest that is known of one rank. Instants are monotonic."""
+
+    groups: tuple[InGroup, ...]
+    noticed_at: float
+    """When it was first seen to be just this."""
+    asked_at: float
+    """The newest order that had this answer: so it was still this later than then."""
+
+
+_Stamp = tuple[int, int, int]
+
+
+class FlightRecords:
+    """Of one generation. Who orders is one thread at a time; who reads what has come, any."""
+
+    def __init__(self, generation: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+        """`generation` is its folder."""
+        self._generation = generation
+        self._clock = clock
+        self._sleep = sleep
+        self._shown: Mapping[int, _Shown] = {}
+
+    def recorded(self) -> dict[int, Recorded]:
+        """By rank, what has come lately."""
+        now = self._clock()
+        return {
+            rank: Recorded(max(0.0, one.asked_at - one.noticed_at), one.groups)
+            for rank, one in self._shown.items()
+            if now - one.asked_at <= NEWEST_S and one.groups
+        }
+
+    def order(self, ranks: Sequence[int], order: Order, count: Callable[[str], None]) -> None:
+        """Ask these ranks, and wait for their dumps. In a thread of its own: a disk may stand still."""
+        asked_at = self._clock()
+        before = {rank: self._stamp(rank) for rank in ranks}
+        missing = dict.fromkeys(ask(self._generation, ranks), "late")
+        order.asked(missing)
+        until = asked_at + COMES_WITHIN_S
+        while missing and self._clock() < until:
+            for rank in tuple(missing):
+                stamp = self._stamp(rank)
+                if stamp in (None, before[rank]):
+                    continue
+                before[rank] = stamp
+                try:
+                    groups = groups_of(plain_pickle.read(self._content(rank), until, self._clock))
+                except (Invalid, OSError):
+                    missing[rank] = "failed"  # unless torch is still writing it
+                    continue
+                self._show(rank, groups, asked_at)
+                del missing[rank]
+                count("ok")
+            if missing:
+                self._sleep(PAUSE_S)
+        for result in missing.values():
+            count(result)
+
+    def _show(self, rank: int, groups: tuple[InGroup, ...], asked_at: float) -> None:
+        before = self._shown.get(rank)
+        same = before is not None and before.groups == groups
+        noticed_at = before.noticed_at if before is not None and same else self._clock()
+        self._shown = {**self._shown, rank: _Shown(groups, noticed_at, asked_at)}
+
+    def _path(self, rank: int) -> Path:
+        return self._generation / FOLDER / f"rank_{rank}"
+
+    def _stamp(self, rank: int) -> _Stamp | None:
+        try:
+            found = os.stat(self._path(rank), follow_symlinks=False)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _content(self, rank: int) -> bytes:
+        """Raises OSError, or Invalid for what torch does not write."""
+        file = os.open(self._path(rank), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise Invalid("a flight record that is no file")
+            with open(file, "rb", closefd=False) as opened:
+                return opened.read(plain_pickle.MOST_BYTES + 1)
+        finally:
+            os.close(file)
+
+
+class Order:
+    """One that was given: whether there is anything to wait for."""
+
+    def __init__(self) -> None:
+        self._waits = False
+        self._over = threading.Event()
+
+    def asked(self, ranks: Iterable[int]) -> None:
+        self._waits = any(True for _ in ranks)
+
+    def end(self) -> None:
+        self._over.set()
+
+    def wait(self, until: float, clock: Callable[[], float]) -> None:
+        """For the dumps of all that were asked. Not at all if none was, or if the disk has not even taken the order."""
+        if self._waits:
+            self._over.wait(max(0.0, until - clock()))

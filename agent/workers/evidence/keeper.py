@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +27,10 @@ from ....threads import Thread
 from ...output.fingerprints import FINGERPRINTS, file_name, fingerprints
 from ...output.log_folders import run_folder
 from ...output.masking import masked
-from . import flight_records, gpus, ras
+from . import gpus, ras
 from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
+from .flight_records import FlightRecords, Order
 from .report import one_line, report
 from .stacks import StackFile
 from .testimony import rank_state
@@ -40,6 +42,9 @@ MOST_LOOKS = 8
 
 MOST_BYTES = 16 * 2**20
 """Of one look."""
+
+READ_S = 0.1
+"""So long before a look must be over it waits no more for the flight recorder's dumps."""
 
 CLOSE_S = 1.0
 """At the end the last files have so long."""
@@ -124,6 +129,7 @@ class EvidenceKeeper:
         self._looks = 0
         self._thread: Thread | None = None
         """Of the newest look that has files: it writes them after that."""
+        self._records: FlightRecords | None = None
         self._asking: Thread | None = None
         self._adding: Thread | None = None
         self._newest: Look | None = None
@@ -138,6 +144,8 @@ class EvidenceKeeper:
         before = self._run
         self._run = run_folder(self._directory.absolute(), job, run) if self._directory is not None else None
         self._generation, self._looks = generation, 0
+        folder = self.folder.parent if self.folder is not None else None
+        self._records = FlightRecords(folder, self._clock, time.sleep) if folder is not None else None
         if self._run is not None and (files := self._of_run(self._run)):
             again = self._run == before
             Thread(partial(_write_texts, self._run, files, only_missing=again), "evidence").start()
@@ -189,9 +197,10 @@ class EvidenceKeeper:
             then(look)
             return look
         self._newest = look
-        if depth.window_s and look.path is not None:
-            self._ask_for_records(look.path.parents[2], [one.rank for one in targets])
-        work = partial(self._look, look, tuple(targets), depth, then, kept, self._generation)
+        order = self._order_records([one.rank for one in targets]) if depth.window_s else None
+        work = partial(
+            self._look, look, tuple(targets), depth, then, kept, self._generation, self._records, order
+        )
         thread = Thread(work, "evidence", otherwise=look.end)
         if not writing:
             self._thread = thread
@@ -208,11 +217,14 @@ class EvidenceKeeper:
         for thread in filter(None, (self._thread, self._adding)):
             thread.join(CLOSE_S)
 
-    def _ask_for_records(self, generation: Path, ranks: Sequence[int]) -> None:
+    def _order_records(self, ranks: Sequence[int]) -> Order | None:
         """In a thread of its own: the pipes are on a disk, which may stand still, and the look must not wait for it."""
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = Thread(partial(self._records, generation, ranks), "evidence")
-            self._asking.start()
+        if self._records is None or (self._asking is not None and self._asking.is_alive()):
+            return None
+        order = Order()
+        self._asking = Thread(partial(self._ask_for_records, self._records, ranks, order), "evidence")
+        self._asking.start()
+        return order
 
     def _next_path(self, why: str) -> Path | None:
         folder = self.folder
@@ -231,10 +243,17 @@ class EvidenceKeeper:
         then: Callable[[Look], None],
         kept: Callable[[Path], None],
         generation: int,
+        records: FlightRecords | None,
+        order: Order | None,
     ) -> None:
         asked = gpus.ask() if depth.window_s and self._has_gpus else None
         asked_ras = ras.ask(self._ras_at, self._clock) if depth.window_s else None
         seen = self._collector.look(targets, depth)
+        if order is not None:
+            order.wait(look.began_at + depth.within_s - READ_S, self._clock)
+        if records is not None and depth.window_s:
+            recorded = records.recorded()
+            seen = tuple(replace(one, recorded=recorded.get(one.rank)) for one in seen)
         states = tuple(map(rank_state, seen))
         look.end(states)
         then(look)
@@ -259,9 +278,11 @@ class EvidenceKeeper:
     def _add(self, path: Path, texts: dict[str, str], generation: int) -> None:
         self._write(path, texts, generation)
 
-    def _records(self, generation: Path, ranks: Sequence[int]) -> None:
-        for _ in flight_records.ask(generation, ranks):
-            self._count("flight-recorder", "ok")
+    def _ask_for_records(self, records: FlightRecords, ranks: Sequence[int], order: Order) -> None:
+        try:
+            records.order(ranks, order, lambda result: self._count("flight-recorder", result))
+        finally:
+            order.end()
 
     def _count_all(self, seen: Sequence[WorkerFacts]) -> None:
         for one in seen:

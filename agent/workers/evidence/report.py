@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ....rendezvous.statements.inquiry import RankState
+from ....rendezvous.statements.inquiry import InGroup, RankState
 from .facts import ProcessFacts, ThreadFacts, ThreadStack, WorkerFacts
 
 MOST_CHARS = 256 * 1024
@@ -41,10 +41,20 @@ def report(facts: WorkerFacts, state: RankState, node: str, generation: int) -> 
     ]
     for child in facts.children:
         lines += ["", f"child of process {child.parent}:", *_process(child, facts.window_s)]
+    if facts.recorded is not None:
+        lines += ["", f"flight recorder, unchanged for at least {facts.recorded.still_s:.0f} s:"]
+        lines += [f"  {_in_group(group)}" for group in facts.recorded.groups]
     if facts.last_lines:
         lines += ["", "last lines of its output:", *(f"  {line}" for line in facts.last_lines)]
     text = "\n".join(lines) + "\n"
     return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - len(_CUT)] + _CUT
+
+
+def _in_group(group: InGroup) -> str:
+    if group.waits_in is None:
+        return f"group {group.group}: {group.collective} {group.entered} has ended"
+    more = f", has entered all up to {group.entered}" if group.entered > group.waits_in else ""
+    return f"group {group.group}: waits in {group.collective} {group.waits_in}{more}"
 
 
 def _process(process: ProcessFacts, window_s: float) -> Iterator[str]:

@@ -70,7 +70,9 @@ _LIBRARY = (
 def rank_state(facts: WorkerFacts) -> RankState:
     """What this worker does."""
     doing, where, collective = _judge(facts)
-    return RankState(facts.rank, doing, facts.step, facts.still_s, collective, where[:MAX_WHERE])
+    return RankState(
+        facts.rank, doing, facts.step, facts.still_s, collective, where[:MAX_WHERE], facts.recorded
+    )
 
 
 _Judged = tuple[Doing, str, str]

@@ -1,0 +1,289 @@
+"""What the dumps of torch's flight recorder show of a rank, and how they come to the agent.
+
+`dump` makes them by the fields that torch documents, as NCCL's would be: no NCCL runs here. That torch's own dumps are
+read is shown by those of gloo, in `test_torch_internals.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_agent.agent.workers.evidence.flight_records import (
+    COMES_WITHIN_S,
+    FOLDER,
+    NEWEST_S,
+    FlightRecords,
+    Order,
+    groups_of,
+)
+from elastic_agent.codec import Invalid
+from elastic_agent.rendezvous.statements.inquiry import MAX_GROUPS, InGroup, Recorded
+from elastic_agent.threads import Thread
+
+WORLD = "0", "default_pg"
+TENSOR_PARALLEL = "1", "undefined"
+
+
+def entry(number: int, group: tuple[str, str] = WORLD, **differs: Any) -> dict[str, Any]:
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": group,
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "profiling_name": "nccl:all_reduce",
+        "state": "completed",
+        "retired": True,
+        "is_p2p": False,
+        "frames": [],
+        **differs,
+    }
+
+
+def waits(number: int, group: tuple[str, str] = WORLD, **differs: Any) -> dict[str, Any]:
+    return entry(number, group, **{"state": "scheduled", "retired": False, **differs})
+
+
+def dump(*entries: dict[str, Any], **differs: Any) -> dict[str, Any]:
+    config = {"1": {"name": "1", "desc": "undefined", "ranks": "[0, 3]"}}
+    return {"version": "2.10", "pg_config": config, "entries": list(entries), **differs}
+
+
+SEND = {"is_p2p": True, "collective_seq_id": 0, "profiling_name": "nccl:send 0->1"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ([], None),
+        ([entry(1), entry(2)], InGroup("default_pg", None, 2, None, "all_reduce")),
+        ([entry(1), waits(2)], InGroup("default_pg", None, 2, 2, "all_reduce")),
+        ([waits(2, state="started")], InGroup("default_pg", None, 2, 2, "all_reduce")),
+        # gloo never says that one is completed
+        ([waits(2, retired=True)], InGroup("default_pg", None, 2, None, "all_reduce")),
+        # the script has run ahead of its GPU
+        (
+            [waits(7, profiling_name="nccl:broadcast"), waits(8), waits(9)],
+            InGroup("default_pg", None, 9, 7, "broadcast"),
+        ),
+        # one that has ended ends those before it
+        ([waits(7), entry(8), waits(9)], InGroup("default_pg", None, 9, 9, "all_reduce")),
+        ([waits(7), entry(8)], InGroup("default_pg", None, 8, None, "all_reduce")),
+        ([entry(3, TENSOR_PARALLEL)], InGroup("1 #5dcb363a", 2, 3, None, "all_reduce")),
+        # of such a group it is not known who is in it
+        ([entry(3, ("2", "undefined"))], None),
+        ([waits(3, ("2", "undefined"))], InGroup("2 (ranks not known)", 0, 3, 3, "all_reduce")),
+        ([waits(0, p2p_seq_id=4, **SEND)], InGroup("0 (send, recv)", 0, 4, 4, "send 0->1")),
+        (
+            [waits(1, profiling_name='nccl:"\\ü\n' + "x" * 99)],
+            InGroup("default_pg", None, 1, 1, "????" + "x" * 44),
+        ),
+    ],
+)
+def test_the_collective_in_which_a_rank_stands_is_found(
+    entries: list[dict[str, Any]], expected: InGroup | None
+) -> None:
+    assert groups_of(dump(*entries)) == ((expected,) if expected is not None else ())
+
+
+def test_groups_of_one_name_and_other_ranks_are_others() -> None:
+    """As those of `split_group` are."""
+    configs = [{"1": {"ranks": ranks}} for ranks in ("[0, 3]", "[0,3]", "[1, 3]")]
+    [first, same, other] = [groups_of(dump(entry(3, TENSOR_PARALLEL), pg_config=one)) for one in configs]
+    assert first == same != other
+
+
+def test_of_many_groups_those_with_a_wait_and_those_used_last_are_told() -> None:
+    config = {str(number): {"ranks": "[0, 1]"} for number in range(20)}
+    entries = [waits(1, ("3", "undefined")), *(entry(1, (str(n), "undefined")) for n in range(20) if n != 3)]
+    told = [one.group.partition(" ")[0] for one in groups_of(dump(*entries, pg_config=config))]
+    assert told == ["3", "19", "18", "17", "16", "15"][:MAX_GROUPS]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        [],
+        {},
+        dump(version="3.0"),
+        dump(version=2),
+        dump(pg_config=[]),
+        dump(entries={}),
+        dump(None),  # type: ignore[arg-type]
+        dump({}),
+        dump(entry(-1)),
+        dump(entry(2**63)),
+        dump(entry(1, collective_seq_id="1")),
+        dump(entry(1, collective_seq_id=True)),
+        dump(entry(1, process_group="default_pg")),
+        dump(entry(1, process_group=("0", 1))),
+        dump(entry(1, process_group=("0",))),
+        dump(entry(1, state=None)),
+        dump(entry(1, is_p2p=0)),
+        dump(entry(1, profiling_name=None)),
+    ],
+)
+def test_what_torch_does_not_write_is_refused(wrong: Any) -> None:
+    with pytest.raises(Invalid):
+        groups_of(wrong)
+
+
+@pytest.mark.parametrize("ranks", [None, 1, "", "[]", "0, 1", "[0, x]", "[0 for _ in x]", ["0"]])
+def test_a_group_without_known_ranks_is_not_told(ranks: Any) -> None:
+    assert groups_of(dump(entry(3, TENSOR_PARALLEL), pg_config={"1": {"ranks": ranks}})) == ()
+    assert groups_of(dump(entry(3, TENSOR_PARALLEL), pg_config={"1": ranks})) == ()
+
+
+# --- From the order to the dump
+
+
+class Torch:
+    """Writes the dump of rank 3 when it is ordered; `says` are the bytes of the next ones."""
+
+    def __init__(self, generation: Path) -> None:
+        folder = generation / FOLDER
+        folder.mkdir(parents=True)
+        os.mkfifo(folder / "pipe_3.pipe")
+        self.file = folder / "rank_3"
+        self._pipe = os.open(folder / "pipe_3.pipe", os.O_RDONLY | os.O_NONBLOCK)
+        self.says: list[bytes] = []
+        self.now = 100.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Time passes only here."""
+        self.now += seconds
+        try:
+            ordered = os.read(self._pipe, 1)
+        except BlockingIOError:
+            ordered = b""
+        if ordered or (self.file.exists() and len(self.says) > 1):
+            self.file.write_bytes(self.says.pop(0))
+
+    def close(self) -> None:
+        os.close(self._pipe)
+
+
+@pytest.fixture
+def torch(tmp_path: Path) -> Iterator[Torch]:
+    torch = Torch(tmp_path)
+    yield torch
+    torch.close()
+
+
+@pytest.fixture
+def records(torch: Torch, tmp_path: Path) -> FlightRecords:
+    return FlightRecords(tmp_path, torch.clock, torch.sleep)
+
+
+def ordered(records: FlightRecords, *ranks: int) -> list[str]:
+    counts: list[str] = []
+    records.order(ranks or (3,), Order(), counts.append)
+    return counts
+
+
+def bytes_of(*entries: dict[str, Any]) -> bytes:
+    return pickle.dumps(dump(*entries), protocol=2)
+
+
+HERE = (InGroup("default_pg", None, 2, 2, "all_reduce"),)
+
+
+def test_it_is_known_for_how_long_nothing_has_changed(torch: Torch, records: FlightRecords) -> None:
+    torch.says = [bytes_of(waits(2))]
+    assert ordered(records) == ["ok"]
+    first = records.recorded()
+    assert first == {3: Recorded(0.0, HERE)}, "it may have come there just before"
+    noticed_at, torch.now = torch.now, torch.now + 20.0
+    asked_at, torch.says = torch.now, [bytes_of(entry(1), waits(2))]
+    ordered(records)
+    assert records.recorded() == {3: Recorded(pytest.approx(asked_at - noticed_at, abs=0.2), HERE)}
+    torch.now += 20.0
+    torch.says = [bytes_of(waits(3))]
+    ordered(records)
+    assert records.recorded()[3].still_s == 0.0, "it has moved"
+
+
+def test_an_old_dump_says_nothing(torch: Torch) -> None:
+    def sleep(seconds: float) -> None:
+        torch.now += seconds
+
+    torch.file.write_bytes(bytes_of(waits(1)))
+    records = FlightRecords(torch.file.parents[1], torch.clock, sleep)
+    began_at = torch.now
+    assert ordered(records) == ["late"]
+    assert torch.now - began_at == pytest.approx(COMES_WITHIN_S, abs=0.2)
+    assert records.recorded() == {}
+
+
+def test_what_is_long_past_is_not_told(torch: Torch, records: FlightRecords) -> None:
+    torch.says = [bytes_of(waits(2))]
+    ordered(records)
+    torch.now += NEWEST_S + 1
+    assert records.recorded() == {}
+
+
+def test_a_dump_that_torch_is_still_writing_is_read_when_it_is_whole(
+    torch: Torch, records: FlightRecords
+) -> None:
+    whole = bytes_of(waits(2))
+    torch.says = [whole[:50], whole, whole]
+    assert ordered(records) == ["ok"]
+    assert records.recorded()[3].groups == HERE
+
+
+@pytest.mark.parametrize("what", ["garbage", "link", "pipe", "folder"])
+def test_what_is_no_dump_is_refused_and_holds_nobody_up(what: str, torch: Torch, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(bytes_of(waits(2)))
+    pipes: list[int] = []
+
+    def write(seconds: float) -> None:
+        torch.now += seconds
+        if torch.file.is_symlink() or torch.file.exists():
+            return
+        if what == "link":
+            torch.file.symlink_to(elsewhere)
+        elif what == "pipe":
+            os.mkfifo(torch.file)
+            pipes.append(os.open(torch.file, os.O_RDWR))  # and never writes
+        elif what == "folder":
+            torch.file.mkdir()
+        else:
+            torch.file.write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+
+    records = FlightRecords(tmp_path, torch.clock, write)
+    assert ordered(records) == ["failed"]
+    assert records.recorded() == {}
+    for pipe in pipes:
+        os.close(pipe)
+
+
+def test_where_no_rank_has_a_pipe_nothing_is_waited_for(torch: Torch, records: FlightRecords) -> None:
+    began_at = torch.now
+    order = Order()
+    records.order([4, 5], order, lambda result: None)
+    assert torch.now == began_at
+    order.wait(began_at + 1000.0, torch.clock)
+
+
+def test_who_waits_for_dumps_waits_until_all_are_there() -> None:
+    order = Order()
+    order.asked([3])
+    began_at = time.monotonic()
+    Thread(order.end, "test").start()
+    order.wait(began_at + 60.0, time.monotonic)
+    assert time.monotonic() < began_at + 60.0
+    late = Order()
+    late.asked([3])
+    late.wait(time.monotonic() + 0.01, time.monotonic)
