@@ -49,6 +49,17 @@ def of_shell(script: str) -> tuple[str, ...]:
     return ("sh", "-c", script)
 
 
+GROUPS = [
+    Case(
+        "assertion",
+        "raise ExceptionGroup('tasks', [AssertionError('one'), AssertionError('two')])",
+        says="ExceptionGroup: tasks (2 sub-exceptions); the first of them: AssertionError: one",
+    ),
+    Case("exception", "raise ExceptionGroup('tasks', [AssertionError('one'), MemoryError('two')])"),
+]
+if sys.version_info < (3, 11):
+    GROUPS.clear()
+
 BUS_ERROR = """
 import mmap, os, tempfile
 with tempfile.TemporaryFile() as file:
@@ -102,6 +113,7 @@ ARGUMENTS = "import argparse; argparse.ArgumentParser().parse_args(['--what'])"
 CASES = [
     Case("exception", "raise ValueError('no')", says="exit code 1: ValueError: no"),
     Case("exception", "{}['key']"),
+    *GROUPS,
     Case("exception", "open('/nowhere/at/all')"),
     Case("import_error", "import no_such_module", says="No module named 'no_such_module'"),
     Case("import_error", "from os import no_such_name"),

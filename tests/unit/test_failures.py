@@ -236,6 +236,123 @@ def test_what_python_really_prints_is_understood(tmp_path: Path, script: str) ->
     assert found.traceback.startswith("Traceback (most recent call last):")
 
 
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "train.py", line 14, in <module>
+  |     go()
+  | ExceptionGroup: tasks (3 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "train.py", line 3, in a
+    |     raise AssertionError("one")
+    | AssertionError: one
+    +---------------- 2 ----------------
+    | AssertionError: two
+    | in two lines
+    +---------------- 3 ----------------
+    | Exception Group Traceback (most recent call last):
+    |   File "train.py", line 12, in go
+    |     raise ExceptionGroup("nested", es)
+    | ExceptionGroup: nested (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | Traceback (most recent call last):
+      |   File "train.py", line 9, in go
+      |     raise KeyError("lost")
+      | KeyError: 'lost'
+      |
+      | During handling of the above exception, another exception occurred:
+      |
+      | Traceback (most recent call last):
+      |   File "train.py", line 10, in go
+      |     assert not more
+      | AssertionError
+      +------------------------------------"""
+INNER = ("AssertionError: one", "AssertionError: two\nin two lines", "AssertionError")
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+@pytest.mark.parametrize("around", [((), ()), (TRACEBACK, ("bye",))])
+def test_the_exceptions_in_a_group_are_found(
+    prefix: str, around: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
+    before, after = around
+    found = find_traceback([*before, *(f"{prefix}{line}" for line in GROUP.split("\n")), *after])
+    assert found is not None
+    assert found.exception == "ExceptionGroup: tasks (3 sub-exceptions)"
+    assert found.inner == INNER
+    assert found.traceback == GROUP
+
+
+def test_a_traceback_behind_a_group_is_what_ended_the_program() -> None:
+    found = find_traceback([*GROUP.split("\n"), "", "During handling ...", "", *TRACEBACK])
+    assert found is not None
+    assert (found.exception, found.inner) == ("ValueError: no", ())
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        f"{GROUP}\n    | During handling of ...\n    | Traceback (most recent call last):\n    | ValueError: no",
+        GROUP.replace("(3 sub", "(4 sub"),
+        GROUP.replace("(1 sub", "(2 sub"),
+        GROUP.replace("- 3 -", "- ... -"),
+        GROUP[: GROUP.index("    +---------------- 2")],
+        GROUP.replace("    | AssertionError: two\n    | in two lines\n", ""),
+        GROUP.replace("ExceptionGroup: tasks (3 sub-exceptions)", "ExceptionGroup: tasks"),
+    ],
+)
+def test_a_group_of_which_a_part_is_missing_is_one_exception(damaged: str) -> None:
+    if "- ... -" in damaged:
+        damaged = damaged.replace("(3 sub", "(7 sub")
+    found = find_traceback(damaged.split("\n"))
+    assert found is not None
+    assert found.exception is not None
+    assert found.exception.startswith("ExceptionGroup: tasks")
+    assert found.inner == ()
+
+
+def test_a_group_without_its_beginning_is_not_taken_for_something_else() -> None:
+    lines = GROUP.split("\n")
+    assert find_traceback(lines[4:]) is None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no exception groups")
+def test_a_group_that_python_really_prints_is_understood(tmp_path: Path) -> None:
+    script = """
+def fails(text):
+    try:
+        raise ValueError(text)
+    except Exception as error:
+        return error
+
+one = fails("one")
+one.add_note("of the first task")
+try:
+    raise ExceptionGroup("nested", [fails("two"), TypeError("three")])
+except Exception as error:
+    nested = error
+raise BaseExceptionGroup("tasks", [one, nested, KeyboardInterrupt()])
+"""
+    (tmp_path / "script.py").write_text(script)
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", str(tmp_path / "script.py")], capture_output=True, text=True
+    )
+    found = find_traceback(run.stderr.splitlines())
+    assert found is not None
+    assert found.exception == "BaseExceptionGroup: tasks (3 sub-exceptions)"
+    assert found.inner == (
+        "ValueError: one\nof the first task",
+        "ValueError: two",
+        "TypeError: three",
+        "KeyboardInterrupt",
+    )
+
+
+@given(st.lists(st.sampled_from(GROUP.split("\n")), max_size=60), st.text(alphabet=" +-|1.:()\n"))
+def test_no_print_of_a_group_is_too_broken_to_be_read(lines: list[str], more: str) -> None:
+    find_traceback([*lines, *more.split("\n")])
+
+
 TABLE = CauseTable()
 OWNER_OF = functools.partial(find_owner, "0.0.0.0")
 
@@ -265,6 +382,25 @@ def test_the_error_file_tells_more_than_the_log(tmp_path: Path) -> None:
     assert (failure.cause, failure.exception, failure.traceback) == ("exception", "E: file\nmore", "T")
     assert failure.summary == "exit code 1: E: file"
     assert failure.log_file == str(tmp_path / "stderr.log")
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_group_has_the_cause_that_all_exceptions_in_it_have(tmp_path: Path, from_file: bool) -> None:
+    if from_file:
+        message = {
+            "message": "ExceptionGroup: tasks (3 sub-exceptions)",
+            "extraInfo": {"py_callstack": GROUP},
+        }
+        error_json(message)(tmp_path / "error.json")
+    failure = examined(tmp_path, 1, () if from_file else tuple(GROUP.split("\n")))
+    assert failure.cause == "assertion"
+    said = "exit code 1: ExceptionGroup: tasks (3 sub-exceptions); the first of them: AssertionError: one"
+    assert failure.summary == said
+
+
+def test_a_group_of_different_causes_is_an_exception(tmp_path: Path) -> None:
+    lines = GROUP.replace("AssertionError: two", "MemoryError: two").split("\n")
+    assert examined(tmp_path, 1, tuple(lines)).cause == "exception"
 
 
 def test_without_an_error_file_the_log_tells(tmp_path: Path) -> None:

@@ -477,7 +477,12 @@ class CauseTable:
         return self._by_name.get(name, UNKNOWN)
 
     def classify(self, facts: Facts) -> Cause:
-        """The first row that matches; UNKNOWN if none does, as for an end with success."""
+        """The first row that matches; UNKNOWN if none does, as for an end with success. If all exceptions in a group
+        have one cause, it is the group's."""
+        if facts.inner:
+            causes = [self.classify(replace(facts, exception=one, inner=())) for one in facts.inner]
+            if len({cause.name for cause in causes}) == 1:
+                return causes[0]
         matching = (cause for cause in self._rows if any(one.holds(facts) for one in cause.when))
         return next(matching, UNKNOWN)
 

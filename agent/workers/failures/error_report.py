@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .facts import LAST_WORDS
@@ -31,6 +31,14 @@ _MOST_DETAIL = 4
 _HEADER = "Traceback (most recent call last):"
 _SECONDS = re.compile("[0-9]{1,12}")
 
+# What Python prints of an exception group: boxes in boxes, each with the exception that it is about.
+_GROUP_HEADER = "  + Exception Group Traceback (most recent call last):"
+_BOX_BEGINS = re.compile(r"^( *)\+-(\+-)?-+ (?:\d+|\.\.\.) -+$")
+_IN_BOX = re.compile(r"^( *)\|(?: (.*))?$")
+_BOX_ENDS = re.compile(r"^ *\+-+$")
+_COUNT = re.compile(r"\((\d+) sub-exceptions?\)$", re.MULTILINE)
+_MOST_INNER = 64
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
@@ -41,6 +49,8 @@ class ErrorReport:
     note: str | None = None
     raised_at: int | None = None
     """Seconds since the epoch, as the worker wrote it."""
+    inner: tuple[str, ...] = ()
+    """The exceptions in an exception group, as far down as there are groups; empty unless all are known."""
 
 
 def read_error_file(path: Path) -> ErrorReport | None:
@@ -62,12 +72,14 @@ def read_error_file(path: Path) -> ErrorReport | None:
         return ErrorReport(note=clean(f"its error file {path} is not usable: it has no message"))
     details = details if isinstance(details, dict) else {}
     traceback = details.get("py_callstack")
+    inner: tuple[str, ...] = ()
     if isinstance(traceback, str):
+        inner = _group_in(clean_lines(traceback).split("\n")).inner
         traceback = cut(clean_lines(traceback).strip("\n"), _TRACEBACK_MAX, keep_end=True)
     else:
         traceback = None
     exception = cut(clean_lines(text), _EXCEPTION_MAX)
-    return ErrorReport(exception, traceback, raised_at=_instant(details.get("timestamp")))
+    return ErrorReport(exception, traceback, raised_at=_instant(details.get("timestamp")), inner=inner)
 
 
 def _instant(timestamp: object) -> int | None:
@@ -80,6 +92,10 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
     """The last Python traceback in a log's last lines, even if its beginning is no longer among them."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     frame = next((at for at in reversed(range(len(lines))) if _FRAME.match(lines[at])), None)
+    group = next((at for at in reversed(range(len(lines))) if lines[at] == _GROUP_HEADER), None)
+    if group is not None and (frame is None or group > frame):
+        found = _group_in(lines)
+        return found if found.exception else None
     if frame is None:
         return None
     end = next((at for at in range(frame + 1, len(lines)) if lines[at] and not lines[at][0].isspace()), None)
@@ -89,6 +105,62 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
     return ErrorReport(
         exception=cut(lines[end], _EXCEPTION_MAX),
         traceback=cut("\n".join(lines[start : end + 1]), _TRACEBACK_MAX, keep_end=True),
+    )
+
+
+@dataclass(slots=True)
+class _Box:
+    """One exception in the print of a group. `column`: of the bar before its lines; `count`: of the boxes in it."""
+
+    column: int
+    lines: list[str] = field(default_factory=list)
+    count: int = 0
+
+    @property
+    def exception(self) -> str:
+        """With all lines of its message; empty if there is none."""
+        starts = [
+            at for at, line in enumerate(self.lines) if line.endswith("Traceback (most recent call last):")
+        ]
+        lines = self.lines[starts[-1] + 1 :] if starts else self.lines
+        begins = next((at for at, line in enumerate(lines) if line and not line[0].isspace()), len(lines))
+        return cut("\n".join(lines[begins:]).strip("\n"), _EXCEPTION_MAX)
+
+    @property
+    def whole(self) -> bool:
+        """It has as many boxes in it as its exception says."""
+        said = _COUNT.search(self.exception)
+        return bool(self.exception) and self.count == (int(said[1]) if self.count and said else 0)
+
+
+def _group_in(lines: Sequence[str]) -> ErrorReport:
+    """The last exception group that Python has printed in these lines; without an exception if there is none."""
+    start = next((at for at in reversed(range(len(lines))) if lines[at] == _GROUP_HEADER), len(lines))
+    boxes = [_Box(len(_GROUP_HEADER) - len(_GROUP_HEADER.lstrip()))]
+    opened = [boxes[0]]
+    end = len(lines)
+    for at in range(start + 1, len(lines)):
+        if begins := _BOX_BEGINS.match(lines[at]):
+            column = len(begins[1]) + len(begins[2] or "")
+            while len(opened) > 1 and opened[-1].column >= column:
+                opened.pop()
+            opened[-1].count += 1
+            opened.append(_Box(column))
+            boxes.append(opened[-1])
+        elif found := _IN_BOX.match(lines[at]):
+            while len(opened) > 1 and opened[-1].column > len(found[1]):
+                opened.pop()
+            opened[-1].lines.append(found[2] or "")
+        elif not _BOX_ENDS.match(lines[at]):
+            end = at
+            break
+    if not boxes[0].exception or len(boxes) == 1:
+        return ErrorReport()
+    all_known = len(boxes) <= _MOST_INNER and all(box.whole for box in boxes)
+    return ErrorReport(
+        exception=boxes[0].exception,
+        traceback=cut("\n".join(lines[start:end]), _TRACEBACK_MAX, keep_end=True),
+        inner=tuple(box.exception for box in boxes if not box.count) if all_known else (),
     )
 
 

@@ -57,14 +57,16 @@ def describe_failure(
         exception = "\n".join(filter(None, (found.exception, detail_after(found.exception or "", log_tail))))
     events = kernel.about(exception) if kernel is not None else ()
     oom_killed = oom_killed or any(event.trouble is Trouble.OUT_OF_MEMORY for event in events)
-    cause, events = _classify(causes, Facts(returncode, exception, log_tail, oom_killed, events), gpus)
+    facts = Facts(returncode, exception, log_tail, oom_killed, events, report.inner)
+    cause, events = _classify(causes, facts, gpus)
     summary = describe_exit(returncode, oom_killed)
-    said = exception
+    said = report.inner[0] if report.inner else exception
     if report.exception is not None:
         summary += f": {first_line(report.exception)}"
     elif cause.name == "port":
         said = says_port_taken(log_tail)
         summary += f": {said}"
+    notes += [f"the first of them: {first_line(one)}" for one in report.inner[:1]]
     notes += notes_of_ports(said, master_port, owner_of if cause.name == "port" else None)
     notes += [f"{event.by}: {event.text}" for event in events[:1]]
     return WorkerFailure(

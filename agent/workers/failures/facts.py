@@ -59,13 +59,15 @@ class GpuNews:
 class Facts:
     """`returncode` as in `subprocess`. `exception`: `Type: message`, with all of its lines, from the error file or the
     last traceback; empty without one. `output`: the worker's last lines. `oom_killed`: the kernel has killed a process
-    of this agent for its memory. `events`: what the kernel and NVML report of this worker since it was started."""
+    of this agent for its memory. `events`: what the kernel and NVML report of this worker since it was started.
+    `inner`: the exceptions in `exception`, if it is a group and all are known."""
 
     returncode: int
     exception: str = ""
     output: tuple[str, ...] = ()
     oom_killed: bool = False
     events: tuple[Event, ...] = ()
+    inner: tuple[str, ...] = ()
 
     @property
     def signal(self) -> int:
