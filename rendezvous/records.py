@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import enum
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
-from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Text, Within, shown
+from ..codec import AtMost, Count, Document, Invalid, Positive, Row, Within, shown
 from .errors import RecordInvalid
 from .statements.exclusion import MAX_EXCLUSIONS, Exclusion, Recheck
 from .statements.inquiry import Inquiry, Suspicion, Testimony
 from .statements.paces import Comparison, Paces
 from .statements.terms import Limits, Program
-from .text import NAME, ROLE, Age, CauseName, Name, Role, clean, line
+from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line
 
 SCHEMA = 15
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
@@ -118,6 +117,10 @@ class Failure:
     """It follows from the end of another worker, maybe on another node: a broken collective, a peer that is gone."""
     outside: bool = False
     """The worker was killed from outside the job: the failure says nothing about script, state or node."""
+    node: NameOrNone = ""
+    """That of the worker that is to blame; empty: no worker is."""
+    rank: Count | None = None
+    """Of this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +393,7 @@ class World(_Record):
     standbys: tuple[Standby, ...] = ()
     finishing: bool = False
     """Some members' workers have all ended with success for a while now, and others' have not."""
-    run: Annotated[str, Text(128, re.compile(f"({NAME.pattern})?"))] = ""
+    run: NameOrNone = ""
     """The same for all generations of this job until it ends, and no other job's: its checkpoints bear this name."""
     inquiry: Inquiry | None = None
     """The newest inquiry of this generation: its members say what their workers do."""

@@ -11,6 +11,8 @@ from ..codec import Text, Within
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Of a node, a job or an incarnation."""
 Name = Annotated[str, Text(128, NAME)]
+NameOrNone = Annotated[str, Text(128, re.compile(f"({NAME.pattern})?"))]
+"""Empty: none."""
 ROLE = re.compile(r"[ !#-\[\]-~]{1,128}")
 """Printable ASCII that takes as many bytes in JSON."""
 Role = Annotated[str, Text(128, ROLE)]

@@ -119,15 +119,14 @@ def _close(
             finding=Finding.HEALTHY,
             why=f"all ranks have been active within {STILL_S:g} s; {found.why}",
         )
+    closed = replace(inquiry, finding=found.finding, why=found.why[:512], node=found.node, rank=found.rank)
     if ends(still, found, all_answered=all_answered):
         signs = next((said.why for said in _said(suspects) if said.urgency is inquiry.urgency), "")
         why = f"hang: {found.why}{signs and f'; {signs}'}"[:MAX_TEXT]
-        failure = Failure(world.generation, FINGERPRINT, why, cause="hang")
+        failure = Failure(world.generation, FINGERPRINT, why, cause="hang", node=found.node, rank=found.rank)
         cause = Cause(CauseKind.FAILURE, found.node, why, failure)
-        return Publish(replace(world, phase=Phase.STOPPING, cause=cause), why)
-    return Publish(
-        replace(world, inquiry=replace(inquiry, finding=found.finding, why=found.why[:512])), found.why
-    )
+        return Publish(replace(world, phase=Phase.STOPPING, cause=cause, inquiry=closed), why)
+    return Publish(replace(world, inquiry=closed), found.why)
 
 
 def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: bool) -> Verdict:

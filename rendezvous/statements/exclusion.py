@@ -6,12 +6,11 @@ its check in its own record (`Recheck`), and the coordinator then ends the exclu
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ...codec import Positive, Text
-from ..text import NAME, CauseName, Name, line
+from ...codec import Positive
+from ..text import CauseName, Name, NameOrNone, line
 
 MAX_EXCLUSIONS = 64
 """Nodes of which a world remembers that they are excluded, or were."""
@@ -23,7 +22,7 @@ class Exclusion:
     """A node that is, or was, left out of all worlds, though its agent goes on and stands ready."""
 
     node: Name
-    life: Annotated[str, Text(128, re.compile(f"({NAME.pattern})?"))]
+    life: NameOrNone
     """The life of the node's agent at the exclusion. An agent started later need not wait for the cool-down. Empty: the
     job knew nothing of the node when an operator excluded it."""
     cause: CauseName

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ...codec import AtMost, Count, Positive, Text
-from ..text import Age, line
+from ..text import Age, NameOrNone, line
 
 ANSWER_S = 2.0
 """How long the coordinator waits for the members' testimonies, from when it first sees its inquiry in the world."""
@@ -181,6 +181,10 @@ class Inquiry:
     """Its result; None while the members are to answer."""
     why: Annotated[str, line(512)] = ""
     """The verdict's own words."""
+    node: NameOrNone = ""
+    """That of `rank`; empty where no rank is named."""
+    rank: Count | None = None
+    """The rank that the verdict names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,9 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
     worker = WorkerFailure(
         3, 1, "n1", 2, 1, "exception", "ValueError: lr < 0", None, "Traceback ...", (), "/l"
     )
-    agent.failure = Failure(2, "print", "ValueError: lr < 0", worker.to_json())
+    agent.failure = Failure(
+        2, "print", "ValueError: lr < 0", worker.to_json(), node=worker.node, rank=worker.rank
+    )
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
     browser.wait_for("document.querySelectorAll('#nodes tbody tr').length === 3")

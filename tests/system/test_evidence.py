@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -67,6 +68,13 @@ def test_workers_that_hang_are_looked_at_before_they_are_ended(job: Job, tmp_pat
     agent.exit_code()
     [first, *_] = sorted((folder_of(agent) / "a").glob("*/summary.txt"))
     assert re.match(r"rank 0: locked, recorder\.py:\d+ in ", first.read_text())
+    (journal,) = folder_of(agent).parents[1].glob("events-*.jsonl")
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    told = [
+        (one["kind"], one["rank"], one["about"]) for one in events if one["kind"] in ("verdict", "failure")
+    ]
+    assert ("failure", 0, "a") in told
+    assert ("verdict", 0, "a") in told
 
 
 def test_an_archive_of_a_run_has_no_secret(job: Job, tmp_path: Path) -> None:

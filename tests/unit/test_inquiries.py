@@ -134,6 +134,8 @@ def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
         assert after.inquiry is not None
         assert (after.inquiry.finding, after.inquiry.number) == (finding, 1)
         assert after.inquiry.why
+        nobody = doing in (WAITS, Doing.DEBUGGED)
+        assert (after.inquiry.node, after.inquiry.rank) == (("", None) if nobody else ("b", 1))
         return
     assert after.phase is Phase.STOPPING
     failure = after.cause.failure
@@ -141,6 +143,10 @@ def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
     assert (failure.generation, failure.fingerprint, failure.cause) == (4, FINGERPRINT, "hang")
     assert after.cause.node == ("" if doing is WAITS else "b")
     assert doing is WAITS or "rank 1 on node b" in failure.summary
+    assert (failure.node, failure.rank) == (("", None) if doing is WAITS else ("b", 1))
+    assert after.inquiry is not None
+    assert after.inquiry.finding is not None
+    assert (after.inquiry.node, after.inquiry.rank) == (failure.node, failure.rank)
 
 
 @pytest.mark.parametrize("doing", [Doing.MOVES, BUSY])

@@ -27,6 +27,7 @@ from elastic_agent.rendezvous.records import (
     World,
 )
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
+from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry
 
 MEMBER = Member("a", "a-1", 1, 0)
 WORLD = World("job", 1, Phase.RUNNING, (MEMBER,), Endpoint("h", 1), Cause(CauseKind.START))
@@ -143,6 +144,17 @@ def test_each_world_is_an_event_of_the_journal_and_each_change_of_it_once(
         (3, Kind.ACCOUNTING, "0 steps, 0 s of 60 s were productive", ""),
         (3, Kind.AGENT_ENDED, "all is done", ""),
     ]
+
+
+def test_events_of_a_hang_and_of_a_failure_name_rank_and_node_in_fields(
+    observer: Observer, journal: Journal
+) -> None:
+    found = Inquiry(1, finding=Finding.LIKELY, why="rank 3 on node b sleeps", node="b", rank=3)
+    observer.heard_verdict(2, found)
+    observer.failure_shown(Failure(2, "hang", "hang: rank 3", cause="hang", node="b", rank=3))
+    observer.heard_verdict(2, Inquiry(2, finding=Finding.UNCLEAR, why="nothing moves"))
+    told = [(event.kind, event.rank, event.about) for event in journal.since(0, 9)]
+    assert told == [(Kind.VERDICT, 3, "b"), (Kind.FAILURE, 3, "b"), (Kind.VERDICT, None, "")]
 
 
 def test_an_agent_that_comes_late_does_not_take_the_cause_of_a_world_s_end_for_that_of_its_begin(

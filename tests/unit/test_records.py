@@ -113,7 +113,7 @@ WORLD = World(
     ),
     standbys=(Standby("e", Endpoint("10.0.0.5", 4712)), Standby("f", Endpoint("10.0.0.6", 4712))),
     run="a",
-    inquiry=Inquiry(2, Urgency.OVERDUE, Finding.LIKELY, "rank 0 sleeps"),
+    inquiry=Inquiry(2, Urgency.OVERDUE, Finding.LIKELY, "rank 0 sleeps", "a", 0),
 )
 INTRODUCTION = Introduction("a", "a-1", 3, confirmed_s=0.25, whole_s=1.5)
 STOP = StopAt(3, 17, paused=True)
@@ -212,6 +212,8 @@ failures = st.builds(
     st.sampled_from(Action),
     st.booleans(),
     st.booleans(),
+    st.just("") | names,
+    st.none() | numbers,
 )
 limits = st.builds(Limits, counts, counts, st.floats(0, 1e12), st.none() | numbers)
 programs = st.builds(
@@ -362,6 +364,7 @@ def number(low: int = 0, high: int = BIG) -> list[Any]:
     return [None, True, "1", 1.0, [], {}, low - 1, high + 1]
 
 
+NAME_OR_NONE: list[Any] = [*text(128), "a/b", "a b", ".\n"]
 AGE: list[Any] = [True, "1", [], {}, -1, -0.1, 2**63, 10**400, float("inf"), float("nan")]
 FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "generation"): number(1),
@@ -372,6 +375,8 @@ FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "action"): CHOICE,
     ("failure", "collateral"): FLAG,
     ("failure", "outside"): FLAG,
+    ("failure", "node"): NAME_OR_NONE,
+    ("failure", "rank"): number()[1:],
 }
 SECONDS: list[Any] = [None, *AGE]
 LIMITS_FIELDS: dict[Path, list[Any]] = {
@@ -492,12 +497,14 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("unproven",): [None, 1, True, "x", {}, [True], [-1], ["x"], [1.5], [None], [[]]],
         ("exclusions",): [None, 1, True, "x", {}, [1], [None], [[]], [{}] * 65],
         ("standbys",): [None, 1, True, "x", {}, [1], [None], [[]]],
-        ("run",): [*text(128), "a/b", "a b", ".\n"],
+        ("run",): NAME_OR_NONE,
         ("inquiry",): OBJECT,
         ("inquiry", "number"): number(1),
         ("inquiry", "urgency"): CHOICE,
         ("inquiry", "finding"): CHOICE[1:],
         ("inquiry", "why"): text(512),
+        ("inquiry", "node"): NAME_OR_NONE,
+        ("inquiry", "rank"): number()[1:],
     },
     "drain_request": {("incarnation",): NAME},
     "stop": {
@@ -567,7 +574,9 @@ def test_a_wrong_value_is_refused_by_the_fields_name(kind: str, path: Path, wron
 
 
 def test_the_largest_values_pass() -> None:
-    failure = Failure(BIG, "x" * 1024, "x" * 4096, "x" * 16384, "x" * 40, Action.STOP, True, True)
+    failure = Failure(
+        BIG, "x" * 1024, "x" * 4096, "x" * 16384, "x" * 40, Action.STOP, True, True, "n" * 128, BIG
+    )
     endpoint = Endpoint("x" * 256, 65535)
     network = NetworkFacts("x" * 64, 2**31 - 1, 2**31 - 1, ("x" * 80,) * 64)
     node = NodeRecord(

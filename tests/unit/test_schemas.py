@@ -63,7 +63,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Limits": "min_nodes max_nodes last_call_s max_restarts nodes_multiple_of",
             "Program": "name digest arguments words lease_ttl_s outage_grace_s any_script",
             "Condition": "stable notified polling overdue drained state_saved succeeded stopped",
-            "Failure": "generation fingerprint summary detail cause action collateral outside",
+            "Failure": "generation fingerprint summary detail cause action collateral outside node rank",
             "Action": "restart stop end exclude-node free",
             "GenerationProgress": "generation loaded reached",
             "Phase": "running draining last_step stopping ended",
@@ -90,7 +90,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
                 "gone stopped uninterruptible in_save in_data_loader in_collective at_store locked reading asleep "
                 "holds_gil busy moves debugged other"
             ),
-            "Inquiry": "number urgency finding why",
+            "Inquiry": "number urgency finding why node rank",
             "Finding": "healthy unclear doubtful likely certain",
         },
     ),

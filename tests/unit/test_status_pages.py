@@ -77,7 +77,15 @@ WORKER = WorkerFailure(
     log_tail=("the output",),
     log_file="/the/log",
 )
-FAILURE = Failure(2, "ValueError", WORKER.summary, WORKER.to_json(), WORKER.cause)
+FAILURE = Failure(
+    2,
+    "ValueError",
+    WORKER.summary,
+    WORKER.to_json(),
+    WORKER.cause,
+    node=WORKER.node,
+    rank=WORKER.rank,
+)
 NODES = (
     NodeRecord("a", "a-1", "10.0.0.1", 4711, 2, Endpoint("10.0.0.1", 9100)),
     NodeRecord("b", "b-1", "10.0.0.2", 4711, 2, Endpoint("10.0.0.2", 9100), failure=FAILURE),

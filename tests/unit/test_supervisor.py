@@ -20,12 +20,13 @@ from elastic_agent.agent.common.events import (
     WorkerKept,
 )
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
+from elastic_agent.agent.observability.journal.events import Kind
 from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
 from elastic_agent.agent.workers.supervision.failure_reports import KNOWN_WITHIN_S
 from elastic_agent.agent.workers.supervision.supervisor import SEEN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
-from elastic_agent.rendezvous.records import Failure
+from elastic_agent.rendezvous.records import Failure, Phase
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Stage, Urgency
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
@@ -453,6 +454,22 @@ def test_workers_that_hang_are_seen_before_they_are_ended(tmp_path: Path) -> Non
     node.evidence.end()
     node.turn()
     assert node.group.signals == [(rank, signal.SIGABRT) for rank in range(2)]
+
+
+def test_the_verdict_that_ends_a_generation_is_in_the_journal_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = hanging(tmp_path)
+    generation = node.supervisor._generation
+    assert generation is not None
+    found = Inquiry(2, finding=Finding.CERTAIN, why="rank 1 on node a is stopped", node="a", rank=1)
+    ended = replace(generation.world, phase=Phase.STOPPING, inquiry=found)
+    monkeypatch.setattr(type(node.participant), "world", property(lambda _: ended))
+    for _ in range(2):
+        node.supervisor.show_failure(Failure(1, "f", "hang: rank 1", cause="hang", node="a", rank=1))
+    events = node.supervisor._observer.journal.since(0, 99)
+    told = [(one.kind, one.rank, one.about) for one in events if one.kind in (Kind.VERDICT, Kind.FAILURE)]
+    assert told == [(Kind.VERDICT, 1, "a"), (Kind.FAILURE, 1, "a")]
 
 
 def test_a_look_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:

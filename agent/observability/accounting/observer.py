@@ -28,7 +28,7 @@ from ...workers.processes.workers import WorkerGroup
 from ..journal.events import Kind
 from ..journal.journal import Journal
 from ..page.step_rate import StepRate
-from ..status.pages import StatusPages, worker_of
+from ..status.pages import StatusPages
 from ..world_comparison import WorldComparison
 from .goodput import TrainingEvent
 from .membership_changes import MembershipWatch, because, reason
@@ -271,7 +271,14 @@ class Observer:
     def heard_verdict(self, generation: int, inquiry: Inquiry) -> None:
         """An inquiry has ended with a finding."""
         assert inquiry.finding is not None
-        self.journal.note(Kind.VERDICT, inquiry.why, generation=generation, cause=inquiry.finding.value)
+        self.journal.note(
+            Kind.VERDICT,
+            inquiry.why,
+            generation=generation,
+            rank=inquiry.rank,
+            about=inquiry.node,
+            cause=inquiry.finding.value,
+        )
 
     def hung(self, stage: Stage) -> None:
         """The workers here are ended because of a hang."""
@@ -354,13 +361,12 @@ class Observer:
     def failure_shown(self, failure: Failure) -> None:
         """The log has its cause: what follows from it is logged without."""
         if failure != self._shown:
-            worker = worker_of(failure)
             self.journal.note(
                 Kind.FAILURE,
                 failure.summary,
                 generation=failure.generation,
-                rank=worker.rank if worker is not None else None,
-                about=worker.node if worker is not None else "",
+                rank=failure.rank,
+                about=failure.node,
                 cause=failure.cause,
             )
         self._shown = failure

@@ -111,10 +111,10 @@ def _failure(failure: Failure | None, secrets: Collection[str]) -> dict[str, Any
         "cause": failure.cause,
         "action": failure.action.value,
     }
+    if failure.rank is not None:
+        known |= {"rank": failure.rank, "node": failure.node}
     if worker is not None:
         known |= {
-            "rank": worker.rank,
-            "node": worker.node,
             "summary": masked(worker.summary, secrets),
             "traceback": masked(worker.traceback or "", secrets),
             "log_tail": masked("\n".join(worker.log_tail), secrets),

@@ -269,7 +269,7 @@ def _cause(world: World) -> CauseReport:
         text = f"node {cause.node} failed: {cause.detail}"
     else:
         text = cause.detail
-    rank = worker.rank if worker is not None else None
+    rank = cause.failure.rank if cause.failure is not None else None
     known_as = cause.failure.cause if cause.kind is CauseKind.FAILURE and cause.failure is not None else None
     return CauseReport(cause.kind, cause.node or None, rank, text, known_as)
 

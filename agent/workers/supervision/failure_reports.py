@@ -164,6 +164,8 @@ def report_of(failure: WorkerFailure, cause: Cause, known_as: str = "") -> Failu
         cause.action,
         cause.collateral,
         cause.outside,
+        failure.node,
+        failure.rank,
     )
 
 

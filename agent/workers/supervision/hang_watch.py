@@ -81,15 +81,22 @@ class HangWatch:
                 self._observer.suspects(suspicion)
                 level = logging.INFO if stall.urgency is Urgency.EARLY else logging.WARNING
                 log.log(level, "%s: asking all nodes what their workers do", stall.why)
-        if inquiry is not None and inquiry.finding is not None and inquiry.number > generation.heard:
-            generation.heard = inquiry.number
-            self._observer.heard_verdict(generation.number, inquiry)
+        if self.hear(generation) and inquiry is not None and inquiry.finding is not None:
             log.warning("inquiry %d: %s: %s", inquiry.number, inquiry.finding.value, inquiry.why)
         if stall is None or not generation.ends_alone(stall, inquiry, now):
             return None
         steps = hang.silence.steps
         at = ", ".join(f"rank {generation.group.ranks[local]}: {steps[local]}" for local in sorted(steps))
         return Stuck(stall.local_rank, f"hang: {stall.why}{at and f'; last steps: {at}'}")
+
+    def hear(self, generation: Generation) -> bool:
+        """Note a verdict on this generation; False if there is none that was not noted yet."""
+        inquiry = self._inquiry(generation.number)
+        if inquiry is None or inquiry.finding is None or inquiry.number <= generation.heard:
+            return False
+        generation.heard = inquiry.number
+        self._observer.heard_verdict(generation.number, inquiry)
+        return True
 
     def blamed(self, generation: int) -> str | None:
         """The node that a verdict blames, empty if it blames none; None if no verdict ends this generation."""

@@ -286,6 +286,8 @@ class Supervisor:
 
     def show_failure(self, failure: Failure) -> WorkerFailure | None:
         """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
+        if self._running is not None:
+            self._hangs.hear(self._running)
         self._observer.failure_shown(failure)
         generation = self._generation
         own = generation is not None and generation.number == failure.generation
