@@ -36,8 +36,8 @@ class Kind(enum.Enum):
     SUSPICION = "suspicion"
     """The workers of the node `about` seem to hang."""
     VERDICT = "verdict"
-    """The result of an inquiry into a hang: `rank` and `about` are the guilty rank and its node, if one is found; `cause`
-    is the finding."""
+    """The result of an inquiry into a hang: `rank` and `about` are the guilty rank and its node, if one is found;
+    `cause` is the finding."""
     EVIDENCE = "evidence"
     """`text` is the folder in which evidence was kept."""
     EXCLUSION = "exclusion"
