@@ -13,7 +13,7 @@ import pytest
 
 from elastic_agent.agent.observability.journal.events import EVENTS_PATH, Kind
 from elastic_agent.agent.observability.journal.journal import Journal
-from elastic_agent.agent.observability.page.board import STREAM_PATH, Board, Source
+from elastic_agent.agent.observability.page.board import MOST_EVENTS, STREAM_PATH, Board, Source
 from elastic_agent.agent.observability.page.html import PAGE_PATH, read_page
 from elastic_agent.agent.observability.page.overview import overview
 from elastic_agent.agent.observability.page.step_rate import Rates
@@ -23,6 +23,7 @@ from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.health.http import Answers, HealthServer
 from elastic_agent.health.http_messages import Probe
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
+from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.threads import Thread
 from tests.browser import LACKING, Browser, browsing, find_chromium
 from tests.unit.test_page import job_of
@@ -146,15 +147,30 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
     assert browser.value("document.querySelectorAll('#chart path.edge').length") == 1
     assert browser.value("document.querySelector('#chart path.again').getAttribute('d').length") > 10
     agent.journal.note(Kind.STRAGGLER, "rank 9 on node n1 is slow", generation=3, rank=9, about="n1")
-    agent.journal.note(Kind.EXCLUSION, "node n7 is left out for 60 s", about="n7", cause="xid")
-    browser.wait_for("document.querySelector('#excluded').innerText.includes('n7 is left out')")
+    browser.wait_for("document.querySelector('#stragglers').innerText.includes('n1')")
     assert "rank 9 on node n1 is slow" in shown(browser, "#stragglers")
     browser.wait_for("document.querySelector('#nodes').innerText.includes('slow')")
     recovered = "rank 9 on node n1 is as fast as the others again"
     agent.journal.note(Kind.STRAGGLER, recovered, generation=3, rank=9, about="n1", cause="recovered")
     browser.wait_for("!document.querySelector('#nodes').innerText.includes('slow')")
-    agent.journal.note(Kind.READMISSION, "node n7 is back", about="n7")
-    browser.wait_for("document.querySelector('#excluded').innerText === ''")
+    assert browser.problems == []
+
+
+def test_an_exclusion_is_shown_as_long_as_it_lasts_however_many_events_follow_it(
+    agent: Agent, browser: Browser
+) -> None:
+    whole = agent.job
+    assert whole is not None
+    agent.journal.note(Kind.EXCLUSION, "node n7 is left out", about="n7", cause="operator")
+    for number in range(2 * MOST_EVENTS):
+        agent.journal.note(Kind.DRAIN, f"change {number}")
+    out = Exclusion("n7", "", "operator", "a <b>fan</b> is loud", by_operator=True)
+    agent.job = replace(whole, exclusions=(out,))
+    browser.open(agent.url)
+    excluded = "document.querySelector('#excluded').innerText"
+    browser.wait_for(f"{excluded}.includes('n7 is excluded by an operator: a <b>fan</b> is loud')")
+    agent.job = replace(whole, exclusions=(replace(out, readmitted=True),))
+    browser.wait_for(f"{excluded} === ''")
     assert browser.problems == []
 
 

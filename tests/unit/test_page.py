@@ -34,8 +34,10 @@ from elastic_agent.rendezvous.records import (
     Member,
     NodeRecord,
     Phase,
+    Result,
     World,
 )
+from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from tests.unit.test_status_pages import STATUS
 
 PATIENCE_S = 20.0
@@ -114,6 +116,23 @@ def test_a_node_is_a_row_and_the_newest_checkpoint_of_each_tier_has_its_age() ->
     assert json.loads(json.dumps(shown))["at"] == 1000.0
 
 
+def test_nodes_that_are_excluded_now_are_in_the_state_the_newest_first() -> None:
+    rows = (
+        Exclusion("n5", "l", "xid", "GPU 3 is lost, token=c4n4ry", readmitted=True),
+        Exclusion("n6", "l", "xid", "GPU 3 is lost, token=c4n4ry", times=2),
+        Exclusion("n7", "", "operator", "a fan is loud", by_operator=True),
+    )
+    job = replace(job_of(1), exclusions=rows)
+    shown = overview(job, "", None, NO_RATES, 1000.0)["excluded"]
+    assert [one["node"] for one in shown] == ["n7", "n6"]
+    assert shown[0]["text"].startswith(
+        "node n7 is excluded by an operator: a fan is loud. It stays out until"
+    )
+    assert shown[1]["text"].startswith("node n6 is excluded for the 2nd time: GPU 3 is lost, token=***")
+    ended = overview(replace(job, result=Result.SUCCEEDED), "", None, NO_RATES, 1000.0)
+    assert ended["excluded"] == []
+
+
 def test_a_thousand_nodes_are_an_eighth_of_a_megabyte() -> None:
     text = json.dumps(overview(job_of(1000), "", None, NO_RATES, 0.0), separators=(",", ":"))
     assert len(text) < 128 * 1024
@@ -128,7 +147,7 @@ def test_the_last_failure_comes_with_its_traceback() -> None:
     worker = WorkerFailure(
         3, 1, "b", 2, 1, "exception", "ValueError: lr < 0", None, "Traceback ...", ("last",), "/l"
     )
-    failure = Failure(2, "print", "ValueError: lr < 0", worker.to_json())
+    failure = Failure(2, "print", "ValueError: lr < 0", worker.to_json(), node="b", rank=3)
     shown = overview(None, "", failure, NO_RATES, 0.0)["failure"]
     assert (shown["rank"], shown["node"], shown["generation"]) == (3, "b", 2)
     assert (shown["traceback"], shown["log_tail"], shown["log_file"]) == ("Traceback ...", "last", "/l")

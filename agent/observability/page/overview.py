@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from ....rendezvous.coordinator.exclusions import in_words, left_out
 from ....rendezvous.records import Failure
 from ...output.masking import masked
 from ..status.pages import Checkpoint, NodeStatus, worker_of
@@ -37,13 +38,14 @@ def overview(
     secrets: Collection[str] = (),
 ) -> dict[str, Any]:
     """`job` is None while the job cannot be read, which `problem` explains. `at`: the wall clock. `secrets` are masked
-    in the texts of a failure."""
+    in the texts of failures."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "at": round(at, 3),
         "problem": problem,
         "rates": as_json(rates),
         "failure": _failure(failure, secrets),
+        "excluded": [],
         "job": None,
     }
     if job is not None:
@@ -51,6 +53,7 @@ def overview(
         document["columns"] = COLUMNS
         document["nodes"] = [_row(node) for node in job.nodes]
         document["checkpoints"] = list(_checkpoints(job.nodes))
+        document["excluded"] = list(_excluded(job, secrets))
     return document
 
 
@@ -99,6 +102,13 @@ def _checkpoints(nodes: Iterable[NodeReport]) -> Iterable[dict[str, Any]]:
                 "age_s": _rounded(min(ages, default=None)),
                 "nodes": len(newest),
             }
+
+
+def _excluded(job: JobReport, secrets: Collection[str]) -> Iterable[dict[str, str]]:
+    """The nodes that are excluded now, the newest first."""
+    if job.result is None:
+        for one in reversed(list(left_out(job.exclusions).values())):
+            yield {"node": one.node, "text": masked(f"node {one.node} is {in_words(one)}", secrets)}
 
 
 def _failure(failure: Failure | None, secrets: Collection[str]) -> dict[str, Any] | None:
