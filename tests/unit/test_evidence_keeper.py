@@ -20,7 +20,8 @@ from elastic_agent.agent.workers.evidence import flight_records
 from elastic_agent.agent.workers.evidence import keeper as module
 from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Depth, Target
 from elastic_agent.agent.workers.evidence.flight_records import Order
-from elastic_agent.agent.workers.evidence.keeper import MOST_LOOKS, EvidenceKeeper, Look, WorkerStacks
+from elastic_agent.agent.workers.evidence.keeper import MOST_LOOKS, EvidenceKeeper, Look
+from elastic_agent.agent.workers.evidence.stacks import WorkerStacks
 from elastic_agent.agent.workers.processes.proc import stat_of
 from elastic_agent.rendezvous.statements.inquiry import Doing, InGroup, Recorded
 from elastic_agent.threads import Thread

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ....rendezvous.text import clean
+from ..processes.proc import all_stats
 from .facts import ProcessFacts, ThreadFacts, WorkerFacts
-from .kernel import Times, all_stats, children_of, process_facts, read_sockets, times_of
+from .kernel import Times, children_of, process_facts, read_sockets, times_of
 from .stacks import Answers, StackFile, ask, parse
 
 MOST_SOURCE = 2**20
@@ -92,7 +93,7 @@ class Collector:
         else:
             last, later, window_s = first, Answers({}, {}), 0.0
         # The last: a process that is looked at so is stopped meanwhile.
-        native = self._spy([one.pid for one in targets], until) if depth.native else {}
+        native = _Spies([one.pid for one in targets]).end(until, self._clock) if depth.native else {}
 
         def facts(pid: int) -> ProcessFacts:
             return replace(
@@ -140,9 +141,6 @@ class Collector:
             facts = process_facts(pid, was, times[pid], now - before.at if before else 0.0, sockets)
             processes[pid] = _with_state_before(facts, before.processes[pid]) if before is not None else facts
         return _Moment(now, processes, times)
-
-    def _spy(self, pids: Sequence[int], until: float) -> dict[int, str]:
-        return _Spies(pids).end(until, self._clock)
 
     def _ask(self, targets: Sequence[Target], families: Mapping[int, Sequence[int]], until: float) -> Answers:
         asked = [(one.stacks, families[one.pid]) for one in targets if one.stacks is not None]

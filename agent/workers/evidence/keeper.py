@@ -32,7 +32,6 @@ from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
 from .flight_records import FlightRecords, Order
 from .report import one_line, report
-from .stacks import StackFile
 from .testimony import rank_state
 
 log = logging.getLogger(__name__)
@@ -51,26 +50,6 @@ CLOSE_S = 1.0
 
 WRITTEN_WITHIN_S = 0.1
 """For so long whoever names the folder waits for files that are being written."""
-
-
-class WorkerStacks:
-    """The files in memory where the workers of one generation write their stacks, by local rank."""
-
-    def __init__(self) -> None:
-        self._files: dict[int, StackFile] = {}
-
-    def make(self, local_rank: int) -> str:
-        """For a worker that is to be started; returns its path, for `WorkerEnv.stacks`. Raises OSError."""
-        file = self._files[local_rank] = StackFile()
-        return file.path
-
-    def of(self, local_rank: int) -> StackFile | None:
-        return self._files.get(local_rank)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
 
 class Look:
@@ -210,7 +189,7 @@ class EvidenceKeeper:
     def add(self, look: Look, name: str, text: str) -> None:
         """A file beside those of the look, if it has any. Written in a thread of its own, one at a time."""
         if look.path is not None and (self._adding is None or not self._adding.is_alive()):
-            self._adding = Thread(partial(self._add, look.path, {name: text}, self._generation), "evidence")
+            self._adding = Thread(partial(self._write, look.path, {name: text}, self._generation), "evidence")
             self._adding.start()
 
     def close(self) -> None:
@@ -274,9 +253,6 @@ class EvidenceKeeper:
             texts["gpus.txt"] = text
         if look.path is not None and self._write(look.path, texts, generation):
             kept(look.path)
-
-    def _add(self, path: Path, texts: dict[str, str], generation: int) -> None:
-        self._write(path, texts, generation)
 
     def _ask_for_records(self, records: FlightRecords, ranks: Sequence[int], order: Order) -> None:
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ....rendezvous.text import clean
 from ...common.kernel_files import read
-from ..processes.proc import Stat, debugger_of, stat_of
+from ..processes.proc import Stat, debugger_of, sleeps_of, stat_of
 from .facts import ProcessFacts, ThreadFacts
 
 MOST_CHILDREN = 32
@@ -107,18 +107,13 @@ def children_of(stats: Mapping[int, Stat], pid: int) -> list[int]:
     return found[1 : MOST_CHILDREN + 1]
 
 
-def all_stats(proc: str = "/proc") -> dict[int, Stat]:
-    pids = (int(name) for name in os.listdir(proc) if name.isdecimal())
-    return {pid: stat for pid in pids if (stat := stat_of(f"{proc}/{pid}")) is not None}
-
-
 def times_of(pid: int, proc: str = "/proc") -> dict[int, Times]:
     """By thread."""
     folder = f"{proc}/{pid}/task"
     found = {}
     for tid in _threads(folder):
         if (stat := stat_of(f"{folder}/{tid}")) is not None:
-            found[tid] = Times(stat.own_ticks * _TICK_S, _sleeps(read(f"{folder}/{tid}/status")))
+            found[tid] = Times(stat.own_ticks * _TICK_S, sleeps_of(f"{folder}/{tid}"))
     return found
 
 
@@ -198,12 +193,6 @@ def _threads(folder: str) -> list[int]:
         return [int(name) for name in os.listdir(folder)]
     except OSError:
         return []
-
-
-def _sleeps(status: str) -> int:
-    _, _, rest = status.partition("\nvoluntary_ctxt_switches:")
-    number = rest.split("\n", 1)[0].strip()
-    return int(number) if number.isdigit() else 0
 
 
 def _has_device(folder: str) -> bool:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from ....rendezvous.text import clean
 from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
-from ...common.kernel_files import read
-from ..processes.proc import debugger_of, stat_of
+from ..processes.proc import debugger_of, stat_of, status_field
 from .facts import Frame, ThreadStack
 
 QUIET_S = 0.004
@@ -88,6 +87,26 @@ class StackFile:
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
+class WorkerStacks:
+    """The files in memory where the workers of one generation write their stacks, by local rank."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, StackFile] = {}
+
+    def make(self, local_rank: int) -> str:
+        """For a worker that is to be started; returns its path, for `WorkerEnv.stacks`. Raises OSError."""
+        file = self._files[local_rank] = StackFile()
+        return file.path
+
+    def of(self, local_rank: int) -> StackFile | None:
+        return self._files.get(local_rank)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
 def why_not(pid: int, file: StackFile) -> str:
     """Why this process must not be asked; empty if it may."""
     stat = stat_of(f"/proc/{pid}")
@@ -97,14 +116,13 @@ def why_not(pid: int, file: StackFile) -> str:
         return f"its state is {stat.state}: it cannot answer"
     if debugger := debugger_of(f"/proc/{pid}"):
         return f"{debugger} traces it, and would show the signal as its own"
-    if not _catches(read(f"/proc/{pid}/status")) or not file.is_open_in(pid):
+    if not _catches(pid) or not file.is_open_in(pid):
         return "it was not started from a spare, or has let go of the signal"
     return ""
 
 
-def _catches(status: str) -> bool:
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (SIGNAL - 1) & 1)
+def _catches(pid: int) -> bool:
+    return bool(int(status_field(f"/proc/{pid}", "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1)
 
 
 @dataclass(slots=True)

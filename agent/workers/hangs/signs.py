@@ -14,7 +14,7 @@ from ....rendezvous.text import clean
 from ....threads import Thread
 from ...common.events import Signs, SignsRead
 from ...common.kernel_files import read
-from ..processes.proc import Stat, debugger_of, stat_of
+from ..processes.proc import all_stats, debugger_of, sleeps_of, stat_of
 
 LOOK_EVERY_S = 2.0
 """Between two looks that the main thread asks for."""
@@ -76,13 +76,11 @@ class SignReader:
         if known and now < self._searched_at + SEARCH_EVERY_S:
             return
         self._searched_at = now
-        stats = [self._stat(int(name)) for name in os.listdir(self._proc) if name.isdecimal()]
         children: dict[int, list[int]] = {}
         sessions: dict[int, list[int]] = {}
-        for stat in stats:
-            if stat is not None:
-                children.setdefault(stat.parent, []).append(int(stat.pid))
-                sessions.setdefault(stat.session, []).append(int(stat.pid))
+        for pid, stat in all_stats(self._proc).items():
+            children.setdefault(stat.parent, []).append(pid)
+            sessions.setdefault(stat.session, []).append(pid)
         self._families = {}
         for worker in workers:
             found: dict[int, None] = {}
@@ -97,25 +95,11 @@ class SignReader:
     def _signs(self, worker: int, printed: int) -> Signs:
         ticks = moved = 0
         for pid in self._families[worker]:
-            if (stat := self._stat(pid)) is not None:
+            if (stat := stat_of(f"{self._proc}/{pid}")) is not None:
                 ticks += stat.ticks
                 moved += _moved(read(f"{self._proc}/{pid}/io"))
-        wakes = _wakes(read(f"{self._proc}/{worker}/status"))
-        debugger = clean(debugger_of(f"{self._proc}/{worker}"))
-        return Signs(ticks / _TICKS_PER_S, moved, printed, wakes, debugger)
-
-    def _stat(self, pid: int) -> Stat | None:
-        return stat_of(f"{self._proc}/{pid}")
-
-
-def _wakes(text: str) -> int:
-    """
-    >>> _wakes("Name:\\tpython\\nvoluntary_ctxt_switches:\\t7\\nnonvoluntary_ctxt_switches:\\t2")
-    7
-    """
-    _, _, rest = text.partition("\nvoluntary_ctxt_switches:")
-    value = rest.partition("\n")[0].strip()
-    return int(value) if value.isdecimal() else 0
+        folder = f"{self._proc}/{worker}"
+        return Signs(ticks / _TICKS_PER_S, moved, printed, sleeps_of(folder), clean(debugger_of(folder)))
 
 
 def _moved(text: str) -> int:

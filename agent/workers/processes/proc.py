@@ -79,6 +79,24 @@ def stat_of(folder: Folder) -> Stat | None:
     return Stat(text) if text else None
 
 
+def all_stats(proc: Folder = "/proc") -> dict[int, Stat]:
+    """Of all processes, by pid."""
+    pids = (int(name) for name in os.listdir(proc) if name.isdecimal())
+    return {pid: stat for pid in pids if (stat := stat_of(f"{os.fspath(proc)}/{pid}")) is not None}
+
+
+def status_field(folder: Folder, name: str) -> str:
+    """Of the file `status` of a process or thread; empty where it is not there."""
+    _, _, rest = read(f"{os.fspath(folder)}/status").partition(f"\n{name}:")
+    return rest.partition("\n")[0].strip()
+
+
+def sleeps_of(folder: Folder) -> int:
+    """How often this process's main thread, or this thread, has gone to sleep by itself."""
+    number = status_field(folder, "voluntary_ctxt_switches")
+    return int(number) if number.isdecimal() else 0
+
+
 def living(pid: int, proc: Folder = "/proc") -> Stat | None:
     """None when the process has ended. One whose first thread has ended while another hangs in the kernel looks like a
     zombie, and lives."""
@@ -112,8 +130,7 @@ def debugger_of(folder: Folder) -> str:
     """What traces the process at this place in /proc, as debuggers do; empty where nothing does, or a child of the
     caller's own."""
     folder = os.fspath(folder)
-    _, _, rest = read(f"{folder}/status").partition("\nTracerPid:")
-    pid = rest.partition("\n")[0].strip()
+    pid = status_field(folder, "TracerPid")
     if not pid.isdecimal() or pid == "0":
         stat = stat_of(folder)
         return "a process that is not seen here" if stat is not None and stat.state == "t" else ""

@@ -22,7 +22,8 @@ from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
 from ..evidence.collector import Target
-from ..evidence.keeper import Look, WorkerStacks
+from ..evidence.keeper import Look
+from ..evidence.stacks import WorkerStacks
 from ..failures.worker_failure import WorkerFailure
 from ..hangs.detector import HangDetector, Stall, ends_alone
 from ..hangs.limits import Learned
