@@ -57,6 +57,7 @@ ELSEWHERE = (
     "push-*",  # of the memory server, with which it ends
     "rendezvous",
     "spans",  # tests/contract/test_span_export.py
+    "store-command",  # of `exclude` and `drain`: tests/unit/test_exclude_command.py
 )
 """Those of the backlogs (`console`, `event-file`, `log-files`) and `IoThread` (`io`, `worker-logs`); where a lock was
 lent, for one question, for a step of the start or the end (tests/unit/test_threads.py, test_error_file.py), of the

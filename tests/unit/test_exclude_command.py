@@ -247,6 +247,18 @@ def test_the_timeout_is_for_the_whole_command(
     assert "the store at 127.0.0.1:1 gave no answer within 0.1 s" in capsys.readouterr().err
 
 
+def test_a_machine_without_room_for_a_thread_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    words = ["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=5"]
+    assert exclude.main(words) == ExclusionCode.NO_ANSWER
+    assert "no thread could be started: allow more processes" in capsys.readouterr().err
+
+
 def test_what_the_store_takes_to_open_is_part_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     now, left = [100.0], []
 
@@ -256,6 +268,7 @@ def test_what_the_store_takes_to_open_is_part_of_the_timeout(monkeypatch: pytest
         return MemoryStore()
 
     monkeypatch.setattr(store_command, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(store_command, "LATE_S", 60.0)  # torch may have to be imported
     monkeypatch.setattr(store_command, "open_to_look", open_slowly)
     monkeypatch.setattr(exclude, "exclude_node", lambda *args, **more: left.append(args[4]))
     assert exclude.main(["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=2"]) == 0
