@@ -11,7 +11,7 @@ the finding CERTAIN.
 
 Where ranks compute on GPUs, a wait for other ranks looks from outside as work does. There torch's flight recorder says
 who waits: the guilty rank is one that has not entered the collective in which others wait, or has entered another one
-in its place. It counts only if nothing of it has changed between two inquiries, and never for more than LIKELY.
+in its place. A record counts only if nothing of it has changed between two inquiries, and never for more than LIKELY.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def _by_records(states: Sequence[RankState], world: World) -> Verdict | None:
             continue  # one that has said nothing may be the one that the others wait for; or of sends and recvs
         all_in = all_in or _all_in_one(members, world)
         for rank, words in _suspects(members, free, world).items():
-            why.setdefault(rank, words)
+            if still[rank].fresh:  # or it may have entered since
+                why.setdefault(rank, words)
     if not why:
         return Verdict(Finding.UNCLEAR, all_in) if all_in else None
     one = _first(one for one in states if one.rank in why)

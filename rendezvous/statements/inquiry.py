@@ -123,6 +123,8 @@ class Recorded:
 
     still_s: Age
     """For at least so long it has shown just this: the rank has entered no collective and none has ended."""
+    fresh: bool
+    """It was asked for this inquiry, and not for one before."""
     groups: Annotated[tuple[InGroup, ...], AtMost(MAX_GROUPS)]
 
 

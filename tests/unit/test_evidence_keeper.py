@@ -10,15 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elastic_agent.agent.workers.evidence import flight_records
 from elastic_agent.agent.workers.evidence import keeper as module
-from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Depth, Target
+from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Collector, Depth, Target
+from elastic_agent.agent.workers.evidence.facts import WorkerFacts
 from elastic_agent.agent.workers.evidence.flight_records import Order
 from elastic_agent.agent.workers.evidence.keeper import MOST_LOOKS, EvidenceKeeper, Look
 from elastic_agent.agent.workers.evidence.stacks import WorkerStacks
@@ -178,7 +180,7 @@ def test_the_flight_recorder_of_a_rank_that_has_one_is_asked_and_read_and_nothin
     first, second = kept(keeper, target, TWICE), kept(keeper, target, TWICE)
     recorder.close()
     assert recorder.orders == 2
-    assert first.states[0].recorded == Recorded(0.0, (InGroup("default_pg", None, 7, 7, "all_reduce"),))
+    assert first.states[0].recorded == Recorded(0.0, True, (InGroup("default_pg", None, 7, 7, "all_reduce"),))
     assert second.states[0].recorded is not None
     assert second.states[0].recorded.still_s > 0
     text = (first.path / "rank3.txt").read_text()  # type: ignore[operator]
@@ -186,6 +188,28 @@ def test_the_flight_recorder_of_a_rank_that_has_one_is_asked_and_read_and_nothin
     assert counts.count(("flight-recorder", "ok")) == 2
     assert flight_records.ask(folder.parent, [3, 4, 5]) == ()
     assert (folder / "pipe_4.pipe").read_text() == "no pipe"
+
+
+def test_the_flight_recorder_is_asked_when_the_stacks_are_written(
+    keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """faulthandler may end a process in which a thread begins or ends to run Python meanwhile, as torch's does."""
+    order: list[str] = []
+    look = Collector.look
+
+    def looks(*arguments: Any) -> tuple[WorkerFacts, ...]:
+        seen = look(*arguments)
+        order.append("stacks")
+        return seen
+
+    def asks(generation: Path, ranks: Iterable[int]) -> tuple[int, ...]:
+        order.append("flight recorder")
+        return ()
+
+    monkeypatch.setattr(Collector, "look", looks)
+    monkeypatch.setattr(flight_records, "ask", asks)
+    kept(keeper, target, TWICE)
+    assert order == ["stacks", "flight recorder"]
 
 
 def test_a_quick_look_asks_no_flight_recorder(keeper: EvidenceKeeper, target: Target) -> None:

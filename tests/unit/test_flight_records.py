@@ -202,16 +202,18 @@ HERE = (InGroup("default_pg", None, 2, 2, "all_reduce"),)
 def test_it_is_known_for_how_long_nothing_has_changed(torch: Torch, records: FlightRecords) -> None:
     torch.says = [bytes_of(waits(2))]
     assert ordered(records) == ["ok"]
-    first = records.recorded()
-    assert first == {3: Recorded(0.0, HERE)}, "it may have come there just before"
+    first = records.recorded(100.0)
+    assert first == {3: Recorded(0.0, True, HERE)}, "it may have come there just before"
     noticed_at, torch.now = torch.now, torch.now + 20.0
     asked_at, torch.says = torch.now, [bytes_of(entry(1), waits(2))]
     ordered(records)
-    assert records.recorded() == {3: Recorded(pytest.approx(asked_at - noticed_at, abs=0.2), HERE)}
+    still_s = pytest.approx(asked_at - noticed_at, abs=0.2)
+    assert records.recorded(asked_at) == {3: Recorded(still_s, True, HERE)}
+    assert records.recorded(asked_at + 1) == {3: Recorded(still_s, False, HERE)}, "of an order before"
     torch.now += 20.0
     torch.says = [bytes_of(waits(3))]
     ordered(records)
-    assert records.recorded()[3].still_s == 0.0, "it has moved"
+    assert records.recorded(0.0)[3].still_s == 0.0, "it has moved"
 
 
 def test_an_old_dump_says_nothing(torch: Torch) -> None:
@@ -223,14 +225,14 @@ def test_an_old_dump_says_nothing(torch: Torch) -> None:
     began_at = torch.now
     assert ordered(records) == ["late"]
     assert torch.now - began_at == pytest.approx(COMES_WITHIN_S, abs=0.2)
-    assert records.recorded() == {}
+    assert records.recorded(0.0) == {}
 
 
 def test_what_is_long_past_is_not_told(torch: Torch, records: FlightRecords) -> None:
     torch.says = [bytes_of(waits(2))]
     ordered(records)
     torch.now += NEWEST_S + 1
-    assert records.recorded() == {}
+    assert records.recorded(0.0) == {}
 
 
 def test_a_dump_that_torch_is_still_writing_is_read_when_it_is_whole(
@@ -239,7 +241,7 @@ def test_a_dump_that_torch_is_still_writing_is_read_when_it_is_whole(
     whole = bytes_of(waits(2))
     torch.says = [whole[:50], whole, whole]
     assert ordered(records) == ["ok"]
-    assert records.recorded()[3].groups == HERE
+    assert records.recorded(0.0)[3].groups == HERE
 
 
 @pytest.mark.parametrize("what", ["garbage", "link", "pipe", "folder"])
@@ -264,7 +266,7 @@ def test_what_is_no_dump_is_refused_and_holds_nobody_up(what: str, torch: Torch,
 
     records = FlightRecords(tmp_path, torch.clock, write)
     assert ordered(records) == ["failed"]
-    assert records.recorded() == {}
+    assert records.recorded(0.0) == {}
     for pipe in pipes:
         os.close(pipe)
 
@@ -284,6 +286,9 @@ def test_who_waits_for_dumps_waits_until_all_are_there() -> None:
     Thread(order.end, "test").start()
     order.wait(began_at + 60.0, time.monotonic)
     assert time.monotonic() < began_at + 60.0
+    stuck = Order()
+    stuck.wait(time.monotonic() + 60.0, time.monotonic)
+    assert time.monotonic() < began_at + 60.0, "the disk does not take the order"
     late = Order()
     late.asked([3])
     late.wait(time.monotonic() + 0.01, time.monotonic)

@@ -249,7 +249,7 @@ def test_while_every_rank_does_something_now_and_then_nothing_hangs(
 def spins(rank: int, for_s: float, *, waits: bool = True) -> RankState:
     """A rank whose main thread waits for its GPU, which takes all of a processor."""
     group = InGroup("default_pg", None, 7, 7 if waits else None, "all_reduce")
-    return RankState(rank, Doing.OTHER, 7, 0.5, recorded=Recorded(for_s, (group,)))
+    return RankState(rank, Doing.OTHER, 7, 0.5, recorded=Recorded(for_s, True, (group,)))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_a_testimony_keeps_those_that_wait_for_nobody() -> None:
 
 def test_the_records_come_back_as_they_went_and_with_all_ranks_they_fit() -> None:
     group = InGroup("x" * 48, 2**31, 2**62, 2**62, "x" * 48)
-    recorded = Recorded(1e6, (group,) * MAX_GROUPS)
+    recorded = Recorded(1e6, True, (group,) * MAX_GROUPS)
     state = RankState(2**31, ASLEEP, 10**9, 1e6, where="ü" * 200, recorded=recorded)
     said = Said(4, 1, (state,) * MAX_RANKS)
     node = replace(still(B, LAST), testimony=said)

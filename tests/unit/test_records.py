@@ -65,7 +65,7 @@ from elastic_agent.rendezvous.text import CAUSE, clean
 
 FAILURE = Failure(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", '{"rank": 1}')
 RECORDED = Recorded(
-    12.5, (InGroup("default_pg", None, 7, 6, "all_reduce"), InGroup("1 #5dcb363a", 2, 3, None, "send"))
+    12.5, False, (InGroup("default_pg", None, 7, 6, "all_reduce"), InGroup("1 #5dcb363a", 2, 3, None, "send"))
 )
 NODE = NodeRecord(
     node="a",

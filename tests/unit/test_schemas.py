@@ -84,7 +84,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Urgency": "early overdue last",
             "Testimony": "generation inquiry ranks",
             "RankState": "rank doing step still_s collective where recorded",
-            "Recorded": "still_s groups",
+            "Recorded": "still_s fresh groups",
             "InGroup": "group size entered waits_in collective",
             "Doing": (
                 "gone stopped uninterruptible in_save in_data_loader in_collective at_store locked reading asleep "

@@ -158,9 +158,11 @@ def test_the_order_of_answers_does_not_matter() -> None:
 # --- By torch's flight recorder
 
 
-def shown(rank: int, *groups: InGroup, doing: Doing = Doing.OTHER, still_s: float = 20.0) -> RankState:
+def shown(
+    rank: int, *groups: InGroup, doing: Doing = Doing.OTHER, still_s: float = 20.0, fresh: bool = True
+) -> RankState:
     """From outside a rank with a GPU may always look like this."""
-    return RankState(rank, doing, where="train.py:9 in step", recorded=Recorded(still_s, groups))
+    return RankState(rank, doing, where="train.py:9 in step", recorded=Recorded(still_s, fresh, groups))
 
 
 def at(entered: int, waits_in: int | None, collective: str = "all_reduce") -> InGroup:
@@ -204,6 +206,11 @@ def test_the_record_is_a_better_witness_than_the_place() -> None:
     assert "all 6 ranks have entered all_reduce 7 of default_pg and wait" in found.why
 
 
+def test_those_that_wait_for_a_rank_go_on_to_wait_while_it_is_missing() -> None:
+    stale = [replace(one, recorded=replace(one.recorded, fresh=False)) for one in there(3)]
+    assert verdict(said(*stale, shown(3, at(6, None))), WORLD).rank == 3
+
+
 def test_that_all_are_in_one_collective_acquits_nobody_of_another_group() -> None:
     """On the GPU the one may come behind the other."""
     trio = [pair(2, 3, 4, entered=4, waits_in=4)] * 2
@@ -229,6 +236,7 @@ def test_of_several_that_have_not_entered_one_is_named_but_in_doubt() -> None:
             *[replace(one, recorded=replace(one.recorded, still_s=0.0)) for one in there(3)],
             shown(3, at(6, None)),
         ],
+        [*there(3), shown(3, at(6, None), fresh=False)],
         # one whose record is not known may be the one
         [*there(1, 2, 3), shown(3, at(6, None)), RankState(2, Doing.OTHER), RankState(1, Doing.OTHER)],
         # nobody waits

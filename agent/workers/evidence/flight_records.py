@@ -4,6 +4,9 @@ For NCCL torch makes a pipe for each rank, and a byte in it is the order: a thre
 second, and writes the dump beside it, also while the main thread waits. The first dump takes a second more. On gloo
 there is no pipe: its records can be read by the process itself alone.
 
+torch needs Python's lock for a dump, and a thread that takes it while faulthandler writes the stacks of all threads may
+end the process: so the order comes when the stacks of a look are written.
+
 A dump is a pickle that a worker has written: `plain_pickle` reads it, and what is not as torch writes it is refused.
 It lists the rank's newest operations, each with its process group, the number that all ranks of the group count alike,
 and its state.
@@ -16,7 +19,7 @@ import re
 import stat
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ from . import plain_pickle
 
 FOLDER = "flight_records"
 """Below the folder of a generation, as `supervision` and the table of variables have it."""
+ASKED_WITHIN_S = 0.1
+"""A disk that works takes an order at once."""
 COMES_WITHIN_S = 4.0
 """A dump that comes later is not read; less than the shortest pause between two inquiries."""
 NEWEST_S = 60.0
@@ -169,11 +174,11 @@ class FlightRecords:
         self._sleep = sleep
         self._shown: Mapping[int, _Shown] = {}
 
-    def recorded(self) -> dict[int, Recorded]:
-        """By rank, what has come lately."""
+    def recorded(self, since: float) -> dict[int, Recorded]:
+        """By rank, what has come lately: fresh is what was ordered since that instant."""
         now = self._clock()
         return {
-            rank: Recorded(max(0.0, one.asked_at - one.noticed_at), one.groups)
+            rank: Recorded(max(0.0, one.asked_at - one.noticed_at), one.asked_at >= since, one.groups)
             for rank, one in self._shown.items()
             if now - one.asked_at <= NEWEST_S and one.groups
         }
@@ -237,15 +242,18 @@ class Order:
 
     def __init__(self) -> None:
         self._waits = False
+        self._asked = threading.Event()
         self._over = threading.Event()
 
-    def asked(self, ranks: Iterable[int]) -> None:
-        self._waits = any(True for _ in ranks)
+    def asked(self, ranks: Collection[int]) -> None:
+        self._waits = len(ranks) > 0
+        self._asked.set()
 
     def end(self) -> None:
+        self._asked.set()
         self._over.set()
 
     def wait(self, until: float, clock: Callable[[], float]) -> None:
-        """For the dumps of all that were asked. Not at all if none was, or if the disk has not even taken the order."""
-        if self._waits:
+        """For the dumps of all that were asked. Not if none was, or if the disk does not take the order at once."""
+        if self._asked.wait(min(ASKED_WITHIN_S, max(0.0, until - clock()))) and self._waits:
             self._over.wait(max(0.0, until - clock()))

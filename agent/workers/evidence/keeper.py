@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ....rendezvous.statements.inquiry import RankState
+from ....rendezvous.statements.inquiry import RankState, Recorded
 from ....threads import Thread
 from ...output.fingerprints import FINGERPRINTS, file_name, fingerprints
 from ...output.log_folders import run_folder
@@ -176,10 +176,8 @@ class EvidenceKeeper:
             then(look)
             return look
         self._newest = look
-        order = self._order_records([one.rank for one in targets]) if depth.window_s else None
-        work = partial(
-            self._look, look, tuple(targets), depth, then, kept, self._generation, self._records, order
-        )
+        records = self._records if depth.window_s else None
+        work = partial(self._look, look, tuple(targets), depth, then, kept, self._generation, records)
         thread = Thread(work, "evidence", otherwise=look.end)
         if not writing:
             self._thread = thread
@@ -195,15 +193,6 @@ class EvidenceKeeper:
     def close(self) -> None:
         for thread in filter(None, (self._thread, self._adding)):
             thread.join(CLOSE_S)
-
-    def _order_records(self, ranks: Sequence[int]) -> Order | None:
-        """In a thread of its own: the pipes are on a disk, which may stand still, and the look must not wait for it."""
-        if self._records is None or (self._asking is not None and self._asking.is_alive()):
-            return None
-        order = Order()
-        self._asking = Thread(partial(self._ask_for_records, self._records, ranks, order), "evidence")
-        self._asking.start()
-        return order
 
     def _next_path(self, why: str) -> Path | None:
         folder = self.folder
@@ -223,15 +212,12 @@ class EvidenceKeeper:
         kept: Callable[[Path], None],
         generation: int,
         records: FlightRecords | None,
-        order: Order | None,
     ) -> None:
         asked = gpus.ask() if depth.window_s and self._has_gpus else None
         asked_ras = ras.ask(self._ras_at, self._clock) if depth.window_s else None
         seen = self._collector.look(targets, depth)
-        if order is not None:
-            order.wait(look.began_at + depth.within_s - READ_S, self._clock)
-        if records is not None and depth.window_s:
-            recorded = records.recorded()
+        if records is not None:
+            recorded = self._recorded(records, targets, look.began_at + depth.within_s - READ_S)
             seen = tuple(replace(one, recorded=recorded.get(one.rank)) for one in seen)
         states = tuple(map(rank_state, seen))
         look.end(states)
@@ -253,6 +239,18 @@ class EvidenceKeeper:
             texts["gpus.txt"] = text
         if look.path is not None and self._write(look.path, texts, generation):
             kept(look.path)
+
+    def _recorded(
+        self, records: FlightRecords, targets: Sequence[Target], until: float
+    ) -> dict[int, Recorded]:
+        """Ordered only now, when all stacks are written; in a thread of its own, for a disk may stand still."""
+        asked_at = self._clock()
+        if self._asking is None or not self._asking.is_alive():
+            order, ranks = Order(), [one.rank for one in targets]
+            self._asking = Thread(partial(self._ask_for_records, records, ranks, order), "evidence")
+            self._asking.start()
+            order.wait(until, self._clock)
+        return records.recorded(asked_at)
 
     def _ask_for_records(self, records: FlightRecords, ranks: Sequence[int], order: Order) -> None:
         try:
