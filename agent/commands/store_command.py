@@ -76,7 +76,7 @@ def store_command(
             ends_at = time.monotonic() + limit_s
 
             def left() -> float:
-                return max(0.0, round(ends_at - time.monotonic(), 1))
+                return max(0.0, ends_at - time.monotonic())
 
             def run() -> None:
                 place.kind.load()

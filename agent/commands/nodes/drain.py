@@ -26,7 +26,7 @@ from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import duration
 from ..store_command import CannotDo, store_command
-from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, named, state_of
+from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, no_such_node, state_of
 
 _USAGE = """\
 usage: elastic-agent drain NODE
@@ -105,10 +105,12 @@ def _ask(store: Store, job: str, node: str) -> str:
                 DrainCode.NO_JOB,
                 f"the store holds nothing of a job {job!r}: check --rdzv-id and --rdzv-endpoint",
             )
-        here = any(each.node == node for each in nodes)
-        if not here and world is not None and world.phase is Phase.ENDED:
+        record = next((each for each in nodes if each.node == node), None)
+        if record is None and world is not None and world.phase is Phase.ENDED:
             raise CannotDo(DrainCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
-        life = life_of(named(node, nodes, job, DrainCode.NO_NODE).incarnation)
+        if record is None:
+            raise CannotDo(DrainCode.NO_NODE, no_such_node(node, nodes, job))
+        life = life_of(record.incarnation)
         compare = Compare(drain_key(node), request.mod_revision if request is not None else 0)
         if store.transact((compare,), (Put(compare.key, DrainRequest(life).to_json()),)).succeeded:
             return life

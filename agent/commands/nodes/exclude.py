@@ -23,7 +23,7 @@ from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import YES_OR_NO, Parser, duration
 from ..store_command import CannotDo, store_command
-from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, state_of
+from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, no_such_node, state_of
 
 _USAGE = """\
 usage: elastic-agent exclude NODE [--reason TEXT] [--away]
@@ -92,27 +92,7 @@ def exclude_node(
     Raises CannotDo, StoreError and RecordInvalid.
     """
     deadline = clock() + timeout_s
-
-    def change(world: World, nodes: Sequence[NodeRecord]) -> tuple[Exclusion, ...]:
-        record = next((each for each in nodes if each.node == node), None)
-        life = life_of(record.incarnation) if record is not None else _last_life(world, node)
-        if not life and not away:
-            names = shortened(each.node for each in nodes) or "none"
-            raise CannotDo(
-                ExclusionCode.NO_NODE,
-                f"job {job!r} has no node {node!r} now; its nodes: {names}. If its agent is away, and it is to be left "
-                "out when it comes, add --away, if it is no slip: no node of another name is left out",
-            )
-        rows = exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, operator=True)
-        if node not in left_out(rows):
-            raise CannotDo(
-                ExclusionCode.NO_ROOM,
-                f"{MAX_EXCLUSIONS} nodes of job {job!r} are excluded already, and a world remembers no more: stop the "
-                f"agent of node {node} instead (`elastic-agent drain {node}`), or readmit another node",
-            )
-        return rows
-
-    world, nodes = rewrite(store, job, change)
+    world, nodes = rewrite(store, job, lambda world, nodes: _rows(world, nodes, node, reason, away=away))
     show(f"node {node} is excluded from job {job}: {reason}")
     while any(each.node == node for each in nodes) and any(member.node == node for member in world.members):
         if clock() >= deadline:
@@ -133,12 +113,41 @@ def exclude_node(
         show(state_of(world))
         return
     show("its agent is away: it is left out when it comes")
-    others = [each.node for each in nodes if each.node not in left_out(world.exclusions) and not each.leaving]
-    if world.limits is not None and not suffice(len(others), world.limits):
-        show(
-            f"without it the job has too few nodes here ({shortened(others) or 'none'}) for a world of at least "
-            f"{world.limits.min_nodes}: it waits for another node"
+    if shortage := _shortage(world, nodes):
+        show(shortage)
+
+
+def _rows(
+    world: World, nodes: Sequence[NodeRecord], node: str, reason: str, *, away: bool
+) -> tuple[Exclusion, ...]:
+    """The exclusions of this world, with that of the node. Raises CannotDo."""
+    record = next((each for each in nodes if each.node == node), None)
+    life = life_of(record.incarnation) if record is not None else _last_life(world, node)
+    if not life and not away:
+        raise CannotDo(
+            ExclusionCode.NO_NODE,
+            f"{no_such_node(node, nodes, world.job)}. If the name is right and its agent is away, add --away: it is "
+            "left out when it comes",
         )
+    rows = exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, operator=True)
+    if node not in left_out(rows):
+        raise CannotDo(
+            ExclusionCode.NO_ROOM,
+            f"{MAX_EXCLUSIONS} nodes of job {world.job!r} are excluded already, and a world remembers no more: stop "
+            f"the agent of node {node} instead (`elastic-agent drain {node}`), or readmit another node",
+        )
+    return rows
+
+
+def _shortage(world: World, nodes: Sequence[NodeRecord]) -> str:
+    """Empty if the nodes that are not excluded are enough for a world."""
+    others = [each.node for each in nodes if each.node not in left_out(world.exclusions) and not each.leaving]
+    if world.limits is None or suffice(len(others), world.limits):
+        return ""
+    return (
+        f"without it the job has too few nodes here ({shortened(others) or 'none'}) for a world of at least "
+        f"{world.limits.min_nodes}: it waits for another node"
+    )
 
 
 def _last_life(world: World, node: str) -> str:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from ....rendezvous.records import NODES_PREFIX, WORLD_KEY, NodeRecord, Phase, World
 from ....rendezvous.store.interface import Entry, Store
 from ....rendezvous.text import NAME, shortened
-from ...common.exits import DrainCode, ExclusionCode
 from ...configuration.config import ConfigError, Problem
 from ...configuration.reading.resolve import resolve_meeting_place
 from ...configuration.reading.settings import Settings
 from ...configuration.reading.sources import ENV_PREFIX
 from ...configuration.rendezvous import JOB_ID, RendezvousConfig
 from ...workers.processes.run_files import run_directory_parents, stores_here
-from ..store_command import CannotDo, world_of
+from ..store_command import world_of
 
 LOOK_S = 0.2
 """How often a command that waits reads the store."""
@@ -82,13 +81,9 @@ def look(
     return world_of(job, entries), nodes, {entry.key: entry for entry in entries}
 
 
-def named(node: str, nodes: Sequence[NodeRecord], job: str, missing: DrainCode | ExclusionCode) -> NodeRecord:
-    """The record of this node. Raises CannotDo with the code `missing` if it has none."""
-    for record in nodes:
-        if record.node == node:
-            return record
+def no_such_node(node: str, nodes: Sequence[NodeRecord], job: str) -> str:
     names = shortened(each.node for each in nodes) or "none"
-    raise CannotDo(missing, f"job {job!r} has no node {node!r} now; its nodes: {names}")
+    return f"job {job!r} has no node {node!r} now; its nodes: {names}"
 
 
 def state_of(world: World | None) -> str:
