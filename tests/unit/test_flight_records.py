@@ -18,6 +18,7 @@ import pytest
 from elastic_agent.agent.workers.evidence.flight_records import (
     COMES_WITHIN_S,
     FOLDER,
+    MOST_RANKS,
     NEWEST_S,
     FlightRecords,
     Order,
@@ -76,7 +77,7 @@ SEND = {"is_p2p": True, "collective_seq_id": 0, "profiling_name": "nccl:send 0->
         # one that has ended ends those before it
         ([waits(7), entry(8), waits(9)], InGroup("default_pg", None, 9, 9, "all_reduce")),
         ([waits(7), entry(8)], InGroup("default_pg", None, 8, None, "all_reduce")),
-        ([entry(3, TENSOR_PARALLEL)], InGroup("1 #5dcb363a", 2, 3, None, "all_reduce")),
+        ([entry(3, TENSOR_PARALLEL)], InGroup("1 #e2c0e434", 2, 3, None, "all_reduce")),
         # of such a group it is not known who is in it
         ([entry(3, ("2", "undefined"))], None),
         ([waits(3, ("2", "undefined"))], InGroup("2 (ranks not known)", 0, 3, 3, "all_reduce")),
@@ -98,6 +99,26 @@ def test_groups_of_one_name_and_other_ranks_are_others() -> None:
     configs = [{"1": {"ranks": ranks}} for ranks in ("[0, 3]", "[0,3]", "[1, 3]")]
     [first, same, other] = [groups_of(dump(entry(3, TENSOR_PARALLEL), pg_config=one)) for one in configs]
     assert first == same != other
+
+
+def test_groups_of_the_same_ranks_are_told_apart_also_where_their_long_names_begin_alike() -> None:
+    """Else the numbers of one would be compared with those of the other."""
+    config = {name: {"ranks": "[0, 1]"} for name in ("11", "12")}
+    description = "data_parallel_replicate_of_all_experts"
+    entries = [waits(7, ("11", description)), entry(3, ("12", description))]
+    told = groups_of(dump(*entries, pg_config=config))
+    assert len({one.group for one in told}) == 2, told
+
+
+def test_the_ranks_of_a_group_are_not_read_from_a_text_of_megabytes() -> None:
+    """A pickle can name one for each of a hundred thousand groups, and reading it stops all threads of the agent."""
+
+    def told(ranks: int) -> tuple[InGroup, ...]:
+        config = {"1": {"ranks": f"[{', '.join(map(str, range(ranks)))}]"}}
+        return groups_of(dump(entry(1, TENSOR_PARALLEL), pg_config=config))
+
+    assert [one.size for one in told(MOST_RANKS)] == [MOST_RANKS]
+    assert told(1_000_000) == ()
 
 
 def test_of_many_groups_those_with_a_wait_and_those_used_last_are_told() -> None:

@@ -38,9 +38,14 @@ NEWEST_S = 60.0
 """What a recorder showed longer ago is not told of its rank any more."""
 PAUSE_S = 0.05
 """Between two looks at the folder."""
+MOST_RANKS = 32_768
+"""Of a group that is told."""
+MOST_GROUPS = 1024
+"""Of one dump. A pickle may name a hundred thousand, each with one long text as its ranks."""
 
 _VERSION = re.compile(r"2\.\d+")
-_RANKS = re.compile(r"\[\d+(, ?\d+)*\]")
+_RANKS = re.compile(r"\[[0-9]+(, ?[0-9]+)*\]")
+_MOST_RANKS_TEXT = MOST_RANKS * len("12345, ")
 _WORLD = "default_pg"
 """torch's description of the group of all ranks."""
 _NO_LABEL = re.compile(r"[^ !#-\[\]-~]")
@@ -110,6 +115,8 @@ def groups_of(dump: Any) -> tuple[InGroup, ...]:
             raise Invalid(f"a flight record with an operation of number {number}")
         ended = _of(entry, "state", str) == "completed" or _of(entry, "retired", bool)
         key = group[0], between_two
+        if key not in found and len(found) == MOST_GROUPS:
+            raise Invalid(f"a flight record with more than {MOST_GROUPS} process groups")
         known = found.pop(key, None) or _group(group, config, between_two=between_two)
         found[key] = known  # the last is the one that was used last
         name = _of(entry, "profiling_name", str)[:_MOST_NAME]  # all entries may share one of many megabytes
@@ -120,18 +127,20 @@ def groups_of(dump: Any) -> tuple[InGroup, ...]:
 
 def _group(group: tuple[str, str], config: Mapping[Any, Any], *, between_two: bool) -> _Group:
     """Of size 0 also if its ranks are not known: groups of other ranks may have the same name."""
-    name, description = group
+    name, description = (text[:_MOST_NAME] for text in group)
     if between_two:
         return _Group(_label(f"{name} (send, recv)"), 0)
     if description == _WORLD:
         return _Group(_WORLD, None)
-    told = config.get(name)
+    told = config.get(group[0])
     ranks = told.get("ranks") if isinstance(told, dict) else None
-    if not isinstance(ranks, str) or not _RANKS.fullmatch(ranks):
+    if not isinstance(ranks, str) or len(ranks) > _MOST_RANKS_TEXT or not _RANKS.fullmatch(ranks):
         return _Group(_label(f"{name} (ranks not known)"), 0)
-    members = ranks[1:-1].replace(" ", "").split(",")
+    members = ranks.replace(" ", "")
     shown = name if description == "undefined" else f"{description} {name}"
-    return _Group(f"{_label(shown)[:32]} #{zlib.crc32(','.join(members).encode()):08x}", len(members))
+    # Of a long description the name is not in what is shown.
+    known_by = zlib.crc32(f"{name} {description} {members}".encode())
+    return _Group(f"{_label(shown)[:32]} #{known_by:08x}", members.count(",") + 1)
 
 
 def _of(mapping: Any, key: str, kind: type) -> Any:
