@@ -87,13 +87,13 @@ common:
 output: common
 configuration/types: rendezvous/c10d rendezvous/etcd rendezvous/local common
 configuration: rendezvous/etcd common configuration/types
-workers/failures: common configuration/types
+workers/processes: common output configuration configuration/types
+workers/failures: common configuration/types workers/processes
 configuration/reading: rendezvous/etcd rendezvous/local common configuration configuration/types workers/failures
 machine/network: common configuration configuration/types
 machine/memory:
-workers/processes: common output configuration configuration/types workers/failures
 workers/checkpoints/server: common workers/processes
-workers/checkpoints: common workers/failures workers/processes workers/checkpoints/server
+workers/checkpoints: common workers/processes workers/checkpoints/server
 machine/gpus: common workers/processes
 machine: common configuration configuration/types configuration/reading machine/network machine/gpus \
     workers/processes workers/checkpoints
@@ -103,7 +103,7 @@ workers/links: common
 workers/environment: common configuration machine/network workers/failures workers/checkpoints machine
 machine/notices: common configuration/types
 workers/preloader/fidelity:
-workers/preloader: common workers/failures workers/preloader/fidelity workers/processes machine/memory
+workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
 rendezvous_io: common configuration configuration/types machine/network
 observability:
 observability/status: workers/failures observability common configuration workers/processes rendezvous_io

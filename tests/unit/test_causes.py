@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.types.values import UserCause
 from elastic_agent.agent.workers.failures.causes import CAUSES, HANG, NETWORK, UNKNOWN, CauseTable
-from elastic_agent.agent.workers.failures.facts import Event, Facts, Trouble
+from elastic_agent.agent.workers.failures.facts import Facts, MachineEvent, Trouble
 from elastic_agent.rendezvous.records import Action
 from elastic_agent.rendezvous.text import CAUSE
 
@@ -209,8 +209,10 @@ def test_the_cause_of_an_end_without_an_exception(name: str, returncode: int, li
     assert TABLE.classify(Facts(returncode, output=lines)).name == name
 
 
-XID = Event(Trouble.XID, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", device="0000:3b:00")
-ECC = Event(Trouble.ECC, "NVRM: Xid (PCI:0000:3b:00): 48, ...", device="0000:3b:00")
+XID = MachineEvent(
+    Trouble.XID, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", device="0000:3b:00"
+)
+ECC = MachineEvent(Trouble.ECC, "NVRM: Xid (PCI:0000:3b:00): 48, ...", device="0000:3b:00")
 
 
 @pytest.mark.parametrize(

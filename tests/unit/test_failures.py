@@ -26,7 +26,6 @@ from elastic_agent.agent.common.port_owner import find_owner
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
 from elastic_agent.agent.workers.failures.examination import describe_failure
-from elastic_agent.agent.workers.failures.exit_words import describe_exit
 from elastic_agent.agent.workers.failures.summary import summarize
 from elastic_agent.agent.workers.failures.worker_failure import (
     MAX_JSON,
@@ -34,6 +33,7 @@ from elastic_agent.agent.workers.failures.worker_failure import (
     WorkerFailure,
     fingerprint,
 )
+from elastic_agent.agent.workers.processes.exit_words import describe_exit
 from elastic_agent.agent.workers.supervision.failure_reports import report_of, show
 from elastic_agent.rendezvous.records import Action, Failure
 from elastic_agent.worker.errors import (

@@ -11,9 +11,8 @@ from elastic_agent.agent.common.port_owner import find_owner
 from elastic_agent.agent.configuration.types.values import UserCause
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.examination import describe_failure
-from elastic_agent.agent.workers.failures.facts import GpuNews
+from elastic_agent.agent.workers.failures.gpu_news import GpuNews, gpu_news
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
-from elastic_agent.agent.workers.supervision.failure_reports import gpu_news
 from elastic_agent.health.checks.rules.gpu_faults import (
     GPU_IS_LOST,
     NOT_FOUND,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.workers.failures import kernel_log
-from elastic_agent.agent.workers.failures.facts import Event, Trouble
+from elastic_agent.agent.workers.failures.facts import MachineEvent, Trouble
 from elastic_agent.agent.workers.failures.kernel_log import (
     KMSG,
     KernelLog,
@@ -76,10 +76,10 @@ def test_what_a_message_holds_is_cleaned_and_cut() -> None:
 
 MINE = KernelNews(
     (
-        Event(XID, "mine", 0, "0000:3b:00"),
-        Event(XID, "another's", 0, "0000:44:00"),
-        Event(OOM, "killed", 17),
-        Event(OOM, "a child", 18),
+        MachineEvent(XID, "mine", 0, "0000:3b:00"),
+        MachineEvent(XID, "another's", 0, "0000:44:00"),
+        MachineEvent(OOM, "killed", 17),
+        MachineEvent(OOM, "a child", 18),
     ),
     pid=17,
     devices=frozenset({"0000:3b:00"}),

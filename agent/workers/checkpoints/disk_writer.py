@@ -22,7 +22,7 @@ from ....worker.wire.channel import Lines, send
 from ....worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ...common.events import Event, WriterEnded, WriterWanted
 from ...common.io_thread import IoThread
-from ..failures.exit_words import describe_exit
+from ..processes.exit_words import describe_exit
 from ..processes.proc import KILL_WAIT_S, process_status, reap_within
 from ..processes.workers import start_helper
 from .helper_end import HelperEnd

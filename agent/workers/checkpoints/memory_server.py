@@ -28,7 +28,7 @@ from ....threads import Thread
 from ....worker.storage.replication.key_file import write_key
 from ...common.events import Event, MemoryServerEnded, MemoryServerWanted
 from ...common.io_thread import IoThread
-from ..failures.exit_words import describe_exit
+from ..processes.exit_words import describe_exit
 from ..processes.proc import KILL_WAIT_S, process_status, reap_within
 from ..processes.workers import start_helper
 from .folder import MemoryFolder

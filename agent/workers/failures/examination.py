@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...common.port_owner import PortOwner
+from ..processes.exit_words import describe_exit
 from .causes import HANG, UNKNOWN, Cause, CauseTable
 from .error_report import ErrorReport, detail_after, find_last_words, find_traceback, read_error_file
-from .exit_words import describe_exit
-from .facts import BY_ITSELF, Event, Facts, GpuNews, Trouble
+from .facts import BY_ITSELF, Facts, MachineEvent, Trouble
+from .gpu_news import GpuNews
 from .kernel_log import KernelNews
 from .ports import notes_of_ports, says_port_taken
 from .texts import clean, cut, first_line
@@ -42,7 +43,7 @@ def describe_failure(
     """The failure of this worker, with its cause.
 
     `master_port`: the worker's MASTER_PORT. `owner_of` finds the process that holds a taken port.
-    `kernel`: the kernel's messages since the worker was started; `gpus`: what NVML shows since then.
+    `kernel`: the kernel's messages since the worker was started; `gpus`: what NVML shows.
     `not_kept`: the worker had done the last step of a planned change, and no Checkpointer had kept its state.
     `asked`: the agent had asked the worker to end, but it may have failed before.
     """
@@ -86,7 +87,9 @@ def describe_failure(
     )
 
 
-def _classify(causes: CauseTable, facts: Facts, gpus: GpuNews | None) -> tuple[Cause, tuple[Event, ...]]:
+def _classify(
+    causes: CauseTable, facts: Facts, gpus: GpuNews | None
+) -> tuple[Cause, tuple[MachineEvent, ...]]:
     """The cause, and the reports of the machine that belong to it. A broken GPU of another worker here is the cause
     of an end that follows from another one, or that nothing else explains."""
     gpus = gpus or GpuNews()

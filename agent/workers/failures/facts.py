@@ -34,7 +34,7 @@ class Trouble(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class MachineEvent:
     """One report of the kernel, or of NVML (`by`). `pid`: of the process that it names, in the initial PID namespace;
     0: it names none. `device`: the PCI address of a GPU, like "0000:3b:00"."""
 
@@ -43,16 +43,6 @@ class Event:
     pid: int = 0
     device: str = ""
     by: str = "the kernel"
-
-
-@dataclass(frozen=True, slots=True)
-class GpuNews:
-    """What NVML shows of this node's GPUs that it did not show before the worker was started."""
-
-    own: tuple[Event, ...] = ()
-    """Of the worker's."""
-    others: tuple[Event, ...] = ()
-    """Of other workers' here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ class Facts:
     exception: str = ""
     output: tuple[str, ...] = ()
     oom_killed: bool = False
-    events: tuple[Event, ...] = ()
+    events: tuple[MachineEvent, ...] = ()
     inner: tuple[str, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....health.checks.rules.gpus import HARDWARE_XIDS
-from .facts import Event, Trouble
+from .facts import MachineEvent, Trouble
 from .texts import clean, cut
 
 KMSG = Path("/dev/kmsg")
@@ -43,7 +43,7 @@ _OOM = re.compile(r"[Oo]ut of memory[^:]*: Kill(?:ed)? process (\d+) ")
 _POISON = re.compile(r"Memory failure: .*:(\d+) due to hardware memory corruption")
 
 
-def parse(messages: Iterable[str]) -> Iterator[Event]:
+def parse(messages: Iterable[str]) -> Iterator[MachineEvent]:
     """The events in these messages, the oldest first."""
     named = ""
     for message in messages:
@@ -54,13 +54,13 @@ def parse(messages: Iterable[str]) -> Iterator[Event]:
             trouble = _trouble(int(found[2]))
             pid = _XID_PID.search(message)
             if trouble is not None:
-                yield Event(trouble, text, int(pid[1]) if pid else 0, address(found[1]))
+                yield MachineEvent(trouble, text, int(pid[1]) if pid else 0, address(found[1]))
         elif named and _FALLEN.search(message):
-            yield Event(Trouble.XID, text, device=named)
+            yield MachineEvent(Trouble.XID, text, device=named)
         elif found := _OOM.search(message):
-            yield Event(Trouble.OUT_OF_MEMORY, text, int(found[1]))
+            yield MachineEvent(Trouble.OUT_OF_MEMORY, text, int(found[1]))
         elif found := _POISON.search(message):
-            yield Event(Trouble.ECC, text, int(found[1]))
+            yield MachineEvent(Trouble.ECC, text, int(found[1]))
 
 
 def _trouble(xid: int) -> Trouble | None:
@@ -84,15 +84,15 @@ class KernelNews:
     """The kernel's events since a worker was started, and how to recognize the worker in them: its pid, if the agent
     sees the kernel's own pids (else 0), and the addresses of its devices."""
 
-    events: tuple[Event, ...]
+    events: tuple[MachineEvent, ...]
     pid: int
     devices: frozenset[str]
 
-    def about(self, exception: str) -> tuple[Event, ...]:
+    def about(self, exception: str) -> tuple[MachineEvent, ...]:
         """The events about this worker, or about a child of it that its exception names."""
         return tuple(event for event in self.events if self._concerns(event, exception))
 
-    def _concerns(self, event: Event, exception: str) -> bool:
+    def _concerns(self, event: MachineEvent, exception: str) -> bool:
         if event.device and event.device in self.devices:
             return True
         return self.pid > 0 and event.pid > 0 and (event.pid == self.pid or f"(pid {event.pid})" in exception)
@@ -111,7 +111,7 @@ class KernelLog:
 
     def __init__(self, path: Path = KMSG) -> None:
         self._fd = _opened(path)
-        self._events: list[Event] = []
+        self._events: list[MachineEvent] = []
 
     def forget(self) -> None:
         """Skip all messages until now."""
@@ -119,7 +119,7 @@ class KernelLog:
         if self._fd is not None:
             os.lseek(self._fd, 0, os.SEEK_END)
 
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[MachineEvent, ...]:
         """The events since `forget`, the oldest first; empty if the log cannot be read."""
         if self._fd is not None:
             room = _MOST_EVENTS - len(self._events)

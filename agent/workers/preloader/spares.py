@@ -27,7 +27,7 @@ from ....worker.storage.memory.available_memory import Memory
 from ...common.events import Event, SpareReadable
 from ...common.io_thread import IoThread
 from ...machine.memory.memory_pressure import MemoryPolicy, pressure
-from ..failures.exit_words import describe_exit
+from ..processes.exit_words import describe_exit
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
 from ..processes.workers import Process, WarmStart, tied
 from . import wire

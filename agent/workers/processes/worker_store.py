@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ...common.events import Event, StoreServerMessage
 from ...common.io_thread import IoThread
-from ..failures.exit_words import describe_exit
+from .exit_words import describe_exit
 from .proc import KILL_WAIT_S, ends_within
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
 from .workers import Process, Spares, start_helper

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ....health.checks.rules.gpu_faults import Fault, GpuFault
 from ....rendezvous.records import Failure
 from ...common.port_owner import find_owner
 from ...machine.gpus.health import GpuHealth
@@ -16,10 +15,9 @@ from ...machine.memory.oom import OomKills, find_counter
 from ...output.worker_logs import WorkerLogs
 from ..failures.causes import Cause, CauseTable
 from ..failures.examination import describe_failure
-from ..failures.facts import Event, GpuNews, Trouble
+from ..failures.gpu_news import gpu_news
 from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
 from ..failures.summary import summarize
-from ..failures.texts import clean
 from ..failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
 from ..processes.workers import WorkerGroup
 from .worker_spec import Node, error_file
@@ -29,8 +27,6 @@ log = logging.getLogger(__name__)
 KNOWN_WITHIN_S = 0.5
 """A failure is reported after so long without what is not known then: the rest of the worker's last lines, which are
 read and written first, and what NVML says."""
-
-_TROUBLES = {Fault.MEMORY: Trouble.ECC, Fault.LOST: Trouble.XID}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +134,6 @@ class Examiner:
         pid = group.pid(local_rank) if self._pids_are_the_kernels else 0
         addresses = frozenset(address(device.address) for device in devices if device.address)
         return KernelNews(self._kernel_log.events(), pid, addresses)
-
-
-def gpu_news(faults: Sequence[GpuFault], own: Collection[str]) -> GpuNews:
-    """`own`: the GPUs of the worker."""
-
-    def events(*, of_worker: bool) -> tuple[Event, ...]:
-        return tuple(
-            Event(_TROUBLES[fault.fault], clean(fault.text), by="NVML")
-            for fault in faults
-            if (fault.gpu in own) is of_worker
-        )
-
-    return GpuNews(own=events(of_worker=True), others=events(of_worker=False))
 
 
 def report_of(failure: WorkerFailure, cause: Cause, known_as: str = "") -> Failure:

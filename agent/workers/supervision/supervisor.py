@@ -49,12 +49,12 @@ from ..evidence.collector import QUICK, THOROUGH, Depth
 from ..evidence.keeper import EvidenceKeeper, Look
 from ..failures.causes import NOT_STARTED, STORE_SERVER, Cause, CauseTable
 from ..failures.examination import hang_failure
-from ..failures.exit_words import describe_exit
 from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
 from ..hangs.signs import SignReader
 from ..links.last_steps import LastSteps
 from ..links.server import WorkerLinks
 from ..preloader.spares import Spares
+from ..processes.exit_words import describe_exit
 from ..processes.guard import Guard
 from ..processes.subreaper import Subreaper
 from ..processes.unkillable import process_statuses
