@@ -3,7 +3,7 @@
     DIR/<job>-<run>/gen<generation>/rank<rank>/{stdout,stderr}.log
     DIR/<job>-<run>/events-<node>.jsonl
     DIR/<job>-<run>/configuration-<node>.toml
-    DIR/<job>-<run>/.fingerprints-<node>.json
+    DIR/<job>-<run>/.digests-<node>.json
 
 All nodes and all lives of a node's agent have one run in common, so that on a shared disk one folder holds all ranks.
 The newest runs and generations are kept. What is deleted is only what bears our mark and no agent holds locked: a
@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 
 from ..common.own_folder import own_path
-from .fingerprints import NAME as FINGERPRINTS_NAME
+from .secret_digests import FILE_NAME as SECRET_DIGESTS
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ KEPT_GENERATIONS = 10
 
 MARK = ".elastic-agent"
 _GENERATION = re.compile(r"gen([0-9]{1,18})")
-_OF_NODES = re.compile(rf"events-.+\.jsonl(\.1)?|configuration-.+\.toml|{FINGERPRINTS_NAME.pattern}")
+_OF_NODES = re.compile(rf"events-.+\.jsonl(\.1)?|configuration-.+\.toml|{SECRET_DIGESTS.pattern}")
 
 
 def log_directory(given: Path | None, *, own: bool) -> Path | None:

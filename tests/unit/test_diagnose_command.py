@@ -74,7 +74,7 @@ def test_no_secret_is_in_it(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_no_secret_is_in_it_that_only_the_agent_knew(tmp_path: Path) -> None:
-    """Its journal and evidence have none, and in what workers print the value is found by its fingerprint."""
+    """Its journal and evidence have none, and in what workers print the value is found by its digest."""
     secrets, logs = {CANARY}, tmp_path / "logs"
     keeper = EvidenceKeeper("a", logs, time.monotonic, secrets=secrets, in_force=(f'script = "{CANARY}"',))
     keeper.begin("digits", "3f2a", 1)
@@ -86,12 +86,12 @@ def test_no_secret_is_in_it_that_only_the_agent_knew(tmp_path: Path) -> None:
     run = logs / "digits-3f2a"
     (run / "gen1" / "rank0").mkdir(parents=True)
     (run / "gen1" / "rank0" / "stderr.log").write_text(f"ValueError: {CANARY}\n")
-    prints = run / ".fingerprints-a.json"
+    digests = run / ".digests-a.json"
     deadline = time.monotonic() + 20
-    while not prints.exists() or not prints.read_text():
+    while not digests.exists() or not digests.read_text():
         assert time.monotonic() < deadline
-    assert CANARY not in prints.read_text()
-    assert prints.stat().st_mode & 0o777 == 0o600
+    assert CANARY not in digests.read_text()
+    assert digests.stat().st_mode & 0o777 == 0o600
     found = bundled(run, tmp_path)
     assert found["gen1/rank0/stderr.log"] == "ValueError: ***\n"
     assert {"events-a.jsonl", "configuration-a.toml"} < set(found)
@@ -99,9 +99,9 @@ def test_no_secret_is_in_it_that_only_the_agent_knew(tmp_path: Path) -> None:
     assert "left out" not in found["about.txt"]
 
 
-def test_fingerprints_that_cannot_be_read_are_noted(run: Path, tmp_path: Path) -> None:
-    (run / ".fingerprints-b.json").write_text("{}")
-    assert ".fingerprints-b.json: its secrets are not masked" in bundled(run, tmp_path)["about.txt"]
+def test_digests_that_cannot_be_read_are_noted(run: Path, tmp_path: Path) -> None:
+    (run / ".digests-b.json").write_text("{}")
+    assert ".digests-b.json: its secrets are not masked" in bundled(run, tmp_path)["about.txt"]
 
 
 def test_the_end_of_a_long_file_is_kept_and_links_and_pipes_are_not_read(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from elastic_agent.agent.observability.status import pages
-from elastic_agent.agent.output import fingerprints
+from elastic_agent.agent.output import secret_digests
 from elastic_agent.agent.workers.failures import worker_failure
 from elastic_agent.agent.workers.processes import run_files
 from elastic_agent.pool import records as pool_records
@@ -36,7 +36,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
     "worker failure": (worker_failure._SCHEMA, (worker_failure.WorkerFailure,)),
     "status pages": (pages.SCHEMA, (pages.NodeStatus, pages.JobStatus)),
     "run file": (run_files.SCHEMA, (run_files.RunFile,)),
-    "fingerprints": (fingerprints.SCHEMA, (fingerprints.Fingerprints,)),
+    "secret_digests": (secret_digests.SCHEMA, (secret_digests.SecretDigests,)),
 }
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
@@ -147,11 +147,11 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Endpoint": "address port",
         },
     ),
-    "fingerprints": (
+    "secret_digests": (
         1,
         {
-            "Fingerprints": "salt values",
-            "Fingerprint": "chars digest",
+            "SecretDigests": "salt values",
+            "SecretDigest": "chars digest",
         },
     ),
 }

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from ....codec import Invalid
-from ...output.fingerprints import FINGERPRINTS, Fingerprints, find, without
-from ...output.fingerprints import NAME as PRINTS_NAME
 from ...output.masking import masked
+from ...output.secret_digests import FILE_NAME, SECRET_DIGESTS, SecretDigests, find_secrets, without
 
 MOST_OF_A_FILE = 2 * 2**20
 MOST_FILES = 20_000
@@ -44,9 +43,9 @@ def write_bundle(
     archive: IO[bytes], run: Path, about: Callable[[Bundled], str], known: Collection[str]
 ) -> Bundled:
     """Everything below the folder `run`, in a folder of the same name; `known` are secrets' values. Others are found by
-    the fingerprints that the run's agents have left. Raises OSError when the archive cannot be written."""
+    the digests that the run's agents have left. Raises OSError when the archive cannot be written."""
     done = Bundled()
-    prints = [without(one, known) for one in _fingerprints(run, done)]
+    digests = [without(one, known) for one in _secret_digests(run, done)]
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for path in _files(run, done):
             name = path.relative_to(run)
@@ -57,7 +56,7 @@ def write_bundle(
                 continue
             if _DUMPS not in name.parts:
                 text = content.decode(errors="replace")
-                content = masked(text, {*known, *_found(text, prints)}).encode(errors="replace")
+                content = masked(text, {*known, *_found(text, digests)}).encode(errors="replace")
             if done.bytes + len(content) > MOST_IN_ALL:
                 done.notes.append(f"{name}: left out: the archive is full")
                 continue
@@ -65,25 +64,25 @@ def write_bundle(
             done.files += 1
             done.bytes += len(content)
         text = about(done)
-        text = masked(text, {*known, *_found(text, prints)})
+        text = masked(text, {*known, *_found(text, digests)})
         _add(tar, f"{run.name}/about.txt", text.encode(errors="replace"))
     return done
 
 
-def _fingerprints(run: Path, done: Bundled) -> Iterator[Fingerprints]:
+def _secret_digests(run: Path, done: Bundled) -> Iterator[SecretDigests]:
     """Of the secrets of each node's agent."""
     for path in sorted(run.iterdir()):
-        if PRINTS_NAME.fullmatch(path.name):
+        if FILE_NAME.fullmatch(path.name):
             name = path.relative_to(run)
             try:
-                yield FINGERPRINTS.decode(_content(path, name, done).decode(errors="replace"))
+                yield SECRET_DIGESTS.decode(_content(path, name, done).decode(errors="replace"))
             except (OSError, Invalid) as error:
                 done.notes.append(f"{name}: its secrets are not masked where they stand alone: {error}")
 
 
-def _found(text: str, prints: Iterable[Fingerprints]) -> Iterator[str]:
-    for one in prints:
-        yield from find(text, one)
+def _found(text: str, digests: Iterable[SecretDigests]) -> Iterator[str]:
+    for one in digests:
+        yield from find_secrets(text, one)
 
 
 def _files(run: Path, done: Bundled) -> Iterator[Path]:

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from ....rendezvous.statements.inquiry import RankState, Recorded
 from ....threads import Thread
-from ...output.fingerprints import FINGERPRINTS, file_name, fingerprints
 from ...output.log_folders import run_folder
 from ...output.masking import masked
+from ...output.secret_digests import SECRET_DIGESTS, digests_of, file_name
 from . import gpus, ras
 from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
@@ -134,8 +134,8 @@ class EvidenceKeeper:
         files = {}
         if self._in_force:
             files[f"configuration-{self._node}.toml"] = masked("\n".join(self._in_force), self._secrets)
-        if (prints := fingerprints(self._secrets, f"{run.name}/{self._node}")).values:
-            files[file_name(self._node)] = FINGERPRINTS.encode(prints)
+        if (digests := digests_of(self._secrets, f"{run.name}/{self._node}")).values:
+            files[file_name(self._node)] = SECRET_DIGESTS.encode(digests)
         return files
 
     @property

@@ -1,4 +1,4 @@
-"""Secrets are found in texts where only their fingerprints are known."""
+"""Secrets are found in texts where only their digests are known."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.output.fingerprints import (
-    FINGERPRINTS,
-    Fingerprints,
+from elastic_agent.agent.output.log_folders import RunFolder, delete_run
+from elastic_agent.agent.output.secret_digests import (
+    SECRET_DIGESTS,
+    SecretDigests,
+    digests_of,
     file_name,
-    find,
-    fingerprints,
+    find_secrets,
     without,
 )
-from elastic_agent.agent.output.log_folders import RunFolder, delete_run
 
 CANARY = "c4n4ry-Value9"
-PRINTS = fingerprints({CANARY, "short"}, "digits-3f2a")
+DIGESTS = digests_of({CANARY, "short"}, "digits-3f2a")
 
 
 @pytest.mark.parametrize(
@@ -31,43 +31,43 @@ PRINTS = fingerprints({CANARY, "short"}, "digits-3f2a")
     ],
 )
 def test_a_value_is_found_by_itself(text: str) -> None:
-    assert find(text, PRINTS) == {CANARY}
+    assert find_secrets(text, DIGESTS) == {CANARY}
 
 
 @pytest.mark.parametrize("value", ["$ecret!", "ünïcode", "_under_", "x" * 6, "\udcff-broken"])
 def test_values_of_all_kinds_are_found(value: str) -> None:
-    assert find(f"before {value} after", fingerprints({value}, "s")) == {value}
+    assert find_secrets(f"before {value} after", digests_of({value}, "s")) == {value}
 
 
 def test_of_a_value_with_spaces_each_long_word_is_found() -> None:
-    assert find("a correct-horse  battery", fingerprints({"correct-horse battery a"}, "s")) == {
+    assert find_secrets("a correct-horse  battery", digests_of({"correct-horse battery a"}, "s")) == {
         "correct-horse",
         "battery",
     }
 
 
 def test_no_value_is_in_them_and_little_of_its_digest() -> None:
-    text = FINGERPRINTS.encode(PRINTS)
+    text = SECRET_DIGESTS.encode(DIGESTS)
     assert CANARY not in text
-    assert [len(one.digest) for one in PRINTS.values] == [4], "of the short one there is none"
-    assert FINGERPRINTS.decode(text) == PRINTS
+    assert [len(one.digest) for one in DIGESTS.values] == [4], "of the short one there is none"
+    assert SECRET_DIGESTS.decode(text) == DIGESTS
 
 
 def test_other_words_are_hardly_ever_taken_for_one() -> None:
     text = " ".join(f"step-{number:08d}" for number in range(50_000))
-    assert len(find(text, PRINTS)) < 10
+    assert len(find_secrets(text, DIGESTS)) < 10
 
 
 def test_those_of_known_values_can_be_left_out() -> None:
-    prints = fingerprints({CANARY, "another-one"}, "s")
-    assert without(prints, {CANARY}) == fingerprints({"another-one"}, "s")
-    assert find(CANARY, Fingerprints("s", ())) == frozenset()
+    digests = digests_of({CANARY, "another-one"}, "s")
+    assert without(digests, {CANARY}) == digests_of({"another-one"}, "s")
+    assert find_secrets(CANARY, SecretDigests("s", ())) == frozenset()
 
 
 def test_they_are_deleted_with_the_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "digits-3f2a")
     run.hold()
-    (run.path / file_name("a")).write_text(FINGERPRINTS.encode(PRINTS))
+    (run.path / file_name("a")).write_text(SECRET_DIGESTS.encode(DIGESTS))
     run.release()
     delete_run(run.path)
     assert not run.path.exists()
