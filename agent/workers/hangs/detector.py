@@ -248,9 +248,9 @@ def ends_alone(
         return False
     if isinstance(timeout, float) and stall.reports_steps:
         return now >= since + VERDICT_S
-    asked = inquiry is not None and inquiry.urgency is Urgency.LAST
-    if asked and inquiry is not None and inquiry.finding is Finding.HEALTHY:
+    asked = inquiry if inquiry is not None and inquiry.urgency is Urgency.LAST else None
+    if asked is not None and asked.finding is Finding.HEALTHY:
         return False
-    if asked and inquiry is not None and inquiry.finding is None:
+    if asked is not None and asked.finding is None:
         since = max(since, asked_at)
     return all_still and now >= since + (VERDICT_S if isinstance(timeout, float) else ALONE_S)

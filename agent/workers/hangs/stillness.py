@@ -16,15 +16,15 @@ from statistics import median
 
 from ...common.events import Signs
 
-AT_WORK = 0.01
-"""The share of one processor's time from which on a worker is active, whatever it uses otherwise."""
+ACTIVE_SHARE = 0.01
+"""Of one processor's time, from which on a worker is active, whatever it uses otherwise."""
 OF_USUAL = 0.1
 """Or so much of what it has mostly used while it was active."""
-WAITING = 0.0075
+WAITING_SHARE = 0.0075
 """Libraries that wait use less. Of a worker that uses little more when it works, half of that counts."""
 USUAL_LOOKS = 32
-WORKS = 0.05
-"""The share from which on a worker that waits has threads or children at work. Libraries that wait use less."""
+WORKING_SHARE = 0.05
+"""From which on a worker that waits itself has threads or children at work."""
 BYTES_PER_S = 16384.0
 """Read and written; less is what libraries write of themselves."""
 WAKES_PER_S = 0.5
@@ -71,7 +71,7 @@ class Stillness:
             or signs.wakes - before.wakes > WAKES_PER_S * took_s
             or signs.output_bytes != before.output_bytes
         )
-        if moves or share > WORKS:
+        if moves or share > WORKING_SHARE:
             self.worked_at = at
         if not (moves or uses):
             return 0.0
@@ -85,7 +85,7 @@ class Stillness:
         if len(self._shares) < WARM_LOOKS:
             return 0.0
         usual = median(self._shares)
-        return min(AT_WORK, max(OF_USUAL * usual, min(usual / 2, WAITING)))
+        return min(ACTIVE_SHARE, max(OF_USUAL * usual, min(usual / 2, WAITING_SHARE)))
 
     @property
     def warm(self) -> bool:
