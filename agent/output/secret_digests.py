@@ -1,8 +1,9 @@
 """Finds secrets in a text without their values: a run's folder is read where its agent's environment is not known.
 
-An agent writes `.digests-<node>.json` into the folder: of each word of a value its length and two bytes of a
-salted digest. These are enough to find it among the words of a text, and too few to find it out by trying. One word in
-65,536 of the same length is taken for it, too.
+An agent writes `.digests-<node>.json` into the folder: of each word of a value its length and two bytes of a digest,
+one byte of a word that may be in a dictionary. These are enough to find it among the words of a text, and too few to
+find it out by trying: one word in 65,536 of the same length, or in 256, is taken for it, too. There is no salt: all
+nodes and runs with this secret show the same bytes. If each showed others, a few would give it away.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ FILE_NAME = re.compile(r"\.digests-.+\.json")
 """Of the files in the folder of a run."""
 
 _DIGEST_BYTES = 2
+_LONG = 12
+"""Characters of a word that has a digest of so many bytes."""
 _EDGE = re.compile(r"(?![^\W_])|(?<![^\W_])")
 
 
@@ -34,7 +37,6 @@ class SecretDigest:
 
 @dataclass(frozen=True, slots=True)
 class SecretDigests:
-    salt: Annotated[str, Text(128)]
     values: Annotated[tuple[SecretDigest, ...], AtMost(MOST_WORDS)]
 
 
@@ -45,17 +47,16 @@ def file_name(node: str) -> str:
     return f".digests-{node}.json"
 
 
-def digests_of(values: Collection[str], salt: str) -> SecretDigests:
-    """`salt`: another one for each run."""
+def digests_of(values: Collection[str]) -> SecretDigests:
     words = sorted({word for value in values for word in value.split()})
     fit = [word for word in words if LEAST_CHARS <= len(word) <= MOST_WORD_CHARS]
-    return SecretDigests(salt, tuple(SecretDigest(len(one), _digest(one, salt)) for one in fit[:MOST_WORDS]))
+    return SecretDigests(tuple(SecretDigest(len(one), _digest(one)) for one in fit[:MOST_WORDS]))
 
 
 def without(digests: SecretDigests, known: Collection[str]) -> SecretDigests:
     """Those of other values."""
-    found = digests_of(known, digests.salt).values
-    return SecretDigests(digests.salt, tuple(one for one in digests.values if one not in found))
+    found = digests_of(known).values
+    return SecretDigests(tuple(one for one in digests.values if one not in found))
 
 
 def find_secrets(text: str, digests: SecretDigests) -> frozenset[str]:
@@ -64,8 +65,9 @@ def find_secrets(text: str, digests: SecretDigests) -> frozenset[str]:
     for one in digests.values:
         by_length.setdefault(one.chars, set()).add(one.digest)
     least = min(by_length, default=MOST_WORD_CHARS)
-    parts = {part for word in set(text.split()) if len(word) >= least for part in _parts(word, by_length)}
-    return frozenset(part for part in parts if _digest(part, digests.salt) in by_length[len(part)])
+    # No list of the parts: a worker's line of megabytes without a space has as many, each of some thousand characters.
+    parts = (part for word in set(text.split()) if len(word) >= least for part in _parts(word, by_length))
+    return frozenset(part for part in parts if _digest(part) in by_length[len(part)])
 
 
 def _parts(word: str, lengths: Collection[int]) -> Iterator[str]:
@@ -78,6 +80,6 @@ def _parts(word: str, lengths: Collection[int]) -> Iterator[str]:
                 yield word[start : start + chars]
 
 
-def _digest(value: str, salt: str) -> str:
-    data = value.encode(errors="backslashreplace")
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=salt.encode()[:64]).hexdigest()
+def _digest(value: str) -> str:
+    size = _DIGEST_BYTES if len(value) >= _LONG else 1
+    return hashlib.blake2b(value.encode(errors="backslashreplace"), digest_size=size).hexdigest()

@@ -150,7 +150,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "secret_digests": (
         1,
         {
-            "SecretDigests": "salt values",
+            "SecretDigests": "values",
             "SecretDigest": "chars digest",
         },
     ),

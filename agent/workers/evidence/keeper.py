@@ -134,7 +134,7 @@ class EvidenceKeeper:
         files = {}
         if self._in_force:
             files[f"configuration-{self._node}.toml"] = masked("\n".join(self._in_force), self._secrets)
-        if (digests := digests_of(self._secrets, f"{run.name}/{self._node}")).values:
+        if (digests := digests_of(self._secrets)).values:
             files[file_name(self._node)] = SECRET_DIGESTS.encode(digests)
         return files
 
