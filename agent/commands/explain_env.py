@@ -30,7 +30,7 @@ from ..configuration.types.option import Group, Source
 from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
 from ..machine.network.choice import NotReady
-from ..output.log_folders import log_directory, run_folder
+from ..output.log_folders import FLIGHT_RECORDS, log_directory, run_folder
 from ..workers.checkpoints.folder import describe_folder
 from ..workers.environment.contract import WorkerPlace, chosen_variables, worker_env
 
@@ -133,7 +133,7 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         logs = log_directory(config.logs.given_directory, own=config.logs.in_own_folder)
     if logs is not None and machine.software.has_nccl:
         folder = run_folder(logs.absolute(), config.rendezvous.job_id, "<run>")
-        records = folder / f"gen{GENERATION}" / "flight_records"
+        records = folder / f"gen{GENERATION}" / FLIGHT_RECORDS
     memory = describe_folder(config.memory_checkpoints)
     memory_address = "" if config.solitary else "<address>:<port>"
     place = WorkerPlace(

@@ -1,6 +1,7 @@
 """Below --log-dir: a folder for each run of a job, in it one for each generation; and which of them are kept.
 
     DIR/<job>-<run>/gen<generation>/rank<rank>/{stdout,stderr}.log
+    DIR/<job>-<run>/gen<generation>/{evidence,flight_records}/
     DIR/<job>-<run>/events-<node>.jsonl
     DIR/<job>-<run>/configuration-<node>.toml
     DIR/<job>-<run>/.digests-<node>.json
@@ -30,6 +31,8 @@ KEPT_GENERATIONS = 10
 """The newest of each, the present one included."""
 
 MARK = ".elastic-agent"
+FLIGHT_RECORDS = "flight_records"
+"""Below the folder of a generation: dumps of torch's recorder, binary, with names of groups, sizes and stacks."""
 _GENERATION = re.compile(r"gen([0-9]{1,18})")
 _OF_NODES = re.compile(rf"events-.+\.jsonl(\.1)?|configuration-.+\.toml|{SECRET_DIGESTS.pattern}")
 

@@ -92,7 +92,7 @@ workers/failures: common configuration/types workers/processes
 configuration/reading: rendezvous/etcd rendezvous/local common configuration configuration/types workers/failures
 machine/network: common configuration configuration/types
 machine/memory:
-workers/checkpoints/server: common workers/processes
+workers/checkpoints/server: common
 workers/checkpoints: common workers/processes workers/checkpoints/server
 machine/gpus: common workers/processes
 machine: common configuration configuration/types configuration/reading machine/network machine/gpus \

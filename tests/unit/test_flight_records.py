@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.agent.output.log_folders import FLIGHT_RECORDS
 from elastic_agent.agent.workers.evidence.flight_records import (
     COMES_WITHIN_S,
-    FOLDER,
     MOST_RANKS,
     NEWEST_S,
     FlightRecords,
@@ -170,7 +170,7 @@ class Torch:
     """Writes the dump of rank 3 when it is ordered; `says` are the bytes of the next ones."""
 
     def __init__(self, generation: Path) -> None:
-        folder = generation / FOLDER
+        folder = generation / FLIGHT_RECORDS
         folder.mkdir(parents=True)
         os.mkfifo(folder / "pipe_3.pipe")
         self.file = folder / "rank_3"

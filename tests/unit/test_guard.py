@@ -92,7 +92,6 @@ def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:
         "workers/processes/guard.py",
         "workers/processes/shim.py",
         "workers/processes/store_holder.py",
-        "machine/gpus/memory_reader.py",
     }
     for name in scripts:
         assert f"\nIGNORED = ({written})\n" in texts[name], name

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from ....codec import Invalid
+from ...output.log_folders import FLIGHT_RECORDS
 from ...output.masking import masked
 from ...output.secret_digests import FILE_NAME, SECRET_DIGESTS, SecretDigests, find_secrets, without
 
@@ -25,8 +26,6 @@ MOST_FILES = 20_000
 MOST_IN_ALL = 512 * 2**20
 
 _TEXTS = re.compile(r".*\.(log|txt|toml)|events-.+\.jsonl(\.1)?")
-_DUMPS = "flight_records"
-"""The folder of the flight recorder's dumps: binary, with names of groups, sizes and stacks."""
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ def write_bundle(
             except OSError as error:
                 done.notes.append(f"{name}: left out: {error.strerror}")
                 continue
-            if _DUMPS not in name.parts:
+            if FLIGHT_RECORDS not in name.parts:
                 text = content.decode(errors="replace")
                 content = masked(text, {*known, *_found(text, digests)}).encode(errors="replace")
             if done.bytes + len(content) > MOST_IN_ALL:
@@ -93,7 +92,7 @@ def _files(run: Path, done: Bundled) -> Iterator[Path]:
     found.sort(key=lambda path: (-_generation(path.relative_to(run)), str(path)))
     for path in found[:MOST_FILES]:
         name = path.relative_to(run)
-        if _TEXTS.fullmatch(path.name) or _DUMPS in name.parts:
+        if _TEXTS.fullmatch(path.name) or FLIGHT_RECORDS in name.parts:
             yield path
         elif not path.name.startswith("."):
             done.notes.append(f"{name}: left out: no file of the agent's")

@@ -1,30 +1,24 @@
 """The reader: a process that asks NVML how much of the GPUs' memory is in use, because NVML can hang on a sick driver.
 
-`memory` starts it as `python memory_reader.py DEVICE...`, through `shim`, so that it dies with the agent. A
-device is named by its PCI address, its uuid or its index. Each line on standard input asks for a reading; the answer is
-a line of JSON, with one number for each device: the MiB in use that no living process accounts for. That is what the
-driver keeps for itself and what the dead have not given back yet. What goes wrong is its last word, as a JSON text.
+`memory` starts it as `python memory_reader.py DEVICE...`, through `shim`: it dies with the agent, and ignores what a
+service manager sends to all. A device is named by its PCI address, its uuid or its index. Each line on standard input
+asks for a reading; the answer is a line of JSON, with one number for each device: the MiB in use that no living process
+accounts for. That is what the driver keeps for itself and what the dead have not given back yet. What goes wrong is its
+last word, as a JSON text.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from typing import Any
-
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""By this process: a service manager may signal all that it started, while workers in their grace go on."""
 
 MIB = 1 << 20
 
 
 def main(devices: list[str]) -> None:
     """Answers until end-of-file."""
-    # A service manager may signal all that it started: the agent still has to stop in order.
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
     # Python looks first where this file lies, but the modules here are not to be imported by their bare names.
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry != here]

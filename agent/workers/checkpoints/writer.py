@@ -22,7 +22,6 @@ import os
 import queue
 import random
 import select
-import signal
 import socket
 import sys
 import threading
@@ -59,7 +58,6 @@ from ....worker.wire.messages import (
     encode,
 )
 from ....worker.wire.run import Run
-from ..processes.guard import IGNORED
 
 ORDER_S = 5.0
 """How long an order may take to come, and its outcome to go."""
@@ -78,8 +76,6 @@ FAILURES = (CheckpointError, OSError, ValueError)
 def main(agent: str, reports: str) -> None:
     """Until `FinishWrites`, or the agent's end."""
     os.nice(10)  # training comes first
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
     writer = _Writer(agent, reports)
     Thread(writer.work, "orders", lambda: os._exit(1)).start()
     Thread(writer.commit, "commits", lambda: os._exit(1)).start()

@@ -26,10 +26,9 @@ from typing import Any
 
 from ....codec import Invalid
 from ....rendezvous.statements.inquiry import LABEL, MAX_GROUPS, InGroup, Recorded
+from ...output.log_folders import FLIGHT_RECORDS
 from . import plain_pickle
 
-FOLDER = "flight_records"
-"""Below the folder of a generation, as `supervision` and the table of variables have it."""
 ASKED_WITHIN_S = 0.1
 """A disk that works takes an order at once."""
 COMES_WITHIN_S = 4.0
@@ -55,7 +54,7 @@ _MOST_NAME = 200
 
 def ask(generation: Path, ranks: Iterable[int]) -> tuple[int, ...]:
     """Those of these ranks whose recorder was asked. `generation` is its folder."""
-    return tuple(rank for rank in ranks if _ask(generation / FOLDER / f"pipe_{rank}.pipe"))
+    return tuple(rank for rank in ranks if _ask(generation / FLIGHT_RECORDS / f"pipe_{rank}.pipe"))
 
 
 def _ask(pipe: Path) -> bool:
@@ -225,7 +224,7 @@ class FlightRecords:
         self._shown = {**self._shown, rank: _Shown(groups, noticed_at, asked_at)}
 
     def _path(self, rank: int) -> Path:
-        return self._generation / FOLDER / f"rank_{rank}"
+        return self._generation / FLIGHT_RECORDS / f"rank_{rank}"
 
     def _stamp(self, rank: int) -> _Stamp | None:
         try:

@@ -43,6 +43,7 @@ from ...common.events import (
 from ...configuration.config import Config
 from ...machine.gpus.health import GpuHealth
 from ...observability.accounting.observer import Observer
+from ...output.log_folders import FLIGHT_RECORDS
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
 from ..evidence.collector import QUICK, THOROUGH, Depth
@@ -497,7 +498,7 @@ class Supervisor:
         self._processes.evidence.begin(world.job, world.run, number)
         logs.leave_out(bind_of_rank_0_failed(world.master.port))
         has_nccl = self._node.machine.software.has_nccl
-        records = logs.folder(number, "flight_records") if has_nccl and logs.has_files else None
+        records = logs.folder(number, FLIGHT_RECORDS) if has_nccl and logs.has_files else None
         pages = generation.pages
         try:
             make_directory(self._node, number)

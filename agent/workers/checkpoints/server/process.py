@@ -20,7 +20,6 @@ import os
 import queue
 import random
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -41,7 +40,6 @@ from .....worker.wire.channel import receive
 from .....worker.wire.messages import ReplicationReport
 from .....worker.wire.messages import encode as encode_report
 from ....common.io_thread import IoThread
-from ...processes.guard import IGNORED
 from .copies import VerifiedPieces
 from .entrance import Entrance
 from .orders import keep, kept_orders
@@ -63,8 +61,6 @@ MOST_DESCRIPTORS = 4096
 def main(memory: str, limit: str, node: str, reports: str, rate: str, listener: str) -> None:
     """Until the agent's end. `limit` in bytes, `rate` in bytes per second; `listener` is a descriptor."""
     os.nice(10)  # training comes first
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
     listen(_failed)
     _raise_descriptors()
     server = Server(memory, int(limit), node, int(rate), partial(_report_to, reports))
