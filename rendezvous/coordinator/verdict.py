@@ -158,13 +158,14 @@ def _by_records(states: Sequence[RankState], world: World) -> Verdict | None:
         for group in recorded.groups:
             groups.setdefault(group.group, {})[rank] = group
     free = {rank for rank, recorded in still.items() if not _waits(recorded)}
+    held_up = {rank for members in groups.values() for rank in _held_up(members)}
     why: dict[int, str] = {}
     all_in = ""
     for members in groups.values():
         if any((world.size if one.size is None else one.size) != len(members) for one in members.values()):
             continue  # one that has said nothing may be the one that the others wait for; or of sends and recvs
         all_in = all_in or _all_in_one(members, world)
-        for rank, words in _suspects(members, free, world).items():
+        for rank, words in _suspects(members, free, held_up, world).items():
             if still[rank].fresh:  # or it may have entered since
                 why.setdefault(rank, words)
     if not why:
@@ -192,7 +193,15 @@ def _all_in_one(members: Mapping[int, InGroup], world: World) -> str:
     )
 
 
-def _suspects(members: Mapping[int, InGroup], free: Container[int], world: World) -> dict[int, str]:
+def _held_up(members: Mapping[int, InGroup]) -> list[int]:
+    """Of one group: who waits for one that has not entered. What all have entered may wait for a rank's own GPU."""
+    least = min(one.entered for one in members.values())
+    return [rank for rank, one in members.items() if one.size != 0 and (one.waits_in or 0) > least]
+
+
+def _suspects(
+    members: Mapping[int, InGroup], free: Container[int], held_up: Container[int], world: World
+) -> dict[int, str]:
     """Of one group, whose ranks are all known: why each of them may be guilty."""
     waits = Counter((one.waits_in, one.collective) for one in members.values() if one.waits_in is not None)
     if not waits:
@@ -207,7 +216,7 @@ def _suspects(members: Mapping[int, InGroup], free: Container[int], world: World
     found: dict[int, str] = {}
     if votes >= len(behind):
         # One that waits elsewhere may itself wait for the guilty rank; unless that one waits here with all others.
-        alone = len(behind) == 1 and votes == world.size - 1 > 1
+        alone = len(behind) == 1 and votes == world.size - 1 > 1 and behind[0] in held_up
         found |= {rank: f"has not entered {there}" for rank in behind if alone or rank in free}
     if votes > len(astray):
         found |= {rank: f"has entered {members[rank].collective} in place of {there}" for rank in astray}

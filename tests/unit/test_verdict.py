@@ -280,6 +280,20 @@ def test_the_only_one_that_waits_in_another_group_is_named_if_all_others_wait_fo
     assert (found.finding, found.rank) == (Finding.LIKELY, 2)
 
 
+def test_one_whose_wait_all_its_partners_share_may_compute_on_its_gpu() -> None:
+    """Its script has called a collective behind an evaluation of a minute, in which the GPU is still: all others have
+    called that one already, and wait for this rank in the next."""
+    states = there(2, 3)
+    states += [
+        shown(2, at(6, None), pair(2, 3, entered=4, waits_in=4)),
+        shown(3, at(7, 7), pair(2, 3, entered=4, waits_in=4)),
+    ]
+    assert verdict(said(*states), WORLD).rank is None
+    recv, send = InGroup("0 (send, recv)", 0, 9, 9, "recv"), InGroup("0 (send, recv)", 0, 3, None, "send")
+    states = [*there(2, 3), shown(2, at(6, None), recv), shown(3, at(7, 7), send)]
+    assert verdict(said(*states), WORLD).rank is None, "of sends and recvs each rank has its own numbers"
+
+
 def test_a_rank_that_spins_in_a_collective_waits_for_a_rank_without_record() -> None:
     """Such as one that holds Python's lock: torch needs it for the dump."""
     found = verdict(said(*there(3), RankState(3, Doing.HOLDS_GIL)), WORLD)
