@@ -9,7 +9,7 @@ import platform
 import queue
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ from ..observability.tracing.exporter import SpanSender
 from ..observability.tracing.spans import spans_of
 from ..output.console import Console
 from ..output.log_folders import log_directory
-from ..output.masking import secrets_in
+from ..output.masking import masked, secrets_in
+from ..output.secret_digests import SECRET_DIGESTS, digests_of, file_name
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.recheck import Recheck
 from ..workers.failures.causes import CauseTable
@@ -114,10 +115,22 @@ def choose_run_directory(logs: LogConfig) -> Path | None:
 
 
 def journal_of(agent: Agent, metrics: Metrics) -> Journal:
-    file = EventFile(metrics.events_dropped_total.inc) if agent.run_directory is not None else None
-    journal = Journal(agent.name, time.time, file, secrets=secrets_in(agent.environment))
+    secrets, count_lost = secrets_in(agent.environment), metrics.events_dropped_total.inc
+    keeps = agent.run_directory is not None
+    file = EventFile(count_lost, beside=about_node(agent.name, agent.in_force, secrets)) if keeps else None
+    journal = Journal(agent.name, time.time, file, secrets=secrets)
     journal.note(Kind.AGENT_STARTED, f"agent {__version__} starts, incarnation {agent.incarnation}")
     return journal
+
+
+def about_node(name: str, in_force: Sequence[str], secrets: Collection[str]) -> dict[str, str]:
+    """The files about one node in the folder of a run: its settings, and what its secrets are found by."""
+    files = {}
+    if in_force:
+        files[f"configuration-{name}.toml"] = masked("\n".join(in_force), secrets)
+    if (digests := digests_of(secrets)).values:
+        files[file_name(name)] = SECRET_DIGESTS.encode(digests)
+    return files
 
 
 def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:

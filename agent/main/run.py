@@ -509,7 +509,6 @@ def _keep_evidence(agent: Agent, node: Node, metrics: Metrics, parts: contextlib
         count,
         has_gpus=has_gpus,
         ras_at=ras.addresses(agent.environment) if has_gpus else (),
-        in_force=agent.in_force,
         secrets=secrets_in(agent.environment),
     )
     parts.callback(keeper.close)

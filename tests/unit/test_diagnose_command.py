@@ -12,11 +12,11 @@ import pytest
 from elastic_agent.agent.commands.runs import bundle
 from elastic_agent.agent.commands.runs.diagnose import main
 from elastic_agent.agent.common.exits import DiagnoseCode
+from elastic_agent.agent.main.assembly import about_node
 from elastic_agent.agent.observability.journal.event_file import EventFile
 from elastic_agent.agent.observability.journal.events import Kind
 from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.agent.output.log_folders import MARK
-from elastic_agent.agent.workers.evidence.keeper import EvidenceKeeper
 
 CANARY = "c4n4ry-Value9"
 
@@ -74,11 +74,10 @@ def test_no_secret_is_in_it(run: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_no_secret_is_in_it_that_only_the_agent_knew(tmp_path: Path) -> None:
-    """Its journal and evidence have none, and in what workers print the value is found by its digest."""
+    """Its journal and settings have none, and in what workers print the value is found by its digest."""
     secrets, logs = {CANARY}, tmp_path / "logs"
-    keeper = EvidenceKeeper("a", logs, time.monotonic, secrets=secrets, in_force=(f'script = "{CANARY}"',))
-    keeper.begin("digits", "3f2a", 1)
-    journal = Journal("a", time.time, EventFile(lambda: None), secrets=secrets)
+    beside = about_node("a", [f'script = "{CANARY}"'], secrets)
+    journal = Journal("a", time.time, EventFile(lambda: None, beside=beside), secrets=secrets)
     journal.start()
     journal.begin(logs / "digits-3f2a")
     journal.note(Kind.FAILURE, f"exit code 1: ValueError: {CANARY}")
@@ -87,9 +86,6 @@ def test_no_secret_is_in_it_that_only_the_agent_knew(tmp_path: Path) -> None:
     (run / "gen1" / "rank0").mkdir(parents=True)
     (run / "gen1" / "rank0" / "stderr.log").write_text(f"ValueError: {CANARY}\n")
     digests = run / ".digests-a.json"
-    deadline = time.monotonic() + 20
-    while not digests.exists() or not digests.read_text():
-        assert time.monotonic() < deadline
     assert CANARY not in digests.read_text()
     assert digests.stat().st_mode & 0o777 == 0o600
     found = bundled(run, tmp_path)

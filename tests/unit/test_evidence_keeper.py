@@ -111,14 +111,9 @@ def test_what_a_worker_does_is_kept(
 @pytest.mark.parametrize("depth", [ONCE, TWICE])
 def test_no_secret_is_in_it(depth: Depth, target: Target, tmp_path: Path) -> None:
     """Also not by itself, without a name or a form that tells."""
-    settings = [f'script = "train.py {SECRET}"']
-    keeper = EvidenceKeeper("a", tmp_path / "logs", time.monotonic, secrets={SECRET}, in_force=settings)
+    keeper = EvidenceKeeper("a", tmp_path / "logs", time.monotonic, secrets={SECRET})
     keeper.begin("digits", "r1", 4)
     kept(keeper, replace(target, last_lines=(f"loss 0.1 {SECRET}",)), depth)
-    configuration = tmp_path / "logs" / "digits-r1" / "configuration-a.toml"
-    deadline = time.monotonic() + 30
-    while not configuration.exists() or not configuration.read_text():
-        assert time.monotonic() < deadline
     files = [path for path in (tmp_path / "logs").rglob("*") if path.is_file()]
     assert files
     assert not [path for path in files if SECRET in path.read_text()]
@@ -290,18 +285,6 @@ def test_the_folder_is_named_where_something_was_written_and_else_why_not(
     assert named == [folder / "a" / "2-failure"]
     keeper.begin("digits", "r1", 5)
     assert keeper.where() == ""
-
-
-def test_the_files_of_a_run_come_back_with_the_next_generation(tmp_path: Path) -> None:
-    keeper = EvidenceKeeper("a", tmp_path, time.monotonic, in_force=["nnodes = 2"], secrets={SECRET})
-    run = tmp_path / "digits-r1"
-    for generation in (1, 2):
-        keeper.begin("digits", "r1", generation)
-        deadline = time.monotonic() + 30
-        while len([file for file in run.glob("*-a.*") if file.stat().st_size]) < 2:
-            assert time.monotonic() < deadline
-        assert (run / "configuration-a.toml").read_text() == "nnodes = 2\n"
-        shutil.rmtree(run)
 
 
 def test_files_that_are_late_are_not_waited_for_by_who_names_them(

@@ -298,7 +298,8 @@ def test_a_folder_that_is_removed_is_made_again_now_and_then_and_the_loss_is_sai
     tmp_path: Path, lost: Lost, caplog: pytest.LogCaptureFixture
 ) -> None:
     now, folder = [100.0], tmp_path / "logs" / "job-run"
-    journal = Journal("a", lambda: 1000.0, EventFile(lost, clock=lambda: now[0]))
+    beside = {"configuration-a.toml": "nnodes = 2"}
+    journal = Journal("a", lambda: 1000.0, EventFile(lost, clock=lambda: now[0], beside=beside))
     journal.start()
     journal.begin(folder)
 
@@ -306,10 +307,16 @@ def test_a_folder_that_is_removed_is_made_again_now_and_then_and_the_loss_is_sai
         journal.note(Kind.SAVE, text)
         flushed(journal)
 
+    def settings_are_there() -> bool:
+        file = folder / "configuration-a.toml"
+        return file.read_text() == "nnodes = 2\n" and file.stat().st_mode & 0o777 == 0o600
+
     note("one")
+    assert settings_are_there()
     shutil.rmtree(tmp_path / "logs")
     note("two")
     assert written(folder / "events-a.jsonl") == ["two"]
+    assert settings_are_there()
     delete_run(folder)
     assert folder.exists(), "the agent holds it again"
     shutil.rmtree(folder)

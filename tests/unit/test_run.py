@@ -6,6 +6,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -197,7 +198,9 @@ def test_http_answers_while_the_store_is_looked_for(
     monkeypatch.setattr(life, "_wait_for_network", lambda *_: machine.network)
     monkeypatch.setattr(life, "_claim", lambda *_: None)
     monkeypatch.setattr(
-        life, "_start_helpers", lambda *_: life.Helpers(*[cast(Any, Recorded("helper", order))] * 4)
+        life,
+        "_start_helpers",
+        lambda *_: life.Helpers(*[cast(Any, Recorded("helper", order)) for _ in fields(life.Helpers)]),
     )
     monkeypatch.setattr(life, "_check", lambda *_: (order.append("checks"), None))
     monkeypatch.setattr(life, "_serve_http", serve)

@@ -3,6 +3,8 @@
 While the disk is full or does not answer, events that find no room in the queue are dropped and counted, with one log
 line; nothing else suffers. The file is bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces
 the older one of that name. A folder that is removed while the job goes on is made again.
+
+Beside it lie small files about this node's part in the run, such as its settings, for this user alone.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +31,7 @@ QUEUE_MAX = 1024 * 1024
 """Bytes that may wait for the disk."""
 REMADE_AFTER_S = 10.0
 """Between two files that are made because the one before was removed. The events meanwhile are lost."""
+_BESIDE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 CLOSE_S = 1.0
 """How long the end of the agent waits for the disk to take the last events."""
 
@@ -66,12 +69,14 @@ class EventFile(Backlog[Callable[[], None]]):
         count_lost: Callable[[], None],
         most_bytes: int = MAX_FILE_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        beside: Mapping[str, str] = {},
     ) -> None:
-        """`count_lost` is called for each event that is not written."""
+        """`count_lost` is called for each event that is not written. `beside`: names and texts of the other files."""
         super().__init__("event-file")
         self._count_lost = count_lost
         self._most_bytes = most_bytes
         self._clock = clock
+        self._beside = beside
         self._still = False
         """The disk does not answer, and the log says so. Under the lock."""
         # All below is of the thread.
@@ -82,6 +87,7 @@ class EventFile(Backlog[Callable[[], None]]):
         self._counts_links = False
         """The file system tells that a file was removed which is open."""
         self._remade_at = -math.inf
+        self._beside_written = False
         self._failing = False
         """The last write failed, and the log says so."""
 
@@ -125,6 +131,7 @@ class EventFile(Backlog[Callable[[], None]]):
 
     def _close(self) -> None:
         self._close_file()
+        self._beside_written = False
         if self._run is not None:
             self._run.release()
 
@@ -145,6 +152,7 @@ class EventFile(Backlog[Callable[[], None]]):
             if self._fd < 0:
                 self._run.hold()
                 data = self._open_file() + data
+                self._write_beside(self._run.path)
             rest = memoryview(data)
             while rest:
                 written = os.write(self._fd, rest)
@@ -154,6 +162,7 @@ class EventFile(Backlog[Callable[[], None]]):
             self._close_file()
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 self._run.release()  # the folder was removed, and is made again at the next try
+                self._beside_written = False
             self._count_lost()
             if not self._failing:
                 self._failing = True
@@ -166,6 +175,15 @@ class EventFile(Backlog[Callable[[], None]]):
         if self._failing:
             self._failing = False
             log.warning("events are written to %s again", self._path)
+
+    def _write_beside(self, folder: Path) -> None:
+        """Once in a folder. A disk that fails here fails the events, too, where it is logged."""
+        with contextlib.suppress(OSError):
+            for name, text in self._beside.items() if not self._beside_written else ():
+                fd = os.open(folder / name, _BESIDE, 0o600)
+                with open(fd, "wb") as file:
+                    file.write(f"{text}\n".encode(errors="backslashreplace"))
+            self._beside_written = True
 
     def _open_file(self) -> bytes:
         """Open the file; returns a line break to write first if the last line was cut (disk full, agent killed)."""

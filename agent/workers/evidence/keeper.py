@@ -12,12 +12,11 @@ files of one, the next ones have no files: what the workers do is known all the 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from ....rendezvous.statements.inquiry import RankState, Recorded
 from ....threads import Thread
 from ...output.log_folders import run_folder
 from ...output.masking import masked
-from ...output.secret_digests import SECRET_DIGESTS, digests_of, file_name
 from . import gpus, ras
 from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
@@ -87,20 +85,17 @@ class EvidenceKeeper:
         *,
         has_gpus: bool = False,
         ras_at: tuple[tuple[str, int], ...] = (),
-        in_force: Sequence[str] = (),
         secrets: Collection[str] = (),
     ) -> None:
         """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
-        thread. `ras_at`: where NCCL's RAS port may be, see `ras.addresses`; none: it is not asked. `in_force` are the
-        settings of this node's agent, for the folder of each run, `secrets` values of its environment that no file may
-        have."""
+        thread. `ras_at`: where NCCL's RAS port may be, see `ras.addresses`; none: it is not asked. `secrets`: known
+        values, which no file has."""
         self._node = node
         self._directory = directory
         self._clock = clock
         self._count = count
         self._has_gpus = has_gpus
         self._ras_at = ras_at
-        self._in_force = in_force
         self._secrets = secrets
         self._collector = Collector(clock, time.sleep)
         self._run: Path | None = None
@@ -120,23 +115,10 @@ class EvidenceKeeper:
 
     def begin(self, job: str, run: str, generation: int) -> None:
         """A generation starts here."""
-        before = self._run
         self._run = run_folder(self._directory.absolute(), job, run) if self._directory is not None else None
         self._generation, self._looks = generation, 0
         folder = self.folder.parent if self.folder is not None else None
         self._records = FlightRecords(folder, self._clock, time.sleep) if folder is not None else None
-        if self._run is not None and (files := self._of_run(self._run)):
-            again = self._run == before
-            Thread(partial(_write_texts, self._run, files, only_missing=again), "evidence").start()
-
-    def _of_run(self, run: Path) -> Mapping[str, str]:
-        """The files of the run itself: this node's settings, and what its secrets are found by."""
-        files = {}
-        if self._in_force:
-            files[f"configuration-{self._node}.toml"] = masked("\n".join(self._in_force), self._secrets)
-        if (digests := digests_of(self._secrets)).values:
-            files[file_name(self._node)] = SECRET_DIGESTS.encode(digests)
-        return files
 
     @property
     def folder(self) -> Path | None:
@@ -286,15 +268,6 @@ class EvidenceKeeper:
         self._written_of = generation
         self._count("files", "ok")
         return True
-
-
-def _write_texts(run: Path, files: Mapping[str, str], *, only_missing: bool) -> None:
-    """`only_missing`: they were written before, and the folder may have been removed since."""
-    with contextlib.suppress(OSError):  # a disk that fails here fails the logs, too, where it is logged
-        run.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            if not (only_missing and (run / name).exists()):
-                _write_private(run / name, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _make_private(path: Path) -> None:
