@@ -140,7 +140,8 @@ def pause(seconds: float) -> None:
     there may be nothing to write for long, which would show it."""
     poll = select.poll()
     poll.register(STDOUT, 0)
-    if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(seconds * 1000)):
+    gone = select.POLLERR | select.POLLHUP | select.POLLNVAL
+    if any(event & gone for _, event in poll.poll(seconds * 1000)):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 

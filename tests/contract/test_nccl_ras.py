@@ -205,6 +205,7 @@ def test_of_several_addresses_the_one_that_listens_is_asked(server: Server) -> N
                 "localhost:",
                 "localhost:0",
                 "localhost:70000",
+                "localhost:" + "9" * 5000,
                 "localhost:²",
                 "gpu7:4000",
             )

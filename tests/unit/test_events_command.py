@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.runs import events as command
 from elastic_agent.agent.common.exits import EventsCode
 from elastic_agent.agent.observability.journal.event_file import EventFile
@@ -119,6 +121,16 @@ def test_who_follows_ends_when_its_reader_does_though_nothing_happens() -> None:
             finally:
                 following.kill()
             assert following.stderr.read() == ""
+
+
+def test_who_has_no_standard_output_at_all_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`>&-`: else each pause would be over at once, and the command would use a whole processor."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.close(writer)
+    monkeypatch.setattr(store_command, "STDOUT", writer)
+    with pytest.raises(BrokenPipeError):
+        store_command.pause(20.0)
 
 
 def test_it_follows_an_agent_into_its_next_life_and_to_its_end(

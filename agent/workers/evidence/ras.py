@@ -39,7 +39,7 @@ def addresses(environment: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
         return ()
     host, _, port = environment.get("NCCL_RAS_ADDR", ADDRESS).rpartition(":")
     host = host.strip("[]")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16):
         return ()
     if host == "localhost":
         return ("127.0.0.1", int(port)), ("::1", int(port))
