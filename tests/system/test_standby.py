@@ -215,6 +215,7 @@ def test_one_that_does_not_take_the_job_is_ended_and_the_job_starts_cold_and_onc
 
 @pytest.mark.parametrize("node", [("--preload=none",)], indirect=True)
 def test_a_daemon_that_preloads_nothing_has_none(node: Node) -> None:
+    node.wait_for(lambda: "idle: waiting for a job" in node.log.read_text(), "node in the pool")
     starts, printed = node.run()
     assert len(starts) == 1
     assert "preloaded before the job came" not in printed
