@@ -112,16 +112,17 @@ def test_the_reading_for_people_shows_what_has_changed() -> None:
 
 MEMORY = GpuFault(GPU, Fault.MEMORY, f"GPU {GPU}: uncorrected memory errors: 2, were 0")
 LOST = GpuFault(GPU, Fault.LOST, f"GPU {GPU}: GPU is lost")
-ASSERTION = (
-    "Traceback (most recent call last):",
-    '  File "train.py", line 3, in <module>',
-    "AssertionError: loss",
-)
-TIMED_OUT = (
-    "Traceback (most recent call last):",
-    '  File "train.py", line 3, in <module>',
-    "torch.distributed.DistBackendError: Watchdog caught collective operation timeout",
-)
+
+
+def raised(error: str) -> tuple[str, ...]:
+    return "Traceback (most recent call last):", '  File "train.py", line 3, in <module>', error
+
+
+ASSERTION = raised("AssertionError: loss")
+NO_MODULE = raised("ModuleNotFoundError: No module named 'flash_attn'")
+GPU_MEMORY = raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+ILLEGAL_ACCESS = raised("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")
+TIMED_OUT = raised("torch.distributed.DistBackendError: Watchdog caught collective operation timeout")
 
 
 def examined(
@@ -149,8 +150,13 @@ def examined(
     ("fault", "own", "returncode", "log_tail", "cause"),
     [
         (MEMORY, True, 7, (), "ecc"),
-        (MEMORY, True, -9, (), "ecc"),
-        (MEMORY, True, 1, ASSERTION, "ecc"),  # as with the kernel's reports: the first row wins
+        (MEMORY, True, -6, (), "ecc"),
+        (LOST, True, 1, ILLEGAL_ACCESS, "xid"),
+        (MEMORY, True, -9, (), "killed"),  # from outside; the errors may be hours old
+        (MEMORY, True, 1, ASSERTION, "assertion"),
+        (LOST, True, 1, NO_MODULE, "import_error"),
+        (MEMORY, True, 1, GPU_MEMORY, "cuda_out_of_memory"),
+        (MEMORY, False, -6, (), "abort"),
         (LOST, True, 7, (), "xid"),
         (LOST, True, 1, TIMED_OUT, "xid"),
         (MEMORY, False, 1, TIMED_OUT, "ecc"),

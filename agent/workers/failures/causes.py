@@ -42,6 +42,8 @@ class Cause:
     collateral: bool = False
     outside: bool = False
     network: bool = False
+    of_gpu: bool = False
+    """A worker may end so because its GPU is broken: NVML is heard."""
 
 
 def _raised(*names: str, text: str | None = None) -> Raised:
@@ -161,6 +163,7 @@ CAUSES: tuple[Cause, ...] = (
                 r"libcuda\.so\.1: cannot open",
             ),
         ),
+        of_gpu=True,
     ),
     Cause(
         "storage",  # before import_error: a module on such a file system is there after a restart
@@ -227,6 +230,7 @@ CAUSES: tuple[Cause, ...] = (
                 "cudaErrorLaunchFailure",
             ),
         ),
+        of_gpu=True,
     ),
     Cause(
         "nccl_usage",
@@ -263,6 +267,7 @@ CAUSES: tuple[Cause, ...] = (
         "a system call of NCCL failed: NCCL_DEBUG=WARN names it; interface, limits and /dev/shm are the usual ones",
         (_says("ncclSystemError", "unhandled system error"),),
         network=True,
+        of_gpu=True,
     ),
     Cause(
         "cuda_error",
@@ -279,6 +284,7 @@ CAUSES: tuple[Cause, ...] = (
                 "cudaError",
             ),
         ),
+        of_gpu=True,
     ),
     Cause(
         "nccl",
@@ -291,6 +297,7 @@ CAUSES: tuple[Cause, ...] = (
             ),
         ),
         network=True,
+        of_gpu=True,
     ),
     Cause(
         "collective_broken",
@@ -430,19 +437,28 @@ CAUSES: tuple[Cause, ...] = (
         "a fault in native code: PYTHONFAULTHANDLER=1 shows the Python stack; if it is always the same node, test its"
         " memory",
         (_killed(signal.SIGSEGV),),
+        of_gpu=True,
     ),
     Cause(
         "bus_error",
         Action.RESTART,
         "often a full /dev/shm, or a mapped file that became shorter",
         (_killed(signal.SIGBUS),),
+        of_gpu=True,
     ),
-    Cause("abort", Action.RESTART, "native code gave up: its last lines say why", (_killed(signal.SIGABRT),)),
+    Cause(
+        "abort",
+        Action.RESTART,
+        "native code gave up: its last lines say why",
+        (_killed(signal.SIGABRT),),
+        of_gpu=True,
+    ),
     Cause(
         "illegal_instruction",
         Action.RESTART,
         "a binary that was built for another processor: on one node only, that node differs",
         (_killed(signal.SIGILL),),
+        of_gpu=True,
     ),
     Cause("signal", Action.RESTART, "see the signal's name", (Killed(),)),
     UNKNOWN,

@@ -90,15 +90,18 @@ def describe_failure(
 def _classify(
     causes: CauseTable, facts: Facts, gpus: GpuNews | None
 ) -> tuple[Cause, tuple[MachineEvent, ...]]:
-    """The cause, and the reports of the machine that belong to it. A broken GPU of another worker here is the cause
-    of an end that follows from another one, or that nothing else explains."""
-    gpus = gpus or GpuNews()
-    facts = replace(facts, events=(*facts.events, *gpus.own))
+    """The cause, and the reports of the machine that belong to it. A broken GPU of the worker is the cause of what a
+    broken GPU may look like, that of another worker here only of an end that follows from another one; both are the
+    cause of what nothing else explains. What ended otherwise, as by an error of the script, has its own cause: the
+    fault may have been there for hours."""
     cause = causes.classify(facts)
-    if gpus.others and (cause.collateral or cause.name == UNKNOWN.name):
-        facts = replace(facts, events=(*facts.events, *gpus.others))
-        cause = causes.classify(facts)
-    return cause, facts.events
+    follows = cause.collateral or cause.name == UNKNOWN.name
+    gpus = gpus or GpuNews()
+    news = (*(gpus.own if follows or cause.of_gpu else ()), *(gpus.others if follows else ()))
+    if not news:
+        return cause, facts.events
+    facts = replace(facts, events=(*facts.events, *news))
+    return causes.classify(facts), facts.events
 
 
 def _traceback(returncode: int, log_tail: Sequence[str], asked: bool) -> ErrorReport | None:
