@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import re
@@ -32,6 +33,10 @@ READ_AT_START = re.compile("PYTHON|LD_|LC_|LANG|TZ$|MALLOC_|GLIBC_|OPENBLAS_|OMP
 
 ROOM = 100_000
 """Bytes for the words and for the environment of a forked agent, as /proc shows them."""
+
+
+IMPORTED = ("__main__", "cli", "agent.machine.inventory", "agent.main.run", "agent.workers.processes.pid1")
+"""By an agent in any case, as `elastic_agent.standby` has it."""
 
 
 class AgentProcess(Protocol):
@@ -228,10 +233,11 @@ def show(words: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def load(*, with_store: bool) -> None:
-    """What an agent imports in any case, as `elastic_agent.standby`."""
-    from elastic_agent.agent.configuration.types.stores import STORES
-
+    for module in IMPORTED:
+        importlib.import_module(f"elastic_agent.{module}")
     if with_store:
+        from elastic_agent.agent.configuration.types.stores import STORES
+
         sys.orig_argv[1:] = ["-m", "elastic_agent"]  # its torch asks who imports it
         STORES["c10d"].load()
 
