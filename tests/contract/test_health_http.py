@@ -872,6 +872,8 @@ def test_a_slow_reader_costs_one_answer_and_holds_no_other_up(
     streaming: HealthServer, agent: Agent, feed: Feed
 ) -> None:
     with watch(streaming) as slow, watch(streaming) as quick:
+        # As much as it has read at once the kernel would keep for it, up to more than HUGE.
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         reads(slow, STREAM_HEAD)
         reads(quick, STREAM_HEAD)
         feed.say(HUGE)
