@@ -89,6 +89,7 @@ def test_a_lease_that_is_revoked_from_outside_costs_its_node_one_new_incarnation
     node = old.nodes[0]
     etcd.ctl("lease", "revoke", lease_of(job, etcd, node))
     job.wait_for_text(agent_of(job, node), "lease lost")
+    job.wait_for_training(world=3, after=old.number)
     new = job.wait_for_convergence(*NODES)
     assert new.nodes == [*without(old.nodes, node), node], "a survivor has the first place"
     assert agent_of(job, node).process.poll() is None
