@@ -21,7 +21,7 @@ import pytest
 from elastic_agent.agent.common.port_owner import find_owner
 from elastic_agent.agent.machine.memory.oom import OomKills
 from elastic_agent.agent.workers.failures.causes import CauseTable
-from elastic_agent.agent.workers.failures.examination import describe_failure
+from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
 from elastic_agent.agent.workers.failures.kernel_log import KernelLog, KernelNews, pids_are_the_kernels
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.rendezvous.records import Action
@@ -175,20 +175,9 @@ def judged(
     process: subprocess.Popen[str], *, oom_killed: bool = False, kernel: KernelNews | None = None
 ) -> WorkerFailure:
     output, _ = process.communicate(timeout=PATIENCE_S)
-    return describe_failure(
-        rank=0,
-        local_rank=0,
-        node="a",
-        generation=1,
-        returncode=process.returncode,
-        error_file=None,
-        log_tail=output.splitlines()[-TAIL:],
-        log_file=None,
-        causes=TABLE,
-        oom_killed=oom_killed,
-        kernel=kernel,
-        owner_of=partial(find_owner, "0.0.0.0"),
-    )
+    last = output.splitlines()[-TAIL:]
+    remains = Remains(process.returncode, log_tail=last, oom_killed=oom_killed, kernel=kernel)
+    return describe_failure(FailedWorker("a", 1, 0, 0), remains, TABLE, partial(find_owner, "0.0.0.0"))
 
 
 def shown(case: Case) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from elastic_agent.agent.common.port_owner import find_owner
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
-from elastic_agent.agent.workers.failures.examination import describe_failure
+from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
 from elastic_agent.agent.workers.failures.summary import summarize
 from elastic_agent.agent.workers.failures.worker_failure import (
     MAX_JSON,
@@ -360,20 +360,9 @@ OWNER_OF = functools.partial(find_owner, "0.0.0.0")
 def examined(
     tmp_path: Path, returncode: int, log_tail: tuple[str, ...] = (), oom: bool = False, master_port: int = 0
 ) -> WorkerFailure:
-    return describe_failure(
-        rank=3,
-        local_rank=1,
-        node="n2",
-        generation=7,
-        returncode=returncode,
-        error_file=tmp_path / "error.json",
-        log_tail=log_tail,
-        log_file=tmp_path / "stderr.log",
-        oom_killed=oom,
-        master_port=master_port,
-        causes=TABLE,
-        owner_of=OWNER_OF,
-    )
+    worker = FailedWorker("n2", 7, 3, 1, tmp_path / "stderr.log", master_port)
+    remains = Remains(returncode, tmp_path / "error.json", log_tail, oom)
+    return describe_failure(worker, remains, TABLE, OWNER_OF)
 
 
 def test_the_error_file_tells_more_than_the_log(tmp_path: Path) -> None:
@@ -514,10 +503,8 @@ def test_what_no_restart_helps_is_known_from_what_a_worker_left(
     if recorded:
         error_json({"message": f"{type(error).__name__}: {error}"})(tmp_path / "error.json")
     lines = "".join(traceback.format_exception(_raised(error))).splitlines()
-    failure = describe_failure(
-        rank=3, local_rank=1, node="a", generation=2, returncode=1, error_file=tmp_path / "error.json",
-        log_tail=[f"[rank3]: {line}" for line in lines], log_file=None, causes=TABLE, owner_of=OWNER_OF,
-    )  # fmt: skip
+    remains = Remains(1, tmp_path / "error.json", [f"[rank3]: {line}" for line in lines])
+    failure = describe_failure(FailedWorker("a", 2, 3, 1), remains, TABLE, OWNER_OF)
     cause = TABLE.named(failure.cause)
     assert (cause.action is Action.END) == final
     assert (report_of(failure, cause).action is Action.END) == final
@@ -580,18 +567,8 @@ def test_the_json_form_stays_small_and_keeps_the_ends_of_traceback_and_log(lette
 def test_whatever_a_worker_prints_the_failure_can_be_sent(
     message: str, log_tail: list[str], returncode: int
 ) -> None:
-    failure = describe_failure(
-        rank=0,
-        local_rank=0,
-        node="n",
-        generation=1,
-        returncode=returncode,
-        error_file=None,
-        log_tail=[*log_tail, '  File "x", line 1, in f', message],
-        log_file=None,
-        causes=TABLE,
-        owner_of=OWNER_OF,
-    )
+    remains = Remains(returncode, log_tail=[*log_tail, '  File "x", line 1, in f', message])
+    failure = describe_failure(FailedWorker("n", 1, 0, 0), remains, TABLE, OWNER_OF)
     small = WorkerFailure.from_json(failure.to_json())
     assert small.returncode == returncode
     summarize(failure, [small], "").encode()

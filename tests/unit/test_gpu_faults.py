@@ -10,7 +10,7 @@ import pytest
 from elastic_agent.agent.common.port_owner import find_owner
 from elastic_agent.agent.configuration.types.values import UserCause
 from elastic_agent.agent.workers.failures.causes import CauseTable
-from elastic_agent.agent.workers.failures.examination import describe_failure
+from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
 from elastic_agent.agent.workers.failures.gpu_news import GpuNews, gpu_news
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.health.checks.rules.gpu_faults import (
@@ -126,24 +126,14 @@ TIMED_OUT = raised("torch.distributed.DistBackendError: Watchdog caught collecti
 
 
 def examined(
-    gpus: GpuNews | None,
+    gpus: GpuNews,
     returncode: int = 1,
     log_tail: tuple[str, ...] = (),
     users: tuple[UserCause, ...] = (),
 ) -> WorkerFailure:
-    return describe_failure(
-        rank=0,
-        local_rank=0,
-        node="a",
-        generation=1,
-        returncode=returncode,
-        error_file=None,
-        log_tail=log_tail,
-        log_file=None,
-        causes=CauseTable(users),
-        gpus=gpus,
-        owner_of=partial(find_owner, "0.0.0.0"),
-    )
+    remains = Remains(returncode, log_tail=log_tail, gpus=gpus)
+    worker = FailedWorker("a", 1, 0, 0)
+    return describe_failure(worker, remains, CauseTable(users), partial(find_owner, "0.0.0.0"))
 
 
 @pytest.mark.parametrize(

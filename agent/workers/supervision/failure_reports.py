@@ -14,7 +14,7 @@ from ...machine.gpus.health import GpuHealth
 from ...machine.memory.oom import OomKills, find_counter
 from ...output.worker_logs import WorkerLogs
 from ..failures.causes import Cause, CauseTable
-from ..failures.examination import describe_failure
+from ..failures.examination import FailedWorker, Remains, describe_failure
 from ..failures.gpu_news import gpu_news
 from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
 from ..failures.summary import summarize
@@ -110,24 +110,19 @@ class Examiner:
         own_gpus = self._node.machine.gpus_of(crash.local_rank)
         faults = self._gpus.faults
         self._gpus.told(own_gpus)
-        return describe_failure(
-            rank=rank,
-            local_rank=crash.local_rank,
-            node=self._node.name,
-            generation=number,
-            returncode=crash.returncode,
-            error_file=error_file(self._node, number, crash.local_rank),
-            log_tail=self._logs.tail(number, rank),
-            log_file=self._logs.log_file(number, rank),
-            causes=self._causes,
-            kernel=self._kernel_news(group, crash.local_rank),
-            gpus=gpu_news(faults, own_gpus),
-            oom_killed=self._oom_kills.lately(now),
-            master_port=master_port,
-            owner_of=partial(find_owner, "0.0.0.0"),
-            not_kept=not_kept,
-            asked=crash.asked,
+        log_file = self._logs.log_file(number, rank)
+        worker = FailedWorker(self._node.name, number, rank, crash.local_rank, log_file, master_port)
+        remains = Remains(
+            crash.returncode,
+            error_file(self._node, number, crash.local_rank),
+            self._logs.tail(number, rank),
+            self._oom_kills.lately(now),
+            self._kernel_news(group, crash.local_rank),
+            gpu_news(faults, own_gpus),
+            not_kept,
+            crash.asked,
         )
+        return describe_failure(worker, remains, self._causes, partial(find_owner, "0.0.0.0"))
 
     def _kernel_news(self, group: WorkerGroup, local_rank: int) -> KernelNews:
         devices = self._node.machine.devices_of(local_rank)

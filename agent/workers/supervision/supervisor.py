@@ -49,7 +49,7 @@ from ..environment.contract import bind_of_rank_0_failed
 from ..evidence.collector import QUICK, THOROUGH, Depth
 from ..evidence.keeper import EvidenceKeeper, Look
 from ..failures.causes import NOT_STARTED, STORE_SERVER, Cause, CauseTable
-from ..failures.examination import hang_failure
+from ..failures.examination import FailedWorker, hang_failure
 from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
 from ..hangs.signs import SignReader
 from ..links.last_steps import LastSteps
@@ -596,7 +596,7 @@ class Supervisor:
         log_file = self._processes.logs.log_file(number, rank)
         self._hangs.count(generation)
         generation.hung = True
-        failure = hang_failure(self._node.name, number, rank, local_rank, summary, log_file)
+        failure = hang_failure(FailedWorker(self._node.name, number, rank, local_rank, log_file), summary)
         report = report_of(failure, self._causes.named(failure.cause), known_as)
         self._report_failure(generation, report, failure.summary, HANG_SIGNAL)
 
