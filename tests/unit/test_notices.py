@@ -454,6 +454,9 @@ def test_a_command_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("elastic_agent.agent.machine.notices.local.COMMAND_S", 0.1)
     with pytest.raises(SourceUnreachable, match="has not ended"):
         command(tmp_path, "sleep 100").poll()
+
+
+def test_a_command_that_is_not_there_cannot_be_started(tmp_path: Path) -> None:
     with pytest.raises(SourceUnreachable, match="cannot be started"):
         WatchedCommand(str(tmp_path / "none"), {}, tied).poll()
 
