@@ -30,13 +30,13 @@ from ..configuration.timeouts import drain_timeout_s
 from ..configuration.types.parsers import ENVIRONMENT
 from ..machine.inventory import Machine, needs_of
 from ..machine.network.discovery import Network
+from ..observability.accounting.step_rate import StepRate
 from ..observability.accounting.training_account import Recovered
 from ..observability.journal.event_file import EventFile
 from ..observability.journal.events import Kind
 from ..observability.journal.journal import Journal
 from ..observability.page.board import Board, Source
 from ..observability.page.overview import overview
-from ..observability.page.step_rate import StepRate
 from ..observability.status.pages import StatusPages
 from ..observability.status.report import JobReport
 from ..observability.status.sources import AgentsSource

@@ -44,11 +44,11 @@ from ..machine.notices.choice import read_dmi, source_for
 from ..machine.notices.watch import NoticeWatch
 from ..observability.accounting.measured_store import MeasuredStore
 from ..observability.accounting.observer import Observer
+from ..observability.accounting.step_rate import StepRate
 from ..observability.journal.events import EVENTS_PATH
 from ..observability.journal.journal import Journal
 from ..observability.page.board import STREAM_PATH
 from ..observability.page.html import PAGE_PATH, read_page
-from ..observability.page.step_rate import StepRate
 from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
 from ..output.console import take as take_console
 from ..output.masking import secrets_in

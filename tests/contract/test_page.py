@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.agent.observability.accounting.step_rate import Rates
 from elastic_agent.agent.observability.journal.events import EVENTS_PATH, Kind
 from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.agent.observability.page.board import MOST_EVENTS, STREAM_PATH, Board, Source
 from elastic_agent.agent.observability.page.html import PAGE_PATH, read_page
 from elastic_agent.agent.observability.page.overview import overview
-from elastic_agent.agent.observability.page.step_rate import Rates
 from elastic_agent.agent.observability.status.pages import Checkpoint
 from elastic_agent.agent.observability.status.report import CauseReport, JobReport
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure

@@ -108,9 +108,8 @@ rendezvous_io: common configuration configuration/types machine/network
 observability:
 observability/status: workers/failures observability common configuration workers/processes rendezvous_io
 observability/journal: output
-observability/page: output observability/status observability/journal
-observability/accounting: observability output workers/processes observability/status observability/journal \
-    observability/page
+observability/accounting: observability output workers/processes observability/status observability/journal
+observability/page: output observability/status observability/journal observability/accounting
 observability/report: observability/status observability/journal observability/accounting
 observability/tracing: output observability/accounting
 workers/supervision: common output configuration machine/gpus machine/memory workers/failures workers/processes \

@@ -8,9 +8,9 @@ import pytest
 
 from elastic_agent.agent.observability.accounting.goodput import Activity, TrainingEvent
 from elastic_agent.agent.observability.accounting.observer import Observer
+from elastic_agent.agent.observability.accounting.step_rate import StepRate
 from elastic_agent.agent.observability.journal.events import Kind
 from elastic_agent.agent.observability.journal.journal import Journal
-from elastic_agent.agent.observability.page.step_rate import StepRate
 from elastic_agent.agent.observability.status.pages import STATUS_PAGE, StatusPages
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot

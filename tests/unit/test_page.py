@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.common.exits import StatusCode
+from elastic_agent.agent.observability.accounting.step_rate import Rates, StepRate
 from elastic_agent.agent.observability.journal.events import EVENT, Kind
 from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.agent.observability.page.board import MOST_EVENTS, Board, EventStream, Source
 from elastic_agent.agent.observability.page.html import read_page
 from elastic_agent.agent.observability.page.overview import COLUMNS, overview
-from elastic_agent.agent.observability.page.step_rate import Rates, StepRate
 from elastic_agent.agent.observability.status.pages import Checkpoint, JobStatus
 from elastic_agent.agent.observability.status.report import JobReport, report
 from elastic_agent.agent.observability.status.sources import CannotShow, Found

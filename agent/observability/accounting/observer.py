@@ -27,11 +27,11 @@ from ...output.log_folders import run_folder
 from ...workers.processes.workers import WorkerGroup
 from ..journal.events import Kind
 from ..journal.journal import Journal
-from ..page.step_rate import StepRate
 from ..status.pages import StatusPages
 from ..world_comparison import WorldComparison
 from .goodput import TrainingEvent
 from .membership_changes import MembershipWatch, because, reason
+from .step_rate import StepRate
 from .stragglers import StragglerWatch
 from .training_account import Recovered, TrainingAccount
 

@@ -18,11 +18,11 @@ from ....worker.wire.shared_progress import Reading
 from ..journal.events import Kind
 from ..journal.journal import Journal
 from ..journal.saves import SaveEvents
-from ..page.step_rate import StepRate
 from ..status.pages import StatusPages
 from .goodput import PARTS, STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
 from .node_progress import NodeProgress, Step, node_progress
 from .step_count import Counted, StepCount
+from .step_rate import StepRate
 
 log = logging.getLogger(__name__)
 

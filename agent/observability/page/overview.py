@@ -11,9 +11,9 @@ from typing import Any
 from ....rendezvous.coordinator.exclusions import in_words, left_out
 from ....rendezvous.records import Failure
 from ...output.masking import masked
+from ..accounting.step_rate import Rates
 from ..status.pages import Checkpoint, NodeStatus, worker_of
 from ..status.report import JobReport, NodeReport, as_json
-from .step_rate import Rates
 
 SCHEMA = 1
 
