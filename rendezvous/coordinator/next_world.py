@@ -177,29 +177,29 @@ def _stops_unplanned(world: World) -> bool:
 
 def _after_failure(basis: _Basis, world: World, view: View, policy: Policy, now: float) -> _Basis | Decision:
     progressed = _progressed(world, basis.survivors)
-    verdict = _verdict(world, basis.survivors, policy, progressed=progressed)
-    free = isinstance(verdict, Retry) and verdict.free
-    basis = replace(basis, restarts=verdict.restarts)
-    if not free and (excluded := _excluded(basis, world, view, policy, verdict, progressed)) is not None:
+    budget = _count_failure(world, basis.survivors, policy, progressed=progressed)
+    free = isinstance(budget, Retry) and budget.free
+    basis = replace(basis, restarts=budget.restarts)
+    if not free and (excluded := _excluded(basis, world, view, policy, budget, progressed)) is not None:
         return excluded
     if not free and (erred := blame.moved(world, basis.restarts, basis.survivors)):
         basis = replace(basis, exclusions=readmit(basis.exclusions, frozenset(one.node for one in erred)))
-    if isinstance(verdict, GiveUp):
-        ended = _explained(world, f"{verdict.reason}; the last: {world.cause.detail}")
-        return end(replace(ended, restarts=basis.restarts), verdict.result, ended.cause)
-    pause_ends = view.world_since + verdict.backoff_s
+    if isinstance(budget, GiveUp):
+        ended = _explained(world, f"{budget.reason}; the last: {world.cause.detail}")
+        return end(replace(ended, restarts=basis.restarts), budget.result, ended.cause)
+    pause_ends = view.world_since + budget.backoff_s
     if now < pause_ends:
         failure = world.cause.failure
-        why = failure.cause if verdict.free and failure is not None else "no progress"
-        return Wait(f"backing off {verdict.backoff_s:.1f} s: {why}", pause_ends, verdict.backoff_s)
+        why = failure.cause if budget.free and failure is not None else "no progress"
+        return Wait(f"backing off {budget.backoff_s:.1f} s: {why}", pause_ends, budget.backoff_s)
     return basis
 
 
 def _excluded(
-    basis: _Basis, world: World, view: View, policy: Policy, verdict: Retry | GiveUp, progressed: bool
+    basis: _Basis, world: World, view: View, policy: Policy, budget: Retry | GiveUp, progressed: bool
 ) -> _Basis | None:
     """The basis without the node that is to blame; None if no node is, or if the others are too few for a world."""
-    spent = isinstance(verdict, GiveUp)
+    spent = isinstance(budget, GiveUp)
     node = blame.to_exclude(world, basis.restarts, basis.survivors, progressed=progressed, spent=spent)
     if node is None:
         return None
@@ -313,10 +313,10 @@ def _blame_the_lost(world: World, present: Sequence[NodeRecord], view: View) -> 
     return replace(world, cause=lost(gone, view))
 
 
-def _verdict(
+def _count_failure(
     world: World, survivors: Sequence[NodeRecord], policy: Policy, *, progressed: bool
 ) -> Retry | GiveUp:
-    """Count the failure that ended `world`, now that every member's last step is known.
+    """Count the failure that ended `world` on the restart budget, now that every member's last step is known.
 
     The jitter is drawn from a generator seeded with job and generation: any coordinator, also one that took over
     in between, comes to the same wait.
@@ -335,12 +335,12 @@ def _verdict(
         stepped=_stepped(world, survivors),
     )
     rng = random.Random(f"{world.job}:{world.generation}")
-    verdict = after_failure(world.restarts, ended, policy.restarts, rng)
-    if isinstance(verdict, Retry) and verdict.free:
-        return verdict
+    budget = after_failure(world.restarts, ended, policy.restarts, rng)
+    if isinstance(budget, Retry) and budget.free:
+        return budget
     used = world.restarts
-    before = replace(verdict.restarts, culprit=used.culprit, blamed=used.blamed, exclusions=used.exclusions)
-    return replace(verdict, restarts=blame.count(world, before, survivors))
+    before = replace(budget.restarts, culprit=used.culprit, blamed=used.blamed, exclusions=used.exclusions)
+    return replace(budget, restarts=blame.count(world, before, survivors))
 
 
 def _progressed(world: World, survivors: Sequence[NodeRecord]) -> bool:
