@@ -52,7 +52,7 @@ from elastic_agent.worker.storage.replication.copy_rule import (
     oldest_needed,
     slot_to_overwrite,
 )
-from elastic_agent.worker.storage.replication.partners import NodePlace, Partner, partners
+from elastic_agent.worker.storage.replication.partners import Keeper, NodePlace, partners
 from elastic_agent.worker.storage.replication.replica_rules import is_abandoned, is_superfluous, is_twin
 
 from .checks import PromiseBroken
@@ -119,8 +119,8 @@ class Order:
 
     generation: int
     resumed: Version
-    partners: tuple[Partner, ...]
-    loaded: tuple[Partner, ...]
+    partners: tuple[Keeper, ...]
+    loaded: tuple[Keeper, ...]
 
     def gets(self, partner: str, header: Header) -> bool:
         assert header.shards is not None
@@ -425,7 +425,7 @@ class Replicating:
 
     def partners(
         self, team: Team, digests: Sequence[str]
-    ) -> tuple[dict[str, tuple[Partner, ...]], list[frozenset[str]]]:
+    ) -> tuple[dict[str, tuple[Keeper, ...]], list[frozenset[str]]]:
         """By node, for shards of these digests; and by rank, who is to have them."""
         places = [
             NodePlace(
@@ -438,7 +438,7 @@ class Replicating:
         ]
         chosen = partners(places, self.replicas)
         if self.bug == "both copies on one node":
-            chosen = {one.node: (Partner(one.node, one.digests),) for one in places}
+            chosen = {one.node: (Keeper(one.node, one.digests),) for one in places}
         return chosen, [
             frozenset(one.node for one in chosen[node.name] if digests[rank] in one.digests)
             for rank, (node, _) in enumerate(team.ranks)

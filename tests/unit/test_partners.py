@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from elastic_agent.worker.storage.replication.partners import NodePlace, Partner, partners
+from elastic_agent.worker.storage.replication.partners import Keeper, NodePlace, partners
 
 
 def place(node: str, domain: str = "", digests: str = "", address: str = "10.0.0.1:7000") -> NodePlace:
@@ -20,15 +20,15 @@ def world(domains: str) -> list[NodePlace]:
     return [place(f"node{number}", domain) for number, domain in enumerate(domains)]
 
 
-def names(found: dict[str, tuple[Partner, ...]]) -> dict[str, list[str]]:
+def names(found: dict[str, tuple[Keeper, ...]]) -> dict[str, list[str]]:
     return {node: [one.node for one in keepers] for node, keepers in found.items()}
 
 
-def load(found: dict[str, tuple[Partner, ...]]) -> Counter[str]:
+def load(found: dict[str, tuple[Keeper, ...]]) -> Counter[str]:
     return Counter(one.node for keepers in found.values() for one in keepers)
 
 
-def same_domain(nodes: list[NodePlace], found: dict[str, tuple[Partner, ...]]) -> int:
+def same_domain(nodes: list[NodePlace], found: dict[str, tuple[Keeper, ...]]) -> int:
     domains = {one.node: one.domain for one in nodes}
     return sum(domains[node] == domains[one.node] for node, keepers in found.items() for one in keepers)
 

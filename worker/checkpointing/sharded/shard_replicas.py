@@ -66,9 +66,9 @@ class ShardReplicas:
         nodes: dict[str, list[RankHome]] = {}
         for home in homes:
             nodes.setdefault(home.node, []).append(home)
-        new = _Layout(nodes, lambda home: home.digest, node, self._env.memory_replicas)
+        new = _Distribution(nodes, lambda home: home.digest, node, self._env.memory_replicas)
         # A twin may be gone, and ranks that have the shards of another one from now on lack what was loaded.
-        old = _Layout(nodes, lambda home: home.loaded, node, self._env.memory_replicas)
+        old = _Distribution(nodes, lambda home: home.loaded, node, self._env.memory_replicas)
         self._partners, self._partners_of_loaded = new.partners_of(local_rank), old.partners_of(local_rank)
         self._resumed = resumed
         self._nodes = len(nodes)
@@ -163,7 +163,7 @@ class ShardReplicas:
         return True
 
 
-class _Layout:
+class _Distribution:
     """Who has which shards of one version, and to whom this node brings its own."""
 
     def __init__(

@@ -36,14 +36,14 @@ class NodePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Partner:
+class Keeper:
     """A node that keeps replicas for another one: of the shards with these digests."""
 
     node: str
     digests: frozenset[str]
 
 
-def partners(nodes: Sequence[NodePlace], replicas: int) -> dict[str, tuple[Partner, ...]]:
+def partners(nodes: Sequence[NodePlace], replicas: int) -> dict[str, tuple[Keeper, ...]]:
     """By node; those to which nothing is to be copied have no partner. The order of `nodes` is of no account."""
     ring = sorted((one for one in nodes if one.address), key=lambda one: _place_on_ring(one.node))
     holders = Counter(digest for one in ring for digest in one.digests)
@@ -101,7 +101,7 @@ def _keepers(ring: Sequence[NodePlace], distance: int, chosen: Sequence[Sequence
 
 def _with_digests(
     giver: NodePlace, keepers: Sequence[NodePlace], holders: Counter[str], replicas: int
-) -> tuple[Partner, ...]:
+) -> tuple[Keeper, ...]:
     found = []
     missing = {digest: replicas - (holders[digest] - 1) for digest in giver.digests}
     for keeper in keepers:
@@ -109,5 +109,5 @@ def _with_digests(
         for digest in kept:
             missing[digest] -= 1
         if kept:
-            found.append(Partner(keeper.node, kept))
+            found.append(Keeper(keeper.node, kept))
     return tuple(found)
