@@ -158,8 +158,11 @@ def test_the_real_log_gives_nothing_of_before_and_nothing_that_a_user_wrote() ->
     assert log.events() == ()
 
 
-def test_whose_pids_are_the_kernels() -> None:
+def test_whose_pids_are_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     unshare = [sys.executable, "-c", "import os; print(os.readlink('/proc/self/ns/pid'))"]
     here = subprocess.run(unshare, capture_output=True, text=True, check=True).stdout.strip()
     assert pids_are_the_kernels() == (here == "pid:[4026531836]")
-    assert not pids_are_the_kernels(Path("/nowhere"))
+    monkeypatch.setattr(kernel_log, "pid_namespace", lambda: 4026531836)
+    assert pids_are_the_kernels()
+    monkeypatch.setattr(kernel_log, "pid_namespace", lambda: 0)  # the kernel does not show it
+    assert not pids_are_the_kernels()

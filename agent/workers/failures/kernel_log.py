@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....health.checks.rules.gpus import HARDWARE_XIDS
+from ..processes.proc import pid_namespace
 from .facts import MachineEvent, Trouble
 from .texts import clean, cut
 
@@ -33,7 +34,8 @@ _MOST_EVENTS = 64
 _TEXT_MAX = 160
 _OF_KERNEL = 8
 """User programs may write into the log, too: their facility gives a priority of at least this."""
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""Its inode is the same on every machine: PROC_PID_INIT_INO."""
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)\b")
 _XID_PID = re.compile(r"\bpid='?(\d+)")
@@ -98,12 +100,9 @@ class KernelNews:
         return self.pid > 0 and event.pid > 0 and (event.pid == self.pid or f"(pid {event.pid})" in exception)
 
 
-def pids_are_the_kernels(proc: Path = Path("/proc/self")) -> bool:
+def pids_are_the_kernels() -> bool:
     """This process is in the initial PID namespace: no container is."""
-    try:
-        return os.readlink(proc / "ns" / "pid") == _FIRST_PID_NAMESPACE
-    except OSError:
-        return False
+    return pid_namespace() == _FIRST_PID_NAMESPACE
 
 
 class KernelLog:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from ....rendezvous.text import shortened
-from ..processes.proc import stat_of
+from ..processes.proc import all_stats
 
 log = logging.getLogger(__name__)
 
@@ -145,14 +145,7 @@ class LateExits:
 
 def session_processor_time(sessions: Collection[int]) -> float:
     """Seconds, of all processes in these sessions and of their children that have ended."""
-    ticks = 0
-    for entry in os.listdir("/proc"):
-        if not entry.isdecimal():
-            continue
-        stat = stat_of(f"/proc/{entry}")
-        if stat is not None and stat.session in sessions:
-            ticks += stat.ticks
-    return ticks / _TICKS_PER_S
+    return sum(stat.ticks for stat in all_stats().values() if stat.session in sessions) / _TICKS_PER_S
 
 
 def _ranks(ranks: Iterable[int]) -> str:
