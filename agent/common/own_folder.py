@@ -23,10 +23,10 @@ def own_path(name: str) -> Path:
     return Path(parent, f"{name}{os.geteuid()}")
 
 
-def own_folder(name: str, *, readable: bool = False) -> Path:
+def own_folder(name: str) -> Path:
     """It is there when this returns. Raises as `own_path` and `make_own` do."""
     path = own_path(name)
-    make_own(path, readable=readable)
+    make_own(path)
     return path
 
 

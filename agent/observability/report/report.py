@@ -184,7 +184,7 @@ def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigur
     losses = Counter(node for _, node in lost)
     excluded = {(e.about, e.counts.get("times", 0)) for e in events if e.kind is Kind.EXCLUSION and e.about}
     exclusions = Counter(node for node, _ in excluded)
-    straggling = _most(lives, Kind.STRAGGLER, _SLOW)
+    straggling = _straggling(lives)
     found = [
         NodeFigures(
             *(node, starts[node], failures[node], losses[node]),
@@ -209,12 +209,12 @@ def _ended(events: Sequence[JobEvent]) -> dict[tuple[int, str], str]:
     return found
 
 
-def _most(lives: Iterable[Life], kind: Kind, cause: str | None = None) -> Counter[str]:
-    """How many events of this kind there are about each node, as counted by the node that noted most of them."""
+def _straggling(lives: Iterable[Life]) -> Counter[str]:
+    """How often a rank of each node became slower than the others, as counted by the node that noted it most often."""
     noted: dict[str, Counter[str]] = {}
     for life in lives:
         here = noted.setdefault(life.node, Counter())
-        here.update(e.about for e in life.events if e.kind is kind and e.about and cause in (None, e.cause))
+        here.update(e.about for e in life.events if e.kind is Kind.STRAGGLER and e.about and e.cause == _SLOW)
     most: Counter[str] = Counter()
     for counted in noted.values():
         most |= counted
