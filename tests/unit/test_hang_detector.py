@@ -110,8 +110,8 @@ def test_a_save_and_an_evaluation_have_limits_of_their_own() -> None:
     watch.marked((), None)
     watch.stepped(0, 41, 100.0)
     watch.stepped(1, 41, 100.0)
-    assert len(watch.learned.steps[Stage.SAVE]) == 2
-    assert watch.learned.steps[Stage.STEPS].percentile() == pytest.approx(0.5), "a save is no step"
+    assert len(watch.learned.durations[Stage.SAVE]) == 2
+    assert watch.learned.durations[Stage.STEPS].percentile() == pytest.approx(0.5), "a save is no step"
     watch.marked((), 110.0)
     assert urgency(watch, 150.0) is None
     assert watch.stall((0, 1), 171.0).stage is Stage.EVALUATION  # type: ignore[union-attr]

@@ -87,7 +87,7 @@ class HangDetector:
         """As `StepSilence.stepped`."""
         if (before := self._gap.get(local_rank)) is not None and step > before[0] and at > before[1]:
             stage = self._stage_since(before[1], at) if before[2] is Stage.STEPS else before[2]
-            self.learned.steps[stage].add((at - before[1]) / (step - before[0]))
+            self.learned.durations[stage].add((at - before[1]) / (step - before[0]))
         self._gap[local_rank] = step, at, Stage.STEPS
         return self.silence.stepped(local_rank, step, at)
 
@@ -134,7 +134,7 @@ class HangDetector:
     def still_s(self, local_rank: int, now: float) -> float | None:
         """For how long nothing of this worker has moved; None: not known."""
         stillness = self._stillness.get(local_rank)
-        seen_at = [at for _, at, _ in (self._gap[local_rank],)] if local_rank in self._gap else []
+        seen_at = [self._gap[local_rank][1]] if local_rank in self._gap else []
         if stillness is not None:
             seen_at.append(stillness.worked_at)
         return max(0.0, now - max(seen_at)) if seen_at else None
@@ -183,7 +183,7 @@ class HangDetector:
             return State.SUSPECTING
         if isinstance(self.timeout, float):
             return State.WATCHING
-        enough = len(self.learned.steps[Stage.STEPS]) >= RULES[Stage.STEPS].enough
+        enough = RULES[Stage.STEPS].has_learned(self.learned.durations[Stage.STEPS])
         warm = any(stillness.warm for stillness in self._stillness.values())
         return State.WATCHING if (enough if self._reports_steps else warm) else State.LEARNING
 

@@ -55,15 +55,18 @@ class Rule:
 
     unlearned: Limits
     floor: Limits
-    enough: int
-    """Durations that must be known."""
+    enough: int | None
+    """Durations that must be known; None: the stage is never learned."""
     times: Limits
     """So many of their percentile."""
     ahead_s: float = 0.0
     """The first of them holds so much sooner: the inquiry takes as long, and the rank is to be named by then."""
 
+    def has_learned(self, durations: Durations) -> bool:
+        return self.enough is not None and len(durations) >= self.enough
+
     def limits(self, durations: Durations) -> Limits:
-        if len(durations) < self.enough:
+        if not self.has_learned(durations):
             return self.unlearned
         usual_s, floor, times = durations.percentile(), self.floor, self.times
         return Limits(
@@ -77,8 +80,8 @@ _UNKNOWN = Limits(60.0, 600.0, 1800.0)
 _TIMES = Limits(3.0, 5.0, 5.0)
 
 RULES: Mapping[Stage, Rule] = {
-    Stage.INITIALIZATION: Rule(_UNKNOWN, _UNKNOWN, REMEMBERED + 1, _TIMES),
-    Stage.FIRST_STEP: Rule(Limits(120.0, 1800.0, 3600.0), _UNKNOWN, REMEMBERED + 1, _TIMES),
+    Stage.INITIALIZATION: Rule(_UNKNOWN, _UNKNOWN, None, _TIMES),
+    Stage.FIRST_STEP: Rule(Limits(120.0, 1800.0, 3600.0), _UNKNOWN, None, _TIMES),
     Stage.STEPS: Rule(Limits(30.0, 600.0, 1800.0), Limits(5.0, 30.0, 600.0), 10, _TIMES, LOOK_S),
     Stage.EVALUATION: Rule(_UNKNOWN, Limits(30.0, 60.0, 600.0), 2, _TIMES),
     Stage.SAVE: Rule(_UNKNOWN, Limits(30.0, 60.0, 600.0), 2, _TIMES),
@@ -115,13 +118,13 @@ class Durations:
 class Learned:
     """What an agent has learned of its job, over all generations."""
 
-    steps: dict[Stage, Durations] = field(default_factory=lambda: {stage: Durations() for stage in Stage})
+    durations: dict[Stage, Durations] = field(default_factory=lambda: {stage: Durations() for stage in Stage})
     pauses: Durations = field(default_factory=Durations)
 
     def limits(self, stage: Stage, *, reports_steps: bool) -> Limits:
         if stage is Stage.STEPS and not reports_steps:
             return FROM_OUTSIDE.limits(self.pauses)
-        return RULES[stage].limits(self.steps[stage])
+        return RULES[stage].limits(self.durations[stage])
 
 
 PATIENCE_WINDOW_S = 3600.0
