@@ -78,7 +78,8 @@ _REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Shar
 HANG = Cause(
     "hang",
     Action.RESTART,
-    "its stacks are in its log: it says where each thread stood. See the runbook's table of hangs",
+    "its stacks are in its log and in the evidence: they say where each thread stood. docs/runbook.md, Evidence, says"
+    " how to read them",
 )
 NOT_STARTED = Cause(
     "not_started",
