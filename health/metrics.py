@@ -119,8 +119,8 @@ class Metrics(Page):
     )
     node_excluded = Row(
         Level,
-        "1 while this node is excluded from all worlds, because workers failed on it alone or an operator asked for "
-        "it, else 0.",
+        "1 while this node is excluded from all worlds, because workers failed on it alone, a rank on it was too slow, "
+        "or an operator asked for it, else 0.",
     )
 
     workers = Row(

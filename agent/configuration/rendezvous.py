@@ -115,7 +115,7 @@ LAST_CALL: Option[float] = MEETING.option(
 COOL_DOWN: Option[float] = MEETING.option(
     "cool-down",
     duration(1.0),
-    "how long this node stays out when it is excluded for failures; twice as long each further time, up to an hour",
+    "how long this node stays out when the job excludes it; twice as long each further time, up to an hour",
     default="1m",
 )
 EXCLUDE_STRAGGLERS: Option[float | None] = MEETING.option(

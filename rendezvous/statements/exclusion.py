@@ -30,7 +30,8 @@ class Exclusion:
     reason: Annotated[str, line(MAX_EXCLUSION_REASON)]
     """A sentence for people."""
     fingerprint: Annotated[str, line(32)] = ""
-    """`blame.digest` of the failure: the same failure on another node shows that this node is not to blame."""
+    """`blame.digest` of the failure: the same failure on another node shows that this node is not to blame; of a
+    straggler, its rank."""
     times: Positive = 1
     """How often this node has been excluded in this job: the cool-down is twice as long each time."""
     by_operator: bool = False
