@@ -6,7 +6,7 @@ And another one, above a planned stop:
 
     step  <  time of a drain  <  stop grace  <  time of a whole stop (`whole_stop_s`)  <=  service manager's limit
 
-The *hang limit* is this agent's: no step is reported. The *process-group timeout* is torch's: it names the collective,
+The *hang limit* is this agent's: no progress is seen. The *process-group timeout* is torch's: it names the collective,
 and ends the process. The *heartbeat* watches the thread that watches the collectives, where that is itself stuck in
 CUDA. A rung that fires too early hides the finding of one that knows more, so each is derived from the one below it,
 unless the user has chosen it.

@@ -37,7 +37,7 @@ class Stage(enum.Enum):
     INITIALIZATION = "initialization"
     """No step yet, or nothing that looks like steps."""
     FIRST_STEP = "first_step"
-    """The state is loaded, or a rank elsewhere has finished the first one: what is compiled is compiled now."""
+    """The state is loaded: what is compiled is compiled now."""
     STEPS = "steps"
     EVALUATION = "evaluation"
     """Between two steps, longer than between most: the script does something else."""
@@ -197,7 +197,7 @@ class Verdict:
     node: str = ""
     """That of `rank`; empty where no rank is named."""
     rank: int | None = None
-    """None for UNCLEAR."""
+    """None where no rank is named."""
 
 
 _TELLING = {doing: place for place, doing in enumerate(Doing)}
