@@ -41,7 +41,7 @@ def test_the_folder_of_a_run_is_reported(run: Path, capsys: pytest.CaptureFixtur
     document = json.loads(capsys.readouterr().out)
     assert document["ettr"] == pytest.approx(120 / 148)
     assert sum(document["seconds"].values()) == document["wall_seconds"] == 148.0
-    assert document["causes"] == {"signal": 1}
+    assert document["causes"] == {"killed": 1}
 
 
 def test_a_torn_line_an_unknown_kind_and_a_schema_of_tomorrow_are_skipped(

@@ -79,9 +79,9 @@ def failing_once() -> Journal:
     a.note(Kind.WORKERS_STARTED)
     a.spend(start=1.0, init=3.0)
     a.spend(productive=60.0)
-    a.note(Kind.FAILURE, rank=1, about="a", cause="signal")
+    a.note(Kind.FAILURE, rank=1, about="a", cause="killed")
     a.spend(detect=0.5, stop=1.0, rendezvous=0.5)
-    a.note(Kind.WORLD, 2, cause="signal", about="a", counts={"nodes": 1, "workers": 2})
+    a.note(Kind.WORLD, 2, cause="killed", about="a", counts={"nodes": 1, "workers": 2})
     a.note(Kind.WORKERS_STARTED)
     a.spend(start=1.0, init=3.0, load=2.0, first_step=1.0)
     a.note(
@@ -114,10 +114,10 @@ def test_the_seconds_of_one_node_are_those_of_the_job_until_its_end() -> None:
     assert found.ettr == pytest.approx(120.0 / 148.0)
     assert found.restarting_s == pytest.approx(13.0)
     assert (found.result, found.began_at) == ("succeeded", EPOCH)
-    assert found.generations == (Formed(1, EPOCH + 5, "start", 1, 2), Formed(2, EPOCH + 71, "signal", 1, 2))
-    assert found.causes == (("signal", 1),)
+    assert found.generations == (Formed(1, EPOCH + 5, "start", 1, 2), Formed(2, EPOCH + 71, "killed", 1, 2))
+    assert found.causes == (("killed", 1),)
     [recovery] = found.recoveries
-    assert (recovery.generation, recovery.node, recovery.cause) == (2, "a", "signal")
+    assert (recovery.generation, recovery.node, recovery.cause) == (2, "a", "killed")
     assert recovery.duration_s == 9.0
 
 
@@ -213,14 +213,14 @@ def test_each_event_counts_once_however_many_nodes_noted_it_and_the_worst_node_i
     for node in journals:
         node.begin(0.0)
         for generation, (cause, about) in enumerate(
-            [("start", ""), ("signal", "b"), ("signal", "b"), ("lost", "c"), ("join", "c")], 1
+            [("start", ""), ("killed", "b"), ("killed", "b"), ("lost", "c"), ("join", "c")], 1
         ):
             node.note(Kind.WORLD, generation, cause=cause, about=about)
             node.spend(productive=10.0)
             node.note(Kind.STRAGGLER, rank=0, about="a", cause="slow")
             node.note(Kind.STRAGGLER, rank=0, about="a", cause="recovered")
             if generation in (1, 2):
-                node.note(Kind.FAILURE, rank=1, about="b", cause="signal")
+                node.note(Kind.FAILURE, rank=1, about="b", cause="killed")
         for times in (1, 2):
             node.note(Kind.EXCLUSION, about="b", counts={"times": times})
         node.note(Kind.FAILURE, rank=1, about="b", cause="hang")
@@ -236,7 +236,7 @@ def test_each_event_counts_once_however_many_nodes_noted_it_and_the_worst_node_i
     assert (b.node, b.failures, b.losses, b.hangs, b.exclusions) == ("b", 2, 0, 1, 2)
     assert (c.node, c.losses, c.failures) == ("c", 1, 0)
     assert (a.node, a.straggling, a.starts) == ("a", 5, 1)
-    assert found.causes == (("join", 2), ("signal", 2), ("lost", 1))
+    assert found.causes == (("join", 2), ("killed", 2), ("lost", 1))
 
 
 def test_a_hang_is_put_down_to_the_node_that_the_next_world_or_the_end_names() -> None:
@@ -260,7 +260,7 @@ def test_a_hang_is_put_down_to_the_node_that_the_next_world_or_the_end_names() -
 def test_a_failure_that_ended_the_job_is_a_cause_like_the_others() -> None:
     a = failing_once()
     a.note(Kind.FAILURE, 2, about="a", cause="disk_full")
-    assert report(a).causes == (("disk_full", 1), ("signal", 1))
+    assert report(a).causes == (("disk_full", 1), ("killed", 1))
 
 
 def test_the_slowest_recovery_is_that_of_the_slowest_node() -> None:
@@ -362,13 +362,13 @@ ETTR 0.8108: productive time / wall-clock time
   wall-clock                2 min 28 s   100.0%
 
 GENERATIONS ENDED BY
-signal                1
+killed                1
 
 NODE  STARTS  FAILURES  LOST  HANGS  EXCLUDED  STRAGGLING
 a          1         1     0      0         0           0
 
 SLOWEST RECOVERIES  CAUSE   NODE  SECONDS  DETECT  STOP  RENDEZVOUS  START  INIT  LOAD  FIRST STEP
-generation 2        signal  a        9.00    0.50  1.00        0.50   1.00  3.00  2.00        1.00"""
+generation 2        killed  a        9.00    0.50  1.00        0.50   1.00  3.00  2.00        1.00"""
     )
 
 
