@@ -18,6 +18,7 @@ from dataclasses import replace
 from ..records import MAX_TEXT, Cause, CauseKind, Failure, NodeRecord, Phase, World
 from ..statements.inquiry import (
     ANSWER_S,
+    HANG,
     Doing,
     Finding,
     Inquiry,
@@ -34,8 +35,6 @@ from .view import Publish, View, Wait
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 300.0
 """Pauses between two inquiries of one generation. An inquiry that is more urgent than all before it does not wait."""
-
-FINGERPRINT = "hang"
 
 ENDS_FROM = {
     Finding.CERTAIN: Urgency.EARLY,
@@ -123,7 +122,7 @@ def _close(
     if ends(still, found, all_answered=all_answered):
         signs = next((said.why for said in _said(suspects) if said.urgency is inquiry.urgency), "")
         why = f"hang: {found.why}{signs and f'; {signs}'}"[:MAX_TEXT]
-        failure = Failure(world.generation, FINGERPRINT, why, cause="hang", node=found.node, rank=found.rank)
+        failure = Failure(world.generation, HANG, why, cause=HANG, node=found.node, rank=found.rank)
         cause = Cause(CauseKind.FAILURE, found.node, why, failure)
         return Publish(replace(world, phase=Phase.STOPPING, cause=cause, inquiry=closed), why)
     return Publish(replace(world, inquiry=closed), found.why)

@@ -17,6 +17,8 @@ from typing import Annotated
 from ...codec import AtMost, Count, Positive, Text
 from ..text import Age, NameOrNone, line
 
+HANG = "hang"
+"""Cause and fingerprint of a failure that is a hang."""
 ANSWER_S = 2.0
 """How long the coordinator waits for the members' testimonies, from when it first sees its inquiry in the world."""
 LOOK_S = 1.5

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ....rendezvous.statements.inquiry import HANG
 from ..journal.events import JobEvent, Kind
 from .job_time import Slice, binned, job_time, until
 from .lives import RESTARTING, Life, Use, clocks, lives_of
@@ -22,8 +23,6 @@ BINS = 120
 
 _LOST = "lost"
 """The cause of a world after a node was lost."""
-_HANG = "hang"
-"""The cause of a failure by a hang."""
 _SLOW = "slow"
 """The cause of the event when a rank becomes a straggler; when it recovers, the event has another cause."""
 _START = "start"
@@ -178,8 +177,8 @@ def _causes(generations: Sequence[Formed], events: Iterable[JobEvent]) -> tuple[
 def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigures, ...]:
     starts = Counter(life.node for life in lives)
     ended = _ended(events)
-    failures = Counter(node for (_, node), cause in ended.items() if cause != _HANG)
-    hangs = Counter(node for (_, node), cause in ended.items() if cause == _HANG)
+    failures = Counter(node for (_, node), cause in ended.items() if cause != HANG)
+    hangs = Counter(node for (_, node), cause in ended.items() if cause == HANG)
     lost = {(e.generation, e.about) for e in events if e.kind is Kind.WORLD and e.about and e.cause == _LOST}
     losses = Counter(node for _, node in lost)
     excluded = {(e.about, e.counts.get("times", 0)) for e in events if e.kind is Kind.EXCLUSION and e.about}

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ....rendezvous.records import Action
+from ....rendezvous.statements import inquiry
 from ...configuration.types.values import UserCause
 from .conditions import (
     Condition,
@@ -76,7 +77,7 @@ _GPU_MEMORY = (
 _REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "
 
 HANG = Cause(
-    "hang",
+    inquiry.HANG,
     Action.RESTART,
     "its stacks are in its log and in the evidence: they say where each thread stood. docs/runbook.md, Evidence, says"
     " how to read them",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Phase
-from ....rendezvous.statements.inquiry import Inquiry, Stage, Suspicion, Urgency
+from ....rendezvous.statements.inquiry import HANG, Inquiry, Stage, Suspicion, Urgency
 from ...observability.accounting.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..hangs.limits import Learned, patience
@@ -104,7 +104,7 @@ class HangWatch:
         if world is None or world.generation != generation or world.phase is not Phase.STOPPING:
             return None
         failure = world.cause.failure
-        hangs = failure is not None and failure.generation == generation and failure.cause == "hang"
+        hangs = failure is not None and failure.generation == generation and failure.cause == HANG
         return world.cause.node if hangs else None
 
     def count(self, generation: Generation) -> None:

@@ -21,7 +21,7 @@ from ....rendezvous.node.drain import Beyond
 from ....rendezvous.node.node_actions import Drain, Testify
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Condition, Failure, Member, World
-from ....rendezvous.statements.inquiry import Testimony, telling
+from ....rendezvous.statements.inquiry import HANG, Testimony, telling
 from ....rendezvous.text import counted
 from ....worker.wire.messages import SaveReport
 from ...common.events import (
@@ -354,7 +354,7 @@ class Supervisor:
         if kind is Exit.ENDED:
             self._observer.ended(local_rank, "ok", event.at)
         elif kind is Exit.HUNG:
-            self._observer.ended(local_rank, "hang", event.at)
+            self._observer.ended(local_rank, HANG, event.at)
         elif kind is Exit.DRAINED and returncode not in LEAVING:
             log.warning(
                 "rank %d has ended in its drain by an error of the script: %s; the state after its last step is kept",
@@ -455,7 +455,7 @@ class Supervisor:
         if group.running and not drain.finished:
             stuck = self._hangs.turn(generation, now)
             if stuck is not None:
-                self._end_stuck(generation, stuck.local_rank, stuck.why, "hang")
+                self._end_stuck(generation, stuck.local_rank, stuck.why, HANG)
                 return
         if not drain.under_way:
             world = self._participant.world
