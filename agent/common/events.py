@@ -99,7 +99,8 @@ class TailReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkersSeen:
-    """A look at the workers of this generation is over."""
+    """A look at the workers of this generation is over. It only wakes the main loop, which looks at the `Look`
+    itself."""
 
     generation: int
 
