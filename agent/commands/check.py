@@ -23,7 +23,7 @@ from ...health.checks.node.table import checks_for
 from ...health.checks.pairs.report import PairsReport
 from ...health.checks.pairs.results import MOST_NODES
 from ...rendezvous.text import counted
-from ..common.exits import CannotStart, CheckCode, ExitCode
+from ..common.exits import CannotStart, CheckCode, ExitCode, exit_codes
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.reading.resolve import resolve_check
@@ -81,8 +81,8 @@ def main(words: Sequence[str]) -> int:
     """Returns a `CheckCode`."""
     command_line = read_argv(words, OWN_OPTIONS)
     if HELP in command_line:
-        codes = [f"  {int(code):>3}  {code.meaning}" for code in CheckCode]
-        print("\n".join([_USAGE, *(option.help_text() for option in OWN_OPTIONS), "", "Exit codes:", *codes]))
+        own = [option.help_text() for option in OWN_OPTIONS]
+        print("\n".join([_USAGE, *own, "", *exit_codes(CheckCode)]))
         return CheckCode.FIT
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..common.exits import ConvertCode
+from ..common.exits import ConvertCode, exit_codes
 
 FORMS = ("replicated", "sharded")
 
@@ -94,5 +94,4 @@ def read(words: Sequence[str]) -> tuple[Path, Path, dict[str, str]]:
 
 
 def _help() -> str:
-    codes = [f"  {int(code):>3}  {code.meaning}" for code in ConvertCode]
-    return "\n".join([_USAGE, "Exit codes:", *codes])
+    return "\n".join([_USAGE, *exit_codes(ConvertCode)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import __version__
-from ..common.exits import FilesCode
+from ..common.exits import FilesCode, exit_codes
 from ..configuration.help import bash_completion, man_page
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -110,5 +110,4 @@ def write(contents: Mapping[Path, bytes], target: Path, *, replace: bool) -> Out
 
 def _help() -> str:
     kinds = [f"  {kind:<12}{what}" for kind, what in KINDS.items()]
-    codes = [f"  {int(code):>3}  {code.meaning}" for code in FilesCode]
-    return "\n".join([_USAGE, "Kinds:", *kinds, "", "Exit codes:", *codes])
+    return "\n".join([_USAGE, "Kinds:", *kinds, "", *exit_codes(FilesCode)])

@@ -19,7 +19,7 @@ from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, Store
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
 from ...threads import Thread
-from ..common.exits import Code, DrainCode, ExclusionCode, ForgetCode
+from ..common.exits import Code, DrainCode, ExclusionCode, ForgetCode, exit_codes
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.reading.settings import Settings
 from ..configuration.reading.sources import read_argv
@@ -149,9 +149,7 @@ def command_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any
     """`options` are the command's own."""
     store = "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help-all."
     own = [option.help_text() for option in (*options, HELP, CONFIG_FILE)]
-    return "\n".join(
-        [usage, *own, "", store, "", "Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in codes)]
-    )
+    return "\n".join([usage, *own, "", store, "", *exit_codes(codes)])
 
 
 @contextlib.contextmanager

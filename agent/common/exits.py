@@ -7,6 +7,7 @@ in the main, 128 + n is a shell's way to say "ended by signal n". `docs/configur
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import TypeVar
 
@@ -23,6 +24,11 @@ class Code(IntEnum):
         member._value_ = code
         member.meaning = meaning
         return member
+
+
+def exit_codes(codes: Iterable[Code]) -> list[str]:
+    """The lines of a command's help that explain its codes."""
+    return ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in codes)]
 
 
 class ExitCode(Code):

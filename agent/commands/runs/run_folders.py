@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....rendezvous.text import NAME
-from ...common.exits import Code, DiagnoseCode, ReportCode
+from ...common.exits import Code, DiagnoseCode, ReportCode, exit_codes
 from ...configuration.config import HELP, SCRIPT, ConfigError, Problem
 from ...configuration.logs import LOG_DIR
 from ...configuration.reading.settings import Settings
@@ -73,8 +73,7 @@ def run_command(
 
 
 def run_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) -> str:
-    meanings = [f"  {int(code):>3}  {code.meaning}" for code in codes]
-    return "\n".join([usage, *(option.help_text() for option in options), "", "Exit codes:", *meanings])
+    return "\n".join([usage, *(option.help_text() for option in options), "", *exit_codes(codes)])
 
 
 def given_log_dir(command_line: Settings) -> Path | None:
