@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, TypeAlias
+from typing import Any
 
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused, StoreUnavailable
 from ...rendezvous.records import WORLD_KEY, World
@@ -27,8 +27,6 @@ from ..configuration.rendezvous import RendezvousConfig
 from ..configuration.types.option import Option
 from ..rendezvous_io.store_opening import open_to_look
 
-_Code: TypeAlias = DrainCode | ExclusionCode | ForgetCode
-
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
 STDOUT = 1
@@ -39,7 +37,7 @@ LATE_S = 1.0
 class CannotDo(Exception):
     """Not done, or not all of it; the text has the reason and what to try."""
 
-    def __init__(self, code: _Code, reason: str) -> None:
+    def __init__(self, code: Code, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
@@ -66,7 +64,7 @@ def store_command(
     if HELP in command_line:
         print(command_help(usage, codes, options))
         return 0
-    code: _Code
+    code: Code
     reason: Exception
     try:
         with one_line_errors(codes.INTERRUPTED):

@@ -15,8 +15,8 @@ from elastic_agent.agent.commands.pool.jobs import JobState
 from elastic_agent.agent.commands.pool.live_view import OUTAGE_S, LiveView, code_of
 from elastic_agent.agent.commands.pool.log_reader import JobLog
 from elastic_agent.agent.commands.pool.logs import follow
-from elastic_agent.agent.commands.pool.pool_command import CannotDo
 from elastic_agent.agent.commands.pool.progress import Progress
+from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import PoolCode
 from elastic_agent.pool.records import (
     JOBS_PREFIX,

@@ -9,7 +9,8 @@ from ....pool.view import PoolView
 from ....rendezvous.store.interface import Compare, Put, Store
 from ...common.exits import PoolCode
 from ...configuration.reading.settings import Settings
-from .pool_command import CannotDo, find_job, pool_command, present_user
+from ..store_command import CannotDo
+from .pool_command import find_job, pool_command, present_user
 
 _USAGE = """\
 usage: elastic-agent cancel JOB

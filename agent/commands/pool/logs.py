@@ -13,10 +13,10 @@ from ...common.exits import PoolCode
 from ...configuration.reading.settings import Settings
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import YES_OR_NO, whole_number
-from ..store_command import pause
+from ..store_command import CannotDo, pause
 from .live_view import LiveView, code_of
 from .log_reader import JobLog, RankLog
-from .pool_command import CannotDo, find_job, pool_command
+from .pool_command import find_job, pool_command
 
 _USAGE = """\
 usage: elastic-agent logs JOB [--rank N] [--follow]

@@ -23,15 +23,7 @@ from ...configuration.reading.sources import read_argv
 from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.types.option import Option
 from ...rendezvous_io.store_opening import open_to_look
-from ..store_command import ANSWER_S, command_help, one_line_errors
-
-
-class CannotDo(Exception):
-    """Not done; the text has the reason and what to try."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
+from ..store_command import ANSWER_S, CannotDo, command_help, one_line_errors
 
 
 def pool_command(

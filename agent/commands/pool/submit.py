@@ -48,11 +48,12 @@ from ...configuration.rendezvous import (
 from ...configuration.types.option import Option
 from ...configuration.types.parsers import TEXT, YES_OR_NO, Parser, duration
 from ...daemon.job_command import OF_THE_POOL
+from ..store_command import CannotDo
 from .cancel import cancel
 from .live_view import LiveView
 from .log_reader import JobLog
 from .logs import follow, say, show
-from .pool_command import CannotDo, pool_command, present_user, read_view
+from .pool_command import pool_command, present_user, read_view
 
 _USAGE = """\
 usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]

@@ -9,8 +9,9 @@ from ....pool.view import PoolView
 from ....rendezvous.store.interface import Store
 from ...common.exits import PoolCode
 from ...configuration.reading.settings import Settings
+from ..store_command import CannotDo
 from .live_view import LiveView, code_of
-from .pool_command import CannotDo, find_job, pool_command
+from .pool_command import find_job, pool_command
 from .progress import Progress
 
 _USAGE = """\

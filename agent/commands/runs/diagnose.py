@@ -17,8 +17,9 @@ from ...configuration.reading.settings import Settings
 from ...configuration.types.option import Group, Option
 from ...configuration.types.parsers import PATH
 from ...output.masking import secrets_in
+from ..store_command import CannotDo
 from .bundle import Bundled, write_bundle
-from .run_folders import CannotFinish, run_command
+from .run_folders import run_command
 
 _USAGE = """\
 usage: elastic-agent diagnose RUN [--output FILE.tar.gz] [--log-dir DIR]
@@ -55,7 +56,7 @@ def _work(folder: Path, command_line: Settings) -> None:
             raise
     except OSError as error:
         reason = f"{target}: {error.strerror}; name another with --output"
-        raise CannotFinish(DiagnoseCode.NOT_WRITTEN, reason) from None
+        raise CannotDo(DiagnoseCode.NOT_WRITTEN, reason) from None
     print(target, flush=True)
     print(
         f"elastic-agent diagnose: {done.files} files. Secrets that were recognized are masked; look through the "

@@ -17,7 +17,8 @@ from ...observability.journal.event_file import journals, read_file
 from ...observability.report.picture import FORMATS, PictureError, draw
 from ...observability.report.report import Report, ReportError, report_of
 from ...observability.report.text import document, lines
-from .run_folders import CannotFinish, run_command
+from ..store_command import CannotDo
+from .run_folders import run_command
 
 _USAGE = """\
 usage: elastic-agent report RUN [--json] [--picture FILE.png|FILE.svg] [--log-dir DIR]
@@ -58,19 +59,19 @@ def _work(folder: Path, command_line: Settings) -> None:
         try:
             draw(report, picture)
         except PictureError as error:
-            raise CannotFinish(ReportCode.NOT_WRITTEN, str(error)) from None
+            raise CannotDo(ReportCode.NOT_WRITTEN, str(error)) from None
 
 
 def _read(folder: Path) -> Report:
-    """Raises CannotFinish."""
+    """Raises CannotDo."""
     try:
         files = journals(folder)
         if not files:
             what = f"{folder} has no events-NODE.jsonl: name the folder of a run"
-            raise CannotFinish(ReportCode.NO_ACCOUNT, what)
+            raise CannotDo(ReportCode.NO_ACCOUNT, what)
         nodes = ((event for part in parts for event in read_file(part)) for parts in files.values())
         return report_of(folder.resolve().name, nodes)
     except ReportError as error:
-        raise CannotFinish(ReportCode.NO_ACCOUNT, f"{folder}: {error}") from None
+        raise CannotDo(ReportCode.NO_ACCOUNT, f"{folder}: {error}") from None
     except OSError as error:
-        raise CannotFinish(ReportCode.NO_ACCOUNT, f"{error.filename}: {error.strerror}") from None
+        raise CannotDo(ReportCode.NO_ACCOUNT, f"{error.filename}: {error.strerror}") from None

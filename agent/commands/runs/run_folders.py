@@ -17,19 +17,11 @@ from ...configuration.reading.settings import Settings
 from ...configuration.reading.sources import read_argv, read_environ
 from ...configuration.types.option import Option
 from ...output.log_folders import is_run, log_directory, newest_run
-from ..store_command import one_line_errors
+from ..store_command import CannotDo, one_line_errors
 
 
 class NoRun(Exception):
     """No folder of a run was found; the text says where."""
-
-
-class CannotFinish(Exception):
-    """Not done, or not all of it; the text has the reason and what to try."""
-
-    def __init__(self, code: ReportCode | DiagnoseCode, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 def run_command(
@@ -40,7 +32,7 @@ def run_command(
     options: Sequence[Option[Any]],
     work: Callable[[Path, Settings], None],
 ) -> int:
-    """Returns one of `codes`. The first word is the run; `work` gets its folder, and raises CannotFinish."""
+    """Returns one of `codes`. The first word is the run; `work` gets its folder, and raises CannotDo."""
     run = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if run is not None else words, options)
     if HELP in command_line:
@@ -64,7 +56,7 @@ def run_command(
             return 0
         except NoRun as error:
             code, reason = codes.NO_RUN, error
-        except CannotFinish as error:
+        except CannotDo as error:
             code, reason = error.code, error
         except BrokenPipeError:
             return codes.OUTPUT_CLOSED
