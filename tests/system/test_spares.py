@@ -33,8 +33,10 @@ def preloaded(job: Job, agent: Agent) -> Process:
 
 
 def spares(job: Job, agent: Agent) -> set[int]:
+    """Those that the agent has adopted: one that is just being forked dies with the preloaded process."""
     session = preloaded(job, agent).pid
-    return {process.pid for process in job.processes() if process.session == session} - {session}
+    of_agent = [process for process in job.processes() if process.parent == agent.pid]
+    return {process.pid for process in of_agent if process.session == session} - {session}
 
 
 FROM_SPARES = "generation {}: {} workers? from spares in "

@@ -47,9 +47,12 @@ def test_a_script_that_starts_its_own_ranks_is_ended_whole_and_started_again(job
     second = started(job, 2)
     os.kill(second[0].pid, signal.SIGKILL)
     assert agent.exit_code(WITHIN_S) == 0
-    trained = re.findall(r"rank (\d) of 2 has trained: weights add up to ([-\d.]+)", agent.text)
-    assert [rank for rank, _ in sorted(trained)] == ["0", "1"], "the third generation alone came to its end"
-    assert len({total for _, total in trained}) == 1
+    # torch may abort a rank of gloo's while it exits, rarely; then its generation is not the last one.
+    disturbed, *trained = re.split(r"generation 3: 1 worker from spares", agent.text)
+    ends = [re.findall(r"rank (\d) of 2 has trained: weights add up to ([-\d.]+)", text) for text in trained]
+    assert "has trained" not in disturbed, "the third generation was the first to come to its end"
+    assert {rank for rank, _ in ends[0]} == {"0", "1"}
+    assert len({total for _, total in ends[0]}) == 1
     assert ("a", 3) in job.watcher.seen
 
 

@@ -140,15 +140,19 @@ def test_all_that_is_preloaded_is_there_but_what_some_versions_do_not_have() -> 
 
 
 RECORDS = """
+import json
 import sys
+import time
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace
+from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 pair = dist.new_group([0])
 dist.all_reduce(torch.ones(3))
 dist.broadcast(torch.ones(2), 0, group=pair)
 dist.all_reduce(torch.ones(3))
+while not all(entry["retired"] for entry in json.loads(_dump_fr_trace_json())["entries"]):
+    time.sleep(0.01)  # a thread of gloo's notes that an operation has ended
 sys.stdout.buffer.write(_dump_fr_trace())
 """
 
@@ -157,7 +161,7 @@ def test_the_flight_recorders_dumps_are_plain_pickles_of_a_known_form(tmp_path: 
     """`agent/workers/evidence/flight_records.py`: as NCCL's thread writes them; here of gloo."""
     command = [sys.executable, "-c", RECORDS, str(tmp_path / "store")]
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
-    done = subprocess.run(command, env=environment, capture_output=True, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=100)
     dump = plain_pickle.read(done.stdout, math.inf, time.monotonic)
     assert [entry["profiling_name"] for entry in dump["entries"]] == [
         "gloo:all_reduce",
