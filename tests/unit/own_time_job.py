@@ -87,6 +87,7 @@ def main() -> None:
     )
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # torch may abort a rank of gloo's that exits
 
 
 if __name__ == "__main__":

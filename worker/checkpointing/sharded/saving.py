@@ -217,7 +217,10 @@ class ShardSaving(SaveOutcomes):
         self._replicas.settled(oldest_needed(met.readiness, self._env.generation))
         return verdict
 
-    def _copy(self, layout: ShardLayout, step: int, met: Met, verdict: CopyVerdict) -> bool:
+    def _copy(
+        self, layout: ShardLayout, step: int, met: Met, verdict: CopyVerdict, *, sums: bool = True
+    ) -> bool:
+        """`sums`: see `SlotCopies.copy`."""
         memory = self._memory
         assert memory is not None
         rank = memory.place.rank
@@ -225,10 +228,12 @@ class ShardSaving(SaveOutcomes):
             return True
         twins = met.twins_of(rank)
         return self._copies.copy(
-            lambda: memory.begin_copy(layout, step, protected=verdict.protected, twins=twins), step
+            lambda: memory.begin_copy(layout, step, protected=verdict.protected, twins=twins), step, sums=sums
         )
 
-    def _copy_surely(self, layout: ShardLayout, step: int, met: Met, group: Group) -> bool:
+    def _copy_surely(
+        self, layout: ShardLayout, step: int, met: Met, group: Group, *, sums: bool = True
+    ) -> bool:
         """Whether all ranks have this step in memory, after a wait for replicas and readers that has an end."""
         if not met.all_have_memory:
             return False
@@ -237,7 +242,9 @@ class ShardSaving(SaveOutcomes):
             logger.warning("training waits while all ranks write: step=%d reason=%s", step, verdict.reason)
         if not verdict.copies:
             return verdict.decision is Decision.HAVE
-        return all_did(group, lambda: self._copy(layout, step, met, verdict), f"step {step} is not copied")
+        return all_did(
+            group, lambda: self._copy(layout, step, met, verdict, sums=sums), f"step {step} is not copied"
+        )
 
     def _await_turn(self, layout: ShardLayout, step: int, met: Met, group: Group) -> CopyVerdict:
         since = self._clock()
@@ -270,7 +277,8 @@ class ShardSaving(SaveOutcomes):
             self._directory.require(group)
         except (NotSaved, Unconfirmed):
             return False
-        if in_memory and self._copy_surely(layout, step, met, group) and met.all_have_writers:
+        writers = met.all_have_writers
+        if in_memory and self._copy_surely(layout, step, met, group, sums=not writers) and writers:
             self._order(step, met, group)
         elif not self._write_now(step, met, layout, group, started_s):
             return False
