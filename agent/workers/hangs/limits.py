@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ....rendezvous.statements.inquiry import LOOK_S, Stage, Urgency
+from .signs import LOOK_EVERY_S
 
 REMEMBERED = 512
 """Durations of one stage; the oldest are forgotten."""
@@ -60,7 +61,8 @@ class Rule:
     times: Limits
     """So many of their percentile."""
     ahead_s: float = 0.0
-    """The first of them holds so much sooner: the inquiry takes as long, and the rank is to be named by then."""
+    """The first of them holds so much sooner: the look and the inquiry take as long, and the rank is to be named by
+    then."""
 
     def has_learned(self, durations: Durations) -> bool:
         return self.enough is not None and len(durations) >= self.enough
@@ -88,8 +90,11 @@ RULES: Mapping[Stage, Rule] = {
 }
 """Of workers that report steps. The first two stages happen once, and are never learned."""
 
-FROM_OUTSIDE = Rule(_UNKNOWN, Limits(30.0, 30.0, 600.0), 0, Limits(5.0, 5.0, 5.0))
-"""Of workers that report no steps: durations are pauses in which nothing was seen of them."""
+FROM_OUTSIDE = Rule(
+    _UNKNOWN, Limits(30.0, 30.0, 600.0), 0, Limits(5.0, 5.0, 5.0), ahead_s=LOOK_EVERY_S + LOOK_S
+)
+"""Of workers that report no steps: durations are pauses in which nothing was seen of them. The last sign of life may be
+as old as the pause between two looks when it is seen."""
 
 
 class Durations:
