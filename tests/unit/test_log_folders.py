@@ -20,7 +20,7 @@ from elastic_agent.agent.output.log_folders import (
     log_directory,
     run_folder,
 )
-from elastic_agent.agent.workers.supervision.output_routes import routes
+from elastic_agent.agent.workers.supervision.worker_spec import output_routes
 
 
 def a_run(directory: Path, number: int) -> RunFolder:
@@ -143,7 +143,7 @@ def test_dev_null_as_the_log_directory_means_no_files() -> None:
     logs = LogConfig(Path("/dev/null"), redirects=Streams(3), stdout_filters=Texts(("loss",)))
     chosen = choose_log_directory(logs)
     assert chosen.directory is None
-    for route in routes(chosen, 0, {}):
+    for route in output_routes(chosen, 0, {}):
         assert (route.file, route.console, route.copied) == (False, True, ())
 
 

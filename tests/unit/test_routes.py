@@ -10,7 +10,7 @@ import pytest
 from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.types.parsers import read_local_ranks, read_streams, read_texts
 from elastic_agent.agent.output.worker_logs import OutputRoute
-from elastic_agent.agent.workers.supervision.output_routes import routes
+from elastic_agent.agent.workers.supervision.worker_spec import output_routes
 
 FOLDER = Path("logs")
 WORDS = {"role_name": "trainer", "rank": 9, "local_rank": 1, "hostname": "h", "node": "n", "generation": 3}
@@ -60,7 +60,7 @@ def places(route: OutputRoute) -> str:
     ],
 )
 def test_the_second_workers_streams_go(line: str, out: str, err: str) -> None:
-    found = routes(config(line), 1, WORDS)
+    found = output_routes(config(line), 1, WORDS)
     assert tuple(map(places, found)) == (out, err)
 
 
@@ -74,7 +74,7 @@ def test_the_second_workers_streams_go(line: str, out: str, err: str) -> None:
     ],
 )
 def test_where_no_file_can_be_all_is_on_the_console(line: str, out: str, err: str) -> None:
-    assert tuple(map(places, routes(config(line, None), 1, WORDS))) == (out, err)
+    assert tuple(map(places, output_routes(config(line, None), 1, WORDS))) == (out, err)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_files_are_wanted_also_without_a_directory(line: str, wants: bool) -> No
     ],
 )
 def test_the_prefix_is_torchruns_template(template: str, prefix: str) -> None:
-    out, err = routes(replace(config(""), prefix_template=template), 1, WORDS)
+    out, err = output_routes(replace(config(""), prefix_template=template), 1, WORDS)
     assert (out.prefix, err.prefix) == (prefix, prefix)
 
 
