@@ -280,9 +280,7 @@ class Supervised:
     @property
     def failures(self) -> list[WorkerFailure]:
         """The workers of the newest generation that have failed, as they were examined."""
-        generation = self.supervisor._generation
-        assert generation is not None
-        return generation.failures
+        return self.supervisor._failures.failed
 
     def with_gpus(self) -> FakeNvml:
         """From now on NVML is asked of one GPU, which is well."""

@@ -22,8 +22,8 @@ from elastic_agent.agent.common.events import (
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.observability.journal.events import Kind
 from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
+from elastic_agent.agent.workers.supervision.failure_handler import SEEN_WITHIN_S
 from elastic_agent.agent.workers.supervision.failure_reports import KNOWN_WITHIN_S
-from elastic_agent.agent.workers.supervision.supervisor import SEEN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
 from elastic_agent.rendezvous.records import Failure, Phase
@@ -257,7 +257,7 @@ def test_each_generation_begins_with_nothing_of_the_one_before(node: Supervised)
     generation = node.supervisor._generation
     assert generation is not before
     assert generation is not None
-    assert (generation.failures, generation.hung, generation.postponed) == ([], False, None)
+    assert (node.failures, generation.hung, generation.postponed) == ([], False, None)
     assert node.supervisor.undisturbed == 2
 
 

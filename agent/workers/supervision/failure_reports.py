@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from ....rendezvous.records import Failure
+from ...common.events import Event, TailReady
 from ...common.port_owner import find_owner
 from ...machine.gpus.health import GpuHealth
 from ...machine.memory.oom import OomKills, find_counter
 from ...output.worker_logs import WorkerLogs
 from ..failures.causes import Cause, CauseTable
-from ..failures.examination import FailedWorker, Remains, describe_failure
+from ..failures.examination import FailedWorker, Remains, describe_failure, hang_failure
 from ..failures.gpu_news import gpu_news
 from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
 from ..failures.summary import summarize
@@ -84,11 +85,17 @@ class Crashes:
 class Examiner:
     """Finds out why a worker failed, from what it left behind and what the machine says. For the main thread."""
 
-    def __init__(self, node: Node, causes: CauseTable, logs: WorkerLogs, gpus: GpuHealth) -> None:
+    def __init__(
+        self, node: Node, causes: CauseTable, logs: WorkerLogs, gpus: GpuHealth, post: Callable[[Event], None]
+    ) -> None:
+        self.causes = causes
+        """Those that it knows."""
         self._node = node
-        self._causes = causes
         self._logs = logs
         self._gpus = gpus
+        self._post = post
+        self._tail_late = False
+        """The log disk did not answer in time when it was last asked to: until it does, no crash waits for it."""
         self._oom_kills = OomKills(find_counter())
         self._kernel_log = KernelLog()
         self._pids_are_the_kernels = pids_are_the_kernels()
@@ -101,6 +108,24 @@ class Examiner:
         """What the kernel and NVML have said until now concerns earlier workers."""
         self._kernel_log.forget()
         self._gpus.generation_begins()
+
+    def prepare(self, group: WorkerGroup, local_rank: int) -> None:
+        """Ask for what is to come of a worker that has ended: its last lines, with the event `TailReady`, and what NVML
+        says."""
+        ready = TailReady(group.generation, local_rank)
+        self._logs.drain(group.generation, group.ranks[local_rank], lambda: self._post(ready))
+        self._gpus.worker_failed()
+
+    def log_disk_answers(self) -> None:
+        """Call it at each `TailReady`, of earlier generations too."""
+        self._tail_late = False
+
+    def ready(self, crashes: Crashes, now: float) -> Iterator[Crash]:
+        """Those whose facts are here, and those that have waited for them too long."""
+        if crashes.overdue(now):
+            self._tail_late = self._tail_late or not crashes.first_is_read
+            self._gpus.overdue()
+        return crashes.ready(now, lines=not self._tail_late, gpus=self._gpus.waiting)
 
     def examine(
         self, group: WorkerGroup, crash: Crash, master_port: int, now: float, *, not_kept: bool
@@ -122,7 +147,13 @@ class Examiner:
             not_kept,
             crash.asked,
         )
-        return describe_failure(worker, remains, self._causes, partial(find_owner, "0.0.0.0"))
+        return describe_failure(worker, remains, self.causes, partial(find_owner, "0.0.0.0"))
+
+    def hang(self, group: WorkerGroup, local_rank: int, summary: str) -> WorkerFailure:
+        """Of a worker that runs, and is stuck."""
+        number, rank = group.generation, group.ranks[local_rank]
+        log_file = self._logs.log_file(number, rank)
+        return hang_failure(FailedWorker(self._node.name, number, rank, local_rank, log_file), summary)
 
     def _kernel_news(self, group: WorkerGroup, local_rank: int) -> KernelNews:
         devices = self._node.machine.devices_of(local_rank)

@@ -1,5 +1,6 @@
-"""All that is known of the workers of one generation on this node. Made when they start, dropped when the next ones do.
+"""What is known of the workers of one generation on this node. Made when they start, dropped when the next ones do.
 
+Crashes wait here until they are examined; what is found then is kept by `failure_handler.py`.
 Without effects but those on its own workers: what the other nodes or people are to know is up to the `Supervisor`.
 Instants are seconds on the monotonic clock.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ....rendezvous.coordinator.inquiries import STILL_S
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
-from ....rendezvous.records import Failure, World
+from ....rendezvous.records import World
 from ....rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimony, Urgency
 from ....rendezvous.text import counted
 from ....worker.wire.shared_progress import Reading
@@ -22,13 +23,12 @@ from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
 from ..environment.widening import WIDENING, widening
 from ..evidence.collector import Target
-from ..evidence.keeper import Look
 from ..evidence.stacks import WorkerStacks
-from ..failures.worker_failure import WorkerFailure
 from ..hangs.detector import HangDetector, Stall, ends_alone
 from ..hangs.limits import Learned
 from ..links.paces import PaceWatch
 from ..links.pages import WorkerPages
+from ..processes.unkillable import process_statuses
 from ..processes.workers import WorkerGroup
 from .drain_state import DrainState
 from .exits import Exit
@@ -41,6 +41,11 @@ log = logging.getLogger(__name__)
 
 LISTEN_PAUSE_S = 0.02
 """Between two looks whether all workers have finished a step, while a planned change waits for that."""
+
+_STATE = {
+    True: "and this node keeps the state after its last step",
+    False: "and no Checkpointer keeps the state after its last step on this node",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +87,6 @@ class Generation:
     patience: float = 1.0
     pages: WorkerPages = field(init=False)
     stacks: WorkerStacks = field(init=False, default_factory=WorkerStacks)
-    look_before_end: Look | None = field(init=False, default=None)
-    """The look at the workers before they are ended."""
     read: Mapping[int, Reading] = field(init=False, default_factory=dict)
     """What the pages held at the last look, by local rank."""
     paces: PaceWatch = field(init=False)
@@ -104,9 +107,6 @@ class Generation:
     postponed: HowToStop | None = field(init=False, default=None)
     """How the workers are stopped once their last step has been kept."""
     crashes: Crashes = field(init=False, default_factory=Crashes)
-    failures: list[WorkerFailure] = field(init=False, default_factory=list)
-    told: Failure | None = field(init=False, default=None)
-    """The first failure that this node has told the others."""
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
     debugged: bool = field(init=False, default=False)
@@ -148,6 +148,13 @@ class Generation:
             log.info(
                 "generation %d: %s %s cold: %s", self.number, counted(len(cold), "worker"), start, reasons
             )
+
+    def log_end(self) -> None:
+        if self.succeeded:
+            ended = counted(len(self.group.ranks), "worker")
+            log.info("generation %d: %s here ended with success", self.number, ended)
+        elif self.drained:
+            log.info("generation %d has ended here, %s", self.number, _STATE[self.kept])
 
     def check_master(self, node: str) -> None:
         """Warn where these workers, on node `node`, cannot reach the node of rank 0."""
@@ -303,6 +310,11 @@ class Generation:
         return self.drain.complete(self.group.returncodes)
 
     @property
+    def kept(self) -> bool:
+        """This node keeps the state after the last step of its workers, which are `drained`."""
+        return self.drain.keeps_all(self.group.returncodes)
+
+    @property
     def succeeded(self) -> bool:
         """A worker that was asked to end may end as if all were done."""
         return self.group.succeeded and not self.stopping and not self.drain.finished
@@ -312,6 +324,21 @@ class Generation:
         group = self.group
         ended = self.stopping or group.succeeded or (not group.running and self.drained)
         return ended and group.gone() and not self.crashes
+
+    def unkillable(self) -> str:
+        """Why this node can never be done with it: what does not die, and where it stands; empty if it can."""
+        group, bound_s = self.group, self.config.stop.kill_timeout_s
+        if group.kill_elapsed_s() < bound_s:
+            return ""
+        unkillable = group.unkillable()
+        if group.running and not unkillable:
+            return ""  # they have ended, and the event is still to come: this process stood still itself
+        where = process_statuses(unkillable) or "nothing is known of what is left"
+        return (
+            f"generation {self.number} does not end on this node, {bound_s:g} s after SIGKILL (--kill-timeout): "
+            f"{where}. The others go on without this node; whatever device or disk these wait for must be repaired, "
+            "or the machine started anew"
+        )
 
     def planned_grace_s(self, now: float) -> float:
         """What is left of --stop-grace for a signal, of which a drain may have taken a part already."""

@@ -22,7 +22,6 @@ from ....rendezvous.node.node_actions import Drain, Testify
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Condition, Failure, Member, World
 from ....rendezvous.statements.inquiry import HANG, Testimony, telling
-from ....rendezvous.text import counted
 from ....worker.wire.messages import SaveReport
 from ...common.events import (
     Event,
@@ -38,7 +37,6 @@ from ...common.events import (
     WorkerAnswered,
     WorkerExited,
     WorkerKept,
-    WorkersSeen,
 )
 from ...configuration.config import Config
 from ...machine.gpus.health import GpuHealth
@@ -46,10 +44,9 @@ from ...observability.accounting.observer import Observer
 from ...output.log_folders import FLIGHT_RECORDS
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed
-from ..evidence.collector import QUICK, THOROUGH, Depth
+from ..evidence.collector import THOROUGH
 from ..evidence.keeper import EvidenceKeeper, Look
-from ..failures.causes import NOT_STARTED, STORE_SERVER, Cause, CauseTable
-from ..failures.examination import FailedWorker, hang_failure
+from ..failures.causes import NOT_STARTED, STORE_SERVER, CauseTable
 from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
 from ..hangs.signs import SignReader
 from ..links.last_steps import LastSteps
@@ -58,25 +55,17 @@ from ..preloader.spares import Spares
 from ..processes.exit_words import describe_exit
 from ..processes.guard import Guard
 from ..processes.subreaper import Subreaper
-from ..processes.unkillable import process_statuses
 from ..processes.worker_store import WorkerStore
 from ..processes.workers import WorkerGroup
 from .exits import LEAVING, Exit
-from .failure_reports import KNOWN_WITHIN_S, Crash, Examiner, report_of, show
+from .failure_handler import EvidenceLooks, FailureHandler
+from .failure_reports import Examiner
 from .generation import Generation, HowToStop, log_changed_terms
 from .hang_watch import HangWatch
 from .just_in_time_state import Orders
 from .worker_spec import Node, make_directory, worker_spec
 
 log = logging.getLogger(__name__)
-
-SEEN_WITHIN_S = 2.0
-"""Workers that hang are ended when the look at them is over, or when it takes longer than this."""
-
-_STATE = {
-    True: "and this node keeps the state after its last step",
-    False: "and no Checkpointer keeps the state after its last step on this node",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +108,14 @@ class Supervisor:
         self._generation: Generation | None = None
         """The newest, which stays until the next one begins: its failure may have to be shown."""
         self._post = post
-        self._tail_late = False
-        """The log disk did not answer in time when it was last asked to: until it does, no crash waits for it."""
         self._spares_due_at: float | None = None
-        self._causes = CauseTable(config.causes)
-        self._examiner = Examiner(node, self._causes, processes.logs, processes.gpus)
-        self._hangs = HangWatch(participant, observer, processes.signs, processes.logs, clock)
+        logs = processes.logs
+        self._examiner = Examiner(node, CauseTable(config.causes), logs, processes.gpus, post)
+        self._hangs = HangWatch(participant, observer, processes.signs, logs, clock)
+        self._looks = EvidenceLooks(processes.evidence, logs, observer, post, clock)
+        self._failures = FailureHandler(
+            self._examiner, self._looks, participant, observer, self._hangs, self._stop_failed, clock
+        )
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
     @property
@@ -163,7 +154,7 @@ class Supervisor:
             self._config, world, group, now, self._hangs.learned, self._hangs.patience(now)
         )
         self._observer.starting(world, member, now)
-        self._examiner.generation_begins()
+        self._failures.generation_begins()
         problem = self._launch(generation, member, listener)
         self._processes.spares.workers_started(now)
         generation.log_start(self._clock() - now)
@@ -171,7 +162,7 @@ class Supervisor:
         if problem:
             for ended, returncode in group.returncodes.items():
                 self._observer.exited(ended, returncode, now, killed=True)
-            self._fail(generation, NOT_STARTED, problem)
+            self._failures.fail(generation, NOT_STARTED, problem)
         elif world.members[0] != member:
             generation.check_master(member.node)
 
@@ -182,7 +173,7 @@ class Supervisor:
         if generation is None:
             return False
         self._look(generation)
-        self._examine_crashes(generation, now)
+        self._failures.examine(generation, now)
         self._send(generation, generation.just_in_time.turn(now))
         generation.stop_if_kept(now)
         if not generation.stopping and generation.drain.stopping:
@@ -230,7 +221,7 @@ class Supervisor:
             if look.states:
                 self._post(Testified(Testimony(number, inquiry, telling(look.states))))
 
-        self._look_at(generation, f"inquiry-{inquiry}", THOROUGH, say)
+        self._looks.begin(generation, f"inquiry-{inquiry}", THOROUGH, say)
 
     def stop(
         self, grace_s: float, *, gently: bool, reason: str | None, asking: signal.Signals = signal.SIGTERM
@@ -250,12 +241,17 @@ class Supervisor:
                 log.info("stopping generation %d: %s", generation.number, reason)
             self._observer.stopping(self._clock())
             if not gently:
-                self._keep_evidence(generation)
+                self._looks.keep(generation)
             # Where all others have kept the last step, or a worker must show where it stands, there is none to keep.
             if asking is not HANG_SIGNAL and not generation.drain.excused:
                 within_s = grace_s if gently else math.inf
                 self._send(generation, generation.just_in_time.begin(self._clock(), within_s))
         generation.stop(HowToStop(grace_s, gently, asking, self._clock()))
+
+    def _stop_failed(self, asking: signal.Signals) -> None:
+        """After a failure that is in the log."""
+        gently = asking is HANG_SIGNAL  # the stack of a data loader does not show where training stands
+        self.stop(self._config.stop.failure_grace_s, gently=gently, reason=None, asking=asking)
 
     def planned_grace_s(self) -> float:
         """How long the workers have after the signal of a planned stop."""
@@ -272,37 +268,19 @@ class Supervisor:
 
     def unkillable(self) -> str:
         """Why this node can never be done with its generation: what does not die, and where it stands."""
-        group, bound_s = self.group, self._config.stop.kill_timeout_s
-        if group is None or group.kill_elapsed_s() < bound_s:
-            return ""
-        unkillable = group.unkillable()
-        if group.running and not unkillable:
-            return ""  # they have ended, and the event is still to come: this process stood still itself
-        where = process_statuses(unkillable) or "nothing is known of what is left"
-        return (
-            f"generation {group.generation} does not end on this node, {bound_s:g} s after SIGKILL (--kill-timeout): "
-            f"{where}. The others go on without this node; whatever device or disk these wait for must be repaired, "
-            "or the machine started anew"
-        )
+        generation = self._running
+        return generation.unkillable() if generation is not None else ""
 
     def show_failure(self, failure: Failure) -> WorkerFailure | None:
         """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
-        if self._running is not None:
-            self._hangs.hear(self._running)
-        self._observer.failure_shown(failure)
-        generation = self._generation
-        own = generation is not None and generation.number == failure.generation
-        self._keep_evidence_once()
-        evidence = self._processes.evidence.where() if own else ""
-        failures = generation.failures if generation is not None and own else ()
-        return show(failure, failures, self._causes, evidence)
+        return self._failures.show(failure, self._generation)
 
     # ---------------------------------------------------------------- events
 
     def handle(self, event: GenerationEvent, now: float) -> None:
         """Of the workers that run here. Those of other generations are refused, but for what the disk writer saves."""
         if isinstance(event, TailReady):
-            self._tail_late = False
+            self._examiner.log_disk_answers()
         generation = self._running
         if generation is None or event.generation != generation.number:
             if isinstance(event, Reported) and isinstance(event.report, SaveReport):
@@ -311,7 +289,7 @@ class Supervisor:
             self._exited(generation, event)
         elif isinstance(event, TailReady):
             generation.crashes.read(event.local_rank)
-            self._examine_crashes(generation, now)
+            self._failures.examine(generation, now)
         elif isinstance(event, Reported):
             self._reported(generation, event)
         elif isinstance(event, JustInTimeMessage):
@@ -331,16 +309,14 @@ class Supervisor:
             self._stop_read(generation, event)
 
     def gpu_health_message(self, event: GpuHealthMessage) -> None:
-        generation = self._running
-        look = generation.look_before_end if generation is not None else None
-        if self._processes.gpus.handle(event) and look is not None:
-            self._processes.evidence.add(look, "nvml.txt", self._processes.gpus.text)
+        if self._processes.gpus.handle(event) and self._running is not None:
+            self._looks.add("nvml.txt", self._processes.gpus.text)
 
     def store_server_message(self, event: StoreServerMessage) -> None:
         problem = self._processes.worker_store.handle(event)
         generation = self._running
         if problem and generation is not None and not generation.stopping:
-            self._fail(generation, STORE_SERVER, problem)
+            self._failures.fail(generation, STORE_SERVER, problem)
 
     def _exited(self, generation: Generation, event: WorkerExited) -> None:
         group, local_rank = generation.group, event.local_rank
@@ -364,11 +340,9 @@ class Supervisor:
         elif kind is Exit.DOUBTFUL:
             self._processes.last_steps.read_stop(generation.number)
         elif kind is Exit.FAILED:
-            self._crashed(generation, local_rank, returncode, event.at)
-        elif kind is Exit.AS_ASKED and self._seeks_root(generation):
-            # A killed process closes its connections before it has ended: it may be the root of what they see.
-            by_another = returncode == -signal.SIGKILL and not group.killed
-            self._crashed(generation, local_rank, returncode, event.at, asked=not by_another)
+            self._failures.crashed(generation, local_rank, returncode, event.at)
+        elif kind is Exit.AS_ASKED:
+            self._failures.ended_as_asked(generation, local_rank, returncode, event.at)
 
     def _just_in_time_message(self, generation: Generation, event: JustInTimeMessage, now: float) -> None:
         if event.message is None:
@@ -395,7 +369,7 @@ class Supervisor:
     def _stop_read(self, generation: Generation, event: StopRead) -> None:
         self._look(generation)
         for local_rank, (returncode, at) in generation.drain.looked(event.stop, generation.read).items():
-            self._crashed(generation, local_rank, returncode, at)
+            self._failures.crashed(generation, local_rank, returncode, at)
 
     def _reported(self, generation: Generation, event: Reported) -> None:
         self._look(generation)
@@ -455,16 +429,16 @@ class Supervisor:
         if group.running and not drain.finished:
             stuck = self._hangs.turn(generation, now)
             if stuck is not None:
-                self._end_stuck(generation, stuck.local_rank, stuck.why, HANG)
+                self._failures.end_stuck(generation, stuck.local_rank, stuck.why, HANG)
                 return
         if not drain.under_way:
             world = self._participant.world
             if world is not None and world.generation == generation.number and world.finishing:
                 generation.late_exits.others_ended(now)
             if cause := generation.late_cause(now):
-                self._end_stuck(generation, min(generation.running), cause, "hang at the end")
+                self._failures.end_stuck(generation, min(generation.running), cause, "hang at the end")
                 return
-        generation.look_before_end = None  # it is out of date: the workers have moved since
+        self._looks.forget()
 
     def _some_node_succeeded(self, generation: Generation) -> bool:
         """As far as this node follows the others."""
@@ -473,17 +447,13 @@ class Supervisor:
 
     def _finish(self, generation: Generation, now: float) -> None:
         """Nothing of the generation is left here."""
-        group, number = generation.group, generation.number
+        number, succeeded = generation.number, generation.succeeded
         self._processes.worker_store.close()
-        succeeded = generation.succeeded
+        generation.log_end()
         if succeeded:
-            ended = counted(len(group.ranks), "worker")
-            log.info("generation %d: %s here ended with success", number, ended)
             self._participant.workers_succeeded(number)
         elif generation.drained:
-            kept = generation.drain.keeps_all(group.returncodes)
-            log.info("generation %d has ended here, %s", number, _STATE[kept])
-            self._participant.workers_drained(number, kept=kept)
+            self._participant.workers_drained(number, kept=generation.kept)
         self._processes.logs.detach_generation(number)
         generation.finish()
         self._observer.gone(now, succeeded=succeeded)
@@ -525,124 +495,3 @@ class Supervisor:
             pages.close()  # what is scarce may be the very descriptors that they hold
             return f"a worker could not be started: {error}"
         return ""
-
-    # ---------------------------------------------------------------- failures
-
-    def _crashed(
-        self, generation: Generation, local_rank: int, returncode: int, at: float, *, asked: bool = False
-    ) -> None:
-        """A worker has ended as it should not: its last lines have the reason, and are on their way here."""
-        ready = TailReady(generation.number, local_rank)
-        rank = generation.group.ranks[local_rank]
-        self._processes.logs.drain(generation.number, rank, lambda: self._post(ready))
-        self._processes.gpus.worker_failed()
-        generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + KNOWN_WITHIN_S, asked))
-        if not generation.stopping and generation.look_before_end is None:
-            generation.look_before_end = self._look_at(generation, "failure", QUICK)
-
-    def _examine_crashes(self, generation: Generation, now: float) -> None:
-        """Those whose facts are here, and those that have waited for them too long."""
-        crashes, gpus = generation.crashes, self._processes.gpus
-        if crashes.overdue(now):
-            self._tail_late = self._tail_late or not crashes.first_is_read
-            gpus.overdue()
-        for crash in crashes.ready(now, lines=not self._tail_late, gpus=gpus.waiting):
-            self._examine(generation, crash)
-
-    def _examine(self, generation: Generation, crash: Crash) -> None:
-        """Find out why this worker has failed, and end the generation with it."""
-        group, drain, rank = generation.group, generation.drain, generation.group.ranks[crash.local_rank]
-        not_kept = crash.local_rank in drain.finished - drain.kept
-        port = generation.world.master.port
-        failure = self._examiner.examine(group, crash, port, self._clock(), not_kept=not_kept)
-        cause = self._causes.named(failure.cause)
-        if crash.asked and (failure.exception is None or cause.collateral or cause.outside):
-            return
-        generation.failures.append(failure)
-        self._observer.ended(crash.local_rank, failure.cause, crash.at)
-        if not generation.stopping:
-            self._report_failure(
-                generation, report_of(failure, cause), f"rank {rank} failed: {failure.summary}"
-            )
-        elif not cause.collateral and self._seeks_root(generation):
-            log.error("rank %d failed before that, and the others because of it: %s", rank, failure.summary)
-            report = report_of(failure, cause)
-            self.show_failure(report)
-            self._participant.workers_failed(report)
-
-    def _seeks_root(self, generation: Generation) -> bool:
-        """As far as this node knows, this generation ends over a collateral failure, whose root is still unknown."""
-        world = self._participant.world
-        known = generation.told
-        if known is None and world is not None and world.generation == generation.number:
-            known = world.cause.failure
-        return known is not None and known.generation == generation.number and known.collateral
-
-    def _fail(self, generation: Generation, cause: Cause, what: str) -> None:
-        """The generation fails on this node without a worker to blame."""
-        action = self._causes.named(cause.name).action
-        failure = Failure(generation.number, what[:200], what[:4000], cause=cause.name, action=action)
-        self._report_failure(generation, failure, what)
-
-    def _end_stuck(self, generation: Generation, local_rank: int, summary: str, known_as: str) -> None:
-        """End workers that are silent for too long: first evidence is kept, then a signal makes each print its stacks
-        and end."""
-        look = generation.look_before_end
-        if look is None:
-            look = generation.look_before_end = self._look_at(generation, "hang", THOROUGH)
-        if not look.over and self._clock() < look.began_at + SEEN_WITHIN_S:
-            return  # `_watch` comes here again
-        number, rank = generation.number, generation.group.ranks[local_rank]
-        log_file = self._processes.logs.log_file(number, rank)
-        self._hangs.count(generation)
-        generation.hung = True
-        failure = hang_failure(FailedWorker(self._node.name, number, rank, local_rank, log_file), summary)
-        report = report_of(failure, self._causes.named(failure.cause), known_as)
-        self._report_failure(generation, report, failure.summary, HANG_SIGNAL)
-
-    def _look_at(
-        self, generation: Generation, why: str, depth: Depth, then: Callable[[Look], None] | None = None
-    ) -> Look:
-        """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
-        targets = generation.targets(self._processes.logs.tail, self._clock())
-        seen = WorkersSeen(generation.number)
-        return self._processes.evidence.look(
-            why,
-            targets,
-            depth,
-            then or (lambda look: self._post(seen)),
-            lambda path: self._observer.evidence_kept(str(path), generation.number),
-        )
-
-    def _keep_evidence(self, generation: Generation) -> None:
-        """Look at the workers before they are ended for a failure, here or elsewhere; waits for QUICK.within_s."""
-        look = generation.look_before_end
-        if look is None:
-            look = generation.look_before_end = self._look_at(generation, "failure", QUICK)
-        look.wait(look.began_at + QUICK.within_s, self._clock)
-
-    def _keep_evidence_once(self) -> None:
-        """Before the log names it. Of workers that hang there was a look at the inquiry."""
-        generation = self._running
-        if generation is None or generation.stopping or generation.hung:
-            return
-        if self._hangs.blamed(generation.number) is None:
-            self._keep_evidence(generation)
-
-    def _report_failure(
-        self,
-        generation: Generation,
-        failure: Failure,
-        reason: str,
-        asking: signal.Signals = signal.SIGTERM,
-    ) -> None:
-        """`reason`: for the log, in which the worker's own last lines stand above it."""
-        self._keep_evidence_once()
-        evidence = self._processes.evidence.where()
-        kept = f"; evidence: {evidence}" if evidence else ""
-        log.error("stopping generation %d: %s%s", failure.generation, reason, kept)
-        generation.told = failure
-        self._observer.failure_shown(failure)
-        self._participant.workers_failed(failure)
-        gently = asking is HANG_SIGNAL  # the stack of a data loader does not show where training stands
-        self.stop(self._config.stop.failure_grace_s, gently=gently, reason=None, asking=asking)
