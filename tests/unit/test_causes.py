@@ -28,6 +28,15 @@ EXCEPTIONS = [
     ("xid", "RuntimeError: CUDA error: GPU is lost"),
     ("xid", "pynvml.NVMLError_GpuIsLost: GPU is lost"),
     ("exception", "ValueError: no handler of 'GPU is lost'"),
+    (
+        "ecc",
+        DIST
+        + "unhandled cuda error\nLast error:\nCuda failure 214 'CUDA uncorrectable ECC error encountered'",
+    ),
+    ("exception", """KeyError: "label 'CUDA uncorrectable ECC error' not in vocabulary\""""),
+    ("exception", "FileNotFoundError: [Errno 2] No such file or directory: 'fallen off the bus.txt'"),
+    ("exception", "ValueError: of RuntimeError: hardware memory corruption"),
+    ("exception", "ValueError: cannot parse user's text: 'Cannot allocate memory'"),
     ("host_out_of_memory", "MemoryError"),
     ("host_out_of_memory", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 TiB"),
     (
@@ -36,6 +45,11 @@ EXCEPTIONS = [
         " tried to allocate 4000000000000000 bytes. Error code 12 (Cannot allocate memory)",
     ),
     ("host_out_of_memory", "OSError: [Errno 12] Cannot allocate memory"),
+    (
+        "host_out_of_memory",
+        "ImportError: libx.so: failed to map segment from shared object: Cannot allocate memory",
+    ),
+    ("host_out_of_memory", "RuntimeError: std::bad_alloc"),
     ("refused", "elastic_agent.worker.errors.MeshMismatch: a mesh of shard 4 fits 4, 8, 12, ... ranks"),
     ("port", "OSError: [Errno 98] Address already in use"),
     (
@@ -191,6 +205,7 @@ TERMINATE = "terminate called after throwing an instance of 'c10::Error'"
         ("signal", -8, ()),
         ("signal", -13, ()),
         ("abort", -6, ("NCCL version 2.27.3",)),
+        ("ecc", -6, (TERMINATE, "  what():  CUDA error: uncorrectable ECC error encountered")),
         ("nccl_timeout", -6, (WATCHDOG, TERMINATE)),
         ("illegal_access", -6, (TERMINATE, "  what():  CUDA error: misaligned address", "", "frame #1: 0x7f")),
         ("host_out_of_memory", -6, ("terminate called after throwing an instance of 'std::bad_alloc'",)),

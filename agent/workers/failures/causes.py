@@ -47,13 +47,18 @@ class Cause:
     """A worker may end so because its GPU is broken: NVML is heard."""
 
 
+def _types(*names: str) -> str:
+    """Exceptions of these types, from any module."""
+    return rf"(?m:(?:[\w.]+\.)?(?:{'|'.join(names)})(?::|$))"
+
+
 def _raised(*names: str, text: str | None = None) -> Raised:
-    """An exception of one of these types, from any module."""
-    return Raised(rf"(?m:(?:[\w.]+\.)?(?:{'|'.join(names)})(?::|$))", text)
+    return Raised(_types(*names), text)
 
 
-def _says(*texts: str) -> Says:
-    return Says(f"(?i:{'|'.join(texts)})")
+def _says(*texts: str, types: tuple[str, ...] = ()) -> Says:
+    """`types`: the only exceptions that count, because others may quote these texts. Empty: all count."""
+    return Says(f"(?i:{'|'.join(texts)})", _types(*types) if types else "")
 
 
 def _exits(*codes: int, text: str | None = None) -> Exits:
@@ -72,6 +77,17 @@ _GPU_MEMORY = (
     r"CUBLAS_STATUS_ALLOC_FAILED",
     r"cudaErrorMemoryAllocation",
 )
+# What torch and the libraries of GPUs raise: RuntimeError, subclasses of it, and what such a library calls its own.
+_NATIVE = (
+    "RuntimeError",
+    "SystemError",
+    "AcceleratorError",
+    "OutOfMemoryError",
+    r"Dist\w*Error",
+    r"\w*(?i:CUDA|HIP|NCCL|NVML)\w*Error\w*",  # NVMLError_GpuIsLost, CUDARuntimeError, CudaError
+)
+# An ImportError says so of a library that could not be mapped.
+_OF_HOST_MEMORY = (*_NATIVE, "MemoryError", "OSError", "ImportError")
 # Errors that the worker library raises on all ranks together, and would raise in the next generation, too. Not among
 # them are ranks whose values differ: that may come from a fault, after which a restart helps.
 _REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "
@@ -103,6 +119,7 @@ CAUSES: tuple[Cause, ...] = (
                 r"\b(CUDA|HIP|NCCL)\b[^\n]*uncorrectable ECC error",
                 "hardware memory corruption",
                 "cudaErrorECCUncorrectable",
+                types=_NATIVE,
             ),
         ),
     ),
@@ -117,6 +134,7 @@ CAUSES: tuple[Cause, ...] = (
                 "fallen off the bus",
                 r"\b(CUDA|NVML\w*|nvidia-smi|device handle)\b[^\n]*GPU (is lost|requires reset)",
                 "Uncorrectable NVLink error",
+                types=_NATIVE,
             ),
         ),
     ),
@@ -133,6 +151,7 @@ CAUSES: tuple[Cause, ...] = (
                 r"Cannot allocate memory",
                 r"std::bad_alloc",
                 r"unable to mmap \d+ bytes from file .*Cannot allocate",
+                types=_OF_HOST_MEMORY,
             ),
         ),
     ),

@@ -30,11 +30,15 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Says:
-    """`text` matches in `Facts.words`, with which the worker ended."""
+    """`text` matches in `Facts.words`, with which the worker ended. `types`: where it was an exception, it is one of
+    these types, because any other may quote such a text."""
 
     text: str
+    types: str = ""
 
     def holds(self, facts: Facts) -> bool:
+        if facts.exception and not re.match(self.types, facts.exception):
+            return False
         return any(re.search(self.text, words) for words in facts.words)
 
 
