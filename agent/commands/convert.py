@@ -24,7 +24,9 @@ torch.distributed.checkpoint has written: then --step says which step it is of. 
   --to FORM               replicated: one file, which a Checkpointer of a state that is the same on all ranks loads;
                           sharded: a directory that a Checkpointer of a sharded state, and dcp.load, read
   --step N                which checkpoint of FROM
-  --parameter-names FILE  names of the optimizer's parameters, one on each line, in the order of its groups
+  --parameter-names FILE  names of the optimizer's parameters, one on each line, in the order of its groups. Without it
+                          the numbers of a replicated checkpoint are taken for a model's parameters in their order,
+                          unless the checkpoint has the names; a line of the output says so where shapes leave a doubt
 """
 
 

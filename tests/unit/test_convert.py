@@ -17,10 +17,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from elastic_agent.agent.commands.convert import main
+from elastic_agent.agent.commands.convert import _help, main
 from elastic_agent.agent.common.exits import ConvertCode
 from elastic_agent.worker import Checkpointer, CheckpointMismatch
 from elastic_agent.worker.checkpointing.conversion.convert import Refused, convert
+from elastic_agent.worker.checkpointing.conversion.whole_state import names_of_parameters
 from elastic_agent.worker.errors import BadCheckpoint, CheckpointError, NoUsableCheckpoint
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.wire.run import Run
@@ -97,7 +98,9 @@ def group(tmp_path: Path) -> Iterator[None]:
 def test_there_and_back_again_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
     save_replicated(tmp_path / "a")
     done = convert(tmp_path / "a", tmp_path / "b")
-    assert done == f"step 10 of {tmp_path / 'a'} (replicated) is now in {tmp_path / 'b'} (sharded)"
+    assert done.splitlines()[0] == (
+        f"step 10 of {tmp_path / 'a'} (replicated) is now in {tmp_path / 'b'} (sharded)"
+    )
     convert(tmp_path / "b", tmp_path / "c")
     first, second = payload_of(tmp_path / "a"), payload_of(tmp_path / "c")
     rows = [first.pop("ranks"), second.pop("ranks")]
@@ -181,6 +184,8 @@ def test_what_dcp_has_saved_is_a_checkpoint_of_ours(tmp_path: Path, to: Any) -> 
     after = parts(model(4), steps=1)
     net = {name: after[name] for name in ("model", "optimizer")} | {"meta": {}}
     assert Checkpointer(tmp_path / ("b" if to == "replicated" else "c"), net).load() == 12
+    (group,) = after["optimizer"].param_groups
+    assert group.pop("param_names") == [name for name, _ in after["model"].named_parameters()]
     for name in ("model", "optimizer"):
         assert same(dict(state_of(after)[name]), dict(state_of(before)[name]))
     assert net["meta"] == {"seen": 5}
@@ -409,3 +414,154 @@ def test_a_script_whose_state_is_of_the_other_form_is_told_of_this_command(
         Checkpointer(tmp_path / "b", {**parts(model(1)), "own": {}}, of_each_rank=["own"]).load()
     with pytest.raises(CheckpointMismatch, match="`elastic-agent convert` makes"):
         Checkpointer(tmp_path / "a", {**parts(fully_shard(model(1))), "own": {}}, of_each_rank=["own"]).load()
+
+
+def three_alike() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+
+
+def with_momenta(net: nn.Module, weights: list[Any]) -> dict[str, Any]:
+    """Those of the model's parameters are 1, 2, 3, whatever their order in the optimizer is."""
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    for number, weight in enumerate(net.parameters()):
+        optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, number + 1.0)
+    return {"model": net, "optimizer": optimizer}
+
+
+def test_an_order_that_the_shapes_do_not_settle_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = three_alike()
+    assert Checkpointer(tmp_path / "a", with_momenta(net, list(net.parameters())[::-1])).save(1)
+    words = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(words) == ConvertCode.CONVERTED
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "--parameter-names" in line)
+    assert line == (
+        "the numbers of part 'optimizer' were taken for the parameters of 'model' in their order, which is not "
+        "certain: 0.weight and 1.weight have the same shape. If the optimizer has another order, convert again with "
+        "--parameter-names FILE"
+    )
+    (tmp_path / "names").write_text("2.weight\n1.weight\n0.weight\n")
+    assert main([words[0], str(tmp_path / "c"), f"--parameter-names={tmp_path / 'names'}"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    convert(tmp_path / "c", tmp_path / "d")
+    assert same(payload_of(tmp_path / "d"), payload_of(tmp_path / "a"))
+    assert "a line of the output says so" in _help()
+
+
+@pytest.mark.parametrize("case", ["shapes differ", "names are written down", "nothing is kept", "sharded"])
+def test_an_order_that_is_certain_is_not_spoken_of(tmp_path: Path, group: None, case: str) -> None:
+    net: Any = three_alike() if case != "shapes differ" else nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    if case == "sharded":
+        net = fully_shard(net)
+    found: Any = net.named_parameters() if case == "names are written down" else net.parameters()
+    optimizer = torch.optim.SGD(found, lr=0.1, momentum=0.0 if case == "nothing is kept" else 0.9)
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    checkpoints = Checkpointer(tmp_path / "a", {"model": net, "optimizer": optimizer})
+    assert checkpoints.save(1)
+    assert checkpoints.wait()
+    assert "were taken for" not in convert(tmp_path / "a", tmp_path / "b")
+    back = convert(tmp_path / "b", tmp_path / "c")
+    assert "were taken for" not in back
+
+
+def test_a_parameter_whose_state_shows_no_shape_may_be_any_other() -> None:
+    """As Adafactor keeps rows and columns of a matrix."""
+    weights = {"one": torch.ones(2, 3), "two": torch.ones(4, 5)}
+    kept = {0: {"row_var": torch.ones(2)}, 1: {"row_var": torch.ones(4)}}
+    optimizer = {"state": kept, "param_groups": [{"params": [0, 1]}]}
+    numbering = names_of_parameters("optimizer", {"model": weights, "optimizer": optimizer})
+    assert numbering.names == {0: "one", 1: "two"}
+    assert "one and two cannot be told apart" in numbering.doubt
+
+
+class Awkward(nn.Module):
+    """Whose optimizer's names nothing tells but its own state: tied, frozen, with a buffer of floats."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(5, 4)
+        self.body = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.frozen(self.body(self.embedding(tokens) * self.scale)))
+        return found
+
+
+def awkward(seed: int, *, shard: bool, steps: int = 3, named: bool = False) -> dict[str, Any]:
+    net: nn.Module = Awkward(seed)
+    if shard:
+        net = fully_shard(net)
+    decayed = [one for one in net.named_parameters() if one[1].requires_grad and one[1].dim() > 1]
+    others = [one for one in net.named_parameters() if one[1].requires_grad and one[1].dim() == 1]
+    groups: list[dict[str, Any]] = [
+        {"params": one if named else [weight for _, weight in one]} for one in (others, decayed)
+    ]
+    groups[0]["weight_decay"] = 0.0
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.arange(5)).square().mean().backward()
+        optimizer.step()
+    return {"model": net, "optimizer": optimizer}
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def momenta(found: dict[str, Any]) -> dict[str, Any]:
+    """By name in the model."""
+    names = {weight: name for name, weight in found["model"].named_parameters()}
+    return {
+        names[weight]: {key: whole(one) for key, one in kept.items()}
+        for weight, kept in found["optimizer"].state.items()
+    }
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["plain", "named"])
+def test_names_that_a_sharded_state_has_come_back_to_it(tmp_path: Path, group: None, named: bool) -> None:
+    before = awkward(1, shard=True, named=named)
+    checkpoints = Checkpointer(tmp_path / "a", before)
+    assert checkpoints.save(4)
+    assert checkpoints.wait()
+    convert(tmp_path / "a", tmp_path / "b")
+    said = convert(tmp_path / "b", tmp_path / "c")
+    assert "were taken for" not in said
+    for to_named in (False, True):
+        for form, shard in (("b", False), ("c", True)):
+            after = awkward(2, shard=shard, steps=1, named=to_named)
+            assert Checkpointer(tmp_path / form, after).load() == 4
+            assert same(momenta(after), momenta(before))
+            assert [one["weight_decay"] for one in after["optimizer"].param_groups] == [0.0, 0.01]
+            after["model"](torch.arange(5)).sum().backward()
+            after["optimizer"].step()
+            again = Checkpointer(tmp_path / f"again-{form}-{to_named}", after)
+            assert again.save(5)
+            assert again.wait()
+    convert(tmp_path / "c", tmp_path / "d")
+    assert same(payload_of(tmp_path / "b"), payload_of(tmp_path / "d"))
+
+
+def test_dcp_loads_an_optimizer_that_had_names(tmp_path: Path) -> None:
+    before = awkward(1, shard=False, named=True)
+    assert Checkpointer(tmp_path / "a", before).save(4)
+    convert(tmp_path / "a", tmp_path / "b")
+    (attempt,) = (path for path in (tmp_path / "b").iterdir() if path.is_dir())
+    after = awkward(2, shard=False, steps=1, named=True)
+    of_model, of_optimizer = get_state_dict(after["model"], after["optimizer"])
+    state = {"model": of_model, "optimizer": of_optimizer}
+    dcp.load(state, checkpoint_id=attempt, no_dist=True)
+    set_state_dict(
+        after["model"], after["optimizer"],
+        model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+    )  # fmt: skip
+    assert same(momenta(after), momenta(before))

@@ -25,9 +25,14 @@ from ...wire.run import Run
 from .dcp_form import read_dcp
 from .replicated_form import read_replicated, write_replicated
 from .sharded_form import read_sharded, write_sharded
-from .whole_state import WholeState
+from .whole_state import WholeState, has_names, is_optimizer
 
 Form = Literal["replicated", "sharded"]
+
+_CONVERTED = "converted"
+"""Begins the name of the run whose a converted checkpoint is."""
+_UNNAMED = ".unnamed"
+"""Ends it where the source did not name its optimizers' parameters: converted back, it does not either."""
 
 
 class Refused(CheckpointError):
@@ -42,7 +47,8 @@ def convert(
     step: int | None = None,
     parameter_names: Sequence[str] | None = None,
 ) -> str:
-    """Returns what was done, as a sentence. `to` None: the other form than that of the source.
+    """Returns what was done, and a line for each optimizer of whose order there is a doubt. `to` None: the other form
+    than that of the source.
 
     `step`: which of the source's checkpoints, None: the newest; for a directory of DCP, which knows none, its step.
     `parameter_names`: of the optimizer, in its order, where they cannot be found out.
@@ -57,13 +63,20 @@ def convert(
         wanted: Form = to or ("replicated" if form == "sharded" or form == "dcp" else "sharded")
         if wanted == form:
             raise Refused(f"step {whole.step} in {source} is {form} already")
-        files = CheckpointFiles(target, keep=1, run=Run(f"converted-{uuid.uuid4().hex[:12]}"))
+        run = f"{_CONVERTED}-{uuid.uuid4().hex[:12]}{'' if _is_named(whole) else _UNNAMED}"
+        files = CheckpointFiles(target, keep=1, run=Run(run))
+        doubts: list[str] = []
         with _names_directory(f"{target} cannot be written"), _removed_unless_done(target):
             if wanted == "replicated":
                 write_replicated(files, whole)
             else:
-                write_sharded(files, whole, parameter_names)
-    return f"step {whole.step} of {source} ({form}) is now in {target} ({wanted})"
+                doubts = write_sharded(files, whole, parameter_names)
+    return "\n".join([f"step {whole.step} of {source} ({form}) is now in {target} ({wanted})", *doubts])
+
+
+def _is_named(whole: WholeState) -> bool:
+    optimizers = [state for state in whole.states.values() if is_optimizer(state)]
+    return any(map(has_names, optimizers)) or not optimizers
 
 
 @contextlib.contextmanager
@@ -104,7 +117,9 @@ def _read(source: Path, step: int | None, stack: contextlib.ExitStack) -> tuple[
     checkpoint = _find(reader, source, step)
     stack.enter_context(checkpoint.stream)
     if checkpoint.manifest.is_sharded:
-        return read_sharded(reader, checkpoint.manifest), "sharded"
+        run = checkpoint.manifest.run
+        keep_names = not (run.startswith(_CONVERTED) and run.endswith(_UNNAMED))
+        return read_sharded(reader, checkpoint.manifest, keep_names=keep_names), "sharded"
     return read_replicated(checkpoint), "replicated"
 
 

@@ -87,7 +87,10 @@ def _states(index: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
     state = unflatten([(tuple(paths[key]), leaf) for key, leaf in leaves.items()])
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise CheckpointMismatch(f"{METADATA_NAME} is of a state without names for its parts")
-    return {name: numbered(part) if is_optimizer(part, str) else part for name, part in state.items()}
+    return {
+        name: numbered(part, keep_names=True) if is_optimizer(part, str) else part
+        for name, part in state.items()
+    }
 
 
 def _leaf(dir_fd: int, index: Any, key: str) -> Any:

@@ -36,17 +36,18 @@ from .whole_state import GROUPS, STATE, WholeState, is_optimizer, named, names_o
 # ---------------------------------------------------------------- reading
 
 
-def read_sharded(files: CheckpointFiles, manifest: Manifest) -> WholeState:
-    """Raises BadCheckpoint, CheckpointMismatch."""
+def read_sharded(files: CheckpointFiles, manifest: Manifest, *, keep_names: bool) -> WholeState:
+    """`keep_names`: those of an optimizer's parameters stay beside their numbers. Raises BadCheckpoint,
+    CheckpointMismatch."""
     with contextlib.ExitStack() as stack:
         copies: dict[int, OpenCopy] = {}
         for rank in range(manifest.world_size):
             copy = stack.enter_context(files.open_rank(manifest, rank))
             copies[rank] = OpenCopy(copy.table, copy.read, None)
-        return read_copies(copies, manifest.step)
+        return read_copies(copies, manifest.step, keep_names=keep_names)
 
 
-def read_copies(copies: Mapping[int, OpenCopy], step: int) -> WholeState:
+def read_copies(copies: Mapping[int, OpenCopy], step: int, *, keep_names: bool) -> WholeState:
     """Raises CheckpointMismatch where some of a tensor is missing, and what the copies' `read` raises."""
     reader = Reader(copies, None)
     wanted = {key: WantedTensor.like(reader, key, None) for key in reader.paths if reader.is_tensor(key)}
@@ -62,7 +63,7 @@ def read_copies(copies: Mapping[int, OpenCopy], step: int) -> WholeState:
     whole = WholeState(step, {})
     for name in names:
         if name not in (RANKS, STRUCTURE):
-            whole.states[name] = _state(reader, name, state_at)
+            whole.states[name] = _state(reader, name, state_at, keep_names)
     ranks = sorted({int(path[1]) for path in paths if path[0] == RANKS})
     for rank in ranks:
         at = RANKS, str(rank)
@@ -77,27 +78,33 @@ def read_copies(copies: Mapping[int, OpenCopy], step: int) -> WholeState:
     return whole
 
 
-def _state(reader: Reader, name: str, state_at: Callable[[Path], Any]) -> Any:
+def _state(reader: Reader, name: str, state_at: Callable[[Path], Any], keep_names: bool) -> Any:
     parameters = {str(path[2]): None for path in reader.under((name, STATE)).values() if len(path) > 2}
     if key_of((name, GROUPS)) in reader.paths or reader.under((name, GROUPS)):
         groups = state_at((name, GROUPS))
         by_name = {STATE: {one: state_at((name, STATE, one)) for one in parameters}, GROUPS: groups}
         if is_optimizer(by_name, str):
-            return numbered(by_name)
+            return numbered(by_name, keep_names=keep_names)
     return state_at((name,))
 
 
 # ---------------------------------------------------------------- writing
 
 
-def write_sharded(files: CheckpointFiles, whole: WholeState, parameter_names: Sequence[str] | None) -> None:
-    """Durably, in a directory that has no checkpoint. Raises OSError, CheckpointError."""
+def write_sharded(
+    files: CheckpointFiles, whole: WholeState, parameter_names: Sequence[str] | None
+) -> list[str]:
+    """Durably, in a directory that has no checkpoint. Returns the doubts about the parameters of its optimizers (see
+    `Numbering`). Raises OSError, CheckpointError."""
     states = dict(whole.states)
+    doubts = []
     for name, state in whole.states.items():
         if name in (RANKS, STRUCTURE):
             raise CheckpointMismatch(f"a part of a sharded state cannot be called {name!r}")
         if is_optimizer(state):
-            states[name] = named(name, state, names_of_parameters(name, whole.states, parameter_names))
+            numbering = names_of_parameters(name, whole.states, parameter_names)
+            states[name] = named(name, state, numbering.names)
+            doubts.append(numbering.doubt)
     attempt = new_attempt(files, whole.step, 0)
     tables = {}
     for rank in range(whole.world_size):
@@ -109,6 +116,7 @@ def write_sharded(files: CheckpointFiles, whole: WholeState, parameter_names: Se
     index = metadata_of(tables)
     manifest = commit(files, Commit(attempt, whole.step, 0, whole.world_size, index, 0.0), lambda: None)
     _prove(files, manifest)
+    return [doubt for doubt in doubts if doubt]
 
 
 def _roots(whole: WholeState, states: Mapping[str, Any], rank: int) -> list[tuple[Path, Any]]:
@@ -137,7 +145,8 @@ def _layout(roots: list[tuple[Path, Any]], rank: int, step: int) -> ShardLayout:
     leaves: list[Leaf] = []
     for at, state in roots:
         common = at[0] != RANKS
-        found_paths, found, others = split(state, at)
+        # That of an optimizer is found by name.
+        found_paths, found, others = split(state, at, ordered=not common or len(at) == 1)
         for path, tensor in zip(found_paths, found, strict=True):
             refuse(str(at[0]), key_of(path), tensor)
         paths += found_paths

@@ -1,8 +1,9 @@
 """A checkpoint's state as one process has it whole: what every form of a checkpoint is made of, and made into.
 
 A replicated checkpoint knows the parameters of an optimizer by numbers, a sharded one by their names in the model. From
-names to numbers is a matter of counting. From numbers to names it is not, for a state does not say which parameter has
-which number: newer optimizers write the names down, else they are found by order and shape, or have to be given.
+names to numbers is a matter of counting, and the names stay beside the numbers, where torch's own optimizers of
+`named_parameters` write them too. Where they are not, a state does not say which parameter has which number: then they
+are taken to be those of a model in its order, if that fits by number and shape, or have to be given.
 """
 
 from __future__ import annotations
@@ -52,19 +53,25 @@ def is_optimizer(state: Any, params: type = int) -> bool:
     )
 
 
-def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer by names, as torch's own `state_dict` has it."""
+def numbered(state: Mapping[str, Any], *, keep_names: bool) -> dict[str, Any]:
+    """The state of an optimizer by names, as torch's own `state_dict` has it. `keep_names`: as that of an optimizer
+    which was made of named parameters."""
     numbers: dict[str, int] = {}
     for group in state[GROUPS]:
         for name in group[PARAMS]:
             numbers.setdefault(name, len(numbers))
     groups = [{**group, PARAMS: [numbers[name] for name in group[PARAMS]]} for group in state[GROUPS]]
+    if keep_names:
+        groups = [
+            {**new, NAMES: list(group[PARAMS])} for new, group in zip(groups, state[GROUPS], strict=True)
+        ]
     by_number = {numbers[name]: one for name, one in state[STATE].items()}
     return {STATE: dict(sorted(by_number.items())), GROUPS: groups}
 
 
 def named(part: str, state: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """The other way round. Raises CheckpointMismatch for a state that is no parameter's."""
+    """The other way round. Names that are beside the numbers stay in the groups: an optimizer of named parameters
+    looks for them there. Raises CheckpointMismatch for a state that is no parameter's."""
     if unknown := sorted(map(str, set(state[STATE]) - set(names))):
         raise CheckpointMismatch(
             f"part {part!r} has a state for {unknown[0]}, which is none of its parameters"
@@ -73,24 +80,44 @@ def named(part: str, state: Mapping[str, Any], names: Mapping[int, str]) -> dict
     return {STATE: {names[number]: one for number, one in state[STATE].items()}, GROUPS: groups}
 
 
+def has_names(state: Mapping[str, Any]) -> bool:
+    """Whether this state of an optimizer by numbers has the names beside them."""
+    return bool(_written(state))
+
+
+def _written(state: Mapping[str, Any]) -> list[str]:
+    return [name for group in state[GROUPS] for name in group.get(NAMES, ())]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """Which parameters the numbers of an optimizer stand for."""
+
+    names: dict[int, str]
+    doubt: str = ""
+    """What was taken for granted, and what says otherwise, in a sentence. Empty: nothing was."""
+
+
 def names_of_parameters(
     part: str, states: Mapping[str, Any], given: Sequence[str] | None = None
-) -> dict[int, str]:
-    """By number, of the optimizer `part`; `given` are those that a person has written down, in order.
+) -> Numbering:
+    """Of the optimizer `part`; `given` are those that a person has written down, in order.
 
-    Raises CheckpointMismatch where they cannot be known for certain.
+    Where names are neither given nor written in the state, and just one model fits by number and shape, the order is
+    taken to be the model's. That is the usual one, but another order of parameters with the same shape would fit as
+    well: then there is a doubt. Raises CheckpointMismatch where no model fits, or several do, or there are groups.
     """
     optimizer = states[part]
     numbers = [number for group in optimizer[GROUPS] for number in group[PARAMS]]
-    written = [name for group in optimizer[GROUPS] for name in group.get(NAMES, ())]
+    written = _written(optimizer)
     for names in (given, written):
         if names:
             if len(names) != len(numbers) or len(set(names)) != len(names):
                 raise CheckpointMismatch(
                     f"part {part!r} has {len(numbers)} parameters, and {len(set(names))} names for them"
                 )
-            return dict(zip(numbers, names, strict=True))
-    found = [names for names in _candidates(states) if _fit(optimizer, numbers, names)]
+            return Numbering(dict(zip(numbers, names, strict=True)))
+    found = [one for one in _candidates(states) if _fit(optimizer, numbers, one.parameters)]
     if len(optimizer[GROUPS]) != 1 or len(found) != 1:
         raise CheckpointMismatch(
             f"it is not known which parameters the numbers of part {part!r} stand for: write their names into a file, "
@@ -98,15 +125,31 @@ def names_of_parameters(
             "script that is: names = {p: n for n, p in model.named_parameters()}; "
             'print(*(names[p] for g in optimizer.param_groups for p in g["params"]), sep="\\n")'
         )
-    return dict(zip(numbers, found[0], strict=True))
+    (model,) = found
+    doubt = ""
+    if exchangeable := _exchangeable(optimizer, numbers, model.parameters):
+        doubt = (
+            f"the numbers of part {part!r} were taken for the parameters of {model.parts} in their order, which is not "
+            f"certain: {exchangeable}. If the optimizer has another order, convert again with --parameter-names FILE"
+        )
+    return Numbering(dict(zip(numbers, model.parameters, strict=True)), doubt)
 
 
-def _candidates(states: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    parts: str
+    """Whose parameters they are, for a reader."""
+    parameters: dict[str, torch.Tensor]
+
+
+def _candidates(states: Mapping[str, Any]) -> list[_Candidate]:
     """Of each part that looks like a module, and of all of them: what may be its parameters, in their order."""
-    modules = [found for state in states.values() if (found := _parameters(state))]
-    together = {name: tensor for found in modules for name, tensor in found.items()}
-    if len(modules) > 1 and len(together) == sum(map(len, modules)):
-        modules.append(together)
+    modules = [
+        _Candidate(repr(name), found) for name, state in states.items() if (found := _parameters(state))
+    ]
+    together = {name: tensor for one in modules for name, tensor in one.parameters.items()}
+    if len(modules) > 1 and len(together) == sum(len(one.parameters) for one in modules):
+        modules.append(_Candidate(" and ".join(one.parts for one in modules), together))
     return modules
 
 
@@ -132,12 +175,34 @@ def _fit(optimizer: Mapping[str, Any], numbers: Sequence[int], names: Mapping[st
     if len(numbers) != len(names):
         return False
     for number, weight in zip(numbers, names.values(), strict=True):
-        kept = optimizer[STATE].get(number, {})
-        shapes = {
-            tuple(one.shape)
-            for one in kept.values()
-            if isinstance(one, torch.Tensor) and one.dim() == weight.dim()
-        }
+        shapes = _shapes(optimizer[STATE].get(number, {}), weight)
         if weight.dim() and shapes and shapes != {tuple(weight.shape)}:
             return False
     return True
+
+
+def _shapes(kept: Mapping[str, Any], weight: torch.Tensor) -> set[tuple[int, ...]]:
+    """Of what the optimizer keeps for a parameter, as far as it may show the parameter's shape."""
+    return {
+        tuple(one.shape)
+        for one in kept.values()
+        if isinstance(one, torch.Tensor) and one.dim() == weight.dim()
+    }
+
+
+def _exchangeable(
+    optimizer: Mapping[str, Any], numbers: Sequence[int], names: Mapping[str, torch.Tensor]
+) -> str:
+    """Two of these that fit, whose states could be exchanged and would fit as well; empty: there are none."""
+    by_shape: dict[tuple[int, ...], tuple[str, bool]] = {}
+    for number, (name, weight) in zip(numbers, names.items(), strict=True):
+        kept = optimizer[STATE].get(number, {})
+        if kept and not _shapes(kept, weight) and len(names) > 1:
+            other = next(one for one in names if one != name)
+            return f"{name} and {other} cannot be told apart by what is kept for them"
+        before, keeps = by_shape.get(tuple(weight.shape), (name, False))
+        keeps = keeps or bool(kept)
+        if keeps and before != name:
+            return f"{before} and {name} have the same shape"
+        by_shape[tuple(weight.shape)] = before, keeps
+    return ""
