@@ -6,8 +6,10 @@ archive before they send it to others.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 
 MASK = "***"
 
@@ -58,9 +60,9 @@ def masked(text: str, known: Collection[str] = ()) -> str:
     >>> masked("--api-key abc123 lr=0.1 PASSWORD=hunter2 https://me:word@host/x")
     '--api-key *** lr=0.1 PASSWORD=*** https://me:***@host/x'
     """
-    for value in sorted(known, key=len, reverse=True):
-        if len(value) >= LEAST_CHARS:
-            text = text.replace(value, MASK)
+    written = {spelling for value in known if len(value) >= LEAST_CHARS for spelling in _spellings(value)}
+    for spelling in sorted(written, key=len, reverse=True):
+        text = text.replace(spelling, MASK)
     text = _FORMS.sub(MASK, text)
     text = _URL.sub(rf"\g<1>{MASK}\g<3>", text)
     text = _DSN.sub(rf"\g<1>{MASK}\g<2>", text)
@@ -68,3 +70,11 @@ def masked(text: str, known: Collection[str] = ()) -> str:
     text = _HEADER.sub(lambda found: f"{found[1] or found[3]}{MASK}", text)
     text = _ASSIGNED.sub(rf"\g<name>\g<between>\g<open>{MASK}", text)
     return _OPTION.sub(rf"\g<1>{MASK}", text)
+
+
+@lru_cache(maxsize=4096)
+def _spellings(value: str) -> frozenset[str]:
+    """The value as it is, and as it stands in a text that `repr` or JSON has made of it or of what it is in."""
+    in_json = {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]}
+    with_both_quotes = {repr(f'"{value}')[2:-1], ascii(f'"{value}')[2:-1]}
+    return frozenset({value, repr(value)[1:-1], ascii(value)[1:-1], *in_json, *with_both_quotes})

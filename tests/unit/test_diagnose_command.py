@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
 import time
@@ -93,6 +94,18 @@ def test_no_secret_is_in_it_that_only_the_agent_knew(tmp_path: Path) -> None:
     assert {"events-a.jsonl", "configuration-a.toml"} < set(found)
     assert not [name for name, text in found.items() if CANARY in text]
     assert "left out" not in found["about.txt"]
+
+
+@pytest.mark.parametrize("value", ["fish cake horse moon 7", 'Ab"cd\\ef"gh12é$kk'])
+def test_a_phrase_and_escaped_spellings_are_not_in_it_either(tmp_path: Path, value: str) -> None:
+    run = tmp_path / "logs" / "digits-3f2a"
+    log = run / "gen1" / "rank0" / "stdout.log"
+    log.parent.mkdir(parents=True)
+    for name, text in about_node("a", (), {value}).items():
+        (run / name).write_text(text)
+    (run / MARK).touch()
+    log.write_text(f"login {value}\nlogin {value!r}\nlogin {json.dumps(value)}\n")
+    assert bundled(run, tmp_path)["gen1/rank0/stdout.log"] == "login ***\nlogin '***'\nlogin \"***\"\n"
 
 
 def test_digests_that_cannot_be_read_are_noted(run: Path, tmp_path: Path) -> None:

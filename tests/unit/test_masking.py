@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from elastic_agent.agent.output.masking import MASK, masked, secrets_in
@@ -56,6 +58,13 @@ def test_what_looks_like_a_secret_is_not_shown(text: str) -> None:
 def test_known_values_are_found_wherever_they_are_and_long_ones_first() -> None:
     assert masked(f"x{CANARY}y {CANARY}longer", [CANARY, f"{CANARY}longer"]) == f"x{MASK}y {MASK}"
     assert masked("short abc", ["abc"]) == "short abc"
+
+
+@pytest.mark.parametrize("value", ['Ab"cd\\ef"gh12é$kk', 'it\'s \U0001f511 "x"', "two\nlines", "plain-value"])
+def test_known_values_are_found_in_their_escaped_spellings(value: str) -> None:
+    for text in (value, repr(value), ascii(value), json.dumps(value), json.dumps(value, ensure_ascii=False)):
+        assert masked(f"is {text}", [value]) in (f"is {MASK}", f"is '{MASK}'", f'is "{MASK}"')
+    assert masked(repr(f"'\" {value}"), [value]) == f"'\\'\" {MASK}'"
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         1,
         {
             "SecretDigests": "values",
-            "SecretDigest": "chars digest",
+            "SecretDigest": "chars words digest",
         },
     ),
 }
