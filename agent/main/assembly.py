@@ -232,6 +232,7 @@ def pages_of(agent: Agent) -> StatusPages:
         lease_ttl_s=agent.config.rendezvous.lease_ttl_s,
         max_restarts=agent.config.max_restarts,
         clock=agent.clock,
+        secrets=secrets_in(agent.environment),
     )
 
 

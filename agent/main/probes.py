@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ...health.http_messages import Probe
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Introduction
+from ..output.masking import masked
 from .heartbeat import STUCK_AFTER_S, Heartbeat
 
 
 class Probes:
     """All methods but `begin` are for any thread."""
 
-    def __init__(self, before: Introduction, clock: Callable[[], float]) -> None:
-        """`before` is the answer to a peer until `begin`."""
+    def __init__(
+        self, before: Introduction, clock: Callable[[], float], secrets: Collection[str] = ()
+    ) -> None:
+        """`before` is the answer to a peer until `begin`. `secrets` are known values, which no answer has."""
         self._before = before
         self._clock = clock
+        self._secrets = secrets
         self._parts: tuple[Participant, Heartbeat] | None = None
 
     def begin(self, participant: Participant, heartbeat: Heartbeat) -> None:
@@ -40,7 +44,7 @@ class Probes:
         outside = world is not None and world.member(snapshot.incarnation) is None
         if world is not None and world.trains and outside and snapshot.lease_good(self._clock()):
             return Probe(True, f"standing by: generation {world.generation} is running")
-        return Probe(False, f"waiting: {snapshot.waiting_for}")
+        return Probe(False, f"waiting: {masked(snapshot.waiting_for, self._secrets)}")
 
     def introduction(self) -> str:
         """The answer to a peer that asks who this node is."""

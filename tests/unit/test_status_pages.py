@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_agent.agent.main.probes import Probes
 from elastic_agent.agent.observability.status import pages as pages_module
 from elastic_agent.agent.observability.status.pages import (
     JOB_PAGE,
@@ -24,16 +27,21 @@ from elastic_agent.agent.observability.status.pages import (
 )
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.codec import Invalid
+from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
+    MAX_TEXT,
     Cause,
     CauseKind,
     Endpoint,
     Failure,
+    Introduction,
     NodeRecord,
     Phase,
+    Restarts,
     World,
     line_up,
 )
+from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, Exclusion
 from elastic_agent.worker.wire.messages import LoadReport, SaveReport
 
 STATUS = NodeStatus(
@@ -134,7 +142,55 @@ def test_a_failure_that_cannot_be_read_is_left_out(detail: str) -> None:
     assert worker_failure(world) is None
     back = JOB_PAGE.decode(job_page(replace(JOB, world=world))).world
     assert back is not None
-    assert back.cause.failure == replace(FAILURE, detail="")
+    assert back.cause.failure == replace(FAILURE, detail="", fingerprint="")
+
+
+CANARY = "canary-of-a-token"
+
+
+def test_no_secret_is_on_the_pages_that_a_failure_has_in_its_text() -> None:
+    """Everything that `/job` has is in the state of the page, too, which is made of it."""
+    text = f"exit code 1: ValueError: {CANARY} is no number"
+    worker = replace(WORKER, summary=text, exception=f"ValueError: {CANARY}")
+    failure = replace(FAILURE, fingerprint=f"exit code 1: {CANARY}", summary=text, detail=worker.to_json())
+    excluded = Exclusion("b", "b-1", "exception", f"its workers failed: {text}")
+    world = replace(
+        WORLD,
+        cause=Cause(CauseKind.FAILURE, "b", text, failure),
+        restarts=Restarts(1, fingerprint=failure.fingerprint),
+        exclusions=(excluded,),
+    )
+    pages = StatusPages(
+        "digits", "b", "b-1", "1", lease_ttl_s=5.0, max_restarts=3, clock=lambda: 0.0, secrets={CANARY}
+    )
+    waiting_for = f"excluded: {excluded.reason}"
+    pages.update(NodeSnapshot("b", "b-1", world=world, waiting_for=waiting_for), None, "joining", 0.0)
+    assert CANARY not in pages.job() + pages.node()
+    shown = JOB_PAGE.decode(pages.job()).world
+    assert shown is not None
+    assert shown.cause.detail == "exit code 1: ValueError: *** is no number"
+    found = worker_failure(shown)
+    assert found is not None
+    assert found.summary == shown.cause.detail
+    assert shown.exclusions[0].reason == f"its workers failed: {shown.cause.detail}"
+    assert status_of(pages).waiting_for == f"excluded: its workers failed: {shown.cause.detail}"
+
+
+def test_nor_in_the_answer_to_who_asks_whether_an_excluded_node_is_ready() -> None:
+    snapshot = NodeSnapshot("b", "b-1", waiting_for=f"excluded: exit code 1: ValueError: {CANARY}")
+    probes = Probes(Introduction("b", "b-1", generation=0), lambda: 0.0, secrets={CANARY})
+    probes.begin(SimpleNamespace(snapshot=snapshot), SimpleNamespace())  # type: ignore[arg-type]
+    assert probes.readiness().detail == "waiting: excluded: exit code 1: ValueError: ***"
+
+
+def test_texts_that_grow_by_a_mask_are_cut_to_what_a_reader_takes() -> None:
+    text = "token=a " * (MAX_TEXT // 8)
+    failure = replace(FAILURE, summary=text)
+    exclusion = Exclusion("b", "b-1", "exception", text[:MAX_EXCLUSION_REASON])
+    world = replace(WORLD, cause=Cause(CauseKind.FAILURE, "b", text, failure), exclusions=(exclusion,))
+    shown = JOB_PAGE.decode(job_page(replace(JOB, world=world))).world
+    assert shown is not None
+    assert "token=a" not in f"{shown.cause} {shown.exclusions}"
 
 
 HOSTILE: list[tuple[str, Any]] = [
@@ -325,7 +381,7 @@ def test_the_page_of_a_large_job_is_not_made_for_every_request(
 ) -> None:
     made: list[float] = []
 
-    def counted(job: JobStatus) -> str:
+    def counted(job: JobStatus, secrets: Collection[str]) -> str:
         clock.now += 0.032
         made.append(clock.now)
         return f"page {len(made)}"
@@ -340,7 +396,7 @@ def test_the_page_of_a_small_job_is_always_of_now(
     pages: StatusPages, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[JobStatus] = []
-    monkeypatch.setattr(pages_module, "job_page", lambda job: made.append(job) or "page")
+    monkeypatch.setattr(pages_module, "job_page", lambda job, _: made.append(job) or "page")
     for _ in range(3):
         pages.job()
     assert len(made) == 3

@@ -5,12 +5,13 @@ itself knows the age of its lease and its checkpoint, and counts it when it answ
 checks every field, cleans the texts, and refuses any other version.
 
 The pages hold what nodes write to the store anyway, without the traceback and the output of a failed worker, and of the
-configuration only --max-restarts and --lease-ttl.
+configuration only --max-restarts and --lease-ttl. In the texts of failures secrets are masked as in the journal: more
+people read these pages than the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -18,8 +19,10 @@ from ....codec import AtMost, Count, Document, Seconds, Within
 from ....health.checks.finding import Finding, Outcome, worst_first
 from ....rendezvous.node.snapshot import NodeSnapshot
 from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
+from ....rendezvous.statements.exclusion import MAX_EXCLUSION_REASON
 from ....rendezvous.text import Name, line
 from ....worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
+from ...output.masking import masked
 from ...workers.failures.worker_failure import FailureInvalid, WorkerFailure
 from ...workers.processes.workers import WorkerGroup
 
@@ -141,17 +144,37 @@ def worker_of(failure: Failure | None) -> WorkerFailure | None:
         return None
 
 
-def job_page(job: JobStatus) -> str:
-    """Without the output of failed workers, which stays in the store."""
-    world, nodes = job.world, tuple(replace(node, failure=None) for node in job.nodes)
-    if world is not None and world.cause.failure is not None:
-        worker = worker_failure(world)
-        detail = (
-            "" if worker is None else replace(worker, traceback=None, log_tail=(), log_file=None).to_json()
-        )
-        failure = replace(world.cause.failure, detail=detail)
-        world = replace(world, cause=replace(world.cause, failure=failure))
+def job_page(job: JobStatus, secrets: Collection[str] = ()) -> str:
+    """Without the output of failed workers, which stays in the store, and without the values `secrets`."""
+    nodes = tuple(replace(node, failure=None) for node in job.nodes)
+    world = _shown(job.world, secrets) if job.world is not None else None
     return JOB_PAGE.encode(replace(job, world=world, nodes=nodes))
+
+
+def _shown(world: World, secrets: Collection[str]) -> World:
+    """A fingerprint is a failure's text in another form, which nobody reads here."""
+    cause = replace(world.cause, detail=_masked(world.cause.detail, MAX_TEXT, secrets))
+    if cause.failure is not None:
+        worker = worker_failure(world)
+        detail = ""
+        if worker is not None:
+            summary = masked(worker.summary, secrets)
+            exception = masked(worker.exception, secrets) if worker.exception is not None else None
+            detail = replace(
+                worker, summary=summary, exception=exception, traceback=None, log_tail=(), log_file=None
+            ).to_json()
+        summary = _masked(cause.failure.summary, MAX_TEXT, secrets)
+        cause = replace(cause, failure=replace(cause.failure, fingerprint="", summary=summary, detail=detail))
+    exclusions = tuple(
+        replace(one, reason=_masked(one.reason, MAX_EXCLUSION_REASON, secrets)) for one in world.exclusions
+    )
+    return replace(
+        world, cause=cause, restarts=replace(world.restarts, fingerprint=""), exclusions=exclusions
+    )
+
+
+def _masked(text: str, most_chars: int, secrets: Collection[str]) -> str:
+    return masked(text, secrets)[:most_chars]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +215,11 @@ class StatusPages:
         lease_ttl_s: float,
         max_restarts: int | None,
         clock: Callable[[], float],
+        secrets: Collection[str] = (),
     ) -> None:
+        """`secrets` are known values, which no page has."""
         self._job_name, self._version = job, version
+        self._secrets = secrets
         self._lease_ttl_s, self._max_restarts = lease_ttl_s, max_restarts
         self._clock = clock
         self._started_at = clock()
@@ -282,7 +308,9 @@ class StatusPages:
             version=self._version,
             up_s=now - self._started_at,
             state=seen.state,
-            waiting_for="" if snapshot.undisturbed or over else snapshot.waiting_for[:MAX_TEXT],
+            waiting_for=""
+            if snapshot.undisturbed or over
+            else _masked(snapshot.waiting_for, MAX_TEXT, self._secrets),
             coordinates=snapshot.coordinates,
             world=world.generation if world is not None else 0,
             phase=world.phase.value if world is not None else "",
@@ -314,7 +342,8 @@ class StatusPages:
             self._job_page = job_page(
                 JobStatus(
                     self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
-                )
+                ),
+                self._secrets,
             )
             self._job_page_due_at = now + PAGE_RESTS * (self._clock() - now)
         return self._job_page
