@@ -424,9 +424,8 @@ def _make_rendezvous(
         memory=claimed.listeners.memory.getsockname()[1] if claimed.listeners.memory is not None else 0,
     )
     lease_ttl_s = agent.config.rendezvous.lease_ttl_s
-    participant = Participant(
-        identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), held_back=held_back
-    )
+    life_s = agent.config.rendezvous.kind.life_s(lease_ttl_s)
+    participant = Participant(identity, policy, lease_ttl_s=life_s, rng=rng, now=clock(), held_back=held_back)
     heartbeat = Heartbeat(
         lease_ttl_s,
         lambda: link.confirmed_at + LEASE_MARGIN * lease_ttl_s,

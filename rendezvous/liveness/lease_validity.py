@@ -1,7 +1,8 @@
 """Why a node may go on training: the *proof* that no other node can have been given its place (I10).
 
 As a rule that is its lease. It counts as good for LEASE_MARGIN of its time to live after the newest confirmation, on
-this node's own clock; the rest is for stopping the workers, who are gone before the store can drop the lease.
+this node's own clock; the rest is for stopping the workers, who are gone before the store can drop the lease. A lease
+whose time to live is infinite is good from its first confirmation on.
 
 Unless the operator forbids it (`store_outage_grace_s`), a second proof stands in while *no node* reaches the store: the
 world is *whole*, all of its members run its generation and none has had an answer of the store lately. Then none of
@@ -105,6 +106,8 @@ class LeaseValidity:
     @property
     def proven_until(self) -> float:
         """Until then the lease cannot have ended."""
+        if self.confirmed_at == -math.inf:  # that plus a time to live without end is no number
+            return -math.inf
         return self.confirmed_at + LEASE_MARGIN * self._lease_ttl_s
 
     @property

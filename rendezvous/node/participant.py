@@ -80,8 +80,9 @@ class Participant:
         held_back: str = "",
     ) -> None:
         """`identity` holds what does not change (node, address, slots, hosts_store), the first port, and the
-        name of this life of the agent as incarnation; each rejoin appends a number to it. `held_back`: why neither
-        the first life nor a later one may join before `hold_back` says so; empty: it may."""
+        name of this life of the agent as incarnation; each rejoin appends a number to it. `lease_ttl_s` is infinite
+        where no lease ends by time (`StoreKind.life_s`). `held_back`: why neither the first life nor a later one may
+        join before `hold_back` says so; empty: it may."""
         self.identity = identity
         self.policy = policy
         self.waiting_for = "the rendezvous store"

@@ -17,6 +17,7 @@ from .interface import Compare, Delete, LeaseId, Outcome, Put, Snapshot
 @dataclass(frozen=True, slots=True)
 class Grant:
     ttl_s: Annotated[float, Within(0, 86400, above=True)]
+    """Infinite only in a store that no other process shares (`StoreKind.life_s`), and so never on a wire."""
 
 
 @dataclass(frozen=True, slots=True)

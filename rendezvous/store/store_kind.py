@@ -6,6 +6,7 @@ opened, and not earlier.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -91,6 +92,11 @@ class StoreKind:
     def shared(self) -> bool:
         """A second node can join."""
         return self.port is not None or self.of_one_machine
+
+    def life_s(self, lease_ttl_s: float) -> float:
+        """Of a lease that is not confirmed. Without end where no other node can be given its place: there an agent that
+        stood still, for however long, has lost nothing, and the process takes store and lease with it."""
+        return lease_ttl_s if self.shared else math.inf
 
     @property
     def forgets_leases(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from elastic_agent.agent.configuration.types.stores import STORES
 from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
@@ -29,7 +30,7 @@ from elastic_agent.rendezvous.store.interface import (
     Watch,
 )
 from elastic_agent.rendezvous.store.kv_state import HISTORY, KvState
-from elastic_agent.rendezvous.store.memory import MemoryStore
+from elastic_agent.rendezvous.store.memory import MEMORY, MemoryStore
 from elastic_agent.rendezvous.store.scoped import ScopedStore
 from tests.etcd_servers import EtcdCluster
 
@@ -364,6 +365,21 @@ def test_a_lease_that_is_kept_alive_outlives_its_time_to_live(store: Store, at: 
         store.keep_alive(lease)
         time.sleep(0.05)
     assert len(store.read((at(""),)).entries) == 1
+
+
+def test_a_lease_that_no_other_node_can_want_outlives_any_pause_of_its_process() -> None:
+    now = 0.0
+    store = MemoryStore(lambda: now)
+    lease = store.grant(MEMORY.life_s(5.0))
+    revision, watch = put(store, "k", lease=lease), store.watch(("",), 0)
+    assert [change.key for change in watch.next(0.0)] == ["k"]
+    now = 3600.0
+    assert watch.next(0.0) == ()
+    store.keep_alive(lease)
+    assert store.read(("k",)).entries == (Entry("k", "", revision, revision),)
+    store.revoke(lease)
+    assert store.read(("k",)).entries == ()
+    assert all(kind.life_s(5.0) == 5.0 for kind in STORES.values() if kind is not MEMORY)
 
 
 def test_a_revoked_lease_deletes_its_keys_at_once_and_may_be_revoked_twice(

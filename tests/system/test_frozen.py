@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
 from .harness import RECORDER, Job, without
 
 OPTIONS = ("--nnodes=1:3", "--lease-ttl=2")
+FROZEN_S = 3.0
+"""Longer than the lease."""
 
 
 def test_a_frozen_agent_is_replaced_and_joins_as_a_new_incarnation_when_it_wakes(job: Job) -> None:
@@ -34,6 +37,21 @@ def test_a_frozen_agent_is_replaced_and_joins_as_a_new_incarnation_when_it_wakes
     assert frozen.says("stopping generation"), "and said so"
     assert job.history(what="start", node="b", generation=two.number) == []
     assert old_life in started["env"]["ELASTIC_AGENT_INCARNATION"], "a new incarnation of the same process"
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the agent", "agent and worker"])
+def test_a_node_that_no_other_can_follow_goes_on_after_any_freeze(job: Job, whole: bool) -> None:
+    agent = job.start("a", "--lease-ttl=2")
+    old = job.wait_for_training(world=1)
+    frozen = [agent.pid, *(worker.pid for worker in job.workers() if whole)]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(FROZEN_S)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    job.wait_for_steps(old, for_s=1.0)
+    assert [generation.number for generation in job.generations()] == [old.number]
+    assert not agent.says("lease")
 
 
 @pytest.mark.usefixtures("in_etcd")

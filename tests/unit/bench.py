@@ -68,7 +68,7 @@ class Peer:
         self.part = Participant(
             identity,
             policy,
-            lease_ttl_s=TTL_S,
+            lease_ttl_s=bench.lease_ttl_s,
             rng=random.Random(1),
             now=bench.now,
             retry=RetryPolicy(0.0, 1.0),
@@ -193,8 +193,9 @@ class Peer:
 class Bench:
     """The store, the instant, and every node that is still alive."""
 
-    def __init__(self, history: int = 4096) -> None:
+    def __init__(self, history: int = 4096, lease_ttl_s: float = TTL_S) -> None:
         self.now = 1000.0
+        self.lease_ttl_s = lease_ttl_s
         self.kv = KvState(history)
         self.peers: list[Peer] = []
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.workers.links.commit_fence import CommitFence, judge
+from elastic_agent.agent.workers.links.commit_fence import LONGEST_GRANT_S, CommitFence, judge
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
@@ -59,6 +59,8 @@ UNPROVEN = CommitUndecided("the rendezvous store does not confirm this node's le
         (replace(WORLD, phase=Phase.STOPPING, cause=Cause(CauseKind.LEAVE, "b")), HERE, CommitGranted(3.0)),
         # The host of the store leaves: the job ends, and its workers save within their grace.
         (replace(WORLD, phase=Phase.ENDED, result=Result.STORE_HOST_LEFT), HERE, CommitGranted(3.0)),
+        # A lease without end is no leave for ever.
+        (WORLD, leased("life-a", math.inf), CommitGranted(LONGEST_GRANT_S)),
         (WORLD, leased("life-a", 100.0), UNPROVEN),
         (WORLD, leased("life-a", -math.inf), UNPROVEN),
         (None, HERE, CommitRefused("the rendezvous store holds no world")),

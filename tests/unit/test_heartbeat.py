@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import random
@@ -56,6 +57,8 @@ def every_quarter(until_s: float) -> list[float]:
             False,
         ),  # the lease is still confirmed, though the loop has not heard it
         (every_quarter(4.0), 11.0, 3.0, False),  # a world that is whole goes on without the store
+        (every_quarter(STUCK_AFTER_S - 1), math.inf, 3.0, False),  # the lease has no end
+        (every_quarter(STUCK_AFTER_S), math.inf, 3.0, True),
         ([*every_quarter(3.0), 9.0], 3.0, 3.0, False),  # starved just when the workers were to be stopped
     ],
 )

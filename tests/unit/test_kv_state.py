@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -149,6 +150,16 @@ def test_leases_are_never_numbered_twice() -> None:
     first = kv.grant(10.0, 0.0)
     kv.revoke(first)
     assert kv.grant(10.0, 0.0) != first
+
+
+def test_a_lease_without_end_lives_until_it_is_revoked() -> None:
+    kv = KvState()
+    lease = kv.grant(math.inf, 0.0)
+    put(kv, "k", lease=lease)
+    kv.keep_alive(lease, 1e9)
+    assert kv.expire(2e9) == []
+    kv.revoke(lease)
+    assert kv.entry("k") is None
 
 
 def test_the_next_expiry_is_the_earliest() -> None:

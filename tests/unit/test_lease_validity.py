@@ -63,6 +63,16 @@ def test_a_lease_holds_for_its_margin_and_no_longer() -> None:
     assert not node.suspects(1e9), "none is asked unless the operator allows it"
 
 
+def test_a_lease_without_end_holds_from_its_first_confirmation_on() -> None:
+    node = LeaseValidity(math.inf, 0.0)
+    assert not node.holds(0.0)
+    assert node.proven_until == -math.inf
+    node.confirmed_at = 0.0
+    node.runs(world("a"), "a-1")
+    assert node.holds(1e9)
+    assert node.lease_proven(1e9)
+
+
 @pytest.mark.parametrize(("name", "asked"), [("a", {"b-1", "c-1"}), ("b", {"a-1"}), ("c", {"a-1"})])
 def test_the_first_member_asks_all_and_the_others_ask_it(name: str, asked: set[str]) -> None:
     node = proof(name, "a", "b", "c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -285,6 +286,16 @@ def test_a_grant_counts_from_when_it_was_asked_for(bench: Bench) -> None:
     part.answered(request, 1, bench.now + 2)
     assert part.lease_good(bench.now + LEASE_MARGIN * TTL_S - 0.01)
     assert not part.lease_good(bench.now + LEASE_MARGIN * TTL_S)
+
+
+def test_a_node_whose_lease_has_no_end_goes_on_after_it_stood_still() -> None:
+    bench = Bench(lease_ttl_s=math.inf)
+    (a,) = bench.joined("a", policy=ALONE)
+    bench.now += 3600.0
+    assert a.order == Stay(), "before any other thread has confirmed the lease"
+    bench.after(1.0)
+    assert (a.generation, a.stops()) == (1, [])
+    assert a.part.good_until(bench.now) == math.inf
 
 
 @pytest.mark.parametrize(("victim", "others"), [("a", ["c", "b"]), ("b", ["a", "c"])])

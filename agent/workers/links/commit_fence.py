@@ -4,7 +4,7 @@ The answer rests on the key `world` as it stands in the store at that moment, ne
 node that was frozen is the last to see what was decided without it. While this node is a member of the world there, the
 next generation can begin in three ways only: this node has written that it stopped its workers; its agent has ended,
 and its workers with it; its lease has ended. So a grant holds for as long as the lease was proven before the store was
-asked.
+asked, and no longer than LONGEST_GRANT_S.
 
 `judge` decides. `CommitFence` brings it question and world, in threads that may wait for the store.
 """
@@ -30,6 +30,9 @@ from ....worker.wire.messages import (
 
 log = logging.getLogger(__name__)
 
+LONGEST_GRANT_S = 60.0
+"""A lease may be long, or without end. A grant is used at once, and who comes later asks again."""
+
 
 def judge(question: CommitQuestion, world: World | None, latest: NodeSnapshot, now: float) -> CommitAnswer:
     """`world` is what the store held after `latest` was taken and before `now`.
@@ -48,7 +51,7 @@ def judge(question: CommitQuestion, world: World | None, latest: NodeSnapshot, n
     left_s = latest.proven_until - now
     if left_s <= 0:
         return CommitUndecided("the rendezvous store does not confirm this node's lease")
-    return CommitGranted(left_s)
+    return CommitGranted(min(left_s, LONGEST_GRANT_S))
 
 
 class CommitFence:
