@@ -29,7 +29,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from elastic_agent.worker.errors import CheckpointError, CheckpointMismatch, OtherWorldSize, Sharded
+from elastic_agent.worker.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    NotPlainData,
+    OtherWorldSize,
+    Sharded,
+)
 from elastic_agent.worker.state.kinds import is_sharded
 from elastic_agent.worker.state.sharding import reading
 from elastic_agent.worker.state.sharding.layout import ShardLayouts
@@ -294,6 +300,9 @@ def check_same_placement(kind: str, rank: int, folder: Path, expected: Mapping[s
         {one: saved.copies[one] for one in {0, rank}}, rank, WORLD, WORLD
     )
     assert saved.read == 0
+    if not kind.startswith("fsdp1"):  # of which a rank without any element asks others
+        own = taken(old, rank=rank, world_size=WORLD)
+        ShardedParts(KINDS[kind](1), (), {}).prepare({rank: own}, rank, WORLD, WORLD)
     if before:
         assert_same(full(parts), before, f"{kind}, prepared only")
     ready.apply()
@@ -392,6 +401,35 @@ def check_stages(rank: int, folder: Path) -> None:
     check(stage(((0,), (1, 2, 3))[rank // 2], halves, 1), Saved(folder / "one").copies, WORLD + 1, "as two")
 
 
+def check_order(rank: int) -> None:
+    """Each rank gets all keys of a dict back in their order, out of its own copy alone, also if it has no element of
+    some tensors."""
+
+    def state(seed: int) -> Parts:
+        net = fsdp(flat(WORLD), seed)
+        averages = {name: 2 * weight.detach() for name, weight in net.named_parameters()}
+        more = {"best": 1.0, "last": torch.full((2,), float(seed)), "at": seed}
+        return {
+            "model": net,
+            "ema": {"updates": seed, **averages, **more},
+            "own": {"b": 1, "a": torch.ones(1)},
+        }
+
+    rules = {"own": None}
+    old, new = state(0), state(1)
+    names = [row.key for row in taken(old, rules, rank, WORLD).table.shards]
+    assert "ema.3.weight" in names, "it has three elements"
+    ready = ShardedParts(new, (), rules).prepare({rank: taken(old, rules, rank, WORLD)}, rank, WORLD, WORLD)
+    ready.apply()
+    assert [list(new[part]) for part in ("ema", "own")] == [list(old[part]) for part in ("ema", "own")]
+
+    def whole(averages: Mapping[str, Any]) -> dict[str, Any]:
+        """By a collective for each, in their order."""
+        return {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in averages.items()}
+
+    assert_same(whole(new["ema"]), whole(old["ema"]), "a dict of averages")
+
+
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=WORLD)
@@ -418,6 +456,7 @@ def work(rank: int, folder: str) -> None:
         ShardedParts(parts, (), {}).prepare(saved.copies, rank, WORLD, WORLD + 1).apply()
         assert_same(full(parts), wholes[old], f"{old} as {new}")
     check_stages(rank, Path(folder))
+    check_order(rank)
     for ranks in (3, 2):
         for kind, make in SMALLER.items():
             if rank >= ranks:
@@ -476,6 +515,25 @@ def test_tied_weights_lie_in_a_copy_once(alone: None) -> None:
     rows = taken({"model": net}).table.shards
     assert [row.key for row in rows] == ["model.one.weight", "model.two.weight"]
     assert len({row.begin for row in rows}) == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"part": {1: torch.ones(2), "1": torch.zeros(2)}},
+        {"part": {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}},
+        {"part": {"a.b": torch.ones(2), "a": {"b": 2}}},
+        {"part": {"a.b": 1, "a": {"b": 2}}},
+        {"part": {None: 1, "None": 2}},
+        {"part": {"more.one": 1}, "part.more": {"one": 2}},
+        {"part": {"more.one": torch.ones(2)}, "part.more": {"one": torch.zeros(2)}},
+    ],
+    ids=str,
+)
+def test_two_values_that_would_have_one_key_are_refused(alone: None, state: Parts) -> None:
+    """Only one of them could come back, and as both."""
+    with pytest.raises(NotPlainData, match=r"two values at 'part\.[\w.]+', by the keys"):
+        taken({"model": fsdp(flat(1), 0), **state})
 
 
 def test_a_state_of_other_names_or_shapes_does_not_fit(alone: None) -> None:
@@ -624,8 +682,9 @@ def test_what_cannot_be_carried_is_refused_by_name(alone: None) -> None:
         ShardedParts({"old": with_hook}, (), {}).refuse()
     with pytest.raises(Sharded, match="part 'net' is spread over ranks, and declared to be rank 0's"):
         ShardedParts({"net": sharded}, ("net",), {}).refuse()
-    with pytest.raises(Sharded, match="cannot be called 'ranks'"):
-        ShardedParts({"ranks": sharded}, (), {}).refuse()
+    for name in ("ranks", "ranks.0", "elastic_agent.structure"):
+        with pytest.raises(Sharded, match=f"cannot be called '{name}'"):
+            ShardedParts({name: sharded}, (), {}).refuse()
     optimizer = torch.optim.AdamW(sharded.parameters())
     optimizer.state[next(sharded.parameters())]["blocks"] = torch.zeros(3)
     with pytest.raises(Sharded, match=r"'state.0.weight.blocks' of part 'optimizer' is a plain tensor"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..kinds import is_dtensor
-from .leaves import Path, key_of
+from .leaves import Path, key_of, refuse_twice
 from .pieces import Cut, Held, Run, Sizes, cut_out, is_common, placed
 
 
@@ -90,12 +90,18 @@ class FormCache:
     def take(
         self, paths: Sequence[Path], tensors: Sequence[Held], world_size: int, *, shared: bool
     ) -> tuple[Form, list[torch.Tensor]]:
-        """The form, and its sources. `shared`: all ranks have the same of what is not spread."""
+        """The form, and its sources. `shared`: all ranks have the same of what is not spread.
+
+        Raises NotPlainData where two tensors have one key.
+        """
         flags = (world_size, shared)
-        if self._flags == flags and (paths is self._paths or paths == self._paths):
+        same = paths is self._paths or paths == self._paths
+        if self._flags == flags and same:
             sources = self._at_a_glance(tensors)
             if sources is not None:
                 return self._form, sources
+        if not same:
+            refuse_twice(paths)
         self._paths, self._flags = paths, flags
         return self._learn(tensors, world_size, shared)
 
@@ -159,7 +165,7 @@ class FormCache:
             if all_known:
                 spec = seen._spec if is_dtensor(tensor) else None
                 local = seen._local_tensor if is_dtensor(tensor) else tensor
-                # An empty DTensor's box is none of what the rank has.
+                # The box of a DTensor without any element is none of what the rank has.
                 all_known = spec is None or bool(tensor.numel())
                 expected.append(
                     _Expected(

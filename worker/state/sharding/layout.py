@@ -19,7 +19,7 @@ import torch
 
 from ..archive_layout import copy_beside, lay_out, over
 from .items import Form, Items
-from .leaves import Path
+from .leaves import Path, refuse_twice
 from .pieces import Sizes, numel, strides_of
 from .table import Shard, Table, Value, aligned
 
@@ -81,7 +81,7 @@ class ShardLayouts:
         self._views = _Views()
 
     def lay_out(self, items: Items) -> ShardLayout:
-        """Raises CannotLayOut."""
+        """Raises CannotLayOut, and NotPlainData where two values have one key."""
         places, tail = self._places, self._tail
         if places is None or places.form is not items.form:
             places, tail = self._place(items.form), None
@@ -151,7 +151,12 @@ class ShardLayouts:
         for key, _, length, common in values:
             found.append(Value(key, offset, length, common))
             offset = aligned(offset + length)
-        paths = {row.key: row.path for row in places.form.rows} | {key: path for key, path, *_ in values}
+        paths = {row.key: row.path for row in places.form.rows}
+        # The parts have seen to their tensors: one of them has several rows.
+        refuse_twice(
+            [*dict.fromkeys(row.path for row in places.form.rows), *(path for _, path, *_ in values)]
+        )
+        paths |= {key: path for key, path, *_ in values}
         table = Table(places.shards, tuple(found), paths)
         digest = table.digest
         if items.tells_ranks_apart:

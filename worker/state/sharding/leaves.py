@@ -2,19 +2,21 @@
 
 `flatten` goes where `torch.distributed.checkpoint` goes: into every mapping, and into lists that hold tensors or
 mappings. A key is the path of a leaf, joined by dots. DCP's paths forget what `{}`, keys that are no strings and
-mappings of other types are: a state that has such gets its structure written down beside, without its leaves.
+mappings of other types are: a state that has such gets its structure written down beside, without its leaves. So does
+one whose order counts: a copy has all tensors before all values.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pickle import dumps
 from typing import Any
 
 import torch
 
+from ...errors import NotPlainData
 from ..kinds import is_tensor
 from ..state_dicts import is_plain, prove_loadable
 from .table import RANKS
@@ -69,8 +71,13 @@ def unflatten(leaves: Sequence[tuple[Path, Any]]) -> Any:
     return made
 
 
-def split(state: Any, path: Path) -> tuple[list[Path], list[torch.Tensor], list[tuple[Path, Any]]]:
-    """The tensors with their paths, and all other leaves; the structure is one of them where it must be."""
+def split(
+    state: Any, path: Path, *, ordered: bool = False
+) -> tuple[list[Path], list[torch.Tensor], list[tuple[Path, Any]]]:
+    """The tensors with their paths, and all other leaves; the structure is one of them where it must be.
+
+    `ordered`: it must be wherever there is one, so that all ranks get all keys back in the order that they had.
+    """
     paths: list[Path] = []
     tensors: list[torch.Tensor] = []
     others: list[tuple[Path, Any]] = []
@@ -80,7 +87,7 @@ def split(state: Any, path: Path) -> tuple[list[Path], list[torch.Tensor], list[
             tensors.append(leaf)
         else:
             others.append((where, leaf))
-    if forgets(state):
+    if forgets(state) or (ordered and not _is_leaf(state)):
         others.append((structure_path(path), structure_of(state)))
     return paths, tensors, others
 
@@ -106,6 +113,17 @@ def structure_of(state: Any) -> Any:
     if isinstance(state, list) and not _is_leaf(state):
         return [structure_of(value) for value in state]
     return None
+
+
+def refuse_twice(paths: Iterable[Path]) -> None:
+    """Raises NotPlainData where two leaves have one key, under which only one of them could come back."""
+    seen: dict[str, Path] = {}
+    for path in paths:
+        if (other := seen.setdefault(key_of(path), path)) is not path:
+            raise NotPlainData(
+                f"a sharded state has two values at {key_of(path)!r}, by the keys {list(other)} and {list(path)}, "
+                "and could keep one of them: rename a key (1 and '1' are one, and so are 'a.b' and 'b' in 'a')"
+            )
 
 
 def filled(structure: Any, path: Path, leaf: Callable[[Path], Any]) -> Any:
@@ -141,6 +159,8 @@ class Archives:
 def _is_scalar(value: Any) -> bool:
     """Whether two of these with equal pickles are the same."""
     kind = type(value)
+    if kind is dict:
+        return _SCALARS.issuperset(map(type, value)) and all(map(_is_scalar, value.values()))
     if kind in (list, tuple):
         return _SCALARS.issuperset(map(type, value)) or all(map(_is_scalar, value))
     return kind in _SCALARS

@@ -26,7 +26,7 @@ from .reading import OpenCopy, Reader, WantedTensor
 from .table import DECLARED, OWN_PARTS, RANKS
 
 _RESERVED = (RANKS, STRUCTURE)
-"""The names of these."""
+"""No part's name, nor what a dot follows at its begin."""
 
 
 class _PartState(Protocol):
@@ -75,8 +75,8 @@ class ShardedParts:
 
     def refuse(self) -> None:
         """Raises Sharded or NotPlainData, naming part and tensor, for what cannot be carried."""
-        for name in _RESERVED:
-            if name in self._parts:
+        for name in self._parts:
+            if any(name == one or name.startswith(f"{one}.") for one in _RESERVED):
                 raise Sharded(f"a part of a sharded state cannot be called {name!r}: give it another name")
         for name in (*self._of_rank_0, *self._rules):
             if is_sharded({name: self._parts[name]}):
@@ -131,7 +131,7 @@ class ShardedParts:
         tensors: list[torch.Tensor] = []
         leaves: list[Leaf] = []
         for at, state in states.items():
-            found_paths, found, others = split(state, at)
+            found_paths, found, others = split(state, at, ordered=True)
             for path, tensor in zip(found_paths, found, strict=True):
                 refuse(str(at[-1]), key_of(path), tensor)
             paths += found_paths
@@ -252,7 +252,8 @@ class _OtherState:
                     refuse(self._name, key_of(path), one)
 
     def take(self, world_size: int, *, shared: bool) -> list[Taken]:
-        paths, tensors, others = split(state_of(self._part), (self._name,))
+        # Where ranks have other parts of a state, none knows the order of all.
+        paths, tensors, others = split(state_of(self._part), (self._name,), ordered=shared)
         for path, tensor in zip(paths, tensors, strict=True):
             refuse(self._name, key_of(path[1:]), tensor)
         leaves = [Leaf(*one, shared) for one in others]

@@ -160,7 +160,11 @@ def placed(tensor: Held) -> list[Placed]:
         local = one._local_tensor
         if not one.numel():
             return [Placed(whole(one.shape), local.new_empty(one.shape))]
-        return [Placed(box, local, cut) for box, cut in boxes_of(one.shape, one.device_mesh, one.placements)]
+        boxes = boxes_of(one.shape, one.device_mesh, one.placements)
+        if not boxes and local.dim() == one.dim():
+            # Its name and form are kept all the same: a load of this rank need not look for them elsewhere.
+            return [Placed(Box((0,) * one.dim(), tuple(local.shape)), local)]
+        return [Placed(box, local, cut) for box, cut in boxes]
     if is_sharded_tensor(tensor):
         shards: Any = tensor
         return [

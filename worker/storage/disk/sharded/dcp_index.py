@@ -49,6 +49,8 @@ def index_of(tables: Mapping[int, Table]) -> Any:
                     TensorProperties(dtype=dtype_of(row)), torch.Size(row.shape), []
                 )
                 entries[row.key] = entry
+            if not sizes.numel() and entry.size.numel():
+                continue  # this rank has nothing of it
             index = MetadataIndex(row.key, offsets, len(entry.chunks))
             if index not in stored:
                 entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
