@@ -106,7 +106,7 @@ workers/preloader/fidelity:
 workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
 rendezvous_io: common configuration configuration/types machine/network
 observability:
-observability/status: workers/failures observability common configuration workers/processes rendezvous_io
+observability/status: workers/failures observability output common configuration workers/processes rendezvous_io
 observability/journal: output
 observability/accounting: observability output workers/processes observability/status observability/journal
 observability/page: output observability/status observability/journal observability/accounting
