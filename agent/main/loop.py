@@ -343,7 +343,8 @@ class Loop:
                 if again is not None:
                     handover.run(again, deadline, kept=kept)
                 handover.report_lost()
-            self._events.put(SavesFinished(lost))
+            # The save that came after a refused one may just have been reported.
+            self._supervisor.after_reports(lambda: self._events.put(SavesFinished(lost)))
 
         Thread(finish, "last-saves", lambda: self._events.put(SavesFinished())).start()
 
@@ -394,8 +395,13 @@ class Loop:
 
     def _saves_finished(self, event: SavesFinished, _: float) -> None:
         self._ending = departing = self._departing
-        if event.lost and departing is not None and departing.code is ExitCode.SUCCESS:
-            self._ending = Ending(ExitCode.NOT_ON_DISK, f"{departing.reason}, but {event.lost}")
+        if departing is None or departing.code is not ExitCode.SUCCESS:
+            return
+        lost, world = event.lost, self._participant.world
+        if not lost and world is not None:
+            lost = self._supervisor.lost_save(world.generation)
+        if lost:
+            self._ending = Ending(ExitCode.NOT_ON_DISK, f"{departing.reason}, but {lost}")
 
     def _thread_failed(self, event: ThreadFailed, _: float) -> None:
         """What it did is not done any more, and the others may wait for it: they are better off without this node."""

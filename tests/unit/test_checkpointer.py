@@ -417,6 +417,7 @@ def test_the_agent_hears_of_saves_and_loads(tmp_path: Path, monkeypatch: pytest.
     (data,) = directory.glob("*.pt")
     assert (saved.generation, saved.local_rank, saved.step, saved.result) == (7, 1, 10, "ok")
     assert saved.bytes == data.stat().st_size
+    assert saved.directory == str(directory)
 
     with pytest.raises(StepNotGrowing):
         Checkpointer(directory, {}).save(10)

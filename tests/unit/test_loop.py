@@ -96,6 +96,8 @@ class Training:
         self.stops: list[tuple[float, bool, str | None]] = []
         self.prepared_at = 0.0
         self.undying = ""
+        self.refused: dict[int, str] = {}
+        """Saves that the disk has refused, by generation."""
         self.shown: list[Failure] = []
 
     @property
@@ -137,6 +139,12 @@ class Training:
 
     def planned_grace_s(self) -> float:
         return 30.0
+
+    def after_reports(self, then: Callable[[], object]) -> None:
+        then()
+
+    def lost_save(self, generation: int) -> str:
+        return self.refused.get(generation, "")
 
     def stops_at(self, now: float) -> float | None:
         if self.undisturbed:
@@ -601,6 +609,18 @@ def test_a_success_whose_last_save_is_not_on_disk_is_none() -> None:
     assert scene.loop.run() == Ending(
         ExitCode.NOT_ON_DISK, f"every worker ended with success, but {scene.lost}"
     )
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_success_whose_last_save_was_refused_is_none(generation: int) -> None:
+    """Unless it was another generation's: the present one has saved, or had nothing to save."""
+    scene = Scene()
+    scene.training.refused[generation] = "step 10 is NOT on disk in /runs/x: its save was refused"
+    done = Leave(Result.SUCCEEDED, "every worker ended with success")
+    scene.plan[110.0] = lambda: scene.loop.carry_out(done, scene.now)
+    reason = f"{done.reason}, but step 10 is NOT on disk in /runs/x: its save was refused"
+    lost = Ending(ExitCode.NOT_ON_DISK, reason)
+    assert scene.loop.run() == (lost if generation == 1 else Ending(ExitCode.SUCCESS, done.reason))
 
 
 def test_a_leave_whose_last_save_is_not_on_disk_keeps_its_exit_code() -> None:

@@ -94,6 +94,25 @@ def test_a_copy_lost_at_the_end_of_the_script_is_said(
     assert "the newest save is not on disk: step=1" in caplog.text
 
 
+def test_the_agent_hears_of_a_copy_that_never_came_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[Any, ...]] = []
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
+    with monkeypatch.context() as patch:
+        gpu(patch, BrokenEvent())
+        patch.setattr(
+            progress,
+            "checkpoint_save",
+            lambda step, result, *_, tier="local", directory="", **__: heard.append(
+                (step, result, tier, directory)
+            ),
+        )
+        assert checkpoints.save(1)
+        assert not checkpoints.wait()
+    assert (1, "error", "local", str(tmp_path / "disk")) in heard
+
+
 @pytest.mark.parametrize("end", ["wait", "exit", "the next save"])
 def test_a_copy_without_room_for_its_header_is_written_to_disk_from_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, end: str

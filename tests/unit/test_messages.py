@@ -63,6 +63,7 @@ MESSAGES: list[tuple[Codec[Any], Checked]] = [
     (REPORTS, SaveReport(7, 0, 120, "ok", 0.25, 4096)),
     (REPORTS, SaveReport(7, 0, 120, "error", 3, 0)),
     (REPORTS, SaveReport(7, 0, 120, "ok", 3, 10, "memory", 0.1)),
+    (REPORTS, SaveReport(7, 0, 120, "ok", 3, 10, "local", 0.1, "\U0001f4be" * 500)),
     (REPORTS, LoadReport(0, 3, 0, "none", 0.0)),
     (REPORTS, LoadReport(2**62, 3, 2**62, "corrupt", 1e9)),
     (REPORTS, LentLock(7, 0, "3f2a")),
@@ -115,11 +116,12 @@ def test_no_message_is_forgotten_here() -> None:
 
 def test_the_form_is_one_object_with_version_and_kind() -> None:
     assert json.loads(encode(SaveReport(7, 0, 120, "ok", 0.25, 4096))) == {
-        "v": 7, "kind": "save_report", "generation": 7, "local_rank": 0,
+        "v": 8, "kind": "save_report", "generation": 7, "local_rank": 0,
         "step": 120, "result": "ok", "duration_s": 0.25, "bytes": 4096, "tier": "local", "blocked_s": 0.0,
+        "directory": "",
     }  # fmt: skip
     assert json.loads(encode(StepAnswer(Verdict.END_ALONE, leaves=True))) == {
-        "v": 7,
+        "v": 8,
         "kind": "step_answer",
         "verdict": "end alone",
         "leaves": True,
@@ -176,7 +178,7 @@ def test_whatever_is_wrong_in_a_message_is_found() -> None:
     [
         b"", b"\xff\xfe", b"1", b"[]", b"null", b'"x"', b"{", b"{}", b"[" * 4000,
         b'{"v":' * 1500, b" " * (MAX_BYTES + 1),
-        b'{"v": 7, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
+        b'{"v": 8, "kind": "held", "step": ' + b"9" * 5000 + b"}", encode(Guarding(7, 1)) * 2,
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_message(codec: Codec[Any], raw: bytes) -> None:

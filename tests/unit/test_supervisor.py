@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -238,6 +239,22 @@ def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
     assert node.supervisor.group is not None
     [value] = [count for _, _, count in node.metrics.checkpoint_saves_total.samples() if count]
     assert value == 1, "but for what the disk writer saves later"
+
+
+def test_a_save_that_the_disk_refused_is_remembered_until_a_later_one_is_there(node: Supervised) -> None:
+    def report(step: int, result: Any) -> None:
+        saved = SaveReport(1, 0, step, result, 1.0, 10, directory="/runs/x")
+        node.supervisor.handle(Reported(saved, node.now), node.now)
+
+    report(5, "error")
+    assert node.supervisor.lost_save(1).startswith("step 5 is NOT on disk in /runs/x")
+    report(6, "ok")
+    assert node.supervisor.lost_save(1) == ""
+    for rank in range(8):
+        node.exit(rank, 0)
+        node.turn()
+    report(7, "error")
+    assert node.supervisor.lost_save(1).startswith("step 7 "), "it was on its way when the workers ended"
 
 
 def test_each_generation_begins_with_nothing_of_the_one_before(node: Supervised) -> None:

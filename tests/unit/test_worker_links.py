@@ -411,6 +411,21 @@ def test_reports_are_read_together_and_not_without_end(
     assert counts == [2, 3, 3]
 
 
+def test_what_waits_for_reports_comes_after_all_that_were_sent(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports_module, "MAX_AT_ONCE", 2)
+    busy, free = threading.Event(), threading.Event()
+    io = scene.links._io
+    io.post(lambda: (busy.set(), free.wait(PATIENCE_S)))
+    assert busy.wait(PATIENCE_S)
+    for _ in range(5):
+        assert scene.reporter.send(lambda g, r: LOADED)
+    scene.links.after_reports(lambda: scene.events.put(WorkerKept(7, 0)))
+    free.set()
+    scene.expect(*[Reported(LOADED, 12.5)] * 5, WorkerKept(7, 0))
+
+
 def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene, tmp_path: Path) -> None:
     path = tmp_path / "owner.lock"
 

@@ -23,6 +23,7 @@ from ..storage.disk.manifests import Manifest
 from ..storage.disk.ownership import MOST_STEPS
 from ..storage.disk.shard_files import data_name
 from ..storage.disk.sharded.shard_saver import ShardedSave
+from ..wire.messages import SaveResult
 from ..wire.run import Run
 from .decision import SaveDecision, SaveRequest, decide
 from .plans import items_of, results_of, size_of
@@ -151,7 +152,9 @@ class ElasticStorageWriter(StorageWriter):
         finally:
             if held_copy is None:  # the agent reports what its disk writer does
                 took_s = time.monotonic() - self._started_s
-                progress.checkpoint_save(self._step, "ok" if saved else "error", took_s, size or 0)
+                result: SaveResult = "ok" if saved else "error"
+                where = own.files.directory
+                progress.checkpoint_save(self._step, result, took_s, size or 0, directory=where)
 
     def _own(self) -> RankStorage:
         return storage_of(self._directory)

@@ -27,7 +27,15 @@ from ...codec import Invalid
 from ..wire import stack_dump
 from ..wire.channel import Reporter
 from ..wire.environment import WorkerEnv
-from ..wire.messages import LentLock, LoadReport, LoadResult, SaveReport, SaveResult, Tier
+from ..wire.messages import (
+    MOST_DIRECTORY_CHARS,
+    LentLock,
+    LoadReport,
+    LoadResult,
+    SaveReport,
+    SaveResult,
+    Tier,
+)
 from ..wire.shared_progress import (
     ALL_SIGNALLED,
     ATTACHED,
@@ -254,9 +262,15 @@ def checkpoint_save(
     *,
     tier: Tier = "local",
     blocked_s: float = 0.0,
+    directory: str = "",
 ) -> None:
-    """Tell the agent how a save to disk (rank 0 only) or a copy to memory (local rank 0) ended."""
-    _reporting().send(lambda g, r: SaveReport(g, r, step, result, duration_s, size, tier, blocked_s))
+    """Tell the agent how a save to disk (rank 0 only) or a copy to memory (local rank 0) ended.
+
+    Until a later save to the same directory goes well, one that was refused makes the job's success one that is not on
+    disk.
+    """
+    where = directory[-MOST_DIRECTORY_CHARS:]
+    _reporting().send(lambda g, r: SaveReport(g, r, step, result, duration_s, size, tier, blocked_s, where))
 
 
 def lend(run: str, *descriptors: int) -> bool:

@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 
 from ...codec import AtMost, Checked, Codec, Count, Positive, Seconds, Text, Within
 
-VERSION = 7
+VERSION = 8
 MAX_BYTES = 8192
 """Of one message."""
 MAX_UNSAVED_BYTES = 2**20
@@ -36,6 +36,9 @@ MAX_REASON_CHARS = 500
 RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 Reason = Annotated[str, Text(MAX_REASON_CHARS)]
+MOST_DIRECTORY_CHARS = 500
+ShownDirectory = Annotated[str, Text(MOST_DIRECTORY_CHARS)]
+"""The end of a path, for a reader; empty: not known."""
 RunName = Annotated[str, Text(128, RUN_NAME)]
 RunNameOrNone = Annotated[str, Text(128, re.compile(f"({RUN_NAME.pattern})?"))]
 """Empty: a run without a name."""
@@ -60,7 +63,7 @@ class SaveReport(Checked):
     """The checkpoint of `step` was to be made; `bytes` is its size if that went well.
 
     On disk: by rank 0, or by the disk writer in its place. In memory: by the first rank of this node. Training stood
-    still for `blocked_s` of it.
+    still for `blocked_s` of it. `directory` tells several Checkpointers apart.
     """
 
     generation: Count
@@ -71,6 +74,7 @@ class SaveReport(Checked):
     bytes: Count
     tier: Tier = "local"
     blocked_s: Seconds = 0.0
+    directory: ShownDirectory = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,9 @@ class ReplicationReport(Checked):
 
 
 Report = SaveReport | LoadReport
-"""Hints for metrics and hang detection, sent over a lossy socket; no decision about correctness may rest on one."""
+"""Hints for metrics and hang detection, sent over a lossy socket; no decision about correctness may rest on one.
+
+Nor does one about what workers do: saves that were refused change the agent's exit code, when all is over."""
 
 
 # ---------------------------------------------------------------- commits

@@ -43,6 +43,7 @@ from ....worker.wire.channel import receive, send
 from ....worker.wire.messages import (
     MAX_BYTES,
     MAX_REASON_CHARS,
+    MOST_DIRECTORY_CHARS,
     WRITE_CANCELS,
     WRITE_ORDERS,
     CommitOrder,
@@ -274,7 +275,14 @@ class _Writer:
         result: SaveResult = "error" if outcome.error else "ok"
         tier: Tier = "part" if isinstance(order, ShardOrder) else "local"
         report = SaveReport(
-            order.generation, _local_rank(order), order.step, result, duration_s, outcome.size, tier
+            order.generation,
+            _local_rank(order),
+            order.step,
+            result,
+            duration_s,
+            outcome.size,
+            tier,
+            directory=order.directory[-MOST_DIRECTORY_CHARS:],
         )
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as agent:

@@ -56,16 +56,17 @@ class ReportReceiver:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
 
-    def read(self) -> None:
-        """The datagrams that have come, `MAX_AT_ONCE` at most. Raises OSError."""
+    def read(self) -> bool:
+        """The datagrams that have come, `MAX_AT_ONCE` at most. Whether there may be more. Raises OSError."""
         for _ in range(MAX_AT_ONCE):
             try:
                 datagram, lent, flags, _ = self.socket.recvmsg(
                     MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
                 )
             except BlockingIOError:
-                return
+                return False
             self._take(datagram, lent, flags)
+        return True
 
     def _take(self, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int) -> None:
         descriptors = [number for _, _, raw in lent for number in array("i", raw)]

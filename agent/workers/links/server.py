@@ -101,6 +101,18 @@ class WorkerLinks:
     def send(self, generation: int, local_rank: int, message: ToGuard) -> None:
         self._io.post(partial(self._send, (generation, local_rank), message))
 
+    def after_reports(self, then: Callable[[], object]) -> None:
+        """Call `then` once the reports that have been sent until now are posted. For any thread, after the workers."""
+
+        def read() -> None:
+            if self._reports.socket.fileno() >= 0:
+                while self._reports.read():
+                    pass  # the kernel queues few, and no worker is left that sends more
+            then()
+
+        if not self._io.post(read):
+            then()
+
     # ---------------------------------------------------------------- reading
 
     def _listen(self) -> None:

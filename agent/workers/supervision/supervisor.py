@@ -50,6 +50,7 @@ from ..failures.causes import NOT_STARTED, STORE_SERVER, CauseTable
 from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
 from ..hangs.signs import SignReader
 from ..links.last_steps import LastSteps
+from ..links.refused_saves import RefusedSaves
 from ..links.server import WorkerLinks
 from ..preloader.spares import Spares
 from ..processes.exit_words import describe_exit
@@ -109,6 +110,7 @@ class Supervisor:
         """The newest, which stays until the next one begins: its failure may have to be shown."""
         self._post = post
         self._spares_due_at: float | None = None
+        self._refused_saves = RefusedSaves()
         logs = processes.logs
         self._examiner = Examiner(node, CauseTable(config.causes), logs, processes.gpus, post)
         self._hangs = HangWatch(participant, observer, processes.signs, logs, clock)
@@ -275,12 +277,22 @@ class Supervisor:
         """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
         return self._failures.show(failure, self._generation)
 
+    def after_reports(self, then: Callable[[], object]) -> None:
+        """Call it once the reports that have been sent until now are events. For any thread."""
+        self._processes.links.after_reports(then)
+
+    def lost_save(self, generation: int) -> str:
+        """Which of its saves that workers here wrote themselves the disk has refused; empty: the last went well."""
+        return self._refused_saves.lost_in(generation)
+
     # ---------------------------------------------------------------- events
 
     def handle(self, event: GenerationEvent, now: float) -> None:
         """Of the workers that run here. Those of other generations are refused, but for what the disk writer saves."""
         if isinstance(event, TailReady):
             self._examiner.log_disk_answers()
+        if isinstance(event, Reported) and isinstance(event.report, SaveReport):
+            self._refused_saves.add(event.report)
         generation = self._running
         if generation is None or event.generation != generation.number:
             if isinstance(event, Reported) and isinstance(event.report, SaveReport):

@@ -129,7 +129,12 @@ class Saver(SaveOutcomes):
             blocked_s = time.monotonic() - started_s
             if group.rank == 0 and size is not None:
                 progress.checkpoint_save(
-                    step, result, blocked_s, size, blocked_s=blocked_s - self._copies.blocked_s
+                    step,
+                    result,
+                    blocked_s,
+                    size,
+                    blocked_s=blocked_s - self._copies.blocked_s,
+                    directory=self._files.directory,
                 )
 
     def _copy_and_commit(self, step: int, gathered: Gathered, group: Group) -> int | None:

@@ -34,6 +34,7 @@ from ...storage.replication.copy_rule import (
     oldest_needed,
 )
 from ...wire.environment import WorkerEnv
+from ...wire.messages import SaveResult
 from ..saving.save_outcomes import SaveOutcomes, unless_refused
 from ..saving.slot_copies import SlotCopies
 from .contents import LaidOut, ShardContents
@@ -276,7 +277,11 @@ class ShardSaving(SaveOutcomes):
             layout, met = self._meet(step, group, compare=True, saves=True, refusal=refusal)
             self._directory.require(group)
         except (NotSaved, Unconfirmed):
+            self._report(step, "error", started_s, 0, group)
             return False
+        except SaveFailed:
+            self._report(step, "error", started_s, 0, group)
+            raise
         writers = met.all_have_writers
         if in_memory and self._copy_surely(layout, step, met, group, sums=not writers) and writers:
             self._order(step, met, group)
@@ -343,14 +348,22 @@ class ShardSaving(SaveOutcomes):
             if group.rank == 0 and save is not None:
                 size = self._disk.commit_now(save)
 
-        saved = unless_refused(self._counted(step, write)) and unless_refused(self._counted(step, commit))
-        if saved:
-            self.count(None)
-            self._disk.wrote(step, durable=True)
+        saved = False
+        try:
+            saved = unless_refused(self._counted(step, write)) and unless_refused(self._counted(step, commit))
+            if saved:
+                self.count(None)
+                self._disk.wrote(step, durable=True)
+        finally:
+            self._report(step, "ok" if saved else "error", started_s, size, group)
+        return saved
+
+    def _report(self, step: int, result: SaveResult, started_s: float, size: int, group: Group) -> None:
+        """Tell the agent of a save that this process has made, or tried to make."""
         if group.rank == 0:
             took_s = time.monotonic() - started_s
-            progress.checkpoint_save(step, "ok" if saved else "error", took_s, size, blocked_s=took_s)
-        return saved
+            where = self._files.directory
+            progress.checkpoint_save(step, result, took_s, size, blocked_s=took_s, directory=where)
 
     def _counted(self, step: int, part: Callable[[], None]) -> Callable[[], None]:
         """The same, which raises what `count` makes of a refusal."""

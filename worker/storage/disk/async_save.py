@@ -128,6 +128,7 @@ class BackgroundSaver(ABC):
         self._outcome = self._due = None
         if write is None:
             if outcome is None and due is not None:
+                progress.checkpoint_save(due, "error", 0.0, 0, tier=self.tier, directory=self.files.directory)
                 return WriteOutcome(
                     due,
                     error=SaveFailed.__name__,
@@ -226,7 +227,13 @@ class BackgroundSaver(ABC):
             refusal = outcome_of(step, error, self.files.directory)
         took_s = self.clock() - started_s
         progress.checkpoint_save(
-            step, "error" if refusal else "ok", took_s, size, tier=tier, blocked_s=took_s
+            step,
+            "error" if refusal else "ok",
+            took_s,
+            size,
+            tier=tier,
+            blocked_s=took_s,
+            directory=self.files.directory,
         )
         return refusal or WriteOutcome(step, size)
 
