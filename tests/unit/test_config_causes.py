@@ -118,13 +118,10 @@ name = "port"
         ('[[cause]]\nname = "port"\npattern = 1', "write a text"),
         ('[[cause]]\nname = "port"\npattern = "x*"', "it matches every line"),
         (f'[[cause]]\nname = "port"\npattern = "{"x" * 501}"', "two rows of the same name"),
-        ('[[cause]]\nname = "port"\npattern = "(a+)+b"', "a repeat of a repeat"),
-        ('[[cause]]\nname = "port"\npattern = "(?:x|a*)*b"', "a repeat of a repeat"),
-        ('[[cause]]\nname = "port"\npattern = "([ab]+){2,}c"', "a repeat of a repeat"),
-        ("[[cause]]\nname = 'port'\npattern = '(\\w+\\s?)*X'", "a repeat of a repeat"),
-        ("[[cause]]\nname = 'port'\npattern = '((a b?) )+X'", "a repeat of a repeat"),
-        ("[[cause]]\nname = 'port'\npattern = '(?:a|ab)+X'", "or of alternatives"),
-        ("[[cause]]\nname = 'port'\npattern = '(?=(a*,)*)X'", "a repeat of a repeat"),
+        (
+            '[[cause]]\nname = "port"\npattern = "a{99999999}"',
+            "correct it: its counts, like {2}, repeat more than",
+        ),
         (
             '[[cause]]\nname = "mine"\npattern = "x"\naction = "stop"\n'
             '[[cause]]\nname = "mine"\npattern = "y"\naction = "free"',
@@ -140,8 +137,10 @@ def test_a_row_that_cannot_be_used_is_refused(file: Path, text: str, problem: st
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"(a\+)+", "(ab)+", "a+b*", "x{2}(y|z)", "(a|b)+c", "(x+y)?z", r"port \d+ of (\w+)"]
+    "pattern", ["(a+)+b", r"(\w+\s?)*X", "(?:a|ab)+X", "(?i).*error.*failed.*node", "a{e}"]
 )
-def test_a_pattern_without_a_repeat_of_a_repeat_is_taken(file: Path, pattern: str) -> None:
+def test_a_pattern_that_may_take_long_is_taken_because_its_search_is_bounded(
+    file: Path, pattern: str
+) -> None:
     text = f"[[cause]]\nname = 'port'\npattern = '{pattern}'"
     assert read(file, text).config.causes == (UserCause("port", pattern),)

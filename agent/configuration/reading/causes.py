@@ -7,16 +7,13 @@ does not know needs both.
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from ....rendezvous.records import Action
 from ....rendezvous.text import CAUSE
 from ...workers.failures.causes import CAUSES
 from ..config import Problem
+from ..types.user_patterns import PatternInvalid, PatternSearch
 from ..types.values import UserCause
 from .settings import closest
 
@@ -29,7 +26,6 @@ _ACTIONS = {action.value: action for action in Action}
 _OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
 """Other values of the metrics' label `reason`, which are no failures."""
 _BUILT_IN = frozenset(cause.name for cause in CAUSES)
-_parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 
 
 def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[Problem]]:
@@ -109,34 +105,10 @@ def _wrong_pattern(pattern: object) -> str:
     if len(pattern) > MOST_PATTERN:
         return "shorten it, or write two rows of the same name"
     try:
-        compiled = re.compile(pattern)
-        if _repeats_a_choice(_parser.parse(pattern)):
-            return "a repeat of a repeat or of alternatives may take time without end: write it without the outer one"
-    except (re.error, RecursionError, OverflowError) as error:
+        matches_all = PatternSearch(set()).finds(pattern, [""])
+    except PatternInvalid as error:
         return f"correct it: {error}"
-    return "it matches every line: make it more precise" if compiled.search("") else ""
-
-
-def _repeats_a_choice(parsed: Iterable[tuple[Any, Any]], *, repeated: bool = False) -> bool:
-    """`(a+)+`, `(a|ab)*`, `(a b?)+` and the like take time without end on a line that almost matches."""
-    for operation, argument in parsed:
-        kind, parts, again = str(operation), [], repeated
-        if kind.endswith("_REPEAT"):
-            least, most, part = argument
-            parts, again = [part], repeated or most > 1
-            if repeated and most > least:
-                return True
-        elif kind == "BRANCH":
-            parts = argument[1]
-            if repeated:
-                return True
-        elif kind in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "GROUPREF_EXISTS"):
-            parts = [part for part in argument if isinstance(part, _parser.SubPattern)]
-        elif kind == "ATOMIC_GROUP":
-            parts = [argument]
-        if any(_repeats_a_choice(part, repeated=again) for part in parts):
-            return True
-    return False
+    return "it matches every line: make it more precise" if matches_all else ""
 
 
 def _shown(value: object) -> str | None:

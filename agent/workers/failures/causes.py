@@ -12,11 +12,12 @@ last lines, then rows for exit codes and signals. The user's rows, `[[cause]]` i
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ....rendezvous.records import Action
 from ....rendezvous.statements import inquiry
+from ...configuration.types.user_patterns import PatternSearch
 from ...configuration.types.values import UserCause
 from .conditions import (
     Condition,
@@ -26,7 +27,6 @@ from .conditions import (
     Machine,
     OutOfMemory,
     PortTaken,
-    Prints,
     Raised,
     Says,
 )
@@ -501,9 +501,12 @@ class CauseTable:
             replace(cause, action=actions[cause.name]) if cause.name in actions else cause for cause in CAUSES
         )
         known = {cause.name: cause for cause in built_in}
-        own = tuple(_row(user, known.get(user.name), actions) for user in users if user.pattern)
-        self._rows = (*own, *built_in)
-        self._by_name = {**{cause.name: cause for cause in own}, **known}
+        self._own = tuple(
+            (user.pattern, known.get(user.name) or _own(user, actions)) for user in users if user.pattern
+        )
+        self._built_in = built_in
+        self._by_name = {**{cause.name: cause for _, cause in self._own}, **known}
+        self._slow: set[str] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -513,19 +516,32 @@ class CauseTable:
         """The row of this name; UNKNOWN for a name that only another node's table has."""
         return self._by_name.get(name, UNKNOWN)
 
-    def classify(self, facts: Facts) -> Cause:
+    def generation_begins(self) -> None:
+        """The user's patterns that took too long are tried again: other workers say other things."""
+        self._slow.clear()
+
+    def search(self) -> PatternSearch:
+        """The search for the user's patterns in one failure, however often that is classified."""
+        return PatternSearch(self._slow)
+
+    def classify(self, facts: Facts, search: PatternSearch | None = None) -> Cause:
         """The first row that matches; UNKNOWN if none does, as for an end with success. If all exceptions in a group
         have one cause, it is the group's."""
+        search = search or self.search()
         if facts.inner:
-            causes = [self.classify(replace(facts, exception=one, inner=())) for one in facts.inner]
+            causes = [self.classify(replace(facts, exception=one, inner=()), search) for one in facts.inner]
             if len({cause.name for cause in causes}) == 1:
                 return causes[0]
-        matching = (cause for cause in self._rows if any(one.holds(facts) for one in cause.when))
-        return next(matching, UNKNOWN)
+        return next(self._matching(facts, search), UNKNOWN)
+
+    def _matching(self, facts: Facts, search: PatternSearch) -> Iterator[Cause]:
+        for pattern, cause in self._own:
+            if search.finds(pattern, facts.lines):
+                yield cause
+        for cause in self._built_in:
+            if any(condition.holds(facts) for condition in cause.when):
+                yield cause
 
 
-def _row(user: UserCause, built_in: Cause | None, actions: Mapping[str, Action]) -> Cause:
-    when = (Prints(user.pattern),)
-    if built_in is not None:
-        return replace(built_in, when=when)
-    return Cause(user.name, actions[user.name], "a row of the configuration file has named it", when)
+def _own(user: UserCause, actions: Mapping[str, Action]) -> Cause:
+    return Cause(user.name, actions[user.name], "a row of the configuration file has named it")

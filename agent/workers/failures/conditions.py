@@ -43,16 +43,6 @@ class Says:
 
 
 @dataclass(frozen=True, slots=True)
-class Prints:
-    """`text` matches in the worker's exception or in one of its last lines, however it ended."""
-
-    text: str
-
-    def holds(self, facts: Facts) -> bool:
-        return any(re.search(self.text, line) for line in (*facts.exception.split("\n"), *facts.output))
-
-
-@dataclass(frozen=True, slots=True)
 class Exits:
     """The worker exited with one of these codes; `text` matches in `Facts.words`."""
 
@@ -115,4 +105,4 @@ class PortTaken:
         return facts.returncode > 0 and bool(says_port_taken(facts.words))
 
 
-Condition: TypeAlias = Raised | Says | Prints | Exits | Fails | Killed | OutOfMemory | Machine | PortTaken
+Condition: TypeAlias = Raised | Says | Exits | Fails | Killed | OutOfMemory | Machine | PortTaken

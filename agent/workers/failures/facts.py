@@ -81,3 +81,8 @@ class Facts:
         if self.returncode < 0:
             return self.output if self.signal in BY_ITSELF else ()
         return tuple(line for line in self.output if line.strip())[-LAST_WORDS:]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All that is known of what the worker said, however it ended."""
+        return (*self.exception.split("\n"), *self.output)
