@@ -287,6 +287,8 @@ class Signs:
     """How often its main thread has waited for something, and gone on."""
     debugger: str = ""
     """What traces the worker now, for people; empty: nothing does."""
+    stirs: bool = False
+    """One of its threads, or of its children's, does so again and again. Looked for while nothing else moves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,8 @@ def test_without_steps_a_worker_that_uses_nothing_is_suspected_so_early_that_it_
     at, used = looks(watch, 0.0, 30, 1.0, 0.0)
     still_at, _ = looks(watch, at, 20, 0.0, used)
     assert watch.state(None) is State.WATCHING
-    limits = [urgency(watch, at + still_s, (0,)) for still_s in (26.4, 26.6, 29.9, 30.1)]
-    assert limits == [None, EARLY, EARLY, OVERDUE]
+    limits = [urgency(watch, at + still_s, (0,)) for still_s in (26.4, 26.6, 299.9, 300.1)]
+    assert limits == [None, EARLY, EARLY, OVERDUE], "and ended late: it may wait for a service"
     assert watch.still_s(0, still_at) == still_at - at
 
 
@@ -180,11 +180,21 @@ def test_processor_time_bytes_and_output_are_signs_of_life(moving: Signs) -> Non
         assert watch.stall((0,), at) is None
 
 
+def test_a_thread_or_child_that_moves_is_work_for_a_worker_that_waits_and_no_sign_of_life() -> None:
+    """An upload in a thread uses no processor to speak of. Threads that report to a service do so in a hang, too."""
+    watch = detector()
+    at, used = looks(watch, 0.0, 30, 1.0, 0.0)
+    for look in range(1, 21):
+        watch.signs(at + 2.0 * look, {0: Signs(used, 0, 0, stirs=look <= 10)})
+    assert urgency(watch, at + 40.0, (0,)) is EARLY
+    assert watch.still_s(0, at + 40.0) == 20.0
+
+
 def test_what_libraries_use_while_they_wait_is_no_sign_of_life_of_a_worker_that_computes() -> None:
     watch = detector()
     at, used = looks(watch, 0.0, 40, 2.0, 0.0)
     end, _ = looks(watch, at, 20, 0.005, used)
-    assert urgency(watch, end, (0,)) is OVERDUE
+    assert urgency(watch, end, (0,)) is EARLY
 
 
 def test_a_hang_before_its_usual_use_is_known_leaves_a_worker_still() -> None:
@@ -265,7 +275,11 @@ def test_pauses_that_ended_make_the_limit_longer() -> None:
         at, used = looks(watch, at, 20, 1.0, used)
         at, used = looks(watch, at, 10, 0.0, used)
     at, used = looks(watch, at, 20, 1.0, used)
-    assert watch.limit_s((0,)) == pytest.approx(100.0)
+    assert watch.limit_s((0,)) == pytest.approx(300.0), "longer than the pauses ask for"
+    for _ in range(2):
+        at, used = looks(watch, at, 45, 0.0, used)
+        at, used = looks(watch, at, 20, 1.0, used)
+    assert watch.limit_s((0,)) == pytest.approx(450.0)
 
 
 def test_a_child_that_ended_unseen_is_a_sign_of_life() -> None:
@@ -309,7 +323,7 @@ def test_nor_is_it_without_steps() -> None:
         assert watch.stall((0,), at) is None
     assert len(watch.learned.pauses) == 0
     looks(watch, at, 20, 0.0, used)
-    assert (urgency(watch, at + 26.0, (0,)), urgency(watch, at + 31.0, (0,))) == (None, OVERDUE)
+    assert (urgency(watch, at + 26.0, (0,)), urgency(watch, at + 31.0, (0,))) == (None, EARLY)
 
 
 # ---------------------------------------------------------------- the parts

@@ -164,6 +164,44 @@ def test_one_under_a_debugger_is_not_asked_and_known_as_such(file: StackFile) ->
     assert debugger_of(f"/proc/{os.getpid()}") == ""
 
 
+@pytest.mark.parametrize(
+    ("beside", "stirs"),
+    [
+        ("while True: time.sleep(0.1)", True),
+        ("time.sleep(100)", False),
+        ("ctypes.CDLL(None).prctl(15, b'gloo_tcp_loop')\n    while True: time.sleep(0.1)", False),
+    ],
+    ids=["moves", "sleeps", "of a library"],
+)
+@pytest.mark.parametrize("where", ["thread", "child"])
+def test_a_thread_or_child_that_wakes_again_and_again_is_seen(beside: str, stirs: bool, where: str) -> None:
+    program = f"""
+import ctypes, os, threading, time
+def beside():
+    {beside}
+if {where == "child"} and os.fork() == 0:
+    beside()
+if {where == "thread"}:
+    threading.Thread(target=beside, daemon=True).start()
+print("begun", flush=True)
+time.sleep(100)
+"""
+    now = 0.0
+    reader = SignReader(lambda read: None, lambda: now)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
+    ) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        reader._search((worker.pid,))
+        seen = [reader._signs(worker.pid, 0, threads=True).stirs]
+        time.sleep(1.0)  # as long as the thread is watched
+        now = 1.0
+        seen.append(reader._signs(worker.pid, 0, threads=True).stirs)
+        os.killpg(worker.pid, signal.SIGKILL)
+    assert seen == [False, stirs]
+
+
 @pytest.mark.parametrize(("own", "debugger"), [(True, ""), (False, "process 200 (py spy)")])
 def test_a_tool_of_the_agents_own_is_no_debugger(own: bool, debugger: str, tmp_path: Path) -> None:
     parent = os.getpid() if own else 1

@@ -91,10 +91,11 @@ RULES: Mapping[Stage, Rule] = {
 """Of workers that report steps. The first two stages happen once, and are never learned."""
 
 FROM_OUTSIDE = Rule(
-    _UNKNOWN, Limits(30.0, 30.0, 600.0), 0, Limits(5.0, 5.0, 5.0), ahead_s=LOOK_EVERY_S + LOOK_S
+    _UNKNOWN, Limits(30.0, 300.0, 600.0), 0, Limits(5.0, 5.0, 5.0), ahead_s=LOOK_EVERY_S + LOOK_S
 )
 """Of workers that report no steps: durations are pauses in which nothing was seen of them. The last sign of life may be
-as old as the pause between two looks when it is seen."""
+as old as the pause between two looks when it is seen. A rank is named soon, and ended late: what looks like a hang may
+be a rank that waits for a service, in a part of the script that comes once."""
 
 
 class Durations:

@@ -1,6 +1,7 @@
 """Reads in /proc what the workers of this node use: in a thread, since a process in trouble can hold up who reads it.
 
-A look costs some microseconds for each process of a worker; all of /proc is searched for them now and then only.
+A look costs some microseconds for each process of a worker; all of /proc is searched for them now and then only. Their
+threads, of which there may be hundreds, are looked at only while the worker itself is still.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from ....rendezvous.text import clean
 from ....threads import Thread
 from ...common.events import Signs, SignsRead
 from ...common.kernel_files import read
-from ..processes.proc import all_stats, debugger_of, sleeps_of, stat_of
+from ..processes.proc import all_stats, debugger_of, sleeps_of, stat_of, thread_sleeps
 
 LOOK_EVERY_S = 2.0
 """Between two looks that the main thread asks for."""
 SEARCH_EVERY_S = 10.0
 """Between two searches for descendants. What a new one has used shows at the next one."""
+WAKES_PER_S = 0.5
+"""Of a thread that gets something, or polls. It does not wake in a collective or for a lock, and for a data loader each
+five seconds."""
+LIBRARIES = ("pt_gloo", "pt_nccl", "pt_tcpstore", "gloo", "nccl", "NCCL", "cuda")
+"""With these the names of threads begin that wake by themselves while their rank hangs: as of torch 2.13."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -30,6 +36,7 @@ class _Order:
     pids: Mapping[int, int]
     """Of the workers, by local rank."""
     printed: Mapping[int, int]
+    threads: bool
 
 
 class SignReader:
@@ -46,6 +53,8 @@ class SignReader:
         self._families: dict[int, tuple[int, ...]] = {}
         """By the pid of a worker: itself and its descendants."""
         self._searched_at = 0.0
+        self._sleeps: dict[int, tuple[float, dict[str, int]]] = {}
+        """By the pid of a worker: how often each thread of its family had gone to sleep, and when that was read."""
 
     def start(self) -> None:
         self._thread.start()
@@ -54,10 +63,15 @@ class SignReader:
         self._orders.put(None)
         self._thread.join(1.0)
 
-    def look(self, generation: int, pids: Mapping[int, int], printed: Mapping[int, int]) -> None:
-        """`SignsRead` follows. While a look does not come to its end no other begins."""
+    def look(
+        self, generation: int, pids: Mapping[int, int], printed: Mapping[int, int], *, threads: bool
+    ) -> None:
+        """`SignsRead` follows. While a look does not come to its end no other begins.
+
+        `threads`: whether any thread of their families stirs, which two such looks in a row show.
+        """
         if self._orders.empty():
-            self._orders.put(_Order(generation, pids, printed))
+            self._orders.put(_Order(generation, pids, printed, threads))
 
     # Everything below runs in the thread.
 
@@ -65,7 +79,7 @@ class SignReader:
         while (order := self._orders.get()) is not None:
             self._search(tuple(order.pids.values()))
             seen = {
-                local_rank: self._signs(pid, order.printed.get(local_rank, 0))
+                local_rank: self._signs(pid, order.printed.get(local_rank, 0), threads=order.threads)
                 for local_rank, pid in order.pids.items()
             }
             self._post(SignsRead(order.generation, self._clock(), seen))
@@ -92,14 +106,31 @@ class SignReader:
                     waiting += children.get(pid, ())
             self._families[worker] = tuple(found)
 
-    def _signs(self, worker: int, printed: int) -> Signs:
+    def _signs(self, worker: int, printed: int, *, threads: bool = False) -> Signs:
         ticks = moved = 0
         for pid in self._families[worker]:
             if (stat := stat_of(f"{self._proc}/{pid}")) is not None:
                 ticks += stat.ticks
                 moved += _moved(read(f"{self._proc}/{pid}/io"))
         folder = f"{self._proc}/{worker}"
-        return Signs(ticks / _TICKS_PER_S, moved, printed, sleeps_of(folder), clean(debugger_of(folder)))
+        stirs = self._stirs(worker, self._clock()) if threads else False
+        return Signs(
+            ticks / _TICKS_PER_S, moved, printed, sleeps_of(folder), clean(debugger_of(folder)), stirs
+        )
+
+    def _stirs(self, worker: int, now: float) -> bool:
+        sleeps = {
+            f"{pid}/{thread}": count
+            for pid in self._families[worker]
+            for thread, name, count in thread_sleeps(f"{self._proc}/{pid}")
+            if not name.startswith(LIBRARIES)
+        }
+        before = self._sleeps.get(worker)
+        self._sleeps[worker] = now, sleeps
+        if before is None or now - before[0] > 2 * LOOK_EVERY_S:
+            return False
+        most = WAKES_PER_S * (now - before[0])
+        return any(count - before[1].get(thread, count) > most for thread, count in sleeps.items())
 
 
 def _moved(text: str) -> int:

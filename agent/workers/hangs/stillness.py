@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ...common.events import Signs
+from .signs import WAKES_PER_S
 
 ACTIVE_SHARE = 0.01
 """Of one processor's time, from which on a worker is active, whatever it uses otherwise."""
@@ -27,8 +28,6 @@ WORKING_SHARE = 0.05
 """From which on a worker that waits itself has threads or children at work."""
 BYTES_PER_S = 16384.0
 """Read and written; less is what libraries write of themselves."""
-WAKES_PER_S = 0.5
-"""Of the main thread. It does not wake in a collective or for a lock, and each five seconds for a data loader."""
 NOW_AND_THEN = 0.004
 """A smaller share of one processor, over three looks, is what threads of libraries use that only wait."""
 AT_ONCE = 0.0125
@@ -71,7 +70,7 @@ class Stillness:
             or signs.wakes - before.wakes > WAKES_PER_S * took_s
             or signs.output_bytes != before.output_bytes
         )
-        if moves or share > WORKING_SHARE:
+        if moves or signs.stirs or share > WORKING_SHARE:
             self.worked_at = at
         if not (moves or uses):
             return 0.0

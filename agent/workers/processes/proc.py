@@ -97,6 +97,17 @@ def sleeps_of(folder: Folder) -> int:
     return int(number) if number.isdecimal() else 0
 
 
+def thread_sleeps(folder: Folder) -> Iterator[tuple[str, str, int]]:
+    """The number and name of each thread of this process, and how often it has gone to sleep by itself."""
+    task = f"{os.fspath(folder)}/task"
+    try:
+        threads = os.listdir(task)
+    except OSError:
+        return  # it has ended
+    for thread in threads:
+        yield thread, read(f"{task}/{thread}/comm").strip(), sleeps_of(f"{task}/{thread}")
+
+
 def living(pid: int, proc: Folder = "/proc") -> Stat | None:
     """None when the process has ended. One whose first thread has ended while another hangs in the kernel looks like a
     zombie, and lives."""

@@ -22,6 +22,9 @@ from .generation import Generation
 
 log = logging.getLogger(__name__)
 
+STILL_FOR_S = 8.0
+"""From which on the workers' threads are looked at, too: steps are mostly shorter, and threads many."""
+
 HANGS_KEPT = 16
 """Instants of the newest hangs; each makes the limits that are learned longer for a while."""
 
@@ -119,7 +122,8 @@ class HangWatch:
         number, group = generation.number, generation.group
         pids = {local_rank: group.pid(local_rank) for local_rank in generation.running}
         printed = {local_rank: self._logs.printed(number, group.ranks[local_rank]) for local_rank in pids}
-        self._signs.look(number, pids, printed)
+        stalled_s = generation.hang.stalled_s(generation.running, now)
+        self._signs.look(number, pids, printed, threads=stalled_s >= STILL_FOR_S)
 
     def _inquiry(self, generation: int) -> Inquiry | None:
         world = self._participant.world
