@@ -114,7 +114,7 @@ def _ours(run: Run, fault_at: float) -> tuple[float | None, str, str]:
     cause = named.get("cause") or ""
     excluded = next((one["text"] for one in events if one["kind"] == "exclusion"), "")
     codes = {code for code in run.exit_codes().values() if code is not None}
-    restarted = "restarted" if run.history(after=fault_at) else "left alone until the last limit"
+    restarted = "restarted" if run.history(after=fault_at) else "left alone until a later limit"
     did = excluded or (f"ended with {sorted(codes)}" if codes else restarted)
     return seen[0]["at"] - offset - fault_at, f"{who}: {cause}" if cause else who, did
 
