@@ -27,6 +27,11 @@ EXCEPTIONS = [
     ("ecc", ACCELERATOR + "uncorrectable ECC error encountered"),
     ("xid", "RuntimeError: CUDA error: GPU is lost"),
     ("xid", "pynvml.NVMLError_GpuIsLost: GPU is lost"),
+    (
+        "ecc",
+        "torch._inductor.exc.InductorError: RuntimeError: CUDA error: uncorrectable ECC error encountered",
+    ),
+    ("host_out_of_memory", "BlockingIOError: [Errno 12] Cannot allocate memory"),
     ("exception", "ValueError: no handler of 'GPU is lost'"),
     (
         "ecc",

@@ -185,7 +185,7 @@ def test_what_dcp_has_saved_is_a_checkpoint_of_ours(tmp_path: Path, to: Any) -> 
     net = {name: after[name] for name in ("model", "optimizer")} | {"meta": {}}
     assert Checkpointer(tmp_path / ("b" if to == "replicated" else "c"), net).load() == 12
     (group,) = after["optimizer"].param_groups
-    assert group.pop("param_names") == [name for name, _ in after["model"].named_parameters()]
+    assert "param_names" not in group, "it has none of its own"
     for name in ("model", "optimizer"):
         assert same(dict(state_of(after)[name]), dict(state_of(before)[name]))
     assert net["meta"] == {"seen": 5}

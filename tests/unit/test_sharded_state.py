@@ -536,6 +536,16 @@ def test_two_values_that_would_have_one_key_are_refused(alone: None, state: Part
         taken({"model": fsdp(flat(1), 0), **state})
 
 
+def test_what_only_another_rank_has_put_into_a_dict_is_not_lost(alone: None) -> None:
+    """No rank should do so alone, and none can tell: each brings the structure that it knows."""
+    net = fsdp(flat(1), 0)
+    more, less = ({"meta": {"epoch": 1, **extra}, "model": net} for extra in ({"best": {"at": 2}}, {}))
+    copies = {0: taken(less, rank=0, world_size=2), 1: taken(more, rank=1, world_size=2)}
+    parts: Parts = {"model": net, "meta": {}}
+    ShardedParts(parts, (), {}).prepare(copies, 0, 1, 2).apply()
+    assert parts["meta"] == {"epoch": 1, "best": {"at": 2}}
+
+
 def test_a_state_of_other_names_or_shapes_does_not_fit(alone: None) -> None:
     copies = {0: taken({"model": fsdp(flat(1), 0)})}
     smaller = fully_shard(

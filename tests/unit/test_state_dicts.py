@@ -42,3 +42,16 @@ def test_a_dict_gets_tensors_of_its_own_in_every_layout(layout: torch.layout) ->
     assert torch.equal(part["a"].to_dense(), DENSE)
     assert part["again"][0] is part["a"]
     assert part["a"] is not loaded["a"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizer_without_names_is_given_none_by_a_state_that_has_them(named: bool) -> None:
+    """A converted checkpoint has them; torch lets no group without names be added to groups with."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    saved = torch.optim.SGD([("weight", weight)], lr=0.5).state_dict()
+    optimizer = torch.optim.SGD([("weight", weight)] if named else [weight], lr=0.1)
+    load_into(optimizer, saved)
+    more = torch.nn.Parameter(torch.ones(1))
+    optimizer.add_param_group({"params": [("more", more)] if named else [more]})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert all(("param_names" in group) == named for group in optimizer.param_groups)

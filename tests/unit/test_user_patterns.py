@@ -184,3 +184,9 @@ def test_a_pattern_that_cannot_be_used_is_refused_before_it_costs(pattern: str, 
 )
 def test_usual_counts_are_taken(pattern: str) -> None:
     compile_pattern(pattern)
+
+
+def test_a_comment_of_a_verbose_pattern_is_no_part_of_it() -> None:
+    pattern = compile_pattern("(?x) foo  # bracket [ here\n [ab]")
+    assert pattern.search("fooa")
+    assert not pattern.search("foo[ab]")

@@ -426,6 +426,23 @@ def test_what_waits_for_reports_comes_after_all_that_were_sent(
     scene.expect(*[Reported(LOADED, 12.5)] * 5, WorkerKept(7, 0))
 
 
+def test_what_waits_for_reports_comes_also_if_none_can_be_read(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's end waits for it, also when the thread that reads has failed in it."""
+    called: list[bool] = []
+
+    def fail() -> bool:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(scene.links._reports, "read", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.links._io, "post", lambda action: action() or True)
+        with pytest.raises(OSError, match="Input/output"):
+            scene.links.after_reports(lambda: called.append(True))
+    assert called == [True]
+
+
 def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene, tmp_path: Path) -> None:
     path = tmp_path / "owner.lock"
 

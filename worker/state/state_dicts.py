@@ -43,12 +43,23 @@ def load_into(part: Part, state: Any) -> None:
         part.update(_copied(state))
         return
     part = unwrapped(part)
+    if isinstance(part, torch.optim.Optimizer) and "param_groups" in state:
+        state = {**state, "param_groups": named_alike(state["param_groups"], part.param_groups)}
     if not isinstance(part, torch.nn.Module | torch.optim.Optimizer):
         part.load_state_dict(_copied(state))
     else:
         part.load_state_dict(state)
         if shares_memory(part.state_dict(), state):
             part.load_state_dict(_copied(state))
+
+
+def named_alike(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of an optimizer's state, without the names of parameters where it has none of its own: with them torch
+    would let no group without names be added."""
+    return [
+        {key: value for key, value in group.items() if key != "param_names" or any(key in one for one in own)}
+        for group in groups
+    ]
 
 
 def _copied(state: Any) -> Any:

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,8 @@ _TOKEN = re.compile(
         | .
     )"""
 )
+_VERBOSE_TOKEN = re.compile(r"\#[^\n]*|" + _TOKEN.pattern)
+"""With (?x) there are comments, too."""
 _IN_SET = re.compile(r"(?s:\\.|\[)")
 
 
@@ -45,13 +47,13 @@ def compile_pattern(pattern: str) -> Any:
     """The `regex.Pattern` that finds what `re` would. Raises PatternInvalid if one of the two does not take it."""
     import regex
 
-    if not _is_small(pattern):
+    if not _is_small(_TOKEN.finditer(pattern)):
         raise PatternInvalid(f"its counts, like {{2}}, repeat more than {MOST_PARTS} parts")
     with warnings.catch_warnings():  # of sets in sets, which neither of the two knows
         warnings.simplefilter("ignore")
         try:
-            re.compile(pattern)
-            return regex.compile(_without_extensions(pattern), regex.VERSION0)
+            tokens = _VERBOSE_TOKEN if re.compile(pattern).flags & re.VERBOSE else _TOKEN
+            return regex.compile(_without_extensions(tokens.finditer(pattern)), regex.VERSION0)
         except RecursionError as error:
             raise PatternInvalid("it is nested too deeply") from error
         except (re.error, regex.error, OverflowError) as error:
@@ -99,10 +101,10 @@ class PatternSearch:
         return self._known[key]
 
 
-def _without_extensions(pattern: str) -> str:
+def _without_extensions(tokens: Iterator[re.Match[str]]) -> str:
     """The pattern for `regex`. What `re` takes has two of its extensions, and no others: {e}, which allows errors, and
     [[:alpha:]], a class of POSIX."""
-    return "".join(_escaped(token) for token in _TOKEN.finditer(pattern))
+    return "".join(map(_escaped, tokens))
 
 
 def _escaped(token: re.Match[str]) -> str:
@@ -114,11 +116,11 @@ def _escaped(token: re.Match[str]) -> str:
     return text
 
 
-def _is_small(pattern: str) -> bool:
+def _is_small(tokens: Iterator[re.Match[str]]) -> bool:
     """It has at most MOST_PARTS once the least counts have been written out, as `regex` does while it compiles."""
     groups = [0]
     last = 0
-    for token in _TOKEN.finditer(pattern):
+    for token in tokens:
         if token[0] == "(":
             groups.append(0)
         elif token["least"] is not None:

@@ -184,6 +184,7 @@ class _Writer:
         try:
             CommitPermission(self._questions, order.generation).check()
             if _is_on_disk(self._files_of(order), order):
+                self._report(order, WriteOutcome(order.step, 0), time.monotonic() - at)
                 self._settled(task)
                 return
             if isinstance(order, CommitOrder):

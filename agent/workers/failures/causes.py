@@ -85,9 +85,12 @@ _NATIVE = (
     "OutOfMemoryError",
     r"Dist\w*Error",
     r"\w*(?i:CUDA|HIP|NCCL|NVML)\w*Error\w*",  # NVMLError_GpuIsLost, CUDARuntimeError, CudaError
+    # These tell what another exception has said.
+    *("InductorError", "BackendCompilerFailed", "ProcessRaisedException", "CheckpointException"),
+    *("CompilationError", "XlaRuntimeError"),
 )
 # An ImportError says so of a library that could not be mapped.
-_OF_HOST_MEMORY = (*_NATIVE, "MemoryError", "OSError", "ImportError")
+_OF_HOST_MEMORY = (*_NATIVE, r"\w*MemoryError", "OSError", "BlockingIOError", "ImportError")
 # Errors that the worker library raises on all ranks together, and would raise in the next generation, too. Not among
 # them are ranks whose values differ: that may come from a fault, after which a restart helps.
 _REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "

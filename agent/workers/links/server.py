@@ -105,10 +105,12 @@ class WorkerLinks:
         """Call `then` once the reports that have been sent until now are posted. For any thread, after the workers."""
 
         def read() -> None:
-            if self._reports.socket.fileno() >= 0:
-                while self._reports.read():
-                    pass  # the kernel queues few, and no worker is left that sends more
-            then()
+            try:
+                if self._reports.socket.fileno() >= 0:
+                    while self._reports.read():
+                        pass  # the kernel queues few, and no worker is left that sends more
+            finally:
+                then()  # the agent's end waits for it
 
         if not self._io.post(read):
             then()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, NotSaved, SaveFailed, Unconfirmed
+from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
 from ...ranks.group import Group, current_group
 from ...ranks.refusals import because
 from ...state import rng
@@ -125,6 +125,9 @@ class Saver(SaveOutcomes):
         try:
             size = self._copy_and_commit(step, gathered, group)
             result = "ok"
+        except StepNotGrowing:
+            size = None  # the script's error: no disk has refused anything
+            raise
         finally:
             blocked_s = time.monotonic() - started_s
             if group.rank == 0 and size is not None:

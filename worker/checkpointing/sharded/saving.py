@@ -283,7 +283,9 @@ class ShardSaving(SaveOutcomes):
             self._report(step, "error", started_s, 0, group)
             raise
         writers = met.all_have_writers
-        if in_memory and self._copy_surely(layout, step, met, group, sums=not writers) and writers:
+        # Of a copy that has twins the writer of the lowest rank alone reads all.
+        sums = not writers or met.first_twins[group.rank] is not None
+        if in_memory and self._copy_surely(layout, step, met, group, sums=sums) and writers:
             self._order(step, met, group)
         elif not self._write_now(step, met, layout, group, started_s):
             return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pickle import dumps
 from typing import Any
 
@@ -124,6 +124,16 @@ def refuse_twice(paths: Iterable[Path]) -> None:
                 f"a sharded state has two values at {key_of(path)!r}, by the keys {list(other)} and {list(path)}, "
                 "and could keep one of them: rename a key (1 and '1' are one, and so are 'a.b' and 'b' in 'a')"
             )
+
+
+def add(state: Any, path: Path, leaf: Any) -> None:
+    """Put a leaf into the mappings of a state, at a path behind that of the state; what is there stays."""
+    for key in path[:-1]:
+        if not isinstance(state, MutableMapping):
+            return
+        state = state.setdefault(key, {})
+    if isinstance(state, MutableMapping):
+        state.setdefault(path[-1], leaf)
 
 
 def filled(structure: Any, path: Path, leaf: Callable[[Path], Any]) -> Any:

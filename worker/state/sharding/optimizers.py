@@ -15,6 +15,7 @@ import torch
 
 from ...errors import CheckpointMismatch, Sharded
 from ..kinds import is_dtensor, is_spread, is_tensor, is_zero
+from ..state_dicts import named_alike
 from .flat_parameters import Slot, flat_parameters_of
 from .items import FormCache, Leaf, Taken
 from .leaves import Path, filled, flatten, key_of, split, structure_path, unflatten
@@ -329,7 +330,8 @@ class OptimizerState:
     def _load(self, states: dict[int, Any], groups: list[dict[str, Any]]) -> None:
         local = self._local
         packed = local.state_dict()[_GROUPS]
-        merged = [{**new, _PARAMS: old[_PARAMS]} for new, old in zip(groups, packed, strict=True)]
+        named = named_alike(groups, packed)
+        merged = [{**new, _PARAMS: old[_PARAMS]} for new, old in zip(named, packed, strict=True)]
         local.load_state_dict({_STATE: states, _GROUPS: merged})
         weights = [weight for group in local.param_groups for weight in group[_PARAMS]]
         for number, state in states.items():

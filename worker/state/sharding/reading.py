@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointMismatch
-from .leaves import Path, filled, key_of, loaded, structure_path, unflatten
+from .leaves import Path, add, filled, key_of, loaded, structure_path, unflatten
 from .pieces import Box, Sizes, boxes_of, cut_out, numel, strides_of, whole
 from .table import Shard, Table, Value, is_own
 
@@ -117,16 +117,24 @@ class Reader:
     def state(self, path: Path, leaf: Callable[[str], Any]) -> Any:
         """What was flattened to there, with `leaf` of the key of each tensor."""
 
+        seen: set[str] = set()
+
         def get(where: Path) -> Any:
             key = key_of(where)
+            seen.add(key)
             if key not in self.paths:
                 raise CheckpointMismatch(f"the checkpoint lacks {key!r}")
             return leaf(key) if self.is_tensor(key) else self.value(key)
 
         structure = key_of(structure_path(path))
-        if structure in self.paths:
-            return filled(self.value(structure), path, get)
-        return unflatten([(found[len(path) :], get(found)) for found in self.under(path).values()])
+        if structure not in self.paths:
+            return unflatten([(found[len(path) :], get(found)) for found in self.under(path).values()])
+        made = filled(self.value(structure), path, get)
+        # What another rank has put into a dict that all have is not lost, though no rank should do so alone.
+        for key, found in self.under(path).items():
+            if key not in seen:
+                add(made, found[len(path) :], get(found))
+        return made
 
     def is_tensor(self, key: str) -> bool:
         return key in self._rows
@@ -136,8 +144,8 @@ class Reader:
         return self._rows[key][0][1]
 
     def is_whole(self, key: str) -> bool:
-        """Whether each of its pieces is all of it."""
-        return all(piece.sizes == piece.shape for piece in self.pieces(key))
+        """Whether each of its pieces is all of it, or nothing."""
+        return all(piece.sizes == piece.shape or not numel(piece.sizes) for piece in self.pieces(key))
 
     def pieces(self, key: str) -> list[Shard]:
         return [row for _, row in self._rows[key]]
