@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.ports import bind_listener
-
 from .harness import TORCH_PRELOADED, Job
+from .processes import port_for_a_store
 
 SCRIPT = Path(__file__).with_name("conformance.py")
 
 
 @pytest.mark.timeout(240)
 def test_torch_distributed_is_whole_before_and_after_a_kill(job: Job) -> None:
-    with bind_listener("127.0.0.1", 0, "test") as listener:
-        port = listener.getsockname()[1]
     meeting = job.folder / "meeting"
-    agent = job.start("a", "--nproc-per-node=3", TORCH_PRELOADED, script=(SCRIPT, meeting, port, 1))
+    script = (SCRIPT, meeting, port_for_a_store(), 1)
+    agent = job.start("a", "--nproc-per-node=3", TORCH_PRELOADED, script=script)
     assert agent.exit_code(within_s=150) == 0
     assert "WRONG" not in agent.text
     for how in ("env", "tcp", "file", "store"):

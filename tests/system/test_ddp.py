@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_agent.agent.common.ports import bind_listener
-
 from .harness import TORCH_PRELOADED, Agent, Job
-from .processes import Process
+from .processes import Process, port_for_a_store
 
 PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")
 OWN_STORES = Path(__file__).with_name("own_stores.py")
@@ -110,8 +108,7 @@ def test_a_run_with_five_kills_ends_with_the_weights_of_one_without(job: Job) ->
 
 def test_a_script_may_open_stores_of_its_own_beside_the_agents(job: Job) -> None:
     """Up to torch 2.13 all ranks waited for a server that nobody had started."""
-    with bind_listener("127.0.0.1", 0, "test") as one, bind_listener("127.0.0.1", 0, "test") as other:
-        ports = [listener.getsockname()[1] for listener in (one, other)]
+    ports = [port_for_a_store(), port_for_a_store()]
     agent = job.start("a", "--nproc-per-node=2", TORCH_PRELOADED, script=(OWN_STORES, *ports))
     assert agent.exit_code() == 0
     for how in ("env://", f"tcp://127.0.0.1:{ports[0]}"):

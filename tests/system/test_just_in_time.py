@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("guarded_ddp.py")
 KILLS = int(os.environ.get("JUST_IN_TIME_KILLS", "2"))
 """50 takes a while: JUST_IN_TIME_KILLS=50 pytest tests/system/test_just_in_time.py"""
 
-STEPS_PER_KILL = 50
+STEPS_PER_KILL = 150
 SEED = int(os.environ.get("JUST_IN_TIME_SEED", "1"))
 
 

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.ports import bind_listener
-
 from .harness import TORCH_PRELOADED, Job
-from .processes import Process
+from .processes import Process, port_for_a_store
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
 KILLED = Path(__file__).with_name("killed_in_tutorial.py")
@@ -39,9 +37,7 @@ def started(job: Job, generation: int) -> list[Process]:
 @pytest.mark.timeout(300)
 def test_a_script_that_starts_its_own_ranks_is_ended_whole_and_started_again(job: Job) -> None:
     """First one of its ranks is killed, then the worker itself, which leaves its ranks behind."""
-    with bind_listener("127.0.0.1", 0, "test") as listener:
-        port = listener.getsockname()[1]
-    agent = job.start("a", TORCH_PRELOADED, script=(TUTORIAL / "basic.py", port))
+    agent = job.start("a", TORCH_PRELOADED, script=(TUTORIAL / "basic.py", port_for_a_store()))
     first = started(job, 1)
     os.kill(first[1].pid, signal.SIGKILL)
     second = started(job, 2)
