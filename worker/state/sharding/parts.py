@@ -26,7 +26,7 @@ from .reading import OpenCopy, Reader, WantedTensor
 from .table import DECLARED, OWN_PARTS, RANKS
 
 _RESERVED = (RANKS, STRUCTURE)
-"""No part's name, nor what a dot follows at its begin."""
+"""No part has one of these names, nor a name that begins with one and a dot."""
 
 
 class _PartState(Protocol):
