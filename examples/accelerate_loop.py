@@ -31,9 +31,11 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
     checkpoints = Checkpointer("runs/accelerate", state)
     done = checkpoints.load()
+    epoch = sampler.epoch
     with checkpoints.just_in_time():
         while done < STEPS:
-            sampler.set_epoch(sampler.epoch + (len(sampler) == 0))
+            sampler.set_epoch(epoch)
+            epoch += 1
             for inputs, targets in loader:
                 inputs, targets = send_to_device((inputs, targets), accelerator.device)
                 loss = nn.functional.mse_loss(model(inputs), targets)

@@ -38,8 +38,10 @@ def main() -> None:
     loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, generator=torch.Generator())
     training = Training(model, optimizer, sampler)
     training.load()
+    epoch = sampler.epoch
     while training.done < STEPS:
-        sampler.set_epoch(sampler.epoch + (len(sampler) == 0))
+        sampler.set_epoch(epoch)
+        epoch += 1
         for inputs, targets in loader:
             loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
             loss.backward()

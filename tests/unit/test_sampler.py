@@ -242,7 +242,33 @@ def test_drawn_samples_are_not_finished() -> None:
     assert len(sampler) == 10
     step(1)
     assert sampler.position == 2
-    assert len(sampler) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_tutorials_accumulation_steps_at_every_fourth_batch_and_at_the_last(workers: int) -> None:
+    """Also in the rest of an epoch that is resumed in its middle, where `enumerate` begins at 0 again."""
+    accum, found = 4, []
+    state: dict[str, Any] | None = None
+    for lives in range(2):
+        (sampler,) = world(2 * 19, 1, 2, state, batches_per_step=accum)
+        loader = DataLoader(range(2 * 19), batch_size=2, sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+        sampler.set_epoch(0)
+        pending = 0
+        for at, _ in enumerate(loader):
+            pending += 1
+            if (at + 1) % accum == 0 or (at + 1) == len(loader):
+                found.append(pending)
+                pending = 0
+                step(len(found))
+                if lives == 0 and len(found) == 2:
+                    break
+        state = sampler.state_dict()
+        if lives:
+            assert len(loader) == 11, "as long as it was, for a mean after the loop"
+    assert found == [4, 4, 4, 4, 3]
+    assert sampler.position == 38
+    sampler.set_epoch(1)
+    assert len(loader) == 19
 
 
 def test_a_step_before_the_first_sample_is_not_one_of_this_epoch() -> None:

@@ -117,7 +117,13 @@ class ElasticSampler(Sampler[int]):
         self._epoch, self._position, self._pass = epoch, 0, None
 
     def __len__(self) -> int:
-        """Samples that are left for this rank in this epoch, counted from the last finished step."""
+        """Samples of this rank: of the running iteration, all from its begin on; before it, what is left of the epoch.
+
+        So `len(loader)` stays what it is while a loop runs, and `enumerate(loader)` from 0 ends there.
+        """
+        return self._pass.count if self._pass is not None else self._left()
+
+    def _left(self) -> int:
         left = self._order.length - self._position
         return left // self._world_size if self._drop_last else -(-left // self._world_size)
 
@@ -132,7 +138,7 @@ class ElasticSampler(Sampler[int]):
                 f"epoch {self._epoch} is over, and a second iteration would find nothing left of it: call "
                 "set_epoch(epoch) at the beginning of each epoch"
             )
-        current = self._pass = _Pass(self._position, len(self))
+        current = self._pass = _Pass(self._position, self._left())
         for index in self._deal(current):
             if self._pass is not current:
                 raise SamplerError(
