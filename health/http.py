@@ -91,6 +91,8 @@ class Limits:
     """The least time between two sends to streams: events that come meanwhile are sent together."""
     beat_s: float = 15.0
     """A stream without events sends a comment so often, to find out whether its client is gone."""
+    metrics_rest_s: float = 0.5
+    """The least time between two renderings of /metrics: all scrapes in between get the same bytes."""
 
 
 class _Connection:
@@ -159,7 +161,7 @@ class HealthServer:
         self._limits = limits
         self._clock = clock
         self._pages: dict[bytes, Callable[[Request], Page]] = {
-            b"/metrics": lambda _: Page(HTTPStatus.OK, CONTENT_TYPE, answers.metrics()),
+            b"/metrics": lambda _: self._metrics_page(answers.metrics),
             b"/healthz": lambda _: probe_page(answers.liveness()),
             b"/readyz": lambda _: probe_page(answers.readiness()),
         }
@@ -170,6 +172,8 @@ class HealthServer:
         for path in answers.streams:
             self._pages[path.encode()] = lambda _: Page(HTTPStatus.OK, EVENT_STREAM, b"")
         self._streams = {path.encode(): make for path, make in answers.streams.items()}
+        self._metrics: tuple[float, Page] | None = None
+        """Until when the newest rendering is served, and it."""
         self._feed_at = math.inf
         """When the streams are asked for more events."""
         self._fed_at = -math.inf
@@ -458,6 +462,14 @@ class HealthServer:
         except Exception:
             logger.exception("cannot answer a scrape or probe: target=%s", target.decode())
             return status_page(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _metrics_page(self, render: Callable[[], bytes]) -> Page:
+        """Rendering holds up the main loop: a flood of scrapes must not."""
+        now = self._clock()
+        if self._metrics is None or now >= self._metrics[0]:
+            page = Page(HTTPStatus.OK, CONTENT_TYPE, render())
+            self._metrics = now + self._limits.metrics_rest_s, page
+        return self._metrics[1]
 
     def _expire(self) -> None:
         now = self._clock()

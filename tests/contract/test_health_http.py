@@ -52,11 +52,13 @@ def agent() -> Agent:
 
 @pytest.fixture
 def server(agent: Agent) -> Iterator[HealthServer]:
-    """Its clock stands still unless a test moves it, so that no client here is ever cut off by a slow machine."""
+    """Its clock stands still unless a test moves it, so that no client here is ever cut off by a slow machine. Metrics
+    are rendered for each scrape."""
     server = HealthServer(
         listening_socket(),
         Answers(lambda: agent.page(), lambda: agent.live, lambda: agent.ready, agent.pages),
         Thread,
+        Limits(metrics_rest_s=0.0),
         clock=lambda: agent.now_s,
     )
     server.start()
@@ -117,6 +119,21 @@ def headers(body: bytes, content_type: str = "text/plain; charset=utf-8") -> dic
 
 def test_metrics_are_served_with_their_content_type(server: HealthServer) -> None:
     assert_answers(server)
+
+
+def test_a_flood_of_scrapes_renders_the_metrics_twice_a_second(agent: Agent) -> None:
+    rendered: list[float] = []
+
+    def page() -> bytes:
+        rendered.append(agent.now_s)
+        return b"up %d\n" % len(rendered)
+
+    answers = Answers(page, lambda: agent.live, lambda: agent.ready)
+    with served(agent, answers, Limits()) as server:
+        for moment, expected in ((7.0, b"up 1\n"), (7.4, b"up 1\n"), (7.6, b"up 2\n"), (8.0, b"up 2\n")):
+            agent.now_s = moment
+            assert [get(server, "/metrics")[2] for _ in range(3)] == [expected] * 3
+    assert rendered == [7.0, 7.6]
 
 
 def test_a_query_does_not_change_the_path(server: HealthServer) -> None:
@@ -779,9 +796,15 @@ class FeedStream:
         self.feed.closed += 1
 
 
+STREAMS = Limits(streams=3, stream_rests_s=0.0, metrics_rest_s=0.0)
+
+
 @contextmanager
-def served(agent: Agent, answers: Answers) -> Iterator[HealthServer]:
-    limits = Limits(streams=3, stream_rests_s=0.0)
+def served(
+    agent: Agent,
+    answers: Answers,
+    limits: Limits = STREAMS,
+) -> Iterator[HealthServer]:
     server = HealthServer(listening_socket(), answers, Thread, limits, clock=lambda: agent.now_s)
     server.start()
     try:

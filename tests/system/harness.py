@@ -317,6 +317,10 @@ class Job:
             time.sleep(0.02)
         return value
 
+    def wait_for_metric(self, agent: Agent, name: str, value: float, **labels: str) -> None:
+        """Within a rendering, as a scrape may get the last one."""
+        self.wait_for(lambda: agent.metric(name, **labels) == value, f"{name} of {agent.name} to be {value}")
+
     def wait_for_text(self, agent: Agent, pattern: str, within_s: float = PATIENCE_S) -> re.Match[str]:
         found = self.wait_for(lambda: agent.says(pattern), f"agent {agent.name} to say {pattern!r}", within_s)
         assert found is not None

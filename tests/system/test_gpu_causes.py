@@ -68,7 +68,7 @@ def test_nvml_that_hangs_is_said_once_and_holds_up_no_restart(job: Job, nvml: Fa
     for kills in range(1, 4):
         os.kill(generation.pid(0), signal.SIGKILL)
         generation = job.wait_for_training(world=1, after=generation.number)
-        assert agent.metric("elastic_agent_restarts_total", reason="killed") == kills
+        job.wait_for_metric(agent, "elastic_agent_restarts_total", kills, reason="killed")
     assert agent.text.count("NVML does not answer in time") == 1
     assert agent.metric("elastic_agent_diagnostics_dumps_total", tool="nvml", result="late") == 1
 
@@ -87,7 +87,7 @@ def test_what_nvml_shows_is_kept_and_counts_when_a_worker_of_that_gpu_fails(
     assert f"{OTHER_GPU}: uncorrected 2 (was 0)" in text
     os.kill(second.pid(1), signal.SIGABRT)
     third = job.wait_for_training(world=2, after=second.number)
-    assert agent.metric("elastic_agent_restarts_total", reason="ecc") == 1
+    job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="ecc")
     os.kill(third.pid(1), signal.SIGABRT)
     job.wait_for_training(world=2, after=third.number)
-    assert agent.metric("elastic_agent_restarts_total", reason="abort") == 1, "these errors are told"
+    job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="abort")  # these errors are told

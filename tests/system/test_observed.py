@@ -63,11 +63,11 @@ def test_metrics_log_and_workers_name_the_same_generation_after_each_kill(job: J
         generation = job.wait_for_training(world=2, after=kills)
         for agent in agents:
             environment = generation.starts[generation.rank_on(agent.name)]["env"]
+            job.wait_for_metric(agent, "elastic_agent_restarts_total", kills)
             exported = agent.metric("elastic_agent_rendezvous_generation")
             assert exported == int(environment["ELASTIC_AGENT_GENERATION"]) == kills + 1
             master = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
             assert agent.says(rf"generation {kills + 1} .* master {master}, {kills} failure")
-            assert agent.metric("elastic_agent_restarts_total") == kills
             assert agent.metric("elastic_agent_restarts_total", reason="killed") == kills
             assert agent.metric("elastic_agent_world_size") == 2
             assert agent.metric("elastic_agent_group_world_size") == 2
