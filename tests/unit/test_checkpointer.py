@@ -115,6 +115,14 @@ def test_the_loaded_step_may_be_saved_again_and_older_ones_may_not(tmp_path: Pat
         checkpoints.save(10)
 
 
+@pytest.mark.parametrize("step", [-1, 2**63])
+def test_what_is_no_step_is_refused_at_once(tmp_path: Path, step: Any) -> None:
+    checkpoints = Checkpointer(tmp_path, {})
+    for keep in (checkpoints.save, checkpoints.remember):
+        with pytest.raises(ValueError, match=r"step is .*expected the number of steps"):
+            keep(step)
+
+
 def test_a_step_lost_to_a_bad_file_may_be_saved_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

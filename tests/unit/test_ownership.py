@@ -866,6 +866,22 @@ def test_who_waits_goes_on_when_the_other_ends(tmp_path: Path) -> None:
     assert b.load() == 40
 
 
+def test_what_a_run_has_left_that_was_killed_before_it_was_the_owner_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as killed:
+        killed.setattr(directory_claim.os, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Job(tmp_path, A).load()
+    assert len(list(tmp_path.glob("tmp-*.json"))) == 1
+    Job(tmp_path, B).load()
+    assert not list(tmp_path.glob("tmp-*"))
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_no_other_run_comes_in_between_two_generations(tmp_path: Path) -> None:
     agent = LockKeeper()
     a = Job(tmp_path, A, agent=agent)

@@ -15,7 +15,6 @@ opened so is refused when it is saved.
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from ..state.rank_parts import Reshard, rules_of
 from ..state.state_dicts import Stateful
 from ..steps import progress
 from ..storage.disk.checkpoint_files import CheckpointFiles
+from ..storage.disk.ownership import step_number
 from ..wire.run import this_run
 from .agreement import Agreement
 from .replicated.replicated_state import ReplicatedState
@@ -138,9 +138,10 @@ class Checkpointer:
             raise CheckpointError(
                 f"this Checkpointer only reads {self._files.directory}: it was made read_only"
             )
+        number = step_number(step)
         with progress.saving():
             self._agreement.meet()
-            return self._state.save(operator.index(step))
+            return self._state.save(number)
 
     def wait(self) -> bool:
         """Return when the newest save is durable; False when it was refused. Every rank must call it.
@@ -163,8 +164,9 @@ class Checkpointer:
         Raises NotReplicated when the ranks do not have the same state; NotPlainData when some part's state could not
         be loaded again; CheckpointError when the state is sharded on some ranks only.
         """
+        number = step_number(step)
         self._agreement.before_copy()
-        if self._state.remember(operator.index(step)):
+        if self._state.remember(number):
             return True
         self._agreement.after_no_copy()
         return False

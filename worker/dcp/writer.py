@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from torch.futures import Future
 from ..errors import SaveFailed, StepNotGrowing
 from ..steps import progress
 from ..storage.disk.manifests import Manifest
-from ..storage.disk.ownership import MOST_STEPS
+from ..storage.disk.ownership import step_number
 from ..storage.disk.shard_files import data_name
 from ..storage.disk.sharded.shard_saver import ShardedSave
 from ..wire.messages import SaveResult
@@ -61,14 +60,10 @@ class ElasticStorageWriter(StorageWriter):
     def __init__(
         self, directory: str | os.PathLike[str], *, step: int, keep: int = 2, durable: bool = False
     ) -> None:
-        if not (hasattr(step, "__index__") and 0 <= operator.index(step) <= MOST_STEPS):
-            raise ValueError(
-                f"step is {step!r}, expected the number of steps that the state holds, from 0 on"
-            )
+        self._step = step_number(step)
         if keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1 checkpoint to retain")
         self._directory = os.path.abspath(directory)
-        self._step = operator.index(step)
         self._keep = keep
         self._durable = durable
         self._load = newest_load(self._directory)

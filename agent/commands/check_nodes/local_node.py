@@ -35,8 +35,8 @@ FILE_S = 5.0
 REACH_S = 15.0
 """A try takes 5 s at most, and there are 64 at once."""
 MEASURE_S = 25.0
-ALL_REDUCE_S = 20.0
-"""Both import torch while they measure, so most of it is for machines that are busy."""
+ALL_REDUCE_S = 60.0
+"""Both import torch while they measure. A busy machine, or a file system over the network, takes long for that."""
 END_S = 2.0
 
 

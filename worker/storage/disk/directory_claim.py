@@ -38,6 +38,8 @@ LOCK_WAIT_S = 300.0
 """How long a load waits for another run to end. Its agents hold the lock while they bring the last state to disk, and a
 file server may take 90 s to notice that a machine is gone."""
 _LOOK_S = 0.2
+_CLAIM = f"tmp-{0:08d}-{0:012d}-"
+"""How the temporary name of an owner begins."""
 
 
 class Claim:
@@ -280,10 +282,14 @@ class Claim:
             raise
 
     def remove_abandoned(self, dir_fd: int, owner: Ownership | None, generation: int) -> None:
-        """Remove what writers died over, but not a newer generation's: its writer may live, and we be the past."""
+        """Remove what writers died over, but not a newer generation's: its writer may live, and we be the past.
+
+        In generation -1 this run takes over: also what any other run has left that died before it was in `OWNER_NAME`.
+        """
         for name in os.listdir(dir_fd):
             match = TEMPORARY_NAME.fullmatch(name)
-            if not match or not self.inherits(owner, match["run"]):
+            died_early = generation < 0 and name.startswith(_CLAIM)
+            if not match or not (died_early or self.inherits(owner, match["run"])):
                 continue
             if match["run"] != self.run.id or int(match["generation"]) <= generation:
                 remove(dir_fd, name)

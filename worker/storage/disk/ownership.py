@@ -32,12 +32,13 @@ Pure values and the lock; what is read and written when: see `directory_claim`.
 from __future__ import annotations
 
 import fcntl
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from io import FileIO
-from typing import Annotated
+from typing import Annotated, SupportsIndex
 
 from ....codec import Checked, Within, from_plain
 from ...errors import CheckpointError, OtherRun
@@ -53,6 +54,15 @@ MAX_OWNER_BYTES = 64 << 10
 MOST_STEPS = 2**63 - 1
 MAX_BEFORE = 64
 """So many earlier runs are remembered beside those that have checkpoints here."""
+
+
+def step_number(step: SupportsIndex) -> int:
+    """What a script gives as the step to save. Raises ValueError."""
+    if not (hasattr(step, "__index__") and 0 <= operator.index(step) <= MOST_STEPS):
+        raise ValueError(
+            f"step is {step!r}, expected the number of steps that the state holds, from 0 to 2**63 - 1"
+        )
+    return operator.index(step)
 
 
 @dataclass(frozen=True, slots=True)
