@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,21 @@ def test_what_is_no_step_is_refused_at_once(tmp_path: Path, step: Any) -> None:
     for keep in (checkpoints.save, checkpoints.remember):
         with pytest.raises(ValueError, match=r"step is .*expected the number of steps"):
             keep(step)
+
+
+def test_a_thread_beside_the_training_is_refused_before_it_meets_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpointer(tmp_path, {})
+    with ThreadPoolExecutor(1, "saver") as saver, monkeypatch.context() as several:
+        several.setenv("WORLD_SIZE", "2")  # without a process group: to meet others is another error
+        for call in (functools.partial(checkpoints.save, 10), checkpoints.wait):
+            with pytest.raises(CheckpointError, match=r"cannot run on the thread saver_0.*called load\(\)"):
+                saver.submit(call).result()
+        several.undo()
+        assert saver.submit(checkpoints.load).result() == 0
+        assert saver.submit(checkpoints.save, 10).result(), "all of it on one thread"
+    assert checkpoints.save(20), "and what the main thread does"
 
 
 def test_a_step_lost_to_a_bad_file_may_be_saved_again(

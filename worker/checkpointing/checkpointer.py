@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -84,6 +85,8 @@ class Checkpointer:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
         rules = rules_of(of_each_rank, state, of_rank_0)
         self._read_only = read_only
+        self._thread = threading.get_ident()
+        """It has made this, or loaded last."""
         self._files = CheckpointFiles(directory, keep=keep, run=this_run(os.environ), lend=progress.lend)
         shards = is_sharded(state)
         self._agreement = Agreement(
@@ -112,6 +115,7 @@ class Checkpointer:
         OtherRun when another run has the directory or has left something newer there; CheckpointError when it broke on
         its way from the rank that has it.
         """
+        self._thread = threading.get_ident()
         self._agreement.meet()
         return self._state.load()
 
@@ -132,13 +136,15 @@ class Checkpointer:
         agent is about to stop this process; SaveFailed after `max_failed_saves` refusals in a row; StepNotGrowing
         when `step` is not beyond the newest saved one (the step that was just loaded may be saved again); NotPlainData
         when some part's state could not be loaded again; OtherRun when another run has taken the directory over, or has
-        saved there beyond this step; CheckpointError when ranks ask for different steps.
+        saved there beyond this step; CheckpointError when ranks ask for different steps, and at once on a thread that
+        is neither the main thread nor the one that made this Checkpointer, or loaded it last.
         """
         if self._read_only:
             raise CheckpointError(
                 f"this Checkpointer only reads {self._files.directory}: it was made read_only"
             )
         number = step_number(step)
+        self._refuse_other_thread()
         with progress.saving():
             self._agreement.meet()
             return self._state.save(number)
@@ -148,6 +154,7 @@ class Checkpointer:
 
         Raises what `save` raises. At the end of the script it waits by itself: rank 0, or, of shards, each rank.
         """
+        self._refuse_other_thread()
         return self._state.wait()
 
     def remember(self, step: int) -> bool:
@@ -186,6 +193,16 @@ class Checkpointer:
         the other rank had for itself.
         """
         return self._state.just_in_time()
+
+    def _refuse_other_thread(self) -> None:
+        """Before any collective: beside the training, ranks would come to their collectives in different orders."""
+        thread = threading.current_thread()
+        if thread.ident != self._thread and thread is not threading.main_thread():
+            raise CheckpointError(
+                f"{self._files.directory}: save() and wait() cannot run on the thread {thread.name}: all ranks meet "
+                "there, and in the training loop too. Call them in the loop, on the thread that called load(). Under "
+                "an agent the disk is written behind the training anyway"
+            )
 
     def _remember(self, step: int) -> None:
         self.remember(step)
