@@ -546,6 +546,30 @@ def test_what_only_another_rank_has_put_into_a_dict_is_not_lost(alone: None) -> 
     assert parts["meta"] == {"epoch": 1, "best": {"at": 2}}
 
 
+def test_what_the_script_holds_of_a_dict_has_the_loaded_values(alone: None) -> None:
+    net = fsdp(flat(1), 0)
+    spread = distribute_tensor(torch.zeros(4), flat(1), [Shard(0)])
+    ema = {"spread": spread, "queue": torch.zeros(2)}
+    copies = {0: taken({"model": net, "more": {"ema": {"spread": spread + 3, "queue": torch.ones(2)}}})}
+    parts: Parts = {"model": net, "more": {"ema": ema}}
+    queue = ema["queue"]
+    ShardedParts(parts, (), {}).prepare(copies, 0, 1, 1).apply()
+    assert parts["more"]["ema"] is ema
+    assert ema["spread"] is spread
+    assert ema["queue"] is queue
+    assert spread.full_tensor().tolist() == [3.0] * 4
+    assert queue.tolist() == [1.0] * 2
+
+
+def test_the_state_of_another_optimizer_is_refused(alone: None) -> None:
+    parts = with_adam(fsdp(flat(1), 0))
+    train(parts, 1, 1)
+    copies = {0: taken(parts)}
+    other = parts | {"optimizer": torch.optim.SGD(parts["model"].parameters(), momentum=0.9)}
+    with pytest.raises(CheckpointMismatch, match=r"part 'optimizer' .*another optimizer's: it has .* of SGD"):
+        ShardedParts(other, (), {}).prepare(copies, 0, 1, 1).apply()
+
+
 def test_a_state_of_other_names_or_shapes_does_not_fit(alone: None) -> None:
     copies = {0: taken({"model": fsdp(flat(1), 0)})}
     smaller = fully_shard(

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .state_dicts import Part, unwrapped
+from .state_dicts import Part, own_tensors, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,6 @@ def _is_sharded_part(part: Part) -> bool:
             is_spread(weight) for group in part.param_groups for weight in group["params"]
         )
     return False
-
-
-def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def tensors_of(state: Any) -> Iterator[torch.Tensor]:

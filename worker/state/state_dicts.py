@@ -7,15 +7,19 @@ kept is found out, and that part is given copies of its own. All others get copi
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from itertools import zip_longest
 from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..errors import NotPlainData
+from ..errors import CheckpointMismatch, NotPlainData
 
 _MAX_REASON_CHARS = 500
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.Size, torch.dtype})
@@ -36,21 +40,79 @@ def state_of(part: Part) -> Any:
     return dict(part) if isinstance(part, dict) else unwrapped(part).state_dict()
 
 
-def load_into(part: Part, state: Any) -> None:
-    """The tensors of `state` are not the part's to keep."""
+def load_into(part: Part, state: Any, modules: Iterable[torch.nn.Module] = ()) -> None:
+    """The tensors of `state` are not the part's to keep. `modules` as in `update`."""
     if isinstance(part, dict):
-        part.clear()
-        part.update(_copied(state))
+        update(part, _copied(state), modules)
         return
     part = unwrapped(part)
+    load: Callable[[Any], object] = part.load_state_dict
     if isinstance(part, torch.optim.Optimizer) and "param_groups" in state:
         state = {**state, "param_groups": named_alike(state["param_groups"], part.param_groups)}
+        load = functools.partial(load_optimizer, part)
     if not isinstance(part, torch.nn.Module | torch.optim.Optimizer):
-        part.load_state_dict(_copied(state))
+        load(_copied(state))
     else:
-        part.load_state_dict(state)
+        load(state)
         if shares_memory(part.state_dict(), state):
-            part.load_state_dict(_copied(state))
+            load(_copied(state))
+
+
+def update(part: dict[str, Any], state: dict[str, Any], modules: Iterable[torch.nn.Module]) -> None:
+    """Give a plain dict these values, which are its to keep.
+
+    The script may hold what is in it: its dicts and lists stay, and its dense tensors of the same shape and dtype,
+    where they are. One that is a weight or buffer of `modules` is replaced: it is of a `state_dict()` that was not
+    cloned, and its value may be of another step than the module's.
+    """
+    _filled(part, dict(state), {_address(one) for module in modules for one in own_tensors(module)})
+
+
+def _filled(own: Any, state: Any, taken: AbstractSet[int]) -> Any:
+    """`state`, in what `own` has for it."""
+    if isinstance(own, dict) and isinstance(state, dict):
+        values = {key: _filled(own.get(key), value, taken) for key, value in state.items()}
+        own.clear()
+        own.update(values)
+        return own
+    if type(own) is type(state) and type(own) in (list, tuple):
+        made = [_filled(*pair, taken) for pair in zip_longest(own[: len(state)], state)]
+        if isinstance(own, tuple):
+            return tuple(made)
+        own[:] = made
+        return own
+    if isinstance(own, torch.Tensor) and isinstance(state, torch.Tensor):
+        # Another layout or mesh, an expanded tensor: torch says so before it changes anything.
+        with contextlib.suppress(RuntimeError), torch.no_grad():
+            alike = own.shape == state.shape and own.dtype == state.dtype and not own.is_meta
+            if alike and _address(own) not in taken:
+                return own.copy_(state)
+    return state
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its elements are, of a DTensor those of this rank. Raises RuntimeError for one without a storage."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Raises CheckpointMismatch for the state of an optimizer of another kind, which torch takes without a word.
+
+    Its groups have hyperparameters that this one does not know, and lack some that it needs. Those that are new in a
+    version of torch, the optimizer adds by itself as it loads.
+    """
+    own: set[str] = set().union(*optimizer.param_groups)
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        known = own.intersection(*optimizer.param_groups)
+        lacking = (own & optimizer.defaults.keys()) - known
+        foreign = set().union(*state["param_groups"]) - own - {"param_names"}
+        if lacking and foreign:
+            raise CheckpointMismatch(
+                f"the state is another optimizer's: it has {sorted(foreign)}, and lacks {sorted(lacking)} of "
+                f"{type(optimizer).__name__}. Give Checkpointer the optimizer that was saved, or use another directory"
+            )
 
 
 def named_alike(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -101,6 +163,11 @@ def unwrapped(part: Stateful) -> Stateful:
 def modules_in(state: Mapping[str, Part]) -> list[torch.nn.Module]:
     parts = [unwrapped(part) for part in state.values() if not isinstance(part, dict)]
     return [part for part in parts if isinstance(part, torch.nn.Module)]
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def is_plain(state: Any) -> bool:

@@ -59,9 +59,10 @@ def apply(
         f"the checkpoint of step {step} in {directory}",
     )
     states = {**saved, **own}
+    modules = modules_in(state)
     for name, part in state.items():
         try:
-            load_into(part, states[name])
+            load_into(part, states[name], modules)
         except Exception as error:
             raise CheckpointMismatch(
                 f"{name!r} of step {step} in {directory} does not fit this script: {error}"

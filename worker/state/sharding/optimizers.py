@@ -15,7 +15,7 @@ import torch
 
 from ...errors import CheckpointMismatch, Sharded
 from ..kinds import is_dtensor, is_spread, is_tensor, is_zero
-from ..state_dicts import named_alike
+from ..state_dicts import load_optimizer, named_alike
 from .flat_parameters import Slot, flat_parameters_of
 from .items import FormCache, Leaf, Taken
 from .leaves import Path, filled, flatten, key_of, split, structure_path, unflatten
@@ -332,7 +332,10 @@ class OptimizerState:
         packed = local.state_dict()[_GROUPS]
         named = named_alike(groups, packed)
         merged = [{**new, _PARAMS: old[_PARAMS]} for new, old in zip(named, packed, strict=True)]
-        local.load_state_dict({_STATE: states, _GROUPS: merged})
+        try:
+            load_optimizer(local, {_STATE: states, _GROUPS: merged})
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"part {self._name!r} does not fit this script: {error}") from error
         weights = [weight for group in local.param_groups for weight in group[_PARAMS]]
         for number, state in states.items():
             _keep_dtypes(local.state[weights[number]], state)

@@ -7,15 +7,16 @@ others lack: then each rank keeps all that it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ...errors import CheckpointMismatch, OtherWorldSize, Sharded
-from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_tensor, own_tensors, tensors_of
+from ..kinds import is_dtensor, is_fsdp1, is_sharded, is_tensor, tensors_of
 from ..rank_parts import Reshard, Rules
-from ..state_dicts import Part, state_of, unwrapped
+from ..state_dicts import Part, own_tensors, state_of, unwrapped, update
 from .flat_modules import FlatModuleState
 from .items import FormCache, Items, Joined, Leaf, Taken
 from .leaves import STRUCTURE, Archives, Path, flatten, key_of, split, structure_path
@@ -67,6 +68,7 @@ class ShardedParts:
         self._states: dict[str, _PartState] = {
             name: _state_of_part(name, part, modules, names) for name, part in shared.items()
         }
+        self._modules = modules.values()
         self._own_forms = FormCache()
         self._joined = Joined()
         self._archives = Archives()
@@ -192,9 +194,8 @@ class ShardedParts:
                 )
         for name, rule in self._rules.items():
             states = {one: state_at(_own_path(one, OWN_PARTS, name)) for one in ranks}
-            applied.append(
-                _putter(self._parts[name], self._reshaped(name, rule, states, rank, world_size, same))
-            )
+            mine_alone = self._reshaped(name, rule, states, rank, world_size, same)
+            applied.append(functools.partial(put_into, self._parts[name], mine_alone, self._modules))
         names = {str(path[2]) for path in mine.values()} if same else set()
         own = {name: state_at(_own_path(rank, name)) for name in names - {OWN_PARTS, DECLARED, STRUCTURE}}
         return Prepared(applied, own)
@@ -239,9 +240,10 @@ def common_tensors(items: Items) -> list[tuple[str, str, torch.Tensor]]:
 class _OtherState:
     """One part that is a dict, or any object with a state of its own."""
 
-    def __init__(self, name: str, part: Part) -> None:
+    def __init__(self, name: str, part: Part, modules: Iterable[torch.nn.Module]) -> None:
         self._name = name
         self._part = part
+        self._modules = modules
         self._forms = FormCache()
 
     def refuse(self) -> None:
@@ -285,7 +287,7 @@ class _OtherState:
             wanted[key] = WantedTensor.like(reader, key, like)
 
         def apply() -> None:
-            put_into(self._part, reader.state(at, lambda key: wanted[key].made()))
+            put_into(self._part, reader.state(at, lambda key: wanted[key].made()), self._modules)
 
         return apply
 
@@ -298,7 +300,7 @@ def _state_of_part(
         return FlatModuleState(name, modules[name]) if has_flat else ModuleState(name, modules[name])
     if isinstance(part, torch.optim.Optimizer):
         return OptimizerState(name, part, names)
-    return _OtherState(name, part)
+    return _OtherState(name, part, modules.values())
 
 
 def _saved_parts(reader: Reader) -> set[str]:
@@ -329,15 +331,10 @@ def _ranks_of_units(part: Part) -> Iterator[int]:
                 yield one.process_group.size() * (copies.size() if copies is not None else 1)
 
 
-def _putter(part: Part, state: Any) -> Callable[[], None]:
-    return lambda: put_into(part, state)
-
-
-def put_into(part: Part, state: Any) -> None:
+def put_into(part: Part, state: Any, modules: Iterable[torch.nn.Module]) -> None:
     """The state is the part's to keep."""
     if isinstance(part, dict):
-        part.clear()
-        part.update(state)
+        update(part, state, modules)
     else:
         unwrapped(part).load_state_dict(state)
 
