@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -277,18 +278,39 @@ def refused(rank: int, gate: Switch, runs: str) -> None:
     assert 42 in manifests(runs), "after a refusal a save ends on disk"
 
 
+class Waiting(ElasticStorageWriter):
+    """A save that is under way on this rank until it `may_end`."""
+
+    def __init__(self, directory: str, step: int) -> None:
+        super().__init__(directory, step=step)
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def write_data(self, *args: Any) -> Any:
+        self.has_begun.set()
+        assert self.may_end.wait(30)
+        return super().write_data(*args)
+
+
 def several_at_once(runs: str) -> None:
     other = dist.new_group()
-    first = dcp.async_save(state(1), storage_writer=ElasticStorageWriter(runs, step=50))
+    writer = Waiting(runs, step=50)
+    first = dcp.async_save(state(1), storage_writer=writer)
+    assert writer.has_begun.wait(30)
+    dist.barrier(other)
     second = dcp.async_save(state(2), storage_writer=ElasticStorageWriter(runs, step=51), process_group=other)
-    second.result()  # type: ignore[union-attr]
-    late = first.exception()  # type: ignore[union-attr]
-    if late is not None:  # the newer one has come first, or has cleared up while the older one was under way
-        assert isinstance(late, CheckpointException)
-        error = next(iter(late.failures.values()))[0]
-        assert isinstance(error, StepNotGrowing | SaveFailed), repr(error)
+    refusal = second.exception()  # type: ignore[union-attr]
+    assert isinstance(refusal, CheckpointException)
+    error = next(iter(refusal.failures.values()))[0]
+    assert "ranks [0, 1] are still at another save" in str(error)
+    assert "Wait for the future of the last dcp.async_save" in str(error)
+    writer.may_end.set()
+    first.result()  # type: ignore[union-attr]
     found, step = load(runs)
-    assert step == 51, f"{step}, the other save: {late!r}, on disk: {manifests(runs)}"
+    assert step == 50
+    same(found, state(1))
+    save(2, runs, 51)
+    found, step = load(runs)
+    assert step == 51
     same(found, state(2))
 
 
@@ -446,6 +468,42 @@ def test_what_two_ranks_have_saved_two_ranks_one_and_dcp_load(
     with pytest.raises(CheckpointException) as caught:
         load(runs, sharded=False)
     assert isinstance(failure(caught), NoUsableCheckpoint)
+
+
+class Failing(DefaultSavePlanner):
+    """Where another rank fails, a writer is not told either."""
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        raise RuntimeError("no plan")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_before_the_last_one_has_ended_is_refused_and_loses_nothing(tmp_path: Path) -> None:
+    runs = str(tmp_path)
+    writer = Waiting(runs, step=10)
+    first = dcp.async_save({"x": torch.ones(2)}, storage_writer=writer)
+    assert writer.has_begun.wait(30)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"x": torch.ones(2)}, storage_writer=ElasticStorageWriter(runs, step=20))
+    assert "Wait for the future of the last dcp.async_save" in str(failure(caught))
+    writer.may_end.set()
+    first.result()  # type: ignore[union-attr]
+    assert manifests(runs) == [10]
+    with pytest.raises(CheckpointException, match="no plan"):
+        dcp.save({"x": torch.ones(2)}, storage_writer=ElasticStorageWriter(runs, step=20), planner=Failing())
+    after = dcp.async_save({"x": torch.ones(2)}, storage_writer=ElasticStorageWriter(runs, step=20))
+    after.result()  # type: ignore[union-attr]
+    assert manifests(runs) == [10, 20]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_writer_refuses_a_checkpoint_id_by_name(tmp_path: Path) -> None:
+    writer = ElasticStorageWriter(tmp_path / "runs", step=1)
+    with pytest.raises(
+        ValueError, match=r"leave checkpoint_id out: .*ElasticStorageWriter\(directory, step="
+    ):
+        dcp.save({"x": torch.ones(2)}, storage_writer=writer, checkpoint_id=tmp_path / "step-1")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -51,6 +51,13 @@ def test_where_a_slot_is_read_that_is_needed_all_write_while_all_wait() -> None:
     assert (found.copies, found.protected) == (False, (3, 10))
 
 
+def test_a_save_that_overlaps_with_another_one_on_any_rank_is_refused_to_all() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"step 20 .*ranks \[1\] .*Wait for the future of the last dcp.async"
+    ):
+        decided(request(0), replace(request(1), is_busy=True))
+
+
 def test_a_process_group_of_some_ranks_does_not_copy() -> None:
     """Each rank of it would take the slots of another one."""
     assert not decided(request(0, world_size=3), request(1, world_size=3)).copies

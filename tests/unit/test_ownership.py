@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -811,6 +812,33 @@ def test_a_newer_step_that_does_not_verify_stops_nobody(tmp_path: Path) -> None:
     assert job.load() == 20
     job.save(25)
     assert steps(tmp_path) == {20: A.id, 25: B.id}
+
+
+def test_two_processes_of_one_run_may_make_the_directory_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As groups of ranks that save apart. The other one has the lock for itself until its name is in it."""
+    directory, share = tmp_path / "new", ownership.Lock._share
+
+    def make(path: str) -> None:
+        if not directory.exists():
+            durable.make_directory(path)
+            fcntl.flock(other := open(directory / "owner.lock", "w"), fcntl.LOCK_EX)  # noqa: SIM115
+            others.append(other)
+
+    def look(lock: ownership.Lock, file: Any) -> bool:
+        found = share(lock, file)
+        for other in others:
+            print(A.id, end="", file=other, flush=True)
+            fcntl.flock(other, fcntl.LOCK_SH)
+        others.clear()
+        return found
+
+    others: list[Any] = []
+    monkeypatch.setattr(directory_claim, "make_directory", make)
+    monkeypatch.setattr(ownership.Lock, "_share", look)
+    Job(directory, A).save(10)
+    assert steps(directory) == {10: A.id}
 
 
 def test_a_save_without_a_load_makes_the_directory_ones_own(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class SaveRequest:
 
     `size` is what it would write, in bytes, before DCP leaves out what other ranks write. `readiness`: of its slots;
     None: it has no memory for copies. `knows_nodes`: it need not be told where the others are. `last_save_failed`: its
-    newest copy did not reach the disk.
+    newest copy did not reach the disk. `is_busy`: another thread of its process is at a save of the same directory.
     """
 
     step: int
@@ -38,6 +38,7 @@ class SaveRequest:
     readiness: Readiness | None
     knows_nodes: bool
     last_save_failed: bool
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ class SaveDecision:
 
 
 def decide(requests: Sequence[SaveRequest], generation: int, protected: Version | None) -> SaveDecision:
-    """`requests` are by rank, `protected` is as of `may_copy`. Raises CheckpointError for different steps.
+    """`requests` are by rank, `protected` is as of `may_copy`. Raises CheckpointError for different steps, and for a
+    save that overlaps with another one: what the slots hold would no longer be what the ranks have asked with.
 
     They copy only where all have memory, and all ranks of the world take part: a slot belongs to a rank of the world.
     """
@@ -67,6 +69,11 @@ def decide(requests: Sequence[SaveRequest], generation: int, protected: Version 
     if len(set(steps.values())) > 1:
         raise CheckpointError(
             f"ranks save different steps, by rank: {steps}; call dcp.save in the same iteration on all ranks"
+        )
+    if busy := [rank for rank, one in enumerate(requests) if one.is_busy]:
+        raise CheckpointError(
+            f"step {requests[0].step} is not saved: ranks {busy} are still at another save of that directory. Wait for "
+            "the future of the last dcp.async_save before the next one"
         )
     decision = SaveDecision(
         durable=any(one.last_save_failed for one in requests),

@@ -44,6 +44,9 @@ from .decision import SaveDecision, SaveRequest, WorldRank
 
 logger = logging.getLogger(__name__)
 
+ENDING_S = 1.0
+"""For the thread of a save that has failed, whose future the script may know already."""
+
 HeldCopy = tuple[Slots, HeldSlot]
 
 
@@ -113,12 +116,15 @@ class RankStorage:
 
     def save_request(self, step: int, size: int, load: Load | None) -> SaveRequest:
         """`load` is the newest one of this directory, maybe by another process, which has left the save to this one."""
+        world_rank = self.world_rank()
+        if not begin_save(self.files.directory):
+            return SaveRequest(step, world_rank, size, None, self._knows_nodes, False, is_busy=True)
         with self._lock:
             last_save_failed = not self.await_disk()
             if load != self._load:
                 self._load, self._copied_before_load = load, max(self._copied, default=-1)
             return SaveRequest(
-                step, self.world_rank(), size, self._await_slots(step), self._knows_nodes, last_save_failed
+                step, world_rank, size, self._await_slots(step), self._knows_nodes, last_save_failed
             )
 
     def _await_slots(self, step: int) -> Readiness | None:
@@ -339,6 +345,29 @@ def note_load(path: str, step: int, *, is_from_disk: bool) -> None:
 
 def newest_load(path: str) -> Load | None:
     return _loads.get(path)
+
+
+_saving: dict[str, threading.Thread] = {}
+"""By directory, the thread of this process that saves there, until its part is done."""
+
+
+def begin_save(path: str) -> bool:
+    """False: another thread is at a save of that directory."""
+    own = threading.current_thread()
+    other = _saving.setdefault(path, own)
+    if other is not own:
+        other.join(ENDING_S)
+        if other.is_alive():
+            return False
+        _saving[path] = own
+    return True
+
+
+def end_save(path: str) -> None:
+    """This thread is not at a save any more. DCP does not tell when another rank has failed: then the thread of
+    `dcp.async_save` ends, and any other one makes a new writer."""
+    if _saving.get(path) is threading.current_thread():
+        del _saving[path]
 
 
 def storage_of(path: str, run: Run | None = None) -> RankStorage:

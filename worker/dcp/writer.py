@@ -26,7 +26,7 @@ from ..wire.messages import SaveResult
 from ..wire.run import Run
 from .decision import SaveDecision, SaveRequest, decide
 from .plans import items_of, results_of, size_of
-from .rank_storage import HeldCopy, RankStorage, newest_load, storage_of
+from .rank_storage import HeldCopy, RankStorage, end_save, newest_load, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class ElasticStorageWriter(StorageWriter):
         self._held_copy: HeldCopy | None = None
         """The coordinator's copy, which the disk writer has not been given yet."""
         self._started_s = 0.0
+        end_save(self._directory)
 
     @property
     def checkpoint_id(self) -> str:
@@ -97,9 +98,6 @@ class ElasticStorageWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         own = self._own()
-        with self._as_save_failed():
-            self._check_grows(own)
-        own.claim(self._step, self._load)
         requests = [plan.storage_data for plan in plans if isinstance(plan.storage_data, SaveRequest)]
         # A planner may have left out what came with the plans: then nothing is known of the others' memory.
         decision = (
@@ -108,11 +106,22 @@ class ElasticStorageWriter(StorageWriter):
             else SaveDecision()
         )
         decision = replace(decision, durable=decision.durable or self._durable)
+        with self._as_save_failed():
+            self._check_grows(own)
+        own.claim(self._step, self._load)
         attempt, is_there = own.new_attempt(self._step)
         of_all = _Target(self._step, attempt, is_there, own.files.run, 0, len(plans), decision)
         return [replace(plan, storage_data=replace(of_all, rank=rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with contextlib.ExitStack() as at_the_end:
+            at_the_end.callback(end_save, self._directory)
+            written = self._write(plan, planner)
+            if self._target is not None and self._target.rank == 0:
+                at_the_end.pop_all()  # `finish` follows
+        return written
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         target = plan.storage_data
         if not isinstance(target, _Target) or target.step != self._step:
             raise ValueError(
@@ -145,6 +154,7 @@ class ElasticStorageWriter(StorageWriter):
                 size = own.commit(save, held_copy, keep=self._keep, durable=target.decision.durable)
             saved = True
         finally:
+            end_save(self._directory)
             if held_copy is None:  # the agent reports what its disk writer does
                 took_s = time.monotonic() - self._started_s
                 result: SaveResult = "ok" if saved else "error"
@@ -183,4 +193,7 @@ class ElasticStorageWriter(StorageWriter):
 
 def refuse_id(checkpoint_id: object) -> None:
     if checkpoint_id is not None:
-        raise ValueError("leave checkpoint_id out: the writer and the reader have their directory")
+        raise ValueError(
+            f"leave checkpoint_id out: it is {checkpoint_id!r}, and ElasticStorageWriter(directory, step=) and "
+            "ElasticStorageReader(directory) say themselves where a checkpoint lies, and of which step it is"
+        )

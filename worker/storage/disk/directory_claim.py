@@ -146,6 +146,9 @@ class Claim:
         except OSError:
             pass
         if not self._taken:
+            # What waits for the lock needs a directory: another process of this run may make both just now.
+            with contextlib.suppress(OSError):
+                make_directory(self._directory)
             self.await_former_run()
         self._take_at(step)
 
