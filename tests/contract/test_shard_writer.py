@@ -259,7 +259,7 @@ def test_a_part_that_never_comes_is_named_after_a_while(
     nodes: list[Node], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(shard_saver, "CommitOrder", lambda *order: CommitOrder(*order[:-1], 0.3))
+        patched.setattr(shard_saver, "CommitOrder", lambda *order: CommitOrder(*order[:-2], 0.3))
         nodes[0].begin(attempt_of(nodes, 10), 10)
     nodes[0].agent.turn()
     committed, part = nodes[0].finish()

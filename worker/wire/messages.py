@@ -266,7 +266,8 @@ ToGuard = Hold | Keep | Go
 class WriteOrder(Checked):
     """Write the copy of `step` that generation `copied_by` has left in a slot, as a checkpoint of `generation`.
 
-    `good` are steps in the directory that are known to be whole: they count among the `keep` to retain.
+    `good` are steps in the directory that are known to be whole: they count among the `keep` to retain. `given_up` are
+    those that a load of this generation has left for an older one.
     """
 
     memory: str
@@ -278,6 +279,7 @@ class WriteOrder(Checked):
     keep: Count
     good: tuple[Count, ...]
     run: RunName
+    given_up: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +307,7 @@ class ShardOrder(Checked):
 class CommitOrder(Checked):
     """Make a checkpoint of the parts of all ranks, once they are there, at most `within_s` from now.
 
-    With it comes an open file that holds DCP's index. `good` as in WriteOrder.
+    With it comes an open file that holds DCP's index. `good` and `given_up` as in WriteOrder.
     """
 
     directory: str
@@ -317,6 +319,7 @@ class CommitOrder(Checked):
     keep: Count
     good: tuple[Count, ...]
     within_s: Seconds
+    given_up: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

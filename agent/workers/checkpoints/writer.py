@@ -270,6 +270,7 @@ class _Writer:
             self._files[key] = files
         if not isinstance(order, ShardOrder):
             files.trust(*order.good)
+            files.claim.bad_steps = set(order.given_up)
         return files
 
     def _report(self, order: Order, outcome: WriteOutcome, duration_s: float) -> None:

@@ -286,6 +286,7 @@ class AsyncSaver(BackgroundSaver):
             self.files.keep,
             tuple(sorted(self.files.good)),
             self.files.run.id,
+            tuple(sorted(self.files.claim.bad_steps)),
         )
 
     def write(self, slots: Slots, held: HeldSlot) -> int:

@@ -323,20 +323,28 @@ class CheckpointFiles:
 
     def _prune(self, dir_fd: int, published: Manifest, may_change: Callable[[], None]) -> None:
         # A manifest beyond the newest commit belongs to a past that the run fell back from: were it left, a disk
-        # that reads again would bring that past back and undo the commits made since.
+        # that reads again would bring that past back and undo the commits made since. Unless another process of this
+        # generation has just committed it.
         newest = published.step
         self.good = set(sorted(step for step in self.good if step <= newest)[-self.keep :])
         enough = len(self.good) == self.keep
         owner, dropped = self.claim.read_owner(dir_fd), False
         for step in manifest_steps(dir_fd):
-            given_up = step > newest or (enough and step not in self.good)
-            if given_up and self._may_drop(dir_fd, owner, step):
+            old = enough and step not in self.good
+            drops = old if step <= newest else self._is_given_up(dir_fd, step, published.generation)
+            if drops and self._may_drop(dir_fd, owner, step):
                 self._ask(dir_fd, may_change)
                 os.unlink(manifest_name(step), dir_fd=dir_fd)
                 dropped = True
         if dropped and any(map(ATTEMPT_NAME.fullmatch, os.listdir(dir_fd))):
             os.fsync(dir_fd)  # a manifest that comes back after a power cut has all of its files
         self._remove_unnamed(dir_fd, owner, may_change, (published.generation, newest))
+
+    def _is_given_up(self, dir_fd: int, step: int, generation: int) -> bool:
+        if step in self.claim.bad_steps:
+            return True
+        manifest = manifest_of(dir_fd, step)
+        return manifest is None or manifest.run != self.run.id or manifest.generation < generation
 
     def _may_drop(self, dir_fd: int, owner: Ownership | None, step: int) -> bool:
         """Whether the manifest of `step` is ours. One that cannot be read is of a run that has data of that step."""

@@ -198,6 +198,7 @@ class ShardSaver(BackgroundSaver):
             self.files.keep,
             tuple(sorted(self.files.good)),
             save.within_s,
+            tuple(sorted(self.files.claim.bad_steps)),
         )
         with open(os.memfd_create("elastic-agent-metadata", os.MFD_CLOEXEC), "wb") as file:
             file.write(save.metadata)
