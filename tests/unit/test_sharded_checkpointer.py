@@ -23,16 +23,17 @@ from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.worker import Checkpointer
 from elastic_agent.worker.checkpointing.loading.shard_selection import CopyPlace
+from elastic_agent.worker.checkpointing.sharded import directory_check
 from elastic_agent.worker.checkpointing.sharded import saving as sharded_saving
 from elastic_agent.worker.checkpointing.sharded.loaded_write import LoadedWrite
 from elastic_agent.worker.checkpointing.sharded.open_copies import MemoryReader
 from elastic_agent.worker.checkpointing.sharded.shard_replicas import ShardReplicas
-from elastic_agent.worker.errors import CheckpointError, NotReplicated
+from elastic_agent.worker.errors import CheckpointError, DirectoryNotShared, NotReplicated
 from elastic_agent.worker.ranks import comparison
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
-from elastic_agent.worker.storage.disk.sharded import shard_saver
+from elastic_agent.worker.storage.disk.sharded import shard_saver, shared_directory
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
 from elastic_agent.worker.storage.memory.slots import HeldSlot, Slots
 from elastic_agent.worker.storage.replication.copy_rule import CopyVerdict
@@ -221,6 +222,25 @@ def check_last_step_of_busy_slots(saving: Any, patched: pytest.MonkeyPatch) -> N
     assert len(waits) == 1
 
 
+def check_directories(rank: int, folder: str, model: nn.Module) -> None:
+    """Copies in memory are found by the directory's name: with two a lost node would send training back to step 0."""
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shared_directory, "LOOK_S", 0.2)
+        patched.setattr(directory_check.logger, "warning", lambda text, *_: told.append(text))
+        with pytest.raises(
+            DirectoryNotShared, match=rf"{folder}/of-0 on rank 0 and {folder}/of-1 on rank 1, and"
+        ):
+            Checkpointer(f"{folder}/of-{rank}", {"model": model}).load()
+        assert not told
+        if rank == 0:
+            Path(folder, "mounted-0").mkdir()
+            Path(folder, "mounted-1").symlink_to("mounted-0")
+        dist.barrier()
+        assert Checkpointer(f"{folder}/mounted-{rank}", {"model": model}).load() == 0
+        assert ["Give all ranks the same name" in line for line in told] == [True] * (rank == 0)
+
+
 def check_stages(rank: int, folder: str) -> None:
     """Of a pipeline: each rank has one, with names of its own."""
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("stage", "shard"))["shard"]
@@ -278,6 +298,7 @@ def work(rank: int, folder: str) -> None:
     check_unreadable_copies(rank, folder, model)
     check_interrupted_copy(rank, folder)
     check_stages(rank, folder)
+    check_directories(rank, folder, model)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 
 from ...errors import CheckpointError, DirectoryNotShared, SaveFailed
@@ -9,6 +11,8 @@ from ...ranks.group import Group
 from ...ranks.refusals import because, together
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.shared_directory import not_shared, remove_mark, sees_mark, write_mark
+
+logger = logging.getLogger(__name__)
 
 
 class DirectoryCheck:
@@ -29,6 +33,33 @@ class DirectoryCheck:
             self._is_shared = group.world_size == 1 or self._all_see_one(group)
         if not self._is_shared:
             raise DirectoryNotShared(self._refusal)
+
+    def require_one_name(self, group: Group) -> None:
+        """Before a state is kept in memory, where it is found by the name of the directory. All ranks call it.
+
+        Other names of one directory get a warning. Raises CheckpointError, on all ranks, where it is not one.
+        """
+        names = [os.fsdecode(raw) for raw in group.gather(os.fsencode(self._files.directory))]
+        other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+        if other is None:
+            return
+        named = f"the directory of the checkpoints is {names[0]} on rank 0 and {names[other]} on rank {other}"
+        try:
+            self.require(group)
+        except DirectoryNotShared:
+            raise DirectoryNotShared(
+                f"{named}, and that is not one directory: give all ranks the same, where all nodes can read"
+            ) from None
+        except SaveFailed as refusal:
+            raise CheckpointError(
+                f"{named}, and it cannot be tried whether that is one: {refusal}"
+            ) from refusal
+        if group.rank == 0:
+            logger.warning(
+                "%s: what a lost node had in memory is not found by another name, so its shards are loaded from the "
+                "disk, as of the last save. Give all ranks the same name",
+                named,
+            )
 
     def _all_see_one(self, group: Group) -> bool:
         directory = self._files.directory

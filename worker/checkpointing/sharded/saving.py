@@ -95,6 +95,10 @@ class ShardSaving(SaveOutcomes):
         self._last: tuple[Met, Group] | None = None
         """Those of the step that `order_write` lets be written."""
 
+    def require_one_name(self) -> None:
+        """See `DirectoryCheck`."""
+        self._directory.require_one_name(current_group())
+
     def began(self, step: int, loaded: tuple[int, int] | None) -> None:
         """All ranks have loaded the state of `step`; `loaded` is its version if it came out of memory."""
         # The step just loaded may be saved again.

@@ -71,6 +71,8 @@ class ShardedState:
 
     def load(self) -> int:
         self._join_run()
+        if not self._read_only:
+            self._saving.require_one_name()
         loaded = self._loading.load(self._saving.finish_last_write)
         if not self._read_only:
             self._saving.began(loaded.step, loaded.version)
