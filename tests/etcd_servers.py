@@ -136,13 +136,12 @@ class EtcdCluster:
     def launch(self, number: int) -> None:
         """Start a member, or start it again with the data that it had."""
         member = self.members[number]
-        mine, peer = self.url(number), f"http://{member.place.address}:{member.peer_port}"
-        cluster = ",".join(f"{one.name}=http://{one.place.address}:{one.peer_port}" for one in self.members)
+        mine, peer = self.url(number), _peer_url(member)
         data = str(self._folder / member.name)
         words = [*member.place.enter, "etcd", "--name", member.name, "--data-dir", data]
         words += ["--listen-client-urls", mine, "--advertise-client-urls", mine]
         words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-        words += ["--initial-cluster", cluster, *self._timing, *self._args]
+        words += ["--initial-cluster", self._initial_cluster, *self._timing, *self._args]
         if self._tls is not None:
             words += ["--cert-file", str(self._tls.file("server.pem"))]
             words += ["--key-file", str(self._tls.file("server.key"))]
@@ -150,6 +149,10 @@ class EtcdCluster:
                 words += ["--client-cert-auth", "--trusted-ca-file", str(self._tls.file("ca.pem"))]
         with (self._folder / f"{member.name}.log").open("ab") as output:
             member.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+    @property
+    def _initial_cluster(self) -> str:
+        return ",".join(f"{member.name}={_peer_url(member)}" for member in self.members)
 
     def url(self, number: int) -> str:
         member = self.members[number]
@@ -248,6 +251,25 @@ class EtcdCluster:
                         return number
         raise AssertionError(f"etcd elects no leader:\n{self.said()}")
 
+    def snapshot(self) -> Path:
+        """All that the cluster holds now, in a file."""
+        file = self._folder / f"snapshot-{self.revision()}"
+        self.ctl("snapshot", "save", str(file))
+        return file
+
+    def restore(self, snapshot: Path, token: str = "etcd-cluster") -> None:
+        """As an operator does it: all members end, and begin again with what the snapshot holds. By default with
+        the same name of the cluster, and so with the same cluster id."""
+        for number in range(self._count):
+            self.kill(number)
+        for member in self.members:
+            data = self._folder / member.name
+            shutil.rmtree(data)
+            words = ["snapshot", "restore", str(snapshot), "--data-dir", str(data), "--name", member.name]
+            words += ["--initial-cluster", self._initial_cluster, "--initial-cluster-token", token]
+            self.ctl(*words, "--initial-advertise-peer-urls", _peer_url(member))
+        self.heal()
+
     def revision(self) -> int:
         return int(json.loads(self.ctl("get", "x"))["header"]["revision"])
 
@@ -256,6 +278,10 @@ class EtcdCluster:
         revision = int(json.loads(self.ctl("get", "x", through=through))["header"]["revision"])
         with contextlib.suppress(subprocess.CalledProcessError):  # nothing has changed since the last time
             self.ctl("compact", str(revision), through=through)
+
+
+def _peer_url(member: Member) -> str:
+    return f"http://{member.place.address}:{member.peer_port}"
 
 
 def _free_ports(count: int) -> list[int]:

@@ -12,12 +12,16 @@ While a leader is dead or frozen, the other members may hold a keep-alive back f
 election timeout, and for the dead one's answer. Asked again after the election they answer at once. So a keep-alive
 goes from member to member, while its lease can still be saved.
 
+Every answer says how far the cluster has come. One that goes back was restored from a snapshot: it is another store,
+and what we hold of the first one, a lease or a place in a watch, means nothing in it (`History`).
+
 With a login, each call carries a token. A call that is refused for its token was not done: it is repeated
 once with a new token, which the first thread gets for all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import math
@@ -145,15 +149,52 @@ class Channel:
         ).FromString
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    life: int = 0
+    """How often the store has become another one under us."""
+    cluster: int = 0
+    revision: int = 0
+    """The highest one of this life."""
+
+
+class History:
+    """How far the store has come, from the headers of its answers; for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.seen = Seen()
+
+    def saw(self, header: Any, asked: Seen) -> None:
+        """In an answer for which a majority stands; `asked` is what had been seen when the question was sent."""
+        with self._lock:
+            seen = self.seen
+            if asked.life != seen.life:
+                return
+            if seen.cluster in (0, header.cluster_id) and header.revision >= asked.revision:
+                self.seen = Seen(seen.life, header.cluster_id, max(seen.revision, header.revision))
+                return
+            self.seen = Seen(seen.life + 1, header.cluster_id, header.revision)
+        log.warning(
+            "etcd has gone back to an older state, from revision %d of cluster %x to %d of %x: its data were restored."
+            " This process gives up its lease there and begins anew; nothing is to be done. If etcd was not restored:"
+            " check that --rdzv-endpoint names members of one cluster only",
+            *(asked.revision, seen.cluster, header.revision, header.cluster_id),
+        )
+
+
 class Connection:
     """The channel in use, and what replaces it; for all threads."""
 
-    def __init__(self, access: EtcdAccess, request_timeout_s: float, rng: random.Random) -> None:
+    def __init__(self, access: EtcdAccess, root: str, request_timeout_s: float, rng: random.Random) -> None:
+        """`root` is where we may read."""
         self.request_timeout_s = request_timeout_s
         self.addresses = Addresses(access.endpoints)
+        self.root = root
         self._access = access
         self._rng = rng
         self.rpc = load()
+        self.history = History()
         self._session = Session()
         self._lock = threading.Lock()
         self._channel: Channel | None = None
@@ -191,12 +232,28 @@ class Connection:
     ) -> Any:
         token = self._token(channel, deadline)
         timeout_s = min(_left(deadline), self._hedge_timeout_s() if hedged else math.inf)
+        asked = self.history.seen
         try:
             answer = channel.call(method, request, timeout_s, _metadata(token))
         except (self.rpc.grpc.RpcError, ValueError) as error:
             raise self.problem(channel, error, token) from error
         self._answered_at, self._failures = time.monotonic(), 0
+        if method is LEASE_KEEP_ALIVE:
+            self.look(answer.header)
+        else:
+            self.history.saw(answer.header, asked)
         return answer
+
+    def look(self, header: Any) -> None:
+        """A member has answered with this by itself. If less than was seen, it is behind, or all are: ask them."""
+        seen = self.history.seen
+        if header.cluster_id == seen.cluster and header.revision >= seen.revision:
+            self.history.saw(header, seen)
+            return
+        messages = self.rpc.messages
+        key = messages.RangeRequest(key=self.root.encode(), count_only=True)
+        with contextlib.suppress(StoreUnavailable):  # the next answer raises the same doubt
+            self.call(TXN, messages.TxnRequest(success=[messages.RequestOp(request_range=key)]))
 
     def _hedge_timeout_s(self) -> float:
         """Of a hedged call, with the member in use."""

@@ -32,7 +32,7 @@ from ..store.interface import (
 )
 from ..store.retry_connect import retry_connect
 from .access import EtcdAccess
-from .channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection
+from .channel import LEASE_GRANT, LEASE_KEEP_ALIVE, LEASE_REVOKE, TXN, Connection, Method
 from .tls import context
 from .watch import EtcdWatch
 
@@ -44,10 +44,12 @@ log = logging.getLogger(__name__)
 class EtcdStore(Store):
     """A job's keys on an etcd cluster. Made by `connect`."""
 
-    def __init__(self, connection: Connection, root: str) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._messages = connection.rpc.messages
-        self._root = root
+        self._root = connection.root
+        self._granted_in: int | None = None
+        """The life of the store in which it granted this client's newest lease."""
 
     @classmethod
     def connect(
@@ -69,8 +71,8 @@ class EtcdStore(Store):
             context(access.tls)
         rng = rng or random.Random()
         deadline = time.monotonic() + timeout_s
-        connection = Connection(access, lease_ttl_s / REQUESTS_PER_TTL, rng)
-        store = cls(connection, access.root(job))
+        connection = Connection(access, access.root(job), lease_ttl_s / REQUESTS_PER_TTL, rng)
+        store = cls(connection)
         refusals = 0
 
         def introduce() -> None:
@@ -116,11 +118,14 @@ class EtcdStore(Store):
     def grant(self, ttl_s: float) -> LeaseId:
         """etcd counts in whole seconds and has a least time to live: the lease lives `ttl_s` or longer."""
         request = self._messages.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-        return int(self._connection.call(LEASE_GRANT, request).ID)
+        life = self._connection.history.seen.life
+        lease = int(self._connection.call(LEASE_GRANT, request).ID)
+        self._granted_in = life
+        return lease
 
     def keep_alive(self, lease: LeaseId) -> None:
         request = self._messages.LeaseKeepAliveRequest(ID=lease)
-        if self._connection.call(LEASE_KEEP_ALIVE, request, hedged=True).TTL <= 0:
+        if self._call(LEASE_KEEP_ALIVE, request, hedged=True).TTL <= 0:
             raise LeaseExpired(f"lease {lease:x} is unknown to etcd: it expired, or was revoked")
 
     def revoke(self, lease: LeaseId) -> None:
@@ -145,7 +150,7 @@ class EtcdStore(Store):
             success=[*(self._write(write) for write in writes), *looks],
             failure=looks,
         )
-        answer = self._connection.call(TXN, request)
+        answer = self._call(TXN, request)
         found = answer.responses[len(answer.responses) - len(compares) :]
         entries = (self._entries(response) for response in found)
         return Outcome(
@@ -160,7 +165,7 @@ class EtcdStore(Store):
             looks.append(self._range(*self._bounds(oldest_under), **how))
         # Without anything to read etcd would answer from what a member happens to know.
         looks = looks or [self._range(self._key(""), count_only=True)]
-        answer = self._connection.call(TXN, self._messages.TxnRequest(success=looks), repeatable=True)
+        answer = self._call(TXN, self._messages.TxnRequest(success=looks), repeatable=True)
         entries = {entry.key: entry for response in answer.responses for entry in self._entries(response)}
         return Snapshot(answer.header.revision, tuple(entries[key] for key in sorted(entries)))
 
@@ -170,6 +175,17 @@ class EtcdStore(Store):
 
     def close(self) -> None:
         self._connection.close()
+
+    def _call(self, method: Method, request: Any, **how: bool) -> Any:
+        """Raises LeaseExpired before and after: nothing of a lease of the store before counts in this one."""
+        self._check_lease()
+        answer = self._connection.call(method, request, **how)
+        self._check_lease()
+        return answer
+
+    def _check_lease(self) -> None:
+        if self._granted_in not in (None, self._connection.history.seen.life):
+            raise LeaseExpired("etcd has gone back to an older state since it granted this lease")
 
     def _key(self, key: str) -> bytes:
         return (self._root + key).encode()

@@ -39,6 +39,7 @@ class EtcdWatch(Watch):
         self._scopes = scopes
         self._delivered = [after_revision] * len(scopes)
         self._understand = understand
+        self._life = connection.history.seen.life
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
         self._closed = False
@@ -57,6 +58,8 @@ class EtcdWatch(Watch):
                 raise
             if answer is None:
                 return ()
+            if answer[1].created:
+                self._connection.look(answer[1].header)
             changes = self._take(*answer)
             if changes:
                 return changes
@@ -71,6 +74,8 @@ class EtcdWatch(Watch):
         with self._lock:
             if self._closed:
                 raise StoreClosed("the watch was closed")
+            if self._life != self._connection.history.seen.life:
+                raise Compacted("etcd has gone back to an older state: its revisions are others")
             if self._stream is None:
                 self._stream = _Stream(
                     self._connection, tuple(zip(self._scopes, self._delivered, strict=True))

@@ -431,6 +431,47 @@ def test_one_scope_may_run_ahead_of_another_and_each_goes_on_where_it_was(
         assert [key for key in seen if key.startswith(scope)] == [entry.key for entry in order]
 
 
+# A cluster that goes back
+
+
+@pytest.mark.parametrize(
+    ("token", "first"),
+    [
+        pytest.param("etcd-cluster", "keep_alive", id="the same cluster, and a keep-alive comes first"),
+        pytest.param("etcd-cluster", "read", id="the same cluster, and a read of another thread comes first"),
+        pytest.param("another", "keep_alive", id="another cluster, with the same revisions"),
+    ],
+)
+def test_a_store_that_was_restored_from_a_snapshot_is_another_store(
+    single: EtcdCluster, connect: Connect, token: str, first: str
+) -> None:
+    """The snapshot holds the lease, so that etcd itself has nothing to say against it."""
+    store, reader = connect(single), connect(single)
+    lease = store.grant(60.0)
+    put(store, "world", "1")
+    snapshot = single.snapshot()
+    if token == "etcd-cluster":
+        put(store, "world", "2")
+    watches = [one.watch(("world",), one.read(("world",)).revision) for one in (store, reader)]
+    assert [watch.next(0.1) for watch in watches] == [(), ()]
+    single.restore(snapshot, token)
+    with pytest.raises(LeaseExpired):
+        persist(lambda: store.keep_alive(lease) if first == "keep_alive" else store.read(("world",)))
+    with pytest.raises(LeaseExpired):
+        persist(lambda: store.keep_alive(lease))
+    with pytest.raises(LeaseExpired):
+        persist(lambda: store.transact((), (Put("world", "3"),)))
+    for watch in watches:
+        with pytest.raises(Compacted):
+            persist(lambda watch=watch: watch.next(PATIENCE_S))
+    assert [entry.value for entry in reader.read(("world",)).entries] == ["1"], "who has no lease reads on"
+    again = store.grant(60.0)
+    watch = store.watch(("world",), store.read(()).revision)
+    store.transact((), (Put("world", "4", again),))
+    assert [change.key for change in next_changes(watch)] == ["world"]
+    store.keep_alive(again)
+
+
 # Leases, jobs, values
 
 
