@@ -2,7 +2,8 @@
 
 Three clocks, all started by what this node itself sees, and so never compared with another node's:
 
-- nothing trains here and no world is known to run: after `join_timeout_s` the node gives up;
+- nothing trains here, and this node neither stands by a world that trains nor has done its part of it: after
+  `join_timeout_s` the node gives up;
 - a drain is under way: after `drain_timeout_s` the workers are signalled;
 - the node was asked to leave: it waits a little for the coordinator to stop everybody, then stops its workers alone,
   and when it has none, it stays a little longer than the others' drain may take. Where its machine goes away at a known
@@ -78,9 +79,9 @@ class Deadlines:
         if ends_at != self._ends_at:
             self._ends_at, self.leave_times = ends_at, leave_times(now, ends_at)
 
-    def look(self, world: World | None, *, busy: bool, lease_good: bool, now: float) -> None:
-        """What there is to wait for. `busy`: workers run here."""
-        if busy or (world is not None and world.trains and lease_good):
+    def look(self, world: World | None, *, idle: bool, now: float) -> None:
+        """What there is to wait for. `idle`: nothing trains here, and there is no world in which others train for it."""
+        if not idle:
             self._idle_since = math.inf
         else:
             self._idle_since = min(self._idle_since, now)
@@ -90,8 +91,9 @@ class Deadlines:
 
     @property
     def give_up_at(self) -> float:
-        """The end of the join timeout."""
-        return self._idle_since + self._policy.join_timeout_s
+        """The end of the join timeout, which does not cut a drain short."""
+        over_at = self._idle_since + self._policy.join_timeout_s
+        return max(over_at, self.drain_over_at) if self._drains else over_at
 
     @property
     def leave_alone_at(self) -> float:

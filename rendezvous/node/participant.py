@@ -231,10 +231,15 @@ class Participant:
         return min((at for at in instants if at is not None and now < at < math.inf), default=None)
 
     def _deadlines_at(self, now: float) -> Deadlines:
-        self._deadlines.look(
-            self.world, busy=bool(self._generation), lease_good=self.lease_good(now), now=now
-        )
+        self._deadlines.look(self.world, idle=self._is_idle(now), now=now)
         return self._deadlines
+
+    def _is_idle(self, now: float) -> bool:
+        world = self.world
+        if self._generation or world is None or not world.trains or not self.lease_good(now):
+            return not self._generation
+        done = self._session.record.has(Condition.SUCCEEDED, world.generation)
+        return world.member(self.incarnation) is not None and not done
 
     # ---------------------------------------------------------------- while it is excluded
 

@@ -50,11 +50,11 @@ def test_no_wait_of_a_leave_outlasts_the_machine(
     deadlines = Deadlines(POLICY, 0.0)
     deadlines.leave(100.0, ends_at)
     assert deadlines.drain_over_at == math.inf
-    deadlines.look(DRAINING, busy=True, lease_good=True, now=101.0)
+    deadlines.look(DRAINING, idle=False, now=101.0)
     found = deadlines.leave_alone_at, deadlines.drain_over_at, deadlines.wait_over_at
     assert found == pytest.approx((alone_at, drain_over_at, wait_over_at))
     assert deadlines.overdue_at == deadlines.leave_times.drained_by
-    deadlines.look(None, busy=False, lease_good=True, now=101.0)
+    deadlines.look(None, idle=True, now=101.0)
     assert deadlines.wait_over_at <= deadlines.leave_times.stopped_by
 
 

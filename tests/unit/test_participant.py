@@ -16,7 +16,7 @@ from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Publish
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
-from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S
+from elastic_agent.rendezvous.node.deadlines import LEAVE_TOGETHER_S, LINGER_S
 from elastic_agent.rendezvous.node.node_actions import Drain, Leave, Refusal, Start, Stay, Stop
 from elastic_agent.rendezvous.node.participant import DUPLICATE_TTLS, Participant
 from elastic_agent.rendezvous.node.transactions import Forget, WriteRecord, WriteWorld
@@ -1294,6 +1294,51 @@ def test_no_join_timeout_runs_while_workers_do(bench: Bench) -> None:
     bench.after(POLICY.join_timeout_s * 3)
     assert (a.generation, b.generation) == (1, 1)
     assert (a.order, b.order) == (Stay(), Stay())
+
+
+WITHOUT_END = {
+    ("b", Phase.RUNNING, "trains"),
+    ("b", Phase.RUNNING, "has succeeded"),
+    ("b", Phase.DRAINING, "has succeeded"),
+    ("spare", Phase.RUNNING, "idle"),
+    ("spare", Phase.DRAINING, "idle"),
+}
+"""Training may last for ever, and so may the wait for the ranks that still train."""
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["", "leaves"])
+@pytest.mark.parametrize("phase", [None, *Phase], ids=lambda phase: phase.value if phase else "no world")
+@pytest.mark.parametrize(
+    ("name", "does"), [("b", "trains"), ("b", "idle"), ("b", "has succeeded"), ("spare", "idle")]
+)
+def test_no_state_of_an_agent_lasts_for_ever(
+    bench: Bench, name: str, does: str, phase: Phase | None, leaves: bool
+) -> None:
+    """The coordinator lives, and decides nothing any more: nothing happens but that time passes."""
+    policy = replace(POLICY, max_nodes=2)
+    peers = [*bench.joined("a", "b", policy=policy), bench.join("spare", policy)]
+    bench.settle()
+    bench.peers[0].turn = lambda: False  # type: ignore[method-assign]
+    peer = next(peer for peer in peers if peer.name == name)
+    if does != "trains" and peer.generation:
+        if does == "has succeeded":
+            peer.part.workers_succeeded(1)
+        peer.part.workers_gone(1)
+    world = bench.world()
+    assert world is not None
+    if phase is None:
+        bench.delete(WORLD_KEY)
+    elif phase is not Phase.RUNNING:
+        result = Result.SUCCEEDED if phase is Phase.ENDED else None
+        bench.put(WORLD_KEY, replace(world, phase=phase, result=result).to_json())
+    bench.settle()
+    if leaves:
+        peer.part.leave(bench.now)
+    bench.after(policy.join_timeout_s + policy.drain_timeout_s + LEAVE_TOGETHER_S + LINGER_S + TICK_S)
+    if (name, phase, does) in WITHOUT_END and not leaves:
+        assert peer.order == Stay()
+    else:
+        peer.left()
 
 
 # ---------------------------------------------------------------- a job of the same name again
