@@ -353,6 +353,8 @@ class Connection:
         if verdict is Verdict.FAILOVER:
             text = f"{text}; what was asked may have been done: read before asking again"
             return self.fail_over(channel, text, may_be_tls=code == "UNAVAILABLE")
+        if "database space exceeded" in detail:
+            return StoreUnavailable(f"{text}; it takes no writes until etcdctl compact, defrag, alarm disarm")
         return StoreUnavailable(f"{text}; what was asked may have been done: read before asking again")
 
     def watch_refused(self, channel: Channel, reason: str, token: str | None) -> StoreRefused:

@@ -8,9 +8,9 @@ Unless the operator forbids it (`store_outage_grace_s`), a second proof stands i
 world is *whole*, all of its members run its generation and none has had an answer of the store lately. Then none of
 them can have changed it, and other nodes wait with the next one as long as this one may go on (`absence`). Its first
 member asks all others, and they ask only it: N nodes cost 2 N questions, twice a second, and so a large world does
-without. One member that stops, is silent for WHOLE_FRESH_S or has the store ends it for all. A node that is cut off
-alone learns from its peers that they have the store, or learns nothing: either way it stops by its lease. So does a
-world of one node, which has no peer to prove anything.
+without. One member that stops, is silent for WHOLE_FRESH_S or has the store for BACK_MARGIN ends it for all. A node
+that is cut off alone learns from its peers that they have the store, or learns nothing: either way it stops by its
+lease. So does a world of one node, which has no peer to prove anything.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ QUIET_MARGIN = 0.3
 """A node that has no answer from the store for this part of the lease's time to live has lost it, or is about to. Lower
 than LEASE_MARGIN by more than one interval between keep-alives: when the first node's lease runs out of its margin, the
 others have been without the store for nearly as long."""
+BACK_MARGIN = 0.1
+"""And of it: when the store is back for one member, those of the others who are not cut off alone reach it within this
+time. The proof is not renewed meanwhile, so that it ends no later than by that member's silence."""
 SOON = 0.01
 """Of the lease's time to live: when a question is repeated that came too early. All members become quiet within one
 interval between keep-alives; then the first one's questions and those to it, one after the other, must be answered
@@ -83,7 +86,7 @@ class LeaseValidity:
     def found(self, peer: Peer, finding: ProbeResult, asked_at: float) -> None:
         """What came of asking a peer at `asked_at`."""
         if self._whole is not None:
-            self._whole.found(peer, finding, asked_at, QUIET_MARGIN * self._lease_ttl_s)
+            self._whole.found(peer, finding, asked_at, self._lease_ttl_s)
 
     def ask_again_s(self, finding: ProbeResult, asked_at: float, now: float) -> float:
         """How long to leave a peer alone that was found so.
@@ -128,15 +131,19 @@ class _Whole:
             member.incarnation: (member.http, 0.0) for member in asked if member.http is not None
         }
 
-    def found(self, peer: Peer, finding: ProbeResult, asked_at: float, quiet_s: float) -> None:
+    def found(self, peer: Peer, finding: ProbeResult, asked_at: float, lease_ttl_s: float) -> None:
         if peer.incarnation not in self._seen_at or finding is Absence.SILENT:
             return
-        age_s: float | None = None
+        seen_at = -math.inf
         if isinstance(finding, Introduction) and finding.incarnation == peer.incarnation:
-            has_store = finding.confirmed_s is not None and finding.confirmed_s < quiet_s
-            if finding.generation == self._generation and not has_store:
-                age_s = 0.0 if self._is_first else finding.whole_s
-        self._seen_at[peer.incarnation] = asked_at - age_s if age_s is not None else -math.inf
+            has_store = finding.confirmed_s is not None and finding.confirmed_s < QUIET_MARGIN * lease_ttl_s
+            age_s = 0.0 if self._is_first else finding.whole_s
+            if finding.generation == self._generation and has_store:
+                over_at = asked_at + BACK_MARGIN * lease_ttl_s
+                seen_at = min(self._seen_at[peer.incarnation], over_at - WHOLE_FRESH_S)
+            elif finding.generation == self._generation and age_s is not None:
+                seen_at = asked_at - age_s
+        self._seen_at[peer.incarnation] = seen_at
 
     @property
     def known_at(self) -> float:

@@ -80,7 +80,7 @@ class Deadlines:
             self._ends_at, self.leave_times = ends_at, leave_times(now, ends_at)
 
     def look(self, world: World | None, *, idle: bool, now: float) -> None:
-        """What there is to wait for. `idle`: nothing trains here, and there is no world in which others train for it."""
+        """What there is to wait for. `idle`: nothing trains here, and no other node trains for this one."""
         if not idle:
             self._idle_since = math.inf
         else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.addresses import Address
 from elastic_agent.rendezvous.etcd.channel import LEASE_KEEP_ALIVE, TXN, Connection, History, Seen
@@ -41,14 +42,14 @@ class Members(Connection):
                 return SimpleNamespace(
                     header=header(*self.local if method is LEASE_KEEP_ALIVE else self.common)
                 )
-            raise self._deadline_exceeded()
+            raise self.error()
 
         return SimpleNamespace(address=address, made_at=-math.inf, call=call, close=lambda: None)
 
-    def _deadline_exceeded(self) -> Exception:
+    def error(self, code: str = "DEADLINE_EXCEEDED", detail: str = "") -> Exception:
         error: Exception = self.rpc.grpc.RpcError()
-        error.code = lambda: SimpleNamespace(name="DEADLINE_EXCEEDED")  # type: ignore[attr-defined]
-        error.details = lambda: ""  # type: ignore[attr-defined]
+        error.code = lambda: SimpleNamespace(name=code)  # type: ignore[attr-defined]
+        error.details = lambda: detail  # type: ignore[attr-defined]
         return error
 
 
@@ -79,6 +80,15 @@ def test_other_calls_have_all_their_time_at_one_member() -> None:
     members.answered()
     members.call(TXN, None, repeatable=True)
     assert [timeout_s > FIRST_S for _, timeout_s in members.asked] == [True, True]
+
+
+def test_an_etcd_without_space_says_what_to_do() -> None:
+    members = Members(silent=0)
+    full = members.error("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded")
+    problem = members.problem(members.channel(time.monotonic() + TIMEOUT_S), full, None)
+    assert isinstance(problem, StoreUnavailable)
+    assert "alarm disarm" in str(problem)
+    assert "may have been done" not in str(problem)
 
 
 @pytest.mark.parametrize(

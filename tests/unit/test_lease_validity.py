@@ -9,6 +9,7 @@ import pytest
 
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, FailureDetector, Peer, ProbeResult
 from elastic_agent.rendezvous.liveness.lease_validity import (
+    BACK_MARGIN,
     LEASE_MARGIN,
     MOST_MEMBERS,
     QUIET_MARGIN,
@@ -95,11 +96,10 @@ def test_the_first_member_goes_on_while_all_others_run_its_generation_without_th
     [
         runs("c", generation=0),
         runs("c", generation=2),
-        runs("c", confirmed_s=0.1),
         Introduction("c", "c-2", 3, LATE),
         Absence.REFUSED,
     ],
-    ids=["stopped", "another generation", "has the store", "another life", "refused"],
+    ids=["stopped", "another generation", "another life", "refused"],
 )
 def test_one_member_that_does_not_go_on_ends_it_at_once(finding: ProbeResult) -> None:
     node = proof("a", "a", "b", "c")
@@ -109,6 +109,34 @@ def test_one_member_that_does_not_go_on_ends_it_at_once(finding: ProbeResult) ->
     node.found(peer("c"), finding, LATE)
     assert not node.holds(LATE)
     assert node.whole_at == -math.inf
+
+
+@pytest.mark.parametrize(("name", "other"), [("a", "b"), ("b", "a")])
+def test_when_the_store_is_back_for_one_member_the_others_have_a_moment_to_reach_it(
+    name: str, other: str
+) -> None:
+    """A keep-alive that is answered 10 ms later is soon enough; one that never is changes nothing."""
+    node = proof(name, "a", "b")
+    node.found(peer(other), runs(other, whole_s=0.0), LATE)
+    back_at = LATE + 0.5
+    node.found(peer(other), runs(other, confirmed_s=0.01), back_at)
+    assert node.holds(back_at + 0.01)
+    over_at = back_at + BACK_MARGIN * TTL_S
+    assert any(at == pytest.approx(over_at) for at in node.instants()), "it looks again by itself"
+    for again_at in (back_at + 0.5, back_at + 0.9):
+        node.found(peer(other), runs(other, confirmed_s=0.01), again_at)
+    assert node.holds(over_at - 0.01)
+    assert not node.holds(over_at)
+
+
+def test_the_moment_is_no_longer_than_the_proof_and_none_without_one() -> None:
+    known, unknown = proof("a", "a", "b"), proof("a", "a", "b")
+    known.found(peer("b"), runs("b"), LATE)
+    for node in (known, unknown):
+        node.found(peer("b"), runs("b", confirmed_s=0.01), LATE + WHOLE_FRESH_S - 0.1)
+    assert known.holds(LATE + WHOLE_FRESH_S - 0.01)
+    assert not known.holds(LATE + WHOLE_FRESH_S)
+    assert not unknown.holds(LATE)
 
 
 def test_silence_ends_it_when_the_last_answer_is_old() -> None:
