@@ -134,6 +134,8 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.setattr(disk_writer, "PAUSE_S", 0.0)
     monkeypatch.setattr(progress, "_reporter", None)
     monkeypatch.setattr(async_save.atexit, "register", lambda _: None)
+    # Each Checkpointer stands for that of a process of its own.
+    monkeypatch.setattr("elastic_agent.worker.steps.registry.Checkpointers.claim", lambda *_: None)
     agent = Agent(tmp_path)
     for name, value in {
         "RANK": "0",
@@ -199,6 +201,23 @@ def test_training_copies_on_while_a_save_is_written_and_the_slot_is_left_alone(
     assert Checkpointer(directory, {"meta": meta}).load() == 19
 
 
+@pytest.mark.parametrize("who", ["the writer", "this process"])
+def test_what_the_script_drops_is_written_before_and_takes_no_room(
+    agent: Agent, directory: Path, who: str
+) -> None:
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
+    if who == "the writer":
+        agent.turn()
+    else:
+        agent.writer.close()
+    memory = checkpoints._state._memory
+    assert memory is not None
+    del checkpoints
+    assert on_disk(directory) == [10]
+    assert all(memory._slots.is_free(name) for name in memory._slots.headers())
+
+
 def test_the_next_save_waits_for_the_one_before(agent: Agent, directory: Path) -> None:
     checkpoints = Checkpointer(directory, {"meta": {}})
     assert checkpoints.save(1)
@@ -213,7 +232,8 @@ def test_the_next_save_waits_for_the_one_before(agent: Agent, directory: Path) -
 def test_what_a_dead_rank_0_has_ordered_is_written_all_the_same(agent: Agent, directory: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        Checkpointer(directory, {"meta": {}}).save(10)
+        checkpoints = Checkpointer(directory, {"meta": {}})
+        checkpoints.save(10)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert on_disk(directory) == []
@@ -225,7 +245,8 @@ def test_what_a_dead_rank_0_has_ordered_is_written_all_the_same(agent: Agent, di
 def test_the_end_of_the_agent_waits_for_what_was_ordered(agent: Agent, directory: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        Checkpointer(directory, {"meta": {}}).save(10)
+        checkpoints = Checkpointer(directory, {"meta": {}})
+        checkpoints.save(10)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert agent.writer.finish(PATIENCE_S) == ""
@@ -237,7 +258,8 @@ def test_the_end_of_the_agent_does_not_wait_for_ever(
     agent: Agent, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent.gate.open.clear()
-    Checkpointer(directory, {"meta": {}}).save(10)
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
     agent.turn()
     wait_for(lambda: agent.gate.asked, "the writer to ask")
     agent.writer.finish(3.0)
@@ -541,9 +563,9 @@ def test_a_drain_does_not_wait_for_the_disk(agent: Agent, directory: Path) -> No
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
     agent.turn()
-    checkpoints._state._drain_saver.save_last_step(11, leaves=False)
-    checkpoints._state._drain_saver.order_write(11)
-    checkpoints._state._disk._finish_at_exit()
+    checkpoints._state.drain_saver.save_last_step(11, leaves=False)
+    checkpoints._state.drain_saver.order_write(11)
+    checkpoints._state._disk.end()
     assert on_disk(directory) == []
     agent.gate.open.set()
     assert [(agent.heard().step, agent.heard().step)] == [(10, 11)]

@@ -24,7 +24,13 @@ def _signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def only_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Checkpointer stands for that of a process of its own, as after a restart."""
+    monkeypatch.setattr("elastic_agent.worker.steps.registry.Checkpointers.claim", lambda *_: None)
+
+
+@pytest.fixture
+def only_worker(own_processes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """This process is the only worker of an agent that keeps copies in this folder, and has not done anything yet."""
     for name in WORKER_VARIABLES:
         monkeypatch.delenv(name, raising=False)

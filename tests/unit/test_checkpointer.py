@@ -58,7 +58,7 @@ numpy = pytest.importorskip("numpy")
 
 
 @pytest.fixture(autouse=True)
-def plain_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_python(own_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *WORKER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 

@@ -90,7 +90,7 @@ def test_a_copy_lost_at_the_end_of_the_script_is_said(
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
     checkpoints.save(1)
     join_threads("memory-copy")
-    checkpoints._state._disk._finish_at_exit()
+    checkpoints._state._disk.end()
     assert "the newest save is not on disk: step=1" in caplog.text
 
 
@@ -128,7 +128,7 @@ def test_a_copy_without_room_for_its_header_is_written_to_disk_from_where_it_is(
     if end == "wait":
         assert checkpoints.wait()
     elif end == "exit":
-        checkpoints._state._disk._finish_at_exit()
+        checkpoints._state._disk.end()
     else:
         assert checkpoints.save(2)
         join_threads("memory-copy")
@@ -137,12 +137,13 @@ def test_a_copy_without_room_for_its_header_is_written_to_disk_from_where_it_is(
     found = CheckpointFiles(tmp_path / "disk", keep=2, run=Run("reader")).open(1)
     with found.stream as stream:
         assert torch.load(stream, weights_only=True)["state"]["meta"] == {"is": "saved"}
-    checkpoints._state._disk._finish_at_exit()
+    checkpoints._state._disk.end()
 
 
 def test_a_drain_whose_copy_is_lost_goes_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, Event())
-    Checkpointer(tmp_path / "disk", {"meta": {}}).load()
+    checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
+    checkpoints.load()
     (saver,) = progress.checkpointers.all()
     with monkeypatch.context() as patch:
         patch.setattr(slots.Slots, "put_header", full)

@@ -63,7 +63,7 @@ def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path, caplog: pytest
     checkpoints.load()
     with pytest.raises(CheckpointError, match=r"just_in_time\(\) cannot keep \['own'\]"):
         checkpoints.just_in_time()
-    planned = checkpoints._state._drain_saver
+    planned = checkpoints._state.drain_saver
     assert not planned.saves_alone
     assert not planned.save_last_step_alone(1)
     assert "step 1 is not kept: ['own'] are each rank's own" in caplog.text
@@ -93,6 +93,7 @@ def test_what_was_copied_to_memory_comes_back(tmp_path: Path, way: str) -> None:
     assert back["error"].tolist() == [2.0] * 5
 
 
+@pytest.mark.usefixtures("own_processes")
 def test_modules_and_optimizers_may_be_each_ranks_own(tmp_path: Path) -> None:
     """As with post-local SGD, whose ranks have other weights between two averages."""
 

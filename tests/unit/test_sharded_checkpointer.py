@@ -32,6 +32,7 @@ from elastic_agent.worker.errors import CheckpointError, DirectoryNotShared, Not
 from elastic_agent.worker.ranks import comparison
 from elastic_agent.worker.state.sharding.reading import OpenCopy
 from elastic_agent.worker.steps import progress
+from elastic_agent.worker.steps.registry import Checkpointers
 from elastic_agent.worker.storage.disk.shard_files import RankFile, rank_file_name
 from elastic_agent.worker.storage.disk.sharded import shard_saver, shared_directory
 from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
@@ -264,6 +265,8 @@ def work(rank: int, folder: str) -> None:
     place |= {"LOCAL_RANK": 0, "ELASTIC_AGENT_LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
+    # Each Checkpointer stands for that of a process of its own.
+    Checkpointers.claim = lambda *_: None  # type: ignore[method-assign]
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 2))

@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from types import TracebackType
 from typing import Any
 
 from ..errors import CheckpointError
@@ -62,6 +64,12 @@ class Checkpointer:
     read_only: for an evaluation beside the training that saves here, or for a teacher in another training: `load` takes
         nothing over and is no beginning of this training, `save` is an error.
 
+    Keep the object for as long as the training runs: one that the script has dropped, or closed, takes no part in it
+    any more. In one process a directory has one Checkpointer at a time that is not read_only. This one is closed:
+
+        with Checkpointer("runs/x", state) as checkpoints:
+            ...
+
     The directory may be shared by all nodes or local to each where only rank 0 writes to it; a sharded state, which
     all ranks write, needs one that all nodes see. It belongs to one run, the one that loaded last (see
     `ownership`). `load` gives the tensors of a replicated state to the parts' `load_state_dict` on the CPU:
@@ -95,8 +103,18 @@ class Checkpointer:
         self._state = (ShardedState if shards else ReplicatedState)(
             self._files, state, of_rank_0, rules, max_failed_saves=max_failed_saves, read_only=read_only
         )
-        if memory_every is not None and not read_only:
-            progress.on_step(self._remember, every=memory_every, stage=progress.Stage.STATE)
+        self._durable: bool | None = None
+        """What `close` has returned."""
+        self._end_copies: Callable[[], object] | None = None
+        if not read_only:
+            progress.checkpointers.claim(self._files.directory, self)
+            if memory_every is not None:
+                # What is registered must not keep what the script has dropped alive.
+                copy = _forwarding(weakref.ref(self))
+                end = progress.on_step(copy, every=memory_every, stage=progress.Stage.STATE)
+                self._end_copies = weakref.finalize(self, end)
+        self._end = weakref.finalize(self, self._state.drain_saver.end)
+        self._end.atexit = False  # what it does at the end of the process is registered there
 
     def load(self) -> int:
         """Load the newest checkpoint that any rank has whole; returns the number of steps it holds.
@@ -115,6 +133,7 @@ class Checkpointer:
         OtherRun when another run has the directory or has left something newer there; CheckpointError when it broke on
         its way from the rank that has it.
         """
+        self._check_open()
         self._thread = threading.get_ident()
         self._agreement.meet()
         return self._state.load()
@@ -143,6 +162,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"this Checkpointer only reads {self._files.directory}: it was made read_only"
             )
+        self._check_open()
         number = step_number(step)
         self._refuse_other_thread()
         with progress.saving():
@@ -171,6 +191,7 @@ class Checkpointer:
         Raises NotReplicated when the ranks do not have the same state; NotPlainData when some part's state could not
         be loaded again; CheckpointError when the state is sharded on some ranks only.
         """
+        self._check_open()
         number = step_number(step)
         self._agreement.before_copy()
         if self._state.remember(number):
@@ -192,6 +213,7 @@ class Checkpointer:
         Raises CheckpointError where parts are of_each_rank, and where the state is sharded: survivors do not have what
         the other rank had for itself.
         """
+        self._check_open()
         return self._state.just_in_time()
 
     def _refuse_other_thread(self) -> None:
@@ -204,5 +226,50 @@ class Checkpointer:
                 "an agent the disk is written behind the training anyway"
             )
 
-    def _remember(self, step: int) -> None:
-        self.remember(step)
+    def close(self) -> bool:
+        """The training is over: wait as `wait` does, and take no part any more. Every rank must call it.
+
+        Returns what `wait` returns, also when it is called again, and raises what `wait` raises.
+        """
+        if self._durable is None:
+            self._refuse_other_thread()
+            self._durable = False
+            try:
+                self._durable = self.wait()
+            finally:
+                self._leave()
+                self._end()
+        return self._durable
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._durable is None:
+            # Other ranks may never come here. A write that is under way goes on.
+            self._durable = False
+            self._leave()
+
+    def _leave(self) -> None:
+        """Take no part in training from here on."""
+        if self._end_copies is not None:
+            self._end_copies()
+        self._state.drain_saver.leave()
+        progress.checkpointers.release(self._files.directory, self)
+
+    def _check_open(self) -> None:
+        if self._durable is not None:
+            raise CheckpointError(f"this Checkpointer of {self._files.directory} was closed: make a new one")
+
+
+def _forwarding(checkpointer: weakref.ref[Checkpointer]) -> Callable[[int], None]:
+    def copy(step: int) -> None:
+        alive = checkpointer()
+        if alive is not None and not alive._state.drain_saver.is_over:
+            alive.remember(step)
+
+    return copy

@@ -219,7 +219,8 @@ class ReplicatedComparison(Comparison):
         self._proven: int | None = None
         """The outline with which all ranks were the same."""
         self._published: _StoreComparison | None = None
-        self._cancel_publish: Callable[[], None] = lambda: None
+        self.cancel_publish: Callable[[], None] = lambda: None
+        """Ends what `publish_at_next_step` has begun."""
 
     def began(self, step: int) -> None:
         """All ranks have loaded the state of `step`, together."""
@@ -261,12 +262,12 @@ class ReplicatedComparison(Comparison):
         """Publish at the end of the next step, so that a later comparison need not wait."""
 
         def publish(step: int) -> None:
-            self._cancel_publish()
+            self.cancel_publish()
             if not self.proven:
                 self.publish(group, step)
 
-        self._cancel_publish()
-        self._cancel_publish = progress.on_step(publish)
+        self.cancel_publish()
+        self.cancel_publish = progress.on_step(publish)
 
     def publish(self, group: Group, step: int) -> None:
         """Put this rank's fingerprint where the others can see it. Does not wait, and raises nothing."""

@@ -61,7 +61,7 @@ from ..wire.shared_progress import (
 )
 from .own_time import Waits, watch
 from .quick_end import leave_when_failed
-from .registry import Checkpointers
+from .registry import Checkpointers, DrainSaver
 from .signals import leave_nothing_to_agent, leave_sigterm_to_agent, leave_warnings_to_agent
 
 logger = logging.getLogger(__name__)
@@ -123,11 +123,12 @@ def step(step: int) -> None:
     if words is None:
         words = _attach()
     now = _now_ns()
+    before, before_at = words[STEP], words[STEPPED_AT]
     try:
         number = index(step)
         if number < 0:
             raise ValueError("steps count from 0")
-        own_ns = now - words[STEPPED_AT] - _newly_waited_ns()
+        own_ns = now - before_at - _newly_waited_ns()
         if words[FIRST_AT]:
             count = words[OWN_COUNT]
             words[OWN_TIMES + count % KEPT_TIMES] = max(own_ns, 0)
@@ -140,11 +141,34 @@ def step(step: int) -> None:
     except (TypeError, ValueError) as error:
         _refuse(step, error)
         return
+    if number < before:
+        _begin_another_training(number, before, before_at)
     for listener in _listeners:
         if number % listener.every == 0:
             listener.callback(number)
     if words[PENDING]:
         on_pending(number)
+
+
+def _begin_another_training(number: int, before: int, before_at: int) -> None:
+    for directory in checkpointers.begin_another_training(before_at):
+        logger.warning(
+            "step %d comes after step %d, so another training has begun: the Checkpointer of %s keeps no step of it, "
+            "unless it is loaded again",
+            number,
+            before,
+            directory,
+        )
+
+
+def newest_step() -> int:
+    """The newest finished one, or NO_STEP."""
+    return _own_words()[STEP]
+
+
+def loaded_since_newest_step() -> tuple[DrainSaver, ...]:
+    """The Checkpointers with whose states training is about to begin, or to go on."""
+    return checkpointers.all(_own_words()[STEPPED_AT])
 
 
 def _newly_waited_ns() -> int:
@@ -342,10 +366,10 @@ def _lives(pid: int) -> bool:
 def _forked() -> None:
     """A child of a worker is none. A spare becomes one, but only after it was forked."""
     global _words, _listeners
+    checkpointers.clear()
     if _words is not None:
         leave_nothing_to_agent()
         _words, _listeners = private_words(), ()
-        checkpointers.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

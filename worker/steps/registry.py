@@ -8,8 +8,13 @@ torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Protocol
+
+from ..errors import CheckpointError
 
 NO_COPY = (-1, -1)
 """Older than every copy."""
@@ -51,19 +56,50 @@ class DrainSaver(InMemory, Protocol):
 class Checkpointers:
     """Those of a process that take part in training, in the order in which every rank has let them."""
 
-    def __init__(self) -> None:
-        self._by_directory: dict[str, DrainSaver] = {}
+    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._now_ns = now_ns
+        self._owners: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+        """By the real path of its directory, each Checkpointer that writes there, as long as the script has it."""
+        self._by_directory: dict[str, tuple[DrainSaver, int]] = {}
+        """With the instant since when it takes part."""
+
+    def claim(self, directory: str, owner: object) -> None:
+        """Until it is released, or collected. Raises CheckpointError where another one has the directory."""
+        if self._owners.setdefault(os.path.realpath(directory), owner) is not owner:
+            raise CheckpointError(
+                f"this process has a Checkpointer of {directory} already, and each would load what the other one has "
+                "saved: give each a directory, or put both parts into one Checkpointer, or close() the first"
+            )
+
+    def release(self, directory: str, owner: object) -> None:
+        """Another Checkpointer may have its directory."""
+        path = os.path.realpath(directory)
+        if self._owners.get(path) is owner:
+            del self._owners[path]
 
     def add(self, directory: str, saver: DrainSaver) -> None:
-        """Its state is kept in planned changes from now on, instead of that of an earlier one of this directory."""
-        self._by_directory[directory] = saver
+        """Its state is kept in planned changes from now on."""
+        self._by_directory[directory] = saver, self._now_ns()
 
-    def all(self) -> tuple[DrainSaver, ...]:
-        """All are kept at one step, or none is."""
-        return tuple(self._by_directory.values())
+    def remove(self, saver: DrainSaver) -> None:
+        for directory, (one, _) in list(self._by_directory.items()):
+            if one is saver:
+                del self._by_directory[directory]
+
+    def all(self, since_ns: int = 0) -> tuple[DrainSaver, ...]:
+        """Those that take part since then. All are kept at one step, or none is."""
+        return tuple(saver for saver, since in list(self._by_directory.values()) if since >= since_ns)
+
+    def begin_another_training(self, since_ns: int) -> list[str]:
+        """Only those take part in it that were loaded since then; the directories of the others."""
+        over = [directory for directory, (_, since) in self._by_directory.items() if since < since_ns]
+        for directory in over:
+            del self._by_directory[directory]
+        return over
 
     def clear(self) -> None:
-        """A child process takes no part."""
+        """A child process has none."""
+        self._owners.clear()
         self._by_directory.clear()
 
 

@@ -44,6 +44,10 @@ class ReplicatedDrainSaver(BaseDrainSaver):
         if self._contents.is_compared:
             self._contents.comparison.publish_at_next_step(current_group())
 
+    def leave(self) -> None:
+        super().leave()
+        self._contents.comparison.cancel_publish()
+
     # ---------------------------------------------------------------- planned changes
 
     @property

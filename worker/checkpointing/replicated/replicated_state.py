@@ -50,7 +50,7 @@ class ReplicatedState:
         copies = Copies(memory, disk)
         self._saver = Saver(files, self._contents, copies, disk, max_failed_saves)
         self._loader = Loader(files, self._contents, memory, self._env, read_only=read_only)
-        self._drain_saver = ReplicatedDrainSaver(files.directory, self._contents, copies, disk, self._saver)
+        self.drain_saver = ReplicatedDrainSaver(files.directory, self._contents, copies, disk, self._saver)
 
     def load(self) -> int:
         loaded = self._loader.load(self._saver.finish_last_write)
@@ -61,7 +61,7 @@ class ReplicatedState:
         if self._memory is not None:
             self._memory.resumed_from = step
         if not self._read_only:
-            self._drain_saver.loaded(step)
+            self.drain_saver.loaded(step)
         if isinstance(loaded.what, Header) and current_group().rank == 0:
             self._saver.write_loaded(loaded.what)
         return step
@@ -84,5 +84,5 @@ class ReplicatedState:
         memory, address = self._memory, self._env.socket
         if memory is None or not address:
             return contextlib.nullcontext()
-        self._drain_saver.register()
+        self.drain_saver.register()
         return JustInTime(memory.place, address)

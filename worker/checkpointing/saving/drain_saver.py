@@ -6,6 +6,7 @@ Each one that was loaded, or has a guard, is registered with `progress` in this 
 
 from __future__ import annotations
 
+import gc
 import logging
 from abc import ABC, abstractmethod
 
@@ -27,11 +28,14 @@ class BaseDrainSaver(ABC):
 
     def loaded(self, step: int) -> None:
         """From here on this one's state is kept at the last step of a planned change."""
-        for other in all_drain_savers():
-            if other is not self and other._loaded not in (None, step):
+        if progress.checkpointers.all():
+            # Ranks collect garbage at different times, and must ask the same Checkpointers at each step.
+            gc.collect()
+        for other in progress.loaded_since_newest_step():
+            if isinstance(other, BaseDrainSaver) and other is not self and other._loaded not in (None, step):
                 logger.warning(
-                    "training goes on from two steps: put what belongs together into one Checkpointer: "
-                    "step=%d directory=%s other_step=%d other_directory=%s",
+                    "training goes on from two steps: put what belongs together into one Checkpointer, and close() "
+                    "one whose training is over: step=%d directory=%s other_step=%d other_directory=%s",
                     step,
                     self.directory,
                     other._loaded,
@@ -42,6 +46,39 @@ class BaseDrainSaver(ABC):
 
     def register(self) -> None:
         progress.checkpointers.add(self.directory, self)
+
+    def leave(self) -> None:
+        """Take no part any more."""
+        progress.checkpointers.remove(self)
+
+    def end(self) -> None:
+        """The script has closed or dropped the Checkpointer: nothing of it is left here. Waits for no other rank."""
+        if self in progress.checkpointers.all():
+            self._warn_where_training_goes_on()
+        self.leave()
+        self._outcomes.end()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _warn_where_training_goes_on(self) -> None:
+        next_steps = {newest + 1 for newest in (self._loaded, progress.newest_step()) if newest is not None}
+
+        def warn(step: int) -> None:
+            end()
+            if step in next_steps:
+                logger.warning(
+                    "step %d is not kept in %s: the script has dropped its Checkpointer. Keep the object for as long "
+                    "as the training runs, and close() it after that",
+                    step,
+                    self.directory,
+                )
+
+        end = progress.on_step(warn)
+
+    @property
+    def is_over(self) -> bool:
+        """It was loaded, and another training has begun since."""
+        return self._loaded is not None and self not in progress.checkpointers.all()
 
     def is_beyond(self, step: int) -> bool:
         """These are the steps of another training, begun in this process after this one was done."""

@@ -33,14 +33,21 @@ class SaveOutcomes:
 
     def finish_last_write(self) -> None:
         """Wait for the end of a write in the background, and raise if it was refused. There may be none."""
-        lost = ""
+        outcome = self._disk.finish(self._settle())
+        if outcome is not None:
+            self.count(refusal_of(outcome))
+
+    def _settle(self) -> str:
+        """Why the copy that is to be written never came; empty where it did, or there is none."""
         try:
             self._copies.settle()
         except CopyLost as error:
-            lost = str(error)
-        outcome = self._disk.finish(lost)
-        if outcome is not None:
-            self.count(refusal_of(outcome))
+            return str(error)
+        return ""
+
+    def end(self) -> None:
+        """No save follows: what was saved last is on disk before, or the log says that it is not."""
+        self._disk.end(self._settle())
 
     def make_durable(self) -> None:
         """Wait for the newest save, and raise while it is not on disk, also when that was raised before."""

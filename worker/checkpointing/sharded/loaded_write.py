@@ -124,6 +124,11 @@ class LoadedWrite:
         self._loaded.is_written = True
         self._saves.order(self._disk, step, met, group, lambda: self._disk.begin(*memory.lend(version)))
 
+    def end(self) -> None:
+        """The script is done with it."""
+        self._loaded.say_at_exit(self._disk)
+        atexit.unregister(self._loaded.say_at_exit)
+
     def ensure(self, save: Callable[[int], object]) -> bool:
         """Whether what was loaded, as long as nothing has changed since, or a newer step that all ranks have copied, is
         given to the disk now, or was before. `save` lets all ranks write the state as it is, and calls `superseded`.

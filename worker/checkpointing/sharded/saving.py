@@ -306,6 +306,10 @@ class ShardSaving(SaveOutcomes):
             return False
         return unless_refused(self.make_durable)
 
+    def end(self) -> None:
+        super().end()
+        self._loaded.end()
+
     def _prepare(self, step: int, group: Group) -> None:
         if group.rank == 0:
             self._files.claim.uphold(self.check_grows(step))

@@ -67,7 +67,7 @@ class ShardedState:
         )
         self._loading = ShardLoading(files, self._contents, self._memory, self._env, read_only=read_only)
         self._end_first_copy: Callable[[], None] = lambda: None
-        self._drain_saver = ShardedDrainSaver(files.directory, self._memory, self._replicas, self._saving)
+        self.drain_saver = ShardedDrainSaver(files.directory, self._memory, self._replicas, self._saving)
 
     def load(self) -> int:
         self._join_run()
@@ -76,7 +76,7 @@ class ShardedState:
         loaded = self._loading.load(self._saving.finish_last_write)
         if not self._read_only:
             self._saving.began(loaded.step, loaded.version)
-            self._drain_saver.loaded(loaded.step)
+            self.drain_saver.loaded(loaded.step)
             homes = self._begin_replicas(current_group(), loaded)
             if loaded.version is not None and any(home.loaded != home.digest for home in homes):
                 self._copy_at_next_step()
@@ -123,7 +123,7 @@ class ShardedState:
 
         def copy(step: int) -> None:
             try:
-                if self._saving.may_remember_later(step):
+                if not self.drain_saver.is_over and self._saving.may_remember_later(step):
                     return
             except CheckpointError as refusal:
                 logger.warning(

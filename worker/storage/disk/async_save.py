@@ -75,7 +75,7 @@ class BackgroundSaver(ABC):
         """A step that was promised, and that has not been begun to be written."""
         self._newest: int | None = None
         self._durable: int | None = None
-        atexit.register(self._finish_at_exit)
+        atexit.register(self.end)
 
     @property
     def has_writer(self) -> bool:
@@ -154,11 +154,15 @@ class BackgroundSaver(ABC):
         """This process ends, and waits for nothing: its script ended in an error, or at a planned change."""
         return self.is_leaving or getattr(sys, "last_value", None) is not None
 
-    def _finish_at_exit(self) -> None:
-        """The script is done: what was saved last is durable before the job can count as ended."""
+    def end(self, lost: str = "") -> None:
+        """The script is done, with this or at all: what was saved last is durable before the job can count as ended.
+
+        `lost`: see `finish`.
+        """
+        atexit.unregister(self.end)
         if self.ends_at_once:
             return
-        outcome = self.finish()
+        outcome = self.finish(lost)
         if outcome is not None and outcome.error:
             logger.error("the newest save is not on disk: step=%d reason=%s", outcome.step, outcome.reason)
 

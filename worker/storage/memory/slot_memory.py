@@ -9,6 +9,7 @@ import contextlib
 import logging
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,16 @@ class SlotMemory:
         self._mappings: dict[str, _Mapping] = {}
         self._checksums = ChecksumThreads(slots)
         _used.add(slots.folder)
+        # Not earlier: what is still registered may use them.
+        weakref.finalize(self, slots.close).atexit = False
+
+    def close(self) -> None:
+        """The script has no use for it any more. The copies stay, until others need their room."""
+        self._checksums.stop(*SLOT_NAMES)
+        while self._mappings:
+            with contextlib.suppress(BufferError):  # it goes with its last user
+                self._mappings.popitem()[1].close()
+        _used.discard(self.folder)
 
     @property
     def folder(self) -> str:

@@ -1,0 +1,182 @@
+"""Several Checkpointers in one process, one after the other and side by side: which of them takes part in training."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_agent.worker import Checkpointer, CheckpointError
+from elastic_agent.worker.steps import progress
+from elastic_agent.worker.steps.registry import Checkpointers
+from elastic_agent.worker.wire.shared_progress import private_words
+
+CLAIM = Checkpointers.claim
+
+
+@pytest.fixture(autouse=True)
+def process(only_worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpointers, "claim", CLAIM)
+    monkeypatch.setattr(progress, "_words", private_words())
+
+
+def made(directory: Path, what: str = "", **options: Any) -> tuple[dict[str, Any], Checkpointer]:
+    state: dict[str, Any] = {"is": what}
+    return state, Checkpointer(directory, {"part": state}, **options)
+
+
+def found(directory: Path) -> tuple[int, str]:
+    """What a process that begins anew loads, from memory or from disk."""
+    state: dict[str, Any] = {}
+    step = Checkpointer(directory, {"part": state}).load()
+    return step, state.get("is", "")
+
+
+def plan_a_change(step: int) -> None:
+    """As the last step of this generation."""
+    for saver in progress.checkpointers.all():
+        saver.save_last_step(step, leaves=False)
+
+
+def test_a_directory_has_one_checkpointer_that_writes(tmp_path: Path) -> None:
+    _, first = made(tmp_path / "x")
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    for name in ("x", "link"):
+        with pytest.raises(
+            CheckpointError, match=rf"{tmp_path / name} already.*give each a directory, or put both"
+        ):
+            made(tmp_path / name)
+    made(tmp_path / "x", read_only=True)[1].load()
+    made(tmp_path / "y")[1].load()
+    first.close()
+    made(tmp_path / "x")[1].save(1)  # dropped at once
+    made(tmp_path / "x")
+
+
+def test_a_child_of_fork_begins_without_any(tmp_path: Path) -> None:
+    kept = made(tmp_path / "x")[1]
+    kept.load()
+    child = os.fork()
+    if child == 0:
+        made(tmp_path / "x")
+        os._exit(len(progress.checkpointers.all()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(progress.checkpointers.all()) == 1
+
+
+@pytest.mark.parametrize("memory", ["memory", "disk"])
+def test_what_was_dropped_is_freed_and_asked_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    if memory == "disk":
+        monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpoints = Checkpointer(tmp_path / "a", {"model": model, "optimizer": optimizer}, memory_every=1)
+    checkpoints.load()
+    progress.step(1)
+    gone = weakref.ref(model)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    del model, optimizer, checkpoints
+    assert not progress.checkpointers.all()
+    progress.step(2)
+    gc.collect()
+    assert gone() is None
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_a_training_that_is_over_gets_no_step_of_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, pretraining = made(tmp_path / "a", memory_every=1)
+    pretraining.load()
+    for step in range(1, 21):
+        state["is"] = f"pretrained {step}"
+        progress.step(step)
+    assert pretraining.save(20)
+    finetuning = Checkpointer(tmp_path / "b", {"part": state})
+    finetuning.load()
+    for step in range(1, 35):
+        state["is"] = f"finetuned {step}"
+        progress.step(step)
+    plan_a_change(34)
+    assert f"the Checkpointer of {tmp_path / 'a'} keeps no step of it" in caplog.text
+    del pretraining, finetuning
+    assert found(tmp_path / "a") == (20, "pretrained 20")
+    assert found(tmp_path / "b") == (34, "finetuned 34")
+
+
+def test_two_of_one_training_go_on_together_also_when_both_go_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (one, first), (other, second) = (made(tmp_path / name) for name in ("one", "other"))
+    for step in (first.load(), second.load()):
+        assert step == 0
+    for step in range(1, 11):
+        progress.step(step)
+        assert step % 4 or (first.save(step) and second.save(step))
+    first.load()
+    second.load()
+    one["is"], other["is"] = "one again", "other again"
+    progress.step(9)
+    plan_a_change(9)
+    del first, second
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert found(tmp_path / "one") == (9, "one again")
+    assert found(tmp_path / "other") == (9, "other again")
+
+
+def test_of_trainings_one_after_the_other_none_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fold(name: str) -> int:
+        _, checkpoints = made(tmp_path / name, memory_every=2)
+        done = checkpoints.load()
+        for step in range(done + 1, 11):
+            progress.step(step)
+        assert checkpoints.save(10)
+        assert checkpoints.close()
+        return done
+
+    assert [fold(name) for name in ("a", "b", "b", "a")] == [0, 0, 10, 10]
+    assert not caplog.records
+
+
+def test_who_drops_a_checkpointer_while_training_goes_on_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = made(tmp_path / "a", memory_every=1)[1].load()
+    for step in range(done + 1, 4):
+        progress.step(step)
+    assert caplog.text.count(f"is not kept in {tmp_path / 'a'}: the script has dropped its Checkpointer") == 1
+
+
+def test_close_waits_once_and_ends_it(tmp_path: Path) -> None:
+    with made(tmp_path / "a")[1] as checkpoints:
+        checkpoints.load()
+        assert checkpoints.save(1)
+    assert checkpoints.close()
+    assert not progress.checkpointers.all()
+    for call in (checkpoints.load, lambda: checkpoints.save(2), lambda: checkpoints.remember(2)):
+        with pytest.raises(CheckpointError, match="was closed: make a new one"):
+            call()
+    with made(tmp_path / "a")[1] as again:
+        assert again.load() == 1
+
+
+def test_an_exception_leaves_with_without_a_wait_for_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = made(tmp_path / "a")[1]
+    checkpoints.load()
+    monkeypatch.setattr(checkpoints, "wait", lambda: pytest.fail("waits for the others"))
+    with pytest.raises(ZeroDivisionError), checkpoints:
+        raise ZeroDivisionError
+    assert not progress.checkpointers.all()
+    made(tmp_path / "a")[1].load()
