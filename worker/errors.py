@@ -4,7 +4,7 @@
       NoUsableCheckpoint       checkpoints exist, none verifies: a person decides, training must not start at step 0
       CheckpointMismatch       the file is whole but is not a checkpoint of this script: fix the script or the directory
         OtherWorldSize         it holds what each rank has for itself, of another number of ranks: start as many again
-      StepNotGrowing           `save` was asked for a step that is already committed: fix the training loop
+      StepNotGrowing           `save` was asked for an older step than the newest one: fix the training loop
       NotReplicated            a state is not the same on all ranks: shard it, or declare it rank 0's or each rank's
         Sharded                it is spread over ranks in a way that is not carried: the text says what is
       NotPlainData             a state cannot be loaded again without running code: fix that object's `state_dict`

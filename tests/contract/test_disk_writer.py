@@ -218,6 +218,18 @@ def test_what_the_script_drops_is_written_before_and_takes_no_room(
     assert all(memory._slots.is_free(name) for name in memory._slots.headers())
 
 
+def test_a_step_that_the_disk_has_refused_meanwhile_may_be_saved_again(agent: Agent, directory: Path) -> None:
+    agent.gate.answer = CommitUndecided("the store is away")
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    assert checkpoints.save(10)
+    agent.turn()
+    assert not checkpoints.wait()
+    agent.gate.answer = CommitGranted(60.0)
+    assert checkpoints.save(10)
+    assert checkpoints.save(10)
+    assert on_disk(directory) == [10]
+
+
 def test_the_next_save_waits_for_the_one_before(agent: Agent, directory: Path) -> None:
     checkpoints = Checkpointer(directory, {"meta": {}})
     assert checkpoints.save(1)

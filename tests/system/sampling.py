@@ -35,7 +35,8 @@ def main(folder: Path, samples: int, batch: int) -> None:
     dataset = TensorDataset(torch.arange(samples))
     sampler = ElasticSampler(dataset, batch_size=batch)
     loader = DataLoader(dataset, batch, sampler=sampler, num_workers=1, generator=torch.Generator())
-    done = Checkpointer(folder / "checkpoints", {"sampler": sampler}).load()
+    checkpoints = Checkpointer(folder / "checkpoints", {"sampler": sampler})
+    done = checkpoints.load()
     for (numbers,) in loader:
         dist.all_reduce(torch.ones(1))  # as DDP does: nobody is a step ahead
         done += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import errno
 import functools
 import os
 import random
@@ -113,8 +115,34 @@ def test_the_loaded_step_may_be_saved_again_and_older_ones_may_not(tmp_path: Pat
     with pytest.raises(StepNotGrowing, match="step 9 is not beyond step 9"):
         checkpoints.save(9)
     assert checkpoints.save(10)
-    with pytest.raises(StepNotGrowing, match="step 10 is not beyond step 10"):
-        checkpoints.save(10)
+    with pytest.raises(StepNotGrowing, match="step 9 is not beyond step 10"):
+        checkpoints.save(9)
+
+
+def test_the_step_that_was_saved_last_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = {"is": "saved"}
+    checkpoints = Checkpointer(tmp_path, {"meta": meta})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _full)
+        assert not checkpoints.save(10)
+    assert checkpoints.save(10), "tried again"
+    meta["is"] = "changed since"
+    assert checkpoints.save(10)
+    assert found(tmp_path) == {"is": "saved"}, "there is no second write"
+    checkpoints.load()
+    meta["is"] = "another past"
+    assert checkpoints.save(10), "of the step that was loaded"
+    assert found(tmp_path) == {"is": "another past"}
+
+
+def _full(_: int) -> None:
+    raise OSError(errno.ENOSPC, "no room")
+
+
+def found(directory: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = {}
+    Checkpointer(directory, {"meta": meta}, read_only=True).load()
+    return meta
 
 
 @pytest.mark.parametrize("step", [-1, 2**63])
@@ -180,6 +208,49 @@ def test_other_names_are_refused_before_anything_changes(tmp_path: Path) -> None
     with pytest.raises(CheckpointMismatch, match=r"holds \['a', 'b'\], this script's state is \['a', 'c'\]"):
         Checkpointer(tmp_path, {"a": a, "c": {}}).load()
     assert a == {"x": 2}
+
+
+class Named:
+    """A metric, whose values numpy has made."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": [0.5, self.value]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["history"][1]
+
+
+@pytest.mark.parametrize("each_rank", [[], ["metrics"]], ids=["shared", "of each rank"])
+def test_numbers_of_numpy_come_back_as_pythons(tmp_path: Path, each_rank: list[str]) -> None:
+    for step, value in enumerate((numpy.float64(0.25), numpy.int32(7), numpy.bool_(True)), 1):
+        Checkpointer(tmp_path, {"metrics": Named(value)}, of_each_rank=each_rank).save(step)
+        back = Named(None)
+        assert Checkpointer(tmp_path, {"metrics": back}, of_each_rank=each_rank).load() == step
+        assert type(back.value) in (float, int, bool)
+        assert back.value == value
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (numpy.zeros(3), "numpy.ndarray"),
+        (collections.defaultdict(int), "collections.defaultdict"),
+        ({"deep": (1, Path("x"))}, "pathlib.PosixPath"),
+    ],
+)
+def test_what_could_not_be_loaded_is_named_by_load_and_by_save(
+    tmp_path: Path, value: Any, named: str
+) -> None:
+    key = "history/1/deep/1" if isinstance(value, dict) and "deep" in value else "history/1"
+    what = rf"part 'metrics', key {key}: {named}: .*weights_only=True"
+    checkpoints = Checkpointer(tmp_path, {"metrics": Named(value)})
+    for call in (checkpoints.load, lambda: checkpoints.save(1)):
+        with pytest.raises(NotPlainData, match=what):
+            call()
+    assert Checkpointer(tmp_path, {"metrics": Named(value)}, read_only=True).load() == 0
 
 
 def test_a_state_that_is_code_is_refused_and_leaves_no_checkpoint(tmp_path: Path) -> None:

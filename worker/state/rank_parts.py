@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointMismatch, OtherWorldSize
-from .state_dicts import Part, is_plain, prove_loadable, state_of
+from .state_dicts import Part, is_plain, prove_loadable, state_of, with_numbers
 
 Reshard = Callable[[Mapping[int, Any], int, int], Any]
 """The part's states by rank when they were saved, this process's rank, and the size of the world now; what this rank
@@ -42,12 +42,12 @@ def rules_of(
 
 def pack(parts: Mapping[str, Part], step: int) -> bytes:
     """This rank's row. Raises NotPlainData, and what the parts' `state_dict` raises."""
-    states = {name: state_of(part) for name, part in parts.items()}
+    states = with_numbers({name: state_of(part) for name, part in parts.items()})
     buffer = io.BytesIO()
     torch.save(states, buffer)
     if not is_plain(states):
         buffer.seek(0)
-        prove_loadable(buffer, step)
+        prove_loadable(buffer, step, states)
     return buffer.getvalue()
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -22,6 +24,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..errors import CheckpointMismatch, NotPlainData
 
 _MAX_REASON_CHARS = 500
+_PLAIN_ONLY = (
+    "torch.load(weights_only=True) refuses that; let its state_dict() return tensors, numbers, strings, lists and "
+    "dicts only"
+)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.Size, torch.dtype})
 
 
@@ -184,17 +190,78 @@ def is_plain(state: Any) -> bool:
     return kind in _PLAIN
 
 
-def prove_loadable(file: str | BinaryIO, step: int) -> None:
-    """Map the file, with the very rules that a load obeys, and read none of its gigabytes. Raises NotPlainData."""
+def with_numbers(state: Any) -> Any:
+    """The same with Python's numbers in the place of numpy's scalars, which a load would refuse."""
+    if is_plain(state):
+        return state
+    kind = type(state)
+    if kind in (dict, OrderedDict):
+        made = copy.copy(state)  # with the versions that modules keep beside their states
+        for key, value in state.items():
+            made[key] = with_numbers(value)
+        return made
+    if kind in (list, tuple):
+        return kind(map(with_numbers, state))
+    numpy: Any = sys.modules.get("numpy")
+    return state.item() if numpy is not None and isinstance(state, numpy.generic) else state
+
+
+def refuse_code(parts: Mapping[str, Part]) -> None:
+    """Raises NotPlainData, by part and key, for what could not be loaded again, if a part has it by now.
+
+    Not looked at are modules and optimizers, whose states may be large, and tensors.
+    """
+    states = {}
+    for name, part in parts.items():
+        if isinstance(part, dict) or not isinstance(unwrapped(part), torch.nn.Module | torch.optim.Optimizer):
+            with contextlib.suppress(Exception):  # the first save says why there is no state
+                states[name] = state_of(part)
+    if what := _refused_in(states):
+        raise NotPlainData(f"{what}: {_PLAIN_ONLY}")
+
+
+def prove_loadable(file: str | BinaryIO, step: int, states: Mapping[str, Any]) -> None:
+    """Map the file, with the very rules that a load obeys, and read none of its gigabytes. Raises NotPlainData.
+
+    `states` are those in the file, by part.
+    """
     try:
         torch.load(file, map_location="cpu", mmap=isinstance(file, str), weights_only=True)
     except OSError:
         raise
     except Exception as error:
-        raise NotPlainData(
-            f"step {step} not saved: torch.load(weights_only=True) refuses some part's state; let its "
-            f"state_dict() return tensors, numbers, strings, lists and dicts only: {_what_was_refused(error)}"
-        ) from error
+        what = _refused_in(states) or _what_was_refused(error)
+        raise NotPlainData(f"step {step} not saved: {what}: {_PLAIN_ONLY}") from error
+
+
+def _refused_in(states: Mapping[str, Any]) -> str:
+    """Part, key and type of the first object that a load refuses; empty: there is none."""
+    for name, state in states.items():
+        if found := _refused(with_numbers(state)):
+            keys, kind = found
+            key = f", key {'/'.join(map(str, keys))}" if keys else ""
+            return f"part {name!r}{key}: {kind.__module__}.{kind.__qualname__}"
+    return ""
+
+
+def _refused(state: Any) -> tuple[tuple[Any, ...], type] | None:
+    kind = type(state)
+    if is_plain(state) or isinstance(state, torch.Tensor):
+        return None
+    if kind in (dict, OrderedDict, list, tuple):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            for one in (key, value):
+                if found := _refused(one):
+                    return (key, *found[0]), found[1]
+        return None
+    stream = io.BytesIO()
+    try:
+        torch.save(state, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True)
+    except Exception:
+        return (), kind
+    return None
 
 
 def _what_was_refused(error: Exception) -> str:

@@ -46,7 +46,7 @@ def write_replicated(files: CheckpointFiles, whole: WholeState) -> None:
         may_change=lambda: None,
     )
     try:
-        prove_loadable(os.path.join(files.directory, manifest.file), whole.step)
+        prove_loadable(os.path.join(files.directory, manifest.file), whole.step, whole.states)
     except BaseException:
         files.discard(manifest)
         raise

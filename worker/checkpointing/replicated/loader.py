@@ -14,6 +14,7 @@ from ...errors import CheckpointError, CheckpointMismatch
 from ...ranks.comparison import refuse_sharded
 from ...ranks.group import Group
 from ...ranks.refusals import together
+from ...state.state_dicts import refuse_code
 from ...storage.disk.checkpoint_files import CheckpointFiles, VerifiedCheckpoint, digest
 from ...storage.disk.manifests import Manifest
 from ...storage.disk.ownership import MOST_STEPS, Former, Ownership
@@ -53,6 +54,8 @@ class Loader(StateLoader):
 
     def _refuse(self) -> None:
         refuse_sharded(self._contents.parts)
+        if not self._read_only:
+            refuse_code(self._contents.parts)
 
     def _bring(self, group: Group) -> LoadedState:
         self._mine = self._held = None

@@ -16,7 +16,7 @@ from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unc
 from ...ranks.group import Group, current_group
 from ...ranks.refusals import because
 from ...state import rng
-from ...state.state_dicts import prove_loadable
+from ...state.state_dicts import prove_loadable, with_numbers
 from ...steps import progress
 from ...storage.disk.async_save import AsyncSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
@@ -53,13 +53,12 @@ class Saver(SaveOutcomes):
     def save(self, step: int) -> bool:
         group = current_group()
         gathered = self._contents.gather(step, group)
+        if self.has_saved(step):
+            return True
         if not unless_refused(lambda: self._save(step, gathered, group)):
             return False
-        self.floor = step
+        self.saved(step)
         return True
-
-    def wait(self) -> bool:
-        return unless_refused(self.make_durable)
 
     def save_and_wait(self, step: int) -> bool:
         return self.save(step) and self.wait()
@@ -164,13 +163,17 @@ class Saver(SaveOutcomes):
     def _commit(self, payload: dict[str, Any]) -> int:
         """Rank 0: make the checkpoint exist on disk while all wait."""
         step, size = payload["step"], 0
+        states = payload["state"]
+        payload = {**payload, "state": with_numbers(states)}
         refusal: CheckpointError | None = None
         try:
             size = self._disk.commit(
                 step,
                 len(payload["rng"]),
                 lambda sink: torch.save(payload, sink),
-                lambda manifest: prove_loadable(os.path.join(self._files.directory, manifest.file), step),
+                lambda manifest: prove_loadable(
+                    os.path.join(self._files.directory, manifest.file), step, states
+                ),
             )
         except CheckpointError as error:
             refusal = error

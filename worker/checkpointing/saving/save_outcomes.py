@@ -30,6 +30,26 @@ class SaveOutcomes:
         self._disk = disk
         self._max_failed_saves = max_failed_saves
         self._failed_saves = 0
+        self._saved: int | None = None
+        """The step that was saved last."""
+
+    def saved(self, step: int) -> None:
+        """It is in memory, or on disk."""
+        self.floor = self._saved = step
+
+    def has_saved(self, step: int) -> bool:
+        """Every rank: whether nothing was saved or loaded since this step was, and it is on disk by now. Where the disk
+        has refused it, it may be saved again."""
+        if not step == self._saved == self.floor:
+            return False
+        if self.wait():
+            return True
+        self.floor = step - 1
+        return False
+
+    def wait(self) -> bool:
+        """See `Checkpointer`."""
+        return unless_refused(self.make_durable)
 
     def finish_last_write(self) -> None:
         """Wait for the end of a write in the background, and raise if it was refused. There may be none."""
@@ -80,7 +100,7 @@ class SaveOutcomes:
         if self.floor is None:
             # save() without load(): the directory itself says how far the run has come.
             self.floor = max(self._files.steps(), default=-1)
-        if step <= self.floor:
+        if step <= self.floor and step != self._saved:
             raise StepNotGrowing(
                 f"step {step} is not beyond step {self.floor}, the newest in {self._files.directory}: "
                 "call load() first and continue from what it returns, or use another directory"

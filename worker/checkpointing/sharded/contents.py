@@ -38,7 +38,7 @@ class ShardContents:
 
     def __init__(self, parts: Mapping[str, Part], of_rank_0: Collection[str], rules: Rules) -> None:
         self.parts = ShardedParts(parts, of_rank_0, rules)
-        self._parts = dict(parts)
+        self.given = dict(parts)
         self._of_rank_0 = sorted(of_rank_0)
         self._layouts = ShardLayouts()
         self._comparison = Comparison()
@@ -71,7 +71,7 @@ class ShardContents:
         layout, refusal = tried(lay_out, "a state cannot be taken")
         if not compare:
             return LaidOut(layout, refusal)
-        modules = modules_in(self._parts)
+        modules = modules_in(self.given)
         return LaidOut(layout, refusal, self._comparison.digest_of(lambda: look_at_tensors(alike, modules)))
 
     def sample(self) -> bytes:

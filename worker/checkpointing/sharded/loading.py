@@ -20,6 +20,7 @@ from ...state import rng
 from ...state.sharding.parts import Prepared
 from ...state.sharding.reading import OpenCopy
 from ...state.sharding.table import RANDOM_STATE
+from ...state.state_dicts import refuse_code
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.manifests import Manifest
 from ...storage.disk.ownership import MOST_STEPS, Former
@@ -69,6 +70,8 @@ class ShardLoading(StateLoader):
 
     def _refuse(self) -> None:
         self._contents.refuse()
+        if not self._read_only:
+            refuse_code(self._contents.given)
 
     def _bring(self, group: Group) -> LoadedState:
         while True:

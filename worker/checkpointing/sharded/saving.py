@@ -279,6 +279,8 @@ class ShardSaving(SaveOutcomes):
         try:
             refusal = tried(lambda: self._prepare(step, group), "not saved")[1]
             layout, met = self._meet(step, group, compare=True, saves=True, refusal=refusal)
+            if self.has_saved(step):
+                return True
             self._directory.require(group)
         except (NotSaved, Unconfirmed):
             self._report(step, "error", started_s, 0, group)
@@ -293,7 +295,7 @@ class ShardSaving(SaveOutcomes):
             self._order(step, met, group)
         elif not self._write_now(step, met, layout, group, started_s):
             return False
-        self.floor = step
+        self.saved(step)
         self._loaded.superseded()
         return True
 
@@ -304,7 +306,7 @@ class ShardSaving(SaveOutcomes):
     def wait(self) -> bool:
         if not self._loaded.ensure(lambda loaded: self._save(loaded, in_memory=False)):
             return False
-        return unless_refused(self.make_durable)
+        return super().wait()
 
     def end(self) -> None:
         super().end()

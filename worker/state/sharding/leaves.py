@@ -18,7 +18,7 @@ import torch
 
 from ...errors import NotPlainData
 from ..kinds import is_tensor
-from ..state_dicts import is_plain, prove_loadable
+from ..state_dicts import is_plain, prove_loadable, with_numbers
 from .table import RANKS
 
 Path = tuple[str | int, ...]
@@ -158,11 +158,11 @@ class Archives:
         """Raises NotPlainData for what `torch.load(weights_only=True)` refuses."""
         if not _is_scalar(value):
             self._known.pop(key, None)
-            return _archive(value, step)
+            return _archive(key, with_numbers(value), step)
         pickled = dumps(value)
         known = self._known.get(key)
         if known is None or known[0] != pickled:
-            known = self._known[key] = (pickled, _archive(value, step))
+            known = self._known[key] = (pickled, _archive(key, value, step))
         return known[1]
 
 
@@ -176,12 +176,12 @@ def _is_scalar(value: Any) -> bool:
     return kind in _SCALARS
 
 
-def _archive(value: Any, step: int) -> bytes:
+def _archive(key: str, value: Any, step: int) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if not is_plain(value):
         buffer.seek(0)
-        prove_loadable(buffer, step)
+        prove_loadable(buffer, step, {key: value})
     return buffer.getvalue()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...state.layout_cache import LayoutCache
-from ...state.state_dicts import is_plain, prove_loadable
+from ...state.state_dicts import is_plain, prove_loadable, with_numbers
 from ...wire.environment import WorkerEnv
 from ...wire.messages import SLOT_NAMES
 from ...wire.run import this_run
@@ -58,6 +58,9 @@ class NodeMemory(SlotMemory):
         rows = torch.zeros(place.world_size, room_for_random_state, dtype=torch.uint8)
         if room_for_random_state:
             payload = {**payload, "rng": rows}
+        was_plain = is_plain(payload)
+        if not was_plain:
+            payload = with_numbers(payload)
         layout = self._layout_cache.lay_out(payload)
         with self.costing_a_copy_only():
             opened = self._begin(layout.size)
@@ -65,8 +68,8 @@ class NodeMemory(SlotMemory):
                 mapping = self._mapped(opened)
                 opened.trim()
                 events = layout.copy_to(mapping.view, mapping.tensor)
-                if not (self._proven and is_plain(payload)):
-                    prove_loadable(opened.path, payload["step"])
+                if not (self._proven and was_plain):
+                    prove_loadable(opened.path, payload["step"], payload["state"])
                     self._proven = True
                 holes = []
                 if rows.numel():
