@@ -24,17 +24,17 @@ GLOO = "RuntimeError: [/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:
 ACCELERATOR = "torch.AcceleratorError: CUDA error: "
 
 EXCEPTIONS = [
-    ("ecc", ACCELERATOR + "uncorrectable ECC error encountered"),
-    ("xid", "RuntimeError: CUDA error: GPU is lost"),
-    ("xid", "pynvml.NVMLError_GpuIsLost: GPU is lost"),
+    ("cuda_error", ACCELERATOR + "uncorrectable ECC error encountered"),
+    ("cuda_error", "RuntimeError: CUDA error: GPU is lost"),
+    ("cuda_error", "pynvml.NVMLError_GpuIsLost: GPU is lost"),
     (
-        "ecc",
+        "cuda_error",
         "torch._inductor.exc.InductorError: RuntimeError: CUDA error: uncorrectable ECC error encountered",
     ),
     ("host_out_of_memory", "BlockingIOError: [Errno 12] Cannot allocate memory"),
     ("exception", "ValueError: no handler of 'GPU is lost'"),
     (
-        "ecc",
+        "cuda_error",
         DIST
         + "unhandled cuda error\nLast error:\nCuda failure 214 'CUDA uncorrectable ECC error encountered'",
     ),
@@ -210,7 +210,7 @@ TERMINATE = "terminate called after throwing an instance of 'c10::Error'"
         ("signal", -8, ()),
         ("signal", -13, ()),
         ("abort", -6, ("NCCL version 2.27.3",)),
-        ("ecc", -6, (TERMINATE, "  what():  CUDA error: uncorrectable ECC error encountered")),
+        ("cuda_error", -6, (TERMINATE, "  what():  CUDA error: uncorrectable ECC error encountered")),
         ("nccl_timeout", -6, (WATCHDOG, TERMINATE)),
         ("illegal_access", -6, (TERMINATE, "  what():  CUDA error: misaligned address", "", "frame #1: 0x7f")),
         ("host_out_of_memory", -6, ("terminate called after throwing an instance of 'std::bad_alloc'",)),
@@ -306,6 +306,21 @@ def test_the_documented_causes_are_the_table() -> None:
     assert documented == [(cause.name, cause.action.value, marks(cause.name), cause.hint) for cause in CAUSES]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [text for _, text in EXCEPTIONS]
+    + [
+        "RuntimeError: CUDA error: hardware memory corruption",
+        "RuntimeError: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
+        "RuntimeError: CUDA error: Uncorrectable NVLink error",
+    ],
+)
+def test_no_text_of_a_worker_excludes_a_node(said: str) -> None:
+    """Any script can print anything: the kernel's log and NVML alone tell of a broken machine."""
+    for facts in (Facts(1, said), Facts(-6, output=(said,)), Facts(1, output=(said,))):
+        assert TABLE.classify(facts).action is not Action.EXCLUDE_NODE
+
+
 @given(
     st.integers(-64, 255), st.text(), st.lists(st.text(st.characters(exclude_characters="\n"))), st.booleans()
 )
@@ -338,8 +353,8 @@ def test_rows_of_the_user_come_first_in_their_order() -> None:
 
 
 def test_what_the_agent_itself_finds_can_have_another_action() -> None:
-    table = CauseTable([UserCause("hang", action=Action.EXCLUDE_NODE)])
-    assert (HANG.action, table.named("hang").action) == (Action.RESTART, Action.EXCLUDE_NODE)
+    table = CauseTable([UserCause("hang", action=Action.STOP)])
+    assert (HANG.action, table.named("hang").action) == (Action.RESTART, Action.STOP)
 
 
 def test_one_name_may_have_several_patterns() -> None:

@@ -22,7 +22,8 @@ MOST_ROWS = 32
 MOST_PATTERN = 500
 
 _KEYS = ("name", "pattern", "action")
-_ACTIONS = {action.value: action for action in Action}
+_ACTIONS = {action.value: action for action in Action if action is not Action.EXCLUDE_NODE}
+"""A pattern is found in text that a script prints, which excludes no node."""
 _OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
 """Other values of the metrics' label `reason`, which are no failures."""
 _BUILT_IN = frozenset(cause.name for cause in CAUSES)

@@ -1,7 +1,8 @@
 """The causes of failures: one table. The first row that matches names the cause of a worker's end.
 
 A row has conditions, the `Action` that follows, and a hint for the operator. Its name is the `reason` of the metrics
-and the `cause` in the store. Rows for reports of the kernel and the driver come first, then rows for exceptions and
+and the `cause` in the store. No text that a worker has written excludes a node: only what the kernel or NVML reports
+does, as any script can print anything. Rows for reports of the kernel and the driver come first, then rows for exceptions and
 last lines, then rows for exit codes and signals. The user's rows, `[[cause]]` in the configuration file, come first.
 
 - `collateral`: the end follows from another failure, whose cause may still become known.
@@ -77,20 +78,13 @@ _GPU_MEMORY = (
     r"CUBLAS_STATUS_ALLOC_FAILED",
     r"cudaErrorMemoryAllocation",
 )
-# What torch and the libraries of GPUs raise: RuntimeError, subclasses of it, and what such a library calls its own.
-_NATIVE = (
-    "RuntimeError",
-    "SystemError",
-    "AcceleratorError",
-    "OutOfMemoryError",
-    r"Dist\w*Error",
-    r"\w*(?i:CUDA|HIP|NCCL|NVML)\w*Error\w*",  # NVMLError_GpuIsLost, CUDARuntimeError, CudaError
-    # These tell what another exception has said.
+# What torch and the system raise, and what tells of another exception; any other type may quote such a text. An
+# ImportError says so of a library that could not be mapped.
+_OF_HOST_MEMORY = (
+    *("RuntimeError", "SystemError", "AcceleratorError", r"Dist\w*Error", r"\w*MemoryError"),
+    *("OSError", "BlockingIOError", "ImportError"),
     *("InductorError", "BackendCompilerFailed", "ProcessRaisedException", "CheckpointException"),
-    *("CompilationError", "XlaRuntimeError"),
 )
-# An ImportError says so of a library that could not be mapped.
-_OF_HOST_MEMORY = (*_NATIVE, r"\w*MemoryError", "OSError", "BlockingIOError", "ImportError")
 # Errors that the worker library raises on all ranks together, and would raise in the next generation, too. Not among
 # them are ranks whose values differ: that may come from a fault, after which a restart helps.
 _REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "
@@ -116,30 +110,14 @@ CAUSES: tuple[Cause, ...] = (
         "ecc",
         Action.EXCLUDE_NODE,
         "memory that could not be corrected: reset the GPU or start the machine anew, and replace it if it comes again",
-        (
-            Machine(Trouble.ECC),
-            _says(
-                r"\b(CUDA|HIP|NCCL)\b[^\n]*uncorrectable ECC error",
-                "hardware memory corruption",
-                "cudaErrorECCUncorrectable",
-                types=_NATIVE,
-            ),
-        ),
+        (Machine(Trouble.ECC),),
     ),
     Cause(
         "xid",
         Action.EXCLUDE_NODE,
         "the driver lost a GPU or its link: reset the GPU (nvidia-smi -r) or start the machine anew; see the Xid's"
         " number in NVIDIA's catalog",
-        (
-            Machine(Trouble.XID),
-            _says(
-                "fallen off the bus",
-                r"\b(CUDA|NVML\w*|nvidia-smi|device handle)\b[^\n]*GPU (is lost|requires reset)",
-                "Uncorrectable NVLink error",
-                types=_NATIVE,
-            ),
-        ),
+        (Machine(Trouble.XID),),
     ),
     Cause(
         "host_out_of_memory",
@@ -298,7 +276,7 @@ CAUSES: tuple[Cause, ...] = (
         Action.RESTART,
         "an error of CUDA or of its libraries; if it is always the same node, suspect its GPU or driver",
         (
-            _raised("AcceleratorError"),
+            _raised("AcceleratorError", r"NVMLError\w*"),
             _says(
                 "CUDA error:",
                 "CUDNN_STATUS_",
