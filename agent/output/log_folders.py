@@ -7,8 +7,8 @@
     DIR/<job>-<run>/.digests-<node>.json
 
 All nodes and all lives of a node's agent have one run in common, so that on a shared disk one folder holds all ranks.
-The newest runs and generations are kept. What is deleted is only what bears our mark and no agent holds locked: a
-folder of another user's, or a run that goes on, however old it is, stays.
+The newest runs and generations are kept. What is deleted is only what bears our mark, belongs to the user of this run and
+is locked by no agent: another user's run stays, and so does one that goes on, however old it is.
 """
 
 from __future__ import annotations
@@ -106,7 +106,12 @@ class RunFolder:
             found = _GENERATION.fullmatch(folder.name)
             if found and int(found[1]) <= generation - KEPT_GENERATIONS:
                 shutil.rmtree(folder, ignore_errors=True)
-        others = [folder for folder in self.path.parent.iterdir() if folder != self.path]
+        owner = self.path.stat().st_uid
+        others = [
+            folder
+            for folder in self.path.parent.iterdir()
+            if folder != self.path and folder.lstat().st_uid == owner
+        ]
         runs = sorted(
             ((at, folder) for folder in others if (at := _marked_at(folder)) is not None), reverse=True
         )

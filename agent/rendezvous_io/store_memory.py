@@ -10,14 +10,17 @@ has joined again (`decide`). The file's age does not tell these apart: another j
 same job, started again as a whole, is a new run either way, which takes over the checkpoints of the dead one
 (`worker/storage/disk/ownership.py`).
 
-All users share the folder, so the file counts only when it belongs to this user and no other user may have written it.
+All users share the folder. So a part of the file's name is drawn by chance, for no other user to take it first, and the
+file counts only when it belongs to this user and no other user may have written it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -40,7 +43,8 @@ class StoreMemory:
             folder = SHARED_MEMORY if usable else Path(tempfile.gettempdir())
         name = hashlib.sha256(f"{os.getuid()} {endpoint} {job}".encode()).hexdigest()[:16]
         self._job = job
-        self.file = folder / f".elastic-agent-store-{name}.json"
+        prefix = f".elastic-agent-store-{name}-"
+        self.file = _newest_own(folder, prefix) or folder / f"{prefix}{secrets.token_hex(8)}.json"
         self._failed = False
 
     def recall(self) -> World | None:
@@ -81,7 +85,7 @@ class StoreMemory:
 
     def _write(self, content: bytes) -> None:
         """A reader sees all of it, or all of the one before."""
-        fd, new = tempfile.mkstemp(prefix=self.file.name, dir=self.file.parent)
+        fd, new = tempfile.mkstemp(prefix=f".{self.file.name}", dir=self.file.parent)
         try:
             with os.fdopen(fd, "wb") as file:
                 file.write(content)
@@ -89,3 +93,14 @@ class StoreMemory:
         except OSError:
             os.unlink(new)
             raise
+
+
+def _newest_own(folder: Path, prefix: str) -> Path | None:
+    """An earlier host's file; those of other users do not count."""
+    found = []
+    for file in folder.glob(f"{prefix}*.json"):
+        with contextlib.suppress(OSError):
+            status = file.lstat()
+            if status.st_uid == os.getuid():
+                found.append((status.st_mtime_ns, file))
+    return max(found)[1] if found else None

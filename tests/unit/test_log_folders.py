@@ -78,6 +78,17 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert (tmp_path / "job-mine" / "gen1").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_runs_of_other_users_stay_and_do_not_count(tmp_path: Path) -> None:
+    for number in range(KEPT_RUNS + 5):
+        a_run(tmp_path, number).release()
+    for number in (0, KEPT_RUNS + 4):
+        os.chown(tmp_path / f"job-{number:03}", 1234, 1234)
+    a_run(tmp_path, 900).prune(1)
+    kept = [0, *range(5, KEPT_RUNS + 5), 900]
+    assert names(tmp_path) == [f"job-{number:03}" for number in kept]
+
+
 @pytest.mark.parametrize("generation", [3, KEPT_GENERATIONS, KEPT_GENERATIONS + 3])
 def test_the_newest_generations_are_kept(tmp_path: Path, generation: int) -> None:
     run = RunFolder(tmp_path / "job-run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def test_what_others_may_have_put_there_is_not_believed(
         memory.file.write_text(replace(WORLD, job="other").to_json())
     assert memory.recall() is None
     assert str(memory.file) in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_no_other_user_can_take_the_name_first(tmp_path: Path) -> None:
+    taken = StoreMemory("job", "h:1", tmp_path).file
+    taken.write_text(replace(WORLD, generation=1).to_json())
+    os.chown(taken, 1234, 1234)
+    memory = StoreMemory("job", "h:1", tmp_path)
+    assert memory.recall() is None
+    memory.remember(WORLD.to_json())
+    assert StoreMemory("job", "h:1", tmp_path).recall() == WORLD
+    assert taken.stat().st_uid == 1234, "it is not ours to replace, and without root's rights we could not"
 
 
 def test_a_full_disk_costs_a_warning_and_no_training(
