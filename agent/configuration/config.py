@@ -363,7 +363,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work. Carries every problem found, not the first; nothing was started.
+    """The configuration cannot work. Carries every problem found, not the first; nothing was done.
 
     `config` has the valid settings, so that the machine can be checked for them, too.
     """
@@ -374,7 +374,7 @@ class ConfigError(ValueError):
         only_here = all(problem.here for problem in self.problems)
         self.code = ExitCode.NOT_HERE if only_here else ExitCode.BAD_CONFIG
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        lines = [f"{count} in the configuration; nothing was started"]
+        lines = [f"{count}; nothing was done"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
         super().__init__("\n".join(lines))
 

@@ -7,8 +7,8 @@
     DIR/<job>-<run>/.digests-<node>.json
 
 All nodes and all lives of a node's agent have one run in common, so that on a shared disk one folder holds all ranks.
-The newest runs and generations are kept. What is deleted is only what bears our mark, belongs to the user of this run and
-is locked by no agent: another user's run stays, and so does one that goes on, however old it is.
+The newest runs and generations are kept. Deleted is only what bears our mark, belongs to the user of this run and is
+locked by no agent: another user's run stays, and one that goes on, however old it is.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ def run_folder(directory: Path, job: str, run: str) -> Path:
     return directory / f"{job}-{run}"
 
 
-def newest_run(directory: Path, job: str) -> Path | None:
-    """The folder of this job's newest run in `directory`; None: there is none. Raises OSError."""
-    prefix = f"{job}-"
+def newest_run(directory: Path, job: str | None) -> Path | None:
+    """The folder of the newest run in `directory`, of this job or of any; None: there is none. Raises OSError."""
     runs = [
         (at, folder)
         for folder in directory.iterdir()
-        if folder.name.startswith(prefix) and "-" not in folder.name.removeprefix(prefix)
+        if job is None or folder.name.rpartition("-")[0] == job
         if (at := _marked_at(folder)) is not None
     ]
     return max(runs)[1] if runs else None

@@ -57,6 +57,9 @@ from .link import Link, LinkBroken, PendingCall, PortClosed, open_link, probe_po
 
 REQUEST_TIMEOUT_S = 5.0
 
+SILENT_S = 3.0
+"""A joining agent waits so long for each answer before it says that there is none."""
+
 OPENING_GIVEN_UP_S = 30.0
 """A connection that hangs this long while it is made is left alone, and another one tried."""
 
@@ -116,7 +119,7 @@ class C10dStore(Store):
         def look() -> None:
             nonlocal refused
             try:
-                store._go_over_to_new_link(deadline)
+                store._go_over_to_new_link(min(deadline, time.monotonic() + SILENT_S))
             except StoreUnavailable as error:
                 if isinstance(error.__cause__, PortClosed):
                     refused = error
@@ -236,8 +239,8 @@ class C10dStore(Store):
                     f"{self._where} takes no connection: the network to it, or the name service, does not answer"
                 ) from error
             raise StoreUnavailable(
-                f"{self._where} takes connections, but does not answer as a TCPStore: the host of the c10d store "
-                "hangs, or another program listens there"
+                f"something listens on {self._where}, but does not answer as a TCPStore: another program has that "
+                "port (choose another one), or the agent that hosts the store hangs"
             ) from error
         except PortClosed as error:
             if self._link is None:

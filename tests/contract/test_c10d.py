@@ -20,6 +20,7 @@ from torch.distributed import DistStoreError, QueueEmptyError, TCPStore
 
 from elastic_agent.rendezvous.c10d import host as c10d_host_module
 from elastic_agent.rendezvous.c10d import link as c10d_link_module
+from elastic_agent.rendezvous.c10d import store as c10d_store_module
 from elastic_agent.rendezvous.c10d.host import QUIET_S, C10dHost
 from elastic_agent.rendezvous.c10d.queues import META_KEY, REQUEST_QUEUE, reply_queue
 from elastic_agent.rendezvous.c10d.store import C10dStore
@@ -428,6 +429,23 @@ def foreign_store() -> tuple[TCPStore, int]:
     port = listener.getsockname()[1]
     fd = listener.detach()
     return TCPStore(ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=fd), port
+
+
+def test_a_port_of_another_program_is_named_long_before_the_join_timeout(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(c10d_store_module, "SILENT_S", 0.2)
+    listener = socket.create_server((ADDRESS, 0))
+    port = listener.getsockname()[1]
+    joined = in_thread(lambda: C10dStore.connect(ADDRESS, port, "job", PATIENCE_S))
+    said = f"no rendezvous store yet: something listens on {ADDRESS}:{port}"
+    eventually(lambda: said in caplog.text, "it is said while the agent tries on")
+    host = C10dHost(listener, ADDRESS, "job")
+    store = joined()
+    assert isinstance(store, C10dStore), "it only was slow"
+    store.close()
+    host.close()
 
 
 def test_a_tcpstore_of_another_program_is_refused() -> None:

@@ -168,4 +168,4 @@ def test_what_this_machine_does_not_have_is_refused_at_once(job: Job, cabling: C
     assert agent.exit_code() == 73
     for problem in ("NCCL_SOCKET_IFNAME '^eth,lo'", "--network-interface 'eth1'", "--local-addr '10.9.0.7'"):
         assert problem in agent.text
-    assert "3 problems in the configuration; nothing was started" in agent.text
+    assert "3 problems; nothing was done" in agent.text

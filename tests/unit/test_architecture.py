@@ -118,14 +118,15 @@ commands/check_nodes: common configuration machine/network workers/processes mac
 commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
     workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
 commands/runs: common output configuration configuration/types configuration/reading workers/processes \
-    observability/journal observability/report commands
+    observability/journal observability/report observability/status commands
 main: common output configuration configuration/types machine/network machine/gpus machine/memory workers/failures \
     machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
     rendezvous_io observability/status observability/journal observability/page observability/accounting \
     observability/tracing workers/supervision workers/evidence workers/hangs workers/links
 daemon: common output configuration configuration/types configuration/reading machine/network machine \
     workers/preloader/fidelity rendezvous_io main
-commands/nodes: common configuration configuration/types configuration/reading workers/processes commands
+commands/nodes: common configuration configuration/types configuration/reading workers/processes \
+    observability/status commands
 commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \
     observability/status commands daemon
 torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \

@@ -205,7 +205,7 @@ def test_what_does_not_fit_this_machine_is_refused_like_any_other_problem() -> N
         assert done.returncode == ExitCode.NOT_HERE, "another machine may have one"
         assert done.stdout == ""
         first, problem = done.stderr.splitlines()
-        assert first == "elastic-agent: 1 problem in the configuration; nothing was started"
+        assert first == "elastic-agent: 1 problem; nothing was done"
         assert problem.startswith("  1. --nproc-per-node 'gpu': expected a CUDA device")
 
 
@@ -262,7 +262,7 @@ def test_what_is_refused_is_in_the_error_file_unless_it_was_only_a_check(tmp_pat
             assert done.returncode == code
         told = json.loads(path.read_text())["message"]
         assert told["errorCode"] == code
-        assert told["message"].startswith("1 problem in the configuration")
+        assert told["message"].startswith("1 problem; nothing was done")
         assert words[0] in told["message"]
         path.unlink()
 
@@ -332,7 +332,7 @@ def test_a_real_process_lists_every_problem_and_exits_78() -> None:
     assert done.returncode == 78
     assert done.stdout == ""
     first, *problems = done.stderr.splitlines()
-    assert first == "elastic-agent: 4 problems in the configuration; nothing was started"
+    assert first == "elastic-agent: 4 problems; nothing was done"
     assert [problem.split(".")[0].strip() for problem in problems] == ["1", "2", "3", "4"]
     assert "Traceback" not in done.stderr
 

@@ -178,8 +178,7 @@ def test_a_folder_that_happens_to_have_the_jobs_name_is_not_packed(
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        ([], DiagnoseCode.BAD_CONFIG),
-        (["--output=x"], DiagnoseCode.BAD_CONFIG),
+        (["--log-dir=/proc/self/fdinfo"], DiagnoseCode.NO_RUN),
         (["digits", "other"], DiagnoseCode.BAD_CONFIG),
         (["digits", "--log-dir=/nowhere"], DiagnoseCode.NO_RUN),
         (["no such job", "--log-dir=/tmp"], DiagnoseCode.NO_RUN),

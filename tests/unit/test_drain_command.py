@@ -189,14 +189,6 @@ def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
     assert [(place.backend, place.job_id) for place in asked] == [(backend, job)]
 
 
-def test_of_several_jobs_on_this_machine_one_must_be_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(job_nodes, "stores_here", lambda *_: (C10D, ETCD))
-    assert main(["b"]) == DrainCode.BAD_CONFIG
-    assert "of those on this machine: digits, words; add --rdzv-id" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -91,10 +91,16 @@ def test_only_the_agents_of_the_job_count(here: list[Endpoint], capsys: pytest.C
     a, b = a_journal("a"), a_journal("b")
     a.note(Kind.SAVE, "of digits")
     b.note(Kind.SAVE, "of letters")
-    with serving(a, "a-1") as first, serving(b, "b-1", job="letters") as second:
-        here += [first, second]
+    with (
+        serving(a, "a-1") as first,
+        serving(b, "b-1", job="letters") as second,
+        socket.create_server(("127.0.0.1", 0)) as frozen,
+    ):
+        here += [first, Endpoint(*frozen.getsockname()[:2]), second]
         assert command.main(["letters"]) == EventsCode.SHOWN
-    assert [line.rpartition("  ")[2] for line in lines(capsys)] == ["of letters"]
+        assert [line.rpartition("  ")[2] for line in lines(capsys)] == ["of letters"]
+        assert command.main(["words"]) == EventsCode.NO_RUN
+    assert "no agent of job words answers here, and words is no folder" in capsys.readouterr().err
 
 
 def test_more_events_than_an_answer_holds_are_all_shown(capsys: pytest.CaptureFixture[str]) -> None:

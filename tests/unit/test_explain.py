@@ -157,6 +157,6 @@ def test_a_bad_configuration_is_refused_as_for_a_run(
 ) -> None:
     assert main(["--lease-ttl", "never", str(tmp_path / "none.py")]) == 78
     errors = capsys.readouterr().err
-    assert "elastic-agent explain-env: 2 problems in the configuration; nothing was started" in errors
+    assert "elastic-agent explain-env: 2 problems; nothing was done" in errors
     assert main(["--help"]) == 0
     assert "explain-env [--json]" in capsys.readouterr().out

@@ -83,6 +83,10 @@ def test_a_job_stands_for_its_newest_run(
     monkeypatch.setenv("ELASTIC_AGENT_LOG_DIR", str(tmp_path))
     assert main(["job-of-another"]) == ReportCode.SHOWN
     assert capsys.readouterr().out.startswith("run job-of-another-1:")
+    assert main([]) == ReportCode.SHOWN
+    shown, said = capsys.readouterr()
+    assert shown.startswith("run jobs-1:")
+    assert said == f"elastic-agent report: {tmp_path}/jobs-1, the newest run there\n"
 
 
 def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> None:
@@ -96,8 +100,7 @@ def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ([], ReportCode.BAD_CONFIG, "a run"),
-        (["--json"], ReportCode.BAD_CONFIG, "a run"),
+        (["--log-dir={tmp}/empty"], ReportCode.NO_RUN, "no run is in {tmp}/empty"),
         (["{run}", "{run}"], ReportCode.BAD_CONFIG, "one run"),
         (["{run}", "--picture", "x.gif"], ReportCode.BAD_CONFIG, "end its name with .png or .svg"),
         (["{run}", "--jsn"], ReportCode.BAD_CONFIG, "--json"),
@@ -125,7 +128,7 @@ def test_what_cannot_be_is_said_in_one_line(
     assert main([word.format(run=run, tmp=tmp_path) for word in words]) == code
     error = capsys.readouterr().err
     assert error.startswith("elastic-agent report: ")
-    assert says in error
+    assert says.format(tmp=tmp_path) in error
     assert "Traceback" not in error
 
 

@@ -6,6 +6,7 @@ the job that this user's agents on this machine belong to.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,7 +18,8 @@ from ...configuration.reading.resolve import resolve_meeting_place
 from ...configuration.reading.settings import Settings
 from ...configuration.reading.sources import ENV_PREFIX
 from ...configuration.rendezvous import JOB_ID, RendezvousConfig
-from ...workers.processes.run_files import run_directory_parents, stores_here
+from ...observability.status.sources import HERE_S, AgentsSource, CannotShow
+from ...workers.processes.run_files import agents_here, run_directory_parents, stores_here
 from ..store_command import world_of
 
 LOOK_S = 0.2
@@ -34,35 +36,57 @@ def meeting_place_for(command: str) -> Callable[[str | None, Settings], Rendezvo
             advice = f"write its name first, as elastic-agent status shows it: elastic-agent {command} NODE"
             command_line.problems.append(Problem("node", node, "the name of a node", advice))
         place = resolve_meeting_place(command_line, os.environ)
-        return place if place is not None else _meeting_place_here(command_line, os.environ)
+        assert node is not None, "else there was a problem"
+        return place if place is not None else _meeting_place_here(node, command_line, os.environ)
 
     return meeting_place
 
 
-def _meeting_place_here(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
-    """The store of the only job of this user's agents on this machine, or of the one that --rdzv-id names."""
+def _meeting_place_here(node: str, command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
+    """The store of the only job of this user's agents on this machine, of the one that has such a node, or of the one
+    that --rdzv-id names."""
     job = command_line[JOB_ID].value
     stores = [
         store
         for store in stores_here(run_directory_parents(), os.getuid())
         if job in (None, store[JOB_ID.name])
     ]
+    nodes: Mapping[str, frozenset[str]] = {}
+    if len(stores) > 1:
+        nodes = _nodes_by_job()
+        stores = [store for store in stores if node in nodes.get(store[JOB_ID.name], ())] or stores
     if len(stores) == 1:
         words = {ENV_PREFIX + name.upper().replace("-", "_"): text for name, text in stores[0].items()}
         place = resolve_meeting_place(command_line, {**environ, **words})
         assert place is not None, "an endpoint is among the words"
         return place
     if stores:
-        jobs = ", ".join(sorted(store[JOB_ID.name] for store in stores))
-        advice = "add --rdzv-id, or --rdzv-endpoint as the agents have it"
+        jobs = sorted({store[JOB_ID.name] for store in stores})
+        known = ", ".join(f"{job} ({', '.join(sorted(nodes.get(job, ()))) or 'no answer'})" for job in jobs)
+        advice = "check the node's name; or add --rdzv-id, or --rdzv-endpoint as the agents have it"
         raise ConfigError(
-            [Problem("rdzv-id", None, f"the name of one job, of those on this machine: {jobs}", advice)]
+            [Problem("rdzv-id", None, f"one job with node {node}, of those here: {known}", advice)]
         )
     advice = (
         "add --rdzv-endpoint as the agents have it, or ask on a machine where one of them runs; on the node itself,"
         " send SIGTERM to its agent"
     )
     raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
+
+
+def _nodes_by_job() -> Mapping[str, frozenset[str]]:
+    """Of the jobs whose agents on this machine answer, those that are away and excluded among them."""
+    here = AgentsSource(lambda: agents_here(run_directory_parents(), os.getuid()), HERE_S, here=True)
+    found: dict[str, frozenset[str]] = {}
+    with contextlib.suppress(CannotShow):
+        for job in (one.job for one in here.jobs()):
+            names = {each.node for each in job.nodes}
+            if job.world is not None:
+                names |= {member.node for member in job.world.members} | {
+                    out.node for out in job.world.exclusions
+                }
+            found[job.job] = found.get(job.job, frozenset()) | names
+    return found
 
 
 def look(

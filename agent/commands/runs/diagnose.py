@@ -22,11 +22,12 @@ from .bundle import Bundled, write_bundle
 from .run_folders import run_command
 
 _USAGE = """\
-usage: elastic-agent diagnose RUN [--output FILE.tar.gz] [--log-dir DIR]
+usage: elastic-agent diagnose [RUN] [--output FILE.tar.gz] [--log-dir DIR]
 
 Writes logs, evidence, journals and settings of a run into one archive, with everything masked that looks like a secret.
 RUN is the folder of a run, or the name of a job: then it is the newest run of that job below --log-dir, or where agents
-without one keep their files. Files on the disks of other nodes are not included: copy them into the folder first.
+without one keep their files. Without RUN it is the newest run there. Files on the disks of other nodes are not
+included: copy them into the folder first.
 """
 
 DIAGNOSE_OPTIONS = Group("diagnose")

@@ -11,6 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ...configuration.types.option import Group, Option
 from ...configuration.types.parsers import duration
 from ...observability.journal.event_file import journals, read_file
 from ...observability.journal.events import EVENT, EVENTS_PATH, JobEvent, Kind
+from ...observability.status.sources import HERE_S
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
 from ..store_command import one_line_errors, pause
@@ -110,11 +112,17 @@ def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, t
     if folder is not None and (folder.is_dir() or NAME.fullmatch(str(folder)) is None):
         return FilesSource(_found(str(folder), log_dir))
     try:
-        return AgentsSource(agents_here(run_directory_parents(), os.getuid()), subject, timeout_s)
+        found = agents_here(run_directory_parents(), os.getuid())
+        return AgentsSource(found, subject, min(HERE_S, timeout_s) if len(found) > 1 else timeout_s)
     except CannotShow as nothing:
         if subject is None or nothing.code is not EventsCode.NO_RUN:
             raise
-        return FilesSource(_found(subject, log_dir))
+        try:
+            return FilesSource(find_run(subject, log_dir))
+        except NoRun as error:
+            raise CannotShow(
+                EventsCode.NO_RUN, f"no agent of job {subject} answers here, and {error}"
+            ) from None
 
 
 def _found(run: str, log_dir: Path | None) -> Path:
@@ -165,21 +173,16 @@ class AgentsSource(Source):
         self._waiting: list[JobEvent] = []
         self._agents: list[_Agent] = []
         problems: list[CannotShow] = []
-        for http in agents:
-            agent = _Agent(http)
-            try:
-                answer = self._ask(agent)
-            except ConnectionRefusedError:
-                continue  # the address of an agent that was killed stays for a moment
-            except CannotShow as problem:
-                problems.append(problem)
-                continue
-            if job in (None, answer.job):
+        asked = [_Agent(http) for http in agents]
+        for agent, answer in zip(asked, _at_once(self._ask, asked), strict=True):
+            if isinstance(answer, CannotShow):
+                problems.append(answer)
+            elif isinstance(answer, _Answer) and job in (None, answer.job):
                 self._agents.append(agent)
                 self._waiting += self._take(agent, answer)
         if self._agents:
             return
-        if problems:
+        if problems and job is None:
             raise problems[0]
         whose = f"of job {job} " if job is not None else ""
         raise CannotShow(
@@ -244,6 +247,24 @@ class AgentsSource(Source):
         except (NoAnswer, Invalid):
             reason = f"what answers at {http} is another program, or another version of elastic-agent"
             raise CannotShow(EventsCode.MISMATCH, reason) from None
+
+
+def _at_once(
+    ask: Callable[[_Agent], _Answer], agents: Sequence[_Agent]
+) -> Iterable[_Answer | CannotShow | None]:
+    """The answer of each, or why there is none: None where nobody listens, as the address of an agent that was killed
+    stays for a moment."""
+
+    def answer(agent: _Agent) -> _Answer | CannotShow | None:
+        try:
+            return ask(agent)
+        except ConnectionRefusedError:
+            return None
+        except CannotShow as problem:
+            return problem
+
+    with ThreadPoolExecutor(len(agents) or 1, thread_name_prefix="ask") as pool:
+        return list(pool.map(answer, agents))
 
 
 def _readable(events: Iterable[Any]) -> Iterable[JobEvent]:

@@ -21,10 +21,11 @@ from ..store_command import CannotDo
 from .run_folders import run_command
 
 _USAGE = """\
-usage: elastic-agent report RUN [--json] [--picture FILE.png|FILE.svg] [--log-dir DIR]
+usage: elastic-agent report [RUN] [--json] [--picture FILE.png|FILE.svg] [--log-dir DIR]
 
 Shows how a run spent its time, its ETTR, the worst nodes and the slowest recoveries. RUN is the folder of a run, or
 the name of a job: then it is the newest run of that job below --log-dir, or where agents without one keep their files.
+Without RUN it is the newest run there.
 The journals of all nodes should be there: copy those that are on other disks into the folder.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ....rendezvous.text import NAME
 from ...common.exits import Code, DiagnoseCode, ReportCode, exit_codes
-from ...configuration.config import HELP, SCRIPT, ConfigError, Problem
+from ...configuration.config import HELP, SCRIPT, ConfigError
 from ...configuration.logs import LOG_DIR
 from ...configuration.reading.settings import Settings
 from ...configuration.reading.sources import read_argv, read_environ
@@ -32,7 +32,8 @@ def run_command(
     options: Sequence[Option[Any]],
     work: Callable[[Path, Settings], None],
 ) -> int:
-    """Returns one of `codes`. The first word is the run; `work` gets its folder, and raises CannotDo."""
+    """Returns one of `codes`. The first word is the run, without it the newest of all is taken; `work` gets its folder,
+    and raises CannotDo."""
     run = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if run is not None else words, options)
     if HELP in command_line:
@@ -43,16 +44,17 @@ def run_command(
     problems = command_line.problems
     if SCRIPT in command_line:
         problems.append(command_line[SCRIPT].problem("one run", "leave it out"))
-    if run is None:
-        problems.append(Problem(name, None, "a run", "write its folder or its job first; see --help"))
     code: Code
     reason: Exception
-    if problems or run is None:
+    if problems:
         code, reason = codes.BAD_CONFIG, ConfigError(problems)
     else:
         try:
             with one_line_errors(codes.INTERRUPTED):
-                work(find_run(run, given_log_dir(command_line)), command_line)
+                folder = find_run(run, given_log_dir(command_line))
+                if run is None:
+                    print(f"elastic-agent {name}: {folder}, the newest run there", file=sys.stderr)
+                work(folder, command_line)
             return 0
         except NoRun as error:
             code, reason = codes.NO_RUN, error
@@ -73,16 +75,20 @@ def given_log_dir(command_line: Settings) -> Path | None:
     return (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
 
 
-def find_run(run: str, log_dir: Path | None) -> Path:
-    """The folder of `run`, which is a folder or the name of a job; `log_dir`: of --log-dir. Raises NoRun."""
+def find_run(run: str | None, log_dir: Path | None) -> Path:
+    """The folder of `run`, which is a folder or the name of a job; None: the newest of all. `log_dir`: of --log-dir.
+    Raises NoRun."""
+    directory = None
     try:
-        folder = Path(run)
-        if folder.is_dir() and is_run(folder):
+        if run is not None and (folder := Path(run)).is_dir() and is_run(folder):
             return folder
         directory = log_directory(log_dir, own=log_dir is None)
-        found = newest_run(directory, run) if directory is not None and NAME.fullmatch(run) else None
+        named = run is None or NAME.fullmatch(run) is not None
+        found = newest_run(directory, run) if directory is not None and named else None
     except OSError as error:
-        raise NoRun(f"{run}: {error.strerror or error}; see --log-dir") from None
+        raise NoRun(f"{run or directory or '--log-dir'}: {error.strerror or error}; see --log-dir") from None
+    if found is None and run is None:
+        raise NoRun(f"no run is in {directory}: name the folder of one, or see --log-dir")
     if found is None:
         where = f"{run} is no folder of a run, and {directory} has no run of a job of this name"
         raise NoRun(f"{where}; see --log-dir")

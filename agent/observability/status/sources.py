@@ -27,6 +27,8 @@ from .pages import JOB_PAGE, JOB_PATH, STATUS_PAGE, STATUS_PATH, JobStatus, Node
 
 AT_ONCE = 128
 """Questions under way, each in a thread of its own."""
+HERE_S = 1.0
+"""How long an agent on this machine may take where another one answers: one that stands still holds up no command."""
 
 
 class CannotShow(Exception):
@@ -135,7 +137,11 @@ class AgentsSource(Source):
 
     def jobs(self) -> list[Found]:
         agents = {http: http for http in self._find()}
-        answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, self._timeout_s)
+        waits_s = min(HERE_S, self._timeout_s) if self._here and len(agents) > 1 else self._timeout_s
+        answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, waits_s)
+        if waits_s < self._timeout_s and not any(isinstance(each, NodeStatus) for each in answers.values()):
+            waits_s = self._timeout_s
+            answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, waits_s)
         # The address of a killed agent stays for a moment.
         alive = {http: answer for http, answer in answers.items() if answer is not Unreachable.REFUSED}
         if not alive:
@@ -147,7 +153,9 @@ class AgentsSource(Source):
             for http in able
             if isinstance(status := alive[http], NodeStatus) and isinstance(view := views[http], JobStatus)
         ]
-        problems = [self._problem(http, how) for http, how in alive.items() if isinstance(how, Unreachable)]
+        problems = [
+            self._problem(http, how, waits_s) for http, how in alive.items() if isinstance(how, Unreachable)
+        ]
         if not found:
             strange = Unreachable.STRANGE in (*alive.values(), *views.values())
             code = StatusCode.MISMATCH if strange else StatusCode.NO_ANSWER
@@ -180,12 +188,11 @@ class AgentsSource(Source):
             f"is in the agent's log, behind 'metrics, /healthz, /readyz and /node at'; or {store}",
         )
 
-    def _problem(self, http: Endpoint, how: Unreachable) -> str:
+    def _problem(self, http: Endpoint, how: Unreachable, waited_s: float) -> str:
         if how is Unreachable.STRANGE:
             advice = "check the address, and use this command in the agent's own version"
             return f"{how.sentence.format(http=http)}: {advice}"
-        waited = f"no answer within {self._timeout_s:g} s"
-        return f"the agent at {http} gives {waited}: it stands still, or cannot be reached"
+        return f"the agent at {http} gives no answer within {waited_s:g} s: it stands still, or cannot be reached"
 
 
 def _each_job_once(found: Iterable[Found]) -> list[Found]:

@@ -1,9 +1,9 @@
 """The causes of failures: one table. The first row that matches names the cause of a worker's end.
 
 A row has conditions, the `Action` that follows, and a hint for the operator. Its name is the `reason` of the metrics
-and the `cause` in the store. No text that a worker has written excludes a node: only what the kernel or NVML reports
-does, as any script can print anything. Rows for reports of the kernel and the driver come first, then rows for exceptions and
-last lines, then rows for exit codes and signals. The user's rows, `[[cause]]` in the configuration file, come first.
+and the `cause` in the store. Only what the kernel or NVML reports excludes a node: a script can print anything. Rows
+for reports of the kernel and the driver come first, then rows for exceptions and last lines, then rows for exit codes
+and signals. The user's rows, `[[cause]]` in the configuration file, come before all.
 
 - `collateral`: the end follows from another failure, whose cause may still become known.
 - `outside`: a user or another program killed the worker; neither script, state nor node has failed.
