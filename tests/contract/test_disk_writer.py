@@ -466,10 +466,25 @@ def test_a_writer_that_dies_makes_rank_0_write_and_the_next_is_written_behind_ag
     assert "itself" not in caplog.text
 
 
+def test_a_writer_that_is_only_slow_is_waited_for(
+    agent: Agent, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(async_save, "ASKING_S", 1.5)
+    agent.gate.open.clear()
+    checkpoints = Checkpointer(directory, {"meta": {}})
+    checkpoints.save(10)
+    agent.turn()
+    wait_for(lambda: agent.gate.asked, "the writer to ask")
+    threading.Timer(2.0, agent.gate.open.set).start()
+    assert checkpoints.wait()
+    assert "itself" not in caplog.text
+
+
 def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_it_wakes(
     agent: Agent, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent.gate.open.clear()
+    monkeypatch.setattr(async_save, "LEAST_S", 3600.0)
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
     agent.turn()
@@ -477,7 +492,7 @@ def test_a_writer_that_stands_still_is_not_waited_for_and_changes_nothing_when_i
     (pid,) = agent.writer.pids
     stop(pid)
     agent.gate.open.set()
-    checkpoints._state._disk.clock = lambda: time.monotonic() + 2 * async_save.LEAST_S
+    monkeypatch.setattr(async_save, "ASKING_S", 0.2)
     assert checkpoints.wait()
     assert "itself: step=10" in caplog.text
     monkeypatch.delenv("ELASTIC_AGENT_WRITES")

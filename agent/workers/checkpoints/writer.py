@@ -106,6 +106,10 @@ class _Writer:
     def take(self, connection: socket.socket) -> None:
         files: list[int] = []
         try:
+            connection.settimeout(ORDER_S)
+            if not connection.recv(1, socket.MSG_PEEK):  # a rank looks whether this process stands still
+                connection.close()
+                return
             order = receive(connection, WRITE_ORDERS, ORDER_S, files)
             if isinstance(order, FinishWrites):
                 with self._lock:

@@ -4,7 +4,8 @@
 
 One write at a time is under way. The slot that is written is held by this process until it knows the outcome, so that
 no later copy takes it. The writer belongs to the agent and goes on when this process dies. If the writer dies, cannot
-be reached, or is not done after a time that any disk would do, this process takes the write back and does it itself.
+be reached, stands still, or is not done after a time that any disk would do, this process takes the write back and does
+it itself.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ LEAST_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6
 """Of a disk that works. A write that takes longer than both allow is taken back."""
 ASKING_S = 5.0
+"""How long the writer may take for an order, which it also takes while it writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +213,22 @@ class BackgroundSaver(ABC):
         if connection is None:
             return None
         try:
+            while not _has_come(connection, ASKING_S) and self.clock() < deadline:
+                self._look_for_writer()
             return receive(connection, WRITE_OUTCOMES, deadline - self.clock())
         except (OSError, Invalid) as error:
             logger.warning("the disk writer has not done its work: step=%d reason=%s", step, error)
             with contextlib.suppress(OSError):  # it is gone already
                 send(connection, CancelWrite(), ASKING_S)
             return None
+
+    def _look_for_writer(self) -> None:
+        """Raises OSError where its process takes no order: it was stopped, or does not get to run."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(ASKING_S)
+            connection.connect(self._writer)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
 
     def _write_here(self, write: UnderWay) -> WriteOutcome:
         return self.do_here(write.held.header.step, lambda: self.write(write.slots, write.held), self.tier)
@@ -304,8 +316,8 @@ class AsyncSaver(BackgroundSaver):
         self.files.trust(step)
 
 
-def _has_come(connection: socket.socket) -> bool:
+def _has_come(connection: socket.socket, within_s: float = 0.0) -> bool:
     """Whether there is something to read, or the end. select would refuse descriptors from 1024 on."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(within_s * 1000))
