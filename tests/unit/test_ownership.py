@@ -864,7 +864,7 @@ def test_without_an_owner_ones_own_is_not_set_above_what_another_has_saved_since
 
 
 def test_while_a_run_lives_another_is_refused_after_a_while_and_told_whom_it_met(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = started(tmp_path)
     now = 0.0
@@ -877,6 +877,12 @@ def test_while_a_run_lives_another_is_refused_after_a_while_and_told_whom_it_met
     with pytest.raises(OtherRun, match=r"run run-a \(job a\) is alive.*this is run run-b \(job b\)"):
         Job(tmp_path, B).files.claim.await_former_run(wait_s=60.0, clock=lambda: now, sleep=sleep)
     assert now >= 60.0
+    monkeypatch.setenv("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S", "20.0")
+    now = 0.0
+    with pytest.raises(OtherRun):
+        Job(tmp_path, C).files.claim.await_former_run(clock=lambda: now, sleep=sleep)
+    assert 10.0 < now < 20.0, "the other ranks' collective still waits"
+    caplog.records.pop()
     assert len([one for one in caplog.records if "waiting for its end" in one.message]) == 1
     assert sorted(os.listdir(tmp_path)) == before
     a.save(40)

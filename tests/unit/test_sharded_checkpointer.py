@@ -72,6 +72,13 @@ def check_mixed_copies(rank: int, folder: str, model: nn.Module) -> None:
             with pytest.raises(CheckpointError, match=f"sharded on {where} one: make the Checkpointer after"):
                 mixed.remember(1)
 
+        def store() -> None:
+            raise dist.DistStoreError("recvValue failed")
+
+        patched.setattr(dist.distributed_c10d, "_get_default_store", store)
+        with pytest.raises(CheckpointError, match=r"does not say whether .* recvValue failed"):
+            Checkpointer(f"{folder}/unknown", {"model": model} if rank else {"meta": {}}).remember(1)
+
 
 @contextlib.contextmanager
 def slots_gone(rank: int) -> Iterator[None]:

@@ -344,6 +344,18 @@ def test_a_lock_ends_with_the_writing_though_the_slot_stays_mapped(slots: Slots)
     mapping.close()
 
 
+def test_a_process_that_stands_still_while_it_changes_a_header_holds_no_other_up_for_ever(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHANGING_S", 0.05)
+    write(slots, 1)
+    with slots._changing_headers():
+        with pytest.raises(TimeoutError, match=r"another process of this node keeps .* locked"):
+            slots.drop(lambda _: True)
+        assert not slots.mark_partial((1, 1))
+    assert newest(slots).step == 1
+
+
 def test_what_was_loaded_outlives_the_first_copy_made_of_it(slots: Slots) -> None:
     """Step 10 of generation 1 was not loaded, since some rank had not come to it: then it is no newer than step 9."""
     write(slots, 10)

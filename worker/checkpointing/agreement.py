@@ -64,8 +64,8 @@ class Agreement:
             )
 
     def _is_mixed(self, *, wait: bool) -> bool:
-        """Whether a rank with the other kind has shown it in the store. Without the store it is not known."""
-        with contextlib.suppress(RuntimeError):
+        """Whether a rank with the other kind has shown it in the store. Raises CheckpointError without the store."""
+        try:
             store: Any = dist.distributed_c10d._get_default_store()
             if not self._has_shown:
                 store.add(self._own, 1)
@@ -77,7 +77,11 @@ class Agreement:
                     store.wait([self._complete], timedelta(seconds=PATIENCE_S))
             self._has_seen_all = store.add(self._own, 0) == dist.get_world_size()
             return bool(store.add(self._other, 0))
-        return False
+        except RuntimeError as error:
+            raise CheckpointError(
+                "the process group's store does not say whether the state is of one kind, sharded or not, on all "
+                f"ranks: {error}. Its process has ended, or cannot be reached; a restart makes another one"
+            ) from error
 
 
 def _refusal(where: str) -> CheckpointError:

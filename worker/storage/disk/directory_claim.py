@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 
+from ...wire.environment import PROCESS_GROUP_TIMEOUT
 from ...wire.files import open_directory, read_whole, remove
 from ...wire.run import Run
 from .durable import make_directory, write_durably
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 LOCK_WAIT_S = 300.0
 """How long a load waits for another run to end. Its agents hold the lock while they bring the last state to disk, and a
 file server may take 90 s to notice that a machine is gone."""
+SHARE_OF_TIMEOUT = 0.8
+"""And of the process group's timeout: the other ranks wait for it in a collective, which must not end first."""
 _LOOK_S = 0.2
 _CLAIM = f"tmp-{0:08d}-{0:012d}-"
 """How the temporary name of an owner begins."""
@@ -69,7 +72,10 @@ class Claim:
 
         Raises OtherRun when one still has it after `wait_s`, and when this run was replaced; never OSError.
         """
-        ends_at, has_warned = clock() + (LOCK_WAIT_S if wait_s is None else wait_s), False
+        if wait_s is None:
+            timeout_s = float(os.environ.get(PROCESS_GROUP_TIMEOUT) or "inf")
+            wait_s = min(LOCK_WAIT_S, SHARE_OF_TIMEOUT * timeout_s)
+        ends_at, has_warned = clock() + wait_s, False
         while True:
             try:
                 with open_directory(self._directory) as dir_fd:

@@ -31,6 +31,7 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,9 @@ from .slot_folders import SlotFolder
 
 PIECE_BYTES = 16 << 20
 """What one checksum covers: pieces are summed by several threads at once."""
+
+CHANGING_S = 10.0
+"""For the change of a header by another process, which takes some system calls."""
 
 _GRAIN = 64 << 10
 _MAX_HEADER_BYTES = 4 << 20
@@ -257,8 +261,18 @@ class Slots:
     @contextlib.contextmanager
     def _changing_headers(self) -> Iterator[None]:
         """One of all threads and processes at a time, for a few system calls. Raises OSError."""
+        ends_at = time.monotonic() + CHANGING_S
         with open_own_directory(".", self._dir_fd) as fd:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= ends_at:
+                        raise TimeoutError(
+                            f"another process of this node keeps {self.folder} locked, and stands still"
+                        ) from None
+                time.sleep(0.001)
             yield
 
     def shows(self, held: HeldSlot) -> bool:
