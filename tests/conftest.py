@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests.installed import installed  # noqa: F401
 from tests.system.harness import TRAINING_GAP
 
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):

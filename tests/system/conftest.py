@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.etcd_servers import EtcdCluster, etcd_cluster, etcd_is_installed
+from tests.installed import Installed
 
 from .harness import TRAINING_GAP, Job, longest_training_gap
 from .pools import Pool
+from .users import User
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +37,13 @@ def pool(job: Job) -> Iterator[Pool]:
     pool = Pool(job)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def user(job: Job, installed: Installed) -> Iterator[User]:
+    user = User(job, installed)
+    yield user
+    user.close()
 
 
 @pytest.fixture

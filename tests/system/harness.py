@@ -141,6 +141,7 @@ class Agent:
         log: Path,
         console: int | None = None,
         stdin: int = subprocess.DEVNULL,
+        folder: Path | None = None,
     ) -> None:
         """`console` is where it writes, if that is not to be the log: then nothing here knows what it says."""
         self.name = name
@@ -157,6 +158,7 @@ class Agent:
                 stdin=stdin,
                 stdout=output if console is None else console,
                 stderr=subprocess.STDOUT,
+                cwd=folder,
             )
 
     @property

@@ -129,24 +129,6 @@ def test_arguments_arrive_as_given_and_local_rank_is_filled_in(job: Job) -> None
         assert start["argv"] == ["--lr", "0.1", f"--rank={rank}", "--max-restarts", "two words", "$HOME", ""]
 
 
-@pytest.mark.parametrize(
-    ("options", "command"),
-    [
-        (["-m"], ["a_module.of_the_user", "--steps=3"]),
-        (["--no-python"], [sys.executable, str(RECORDER), "--steps=3"]),
-    ],
-    ids=["module", "program"],
-)
-def test_modules_and_programs_run_as_well(job: Job, options: list[str], command: list[str]) -> None:
-    package = job.folder / "a_module"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "of_the_user.py").write_text(RECORDER.read_text())
-    agent = job.start("a", *options, script=command, environment={"PYTHONPATH": str(job.folder)})
-    assert agent.exit_code() == 0
-    assert job.history(what="end", rank=0)
-
-
 WARM_AND_COLD = pytest.mark.parametrize("preload", ["--preload=json", "--preload=none"])
 
 

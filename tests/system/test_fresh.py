@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import pytest
 from elastic_agent.agent.workers.preloader.fidelity.import_cache import DEFAULT_PRELOAD
 from elastic_agent.agent.workers.preloader.wire import BecomeWorker
 from elastic_agent.agent.workers.processes.workers import tied
+from tests.installed import Installed
 
 from .fresh_cases import IMPORTS, LIGHT, TORCH, Case, script
 
@@ -31,6 +32,16 @@ PATIENCE_S = 60.0
 
 ITS_OWN = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LEFT": "behind"}
 """What the preloaded process has in its environment; the first two, so that it has one thread."""
+
+
+OF_PYTHON = """
+argparse ast asyncio base64 collections.abc concurrent.futures.process configparser contextlib copy csv ctypes.util
+dataclasses datetime decimal email.message encodings.idna enum functools getpass glob gzip hashlib http.server
+importlib.abc importlib.machinery importlib.metadata importlib.resources importlib.util inspect json.tool logging.config
+logging.handlers multiprocessing.pool multiprocessing.shared_memory ntpath os.path pathlib pdb pickle pkgutil platform
+random re runpy shelve shutil socketserver sqlite3 ssl statistics subprocess tarfile tempfile threading traceback typing
+unittest.mock urllib.request uuid xml.dom.minidom xml.etree.ElementTree zipfile
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +55,13 @@ class Outcome:
 class Preloaded:
     """Runs scripts, one after the other, in forks of a process that has torch."""
 
-    def __init__(self, names: tuple[str, ...], more: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, installed: Installed, names: Sequence[str], more: Mapping[str, str] | None = None
+    ) -> None:
+        self.python = installed.python
         self.environment = {**_environment(), **ITS_OWN, **(more or {})}
         self._process = subprocess.Popen(
-            [sys.executable, "-u", str(PRELOADED), str(PACKAGE), *names],
+            [self.python, "-u", str(PRELOADED), str(PACKAGE), *names],
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -81,16 +95,24 @@ class Preloaded:
 
 
 @pytest.fixture(scope="module")
-def preloaded() -> Iterator[Preloaded]:
-    preloaded = Preloaded(DEFAULT_PRELOAD)
+def preloaded(installed: Installed) -> Iterator[Preloaded]:
+    preloaded = Preloaded(installed, DEFAULT_PRELOAD)
     yield preloaded
     preloaded.close()
 
 
 @pytest.fixture(scope="module")
-def lightly_preloaded() -> Iterator[Preloaded]:
+def lightly_preloaded(installed: Installed) -> Iterator[Preloaded]:
     preloaded = Preloaded(
-        ("numpy", "asyncio", "concurrent.futures.thread", "multiprocessing.pool", "logging.handlers")
+        installed,
+        (
+            "numpy",
+            "asyncio",
+            "concurrent.futures.thread",
+            "multiprocessing.pool",
+            "logging.handlers",
+            "runpy",
+        ),
     )
     yield preloaded
     preloaded.close()
@@ -117,7 +139,7 @@ class Bench:
         with open(stdout, "wb") as out, open(stderr, "wb") as err:
             process = subprocess.Popen(
                 # As agents start it: who runs the tests may have us ignore signals.
-                tied([sys.executable, *self._start(case).command]),
+                tied([self._preloaded.python, *self._start(case).command]),
                 env=self._environment(case),
                 cwd=self.work,
                 stdin=subprocess.DEVNULL,
@@ -209,6 +231,35 @@ def compare(bench: Bench, case: Case) -> None:
     )
 
 
+EACH_ALONE = """
+import os, sys
+for name in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork() == 0:
+        known = set(sys.modules)
+        __import__(name)
+        for new in sorted(set(sys.modules) - known):
+            parent, _, child = new.rpartition(".")
+            print(name, new, not parent or hasattr(sys.modules[parent], child))
+        sys.exit()
+    os.wait()
+"""
+
+
+def test_each_module_of_python_brings_what_it_brings_to_a_fresh_process(
+    tmp_path: Path, installed: Installed
+) -> None:
+    """Also those that are frozen into Python: `runpy` without `importlib.util` would be of no use."""
+    names = tuple(OF_PYTHON.split())
+    known = Preloaded(installed, names)
+    bench = Bench(tmp_path, known)
+    case = Case("each alone", {"train.py": EACH_ALONE}, args=names)
+    cold, warm = (set(outcome.stdout.splitlines()) for outcome in (bench.cold(case), bench.warm(case)))
+    known.close()
+    assert "runpy importlib.util True" in cold
+    assert sorted(warm ^ cold) == []
+
+
 EACH_ITS_OWN = """
 import json, random, numpy, torch, multiprocessing, tempfile, uuid, secrets
 from numpy.random import default_rng
@@ -258,12 +309,12 @@ CACHE = TempDir()
 """
 
 
-def test_a_finalizer_comes_with_the_module_that_made_it(tmp_path: Path) -> None:
+def test_a_finalizer_comes_with_the_module_that_made_it(tmp_path: Path, installed: Installed) -> None:
     package, made = tmp_path / "site", tmp_path / "made"
     package.mkdir()
     made.mkdir()
     (package / "holder.py").write_text(HOLDER.format(folder=str(made)))
-    holding = Preloaded(("holder",), {"PYTHONPATH": str(package)})
+    holding = Preloaded(installed, ("holder",), {"PYTHONPATH": str(package)})
     try:
         bench = Bench(tmp_path / "bench", holding)
         (of_all,) = made.iterdir()
@@ -279,7 +330,7 @@ def test_a_finalizer_comes_with_the_module_that_made_it(tmp_path: Path) -> None:
 
 
 def test_a_script_that_sets_up_logging_first_does_not_disable_the_loggers_of_what_it_imports(
-    tmp_path: Path,
+    tmp_path: Path, installed: Installed
 ) -> None:
     package = tmp_path / "site"
     package.mkdir()
@@ -300,14 +351,16 @@ def test_a_script_that_sets_up_logging_first_does_not_disable_the_loggers_of_wha
         """,
         "a line of the package",
     )
-    talking = Preloaded(("talker",), {"PYTHONPATH": str(package)})
+    talking = Preloaded(installed, ("talker",), {"PYTHONPATH": str(package)})
     try:
         compare(Bench(tmp_path / "bench", talking), case)
     finally:
         talking.close()
 
 
-def test_a_filter_for_warnings_comes_with_the_module_that_set_it(tmp_path: Path) -> None:
+def test_a_filter_for_warnings_comes_with_the_module_that_set_it(
+    tmp_path: Path, installed: Installed
+) -> None:
     package = tmp_path / "site"
     package.mkdir()
     (package / "filterer.py").write_text(
@@ -324,7 +377,7 @@ def test_a_filter_for_warnings_comes_with_the_module_that_set_it(tmp_path: Path)
         """,
         "shown",
     )
-    filtering = Preloaded(("filterer",), {"PYTHONPATH": str(package)})
+    filtering = Preloaded(installed, ("filterer",), {"PYTHONPATH": str(package)})
     try:
         compare(Bench(tmp_path / "bench", filtering), case)
     finally:
@@ -332,13 +385,17 @@ def test_a_filter_for_warnings_comes_with_the_module_that_set_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("profiled", [False, True])
-def test_at_its_end_a_fork_does_not_unload_what_was_preloaded(tmp_path: Path, profiled: bool) -> None:
+def test_at_its_end_a_fork_does_not_unload_what_was_preloaded(
+    tmp_path: Path, installed: Installed, profiled: bool
+) -> None:
     package = tmp_path / "site"
     package.mkdir()
     (package / "rough.py").write_text(
         "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)\n"
     )
-    rough = Preloaded(("rough",), {"PYTHONPATH": str(package), **({"LD_AUDIT": ""} if profiled else {})})
+    rough = Preloaded(
+        installed, ("rough",), {"PYTHONPATH": str(package), **({"LD_AUDIT": ""} if profiled else {})}
+    )
     codes = (-6, -6, -6) if profiled else (0, 83, 1)
     try:
         bench = Bench(tmp_path / "bench", rough)

@@ -74,20 +74,6 @@ def test_a_result_that_cannot_be_sent_is_an_error() -> None:
         elastic_launch(LaunchConfig(max_restarts=0, options=COLD), lambda: (n for n in ()))()
 
 
-def test_a_function_of_a_module_beside_the_script_is_found(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "functions.py").write_text("def seven(): return 7\n")
-    script = tmp_path / "mine" / "main.py"
-    script.write_text(
-        "from functions import seven\n"
-        "from elastic_agent.launcher import LaunchConfig, elastic_launch\n"
-        "print(elastic_launch(LaunchConfig(options={'preload': 'none'}), seven)())\n"
-    )
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
-    assert "{0: 7}" in done.stdout, done.stderr
-
-
 def test_a_program_gives_no_results() -> None:
     assert elastic_launch(LaunchConfig(options=COLD), "true")() == {}
 
@@ -113,14 +99,3 @@ def test_a_signal_for_the_launching_process_stops_the_job(
             time.sleep(0.05)
         process.send_signal(number)
         assert process.wait(60) == code
-
-
-@pytest.mark.parametrize("module", ["launch", "run"])
-def test_torchs_other_names_of_the_command(module: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print(sys.argv[1:])")
-    command = [sys.executable, "-m", f"elastic_agent.{module}", "--preload=none", str(script), "--lr", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    own = "'--local-rank=0', " if module == "launch" else ""
-    assert f"[{own}'--lr', '1']" in done.stdout

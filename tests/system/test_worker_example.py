@@ -9,35 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from .harness import Agent, Job
+from .users import User
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def losses(agent: Agent) -> list[str]:
-    return re.findall(r"epoch \d step \d+: loss [\d.]+", agent.text)
+def losses(said: str) -> list[str]:
+    return re.findall(r"epoch \d step \d+: loss [\d.]+", said)
 
 
 @pytest.mark.parametrize(
     "example", ["elastic_ddp.py", pytest.param("elastic_fsdp.py", marks=pytest.mark.long)]
 )
-def test_the_example_survives_a_kill(job: Job, example: str) -> None:
-    for name in ("undisturbed", "disturbed"):
-        folder = job.folder / f"{name}-files"
-        folder.mkdir()
-        agent = job.start(
-            name,
-            "--nproc-per-node=2",
-            "--preload=default,torch.distributed.fsdp",
-            script=[EXAMPLES / example],
-            enter=["env", f"--chdir={folder}"],
-        )
-        if name == "disturbed":
-            job.wait_for_text(agent, "epoch 1 step ")
-            victim = next(worker for worker in job.workers(name) if worker.environment["RANK"] == "1")
-            os.kill(victim.pid, signal.SIGKILL)
-        assert agent.exit_code() == 0
-    undisturbed, disturbed = (losses(agent) for agent in job.agents)
+def test_the_example_survives_a_kill(user: User, example: str) -> None:
+    line = f"elastic-agent --nproc-per-node 2 {EXAMPLES / example}"
+    undisturbed = losses(user.runs(line))
+    (user.folder / "again").mkdir()
+    agent = user.starts(f"env --chdir again {line}")
+    user.job.wait_for_text(agent, "epoch 1 step ")
+    victim = next(worker for worker in user.job.workers() if worker.environment["RANK"] == "1")
+    os.kill(victim.pid, signal.SIGKILL)
+    assert agent.exit_code() == 0
     assert len(undisturbed) == 8
-    assert ("disturbed", 2) in job.watcher.seen, "the kill hit"
-    assert set(disturbed) == set(undisturbed)
+    assert 2 in {generation for _, generation in user.job.watcher.seen}, "the kill hit"
+    assert set(losses(agent.text)) == set(undisturbed)

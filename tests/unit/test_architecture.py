@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.reading.sources import tomllib
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_agent"
 TOPS = ("rendezvous", "pool", "worker", "health", "agent")
@@ -266,15 +264,6 @@ def test_every_folder_has_a_row() -> None:
     rooms = {folder(file) for file in product() if not file.endswith("__init__.py")}
     assert rooms == set(MAY_IMPORT)
     assert set(LOWEST) <= set(product())
-
-
-def test_the_wheel_has_every_folder_of_modules() -> None:
-    """setuptools is given their names; a checkout that is installed in place works without them."""
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    there = {file.parent for top in TOPS for file in (ROOT / top).rglob("__init__.py")}
-    assert set(listed) == {PACKAGE} | {
-        ".".join((PACKAGE, *folder.relative_to(ROOT).parts)) for folder in there
-    }
 
 
 def test_a_folder_has_a_dozen_entries_at_most() -> None:

@@ -116,7 +116,6 @@ class ImportCache:
             for name, doer in self.tracer.effects.items()
             if doer.reads or doer.set or doer.endings or doer.entered or doer.filters
         }
-        importlib.invalidate_caches()  # as a script begins: it finds out itself what lies where
         self._tops = frozenset(name for name in self.hidden if "." not in name)
         sys.meta_path.insert(0, _Giver(self))
 
@@ -238,6 +237,7 @@ def preload(names: Sequence[str], fresh: Collection[str]) -> ImportCache:
                 absent = isinstance(error, ModuleNotFoundError) and error.name == name
                 if not absent or name not in NOT_IN_EVERY_TORCH:
                     skipped[name] = f"{type(error).__name__}: {error}"
+        importlib.invalidate_caches()  # scripts find out themselves what lies where; Python 3.13 imports a lot for it
     for name, module in ours.items():
         sys.modules.setdefault(name, module)
     return ImportCache(

@@ -21,6 +21,7 @@ import atexit
 import builtins
 import contextlib
 import importlib
+import importlib.machinery
 import os
 import sys
 import warnings
@@ -158,8 +159,18 @@ class ImportTracer:
         # The import system's own frames do not count as the cause of a warning: neither shall this one.
         for function in (traced_import, traced_gcd_import):
             function.__code__ = function.__code__.replace(co_filename="<tracing importlib._bootstrap>")
+        frozen = (
+            importlib.machinery.FrozenImporter
+        )  # of `runpy` and others; a class, which `_Finder` leaves alone
+        true_execute = frozen.exec_module
+
+        def traced_execute(module: ModuleType) -> None:
+            with self.loading(module.__name__):
+                true_execute(module)
+
         finder = _Finder(self)
         sys.meta_path.insert(0, finder)
+        frozen.exec_module = staticmethod(traced_execute)  # type: ignore[method-assign]
         builtins.__import__ = traced_import
         importlib._bootstrap._gcd_import = traced_gcd_import  # type: ignore[attr-defined]
         try:
@@ -168,6 +179,7 @@ class ImportTracer:
             builtins.__import__ = true_import
             importlib._bootstrap._gcd_import = true_gcd_import  # type: ignore[attr-defined]
             sys.meta_path.remove(finder)
+            frozen.exec_module = staticmethod(true_execute)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def _watching_environment(self) -> Iterator[None]:
