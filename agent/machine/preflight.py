@@ -157,7 +157,7 @@ def _missing(module: str) -> str:
     except (ImportError, ValueError, AttributeError):
         return ""
     if spec is None:
-        return f"there is no {top}"
+        return f"there is no module {top!r}"
     for name in [*rest, "__main__"]:
         folders = _search_path(spec)
         if folders is None or (name == "__main__" and not folders):  # a module that is no package
@@ -168,7 +168,11 @@ def _missing(module: str) -> str:
             return ""
         if inner is None:
             main = name == "__main__"
-            return f"{spec.name} is a package without __main__" if main else f"{spec.name} has no {name}"
+            return (
+                f"{spec.name} is a package without __main__"
+                if main
+                else f"{spec.name} has no module {name!r}"
+            )
         spec = inner
     return ""
 

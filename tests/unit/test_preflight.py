@@ -165,9 +165,9 @@ def test_a_module_that_is_there_is_found_and_not_run(packages: Path, module: str
 @pytest.mark.parametrize(
     ("module", "missing"),
     [
-        ("no_such_mod", "there is no no_such_mod"),
-        ("pkg.no", "pkg has no no"),
-        ("flat.no", "flat has no no"),
+        ("no_such_mod", "there is no module 'no_such_mod'"),
+        ("pkg.no", "pkg has no module 'no'"),
+        ("flat.no", "flat has no module 'no'"),
         ("pkg", "pkg is a package without __main__"),
     ],
 )
