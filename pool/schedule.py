@@ -155,7 +155,8 @@ class _Draft:
         }
         self._runs = {run.job: run for run in pool.plan.runs}
         self._setbacks = {one.job: one for one in pool.plan.setbacks}
-        self._tickets = pool.plan.tickets
+        # A store that was restored from a snapshot has forgotten tickets that nodes have taken since.
+        self._tickets = max(pool.plan.tickets, *(node.ended.ticket for node in pool.nodes if node.ended), 0)
         self._left_by_plan: set[str] = set()
         """Jobs."""
         self.results: list[JobResult] = []
@@ -190,6 +191,8 @@ class _Draft:
                     seats.append(seat)
                 else:
                     left[seat.node] = None
+            elif node.ended is not None and node.ended.ticket > seat.ticket:
+                left[seat.node] = None
             elif node.ended is not None and node.ended.ticket == seat.ticket:
                 self._refuse(run.job, node, seat, node.ended)
                 left[seat.node] = None

@@ -195,6 +195,20 @@ def test_every_seat_has_a_ticket_of_its_own_and_none_is_given_again() -> None:
     assert [seat.ticket for run in bench.plan.runs for seat in run.seats] == [3, 4]
 
 
+def test_a_plan_that_went_back_with_its_store_gives_no_ticket_again() -> None:
+    """The store was restored: the plan knows seats that have ended since, and not those that came after them."""
+    bench = Bench("ab", job("x", 2))
+    bench.decide()
+    before = bench.plan
+    for name, ticket in (("a", 7), ("b", 8)):
+        bench.nodes[name] = node(name, ended=SeatEnd("forgotten", ticket, SeatOutcome.REFUSED, 64, "why"))
+    for plan in (Plan(), before):
+        bench.plan = plan
+        assert bench.decide() == {"x": "ab"}
+        assert [seat.ticket for run in bench.plan.runs for seat in run.seats] == [9, 10]
+    assert not bench.outcomes, "what has ended was another job"
+
+
 def test_nothing_is_decided_when_all_is_as_it_should_be() -> None:
     bench = Bench("ab", job("x", 1, 2))
     bench.decide()
