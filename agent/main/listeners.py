@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from dataclasses import dataclass
 
 from ...health.metrics import Metrics
@@ -37,11 +38,11 @@ def binder(config: Config, metrics: Metrics) -> Binder:
         waiting = False
 
         def attempted(purpose: str, ok: bool) -> None:
-            nonlocal waiting
             metrics.port_bind_attempts_total.inc(purpose=purpose)
-            if ok:
-                return
-            metrics.port_bind_failures_total.inc(purpose=purpose)
+            metrics.port_bind_failures_total.inc(not ok, purpose=purpose)
+
+        def wait(seconds: float) -> None:
+            nonlocal waiting
             if not waiting:
                 waiting = True
                 owner = find_owner(address, ports if isinstance(ports, int) else ports.first)
@@ -53,8 +54,9 @@ def binder(config: Config, metrics: Metrics) -> Binder:
                     purpose,
                     owner.words,
                 )
+            time.sleep(seconds)
 
-        return bind_listener(address, ports, purpose, on_attempt=attempted)
+        return bind_listener(address, ports, purpose, on_attempt=attempted, sleep=wait)
 
     return bind
 

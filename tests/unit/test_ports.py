@@ -438,6 +438,15 @@ def test_a_machine_without_descriptors_is_named_in_the_error(monkeypatch: pytest
         bind_listener(LOOPBACK, 0, "master")
 
 
+def test_an_error_that_waiting_cannot_mend_is_not_called_a_taken_port(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with pytest.raises(PortConfigError, match="no interface of this machine has that address"):
+        binder(Config(Command("script", "train.py")), MagicMock())("192.0.2.1", None, "master")
+    assert not caplog.messages
+
+
 def test_the_agent_logs_at_once_which_taken_port_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
     bind = binder(Config(Command("script", "train.py")), MagicMock())
     caplog.set_level("INFO", "elastic_agent.agent.main.listeners")
