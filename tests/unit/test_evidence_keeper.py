@@ -287,6 +287,17 @@ def test_the_folder_is_named_where_something_was_written_and_else_why_not(
     assert keeper.where() == ""
 
 
+def test_a_node_whose_only_worker_has_failed_names_no_folder(keeper: EvidenceKeeper) -> None:
+    """There was no worker to look at: a file without a line would be all that is there."""
+    look = keeper.look("failure", [], ONCE)
+    assert look.wait(time.monotonic() + 30, time.monotonic)
+    keeper.close()
+    assert (keeper.where(), look.path.exists()) == ("", False)  # type: ignore[union-attr]
+    keeper.add(look, "nvml.txt", "healthy\n")
+    keeper.close()
+    assert keeper.where() == str(keeper.folder)
+
+
 def test_files_that_are_late_are_not_waited_for_by_who_names_them(
     keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

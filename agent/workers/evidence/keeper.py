@@ -219,7 +219,7 @@ class EvidenceKeeper:
             text = asked.end(depth.within_s)
             self._count("gpus", "ok" if text else "failed")
             texts["gpus.txt"] = text
-        if look.path is not None and self._write(look.path, texts, generation):
+        if targets and look.path is not None and self._write(look.path, texts, generation):
             kept(look.path)
 
     def _recorded(
