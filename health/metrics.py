@@ -78,8 +78,8 @@ class Metrics(Page):
     )
     state = Row(
         Level,
-        "What the agent is doing: 1 for the current state, 0 for the others. Workers are starting until one reports a "
-        "step.",
+        "What the agent is doing: 1 for the current state, 0 for the others. Workers are starting until the "
+        "script of each runs.",
         state=STATES,
     )
     up_since_timestamp_seconds = Row(Gauge, "When this agent started, in seconds since the epoch.")

@@ -118,7 +118,7 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
     agent.job = job_of(3, checkpoint=Checkpoint(12, 3.0), memory=Checkpoint(17, 0.5), step=17)
     agent.journal.note(Kind.WORLD, "the job starts", generation=1, cause="start", counts={"nodes": 3})
     agent.journal.note(Kind.WORLD, "rank 3 failed", generation=2, cause="exception", counts={"nodes": 3})
-    agent.journal.note(Kind.RECOVERY, "training goes on", seconds={"stop": 0.2, "init": 0.3})
+    agent.journal.note(Kind.RECOVERY, "training again after 0.5 s", seconds={"stop": 0.2, "init": 0.3})
     worker = WorkerFailure(
         3, 1, "n1", 2, 1, "exception", "ValueError: lr < 0", None, "Traceback ...", (), "/l"
     )
@@ -140,7 +140,7 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
             "hidden",
             "0\u20137",
         ),
-        *("step 17", " s ago", "step 12", "rank 3 failed", "training again after 500 ms", "Traceback ..."),
+        *("step 17", " s ago", "step 12", "rank 3 failed", "training again after 0.5 s", "Traceback ..."),
         *("rank 3 on node n1, generation 2", "all that it printed: /l", "live"),
     ):
         assert words in text, words
@@ -246,11 +246,22 @@ def test_before_there_is_anything_it_says_so(agent: Agent, browser: Browser) -> 
     browser.wait_for("document.body.innerText.includes('the store does not answer')")
     text = browser.text()
     for words in (
-        "No failure so far.",
-        "No step is reported on this node",
+        "Not known yet.",
         "Nothing is known of the nodes yet.",
     ):
         assert words in text, words
+    assert "No failure so far." not in text
+    assert browser.problems == []
+
+
+def test_a_script_that_reports_no_steps_has_no_chart_and_one_hint(agent: Agent, browser: Browser) -> None:
+    agent.job, agent.rates = job_of(2, step=0), Rates(2.0, 1.0, None, (0.0,), (0.0,))
+    browser.open(agent.url)
+    browser.wait_for("document.title === 'running · digits'")
+    assert shown(browser, "#state") == "running (no steps reported)"
+    assert browser.value("document.getElementById('rates').hidden")
+    assert browser.text().count("elastic_agent.worker.step()") == 1
+    assert "No failure so far." in browser.text()
     assert browser.problems == []
 
 
@@ -271,14 +282,24 @@ def test_it_says_when_it_has_lost_its_agent_and_goes_on_with_the_next(agent: Age
     assert browser.value("document.getElementById('banner').hidden")
 
 
-def test_an_agent_that_has_ended_is_no_lost_connection(agent: Agent, browser: Browser) -> None:
+@pytest.mark.parametrize(
+    ("result", "state"), [("", "ended"), ("succeeded", "succeeded"), ("crash_loop", "failed")]
+)
+def test_an_agent_that_has_ended_is_no_lost_connection(
+    result: str, state: str, agent: Agent, browser: Browser
+) -> None:
+    """Its last look at the job was before that."""
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
+    if result:
+        agent.journal.note(Kind.JOB_ENDED, "it is over", cause=result)
     agent.journal.note(Kind.AGENT_ENDED, "every worker ended with success", counts={"code": 0})
     browser.wait_for("document.getElementById('events').innerText.includes('every worker')")
     agent.end()
     browser.wait_for("document.getElementById('banner').innerText.includes('has ended')")
     assert shown(browser, "#link") == "ended"
+    assert shown(browser, "#state") == state
+    assert browser.value("document.title") == f"{state} · digits"
 
 
 @pytest.mark.parametrize("width", [320, 390, 768])

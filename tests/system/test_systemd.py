@@ -126,9 +126,7 @@ class Service:
         """Until its workers have written what they see."""
         seen = self.machine.path(f"{self.state}/seen")
         seen.unlink(missing_ok=True)
-        self.wait_for(
-            lambda: self["StatusText"].startswith("starting: generation 1, 1 node,"), "generation 1"
-        )
+        self.wait_for(lambda: self["StatusText"].startswith("running: generation 1, 1 node,"), "generation 1")
         self.wait_for(seen.exists, "the workers")
 
     def seen(self) -> dict[str, Any]:

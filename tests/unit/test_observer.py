@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,6 +14,7 @@ from elastic_agent.agent.observability.accounting.step_rate import StepRate
 from elastic_agent.agent.observability.journal.events import Kind
 from elastic_agent.agent.observability.journal.journal import Journal
 from elastic_agent.agent.observability.status.pages import STATUS_PAGE, StatusPages
+from elastic_agent.agent.workers.processes.workers import WorkerGroup
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
@@ -28,6 +31,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry
+from elastic_agent.worker.wire.shared_progress import Reading
 
 MEMBER = Member("a", "a-1", 1, 0)
 WORLD = World("job", 1, Phase.RUNNING, (MEMBER,), Endpoint("h", 1), Cause(CauseKind.START))
@@ -178,6 +182,47 @@ def test_what_all_seconds_went_into_is_an_event_a_minute(observer: Observer, jou
     assert [event.seconds["waiting"] for event in events] == [60.0, 120.5]
     assert events[0].seconds.keys() == {activity.value for activity in Activity}
     assert events[0].counts == {"steps": 0, "steps_redone": 0}
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        (True, "training again after 3.5 s"),
+        (False, "workers started again after 1.5 s (no steps reported)"),
+    ],
+)
+def test_what_a_recovery_ended_with_is_said(
+    steps: bool, text: str, observer: Observer, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    stepped = [Reading(1, 2.0, 1, 2.0, script_at=1.0)] if steps else [Reading(script_at=1.0)]
+    observer.starting(WORLD, MEMBER, 0.5)
+    observer.training.progressed(stepped, 3.0)
+    for event, at in (
+        (TrainingEvent.FAILED, 11.0),
+        (TrainingEvent.STOPPING, 11.5),
+        (TrainingEvent.GONE, 12.0),
+    ):
+        observer.training.record(event, at)
+    failed = Cause(CauseKind.FAILURE, "a", "exit code 1", Failure(1, "x", "exit code 1"))
+    observer.starting(replace(WORLD, generation=2, cause=failed), MEMBER, 12.5)
+    observer.training.progressed([Reading(2, 14.5, 2, 14.5, script_at=13.0)] if steps else stepped, 15.0)
+    assert [event.text for event in journal.since(0, 99) if event.kind is Kind.RECOVERY] == [text]
+    assert (text in caplog.text) is not steps, "else the first step is logged, with its phases"
+
+
+def test_workers_run_when_their_scripts_have_begun_whether_they_report_steps_or_not(
+    observer: Observer, pages: StatusPages
+) -> None:
+    group = cast(WorkerGroup, SimpleNamespace(generation=1, running=1, stopping=False))
+    snapshot = NodeSnapshot("a", "a-1", world=WORLD, waiting_for="")
+    states = []
+    observer.starting(WORLD, MEMBER, 1.0)
+    for reading in (Reading(), Reading(script_at=2.0), Reading(1, 4.0, 1, 4.0, script_at=2.0)):
+        observer.training.progressed([reading], 5.0)
+        observer.update(snapshot, group, 5.0)
+        states.append(STATUS_PAGE.decode(pages.node()).state)
+    assert states == ["starting", "running", "running"]
 
 
 def test_accounts_are_split_where_workers_begin_or_cease_to_step(

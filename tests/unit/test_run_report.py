@@ -332,8 +332,10 @@ def test_without_steps_the_ratio_is_not_known() -> None:
     a = Journal("a")
     a.begin(0.0)
     a.spend(init=10.0)
+    a.note(Kind.RECOVERY, 2, cause="process", seconds={"stop": 1.0, "rendezvous": 0.5})
     found = report(a)
     assert found.ettr is None
+    assert "until the workers started again: no steps were reported" in "\n".join(lines(found))
     assert "ETTR unknown: no steps were reported" in "\n".join(lines(found))
     assert document(found)["ettr"] is None
 

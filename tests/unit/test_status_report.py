@@ -99,6 +99,45 @@ def test_a_job_whose_nodes_are_all_silent_is_only_known_to_be_stopping() -> None
     assert (job.state, job.restarts.limit_known, job.phase_age_s) == ("stopping", False, None)
 
 
+STORELESS = {"workers": 0, "state": "joining", "waiting_for": "the store: start it again", "lease_s": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("host", "others", "state", "waiting_for"),
+    [
+        (Unreachable.REFUSED, STORELESS, "stopped", "the store: start it again"),
+        (Unreachable.SILENT, STORELESS, "running", ""),  # it may train where this command does not reach
+        (status("a"), STORELESS, "running", ""),
+        (Unreachable.REFUSED, STORELESS | {"lease_s": 0.25}, "waiting", "the store: start it again"),
+        (Unreachable.REFUSED, STORELESS | {"lease_s": None}, "stopped", "the store: start it again"),
+    ],
+)
+def test_a_job_without_a_living_worker_does_not_run(
+    host: NodeAnswer, others: dict[str, Any], state: str, waiting_for: str
+) -> None:
+    answers = {"a-1": host, "b-1": status("b", **others), "c-1": status("c", **others)}
+    job = made(found(complete=False), answers)
+    assert (job.state, job.waiting_for) == (state, waiting_for)
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "title", "hints"),
+    [
+        ("starting", 0, "running (no steps reported), generation 3", 0),
+        ("running", 0, "running (no steps reported), generation 3", 1),
+        ("running", 1, "running, generation 3", 0),
+    ],
+)
+def test_a_job_whose_script_reports_no_steps_says_so_and_how_to_get_them(
+    state: str, step: int, title: str, hints: int
+) -> None:
+    job = made(answers={name: replace(one, state=state, step=step) for name, one in ALL.items()})
+    first, *rest = lines(job, Screen())
+    assert title in first
+    assert sum("call elastic_agent.worker.step()" in line for line in rest) == hints
+    assert (job.state, len(job.notes)) == ("running", hints)
+
+
 def test_members_are_listed_by_rank_before_nodes_that_stand_by() -> None:
     world = replace(THREE, members=line_up((C, A)))
     answers = {**ALL, "b-1": status("b", state="joining"), "d-1": status("d", state="joining")}

@@ -240,7 +240,7 @@ class Observer:
         if group is not None:
             if group.stopping:
                 return "stopping"
-            return "running" if self.training.stepped else "starting"
+            return "running" if self.training.began else "starting"
         if world is None or world.trains:
             return "joining"
         if world.phase is Phase.ENDED:

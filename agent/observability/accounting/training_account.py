@@ -89,9 +89,9 @@ class TrainingAccount:
         """The newest checkpoint that a worker of this generation found damaged."""
 
     @property
-    def stepped(self) -> bool:
-        """A worker of this generation has finished a step."""
-        return self._steps.stepped
+    def began(self) -> bool:
+        """The script of each worker of this generation runs."""
+        return self._progress.began_at is not None
 
     @property
     def newest(self) -> Step | None:
@@ -113,9 +113,13 @@ class TrainingAccount:
         if recovery is not None and self._recovers_from in _RECOVERIES:
             phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
             self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
+            text = f"training again after {recovery.duration_s:.3g} s"
+            if not self._goodput.reports_steps:
+                text = f"workers started again after {recovery.duration_s:.3g} s (no steps reported)"
+                log.info("generation %d: %s", self._generation, text)
             self._journal.note(
                 Kind.RECOVERY,
-                f"training goes on, {recovery.duration_s:.3g} s after it stood still",
+                text,
                 cause=_RECOVERIES[self._recovers_from],
                 seconds=phases_s,
             )

@@ -89,6 +89,8 @@ def _recoveries(report: Report) -> Iterator[str]:
         for one in report.recoveries
     ]
     yield from _table(heads, rows)
+    if report.ettr is None:
+        yield "  the seconds are those until the workers started again: no steps were reported"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:

@@ -114,7 +114,7 @@ class JobReport:
     job: str
     asked: str
     state: str
-    """waiting, running, stopping, succeeded or failed."""
+    """waiting, running, stopping, stopped, succeeded or failed."""
     generation: int
     """0 before the first."""
     phase_age_s: float | None
@@ -171,7 +171,8 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
     statuses = [node.status for node in nodes if node.status is not None]
     leading = next((status for status in statuses if status.coordinates), None)
     best = leading or found.agent or next(iter(statuses), None)
-    state = _state(world, statuses)
+    state = _state(world, nodes)
+    step = max([status.step for status in statuses], default=0) or _written_step(job)
     comparison = in_force(next((node for node in job.nodes if node.node == job.coordinator), None), world)
     return JobReport(
         job=job.job,
@@ -185,16 +186,18 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
         result=world.result if world is not None else None,
         cause=_cause(world) if world is not None else None,
         restarts=_restarts(world, best),
-        step=max([status.step for status in statuses], default=0) or _written_step(job),
+        step=step,
         checkpoint=_newest(status.checkpoint for status in statuses),
         coordinator=job.coordinator,
-        waiting_for=best.waiting_for if best is not None and state in ("waiting", "stopping") else "",
+        waiting_for=best.waiting_for
+        if best is not None and state in ("waiting", "stopping", "stopped")
+        else "",
         complete=job.complete,
         nodes=nodes,
         exclusions=world.exclusions if world is not None else (),
         usual_us=comparison.usual_us if comparison is not None else None,
         stragglers=comparison.stragglers if comparison is not None else (),
-        notes=(*found.notes, *_differences(job)),
+        notes=(*found.notes, *_differences(job), *_unreported(step, statuses)),
     )
 
 
@@ -202,6 +205,14 @@ def _differences(job: JobStatus) -> Iterable[str]:
     """Nodes that were started with other limits than the job has."""
     world = job.world
     return other_limits(world, job.nodes) if world is not None and world.phase is not Phase.ENDED else ()
+
+
+def _unreported(step: int, statuses: Iterable[NodeStatus]) -> Iterable[str]:
+    if not step and any(status.state == "running" for status in statuses):
+        yield (
+            "no steps reported: call elastic_agent.worker.step() once a step, to see steps, their rate and how long "
+            "training stood still (docs/worker.md)"
+        )
 
 
 def _nodes(
@@ -239,15 +250,20 @@ def _nodes(
         yield NodeReport(asked.node, asked.incarnation, 0, None, None, False, False, None, None, None, asked)
 
 
-def _state(world: World | None, statuses: Iterable[NodeStatus]) -> str:
+def _state(world: World | None, nodes: Iterable[NodeReport]) -> str:
+    """The phase of the world, unless no member has a worker: then it waits, or has lost its store."""
     if world is None:
         return "waiting"
     if world.phase is Phase.ENDED:
         return "succeeded" if world.result is Result.SUCCEEDED else "failed"
-    if world.trains:
-        return "running"
-    statuses = list(statuses)
-    return "waiting" if statuses and not any(status.workers for status in statuses) else "stopping"
+    nodes = list(nodes)
+    statuses = [node.status for node in nodes if node.status is not None]
+    gone = all(node.status is not None or node.state in ("gone", "lost") for node in nodes if node.member)
+    known = gone if world.trains else bool(statuses)
+    if not known or any(status.workers for status in statuses):
+        return "running" if world.trains else "stopping"
+    confirmed = any(s.lease_s is not None and s.lease_s <= s.lease_ttl_s for s in statuses)
+    return "waiting" if confirmed else "stopped"
 
 
 def _phase_age(world: World | None, statuses: Iterable[NodeStatus]) -> float | None:

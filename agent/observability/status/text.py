@@ -25,6 +25,7 @@ _COLOURS = {
     "failed": _RED,
     "gone": _RED,
     "lost": _RED,
+    "stopped": _RED,
     "no answer": _RED,
     "standby": "",
     "excluded": _YELLOW,
@@ -75,6 +76,8 @@ def span(seconds: float) -> str:
 
 def _head(report: JobReport, screen: Screen) -> list[str]:
     state = report.state if report.result is None else f"{report.state} ({report.result.value})"
+    if state == "running" and not report.step:
+        state = "running (no steps reported)"
     since = (
         f" for {span(report.phase_age_s)}" if report.phase_age_s is not None and report.result is None else ""
     )
