@@ -153,7 +153,7 @@ class ElasticCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end_step(trainer, last=True)
         if self._checkpoints is not None:
-            self._checkpoints.wait()
+            self._checkpoints.close()
 
     def _end_step(self, trainer: Any, *, last: bool = False) -> None:
         before, done = self._finished, trainer.global_step

@@ -126,7 +126,7 @@ class ElasticCallback(TrainerCallback):
         self._save_is_due = True
         self._save(state.global_step)
         if self._checkpoints is not None:
-            self._checkpoints.wait()
+            self._checkpoints.close()
 
     def _end_step(self, done: int) -> None:
         if done != self._finished:

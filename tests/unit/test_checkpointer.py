@@ -352,6 +352,29 @@ def test_who_only_reads_takes_nothing_from_the_run_that_trains(
     assert training.save(20)
 
 
+@pytest.mark.parametrize("own", [[], ["own"]], ids=["all alike", "one of each rank"])
+def test_who_only_reads_may_take_some_parts(tmp_path: Path, own: list[str]) -> None:
+    Checkpointer(tmp_path, {"a": {"x": 1}, "b": {"y": 2}, "own": {"z": 3}}, of_each_rank=own).save(10)
+    some: dict[str, Any] = {}
+    assert Checkpointer(tmp_path, {"b": some}, read_only=True).load() == 10
+    assert some == {"y": 2}
+    mine: dict[str, Any] = {}
+    state = {"a": some, "own": mine}
+    assert Checkpointer(tmp_path, state, of_each_rank=own, read_only=True).load() == 10
+    assert (some, mine) == ({"x": 1}, {"z": 3})
+    for parts, options in (({"b": {}}, {}), ({"c": {}}, {"read_only": True})):
+        with pytest.raises(CheckpointMismatch):
+            Checkpointer(tmp_path, parts, **options).load()
+
+
+@pytest.mark.parametrize("part", [torch.ones(2), 3, [torch.ones(2)]])
+def test_what_is_no_part_is_refused_by_its_name(tmp_path: Path, part: Any) -> None:
+    with pytest.raises(
+        TypeError, match=f"part 'x' of the state is of the type {type(part).__name__}: expected"
+    ):
+        Checkpointer(tmp_path, {"x": part})
+
+
 def test_to_load_a_teacher_is_no_beginning_of_this_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ class Checkpointer:
         restart then begins at the newest copy, and costs at most so many steps. None: only when it is saved.
 
     read_only: for an evaluation beside the training that saves here, or for a teacher in another training: `load` takes
-        nothing over and is no beginning of this training, `save` is an error.
+        nothing over and is no beginning of this training, `save` is an error. `state` may be some of the saved parts.
 
     Keep the object for as long as the training runs: one that the script has dropped, or closed, takes no part in it
     any more. In one process a directory has one Checkpointer at a time that is not read_only. This one is closed:
@@ -89,6 +89,12 @@ class Checkpointer:
         memory_every: int | None = None,
         read_only: bool = False,
     ) -> None:
+        for name, part in state.items():
+            if not isinstance(name, str) or not (isinstance(part, dict) or _has_state(part)):
+                raise TypeError(
+                    f"part {name!r} of the state is of the type {type(part).__name__}: expected, by a name, a dict, or "
+                    "an object with state_dict() and load_state_dict(). Put a tensor into a dict"
+                )
         if max_failed_saves < 1:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
         rules = rules_of(of_each_rank, state, of_rank_0)
@@ -264,6 +270,10 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._durable is not None:
             raise CheckpointError(f"this Checkpointer of {self._files.directory} was closed: make a new one")
+
+
+def _has_state(part: object) -> bool:
+    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _forwarding(checkpointer: weakref.ref[Checkpointer]) -> Callable[[int], None]:

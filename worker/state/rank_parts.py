@@ -59,16 +59,23 @@ def unpack(row: torch.Tensor) -> dict[str, Any]:
 
 
 def states_for(
-    rank: int, world_size: int, rows: Sequence[torch.Tensor], rules: Rules, where: str
+    rank: int,
+    world_size: int,
+    rows: Sequence[torch.Tensor],
+    rules: Rules,
+    where: str,
+    *,
+    some: bool = False,
 ) -> dict[str, Any]:
-    """What the parts in `rules` load on this rank; `rows` are those of all ranks when `where` was saved.
+    """What the parts in `rules` load on this rank; `rows` are those of all ranks when `where` was saved. `some`:
+    there may be those of more parts.
 
     Raises CheckpointMismatch for parts of other names, OtherWorldSize where a part has no rule.
     """
     resized = len(rows) not in (0, world_size)
     states = {one: unpack(rows[one]) for one in (range(len(rows)) if resized else [rank][: len(rows)])}
     saved = next(iter(states.values()), {})
-    if saved.keys() != rules.keys():
+    if saved.keys() != rules.keys() and not (some and rules.keys() <= saved.keys()):
         raise CheckpointMismatch(
             f"{where} holds of each rank {sorted(saved)}, this script declares {sorted(rules)}: give Checkpointer the "
             "same of_each_rank, or use another directory"

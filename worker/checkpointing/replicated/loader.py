@@ -87,7 +87,15 @@ class Loader(StateLoader):
 
     def _apply(self, group: Group, loaded: Loaded) -> None:
         contents = self._contents
-        apply(loaded, contents.parts, contents.of_each_rank, group, self._files.directory, self._memory)
+        apply(
+            loaded,
+            contents.parts,
+            contents.of_each_rank,
+            group,
+            self._files.directory,
+            self._memory,
+            some=self._read_only,
+        )
 
     def _read(self, stream: Bytes, step: int) -> Any:
         """The state that has reached this rank. From here on what is in it may end this process."""

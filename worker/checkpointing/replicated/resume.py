@@ -42,11 +42,16 @@ def apply(
     group: Group,
     directory: str,
     memory: NodeMemory | None,
+    *,
+    some: bool = False,
 ) -> None:
-    """Raises OtherWorldSize, and has changed nothing then; CheckpointMismatch, and some parts may have been changed."""
+    """`some`: more parts may have been saved.
+
+    Raises OtherWorldSize, and has changed nothing then; CheckpointMismatch, and some parts may have been changed.
+    """
     saved, step = loaded.payload["state"], loaded.payload["step"]
     shared = {name: part for name, part in state.items() if name not in of_each_rank}
-    if saved.keys() != shared.keys():
+    if saved.keys() != shared.keys() and not (some and shared.keys() <= saved.keys()):
         raise CheckpointMismatch(
             f"the checkpoint of step {step} in {directory} holds {sorted(saved)}, this script's state is "
             f"{sorted(shared)}: give Checkpointer the same names, or use another directory"
@@ -57,6 +62,7 @@ def apply(
         loaded.payload.get("ranks", ()),
         of_each_rank,
         f"the checkpoint of step {step} in {directory}",
+        some=some,
     )
     states = {**saved, **own}
     modules = modules_in(state)

@@ -178,7 +178,9 @@ class ShardLoading(StateLoader):
             return None, because(CheckpointError, f"step {step} cannot be loaded: {failure!r}", failure)
 
     def _prepared(self, copies: Mapping[int, OpenCopy], group: Group, source: ShardSource) -> Prepared:
-        return self._contents.parts.prepare(copies, group.rank, group.world_size, source.world_size)
+        return self._contents.parts.prepare(
+            copies, group.rank, group.world_size, source.world_size, some=self._read_only
+        )
 
     def _opener(self, source: ShardSource, stack: contextlib.ExitStack) -> CopiesOnDisk | CopiesInMemory:
         if isinstance(source.what, Manifest):

@@ -155,9 +155,15 @@ class ShardedParts:
     # ---------------------------------------------------------------- giving back
 
     def prepare(
-        self, copies: Mapping[int, OpenCopy], rank: int, world_size: int, old_world_size: int
+        self,
+        copies: Mapping[int, OpenCopy],
+        rank: int,
+        world_size: int,
+        old_world_size: int,
+        *,
+        some: bool = False,
     ) -> Prepared:
-        """Read all that this rank needs of the old ranks' copies; nothing changes yet.
+        """Read all that this rank needs of the old ranks' copies; nothing changes yet. `some`: there may be more parts.
 
         Raises CheckpointMismatch, by name, where the state does not fit, OtherWorldSize where a part of each rank has
         no rule, and what the copies' `read` raises.
@@ -166,7 +172,7 @@ class ShardedParts:
         has_stages = not self._covers(world_size)
         reader = Reader(copies, rank if same else None, has_stages=has_stages)
         unknown = {str(path[0]) for path in reader.paths.values()} - {*self._states, *_RESERVED}
-        if unknown and not has_stages:
+        if unknown and not (has_stages or some):
             lacks = self._states.keys() - _saved_parts(reader)
             raise CheckpointMismatch(
                 f"the checkpoint has the parts {sorted(unknown)}, which this script does not have"
@@ -187,7 +193,7 @@ class ShardedParts:
         for one in ranks:
             key = key_of(_own_path(one, DECLARED))
             declared = reader.value(key) if key in mine else []
-            if declared != sorted(self._rules):
+            if declared != sorted(self._rules) and not (some and self._rules.keys() <= set(declared)):
                 raise CheckpointMismatch(
                     f"the checkpoint holds of rank {one} {declared}, this script declares {sorted(self._rules)}: give "
                     "Checkpointer the same of_each_rank, or use another directory"
