@@ -1,4 +1,5 @@
-"""What a script keeps in two Checkpointers goes on from one step, whatever ended the generation before."""
+"""What a script keeps in two Checkpointers goes on from one step, whatever ended the generation before. Of two
+trainings one after the other, the first keeps what it had."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ OPTIONS = ("--nnodes=1:2", "--last-call=2", "--max-restarts=100", "--just-in-tim
 class Pair:
     """One training of the script on up to two nodes."""
 
-    def __init__(self, job: Job, memory_every: int) -> None:
+    def __init__(self, job: Job, argument: object, script: Path = SCRIPT) -> None:
         self.job = job
         self._file = job.folder / "steps"
         self._file.touch()
         self._more: dict[str, Any] = {
-            "script": (SCRIPT, job.folder / "checkpoints", str(memory_every)),
+            "script": (script, job.folder / "checkpoints", str(argument)),
             "environment": {"STEPS_FILE": str(self._file)},
         }
 
@@ -82,3 +83,32 @@ def test_a_model_and_its_average_go_on_from_one_step(job: Job, memory_every: int
         assert note["average"] == note["updates"] == note["step"], note
         before = note["generation"] - 1
         assert note["step"] >= pair.newest(before), "no finished step is done again"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("way", [pytest.param("drop", marks=pytest.mark.long), "keep"])
+def test_a_training_that_is_over_is_not_overwritten_by_the_next_one(job: Job, way: str) -> None:
+    """In the process that ended it, and in later ones, which begin after it."""
+    pair = Pair(job, way, SCRIPT.with_name("pretraining.py"))
+    agents = {name: pair.join(name) for name in ("a", "b")}
+
+    def finetunes(world: int, after: int = 0) -> int:
+        generation = pair.trains(world, after)
+        job.wait_for(lambda: pair.newest(generation) > 10, "finetuning to go beyond pretraining", 90.0)
+        return generation
+
+    both = finetunes(world=2)
+    agents["b"].signal(signal.SIGTERM)
+    alone = finetunes(world=1, after=both)
+    assert agents["b"].exit_code() == 143
+    pair.kill(alone, rank=0)
+    again = pair.trains(world=1, after=alone)
+    pair.join("c")
+    joined = pair.trains(world=2, after=again)
+
+    for generation in (alone, again, joined):
+        (*_, begun) = pair.notes(what="begun pretrained", generation=generation)
+        assert (begun["step"], begun["weights"]) == (10, "pretrained")
+        (*_, begun) = pair.notes(what="begun finetuned", generation=generation)
+        assert begun["weights"] == "finetuned"
+        assert begun["step"] > 10

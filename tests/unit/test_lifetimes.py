@@ -112,6 +112,37 @@ def test_a_training_that_is_over_gets_no_step_of_the_next_one(
     assert found(tmp_path / "b") == (34, "finetuned 34")
 
 
+def test_a_training_that_was_over_before_this_process_began_gets_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, step in (("a", 20), ("b", 34)):
+        made(tmp_path / name, name)[1].save(step)
+    (pretrained, pretraining), (finetuned, finetuning) = made(tmp_path / "a"), made(tmp_path / "b")
+    assert pretraining.load() == 20
+    assert pretraining.wait()
+    assert finetuning.load() == 34
+    progress.step(35)
+    pretrained["is"] = finetuned["is"] = "finetuned"
+    plan_a_change(35)
+    assert f"another training begins with that of {tmp_path / 'b'}" in caplog.text
+    del pretraining, finetuning
+    assert found(tmp_path / "a") == (20, "a")
+    assert found(tmp_path / "b") == (35, "finetuned")
+
+
+def test_what_the_script_saves_with_another_one_is_of_the_same_training(tmp_path: Path) -> None:
+    first, second = made(tmp_path / "a")[1], made(tmp_path / "b")[1]
+    first.load()
+    progress.step(1)
+    assert first.save(1)
+    assert first.wait()
+    second.load()
+    assert len(progress.checkpointers.all()) == 1
+    progress.step(2)
+    assert first.save(2)
+    assert len(progress.checkpointers.all()) == 2
+
+
 def test_two_of_one_training_go_on_together_also_when_both_go_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

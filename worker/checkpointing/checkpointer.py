@@ -173,7 +173,10 @@ class Checkpointer:
         self._refuse_other_thread()
         with progress.saving():
             self._agreement.meet()
-            return self._state.save(number)
+            saved = self._state.save(number)
+        if saved:
+            self._state.drain_saver.saved()
+        return saved
 
     def wait(self) -> bool:
         """Return when the newest save is durable; False when it was refused. Every rank must call it.
@@ -181,7 +184,9 @@ class Checkpointer:
         Raises what `save` raises. At the end of the script it waits by itself: rank 0, or, of shards, each rank.
         """
         self._refuse_other_thread()
-        return self._state.wait()
+        durable = self._state.wait()
+        self._state.drain_saver.waited()
+        return durable
 
     def remember(self, step: int) -> bool:
         """Copy the state after `step` finished steps to this node's memory; False when there is no room for it.

@@ -154,7 +154,7 @@ def _begin_another_training(number: int, before: int, before_at: int) -> None:
     for directory in checkpointers.begin_another_training(before_at):
         logger.warning(
             "step %d comes after step %d, so another training has begun: the Checkpointer of %s keeps no step of it, "
-            "unless it is loaded again",
+            "unless it is loaded or saved again",
             number,
             before,
             directory,
@@ -166,9 +166,14 @@ def newest_step() -> int:
     return _own_words()[STEP]
 
 
+def newest_step_at() -> int:
+    """On the clock of all processes, in ns; 0: there was no step yet."""
+    return _own_words()[STEPPED_AT]
+
+
 def loaded_since_newest_step() -> tuple[DrainSaver, ...]:
     """The Checkpointers with whose states training is about to begin, or to go on."""
-    return checkpointers.all(_own_words()[STEPPED_AT])
+    return checkpointers.all(newest_step_at())
 
 
 def _newly_waited_ns() -> int:

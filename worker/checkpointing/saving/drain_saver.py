@@ -25,12 +25,23 @@ class BaseDrainSaver(ABC):
         self._memory = memory
         self._outcomes = outcomes
         self._loaded: int | None = None
+        self._waited_at: int | None = None
+        """The instant of the newest step when the script waited, as it does where a training is over."""
 
     def loaded(self, step: int) -> None:
         """From here on this one's state is kept at the last step of a planned change."""
         if progress.checkpointers.all():
             # Ranks collect garbage at different times, and must ask the same Checkpointers at each step.
             gc.collect()
+        for former in all_drain_savers():
+            if former is not self and former._waited_at == progress.newest_step_at():
+                former.leave()
+                logger.warning(
+                    "the Checkpointer of %s was waited for, so another training begins with that of %s: the first "
+                    "keeps no step of it, unless it is loaded or saved again. close() it where its training is over",
+                    former.directory,
+                    self.directory,
+                )
         for other in progress.loaded_since_newest_step():
             if isinstance(other, BaseDrainSaver) and other is not self and other._loaded not in (None, step):
                 logger.warning(
@@ -41,8 +52,18 @@ class BaseDrainSaver(ABC):
                     other._loaded,
                     other.directory,
                 )
-        self._loaded = step
+        self._loaded, self._waited_at = step, None
         self.register()
+
+    def waited(self) -> None:
+        """All that was saved is on disk."""
+        self._waited_at = progress.newest_step_at()
+
+    def saved(self) -> None:
+        """It is of the training that goes on."""
+        self._waited_at = None
+        if self.is_over:
+            self.register()
 
     def register(self) -> None:
         progress.checkpointers.add(self.directory, self)
