@@ -34,6 +34,7 @@ from ...rendezvous.store.interface import LeaseId, Store
 from ...rendezvous.store.requests import RETRY
 from ...rendezvous.text import clean
 from ...threads import Thread
+from ...worker.wire.shared_progress import clock
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
 from ..common.own_folder import make_own
@@ -90,7 +91,7 @@ def run_daemon(
     on_turn: Callable[[str], None],
 ) -> Ending:
     """One daemon's whole life. `events` gets this process' signals."""
-    clock, rng = time.monotonic, random.SystemRandom()
+    rng = random.SystemRandom()
     with contextlib.ExitStack() as parts:
         try:
             opened = _open(config, name, environment, events, on_turn, parts)
@@ -149,8 +150,8 @@ def _open(
     http = _listen(config, address)
     served_at = http.getsockname()[:2]
     logs = _log_root(config)
-    metrics = PoolMetrics(pool, name, time.monotonic)
-    pages = DaemonPages(metrics, pool, name, time.monotonic)
+    metrics = PoolMetrics(pool, name, clock)
+    pages = DaemonPages(metrics, pool, name, clock)
     _serve(http, pages, LogPage(logs, name, token), parts)
     options = dict(store_options(config, network.endpoint, listener)) | dict(
         _http_of_jobs(config.http_address)

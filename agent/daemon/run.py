@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import time
 from typing import Any
 
 from ...threads import listen
+from ...worker.wire.shared_progress import clock
 from ..common.exits import ExitCode
 from ..configuration.reading.resolve import Resolved
 from ..machine.network.addresses import unique_node_id
@@ -28,7 +28,7 @@ def run(resolved: Resolved) -> int:
     listen(lambda thread, error: thread_failed(events, thread, error))
     console = take_console(name)
     log_to(console, name, config.logs)
-    manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
+    manager = ServiceManager.take(os.environ, os.getpid(), clock)
     environment = take_environment()
     catch_signals(events, config.stop.more_signals.numbers)
     manager.ready()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ...codec import Invalid
+from ...worker.wire.shared_progress import clock
 from ..common.events import SpareReadable, ThreadFailed
 from ..configuration.types.stores import STORES
 from ..main.prepared import Prepared, preload, prepare_process
@@ -71,7 +72,7 @@ def await_job(
 
 def _wait(channel: socket.socket, prepared: Prepared) -> None:
     """Until the daemon speaks, or has ended. What is preloaded is served meanwhile."""
-    spares, events, clock = prepared.spares, prepared.events, time.monotonic
+    spares, events = prepared.spares, prepared.events
     spoke = _DaemonSpoke()
     prepared.io.watch(channel.fileno(), partial(_tell_once, prepared, channel.fileno(), spoke))
     while True:

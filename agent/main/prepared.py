@@ -7,7 +7,6 @@ meanwhile what workers import: then the first workers of its job are forked at o
 from __future__ import annotations
 
 import queue
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from ...threads import listen
 from ...worker.storage.memory.available_memory import read_memory
 from ...worker.wire.environment import WorkerEnv
+from ...worker.wire.shared_progress import clock
 from ..common.events import Event
 from ..common.io_thread import IoThread
 from ..workers.preloader.spares import Interpreter, Spares
@@ -61,4 +61,4 @@ def interpreter_of(prepared: Prepared, environment: Mapping[str, str], first_on_
 
 
 def new_spares(prepared: Prepared, interpreter: Interpreter, words: Sequence[str], wanted: int) -> Spares:
-    return Spares(interpreter, words, wanted, prepared.io, prepared.events.put, time.monotonic, read_memory)
+    return Spares(interpreter, words, wanted, prepared.io, prepared.events.put, clock, read_memory)

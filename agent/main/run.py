@@ -28,6 +28,7 @@ from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeReco
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
 from ...threads import Thread
+from ...worker.wire.shared_progress import clock
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
 from ..common.ports import OfferedPort
@@ -126,7 +127,7 @@ def run(
     config = replace(config, logs=choose_log_directory(config.logs))
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
-    manager = ServiceManager.take(os.environ, os.getpid(), time.monotonic)
+    manager = ServiceManager.take(os.environ, os.getpid(), clock)
     environment = take_environment()
     agent = Agent(
         config,
@@ -137,7 +138,7 @@ def run(
         prepared.io,
         manager,
         console,
-        clock=time.monotonic,
+        clock=clock,
         run_directory=run_directory,
         in_force=tuple(in_force),
     )

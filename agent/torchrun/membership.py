@@ -19,7 +19,6 @@ import random
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -47,6 +46,7 @@ from ...rendezvous.records import (
 )
 from ...rendezvous.store.interface import Compare, Put, Store
 from ...threads import Thread
+from ...worker.wire.shared_progress import clock
 from ..common.events import Event, Handlers, StoreGone
 from ..common.ports import OfferedPort
 from ..main.heartbeat import Heartbeat
@@ -146,7 +146,7 @@ class Membership:
         port: OfferedPort,
         *,
         lease_ttl_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock,
         rng: random.Random | None = None,
     ) -> None:
         rng = rng or random.SystemRandom()

@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from elastic_agent.agent.daemon import assembly
+from elastic_agent.agent.main import prepared, run
+from elastic_agent.agent.torchrun import membership
+from elastic_agent.agent.workers.checkpoints import handover
+from elastic_agent.worker.storage.disk import commit_permission
+from elastic_agent.worker.wire import shared_progress
 from elastic_agent.worker.wire.shared_progress import (
     ATTACHED,
     CHOSEN_STEP,
@@ -41,6 +49,13 @@ from elastic_agent.worker.wire.shared_progress import (
 def ours() -> Iterator[SharedProgress]:
     with closing(SharedProgress.make(generation=7)) as made:
         yield made
+
+
+@pytest.mark.parametrize("user", [assembly, commit_permission, handover, membership, prepared, run])
+def test_leases_are_judged_by_a_clock_that_goes_on_while_the_machine_sleeps(user: ModuleType) -> None:
+    """And what they are compared with, too. `time.monotonic` stands still: a lease would seem to last."""
+    assert user.clock is shared_progress.clock
+    assert shared_progress.clock.args == shared_progress.clock_ns.args == (time.CLOCK_BOOTTIME,)
 
 
 def test_a_new_page_tells_of_nothing(ours: SharedProgress) -> None:

@@ -18,7 +18,6 @@ import enum
 import logging
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
@@ -57,6 +56,7 @@ from ..wire.shared_progress import (
     STEPPED_AT,
     SharedProgress,
     SharedProgressError,
+    clock_ns,
     private_words,
 )
 from .own_time import Waits, watch
@@ -66,7 +66,7 @@ from .signals import leave_nothing_to_agent, leave_sigterm_to_agent, leave_warni
 
 logger = logging.getLogger(__name__)
 
-_now_ns = time.monotonic_ns
+_now_ns = clock_ns
 
 
 class Stage(enum.IntEnum):

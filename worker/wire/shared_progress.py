@@ -5,8 +5,8 @@
              leaves_sigterm, own_count, own_times, saving, polled_at
     spare    script_at, when it becomes a worker and the user's script begins
 
-A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of CLOCK_MONOTONIC, which
-all processes of a machine share. Words of the same event have an order: a step's instant is there before its
+A *word* is a signed number of 8 bytes, written and read whole. An *instant* is nanoseconds of `clock`, which all
+processes of a machine share. Words of the same event have an order: a step's instant is there before its
 number, the first step before the newest, and an own time before their count, so that a reader of a number finds what
 belongs to it.
 
@@ -22,7 +22,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import time
 from dataclasses import dataclass
+from functools import partial
 
 VERSION = 4
 MAGIC = int.from_bytes(b"e-page" + VERSION.to_bytes(2, "little"), "little")
@@ -66,6 +68,12 @@ OWN_TIMES = 24
 number n of them is in word n modulo `KEPT_TIMES`."""
 KEPT_TIMES = 32
 """A power of two."""
+
+
+clock = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+"""Seconds on the clock of the agent and its workers. It goes on while the machine sleeps, as a lease in the store does;
+`time.monotonic` would stand still."""
+clock_ns = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
 
 
 class SharedProgressError(RuntimeError):

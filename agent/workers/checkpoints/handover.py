@@ -14,7 +14,6 @@ import math
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ from ....worker.storage.replication.client import CopyGone
 from ....worker.storage.replication.key_file import read_key
 from ....worker.storage.replication.link import Link, connect
 from ....worker.wire.run import Run
+from ....worker.wire.shared_progress import clock
 from .handover_plan import Others, Peer, Task, others, tasks, waits_for
 from .server.copies import CopyReader, copies_of
 from .server.orders import kept_orders
@@ -80,9 +80,7 @@ class Left:
 class Handover:
     """Of one agent. `run` and `report_lost` are for one thread at a time, `cut` and `hurry` for any."""
 
-    def __init__(
-        self, memory: str, node: str, store: Store, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, memory: str, node: str, store: Store, clock: Callable[[], float] = clock) -> None:
         """`memory` is the agent's folder, `node` this one's name."""
         self._memory = memory
         self._node = node

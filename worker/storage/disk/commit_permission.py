@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 
 from ....codec import Invalid
 from ...errors import Fenced, Unconfirmed
 from ...wire.channel import ask
 from ...wire.messages import COMMIT_ANSWERS, CommitGranted, CommitQuestion, CommitRefused
+from ...wire.shared_progress import clock
 
 ANSWER_S = 5.0
 """How long the agent may take, and with it the store that it asks."""
@@ -42,7 +42,7 @@ class CommitPermission:
         *,
         has_agent: bool = False,
         answer_s: float = ANSWER_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock,
     ) -> None:
         self._address = address
         self._generation = generation
@@ -56,8 +56,8 @@ class CommitPermission:
         Raises Fenced, or Unconfirmed when that could not be found out in `MAX_QUESTIONS` times `ANSWER_S` at most.
 
         What remains: a process that is stopped between this clock reading and the system call that makes the
-        change, some microseconds, makes it when it wakes, however late; and where a whole machine sleeps its clock
-        sleeps too, and lets a grant look younger than it is. No file system compares a generation as it renames.
+        change, some microseconds, makes it when it wakes, however late. No file system compares a generation as it
+        renames.
         The harm is bounded: that rename fails once the present has begun its first save in this directory, which
         removes the temporary manifest; and `load` verifies what it finds and takes the highest step, of one step
         the newest generation's, so the next commits of the present outrun what the past has left.
