@@ -77,12 +77,13 @@ FRAMEWORKS := build/frameworks-venv
 frameworks:  ## transformers, Lightning, Accelerate, TorchX and Ultralytics, unmodified: workers killed, nodes join and leave
 	@.ci/system-packages python
 	$(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[frameworks]' \
+	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt '.[frameworks]' \
 	    pytest pytest-timeout matplotlib opencv-python-headless polars psutil requests
 	# By itself it would bring torchvision, whose wheels need a torch that is built for GPUs.
 	$(FRAMEWORKS)/bin/pip install --quiet --disable-pip-version-check -c constraints-dev.txt --no-deps \
 	    ultralytics ultralytics-thop
-	$(FRAMEWORKS)/bin/python -m pytest -s --timeout 400 tests/frameworks
+	# Not from here: Python would find the package in this folder.
+	cd $(FRAMEWORKS) && bin/python -m pytest -c $(CURDIR)/pyproject.toml -s --timeout 400 $(CURDIR)/tests/frameworks
 
 soak: $(READY)  ## KILLS=200 kills of random workers, agents and nodes, with planned leaves between them, drawn from SEED=1; JOBS=64 jobs at once; a minute without etcd; and the tests that are too long for `make test`
 	@.ci/system-packages etcd
