@@ -69,7 +69,7 @@ DOCS := build/docs-venv
 docs:  ## the documentation as a site, in build/site; fails for a link that leads nowhere
 	@.ci/system-packages python
 	$(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9' 'mkdocstrings[python]>=1'
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check 'mkdocs-material>=9' 'mkdocstrings[python]>=1' ruff
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # In a virtual environment of its own, too: users need none of these libraries.

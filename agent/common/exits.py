@@ -246,7 +246,7 @@ class ConvertCode(Code):
 
     CONVERTED = 0, "the checkpoint is there in its new form, verified and durable"
     NOT_CONVERTED = 1, "nothing was written: the text says why"
-    BAD_CONFIG = 78, "the command line cannot be"
+    BAD_CONFIG = 78, "the command line is wrong"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C): nothing was written"
 
 
@@ -257,7 +257,7 @@ class EventsCode(Code):
     NO_RUN = 66, "no agent of this job answers here, and no files of such a run are there"
     NO_ANSWER = 69, "the agent that was asked did not answer in time"
     MISMATCH = 76, "what answers is another program, or another version of elastic-agent"
-    BAD_CONFIG = 78, "the command line cannot be"
+    BAD_CONFIG = 78, "the command line is wrong"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C), an end of --follow"
     OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 
@@ -269,7 +269,7 @@ class ReportCode(Code):
     NO_RUN = 66, "there is no such run folder, and none of a job of this name below the log directory"
     NO_ACCOUNT = 67, "no journal is there, or none of them says how time was spent: it may be too early"
     NOT_WRITTEN = 73, "the picture cannot be drawn or written; the report was shown"
-    BAD_CONFIG = 78, "the command line cannot be"
+    BAD_CONFIG = 78, "the command line is wrong"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
     OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 
@@ -280,7 +280,7 @@ class DiagnoseCode(Code):
     WRITTEN = 0, "the archive is written; its name is on stdout"
     NO_RUN = 66, "there is no such run folder, and none of a job of this name below the log directory"
     NOT_WRITTEN = 73, "the archive cannot be written"
-    BAD_CONFIG = 78, "the command line cannot be"
+    BAD_CONFIG = 78, "the command line is wrong"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
     OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 

@@ -45,24 +45,24 @@ class Checkpointer:
             if (step + 1) % 100 == 0:
                 checkpoints.save(step + 1)        # `step + 1` steps are done
 
-    state: by name, objects with `state_dict` and `load_state_dict` (a DDP model is unwrapped), or plain dicts,
-        which are updated in place. Everything in them must be tensors and plain Python data. Parts are loaded in
-        the order given here.
-    of_rank_0: names of parts whose tensors may differ between ranks, because rank 0's are meant for all. Whatever else
-        differs is refused at the first save.
-    of_each_rank: names of parts that each rank has for itself, such as the error feedback of PowerSGD: all are saved,
-        and each rank loads its own. A world of another size is refused, unless a part's name comes with a rule
-        (see `Reshard`): `of_each_rank={"hook": lambda states, rank, world_size: states.get(rank, {})}`.
-    keep: how many good checkpoints to retain, at least 1; with 1 a bit flip on disk loses everything.
-    max_failed_saves: a full or read-only disk does not end training: `save` warns and returns False, until this
-        many saves in a row have failed. 1 means raise at the first. Saves that fail because the rendezvous store is
-        away do not count: how long that may last is for the agent to judge.
-
-    memory_every: copy the state to this node's memory at every so many steps of `worker.step`; a
-        restart then begins at the newest copy, and costs at most so many steps. None: only when it is saved.
-
-    read_only: for an evaluation beside the training that saves here, or for a teacher in another training: `load` takes
-        nothing over and is no beginning of this training, `save` is an error. `state` may be some of the saved parts.
+    Args:
+        state: by name, objects with `state_dict` and `load_state_dict` (a DDP model is unwrapped), or plain dicts,
+            which are updated in place. Everything in them must be tensors and plain Python data. Parts are loaded in
+            the order given here.
+        of_rank_0: names of parts whose tensors may differ between ranks, because rank 0's are meant for all. Whatever
+            else differs is refused at the first save.
+        of_each_rank: names of parts that each rank has for itself, such as the error feedback of PowerSGD: all are
+            saved, and each rank loads its own. A world of another size is refused, unless a part's name comes with a
+            rule (see `Reshard`): `of_each_rank={"hook": lambda states, rank, world_size: states.get(rank, {})}`.
+        keep: how many good checkpoints to retain, at least 1; with 1 a bit flip on disk loses everything.
+        max_failed_saves: a full or read-only disk does not end training: `save` warns and returns False, until this
+            many saves in a row have failed. 1 means raise at the first. Saves that fail because the rendezvous store is
+            away do not count: how long that may last is for the agent to judge.
+        memory_every: copy the state to this node's memory at every so many steps of `worker.step`; a
+            restart then begins at the newest copy, and costs at most so many steps. None: only when it is saved.
+        read_only: for an evaluation beside the training that saves here, or for a teacher in another training: `load`
+            takes nothing over and is no beginning of this training, `save` is an error. `state` may be some of the
+            saved parts.
 
     Keep the object for as long as the training runs: one that the script has dropped, or closed, takes no part in it
     any more. In one process a directory has one Checkpointer at a time that is not read_only. This one is closed:
