@@ -7,20 +7,23 @@ started for it. It leaves its job by plan when the daemon ends, however that end
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ... import __file__ as _package
 from ...threads import Thread
 from ..common.exits import ExitCode
+from ..main.error_file import VARIABLE as ERROR_FILE
 from ..output.job_folders import hold
+from ..output.masking import masked, secrets_in
 from .hand_over import AgentCommand, send_job, was_taken
 
 _PR_SET_PDEATHSIG = 1
@@ -68,6 +71,8 @@ class JobAgentEnded:
 
     ticket: int
     code: int
+    error: str = ""
+    """Why, as its error file says; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,9 @@ class JobAgent:
         self, ticket: int, job: AgentCommand, output: Path, post: Callable[[JobAgentEnded | NotTaken], None]
     ) -> None:
         self.ticket = ticket
-        self._job = job
+        # Its name is that of a log, for JobFolders to delete it where a daemon that was killed has left it.
+        self._error_file = output.with_name(f".{output.name}.error.log")
+        self._job = replace(job, environment={ERROR_FILE: str(self._error_file), **job.environment})
         self._output = output
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
@@ -110,6 +117,7 @@ class JobAgent:
         `JobAgentEnded`. Raises OSError: then nothing follows."""
         try:
             self._output.parent.mkdir(parents=True, exist_ok=True)
+            self._error_file.unlink(missing_ok=True)
             file = self._output.open("ab")
         except OSError:
             if waiting is not None:
@@ -129,7 +137,17 @@ class JobAgent:
                 cwd=job.directory,
                 env=job.environment,
             )
-        Thread(lambda: self._post(JobAgentEnded(self.ticket, process.wait())), "job-agent").start()
+        Thread(lambda: self._post(self._ended(process.wait())), "job-agent").start()
+
+    def _ended(self, code: int) -> JobAgentEnded:
+        try:
+            report = json.loads(self._error_file.read_text(errors="replace"))["message"]
+            self._error_file.unlink()
+            rank = report["extraInfo"].get("rank")
+            error = " ".join(report["message"].split()) + (f" (rank {rank})" if rank is not None else "")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            error = ""
+        return JobAgentEnded(self.ticket, code, masked(error, secrets_in(self._job.environment)))
 
     @property
     def has_ended(self) -> bool:
@@ -156,6 +174,6 @@ class JobAgent:
             if not taken:
                 process.kill()  # it may stand still
             code = process.wait()
-            self._post(JobAgentEnded(self.ticket, code) if taken else NotTaken(self.ticket))
+            self._post(self._ended(code) if taken else NotTaken(self.ticket))
 
         Thread(follow, "job-agent").start()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ...pool.member import Assignment
-from ...pool.records import SeatEnd, SeatOutcome
+from ...pool.records import SeatEnd, SeatOutcome, short
 from ..common.exits import ExitCode, signal_name
 from ..configuration.config import (
     CONFIG_FILE,
@@ -30,6 +30,9 @@ OF_THE_POOL: frozenset[str] = frozenset(
     )
 )
 """Options of a job's agents that its pool decides, not who submits the job."""
+
+_MOST_ERROR = 500
+"""Characters of what an agent says of its end."""
 
 _FAILED = frozenset({ExitCode.WORKERS_FAILED, ExitCode.CRASH_LOOP, ExitCode.NOT_ON_DISK})
 _REFUSED = frozenset({ExitCode.UNLIKE_THE_JOB, ExitCode.STORE_MISMATCH, ExitCode.BAD_CONFIG})
@@ -74,8 +77,8 @@ def own_words(settings: Settings, folder: str) -> tuple[str, ...]:
     return words if file is None else (f"--{CONFIG_FILE.name}={os.path.join(folder, file)}", *words)
 
 
-def seat_end(assignment: Assignment, code: int) -> SeatEnd:
-    """`code`: of the job's agent, as `subprocess` counts it."""
+def seat_end(assignment: Assignment, code: int, error: str = "") -> SeatEnd:
+    """`code`: of the job's agent, as `subprocess` counts it. `error`: why it ended so, if it has said that."""
     ticket, job = assignment.seat.ticket, assignment.job.job
     if code < 0:
         reason = f"the job's agent was killed by {signal_name(-code)}"
@@ -94,4 +97,7 @@ def seat_end(assignment: Assignment, code: int) -> SeatEnd:
         outcome = SeatOutcome.REFUSED
     elif known in _LEFT:
         outcome = SeatOutcome.LEFT
-    return SeatEnd(job, ticket, outcome, code, f"exit code {code}: {known.meaning}")
+    reason = (
+        f"{short(error, _MOST_ERROR)}; exit code {code}" if error else f"exit code {code}: {known.meaning}"
+    )
+    return SeatEnd(job, ticket, outcome, code, reason)

@@ -228,7 +228,7 @@ class DaemonLoop:
     def _ended(self, event: JobAgentEnded, _: float) -> None:
         assignment = self._assignment
         assert assignment is not None, "only a job that runs here can end"
-        end = seat_end(assignment, event.code)
+        end = seat_end(assignment, event.code, event.error)
         log.info("job %s: ended here: %s", assignment.job.job, end.reason)
         self._agent = self._assignment = None
         self._over(end)

@@ -138,7 +138,8 @@ def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
 def check_target(command: Command, environ: Mapping[str, str]) -> None:
     """Raises ConfigError: no restart helps what is not there."""
     if command.kind == "binary" and shutil.which(command.target, path=environ.get("PATH")) is None:
-        expected = "a program that exists and may be run"
+        found = "this file may not be run" if os.path.isfile(command.target) else "there is none of this name"
+        expected = f"a program that exists and may be run, but {found}"
         advice = f"check its name and PATH, or write its path, seen from {os.getcwd()}"
         raise ConfigError([Problem("--no-python", command.target, expected, advice)])
     ours = job_python(environ) == sys.executable

@@ -790,6 +790,7 @@ def test_the_documented_exit_codes_are_the_exit_codes() -> None:
     [
         ("folder", "but it is a folder; name a file in it, or run a package with -m"),
         ("none.py", "but there is none of this name; check the path, seen from"),
+        ("trian.py", "did you mean train.py? Else check the path, seen from"),
         ("9" * 300, "but there is none of this name; check the path, seen from"),
         ("statsu", "did you mean elastic-agent status? Else check the path"),
         ("version", "did you mean elastic-agent --version?"),
@@ -801,6 +802,7 @@ def test_the_problem_with_a_script_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "train.py").touch()
     (tmp_path / "library.so").write_bytes(b"\x7fELF\x02\x01")
     [problem] = problems_of([name])
     assert said in problem

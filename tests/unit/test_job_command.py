@@ -80,6 +80,8 @@ def test_every_exit_code_of_an_agent_means_something_for_its_job(code: ExitCode)
     assert end.outcome is next(expected, SeatOutcome.NOT_HERE)
     assert (end.job, end.ticket, end.code) == ("ab12", 7, code)
     assert code.meaning in end.reason
+    said = seat_end(DUE, code, "ValueError: boom (rank 0)")
+    assert (said.outcome, said.reason) == (end.outcome, f"ValueError: boom (rank 0); exit code {code}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGRTMIN + 1])

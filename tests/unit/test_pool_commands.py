@@ -7,6 +7,7 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -234,6 +235,16 @@ def test_the_last_line_of_submit_is_the_id_of_what_is_in_the_queue(
         job.submitted_at,
         job.submitted_by,
     )
+
+
+def test_a_script_that_is_not_in_the_jobs_directory_is_refused(
+    pool: PoolStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = f"--directory={tmp_path}"
+    assert submit.main([here, "nofile.py"]) == PoolCode.BAD_CONFIG
+    assert f"{tmp_path}, where the job is to run, has no nofile.py" in capsys.readouterr().err
+    (tmp_path / "nofile.py").touch()
+    assert submit.main([here, "nofile.py"]) == PoolCode.DONE
 
 
 def test_nothing_is_submitted_where_no_node_is(store: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:

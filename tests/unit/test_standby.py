@@ -178,6 +178,17 @@ def test_a_job_that_no_system_can_start_ends_no_daemon(command: AgentCommand, tm
         agent.start()
 
 
+def test_an_agent_that_ends_says_why_to_its_daemon(tmp_path: Path) -> None:
+    """Its workers are gone by then, and with them what they have printed to no file."""
+    (tmp_path / "train.py").write_text("raise ValueError('boom')")
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    words = ("--preload=none", "--standalone", "--max-restarts=0", "train.py")
+    JobAgent(7, AgentCommand(words, dict(os.environ), str(tmp_path)), tmp_path / "output", events.put).start()
+    ended = events.get(timeout=PATIENCE_S)
+    assert ended == JobAgentEnded(7, ExitCode.WORKERS_FAILED, "ValueError: boom (rank 0)")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["output", "train.py"]
+
+
 def test_an_agent_that_is_installed_badly_is_no_failure_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "elastic_agent").mkdir()
     (tmp_path / "elastic_agent" / "__init__.py").write_text("import nothing_of_this_name")

@@ -142,6 +142,16 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
             PoolCode.BAD_CONFIG,
             f"the job needs {job.min_nodes} nodes, and the pool has at most {most} (--max-nodes of its daemons)",
         )
+    script = settings[SCRIPT].value if SCRIPT in settings else None
+    if (
+        script is not None
+        and os.path.isdir(job.directory)
+        and not os.path.exists(os.path.join(job.directory, script))
+    ):
+        raise CannotDo(
+            PoolCode.BAD_CONFIG,
+            f"{job.directory}, where the job is to run, has no {script}: check its name, or see --directory",
+        )
     try:
         text = job.to_json()
     except RecordInvalid as error:

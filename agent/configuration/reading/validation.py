@@ -6,6 +6,7 @@ mistake is one problem.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -100,7 +101,7 @@ def _script_problem(script: str) -> tuple[str, str]:
         return "it is a folder", "name a file in it, or run a package with -m NAME"
     if not os.path.lexists(path):
         meant = get_close_matches(script, (*COMMANDS, "--help", "--version"), n=1, cutoff=0.7)
-        guess = f"did you mean elastic-agent {meant[0]}? Else " if meant else ""
+        guess = f"did you mean elastic-agent {meant[0]}? Else " if meant else _scripts_like(path)
         return "there is none of this name", f"{guess}check the path, seen from {os.getcwd()}"
     if _stat_readable(path) is None:
         return "this user cannot read it", "check its kind and permissions: ls -lL"
@@ -111,6 +112,14 @@ def _script_problem(script: str) -> tuple[str, str]:
                 "to run a program, write --no-python PROGRAM; a library is no program",
             )
     return "", ""
+
+
+def _scripts_like(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        scripts = [name for name in os.listdir(path.parent) if name.endswith(path.suffix)]
+        for name in get_close_matches(path.name, scripts, n=1):
+            return f"did you mean {path.with_name(name)}? Else "
+    return ""
 
 
 _PASSWORD_NEEDS = (ETCD_USER, "a user with it", "add --etcd-user NAME, or leave the password out")
