@@ -150,7 +150,7 @@ class HealthServer:
         self,
         bind: socket.socket,
         answers: Answers,
-        thread: Callable[[Callable[[], None], str], threading.Thread],
+        thread: Callable[..., threading.Thread],
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -325,7 +325,9 @@ class HealthServer:
             self._answered(connection, answer_of(*full))
             return
         self._busy[path] += 1
-        self._new_thread(partial(self._make_answer, connection, path, head), "http-answer").start()
+        none = answer_of(*status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": no thread can be started for it now"))
+        otherwise = partial(self._give, connection, path, none)
+        self._new_thread(partial(self._make_answer, connection, path, head), "http-answer", otherwise).start()
 
     def _make_answer(self, connection: _Connection, path: bytes, head: bytes) -> None:
         """In a thread of its own."""
@@ -335,6 +337,10 @@ class HealthServer:
             logger.exception("cannot answer: path=%s", path.decode())
             page = status_page(HTTPStatus.INTERNAL_SERVER_ERROR)
         answer = answer_of(*page, with_body=head.startswith(b"GET"))
+        self._give(connection, path, answer)
+
+    def _give(self, connection: _Connection, path: bytes, answer: bytes) -> None:
+        """For any thread."""
         self._made.put((connection, path, answer))
         self.wake()
 

@@ -19,6 +19,7 @@ from ...rendezvous.statements.inquiry import Testimony
 from ...rendezvous.store.interface import Change, LeaseId
 from ...rendezvous.store.requests import Answer, Request, Subscription
 from ...worker.wire.messages import FromGuard, ReplicationReport, Report
+from .exits import ExitCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,10 @@ class LeaseGone:
 
 @dataclass(frozen=True, slots=True)
 class StoreGone:
-    """One of the threads at the store has failed, and posts nothing any more."""
+    """One of the threads at the store posts nothing any more. Where it has failed, a `ThreadFailed` came before."""
 
     reason: str
+    code: ExitCode = ExitCode.NOT_HERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,23 +225,19 @@ class SavesFinished:
     """Why the last save is not on disk; empty: it is on disk, or there was none."""
 
 
-MORE_THREADS = "raise ulimit -u, or TasksMax of the service"
-
-
 @dataclass(frozen=True, slots=True)
 class ThreadFailed:
     """A thread of this process has ended as it should not, or could not be started."""
 
     name: str
     problem: str
+    code: ExitCode = ExitCode.AGENT_FAILED
 
     @property
     def reason(self) -> str:
-        """Of the agent's end, and what to do about it."""
-        return (
-            f"the thread {self.name} has failed: {self.problem}. If it could not be started, {MORE_THREADS}; "
-            "otherwise report it with the traceback above"
-        )
+        """Of this process' end, and what to do about it."""
+        report = "; report it with the traceback above" if self.code is ExitCode.AGENT_FAILED else ""
+        return f"the thread {self.name} has failed: {self.problem}{report}"
 
 
 @dataclass(frozen=True, slots=True)

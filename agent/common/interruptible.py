@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import time
@@ -12,8 +13,9 @@ from typing import TypeVar
 
 from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S
 from ...threads import Thread
-from .events import MORE_THREADS, Event, Signalled, ThreadFailed
+from .events import Event, Signalled, ThreadFailed
 from .exits import CannotStart, ExitCode, code_of_leave
+from .lacks import REMEDIES
 
 T = TypeVar("T")
 
@@ -41,7 +43,8 @@ def unless_stopped(
         except BaseException as error:
             done.set_exception(error)
 
-    failed = CannotStart(ExitCode.AGENT_FAILED, f"no thread could be started for {doing}: {MORE_THREADS}")
+    lack = REMEDIES[errno.EAGAIN]
+    failed = CannotStart(ExitCode.NOT_HERE, f"no thread could be started for {doing}: {lack}")
     Thread(run, doing.replace(" ", "-"), lambda: done.set_exception(failed)).start()
     kept: list[Event] = []
     try:
@@ -57,7 +60,7 @@ def unless_stopped(
                 while not events.empty():
                     event = events.get()
                     if isinstance(event, ThreadFailed):
-                        raise CannotStart(ExitCode.AGENT_FAILED, event.reason) from None
+                        raise CannotStart(event.code, event.reason) from None
                     if isinstance(event, Signalled):
                         code = code_of_leave(event.number, requeues=requeues)
                         raise CannotStart(code, f"stopped while {doing}") from None

@@ -137,7 +137,7 @@ class JobAgent:
                 cwd=job.directory,
                 env=job.environment,
             )
-        Thread(lambda: self._post(self._ended(process.wait())), "job-agent").start()
+        self._begin(lambda: self._post(self._ended(process.wait())))
 
     def _ended(self, code: int) -> JobAgentEnded:
         try:
@@ -176,4 +176,8 @@ class JobAgent:
             code = process.wait()
             self._post(self._ended(code) if taken else NotTaken(self.ticket))
 
-        Thread(follow, "job-agent").start()
+        self._begin(follow)
+
+    def _begin(self, waiting: Callable[[], None]) -> None:
+        """As soon as the machine lets a thread start: the job runs meanwhile."""
+        Thread(waiting, "job-agent", lambda: self._begin(waiting)).start()

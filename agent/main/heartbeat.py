@@ -105,8 +105,8 @@ class Heartbeat:
         self._thread = threading.current_thread()
         self._closed = threading.Event()
 
-    def start(self, otherwise: Callable[[], None] = lambda: None) -> None:
-        """`otherwise` runs when the thread that watches has failed."""
+    def start(self, otherwise: Callable[[], None] | None = None) -> None:
+        """`otherwise` is of the thread that watches, see `Thread`."""
         Thread(self._watch, "heartbeat", otherwise).start()
 
     def close(self) -> None:

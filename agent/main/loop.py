@@ -363,7 +363,7 @@ class Loop:
         supervisor, services, handlers = self._supervisor, self._services, Handlers()
         deliver_to(self._participant, handlers)
         on = handlers.on
-        on(StoreGone, lambda event, _: None)  # its thread's ThreadFailed ends the agent
+        on(StoreGone, self._thread_failed)
         for kind in get_args(GenerationEvent):
             on(kind, supervisor.handle)
         on(GpuHealthMessage, lambda event, _: supervisor.gpu_health_message(event))
@@ -403,11 +403,11 @@ class Loop:
         if lost:
             self._ending = Ending(ExitCode.NOT_ON_DISK, f"{departing.reason}, but {lost}")
 
-    def _thread_failed(self, event: ThreadFailed, _: float) -> None:
+    def _thread_failed(self, event: ThreadFailed | StoreGone, _: float) -> None:
         """What it did is not done any more, and the others may wait for it: they are better off without this node."""
         if self._fatal is None:
             log.error("this agent ends: %s", event.reason)
-            self._fatal = Ending(ExitCode.AGENT_FAILED, event.reason)
+            self._fatal = Ending(event.code, event.reason)
             if self._departing is not None:
                 self._departing = self._fatal  # the last saves may not be on disk
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from ..common.events import Event, Signalled, ThreadFailed
 from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode
+from ..common.lacks import lack_in
 from ..configuration.logs import LogConfig
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.stopping import StopConfig
@@ -75,5 +76,8 @@ def catch_signals(events: queue.SimpleQueue[Event], more: Collection[signal.Sign
 
 
 def thread_failed(events: queue.SimpleQueue[Event], name: str, error: BaseException) -> None:
+    if lack := lack_in(error):
+        events.put(ThreadFailed(name, lack, ExitCode.NOT_HERE))
+        return
     events.put(ThreadFailed(name, repr(error)))
     log.error("the thread %s has failed", name, exc_info=error)

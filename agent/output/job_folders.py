@@ -87,7 +87,8 @@ class JobFolders:
     def tidy(self, known: Collection[str]) -> None:
         """Deletes what is not kept while the store knows these jobs, in a thread of its own."""
         if self._tidying is None or not self._tidying.is_alive():
-            self._tidying = Thread(partial(_tidy, self._root, self._pool, known), "job-folders")
+            tidy = partial(_tidy, self._root, self._pool, known)
+            self._tidying = Thread(tidy, "job-folders", lambda: None)
             self._tidying.start()
 
 

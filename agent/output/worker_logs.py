@@ -124,7 +124,7 @@ class WorkerLogs:
             self._run = RunFolder(folder)
         if self._tidying is None or not self._tidying.is_alive():
             tidy = partial(_tidy, self._run, generation)
-            self._tidying = Thread(tidy, "log-folders")
+            self._tidying = Thread(tidy, "log-folders", lambda: None)
             self._tidying.start()
 
     @property

@@ -8,6 +8,7 @@ the main loop: while that does not turn (`heartbeat`), it is not confirmed.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import queue
@@ -43,6 +44,7 @@ from ..common.events import (
     Unanswered,
     WatchCompacted,
 )
+from ..common.lacks import REMEDIES
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,8 @@ class StoreLink:
 
     def start(self) -> None:
         for name, work in (("requests", self._serve), ("lease", self._keep_alive), ("watch", self._observe)):
-            gone = StoreGone(f"this program's thread store-{name} has failed")
+            lack = REMEDIES[errno.EAGAIN]
+            gone = StoreGone(f"the thread store-{name} has failed, or could not be started: {lack}")
             Thread(work, f"store-{name}", partial(self._post, gone)).start()
 
     def ask(self, request: Request) -> None:

@@ -17,6 +17,7 @@ from elastic_agent import threads
 from elastic_agent.agent.common.events import Event, Probed, StopRead, StoreGone, ThreadFailed
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.interruptible import unless_stopped
+from elastic_agent.agent.main.process import thread_failed
 from elastic_agent.agent.rendezvous_io.peer_link import PeerLink
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.agent.workers.links.commit_fence import CommitFence
@@ -60,6 +61,10 @@ class Failed:
     def next(self) -> str:
         return self._heard.get(timeout=PATIENCE_S)[0]
 
+    def has(self, name: str, how: str) -> bool:
+        """Of a thread without which the process goes on: only its death is one."""
+        return self.next() == name if how == "dies" else self._heard.empty()
+
 
 @pytest.fixture
 def failed() -> Iterator[Failed]:
@@ -90,6 +95,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, how: str, name: str) -> None:
     if how == "dies":
         monkeypatch.setattr(Thread, "run", die)
     else:
+        monkeypatch.setattr(threads, "START_WITHIN_S", 0.0)
         monkeypatch.setattr(threading.Thread, "start", refuse)
 
 
@@ -101,9 +107,38 @@ def test_a_failure_is_reported_and_then_answers_who_waits(
     answered = threading.Event()
     thread = Thread(lambda: None, "one", answered.set)
     thread.start()
-    assert failed.next() == "one"
     assert answered.wait(PATIENCE_S)
+    assert failed.has("one", how)
     thread.join(PATIENCE_S)
+
+
+def test_what_the_process_cannot_be_without_fails_it_where_it_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed
+) -> None:
+    fail(monkeypatch, "cannot be started", "one")
+    Thread(lambda: None, "one").start()
+    name, error = failed._heard.get(timeout=PATIENCE_S)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    thread_failed(events, name, error)
+    event = events.get()
+    assert isinstance(event, ThreadFailed)
+    assert event.code is ExitCode.NOT_HERE
+    assert "pids.max" in event.reason
+
+
+def test_a_thread_that_cannot_be_started_for_a_moment_is_started_after_it(
+    monkeypatch: pytest.MonkeyPatch, failed: Failed
+) -> None:
+    done = threading.Event()
+    thread = Thread(done.set, "one", lambda: failed("otherwise", ValueError()))
+    with monkeypatch.context() as patch:
+        fail(patch, "cannot be started", "one")
+        patch.setattr(threads, "START_WITHIN_S", PATIENCE_S)
+        thread.start()
+        assert not done.is_set()
+    thread.join(PATIENCE_S)
+    assert done.is_set()
+    assert failed._heard.empty()
 
 
 def test_a_thread_that_another_library_started_is_missed_too(failed: Failed) -> None:
@@ -144,7 +179,7 @@ def test_a_short_lived_thread_that_fails_has_answered(
             fail(patch, how, name)
             begin(events.put)
             answer = events.get(timeout=PATIENCE_S)
-        assert failed.next() == name
+        assert failed.has(name, how)
         if isinstance(answer, Probed):
             assert answer.finding is Absence.SILENT
         else:
@@ -172,17 +207,16 @@ def test_a_worker_whose_answering_thread_fails_loses_its_connection_and_the_next
         for _ in range(2):
             with pytest.raises(Invalid, match="ended the connection after 0 bytes"):
                 asked()
-            assert failed.next() == "worker-answer"
+            assert failed.has("worker-answer", how)
     assert asked() == CommitRefused("the rendezvous store holds no world")
     links.close()
 
 
-@pytest.mark.parametrize("how", FAILURES)
 def test_the_thread_that_keeps_lent_locks_is_missed(
-    monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
+    monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path
 ) -> None:
-    """Nothing is posted, and it is not started again: its failure ends the agent."""
-    fail(monkeypatch, how, "directory-locks")
+    """Nothing is posted: its failure ends the agent."""
+    fail(monkeypatch, "dies", "directory-locks")
     receiver = ReportReceiver(tmp_path / "reports", lambda _: None, lambda: True, lambda: 1.0, lambda: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
         for _ in range(2):
@@ -201,8 +235,8 @@ def test_a_failed_thread_at_the_store_is_posted(
     fail(monkeypatch, how, name)
     link = StoreLink(MemoryStore(), 5.0, events.put, time.monotonic, random.Random(1))
     link.start()
-    assert failed.next() == name
     assert isinstance(events.get(timeout=PATIENCE_S), StoreGone)
+    assert failed.has(name, how)
     link.close()
 
 
@@ -215,7 +249,7 @@ def test_names_are_asked_again_after_a_thread_for_them_has_failed(
     with monkeypatch.context() as patch:
         fail(patch, how, "etcd-names")
         addresses.refresh(PATIENCE_S)
-        assert failed.next() == "etcd-names"
+        assert failed.has("etcd-names", how)
     now[0] = 10.0
     addresses.refresh(PATIENCE_S)
     assert [address.ip for address in addresses.ring] == ["10.0.0.1"]
@@ -232,7 +266,7 @@ def test_a_start_ends_at_once_when_a_thread_fails_or_cannot_be_started(
     fail(monkeypatch, "cannot be started", "looking-again")
     with pytest.raises(CannotStart) as refusal:
         unless_stopped(lambda: None, events, "looking again")
-    assert refusal.value.code is ExitCode.AGENT_FAILED
+    assert refusal.value.code is ExitCode.NOT_HERE
 
 
 # --- No other way
@@ -267,4 +301,3 @@ def test_a_store_that_cannot_open_its_link_is_an_error(
     fail(monkeypatch, "cannot be started", "c10d-opening")
     with pytest.raises(StoreUnavailable, match="thread"):
         C10dStore.connect("127.0.0.1", 9, "job", 0.1)
-    assert failed.next() == "c10d-opening"

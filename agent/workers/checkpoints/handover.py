@@ -360,7 +360,7 @@ def _on_disk(path: str, header: Header) -> bool:
             newest = CheckpointFiles(path, keep=1, run=Run(header.run)).newest_manifest()
             found.append(newest is not None and newest.run == header.run and newest.step >= header.step)
 
-    thread = Thread(look, "handover-disk")
+    thread = Thread(look, "handover-disk", lambda: None)
     thread.start()
     thread.join(DISK_S)
     return any(found)

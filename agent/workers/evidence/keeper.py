@@ -169,7 +169,8 @@ class EvidenceKeeper:
     def add(self, look: Look, name: str, text: str) -> None:
         """A file beside those of the look, if it has any. Written in a thread of its own, one at a time."""
         if look.path is not None and (self._adding is None or not self._adding.is_alive()):
-            self._adding = Thread(partial(self._write, look.path, {name: text}, self._generation), "evidence")
+            write = partial(self._write, look.path, {name: text}, self._generation)
+            self._adding = Thread(write, "evidence", lambda: None)
             self._adding.start()
 
     def close(self) -> None:
@@ -229,7 +230,7 @@ class EvidenceKeeper:
         asked_at = self._clock()
         if self._asking is None or not self._asking.is_alive():
             order, ranks = Order(), [one.rank for one in targets]
-            self._asking = Thread(partial(self._ask_for_records, records, ranks, order), "evidence")
+            self._asking = Thread(partial(self._ask_for_records, records, ranks, order), "evidence", order.end)
             self._asking.start()
             order.wait(until, self._clock)
         return records.recorded(asked_at)

@@ -43,7 +43,7 @@ class MasterCheck:
         self._over = threading.Event()
 
     def start(self) -> None:
-        Thread(self._run, "master-port").start()
+        Thread(self._run, "master-port", self._over.set).start()
 
     @property
     def under_way(self) -> bool:

@@ -44,7 +44,7 @@ class BackgroundChecks:
             self._running = True
             run = self._new_run()
             self._runs = [*(run for run in self._runs if run.pid is not None), run]
-            Thread(lambda: self._wait_for(run), "node-checks").start()
+            Thread(lambda: self._wait_for(run), "node-checks", lambda: self._post(run.findings())).start()
         return self._running
 
     def ended(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:

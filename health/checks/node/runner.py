@@ -51,7 +51,7 @@ class CheckRun:
         self._limits_s = dict(limits_s or {})
         self._python = python
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_at = 0.0
+        self._started_at = time.monotonic()
         self._problem = ""
         self.hangs = False
         """A probe is left that SIGKILL does not end. `close` makes it another process' child."""
