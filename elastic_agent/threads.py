@@ -89,7 +89,7 @@ class Thread(threading.Thread):
     """A thread whose failure is reported. A daemon: one that a dead store holds for ever does not delay the end."""
 
     def __init__(
-        self, work: Callable[[], object], name: str, otherwise: Callable[[], None] | None = None
+        self, work: Callable[[], object], name: str, otherwise: Callable[[], object] | None = None
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._work = work

@@ -325,7 +325,9 @@ class HealthServer:
             self._answered(connection, answer_of(*full))
             return
         self._busy[path] += 1
-        none = answer_of(*status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": no thread can be started for it now"))
+        none = answer_of(
+            *status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": no thread can be started for it now")
+        )
         otherwise = partial(self._give, connection, path, none)
         self._new_thread(partial(self._make_answer, connection, path, head), "http-answer", otherwise).start()
 

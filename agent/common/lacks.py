@@ -1,16 +1,17 @@
 """What this machine lacks, for now or for good: another machine could do it, or this one later.
 
-One boundary for all of it: what cannot be claimed or started for a lack is tried again under `AGAIN`, by this node
-alone. Then the node leaves with exit code 73: a lack is no failure of the script, and spends none of its restarts.
+A lack is no failure of the script. While a job runs, what this node cannot have is tried again for `GIVES_UP_S` by
+this node alone; then it leaves, with exit code 73, as it does at once for a lack at its own start.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 
-from ...rendezvous.store.requests import RetryPolicy
-
-AGAIN, GIVES_UP_S = RetryPolicy(first_wait_s=0.1, max_wait_s=2.0), 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+"""Between two tries: it doubles."""
+GIVES_UP_S = 10.0
 
 REMEDIES = {
     errno.EMFILE: "this process has no file descriptors left; raise `ulimit -n` (systemd: LimitNOFILE)",
@@ -29,3 +30,23 @@ def lack_in(error: BaseException) -> str:
     """The error, and what to do about it; empty for one that is no lack of this machine."""
     remedy = REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{error}: {remedy}" if remedy else ""
+
+
+class Lack:
+    """What is lacking in one thread, from the first try that shows it to the one that goes well."""
+
+    def __init__(self) -> None:
+        self.over()
+
+    def over(self) -> None:
+        self._since = math.inf
+        self._tries = 0
+        self.again_at = -math.inf
+        """When there may be another try."""
+
+    def met(self, now: float) -> bool:
+        """By a try. Whether there may be another."""
+        self._since = min(self._since, now)
+        self.again_at = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**self._tries)
+        self._tries += 1
+        return now < self._since + GIVES_UP_S

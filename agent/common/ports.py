@@ -14,7 +14,8 @@ Invariant: no two listeners on one port. SO_REUSEADDR is set so that connections
 not block us; with it, Linux lets two sockets bind one port as long as neither listens, and refuses the second
 `listen`. That is why listening is part of taking the port.
 
-Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose another.
+Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose another,
+`PortLacking` try again (`lacks`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 
 from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
 
+from .lacks import REMEDIES
 from .port_owner import PortOwner, find_owner
 
 # A thousand ranks connecting at once must not meet a full queue; the kernel caps it at net.core.somaxconn.
@@ -38,14 +40,10 @@ BACKLOG = 4096
 # Stateless: agents started, or forked, alike still draw different offsets.
 OS_RANDOM = random.SystemRandom()
 
-_REMEDIES = {
+_REMEDIES = REMEDIES | {
     errno.EADDRNOTAVAIL: "no interface of this machine has that address; choose one that `ip address` lists",
     errno.EACCES: "this user may not bind it; choose a port above 1023, or grant CAP_NET_BIND_SERVICE",
     errno.EAFNOSUPPORT: "this machine has no IPv6; choose an IPv4 address",
-    errno.EMFILE: "this process has no file descriptors left; raise `ulimit -n` (systemd: LimitNOFILE)",
-    errno.ENFILE: "this machine has no file descriptors left; end what holds them, or raise fs.file-max",
-    errno.ENOBUFS: "this machine's kernel has no memory left for sockets; make room",
-    errno.ENOMEM: "this machine has no memory left; make room",
 }
 
 
@@ -55,6 +53,10 @@ class PortError(Exception):
 
 class PortConfigError(PortError):
     """The setting cannot work on this machine; trying again cannot help. Fix the configuration."""
+
+
+class PortLacking(PortError):
+    """This machine lacks descriptors or memory for it."""
 
 
 class PortTaken(PortError):
@@ -151,7 +153,7 @@ def bind_listener(
     `address` is an IPv4 or IPv6 address of this machine, not a name. `purpose` says in errors and metrics what
     the port is for. `on_attempt(purpose, ok)` is called after every round.
 
-    Raises PortConfigError, PortTaken: see the module's docstring for what to do about each.
+    Raises PortConfigError, PortTaken, PortLacking: see the module's docstring for what to do about each.
     """
     if isinstance(ports, int):
         ports = PortRange(ports, ports)
@@ -219,7 +221,8 @@ def _listen(address: str, port: int, purpose: str) -> socket.socket | None:
         if exc.errno == errno.EADDRINUSE:
             return None
         remedy = _REMEDIES.get(exc.errno or 0, "trying again will not change that; choose another address")
-        raise PortConfigError(
+        refusal = PortLacking if exc.errno in REMEDIES else PortConfigError
+        raise refusal(
             f"cannot listen on {address} port {port} for {purpose}: {exc.strerror}: {remedy}"
         ) from exc
     return listener

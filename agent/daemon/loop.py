@@ -214,8 +214,8 @@ class DaemonLoop:
         handlers = Handlers()
         deliver_from_store(self._member, handlers)
         on = handlers.on
-        for gone in (StoreGone, ThreadFailed):
-            on(gone, lambda event, _: self._fail(event.code, event.reason))
+        on(StoreGone, lambda event, _: self._fail(event.code, event.reason))
+        on(ThreadFailed, lambda event, _: self._fail(event.code, event.reason))
         on(JobAgentEnded, self._ended)
         on(NotTaken, self._not_taken)
         on(NodeChecked, self._checked)

@@ -44,7 +44,8 @@ from ..common.events import (
     WriterWanted,
 )
 from ..common.exits import ENDINGS, TIME_IS_OVER, ExitCode, code_of_leave
-from ..common.ports import OfferedPort, PortError
+from ..common.lacks import GIVES_UP_S, Lack
+from ..common.ports import OfferedPort, PortError, PortLacking
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig
 from ..configuration.timeouts import last_saves_s, obeys_before_s
 from ..machine.gpus.memory import GpuMemory
@@ -164,6 +165,8 @@ class Loop:
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
+        self._lack = Lack()
+        """Of what the next workers need."""
         self._fatal: Ending | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
 
@@ -206,6 +209,7 @@ class Loop:
             again_at,
             obey_at,
             self._saves_cut_at,
+            self._lack.again_at,
             manager.next_beat,
             self._services.gpu_memory.turn(now),
             self._services.checks.turn(participant, now),
@@ -220,12 +224,26 @@ class Loop:
         return self._supervisor.undisturbed
 
     def new_port(self) -> int | None:
+        if self._clock() < self._lack.again_at:
+            return None
         try:
-            return self._port.renew()
+            port = self._port.renew()
+            self._lack.over()
+            return port
+        except PortLacking as error:
+            self._lacks(str(error), self._clock())
         except PortError as error:
             log.error("no port for the workers' store: %s", error)
             self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, str(error))
-            return None
+        return None
+
+    def _lacks(self, what: str, now: float) -> None:
+        """A try to have something for the next workers has shown that this machine lacks it."""
+        if self._lack.met(now):
+            log.warning("%s: trying again", what)
+            return
+        log.error("%s: this node leaves, as that has lasted for %g s", what, GIVES_UP_S)
+        self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, what)
 
     def advance(self, now: float) -> bool:
         workers_gone = self._supervisor.turn(now)
@@ -253,7 +271,10 @@ class Loop:
                 return False
             if self._services.memory_server is not None:
                 self._services.memory_server.renew_key()
-            supervisor.start(action.world, action.member, self._port.listener, now)
+            if lack := supervisor.start(action.world, action.member, self._port.listener, now):
+                self._lacks(lack, now)
+                return False
+            self._lack.over()
             return True
         elif isinstance(action, Drain):
             return supervisor.drain(action)
@@ -272,6 +293,8 @@ class Loop:
 
     def _not_ready_for(self, start: Start, now: float) -> str:
         """What keeps this node from starting its workers; empty where nothing does."""
+        if now < self._lack.again_at or self._supervisor.group is not None:
+            return "what this machine lacks for them"
         if self._services.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"
         if not self._supervisor.prepared(start.world, start.member, now):

@@ -37,7 +37,7 @@ class Prepared:
 
 
 def prepare_process() -> Prepared:
-    """To be called once, before this process has started any other."""
+    """To be called once, before this process has started any other. Raises OSError."""
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     listen(lambda thread, error: thread_failed(events, thread, error))
     subreaper, adoption_error, io = Subreaper(), adopt_orphans(), IoThread()

@@ -31,6 +31,7 @@ from ...threads import Thread
 from ...worker.wire.shared_progress import clock
 from ..common.exits import CannotStart, ExitCode
 from ..common.interruptible import unless_stopped
+from ..common.lacks import lack_in
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..machine.cgroups import claim_cgroup
@@ -147,8 +148,11 @@ def run(
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))
     except Exception as error:
-        log.exception("the main thread has failed; please report this")
-        ending = Ending(ExitCode.AGENT_FAILED, f"the main thread has failed: {error!r}")
+        if lack := lack_in(error):
+            ending = Ending(ExitCode.NOT_HERE, lack)
+        else:
+            log.exception("the main thread has failed; please report this")
+            ending = Ending(ExitCode.AGENT_FAILED, f"the main thread has failed: {error!r}")
     if ending.code is not ExitCode.SUCCESS:
         write_error_file(os.environ, ending.code, ending.reason, ending.failure, time.time())
     level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR

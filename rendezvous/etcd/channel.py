@@ -271,7 +271,9 @@ class Connection:
             return channel, channel.stream(method, requests, _metadata(token)), token
         except ValueError as error:
             raise self.problem(channel, error, token) from error
-        except RuntimeError as error:  # gRPC could start no thread, and no stream of this channel has one from now on
+        except (
+            RuntimeError
+        ) as error:  # gRPC could start no thread, and no stream of this channel has one from now on
             raise self.fail_over(channel, f"a watch of etcd cannot be started now: {error}") from error
 
     def _token(self, channel: Channel, deadline: float) -> str | None:

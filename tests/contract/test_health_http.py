@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from elastic_agent import threads
 from elastic_agent.health.families import CONTENT_TYPE
 from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits
 from elastic_agent.health.http_messages import Page, Probe, Request
@@ -696,6 +697,25 @@ def test_a_slow_page_holds_no_other_up(slow: HealthServer, disk: Disk) -> None:
         disk.answers.set()
         assert read_all(client).endswith(b"\r\n\r\ns3 [('job', 'a'), ('rank', '1')]")
     assert disk.asked == [Request({"job": "a", "rank": "1"}, "s3")]
+
+
+def test_a_slow_page_for_which_no_thread_starts_is_answered_and_asked_again(
+    slow: HealthServer, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "http-answer":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    disk.answers.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "START_WITHIN_S", 0.0)
+        patch.setattr(threading.Thread, "start", refuse)
+        assert [get(slow, "/logs")[0] for _ in range(3)] == [503] * 3
+        assert_answers(slow)
+    assert get(slow, "/logs")[0] == 200
 
 
 def test_a_slow_page_takes_few_threads(slow: HealthServer, disk: Disk) -> None:

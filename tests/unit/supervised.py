@@ -168,7 +168,12 @@ class FakeLastSteps:
 class FakeWorkers(workers.WorkerGroup):
     """Workers without processes: they end when the test says so, and ignore signals."""
 
+    lacks: list[OSError]
+    """What the next starts are refused for."""
+
     def start(self, command: Command, specs: Sequence[workers.WorkerSpec], spares: workers.Spares) -> None:
+        if self.lacks:
+            raise self.lacks.pop(0)
         for spec in specs:
             self._processes[spec.local_rank] = cast(workers.Process, FakeProcess(1000 + spec.local_rank))
             self.ranks[spec.local_rank] = spec.rank
@@ -214,6 +219,7 @@ class Supervised:
     ) -> None:
         self.now = 100.0
         self.events: list[Event] = []
+        self.lacks: list[OSError] = []
         command = Command("binary", "sleep", ("300",))
         config = Config(command, nproc_per_node=count, timeouts=timeouts or TimeoutConfig())
         self.config = replace(config, stop=replace(config.stop, just_in_time_grace_s=guard_s))
@@ -267,7 +273,9 @@ class Supervised:
     def new_group(self, generation: int) -> FakeWorkers:
         guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, self.logs)
         helpers = workers.GroupHelpers(guard, logs, IoThread())
-        return FakeWorkers(generation, "a-1", helpers, self.events.append, self.clock)
+        group = FakeWorkers(generation, "a-1", helpers, self.events.append, self.clock)
+        group.lacks = self.lacks
+        return group
 
     def clock(self) -> float:
         return self.now
@@ -299,13 +307,13 @@ class Supervised:
         assert isinstance(group, FakeWorkers)
         return group
 
-    def start(self, generation: int = 1, first: str | None = None) -> None:
+    def start(self, generation: int = 1, first: str | None = None) -> str:
         """`first`: another node, of one worker, which has rank 0."""
         others = (Member(first, f"{first}-1", 1, 0),) if first is not None else ()
         member = Member("a", "a-1", self.participant.identity.slots, len(others))
         master = Endpoint("host-a", 1000)
         world = World("job", generation, Phase.RUNNING, (*others, member), master, Cause(CauseKind.START))
-        self.supervisor.start(world, member, cast(socket.socket, Ignored()), self.now)
+        return self.supervisor.start(world, member, cast(socket.socket, Ignored()), self.now)
 
     def turn(self, after_s: float = 0.0) -> bool:
         """The loop's: the events that have come, then what is due."""

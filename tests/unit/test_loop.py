@@ -28,7 +28,8 @@ from elastic_agent.agent.common.events import (
     Unanswered,
 )
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.common.ports import OfferedPort, PortError
+from elastic_agent.agent.common.lacks import GIVES_UP_S
+from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.timeouts import LAST_SAVE_S, LEAST_SAVE_S
 from elastic_agent.agent.configuration.types.values import CheckMode
@@ -95,6 +96,8 @@ class Training:
         self.started: list[int] = []
         self.stops: list[tuple[float, bool, str | None]] = []
         self.prepared_at = 0.0
+        self.lacks_until = 0.0
+        """The machine lacks what workers need."""
         self.undying = ""
         self.refused: dict[int, str] = {}
         """Saves that the disk has refused, by generation."""
@@ -113,12 +116,15 @@ class Training:
         self.scene.read()
         return True
 
-    def start(self, world: World, member: Member, listener: object, now: float) -> None:
+    def start(self, world: World, member: Member, listener: object, now: float) -> str:
         assert listener is self.scene.port.listener
+        if now < self.lacks_until:
+            return "too many open files"
         self.scene.participant.workers_started(world)
         self.started.append(world.generation)
         self.group = SimpleNamespace(generation=world.generation, stopping=False, running=1)
         self.scene.read()
+        return ""
 
     def stop(self, grace_s: float, *, gently: bool, reason: str | None) -> None:
         if self.group is not None:
@@ -652,6 +658,43 @@ def test_an_agent_that_can_offer_no_port_ends() -> None:
     scene.port._bind = refuse
     scene.plan[scene.now + 10.0] = fail
     assert scene.loop.run() == Ending(ExitCode.NOT_HERE, "no port is left")
+
+
+@pytest.mark.parametrize("lasts_s", [3.0, 30.0])
+def test_what_the_machine_lacks_for_workers_ends_the_agent_only_if_it_lasts(lasts_s: float) -> None:
+    scene = Scene()
+    begun_at = scene.now
+    scene.training.lacks_until = begun_at + lasts_s
+    scene.at(60.0, Signalled(signal.SIGTERM))
+    ending = scene.loop.run()
+    assert scene.world().restarts.failures == 0
+    if lasts_s < GIVES_UP_S:
+        assert scene.training.started == [1]
+        assert ending.code is ExitCode.STOPPED_BY_SIGTERM
+    else:
+        assert scene.training.started == []
+        assert ending == Ending(ExitCode.NOT_HERE, "too many open files")
+        assert GIVES_UP_S <= scene.now - begun_at < 2 * GIVES_UP_S
+
+
+@pytest.mark.parametrize("lasts_s", [3.0, 30.0])
+def test_what_the_machine_lacks_for_a_port_ends_the_agent_only_if_it_lasts(lasts_s: float) -> None:
+    scene = Scene()
+    ends_at = scene.now + 10.0 + lasts_s
+
+    def lack() -> Any:
+        if scene.now < ends_at:
+            raise PortLacking("too many open files")
+        return scene.listener()
+
+    def fail() -> None:
+        scene.participant.workers_failed(Failure(1, "crash", "crashed"))
+        scene.training.stop(0.0, gently=False, reason="a worker failed")
+
+    scene.port._bind = lack
+    scene.plan[scene.now + 10.0] = fail
+    scene.at(60.0, Signalled(signal.SIGTERM))
+    assert (scene.loop.run().code is ExitCode.NOT_HERE) == (lasts_s > GIVES_UP_S)
 
 
 def test_workers_that_no_signal_ends_end_the_agent() -> None:

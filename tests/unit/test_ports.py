@@ -26,6 +26,7 @@ from elastic_agent.agent.common.ports import (
     FIXED_PORT,
     BindPolicy,
     PortConfigError,
+    PortLacking,
     PortError,
     PortRange,
     PortTaken,
@@ -434,7 +435,7 @@ def test_a_machine_without_descriptors_is_named_in_the_error(monkeypatch: pytest
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(socket, "socket", no_descriptor)
-    with pytest.raises(PortConfigError, match=r"Too many open files: .*raise `ulimit -n`"):
+    with pytest.raises(PortLacking, match=r"Too many open files: .*raise `ulimit -n`"):
         bind_listener(LOOPBACK, 0, "master")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -510,3 +511,22 @@ def test_workers_that_move_again_are_seen_anew_when_they_end(tmp_path: Path) -> 
     node.turn(10.1)
     node.turn(VERDICT_S)
     assert len(node.evidence.looks) == 2
+
+
+def test_a_lack_of_this_machine_is_no_failure_and_the_start_may_be_tried_again(tmp_path: Path) -> None:
+    node = Supervised(tmp_path, 2)
+    node.lacks += [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EAGAIN, "no process")]
+    assert "ulimit -n" in node.start()
+    assert node.turn()
+    assert "pids.max" in node.start()
+    assert node.turn()
+    assert node.start() == ""
+    assert node.group.running == 2
+    assert not node.reported
+
+
+def test_a_start_that_no_lack_explains_is_a_failure(tmp_path: Path) -> None:
+    node = Supervised(tmp_path, 2)
+    node.lacks += [OSError(errno.ENOENT, "no such interpreter")]
+    assert node.start() == ""
+    assert node.reported == ["a worker could not be started: [Errno 2] no such interpreter"]

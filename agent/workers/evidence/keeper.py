@@ -230,7 +230,9 @@ class EvidenceKeeper:
         asked_at = self._clock()
         if self._asking is None or not self._asking.is_alive():
             order, ranks = Order(), [one.rank for one in targets]
-            self._asking = Thread(partial(self._ask_for_records, records, ranks, order), "evidence", order.end)
+            self._asking = Thread(
+                partial(self._ask_for_records, records, ranks, order), "evidence", order.end
+            )
             self._asking.start()
             order.wait(until, self._clock)
         return records.recorded(asked_at)

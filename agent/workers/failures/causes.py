@@ -98,10 +98,10 @@ HANG = Cause(
 NOT_STARTED = Cause(
     "not_started",
     Action.RESTART,
-    "the agent could not start it: too few descriptors, processes or memory here",
+    "the agent could not start it: its log says why",
 )
 STORE_SERVER = Cause(
-    "store_server", Action.RESTART, "the process that serves the workers' store ended, or its port was taken"
+    "store_server", Action.FREE, "the process that serves the workers' store ended, or its port was taken"
 )
 UNKNOWN = Cause("unknown", Action.RESTART, "read its last lines", (Fails(),))
 

@@ -68,6 +68,8 @@ class WorkerStore:
         self._serving = False
         self._listener: socket.socket | None = None
         """The served generation's socket until it is handed over."""
+        self._served: socket.socket | None = None
+        """The same one, handed over or not."""
 
     @property
     def pid(self) -> int | None:
@@ -80,8 +82,11 @@ class WorkerStore:
         return (*holder, *(process.pid for process in self._unkillable))
 
     def serve(self, listener: socket.socket) -> None:
-        """Takes over `listener`, until `close`. Raises OSError when no holder can be started."""
-        self._serving, self._listener = True, listener
+        """Takes over `listener`, until `close`. Again with the same one: goes on. Raises OSError when no holder can be
+        started."""
+        if self._serving and listener is self._served and self._holder is not None:
+            return
+        self._serving, self._listener, self._served = True, listener, listener
         if self._holder is not None and self._holder.ready and not self._hand_over(self._holder):
             self._end_holder()  # killed while it was not needed, and its end is not known yet
         if self._holder is None:
@@ -129,7 +134,6 @@ class WorkerStore:
                 process = self._spares.start_store_holder(theirs.fileno()) or self._start_cold(theirs)
         except OSError:
             ours.close()
-            self._close_listener()
             raise
         self._holder = _Holder(process, ours)
         self._io.watch(ours.fileno(), partial(self._read, process.pid, ours, ours.fileno()))

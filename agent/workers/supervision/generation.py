@@ -107,6 +107,8 @@ class Generation:
     postponed: HowToStop | None = field(init=False, default=None)
     """How the workers are stopped once their last step has been kept."""
     crashes: Crashes = field(init=False, default_factory=Crashes)
+    begun: bool = field(init=False, default=True)
+    """False: this machine lacks what its workers need, and no other part of the agent knows of them."""
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
     debugged: bool = field(init=False, default=False)

@@ -38,6 +38,7 @@ from ...common.events import (
     WorkerExited,
     WorkerKept,
 )
+from ...common.lacks import lack_in
 from ...configuration.config import Config
 from ...machine.gpus.health import GpuHealth
 from ...observability.accounting.observer import Observer
@@ -146,18 +147,27 @@ class Supervisor:
         holder = world.members[0] == member and not self._processes.worker_store.pids
         return self._processes.spares.prepared(member.slots + holder, now)
 
-    def start(self, world: World, member: Member, listener: socket.socket, now: float) -> None:
-        """This node's workers of `world`; `listener` is where their store is served, if that is up to this node."""
-        self._participant.workers_started(world)
+    def start(self, world: World, member: Member, listener: socket.socket, now: float) -> str:
+        """This node's workers of `world`; `listener` is where their store is served, if that is up to this node.
+
+        Returns what this machine lacks for it: then nothing has begun, and it may be tried again without a `group`.
+        """
+        again = self._generation is not None and self._generation.number == world.generation
         self._hangs.generation_begins()
         log_changed_terms(self._generation.world if self._generation is not None else None, world)
         group = self._processes.new_group(world.generation)
         generation = self._generation = Generation(
             self._config, world, group, now, self._hangs.learned, self._hangs.patience(now)
         )
-        self._observer.starting(world, member, now)
+        if not again:
+            self._observer.starting(world, member, now)
         self._failures.generation_begins()
-        problem = self._launch(generation, member, listener)
+        problem, lack = self._launch(generation, member, listener)
+        if lack:
+            generation.begun = False
+            generation.stop(HowToStop(0.0, gently=False))
+            return lack
+        self._participant.workers_started(world)
         self._processes.spares.workers_started(now)
         generation.log_start(self._clock() - now)
         self._observer.started(group.ranks)
@@ -167,6 +177,7 @@ class Supervisor:
             self._failures.fail(generation, NOT_STARTED, problem)
         elif world.members[0] != member:
             generation.check_master(member.node)
+        return ""
 
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
@@ -460,6 +471,10 @@ class Supervisor:
     def _finish(self, generation: Generation, now: float) -> None:
         """Nothing of the generation is left here."""
         number, succeeded = generation.number, generation.succeeded
+        if not generation.begun:
+            self._processes.logs.detach_generation(number)
+            generation.finish()
+            return
         self._processes.worker_store.close()
         generation.log_end()
         if succeeded:
@@ -473,8 +488,8 @@ class Supervisor:
 
     # ---------------------------------------------------------------- starts
 
-    def _launch(self, generation: Generation, member: Member, listener: socket.socket) -> str:
-        """Start all workers. Why that was not possible; empty if it was."""
+    def _launch(self, generation: Generation, member: Member, listener: socket.socket) -> tuple[str, str]:
+        """Start all workers. Why that was not possible; the same, if this machine lacks something for it."""
         world, number, logs = generation.world, generation.number, self._processes.logs
         logs.begin(world.job, world.run, number)
         self._processes.evidence.begin(world.job, world.run, number)
@@ -505,5 +520,5 @@ class Supervisor:
         except OSError as error:
             generation.stacks.close()
             pages.close()  # what is scarce may be the very descriptors that they hold
-            return f"a worker could not be started: {error}"
-        return ""
+            return f"a worker could not be started: {error}", lack_in(error)
+        return "", ""
