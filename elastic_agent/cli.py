@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from . import __version__
 from .agent.common.exits import ExitCode
+from .agent.common.lacks import lack_in
 from .agent.configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
 from .agent.configuration.help import bash_completion, full_help, short_help
 from .agent.configuration.logs import LogConfig
@@ -55,6 +56,18 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         room = next((room for room, names in rooms.items() if words[0] in names), "commands")
         command = importlib.import_module(f".agent.{room}.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))
+    try:
+        return _run(words, prepared)
+    except OSError as error:
+        if not (lack := lack_in(error)):
+            raise
+        print(f"elastic-agent: {lack}", file=sys.stderr)
+        write_error_file(os.environ, ExitCode.NOT_HERE, lack, None, time.time())
+        return ExitCode.NOT_HERE
+
+
+def _run(words: Sequence[str], prepared: Prepared | None) -> int:
+    """A command line without a sub-command. Raises OSError."""
     command_line = read_argv(words)
     if HELP_ALL in command_line:
         print(full_help())

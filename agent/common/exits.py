@@ -67,8 +67,9 @@ class ExitCode(Code):
     )
     NOT_HERE = (
         73,
-        "this machine cannot run it now: too few devices or descriptors, an address, a port or a node id that is taken"
-        " or not its own, or checks of it that fail (--check fail); another machine can, or this one later",
+        "this machine cannot run it now: too few devices, descriptors, threads or temporary files, an address,"
+        " a port or a node id that is taken or not its own,"
+        " or checks of it that fail (--check fail); another machine can, or this one later",
     )
     UNKILLABLE = (
         74,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import math
 
+from .own_folder import NoTemporaryDirectory
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Between two tries: it doubles."""
 GIVES_UP_S = 10.0
@@ -28,6 +30,8 @@ REMEDIES = {
 
 def lack_in(error: BaseException) -> str:
     """The error, and what to do about it; empty for one that is no lack of this machine."""
+    if isinstance(error, NoTemporaryDirectory):
+        return str(error)
     remedy = REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{error}: {remedy}" if remedy else ""
 
@@ -43,6 +47,9 @@ class Lack:
         self._tries = 0
         self.again_at = -math.inf
         """When there may be another try."""
+
+    def __bool__(self) -> bool:
+        return self._tries > 0
 
     def met(self, now: float) -> bool:
         """By a try. Whether there may be another."""

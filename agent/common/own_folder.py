@@ -1,4 +1,8 @@
-"""A folder of this user's alone in the temporary directory, the same each time."""
+"""The temporary directory, and a folder of this user's alone in it, the same each time.
+
+Whoever makes something takes the first place that can hold it now: the others are for a full disk or a read-only one.
+Whoever only reads looks at all places, and needs none that can be written to.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,45 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-_CANDIDATES = ("/tmp", "/var/tmp", "/usr/tmp")
+_PLACES = ("/tmp", "/var/tmp", "/usr/tmp")
 _VARIABLES = ("TMPDIR", "TEMP", "TMP")
-"""Where `tempfile` looks."""
+"""Where `tempfile` looks; but we never take the current folder."""
+
+
+class NoTemporaryDirectory(OSError):
+    """No place can hold a temporary file now."""
+
+
+def temporary_places() -> tuple[Path, ...]:
+    """The first is tried first. Nothing is written."""
+    named = filter(None, map(os.environ.get, _VARIABLES))
+    places = dict.fromkeys(map(os.path.abspath, (*named, *_PLACES)))
+    return tuple(Path(place) for place in places if os.path.isdir(place)) or (Path(_PLACES[0]),)
+
+
+def try_out(place: Path) -> None:
+    """Raises OSError where no file can be written now."""
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        file.write(b"a disk that is full takes no byte")
+        file.flush()
 
 
 def own_path(name: str) -> Path:
-    """Raises FileNotFoundError where there is no temporary directory but, by Python's rules, the current one."""
-    parent = tempfile.gettempdir()
-    if parent == os.getcwd() and parent not in _CANDIDATES and parent not in map(os.environ.get, _VARIABLES):
-        problem = "this user may write to no temporary directory: name one in TMPDIR"
-        raise FileNotFoundError(errno.ENOENT, problem, "/tmp")
-    return Path(parent, f"{name}{os.geteuid()}")
+    """Raises NoTemporaryDirectory."""
+    refusals = []
+    for place in temporary_places():
+        try:
+            try_out(place)
+            return place / own_name(name)
+        except OSError as error:
+            refusals.append(f"{place}: {error.strerror}")
+    advice = "make room, let this user write there, or name another folder in TMPDIR"
+    raise NoTemporaryDirectory(f"no temporary directory ({'; '.join(refusals)}): {advice}")
+
+
+def own_name(name: str) -> str:
+    """Of this user's folder."""
+    return f"{name}{os.geteuid()}"
 
 
 def own_folder(name: str) -> Path:

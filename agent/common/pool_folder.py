@@ -7,11 +7,10 @@ lasts.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from .own_folder import own_path
+from .own_folder import own_name, own_path, temporary_places
 
 SERVICES = Path("/run/elastic-agent")
 """Our systemd unit gives each service a folder below it."""
@@ -36,10 +35,11 @@ def _of_service(environ: Mapping[str, str], variable: str) -> Path | None:
 
 def pool_folder_here(environ: Mapping[str, str], pool: str) -> Path:
     """A command's, which may run outside of the daemon's service: where there is a store of this pool."""
-    usual = pool_folder(environ)
+    given = _of_service(environ, "RUNTIME_DIRECTORY")
+    usual = [given] if given is not None else [place / own_name(_NAME) for place in temporary_places()]
     try:
         services = sorted(SERVICES.iterdir())
     except OSError:
         services = []
-    places = (usual, Path(tempfile.gettempdir(), usual.name), *services)
-    return next((place for place in places if os.access(place / f"{pool}.sock", os.W_OK)), usual)
+    places = (*usual, *(place / usual[0].name for place in temporary_places()), *services)
+    return next((place for place in places if os.access(place / f"{pool}.sock", os.W_OK)), usual[0])

@@ -130,8 +130,8 @@ def _no_file(path: str) -> str:
 
 def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
     if run_directory_parent(environ) is None:
-        expected = f"a folder that this user may write to, of at most {MAX_PARENT_BYTES} bytes, for the agent's sockets"
-        advice = "name one in TMPDIR, or let this user write to /tmp"
+        expected = f"a folder that takes a new file now, of at most {MAX_PARENT_BYTES} bytes, for the agent's sockets"
+        advice = "name one in TMPDIR, or make room in /tmp and let this user write there"
         yield Problem("TMPDIR", environ.get("TMPDIR"), expected, advice, here=True)
 
 

@@ -72,6 +72,8 @@ HEARTBEAT_S = 1.0
 
 JOB_ENDS_AT_OPTION = f"--{JOB_ENDS_AT.name}"
 
+LACKING = "what this machine lacks for its workers"
+
 DRAIN_COMMAND = "elastic-agent drain"
 """How an operator asks a node to leave, other than by a signal to its agent."""
 
@@ -239,8 +241,10 @@ class Loop:
 
     def _lacks(self, what: str, now: float) -> None:
         """A try to have something for the next workers has shown that this machine lacks it."""
+        first = not self._lack
         if self._lack.met(now):
-            log.warning("%s: trying again", what)
+            if first:
+                log.warning("%s: trying again for %g s", what, GIVES_UP_S)
             return
         log.error("%s: this node leaves, as that has lasted for %g s", what, GIVES_UP_S)
         self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, what)
@@ -273,6 +277,7 @@ class Loop:
                 self._services.memory_server.renew_key()
             if lack := supervisor.start(action.world, action.member, self._port.listener, now):
                 self._lacks(lack, now)
+                self.start_waits_for = LACKING
                 return False
             self._lack.over()
             return True
@@ -294,7 +299,7 @@ class Loop:
     def _not_ready_for(self, start: Start, now: float) -> str:
         """What keeps this node from starting its workers; empty where nothing does."""
         if now < self._lack.again_at or self._supervisor.group is not None:
-            return "what this machine lacks for them"
+            return LACKING
         if self._services.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"
         if not self._supervisor.prepared(start.world, start.member, now):

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from ...rendezvous.errors import RecordInvalid
 from ...rendezvous.records import MAX_RECORD_BYTES, WORLD_KEY, Phase, World
+from ..common.own_folder import temporary_places
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class StoreMemory:
         """`folder` is for tests."""
         if folder is None:
             usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-            folder = SHARED_MEMORY if usable else Path(tempfile.gettempdir())
+            folder = SHARED_MEMORY if usable else temporary_places()[0]
         name = hashlib.sha256(f"{os.getuid()} {endpoint} {job}".encode()).hexdigest()[:16]
         self._job = job
         prefix = f".elastic-agent-store-{name}-"

@@ -71,7 +71,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the start files of a test are, and of no other one."""
     place = tmp_path / "tmp"
     place.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(place))
     monkeypatch.setenv("TMPDIR", str(place))
     return place / f"{FOLDER}{os.getuid()}"
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.own_folder import make_own
+from elastic_agent.agent.common import own_folder
+from elastic_agent.agent.common.own_folder import NoTemporaryDirectory, make_own
+from elastic_agent.agent.common.pool_folder import pool_folder_here
 from elastic_agent.agent.configuration.logs import LogConfig
 from elastic_agent.agent.configuration.types.values import Streams, Texts
 from elastic_agent.agent.main.assembly import choose_log_directory
@@ -103,7 +105,7 @@ def test_the_newest_generations_are_kept(tmp_path: Path, generation: int) -> Non
 def test_a_run_without_a_directory_has_one_of_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     logs = LogConfig(redirects=Streams(3))
     path = log_directory(logs.given_directory, own=logs.in_own_folder)
     assert path is not None
@@ -134,19 +136,47 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
 def test_what_is_configured_is_known_without_a_look_at_the_disk(
     monkeypatch: pytest.MonkeyPatch, logs: LogConfig, given: Path | None, own: bool
 ) -> None:
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: pytest.fail("the disk is touched"))
+    monkeypatch.setattr(own_folder, "try_out", lambda place: pytest.fail("the disk is touched"))
     assert (logs.given_directory, logs.in_own_folder) == (given, own)
 
 
 def test_no_temporary_directory_is_no_reason_to_write_into_the_current_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setattr(own_folder, "_PLACES", (str(tmp_path / "none"),))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OSError, match="name one in TMPDIR"):
+    with pytest.raises(NoTemporaryDirectory, match="in TMPDIR"):
         log_directory(None, own=True)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert log_directory(None, own=True) is not None
+
+
+def test_a_full_temporary_directory_is_not_taken_but_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, free = tmp_path / "full", tmp_path / "free"
+    full.mkdir()
+    free.mkdir()
+    pool = full / f"elastic-agent-pool-{os.geteuid()}" / "default.sock"
+    pool.parent.mkdir()
+    pool.touch()
+
+    def try_out(place: Path) -> None:
+        if place == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(own_folder, "try_out", try_out)
+    monkeypatch.setattr(own_folder, "_PLACES", (str(full), str(free)))
+    monkeypatch.delenv("TMPDIR", raising=False)
+    taken = log_directory(None, own=True)
+    assert taken is not None
+    assert taken.parent == free
+    assert pool_folder_here({}, "default") == pool.parent
+    monkeypatch.setattr(own_folder, "_PLACES", (str(full),))
+    with pytest.raises(NoTemporaryDirectory, match="No space left on device"):
+        log_directory(None, own=True)
+    assert pool_folder_here({}, "default") == pool.parent
 
 
 def test_dev_null_as_the_log_directory_means_no_files() -> None:
@@ -161,7 +191,8 @@ def test_dev_null_as_the_log_directory_means_no_files() -> None:
 def test_where_no_file_can_be_everything_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setattr(own_folder, "_PLACES", (str(tmp_path / "missing"),))
     logs = LogConfig(redirects=Streams(3))
     assert choose_log_directory(logs) == logs
     assert "goes to the console, and none to files" in caplog.text

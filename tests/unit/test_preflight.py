@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from elastic_agent.agent.common import own_folder
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, Problem
 from elastic_agent.agent.configuration.logs import LogConfig
@@ -18,7 +18,6 @@ from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.types.values import Command, NoticeSource
 from elastic_agent.agent.machine import preflight
 from elastic_agent.agent.machine.preflight import check_resources, check_target
-from elastic_agent.agent.workers.processes import run_files
 from elastic_agent.agent.workers.processes.run_files import run_directory_parent
 from elastic_agent.rendezvous.records import Endpoint
 
@@ -106,10 +105,9 @@ def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
     long = tmp_path / ("x" * 110)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
-    monkeypatch.setattr(tempfile, "tempdir", None)
     assert run_directory_parent(os.environ) == "/tmp"
     assert problems_of() == []
-    monkeypatch.setattr(run_files, "_SHORT_PARENT", str(tmp_path / "none"))
+    monkeypatch.setattr(own_folder, "_PLACES", (str(tmp_path / "none"),))
     [problem] = problems_of()
     assert (problem.origin, problem.value, problem.here) == ("TMPDIR", str(long), True)
 

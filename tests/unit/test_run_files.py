@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.common import own_folder
 from elastic_agent.agent.workers.processes.run_files import (
     RUN_DIR_PREFIX,
     agents_here,
@@ -163,23 +163,21 @@ def test_a_service_has_its_run_directory_where_others_find_it(
 ) -> None:
     own = tmp_path / "job7"
     own.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", "/usual")
-    monkeypatch.setattr(
-        "elastic_agent.agent.workers.processes.run_files.os.access", lambda path, _: path != "/run/none"
-    )
+    monkeypatch.setenv("TMPDIR", "/")
     for given in ({}, {"RUNTIME_DIRECTORY": ""}, {"RUNTIME_DIRECTORY": "/run/none"}):
-        assert run_directory_parent(given) == "/usual"
+        assert run_directory_parent(given) == "/"
     monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.MAX_PARENT_BYTES", len(str(own)))
     monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.SERVICES", tmp_path)
     for given in (str(own), f"{own}:/run/another"):
         assert run_directory_parent({"RUNTIME_DIRECTORY": given}) == str(own)
     assert own in run_directory_parents()
     monkeypatch.setattr("elastic_agent.agent.workers.processes.run_files.MAX_PARENT_BYTES", len(str(own)) - 1)
-    assert run_directory_parent({"RUNTIME_DIRECTORY": str(own)}) == "/usual", "no socket would fit below"
+    assert run_directory_parent({"RUNTIME_DIRECTORY": str(own)}) == "/", "no socket would fit below"
 
 
 def test_agents_are_looked_for_where_they_put_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(own_folder, "try_out", lambda place: pytest.fail("a reader needs no room"))
     assert run_directory_parents()[:2] == (tmp_path, Path("/tmp"))

@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +21,7 @@ from typing import Annotated, Any
 from ....codec import Document, Invalid, shown
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import clean
+from ...common.own_folder import temporary_places, try_out
 from ...common.pool_folder import SERVICES
 from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID, POOL
 from ...configuration.types.option import Source
@@ -37,7 +38,6 @@ STORE_OPTIONS = tuple(
 MAX_PARENT_BYTES = 64
 """Bytes. The path of a UNIX socket has at most 107, and a run directory holds some."""
 
-_SHORT_PARENT = "/tmp"
 _NAME = "agent.json"
 _MOST_BYTES = 4096
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -46,18 +46,16 @@ _OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def run_directory_parent(environ: Mapping[str, str]) -> str | None:
-    """None: this user may write to none whose path is short enough.
+    """None: no place whose path is short enough takes a new file now.
 
     A service has a /tmp of its own (systemd's PrivateTmp), and should be found in its own directory.
     """
     given = environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
-    try:
-        usual = tempfile.gettempdir()
-    except FileNotFoundError:
-        usual = ""
-    for place in (given, usual, _SHORT_PARENT):
-        if 0 < len(os.fsencode(place)) <= MAX_PARENT_BYTES and os.access(place, os.W_OK | os.X_OK):
-            return place
+    for place in (*filter(None, [given]), *map(str, temporary_places())):
+        if len(os.fsencode(place)) <= MAX_PARENT_BYTES:
+            with suppress(OSError):
+                try_out(Path(place))
+                return place
     return None
 
 
@@ -97,7 +95,7 @@ def run_directory_parents() -> tuple[Path, ...]:
         services = sorted(SERVICES.iterdir())
     except OSError:
         services = []
-    return tuple(dict.fromkeys((Path(tempfile.gettempdir()), Path(_SHORT_PARENT), *services)))
+    return *temporary_places(), *services
 
 
 def agents_here(where: Iterable[Path], uid: int) -> tuple[Endpoint, ...]:
