@@ -147,6 +147,8 @@ class JobAgent:
             error = " ".join(report["message"].split()) + (f" (rank {rank})" if rank is not None else "")
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             error = ""
+        if self.leaves and code == -signal.SIGTERM:
+            code = ExitCode.STOPPED_BY_SIGTERM  # it was asked to leave before it could hear that
         return JobAgentEnded(self.ticket, code, masked(error, secrets_in(self._job.environment)))
 
     @property
@@ -157,9 +159,9 @@ class JobAgent:
     def leave(self) -> None:
         """Ask it to leave the job by plan; a second time ends it at once. One that was stopped goes on, to obey."""
         if self._process is not None and self._process.poll() is None:
+            self.leaves = True  # before the thread that waits for it can see its end
             os.kill(self._process.pid, signal.SIGTERM)
             os.kill(self._process.pid, signal.SIGCONT)
-            self.leaves = True
 
     def _hand_over(self, waiting: StandbyProcess, output: int) -> None:
         self._process = process = waiting.process

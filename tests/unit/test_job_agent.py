@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from elastic_agent.agent.common.exits import WARNINGS
+import pytest
+
+from elastic_agent.agent.common.exits import WARNINGS, ExitCode
+from elastic_agent.agent.daemon.hand_over import AgentCommand
+from elastic_agent.agent.daemon.job_agent import JobAgent, JobAgentEnded, NotTaken
 
 PATIENCE_S = 20.0
 
@@ -62,6 +68,20 @@ def test_a_killed_daemon_with_many_threads_asks_it_to_leave_and_never_cuts_its_g
         daemon.kill()
         daemon.communicate()
         subprocess.run(["kill", "-9", str(child)], check=False)
+
+
+def test_one_that_is_asked_to_leave_before_it_can_hear_that_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    ended: queue.SimpleQueue[JobAgentEnded | NotTaken] = queue.SimpleQueue()
+    agent = JobAgent(1, AgentCommand((), dict(os.environ), str(tmp_path)), tmp_path / "output", ended.put)
+    agent.start()
+    agent.leave()
+    assert ended.get(timeout=PATIENCE_S) == JobAgentEnded(1, ExitCode.STOPPED_BY_SIGTERM)
 
 
 def wait_for_lines(output: Path, number: int, deadline: float) -> None:
