@@ -520,5 +520,6 @@ class Supervisor:
         except OSError as error:
             generation.stacks.close()
             pages.close()  # what is scarce may be the very descriptors that they hold
-            return f"a worker could not be started: {error}", lack_in(error)
+            problem, lack = "a worker could not be started: ", lack_in(error)
+            return f"{problem}{error}", f"{problem}{lack}" if lack else ""
         return "", ""
