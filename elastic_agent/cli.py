@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .agent.common.exits import ExitCode
-from .agent.common.lacks import lack_in
+from .agent.common.exits import ExitCode, lack_in
 from .agent.configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
 from .agent.configuration.help import bash_completion, full_help, short_help
 from .agent.configuration.logs import LogConfig

@@ -14,8 +14,7 @@ from typing import TypeVar
 from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S
 from ...threads import Thread
 from .events import Event, Signalled, ThreadFailed
-from .exits import CannotStart, ExitCode, code_of_leave
-from .lacks import REMEDIES
+from .exits import REMEDIES, CannotStart, ExitCode, code_of_leave
 
 T = TypeVar("T")
 

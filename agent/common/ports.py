@@ -15,7 +15,7 @@ not block us; with it, Linux lets two sockets bind one port as long as neither l
 `listen`. That is why listening is part of taking the port.
 
 Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose another,
-`PortLacking` try again (`lacks`).
+`PortLacking` try again (`exits.Lack`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
 
-from .lacks import REMEDIES
+from .exits import REMEDIES
 from .port_owner import PortOwner, find_owner
 
 # A thousand ranks connecting at once must not meet a full queue; the kernel caps it at net.core.somaxconn.

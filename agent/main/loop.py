@@ -43,8 +43,7 @@ from ..common.events import (
     WriterEnded,
     WriterWanted,
 )
-from ..common.exits import ENDINGS, TIME_IS_OVER, ExitCode, code_of_leave
-from ..common.lacks import GIVES_UP_S, Lack
+from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave
 from ..common.ports import OfferedPort, PortError, PortLacking
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig
 from ..configuration.timeouts import last_saves_s, obeys_before_s
@@ -229,9 +228,7 @@ class Loop:
         if self._clock() < self._lack.again_at:
             return None
         try:
-            port = self._port.renew()
-            self._lack.over()
-            return port
+            return self._port.renew()
         except PortLacking as error:
             self._lacks(str(error), self._clock())
         except PortError as error:
@@ -239,14 +236,15 @@ class Loop:
             self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, str(error))
         return None
 
-    def _lacks(self, what: str, now: float) -> None:
-        """A try to have something for the next workers has shown that this machine lacks it."""
+    def _lacks(self, what: str, now: float, *, failed: bool = False) -> None:
+        """A try to have something for the next workers has shown that this machine lacks it. `failed`: their generation
+        fails by it."""
         first = not self._lack
-        if self._lack.met(now):
+        if self._lack.met(now, failed=failed):
             if first:
                 log.warning("%s: trying again for %g s", what, GIVES_UP_S)
             return
-        log.error("%s: this node leaves, as that has lasted for %g s", what, GIVES_UP_S)
+        log.error("%s: that lasts, and this node leaves", what)
         self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, what)
 
     def advance(self, now: float) -> bool:
@@ -276,9 +274,9 @@ class Loop:
             if self._services.memory_server is not None:
                 self._services.memory_server.renew_key()
             if lack := supervisor.start(action.world, action.member, self._port.listener, now):
-                self._lacks(lack, now)
+                self._lacks(lack, now, failed=supervisor.begun)
                 self.start_waits_for = LACKING
-                return False
+                return supervisor.begun
             self._lack.over()
             return True
         elif isinstance(action, Drain):

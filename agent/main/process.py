@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from ..common.events import Event, Signalled, ThreadFailed
-from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode
-from ..common.lacks import lack_in
+from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode, lack_in
 from ..configuration.logs import LogConfig
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.stopping import StopConfig

@@ -29,9 +29,8 @@ from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
 from ...threads import Thread
 from ...worker.wire.shared_progress import clock
-from ..common.exits import CannotStart, ExitCode
+from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.interruptible import unless_stopped
-from ..common.lacks import lack_in
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..machine.cgroups import claim_cgroup

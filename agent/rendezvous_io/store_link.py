@@ -44,7 +44,7 @@ from ..common.events import (
     Unanswered,
     WatchCompacted,
 )
-from ..common.lacks import REMEDIES
+from ..common.exits import REMEDIES
 
 log = logging.getLogger(__name__)
 

@@ -265,7 +265,7 @@ ACTIONS = {
         *("usage", "command"),
     },
     Action.END: {"refused"},
-    Action.FREE: {"port"},
+    Action.FREE: {"port", "not_started", "store_server"},
 }
 
 

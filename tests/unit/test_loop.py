@@ -27,8 +27,7 @@ from elastic_agent.agent.common.events import (
     ThreadFailed,
     Unanswered,
 )
-from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.common.lacks import GIVES_UP_S
+from elastic_agent.agent.common.exits import GIVES_UP_S, ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.timeouts import LAST_SAVE_S, LEAST_SAVE_S
@@ -96,6 +95,7 @@ class Training:
         self.started: list[int] = []
         self.stops: list[tuple[float, bool, str | None]] = []
         self.prepared_at = 0.0
+        self.begun = False
         self.lacks_until = 0.0
         """The machine lacks what workers need."""
         self.undying = ""

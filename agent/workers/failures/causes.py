@@ -97,7 +97,7 @@ HANG = Cause(
 )
 NOT_STARTED = Cause(
     "not_started",
-    Action.RESTART,
+    Action.FREE,
     "the agent could not start it: its log says why",
 )
 STORE_SERVER = Cause(

@@ -38,7 +38,7 @@ from ...common.events import (
     WorkerExited,
     WorkerKept,
 )
-from ...common.lacks import lack_in
+from ...common.exits import lack_in
 from ...configuration.config import Config
 from ...machine.gpus.health import GpuHealth
 from ...observability.accounting.observer import Observer
@@ -133,6 +133,11 @@ class Supervisor:
         return generation.group if generation is not None else None
 
     @property
+    def begun(self) -> bool:
+        """The newest generation has begun here, as far as any worker of it was started."""
+        return self._generation is not None and self._generation.begun
+
+    @property
     def undisturbed(self) -> int:
         """The generation whose workers run here and have not been asked to stop; 0 when there is none."""
         group = self.group
@@ -150,7 +155,8 @@ class Supervisor:
     def start(self, world: World, member: Member, listener: socket.socket, now: float) -> str:
         """This node's workers of `world`; `listener` is where their store is served, if that is up to this node.
 
-        Returns what this machine lacks for it: then nothing has begun, and it may be tried again without a `group`.
+        Returns what this machine lacks for it. Without a `group` of which a worker has begun, it may be tried again;
+        else this generation fails, as none is started twice (I4).
         """
         again = self._generation is not None and self._generation.number == world.generation
         self._hangs.generation_begins()
@@ -163,7 +169,7 @@ class Supervisor:
             self._observer.starting(world, member, now)
         self._failures.generation_begins()
         problem, lack = self._launch(generation, member, listener)
-        if lack:
+        if lack and not group.ranks:
             generation.begun = False
             generation.stop(HowToStop(0.0, gently=False))
             return lack
@@ -177,7 +183,7 @@ class Supervisor:
             self._failures.fail(generation, NOT_STARTED, problem)
         elif world.members[0] != member:
             generation.check_master(member.node)
-        return ""
+        return lack
 
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
