@@ -235,7 +235,7 @@ def _listen(config: Config, address: str) -> socket.socket:
 
 def _serve(http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contextlib.ExitStack) -> None:
     """Before the store is found: that takes as long as it takes, and is no reason to end this daemon."""
-    json, slow = {POOL_PATH: pages.pool}, slow_pages(pages, logs)
+    json, slow = dict.fromkeys(("/", POOL_PATH), pages.pool), slow_pages(pages, logs)
     server = HealthServer(
         http, Answers(pages.metrics, pages.liveness, pages.readiness, json, slow=slow), Thread
     )

@@ -97,6 +97,7 @@ def test_a_daemon_tells_prometheus_of_its_pool_and_its_job(pool: Pool) -> None:
     job = pool.submit("--name=talk", script=talker(pool))
     up = f'elastic_agent_worker_up{{job="talk",local_rank="0",node="a",run_id="{job}"}} 1.0'
     pool.job.wait_for(lambda: up in page(pool, a, "/metrics"), "the job's own metrics")
+    assert json.loads(page(pool, a, "/"))["running_jobs"] == 1
     assert json.loads(page(pool, a, "/pool"))["running"] == {"job": job, "name": "talk"}
     (pool.folder / "go").touch()
     assert pool.wait(job) == PoolCode.DONE
