@@ -274,6 +274,6 @@ def _give_up(lease: LeaseId, store: Store, clock: Callable[[], float], rng: rand
         except Exception as error:
             wait_s = RETRY.wait_s(attempt, rng)
             if not isinstance(error, StoreUnavailable) or clock() + wait_s >= until:
-                log.warning("left without giving up the lease: %s", error)
+                log.warning("left; could not sign off, the others notice when the lease ends: %s", error)
                 return
             time.sleep(wait_s)

@@ -301,7 +301,7 @@ class Loop:
         if self._services.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"
         if not self._supervisor.prepared(start.world, start.member, now):
-            return "the imports that all workers start with (--preload)"
+            return "what all workers import to be loaded once for them (--preload)"
         return ""
 
     def _show_failure_elsewhere(self) -> None:

@@ -611,4 +611,4 @@ def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for
             watch.next(HOST_LINGERS_S - waited_s if said else ANNOUNCED_AFTER_S)
             snapshot = store.read((NODES_PREFIX,))
     except Exception as error:  # whatever it is, it does not change how this agent has ended
-        log.warning("left without giving up the lease: %s", error)
+        log.warning("left; could not sign off, the others notice when the lease ends: %s", error)

@@ -238,7 +238,7 @@ class Membership:
             if lease is not None:
                 self._store.revoke(lease)
         except StoreError as error:
-            log.warning("left without giving up the lease: %s", error)
+            log.warning("left; could not sign off, the others notice when the lease ends: %s", error)
         self._store.close()
         self._port.listener.close()
 

@@ -533,7 +533,8 @@ class Participant:
                 "give this one another --node-id, or leave it out to get a unique one",
             )
         self.waiting_for = (
-            f"the store to forget an earlier agent named {self.identity.node}, or that agent lives"
+            f"another agent is registered as {self.identity.node!r}: if it runs, give this one another --node-id; if "
+            f"it has ended, its entry expires within {self._lease_ttl_s:g} s"
         )
         session.own_revision = 0
         self._pending.pause(now)

@@ -125,7 +125,7 @@ def _other_arguments(mine: Sequence[str], others: Sequence[str]) -> str:
     ]
     if not shown:
         return "other arguments for the script, not among those that are shown to other nodes"
-    digests = " (~ and a digest: a value that is not shown)" if any("~" in text for text in shown) else ""
+    digests = " (~: the value is hidden)" if any("~" in text for text in shown) else ""
     return f"other arguments for the script{digests}: {shortened(shown, '; ')}"
 
 

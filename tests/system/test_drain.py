@@ -129,7 +129,7 @@ def test_a_crash_on_the_way_is_a_failure_at_once(lockstep: LockstepJob, fault: s
     assert agents[1].exit_code() == 143
     assert one.number == two.number + 1
     assert any(agent.says(f"rank 1 failed: {cause}") for agent in agents)
-    assert not agents[1].says("this node keeps the state after its last step")
+    assert not agents[1].says("the state after their last step is kept in memory")
     ends = [record["at"] for record in job.history(what="step", generation=two.number)]
     assert one.starts[0]["at"] - max(ends) < 10, "nobody waits for the time of a drain"
 

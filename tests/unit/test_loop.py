@@ -816,7 +816,7 @@ def test_a_start_that_waits_for_imports_says_so() -> None:
         scene.plan[scene.now + after_s] = lambda: ready.append(scene.probes.readiness())
     scene.at(10.0, Signalled(signal.SIGTERM))
     scene.loop.run()
-    imports = "the imports that all workers start with (--preload)"
+    imports = "what all workers import to be loaded once for them (--preload)"
     assert [(probe.ok, probe.detail) for probe in ready] == [
         (False, f"waiting: {imports}"),
         (True, "running generation 1"),

@@ -77,7 +77,7 @@ def bench() -> Bench:
             Limits(1, 4, 1.0, None),
             replace(OURS, arguments="bb", words=("--lr", "~3fa2c1")),
             (
-                "other arguments for the script (~ and a digest: a value that is not shown):"
+                "other arguments for the script (~: the value is hidden):"
                 " '~3fa2c1' as argument 2, where the job has '0.1'",
             ),
         ),

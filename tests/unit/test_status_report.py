@@ -294,7 +294,7 @@ def test_a_job_in_trouble_to_the_line() -> None:
 job digits: running, generation 3 for 4.5 s
   world        3 nodes, 6 workers, master 10.0.0.1:4711
   last change  rank 3 on node b failed in generation 2: exit code 1: ValueError: lr < 0 (exception)
-  restarts     2 failures so far, 1 in a row without progress; no limit while it makes progress, else 2 left
+  restarts     2 failures so far, 1 in a row without progress; gives up after 2 more without progress
   step         17
   checkpoint   step 12, saved 3.2 s ago
   source       agent 10.0.0.1:9100
@@ -318,7 +318,7 @@ def test_a_job_that_has_no_world_yet_to_the_line() -> None:
         == """\
 job digits: waiting for its first world
   waiting      1 of 2 nodes is here
-  restarts     0 failures so far; no limit while it makes progress, else 3 left
+  restarts     0 failures so far; gives up after 3 more without progress
   source       agent 10.0.0.1:9100
 
 NODE  RANKS  STATE    STEP  CHECKPOINT  LEASE  AGENT

@@ -114,7 +114,7 @@ def choose(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotRead
         option, reason = f"--network-interface {named.name}", "you named it with --network-interface"
         return _choice(named, _ip_on(named, wanted.towards), reason, here, option)
     if wanted.memory:
-        return _loopback(LOOPBACK, "no other node can join", here)
+        return _loopback(LOOPBACK, "a job of this machine alone", here)
     if wanted.towards is not None and is_loopback(wanted.towards):
         reason = f"the rendezvous at {wanted.towards} is on this machine's loopback, so all nodes are on this machine"
         return _loopback(here.routed or LOOPBACK, reason, here)

@@ -116,7 +116,7 @@ def _restarts(restarts: RestartReport) -> str:
     if restarts.limit is not None:
         return f"{used}, {restarts.left} left of {restarts.limit}{pause}"
     streak = f", {restarts.fruitless} in a row without progress" if restarts.fruitless else ""
-    return f"{used}{streak}; no limit while it makes progress, else {restarts.fruitless_left} left{pause}"
+    return f"{used}{streak}; gives up after {restarts.fruitless_left} more without progress{pause}"
 
 
 # --- Its nodes

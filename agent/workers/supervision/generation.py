@@ -43,8 +43,8 @@ LISTEN_PAUSE_S = 0.02
 """Between two looks whether all workers have finished a step, while a planned change waits for that."""
 
 _STATE = {
-    True: "and this node keeps the state after its last step",
-    False: "and no Checkpointer keeps the state after its last step on this node",
+    True: "the state after their last step is kept in memory",
+    False: "no Checkpointer keeps the state after their last step here",
 }
 
 
@@ -156,7 +156,7 @@ class Generation:
             ended = counted(len(self.group.ranks), "worker")
             log.info("generation %d: %s here ended with success", self.number, ended)
         elif self.drained:
-            log.info("generation %d has ended here, %s", self.number, _STATE[self.kept])
+            log.info("generation %d: workers stopped; %s", self.number, _STATE[self.kept])
 
     def check_master(self, node: str) -> None:
         """Warn where these workers, on node `node`, cannot reach the node of rank 0."""

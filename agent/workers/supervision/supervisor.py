@@ -218,7 +218,7 @@ class Supervisor:
         if generation is None or generation.stopping:
             return False
         if generation.drain.begin(self._clock(), stopping=order.stopping):
-            log.info("generation %d is to end between two steps: %s", generation.number, order.reason)
+            log.info("generation %d pauses after this step: %s", generation.number, order.reason)
             generation.pages.raise_flags()
         news = self._participant.workers_notified(generation.number)
         self._look(generation)

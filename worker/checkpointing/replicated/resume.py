@@ -75,7 +75,7 @@ def apply(
             ) from error
     if loaded.world_size != group.world_size:
         logger.warning(
-            "random states not restored, the world size changed: step=%d saved=%d now=%d",
+            "random numbers start anew, the world size changed: step=%d saved=%d now=%d",
             step,
             loaded.world_size,
             group.world_size,

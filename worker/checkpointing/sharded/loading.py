@@ -196,7 +196,7 @@ class ShardLoading(StateLoader):
         state = prepared.own.get(RANDOM_STATE)
         if source.world_size != group.world_size:
             logger.warning(
-                "random states not restored, the world size changed: step=%d saved=%d now=%d",
+                "random numbers start anew, the world size changed: step=%d saved=%d now=%d",
                 source.what.step,
                 source.world_size,
                 group.world_size,
