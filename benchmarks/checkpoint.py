@@ -42,7 +42,7 @@ SAVES = 7
 RUN_LIMIT_S = 900.0
 
 SYSTEMS: Mapping[str, str] = {
-    "memory-only": "Checkpointer.remember()",
+    "memory-only": "Checkpointer.save_to_memory()",
     "behind": "Checkpointer.save(), disk written behind",
     "at-once": "Checkpointer.save() without memory",
     "plain": "torch.save() and fsync",
@@ -349,7 +349,7 @@ class MemoryOnly(Library):
     def save(self, step: int) -> None:
         import torch.distributed as dist
 
-        if not self.checkpoints.remember(step):
+        if not self.checkpoints.save_to_memory(step):
             raise SystemExit("invalid: no room in memory")
         dist.barrier()
 

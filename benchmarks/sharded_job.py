@@ -129,7 +129,7 @@ def measure_saves(training: Training, directory: Path) -> Mapping[str, float]:
             raise SystemExit("invalid: a save was refused")
 
     def remember(number: int) -> None:
-        if not checkpoints.remember(number):
+        if not checkpoints.save_to_memory(number):
             raise SystemExit("invalid: a copy was skipped")
 
     def async_save(number: int) -> None:

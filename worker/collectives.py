@@ -116,7 +116,7 @@ def register_comm_hook(
     What is returned is the hook's state as a part for a Checkpointer, which each rank has for itself:
 
         hook = register_comm_hook(model, PowerSGDState(None), powerSGD_hook)
-        checkpoints = Checkpointer(directory, {"model": model, "hook": hook}, of_each_rank=["hook"])
+        checkpoints = Checkpointer(directory, {"model": model, "hook": hook}, per_rank=["hook"])
 
     A state of another type than torch's is carried by its `state_dict` and `load_state_dict`, or as a dict.
     """

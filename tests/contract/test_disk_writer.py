@@ -193,7 +193,7 @@ def test_training_copies_on_while_a_save_is_written_and_the_slot_is_left_alone(
     agent.turn()
     for step in range(11, 20):
         meta["table"] += 1
-        assert checkpoints.remember(step)
+        assert checkpoints.save_to_memory(step)
     agent.gate.open.set()
     assert checkpoints.wait()
     (data,) = directory.glob("*.pt")
@@ -455,7 +455,7 @@ def test_a_writer_that_dies_makes_rank_0_write_and_the_next_is_written_behind_ag
     os.kill(agent.writer.pids[0], signal.SIGKILL)
     agent.turn(WriterEnded)
     agent.gate.open.set()
-    assert checkpoints.remember(11)
+    assert checkpoints.save_to_memory(11)
     assert "this process writes its checkpoint itself: step=10" in caplog.text
     assert on_disk(directory) == [10]
     caplog.clear()
@@ -512,7 +512,7 @@ def test_what_rank_0_has_taken_back_is_not_published(
 ) -> None:
     """Also by a writer that stood still where nothing else stops it: the data in place, the manifest to come."""
     checkpoints = Checkpointer(directory, {"meta": {}})
-    checkpoints.remember(10)
+    checkpoints.save_to_memory(10)
     memory = checkpoints._state._memory
     assert memory is not None
     ours, theirs = socket.socketpair()

@@ -75,7 +75,7 @@ def remember(
     for step in steps:
         draw()
         meta["text"] = text or f"after {step}"
-        checkpoints.remember(step)
+        checkpoints.save_to_memory(step)
     return {"next": draw()}
 
 

@@ -33,7 +33,7 @@ def save_own(
     text: dict[str, Any] = {}
     own: dict[str, Any] = {}
     state = {"text": text, **({"own": own} if declares else {})}
-    checkpoints = Checkpointer(directory, state, of_each_rank=["own"] if declares else [])
+    checkpoints = Checkpointer(directory, state, per_rank=["own"] if declares else [])
     try:
         for step in steps:
             text["step"] = step
@@ -41,7 +41,7 @@ def save_own(
             if code:
                 own["code"] = random.Random()
             if remembers:
-                text["remembered"] = checkpoints.remember(step)
+                text["remembered"] = checkpoints.save_to_memory(step)
             else:
                 assert checkpoints.save(step)
         assert checkpoints.wait()
@@ -75,7 +75,7 @@ def load_own(
 
     rules = dict.fromkeys(each, merge if rule else None)
     try:
-        step = Checkpointer(directory, parts, of_each_rank=rules).load()
+        step = Checkpointer(directory, parts, per_rank=rules).load()
     except CheckpointError as error:
         return {
             "raised": type(error).__name__,
@@ -105,10 +105,14 @@ def go_on(rank: int, directory: str, memory: str = "", remembers: bool = False) 
         return {"owns": [one for part in owned for one in part]}
 
     own: dict[str, Any] = {"owns": []}
-    checkpoints = Checkpointer(directory, {"text": {}, "own": own}, of_each_rank={"own": deal})
+    checkpoints = Checkpointer(directory, {"text": {}, "own": own}, per_rank={"own": deal})
     step = checkpoints.load()
     own["owns"] = [*own["owns"], [step + 1, rank]]
-    assert checkpoints.remember(step + 1) if remembers else checkpoints.save(step + 1) and checkpoints.wait()
+    assert (
+        checkpoints.save_to_memory(step + 1)
+        if remembers
+        else checkpoints.save(step + 1) and checkpoints.wait()
+    )
     return {"step": step, "owns": own["owns"]}
 
 

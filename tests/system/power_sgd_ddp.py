@@ -36,7 +36,7 @@ def train(directory: str, steps: int) -> None:
     torch.manual_seed(1 + dist.get_rank())  # each rank draws its own samples
     memory_every = int(os.environ.get("MEMORY_EVERY", "0")) or None
     state = {"model": model, "optimizer": optimizer, "hook": hook}
-    checkpoints = Checkpointer(directory, state, of_each_rank=["hook"], memory_every=memory_every)
+    checkpoints = Checkpointer(directory, state, per_rank=["hook"], memory_every=memory_every)
     done = begun = checkpoints.load()
     note("begun", done)
     while done < steps:

@@ -152,7 +152,7 @@ def test_a_rule_that_breaks_on_one_rank_stops_all(worlds: Worlds, tmp_path: Path
     args = [{**one, "rule": "breaks"} for one in in_directories(*[tmp_path] * 3)]
     answers = worlds.answers("load_own", args)
     assert [answer["raised"] for answer in answers] == ["CheckpointMismatch"] * 3
-    assert all("the rule of 'own' in of_each_rank cannot reshape" in answer["text"] for answer in answers)
+    assert all("the rule of 'own' in per_rank cannot reshape" in answer["text"] for answer in answers)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_checkpoint_without_ranks_own_states_is_refused_by_name(worlds: Worlds
 @pytest.mark.parametrize(
     ("of_rank_1", "raised", "text"),
     [
-        ({"declares": False}, "CheckpointError", "ranks [1] declare no part of_each_rank and others do"),
+        ({"declares": False}, "CheckpointError", "ranks [1] declare no part per_rank and others do"),
         ({"code": True}, "NotPlainData", "random.Random"),
     ],
     ids=str,

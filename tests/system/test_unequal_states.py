@@ -23,7 +23,7 @@ def run(worlds: Worlds, scenario: str, directory: Path, **more: Any) -> list[dic
         ("partial", ["'rows.0' of part 'table'", "redistribute it"]),
         (
             "shards",
-            ["'0.bias' of part 'model'", "other values on rank 0 than on rank 1", "of_rank_0=['model']"],
+            ["'0.bias' of part 'model'", "other values on rank 0 than on rank 1", "from_rank_0=['model']"],
         ),
     ],
 )

@@ -143,7 +143,7 @@ def save_unequal(
     rank: int, directory: str, kind: str, steps: int = 1, times: int = 1, own: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     training = Training(kind, rank)
-    checkpoints = Checkpointer(directory, training.state, of_rank_0=own)
+    checkpoints = Checkpointer(directory, training.state, from_rank_0=own)
 
     def save() -> list[bool]:
         results = []
@@ -185,12 +185,12 @@ def count_comparisons(rank: int, directory: str, kind: str, nodes: int = 1) -> d
     comparison.look_at = counted
     training = Training(kind, rank)
     own = [name for name in training.state if name == "best"]
-    checkpoints = Checkpointer(directory, training.state, of_rank_0=own)
+    checkpoints = Checkpointer(directory, training.state, from_rank_0=own)
     checkpoints.load()
     remembered = []
     for _ in range(5):
         training.train()
-        remembered.append(checkpoints.remember(training.done))
+        remembered.append(checkpoints.save_to_memory(training.done))
     return {"looks": looks, "remembered": remembered}
 
 
@@ -205,7 +205,7 @@ def load_twice(rank: int, directory: str) -> dict[str, Any]:
         checkpoints.load()
         training.train()
         progress.step(1)
-        results.append(checkpoints.remember(1))
+        results.append(checkpoints.save_to_memory(1))
     return {"remembered": results}
 
 
@@ -220,7 +220,7 @@ def copy_unequal(rank: int, directory: str, kind: str, way: str) -> dict[str, An
     def go() -> Any:
         training.train()
         if way == "remember":
-            return checkpoints.remember(training.done)
+            return checkpoints.save_to_memory(training.done)
         if way == "just in time":
             with checkpoints.just_in_time():
                 progress.step(training.done)
@@ -246,7 +246,7 @@ def copy_where_one_rank_does_not_come(rank: int, directory: str) -> dict[str, An
     checkpoints = Checkpointer(directory, training.state)
     checkpoints.load()
     training.train()
-    remembered = [checkpoints.remember(training.done) for _ in range(2)] if rank == 0 else None
+    remembered = [checkpoints.save_to_memory(training.done) for _ in range(2)] if rank == 0 else None
     dist.barrier()
     return {"remembered": remembered}
 

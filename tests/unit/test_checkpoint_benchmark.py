@@ -31,7 +31,7 @@ def test_the_table_compares_with_a_copy_and_with_torch() -> None:
         ["100 MB, 1 rank", "the comparison of all ranks, in each save", "4 (4-4)", "", "", "", "", ""],
         [
             "100 MB, 1 rank",
-            "Checkpointer.remember()",
+            "Checkpointer.save_to_memory()",
             "11 (11-11)",
             "1.10x (goal 1.3x)",
             "0.05x",

@@ -148,7 +148,7 @@ def found(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("step", [-1, 2**63])
 def test_what_is_no_step_is_refused_at_once(tmp_path: Path, step: Any) -> None:
     checkpoints = Checkpointer(tmp_path, {})
-    for keep in (checkpoints.save, checkpoints.remember):
+    for keep in (checkpoints.save, checkpoints.save_to_memory):
         with pytest.raises(ValueError, match=r"step is .*expected the number of steps"):
             keep(step)
 
@@ -226,9 +226,9 @@ class Named:
 @pytest.mark.parametrize("each_rank", [[], ["metrics"]], ids=["shared", "of each rank"])
 def test_numbers_of_numpy_come_back_as_pythons(tmp_path: Path, each_rank: list[str]) -> None:
     for step, value in enumerate((numpy.float64(0.25), numpy.int32(7), numpy.bool_(True)), 1):
-        Checkpointer(tmp_path, {"metrics": Named(value)}, of_each_rank=each_rank).save(step)
+        Checkpointer(tmp_path, {"metrics": Named(value)}, per_rank=each_rank).save(step)
         back = Named(None)
-        assert Checkpointer(tmp_path, {"metrics": back}, of_each_rank=each_rank).load() == step
+        assert Checkpointer(tmp_path, {"metrics": back}, per_rank=each_rank).load() == step
         assert type(back.value) in (float, int, bool)
         assert back.value == value
 
@@ -354,13 +354,13 @@ def test_who_only_reads_takes_nothing_from_the_run_that_trains(
 
 @pytest.mark.parametrize("own", [[], ["own"]], ids=["all alike", "one of each rank"])
 def test_who_only_reads_may_take_some_parts(tmp_path: Path, own: list[str]) -> None:
-    Checkpointer(tmp_path, {"a": {"x": 1}, "b": {"y": 2}, "own": {"z": 3}}, of_each_rank=own).save(10)
+    Checkpointer(tmp_path, {"a": {"x": 1}, "b": {"y": 2}, "own": {"z": 3}}, per_rank=own).save(10)
     some: dict[str, Any] = {}
     assert Checkpointer(tmp_path, {"b": some}, read_only=True).load() == 10
     assert some == {"y": 2}
     mine: dict[str, Any] = {}
     state = {"a": some, "own": mine}
-    assert Checkpointer(tmp_path, state, of_each_rank=own, read_only=True).load() == 10
+    assert Checkpointer(tmp_path, state, per_rank=own, read_only=True).load() == 10
     assert (some, mine) == ({"x": 1}, {"z": 3})
     for parts, options in (({"b": {}}, {}), ({"c": {}}, {"read_only": True})):
         with pytest.raises(CheckpointMismatch):

@@ -64,7 +64,7 @@ def own() -> dict[str, Any]:
 
 def save_replicated(directory: Path, step: int = 10, **more: Any) -> dict[str, Any]:
     found = {**parts(model(step)), "own": own(), **more}
-    assert Checkpointer(directory, found, of_each_rank=["own"]).save(step)
+    assert Checkpointer(directory, found, per_rank=["own"]).save(step)
     return found
 
 
@@ -107,7 +107,7 @@ def test_there_and_back_again_is_the_same_to_the_last_bit(tmp_path: Path) -> Non
     assert same(first, second)
     assert [len(one) for one in rows] == [1, 1]
     again = {**parts(model(1), steps=0), "own": {}}
-    assert Checkpointer(tmp_path / "c", again, of_each_rank=["own"]).load() == 10
+    assert Checkpointer(tmp_path / "c", again, per_rank=["own"]).load() == 10
     assert same(again["own"], own())
 
 
@@ -116,7 +116,7 @@ def test_a_sharded_state_loads_what_was_replicated(tmp_path: Path, group: None) 
     convert(tmp_path / "a", tmp_path / "b")
     net = fully_shard(model(1))
     after = {**parts(net, steps=1), "own": {}}
-    assert Checkpointer(tmp_path / "b", after, of_each_rank=["own"]).load() == 10
+    assert Checkpointer(tmp_path / "b", after, per_rank=["own"]).load() == 10
     whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
              for name, tensor in net.state_dict().items()}  # fmt: skip
     assert same(whole, dict(before["model"].state_dict()))
@@ -411,9 +411,9 @@ def test_a_script_whose_state_is_of_the_other_form_is_told_of_this_command(
     save_replicated(tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b")
     with pytest.raises(CheckpointMismatch, match="`elastic-agent convert` makes"):
-        Checkpointer(tmp_path / "b", {**parts(model(1)), "own": {}}, of_each_rank=["own"]).load()
+        Checkpointer(tmp_path / "b", {**parts(model(1)), "own": {}}, per_rank=["own"]).load()
     with pytest.raises(CheckpointMismatch, match="`elastic-agent convert` makes"):
-        Checkpointer(tmp_path / "a", {**parts(fully_shard(model(1))), "own": {}}, of_each_rank=["own"]).load()
+        Checkpointer(tmp_path / "a", {**parts(fully_shard(model(1))), "own": {}}, per_rank=["own"]).load()
 
 
 def three_alike() -> nn.Sequential:

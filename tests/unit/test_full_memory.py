@@ -74,13 +74,13 @@ def test_whichever_call_fails_only_that_copy_is_lost(
         for _ in range(2):
             step += 1
             meta["is"] = step
-            assert checkpoints.remember(step)
+            assert checkpoints.save_to_memory(step)
         failing = FailingOs(number, error)
         with monkeypatch.context() as patch:
             for module in (slots, files):
                 patch.setattr(module, "os", failing)
             meta["is"] = -1
-            copied = checkpoints.remember(step + 1)
+            copied = checkpoints.save_to_memory(step + 1)
         loaded: dict[str, Any] = {}
         assert Checkpointer(tmp_path / "disk", {"meta": loaded}).load() == step + copied
         assert loaded == {"is": -1 if copied else step}
@@ -106,11 +106,11 @@ def test_a_rank_that_cannot_write_its_random_state_goes_on_and_says_it_once(
     progress.step(1)
     with monkeypatch.context() as patch:
         patch.setattr(RandomStates, "put", raising(FULL))
-        assert [checkpoints.remember(step) for step in (2, 3)] == [False, False]
+        assert [checkpoints.save_to_memory(step) for step in (2, 3)] == [False, False]
         progress.step(4)
     assert caplog.text.count("no copy in memory") == 1
     assert "No space left on device" in caplog.text
-    assert checkpoints.remember(5)
+    assert checkpoints.save_to_memory(5)
     assert "copies in memory again: step=5" in caplog.text
 
 
@@ -127,12 +127,12 @@ def test_a_folder_that_is_removed_while_the_job_runs_costs_no_step(
     meta = {"is": 1}
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": meta}, memory_every=1)
     progress.step(1)
-    assert checkpoints.remember(1)
+    assert checkpoints.save_to_memory(1)
     join_threads("memory-sums")  # else it may put a header there meanwhile
     shutil.rmtree(folder)
     for step in (2, 3):
         progress.step(step)
-        assert not checkpoints.remember(step)
+        assert not checkpoints.save_to_memory(step)
     meta["is"] = 4
     assert checkpoints.save(4)
     assert caplog.text.count("no copy in memory") == 1
@@ -163,11 +163,11 @@ def test_all_checkpointers_of_an_agent_share_its_limit(
     one, two = (
         Checkpointer(tmp_path / name, {"meta": {"table": torch.zeros(300_000)}}) for name in ("one", "two")
     )
-    assert one.remember(1)
-    assert not two.remember(1)
+    assert one.save_to_memory(1)
+    assert not two.save_to_memory(1)
     assert "others of this node's checkpoints need" in caplog.text
     assert two.save(2), "on disk"
-    assert one.remember(2), "who has room keeps it"
+    assert one.save_to_memory(2), "who has room keeps it"
 
 
 def test_what_an_earlier_generation_left_under_another_name_makes_room(
@@ -177,14 +177,14 @@ def test_what_an_earlier_generation_left_under_another_name_makes_room(
     monkeypatch.setenv("ELASTIC_AGENT_MEMORY_BYTES", str(4 << 20))
     state = {"meta": {"table": torch.zeros(300_000)}}
     earlier = Checkpointer(tmp_path / "at-noon", state)
-    assert earlier.remember(1)
+    assert earlier.save_to_memory(1)
     join_threads("memory-sums")  # they would have ended with it
     monkeypatch.setattr(slot_memory, "_used", set())  # another process
     later = Checkpointer(tmp_path / "at-one", state)
-    assert later.remember(1)
+    assert later.save_to_memory(1)
     assert "made room for its own" in caplog.text
     assert Slots(str(folder), str(tmp_path / "at-noon")).taken() == 0
-    assert later.remember(2)
+    assert later.save_to_memory(2)
 
 
 def test_a_copy_leaves_a_reserve_in_the_file_system(
@@ -192,7 +192,7 @@ def test_a_copy_leaves_a_reserve_in_the_file_system(
 ) -> None:
     left = Memory(3 << 20, 64 << 20, of=f"the file system of {folder}")
     monkeypatch.setattr(room, "file_system", lambda _folder: left)
-    assert not Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).remember(1)
+    assert not Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).save_to_memory(1)
     assert f"the file system of {folder} has 3 MiB left of 64" in caplog.text
     assert not list(folder.rglob("*.pt"))
 
@@ -226,13 +226,13 @@ def test_a_real_file_system_that_others_fill_costs_copies_only(
     fill(others, left_over)
     meta["table"] += 1
     progress.step(3)
-    assert not checkpoints.remember(3)
+    assert not checkpoints.save_to_memory(3)
     assert checkpoints.save(4)
     loaded: dict[str, Any] = {}
     assert Checkpointer(tmp_path / "disk", {"meta": loaded}).load() == 4
     assert torch.equal(loaded["table"], meta["table"])
     others.unlink()
-    assert checkpoints.remember(5)
+    assert checkpoints.save_to_memory(5)
     assert caplog.text.count("no copy in memory") == 1
 
 

@@ -539,7 +539,7 @@ def test_several_of_which_one_finds_no_room_go_on_from_one_step(
             if done == 2:
                 one.save(done)
             elif remembers_every and done % remembers_every == 0:
-                one.remember(done)
+                one.save_to_memory(done)
             if done == 2 and disk == "slow":
                 assert one._state._memory is not None
                 held.append(one._state._memory.lend((1, done))[1])
@@ -566,7 +566,7 @@ def test_several_of_which_one_never_found_room_go_on_from_disk(
         for one in pair.both:
             if done == 2:
                 one.save(done)
-            one.remember(done)
+            one.save_to_memory(done)
 
     assert pair.train_to_the_failure(5, told) == Kept(None)
     assert pair.resume(monkeypatch) == [2, 2]
@@ -611,7 +611,7 @@ def test_a_step_that_a_sharded_state_belongs_to_is_given_up_and_that_is_said(
                     assert one.save(done)
                     assert one.wait()
                 elif remembers_every and done % remembers_every == 0:
-                    assert one.remember(done)
+                    assert one.save_to_memory(done)
         assert agent.asks(Hold(1.0)) == Held(5)
         assert agent.asks(Keep(1.0)) == Kept(None)
         agent.says(Go())
@@ -629,7 +629,7 @@ def test_a_sharded_state_and_another_one_that_go_on_from_two_steps_are_named(
         name: Checkpointer(tmp_path / name, {"part": part})
         for name, part in (("same", {}), ("sharded", sharded))
     }
-    both["same"].remember(30)
+    both["same"].save_to_memory(30)
     both["sharded"].save(32)
     loaded = {name: both[name].load() for name in sorted(both, reverse=first == "sharded")}
     assert loaded == {"same": 30, "sharded": 32}

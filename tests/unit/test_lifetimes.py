@@ -194,7 +194,7 @@ def test_close_waits_once_and_ends_it(tmp_path: Path) -> None:
         assert checkpoints.save(1)
     assert checkpoints.close()
     assert not progress.checkpointers.all()
-    for call in (checkpoints.load, lambda: checkpoints.save(2), lambda: checkpoints.remember(2)):
+    for call in (checkpoints.load, lambda: checkpoints.save(2), lambda: checkpoints.save_to_memory(2)):
         with pytest.raises(CheckpointError, match="was closed: make a new one"):
             call()
     with made(tmp_path / "a")[1] as again:
@@ -211,3 +211,13 @@ def test_an_exception_leaves_with_without_a_wait_for_other_ranks(
         raise ZeroDivisionError
     assert not progress.checkpointers.all()
     made(tmp_path / "a")[1].load()
+
+
+def test_old_names_work_with_a_warning_and_not_beside_new_ones(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": {}, "b": {}}
+    with pytest.warns(DeprecationWarning, match="is called"):
+        checkpoints = Checkpointer(tmp_path, state, of_rank_0=["a"], of_each_rank=["b"])
+    with pytest.warns(DeprecationWarning, match=r"remember\(\) is called save_to_memory\(\) now"):
+        assert checkpoints.remember(1)
+    with pytest.raises(ValueError, match="of_rank_0 is the old name of from_rank_0"):
+        Checkpointer(tmp_path / "other", state, of_rank_0=["a"], from_rank_0=["b"])

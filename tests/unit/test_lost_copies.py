@@ -172,7 +172,7 @@ def test_where_no_thread_can_be_started_training_waits_for_the_copy(
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
-        assert checkpoints.remember(1)
+        assert checkpoints.save_to_memory(1)
     assert Checkpointer(tmp_path / "disk", {"meta": {}}).load() == 1
 
 

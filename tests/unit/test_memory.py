@@ -66,7 +66,7 @@ class Training:
 def test_what_was_remembered_comes_back_bit_by_bit(tmp_path: Path) -> None:
     first = Training(tmp_path / "disk")
     first.train(5)
-    assert first.checkpoints.remember(5)
+    assert first.checkpoints.save_to_memory(5)
     at_five = first.bits()
     drawn = random.random(), torch.rand(1)
     first.train(7)
@@ -97,13 +97,13 @@ def test_nothing_that_was_loaded_lives_in_the_slot(tmp_path: Path) -> None:
     """The optimizer keeps tensors it is given on the CPU, and plain data is kept whole."""
     first = Training(tmp_path / "disk")
     first.train(3)
-    first.checkpoints.remember(3)
+    first.checkpoints.save_to_memory(3)
     second = Training(tmp_path / "disk")
     second.checkpoints.load()
     loaded = second.bits()
     first.train(20)
     for step in (20, 21, 22):
-        first.checkpoints.remember(step)
+        first.checkpoints.save_to_memory(step)
     assert second.bits() == loaded
 
 
@@ -122,15 +122,15 @@ def test_only_the_node_of_rank_0_copies_what_is_rank_0s_own(
     """A copy of another node, or that another rank makes in place of one that failed, would be another state."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("ELASTIC_AGENT_LOCAL_RANK", str(local_rank))
-    checkpoints = Checkpointer(tmp_path / "disk", {"own": {"of": rank}}, of_rank_0=["own"])
+    checkpoints = Checkpointer(tmp_path / "disk", {"own": {"of": rank}}, from_rank_0=["own"])
     checkpoints.load()
-    assert checkpoints.remember(1) is copies
+    assert checkpoints.save_to_memory(1) is copies
     assert checkpoints._state.drain_saver.save_just_in_time(2, {"own": {"of": rank}}) is saves_just_in_time
 
 
 def test_shared_memory_stays_shared(tmp_path: Path) -> None:
     first = Training(tmp_path / "disk")
-    first.checkpoints.remember(1)
+    first.checkpoints.save_to_memory(1)
     second = Training(tmp_path / "disk")
     second.checkpoints.load()
     second.meta["table"][15] = 7.0
@@ -171,7 +171,7 @@ def test_a_slot_holds_the_bytes_that_torch_would_write(tmp_path: Path, opened: S
     ids=lambda state: ",".join(state) or "nothing",
 )
 def test_any_state_that_torch_can_load_can_be_kept(tmp_path: Path, state: dict[str, Any]) -> None:
-    Checkpointer(tmp_path / "disk", {"state": state}).remember(1)
+    Checkpointer(tmp_path / "disk", {"state": state}).save_to_memory(1)
     loaded: dict[str, Any] = {}
     assert Checkpointer(tmp_path / "disk", {"state": loaded}).load() == 1
     assert str(loaded) == str(state)
@@ -180,14 +180,14 @@ def test_any_state_that_torch_can_load_can_be_kept(tmp_path: Path, state: dict[s
 def test_a_state_that_is_code_is_refused_whenever_it_comes(tmp_path: Path, opened: Slots) -> None:
     meta: dict[str, Any] = {"where": "x"}
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": meta})
-    checkpoints.remember(1)
-    checkpoints.remember(2)
+    checkpoints.save_to_memory(1)
+    checkpoints.save_to_memory(2)
     meta["where"] = Path("x")
     with pytest.raises(NotPlainData, match="pathlib"):
-        checkpoints.remember(3)
+        checkpoints.save_to_memory(3)
     assert [header.step for header in opened.headers().values()] == [2]
     meta["where"] = "y"
-    assert checkpoints.remember(4)
+    assert checkpoints.save_to_memory(4)
 
 
 def test_every_nth_step_is_remembered(tmp_path: Path, opened: Slots) -> None:
@@ -215,13 +215,13 @@ def test_a_state_too_large_for_the_limit_goes_to_disk_only_and_that_is_said_once
     monkeypatch.setenv("ELASTIC_AGENT_MEMORY_BYTES", str(1 << 20))
     meta = {"table": torch.zeros(1 << 20)}
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": meta})
-    assert [checkpoints.remember(step) for step in (1, 2)] == [False, False]
+    assert [checkpoints.save_to_memory(step) for step in (1, 2)] == [False, False]
     assert checkpoints.save(3)
     assert caplog.text.count("no copy in memory") == 1
     assert "--memory-checkpoints" in caplog.text
     assert opened.headers() == {}
     meta["table"] = torch.zeros(10)
-    assert checkpoints.remember(4)
+    assert checkpoints.save_to_memory(4)
     assert "copies in memory again" in caplog.text
 
 
@@ -235,9 +235,9 @@ def test_full_memory_goes_to_disk_only_until_there_is_room(
 
     with monkeypatch.context() as patch:
         patch.setattr(slots.os, "posix_fallocate", full)
-        assert not checkpoints.remember(1)
+        assert not checkpoints.save_to_memory(1)
     assert "No space left" in caplog.text
-    assert checkpoints.remember(2)
+    assert checkpoints.save_to_memory(2)
 
 
 def test_a_machine_short_of_memory_gives_back_the_older_copy_and_keeps_the_newest(
@@ -245,16 +245,16 @@ def test_a_machine_short_of_memory_gives_back_the_older_copy_and_keeps_the_newes
 ) -> None:
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(100_000)}})
     for step in (1, 2):
-        checkpoints.remember(step)
+        checkpoints.save_to_memory(step)
     before = opened.taken()
     with monkeypatch.context() as patch:
         patch.setattr(room, "read_memory", lambda: (Memory(1 << 20, 1 << 30),))
-        assert not checkpoints.remember(3)
+        assert not checkpoints.save_to_memory(3)
         assert "this machine has 1 MiB left of 1024" in caplog.text
         assert [header.step for header in opened.headers().values()] == [2]
         assert 0 < opened.taken() <= before // 2
         assert checkpoints.save(4), "on disk"
-    assert checkpoints.remember(5)
+    assert checkpoints.save_to_memory(5)
     assert "copies in memory again: step=5" in caplog.text
 
 
@@ -263,9 +263,9 @@ def test_a_slot_does_not_take_the_last_memory(
 ) -> None:
     monkeypatch.setattr(room, "read_memory", lambda: (Memory(100 << 20, 1 << 30),))
     large = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(10 << 20)}})
-    assert not large.remember(1), "80 MiB more would leave less than 5 %"
+    assert not large.save_to_memory(1), "80 MiB more would leave less than 5 %"
     assert opened.taken() == 0
-    assert Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).remember(1)
+    assert Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(1 << 20)}}).save_to_memory(1)
 
 
 GIB = 1 << 30
@@ -299,7 +299,7 @@ def test_the_level_with_the_least_memory_decides_whether_a_slot_grows(
 def test_without_an_agent_there_is_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELASTIC_AGENT_MEMORY")
     checkpoints = Checkpointer(tmp_path / "disk", {}, memory_every=1)
-    assert not checkpoints.remember(1)
+    assert not checkpoints.save_to_memory(1)
     progress.step(1)
     assert checkpoints.load() == 0
 
@@ -310,7 +310,7 @@ def test_a_torch_that_tells_too_little_means_disk_only(
     monkeypatch.setattr(torch.serialization, "location_tag", lambda _storage: "cpu")
     with pytest.raises(CannotLayOut, match="left out 1 storages of 0"):
         lay_out({"x": torch.ones(3)})
-    assert not Checkpointer(tmp_path / "disk", {"meta": {"x": torch.ones(3)}}).remember(1)
+    assert not Checkpointer(tmp_path / "disk", {"meta": {"x": torch.ones(3)}}).save_to_memory(1)
     assert "left out" in caplog.text
 
 
@@ -342,7 +342,7 @@ def test_a_remembered_copy_has_checksums_soon_and_a_changed_bit_is_found(
 ) -> None:
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {"table": torch.zeros(100_000)}})
     for step in (1, 2):
-        checkpoints.remember(step)
+        checkpoints.save_to_memory(step)
         join_threads("memory-sums")
     assert all(header.sums for header in opened.headers().values())
     path = Path(opened.folder) / f"{opened.newest_first()[0]}.pt"
@@ -364,19 +364,19 @@ def test_a_spoilt_copy_gives_way_to_the_one_before_loudly(
 ) -> None:
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
     for step in (1, 2):
-        checkpoints.remember(step)
+        checkpoints.save_to_memory(step)
     spoil(opened)
     again = Checkpointer(tmp_path / "disk", {"meta": {}})
     assert again.load() == 1
     assert "a copy in memory is left aside: step=2" in caplog.text
-    assert again.remember(2)
+    assert again.save_to_memory(2)
 
 
 def test_spoilt_copies_only_give_way_to_the_disk(tmp_path: Path, opened: Slots) -> None:
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
     checkpoints.save(10)
     for step in (11, 12):
-        checkpoints.remember(step)
+        checkpoints.save_to_memory(step)
     cut_the_newest(opened)
     opened.drop(lambda version: version == (1, 12))
     cut_the_newest(opened)
@@ -386,18 +386,18 @@ def test_spoilt_copies_only_give_way_to_the_disk(tmp_path: Path, opened: Slots) 
 def test_a_disk_that_only_claims_to_be_newer_does_not_win(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
     checkpoints.save(10)
-    checkpoints.remember(11)
+    checkpoints.save_to_memory(11)
     checkpoints.save(12)
-    checkpoints.remember(13)
-    checkpoints.remember(14)  # the copies of the saves are gone
+    checkpoints.save_to_memory(13)
+    checkpoints.save_to_memory(14)  # the copies of the saves are gone
     checkpoints.save(20)
-    checkpoints.remember(21)
-    checkpoints.remember(22)
+    checkpoints.save_to_memory(21)
+    checkpoints.save_to_memory(22)
     assert checkpoints._state._memory is not None
     checkpoints._state._memory.abandon_newer((1, 20))
     (data,) = (tmp_path / "disk").glob("step-000000000020-*.pt")
     os.truncate(data, 5)
-    checkpoints.remember(13)
+    checkpoints.save_to_memory(13)
     assert Checkpointer(tmp_path / "disk", {"meta": {}}).load() == 13
 
 
@@ -406,7 +406,7 @@ def test_the_disk_is_not_read_when_the_memory_is_newer(
 ) -> None:
     checkpoints = Checkpointer(tmp_path / "disk", {"meta": {}})
     checkpoints.save(10)
-    checkpoints.remember(11)
+    checkpoints.save_to_memory(11)
     again = Checkpointer(tmp_path / "disk", {"meta": {}})
     monkeypatch.setattr(again._files, "find", lambda _: pytest.fail("reads the disk"))
     assert again.load() == 11
@@ -455,8 +455,8 @@ def test_two_that_go_on_from_different_steps_are_named(
 
 def test_two_checkpointers_do_not_disturb_each_other(tmp_path: Path) -> None:
     one, other = (Checkpointer(tmp_path / name, {"meta": {"is": name}}) for name in ("one", "other"))
-    one.remember(1)
-    other.remember(2)
+    one.save_to_memory(1)
+    other.save_to_memory(2)
     for name, step in (("one", 1), ("other", 2)):
         meta: dict[str, Any] = {}
         assert Checkpointer(tmp_path / name, {"meta": meta}).load() == step
@@ -479,7 +479,7 @@ def test_checksums_that_come_late_undo_no_change(
 
     monkeypatch.setattr(Slots, "put_header", put_header)
     checkpoints = Training(tmp_path / "disk").checkpoints
-    assert checkpoints.remember(5)
+    assert checkpoints.save_to_memory(5)
     assert about.wait(60)
     kept, (header,) = checkpoints._state._memory, opened.headers().values()
     assert kept is not None
@@ -529,9 +529,9 @@ def test_no_checksums_are_computed_while_training_waits_for_a_copy_and_all_of_th
     if how == "remember":  # it waits for no other rank: all of it is the stall
         monkeypatch.setattr(rng, "capture", watched(rng.capture))
     checkpoints = Training(tmp_path / "disk").checkpoints
-    assert checkpoints.remember(1)
+    assert checkpoints.save_to_memory(1)
     assert begun.wait(60)
-    assert checkpoints.remember(2) if how == "remember" else checkpoints.save(2)
+    assert checkpoints.save_to_memory(2) if how == "remember" else checkpoints.save(2)
     assert disturbed == ([False, False] if how == "remember" else [False])
     join_threads("memory-sums")
     assert {1} <= {one.step for one in opened.headers().values() if one.sums}
@@ -556,15 +556,15 @@ def test_a_new_state_takes_the_older_slot_also_while_that_gets_its_checksums(
 
     monkeypatch.setattr(checksums.zlib, "crc32", crc32)
     checkpoints = Training(tmp_path / "disk").checkpoints
-    assert checkpoints.remember(1)
+    assert checkpoints.save_to_memory(1)
     assert begun.wait(60)
-    assert checkpoints.remember(2)
+    assert checkpoints.save_to_memory(2)
     kept = checkpoints._state._memory
     assert kept is not None
     kept._checksums._threads["b"].join()
     assert reading[0].is_alive()
     if taken_by == "remember":
-        assert checkpoints.remember(3)
+        assert checkpoints.save_to_memory(3)
         assert sorted(one.step for one in opened.headers().values()) == [2, 3]
     else:
         slot = kept.open_slot(100)

@@ -150,11 +150,11 @@ def test_quantized_tensors_are_compared_and_carried(tmp_path: Path) -> None:
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested tensor"),
     ],
 )
-@pytest.mark.parametrize("of_rank_0", [(), ("log",)])
+@pytest.mark.parametrize("from_rank_0", [(), ("log",)])
 def test_a_tensor_that_cannot_be_carried_is_refused_by_name(
-    tmp_path: Path, tensor: torch.Tensor, kind: str, of_rank_0: tuple[str, ...]
+    tmp_path: Path, tensor: torch.Tensor, kind: str, from_rank_0: tuple[str, ...]
 ) -> None:
-    checkpoints = Checkpointer(tmp_path, {"log": {"deep": [tensor]}}, of_rank_0=of_rank_0)
+    checkpoints = Checkpointer(tmp_path, {"log": {"deep": [tensor]}}, from_rank_0=from_rank_0)
     with pytest.raises(NotPlainData, match=rf"'deep.0' of part 'log' is .*{kind}"):
         checkpoints.save(1)
     assert not list(tmp_path.glob("step-*"))

@@ -15,19 +15,19 @@ from elastic_agent.worker.steps import progress
 
 
 @pytest.mark.parametrize(
-    ("of_each_rank", "of_rank_0", "text"),
+    ("per_rank", "from_rank_0", "text"),
     [
-        (["c"], [], r"of_each_rank names \['c'\], which are no parts"),
-        ("ab", ["b"], r"\['b'\] cannot be of_rank_0 and of_each_rank"),
-        ({"a": None, "c": None}, [], r"of_each_rank names \['c'\]"),
+        (["c"], [], r"per_rank names \['c'\], which are no parts"),
+        ("ab", ["b"], r"\['b'\] cannot be from_rank_0 and per_rank"),
+        ({"a": None, "c": None}, [], r"per_rank names \['c'\]"),
     ],
     ids=str,
 )
 def test_wrong_declarations_are_refused_at_once(
-    tmp_path: Path, of_each_rank: Any, of_rank_0: list[str], text: str
+    tmp_path: Path, per_rank: Any, from_rank_0: list[str], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
-        Checkpointer(tmp_path, {"a": {}, "b": {}}, of_each_rank=of_each_rank, of_rank_0=of_rank_0)
+        Checkpointer(tmp_path, {"a": {}, "b": {}}, per_rank=per_rank, from_rank_0=from_rank_0)
     assert rules_of(["b"], {"a", "b"}, ["a"]) == {"b": None}
 
 
@@ -59,7 +59,7 @@ def test_a_rule_sees_all_ranks_and_is_not_asked_in_a_world_of_the_same_size() ->
 
 @pytest.mark.usefixtures("only_worker")
 def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    checkpoints = Checkpointer(tmp_path, {"own": {}, "text": {}}, of_each_rank=["own"])
+    checkpoints = Checkpointer(tmp_path, {"own": {}, "text": {}}, per_rank=["own"])
     checkpoints.load()
     with pytest.raises(CheckpointError, match=r"just_in_time\(\) cannot keep \['own'\]"):
         checkpoints.just_in_time()
@@ -69,7 +69,7 @@ def test_no_rank_keeps_a_state_without_the_others(tmp_path: Path, caplog: pytest
     assert "step 1 is not kept: ['own'] are each rank's own" in caplog.text
     assert set(planned.parts) == {"text"}, "what the guard of another Checkpointer looks after"
     assert not planned.save_just_in_time(1, {})
-    assert checkpoints.remember(1)
+    assert checkpoints.save_to_memory(1)
     assert planned.save_just_in_time(1, {}), "the copy of that step has all ranks' own states already"
     assert not planned.save_just_in_time(2, {})
 
@@ -80,7 +80,7 @@ def test_what_was_copied_to_memory_comes_back(tmp_path: Path, way: str) -> None:
     own = {"error": torch.arange(3.0)}
     every = 1 if way == "memory_every" else None
     checkpoints = Checkpointer(
-        tmp_path / "disk", {"own": own, "text": {}}, of_each_rank=["own"], memory_every=every
+        tmp_path / "disk", {"own": own, "text": {}}, per_rank=["own"], memory_every=every
     )
     for step in (1, 2):
         own["error"] = torch.full((step + 3,), float(step))
@@ -89,7 +89,7 @@ def test_what_was_copied_to_memory_comes_back(tmp_path: Path, way: str) -> None:
         else:
             assert getattr(checkpoints, way)(step)
     back: dict[str, Any] = {}
-    assert Checkpointer(tmp_path / "disk", {"own": back, "text": {}}, of_each_rank=["own"]).load() == 2
+    assert Checkpointer(tmp_path / "disk", {"own": back, "text": {}}, per_rank=["own"]).load() == 2
     assert back["error"].tolist() == [2.0] * 5
 
 
@@ -101,7 +101,7 @@ def test_modules_and_optimizers_may_be_each_ranks_own(tmp_path: Path) -> None:
         model = torch.nn.Linear(3, 3)
         optimizer = torch.optim.Adam(model.parameters())
         state = {"model": model, "optimizer": optimizer}
-        return model, optimizer, Checkpointer(tmp_path, state, of_each_rank=state.keys())
+        return model, optimizer, Checkpointer(tmp_path, state, per_rank=state.keys())
 
     model, optimizer, checkpoints = made()
     model(torch.ones(1, 3)).sum().backward()

@@ -91,6 +91,6 @@ def test_a_rank_that_does_not_call_save_is_a_cause_that_is_named(other: bytes) -
     brought = Brought(1, "0" * 16, 8)
     group: Any = SimpleNamespace(gather_fixed=lambda mine: [mine, other])
     with pytest.raises(
-        CheckpointError, match=r"some ranks do not call save\(\) or remember\(\) here, and all must"
+        CheckpointError, match=r"some ranks do not call save\(\) or save_to_memory\(\) here, and all must"
     ):
         meet(group, brought)

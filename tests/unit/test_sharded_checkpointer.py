@@ -44,7 +44,7 @@ from elastic_agent.worker.wire.environment import WorkerEnv
 def check_refusals(rank: int, folder: str, model: nn.Module) -> None:
     """Before any load."""
     with pytest.raises(CheckpointError, match="cannot be called 'ranks'"):
-        Checkpointer(f"{folder}/refused", {"ranks": model}).remember(1)
+        Checkpointer(f"{folder}/refused", {"ranks": model}).save_to_memory(1)
     mixed = Checkpointer(f"{folder}/mixed", {"model": model} if rank else {"meta": {}})
     with pytest.raises(CheckpointError, match=r"sharded on ranks \[1\] and not on the others"):
         mixed.save(1)
@@ -66,18 +66,18 @@ def check_mixed_copies(rank: int, folder: str, model: nn.Module) -> None:
         for first, own in ((0, ()), (1, ()), (0, ("meta",))):
             state: dict[str, Any] = {"model": model} if rank else {"meta": {}}
             directory = f"{folder}/mixed-copies-{first}-{len(own)}"
-            mixed = Checkpointer(directory, state, of_each_rank=() if rank else own)
+            mixed = Checkpointer(directory, state, per_rank=() if rank else own)
             time.sleep(0.2 * (rank != first))
             where = "this rank and not on another" if rank else "another rank and not on this"
             with pytest.raises(CheckpointError, match=f"sharded on {where} one: make the Checkpointer after"):
-                mixed.remember(1)
+                mixed.save_to_memory(1)
 
         def store() -> None:
             raise dist.DistStoreError("recvValue failed")
 
         patched.setattr(dist.distributed_c10d, "_get_default_store", store)
         with pytest.raises(CheckpointError, match=r"does not say whether .* recvValue failed"):
-            Checkpointer(f"{folder}/unknown", {"model": model} if rank else {"meta": {}}).remember(1)
+            Checkpointer(f"{folder}/unknown", {"model": model} if rank else {"meta": {}}).save_to_memory(1)
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def check_missing_parts(rank: int, folder: str, model: nn.Module) -> None:
         patched.setattr(shard_saver, "LEAST_S", 9.0)
         first = checkpoints(1)
         first.load()
-        assert first.remember(1)
+        assert first.save_to_memory(1)
         dist.barrier()
         second = checkpoints(2)
         with slots_gone(rank):
@@ -156,7 +156,7 @@ def check_unreadable_copies(rank: int, folder: str, model: nn.Module) -> None:
         assert checkpoints.load() == 0
         for step in (1, 2):
             done["done"] = step
-            assert checkpoints.remember(step)
+            assert checkpoints.save_to_memory(step)
         dist.barrier()
         patched.setenv("ELASTIC_AGENT_GENERATION", "2")
         patched.setattr(MemoryReader, "_open_here", opened)
@@ -182,7 +182,7 @@ def check_interrupted_copy(rank: int, folder: str) -> None:
         checkpoints = Checkpointer(f"{folder}/interrupted-runs", parts)
         assert checkpoints.load() == 0
         torch.manual_seed(rank)
-        assert checkpoints.remember(1)
+        assert checkpoints.save_to_memory(1)
         drawn = torch.rand(3)
         if rank == 1:
             copies: Any = checkpoints._state
@@ -283,7 +283,7 @@ def work(rank: int, folder: str) -> None:
     check_mixed_copies(rank, folder, model)
     checkpoints = Checkpointer(f"{folder}/runs", {"model": model, "meta": meta}, max_failed_saves=2)
     assert checkpoints.load() == 0
-    assert not checkpoints.remember(1), "there is no agent, and no memory"
+    assert not checkpoints.save_to_memory(1), "there is no agent, and no memory"
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     for step in (2, 4):  # more failures than may come in a row
         meta["done"] = step

@@ -657,7 +657,7 @@ def test_a_part_of_each_rank_needs_a_rule_in_another_world(alone: None) -> None:
     total = {"feedback": lambda states, rank, world: {"error": sum(one["error"] for one in states.values())}}
     ShardedParts(parts, (), total).prepare(copies, 0, 1, 2).apply()
     assert parts["feedback"]["error"].tolist() == [1] * 4
-    with pytest.raises(CheckpointMismatch, match="same of_each_rank"):
+    with pytest.raises(CheckpointMismatch, match="same per_rank"):
         ShardedParts({"model": parts["model"]}, (), {}).prepare(copies, 0, 2, 2)
 
 

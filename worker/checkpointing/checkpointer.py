@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
@@ -49,11 +50,11 @@ class Checkpointer:
         state: by name, objects with `state_dict` and `load_state_dict` (a DDP model is unwrapped), or plain dicts,
             which are updated in place. Everything in them must be tensors and plain Python data. Parts are loaded in
             the order given here.
-        of_rank_0: names of parts whose tensors may differ between ranks, because rank 0's are meant for all. Whatever
+        from_rank_0: names of parts whose tensors may differ between ranks, because rank 0's are meant for all. Whatever
             else differs is refused at the first save.
-        of_each_rank: names of parts that each rank has for itself, such as the error feedback of PowerSGD: all are
+        per_rank: names of parts that each rank has for itself, such as the error feedback of PowerSGD: all are
             saved, and each rank loads its own. A world of another size is refused, unless a part's name comes with a
-            rule (see `Reshard`): `of_each_rank={"hook": lambda states, rank, world_size: states.get(rank, {})}`.
+            rule (see `Reshard`): `per_rank={"hook": lambda states, rank, world_size: states.get(rank, {})}`.
         keep: how many good checkpoints to retain, at least 1; with 1 a bit flip on disk loses everything.
         max_failed_saves: a full or read-only disk does not end training: `save` warns and returns False, until this
             many saves in a row have failed. 1 means raise at the first. Saves that fail because the rendezvous store is
@@ -82,13 +83,21 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         state: Mapping[str, Stateful | dict[str, Any]],
         *,
-        of_rank_0: Collection[str] = (),
-        of_each_rank: Collection[str] | Mapping[str, Reshard | None] = (),
+        from_rank_0: Collection[str] = (),
+        per_rank: Collection[str] | Mapping[str, Reshard | None] = (),
         keep: int = 2,
         max_failed_saves: int = 10,
         memory_every: int | None = None,
         read_only: bool = False,
+        of_rank_0: Collection[str] | None = None,
+        of_each_rank: Collection[str] | Mapping[str, Reshard | None] | None = None,
     ) -> None:
+        if of_rank_0 is not None:
+            _warn_of_old_name("of_rank_0", "from_rank_0", is_given=bool(from_rank_0))
+            from_rank_0 = of_rank_0
+        if of_each_rank is not None:
+            _warn_of_old_name("of_each_rank", "per_rank", is_given=bool(per_rank))
+            per_rank = of_each_rank
         for name, part in state.items():
             if not isinstance(name, str) or not (isinstance(part, dict) or _has_state(part)):
                 raise TypeError(
@@ -97,7 +106,7 @@ class Checkpointer:
                 )
         if max_failed_saves < 1:
             raise ValueError(f"max_failed_saves is {max_failed_saves}, expected at least 1")
-        rules = rules_of(of_each_rank, state, of_rank_0)
+        rules = rules_of(per_rank, state, from_rank_0)
         self._read_only = read_only
         self._thread = threading.get_ident()
         """It has made this, or loaded last."""
@@ -107,7 +116,7 @@ class Checkpointer:
             self._files.directory, is_sharded=shards, copies_alone=not shards and not rules
         )
         self._state = (ShardedState if shards else ReplicatedState)(
-            self._files, state, of_rank_0, rules, max_failed_saves=max_failed_saves, read_only=read_only
+            self._files, state, from_rank_0, rules, max_failed_saves=max_failed_saves, read_only=read_only
         )
         self._durable: bool | None = None
         """What `close` has returned."""
@@ -188,14 +197,14 @@ class Checkpointer:
         self._state.drain_saver.waited()
         return durable
 
-    def remember(self, step: int) -> bool:
+    def save_to_memory(self, step: int) -> bool:
         """Copy the state after `step` finished steps to this node's memory; False when there is no room for it.
 
         Only this process's part of it: no rank waits for another, but a copy counts once every rank has called it
         for that step. Only the first one waits until all have come there and shown that they have the same state; False
         if they have not. What is remembered outlives this process, and is lost with the agent.
 
-        With parts that are of_each_rank, and where the state is sharded, all ranks must call it for the same step, and
+        With parts that are per_rank, and where the state is sharded, all ranks must call it for the same step, and
         wait for each other: a copy is of all. Of shards it is False, too, while the copy before has not reached its
         partners: see docs/worker.md.
 
@@ -210,6 +219,11 @@ class Checkpointer:
         self._agreement.after_no_copy()
         return False
 
+    def remember(self, step: int) -> bool:
+        """The old name of `save_to_memory`, for one release."""
+        _warn_of_old_name("remember()", "save_to_memory()")
+        return self.save_to_memory(step)
+
     def just_in_time(self) -> contextlib.AbstractContextManager[None]:
         """Put this round the training loop: when another rank dies, no finished step is lost.
 
@@ -221,7 +235,7 @@ class Checkpointer:
         the loop: see `just_in_time`. One guards all Checkpointers that were loaded. Without an agent, or without room
         in its memory, this does nothing.
 
-        Raises CheckpointError where parts are of_each_rank, and where the state is sharded: survivors do not have what
+        Raises CheckpointError where parts are per_rank, and where the state is sharded: survivors do not have what
         the other rank had for itself.
         """
         self._check_open()
@@ -277,6 +291,13 @@ class Checkpointer:
             raise CheckpointError(f"this Checkpointer of {self._files.directory} was closed: make a new one")
 
 
+def _warn_of_old_name(old: str, new: str, *, is_given: bool = False) -> None:
+    """`is_given`: by the new name, too. Raises ValueError then."""
+    if is_given:
+        raise ValueError(f"{old} is the old name of {new}: give one of the two")
+    warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=3)
+
+
 def _has_state(part: object) -> bool:
     return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -285,6 +306,6 @@ def _forwarding(checkpointer: weakref.ref[Checkpointer]) -> Callable[[int], None
     def copy(step: int) -> None:
         alive = checkpointer()
         if alive is not None and not alive._state.drain_saver.is_over:
-            alive.remember(step)
+            alive.save_to_memory(step)
 
     return copy

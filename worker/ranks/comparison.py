@@ -207,7 +207,8 @@ class ReplicatedComparison(Comparison):
         super().__init__()
         if unknown := set(of_rank_0) - set(state):
             raise ValueError(
-                f"of_rank_0 names {sorted(unknown)}, which are no parts of the state: expected some of {sorted(state)}"
+                f"from_rank_0 names {sorted(unknown)}, which are no parts of the state: expected some of "
+                f"{sorted(state)}"
             )
         self._state = state
         self._of_rank_0 = frozenset(of_rank_0)
@@ -401,8 +402,8 @@ def _refusal(part: str, what: str) -> str:
     )
     return (
         f"{what}: {_PLAIN}.{of_stages if what.endswith('only') else ''} "
-        f"Where rank 0's is meant for all, declare it: Checkpointer(..., of_rank_0=[{part!r}]); "
-        f"where each rank goes on with its own: of_each_rank=[{part!r}]"
+        f"Where rank 0's is meant for all, declare it: Checkpointer(..., from_rank_0=[{part!r}]); "
+        f"where each rank goes on with its own: per_rank=[{part!r}]"
     )
 
 

@@ -45,7 +45,7 @@ _FORM = {
 
 
 class HookState:
-    """The state of the hook that `register_comm_hook` has registered; name it in `of_each_rank`."""
+    """The state of the hook that `register_comm_hook` has registered; name it in `per_rank`."""
 
     def __init__(self, state: object, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._state = state

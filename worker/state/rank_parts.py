@@ -31,11 +31,11 @@ def rules_of(
     rules = dict(of_each_rank) if isinstance(of_each_rank, Mapping) else dict.fromkeys(of_each_rank)
     if unknown := set(rules) - set(parts):
         raise ValueError(
-            f"of_each_rank names {sorted(unknown)}, which are no parts of the state: expected some of {sorted(parts)}"
+            f"per_rank names {sorted(unknown)}, which are no parts of the state: expected some of {sorted(parts)}"
         )
     if both := set(rules).intersection(of_rank_0):
         raise ValueError(
-            f"{sorted(both)} cannot be of_rank_0 and of_each_rank: leave them out of one of the two"
+            f"{sorted(both)} cannot be from_rank_0 and per_rank: leave them out of one of the two"
         )
     return rules
 
@@ -78,7 +78,7 @@ def states_for(
     if saved.keys() != rules.keys() and not (some and rules.keys() <= saved.keys()):
         raise CheckpointMismatch(
             f"{where} holds of each rank {sorted(saved)}, this script declares {sorted(rules)}: give Checkpointer the "
-            "same of_each_rank, or use another directory"
+            "same per_rank, or use another directory"
         )
     if not resized:
         return saved
@@ -87,7 +87,7 @@ def states_for(
         raise OtherWorldSize(
             f"{where} holds {without} of each of {len(rows)} ranks, and this world has {world_size}: start with "
             f"{len(rows)} workers again, or say how to reshape it: "
-            f"Checkpointer(..., of_each_rank={{{without[0]!r}: rule}})"
+            f"Checkpointer(..., per_rank={{{without[0]!r}: rule}})"
         )
     found = {}
     for name, rule in rules.items():
@@ -96,7 +96,7 @@ def states_for(
             found[name] = rule({one: state[name] for one, state in states.items()}, rank, world_size)
         except Exception as error:
             raise CheckpointMismatch(
-                f"the rule of {name!r} in of_each_rank cannot reshape {where} from {len(rows)} ranks to {world_size}: "
+                f"the rule of {name!r} in per_rank cannot reshape {where} from {len(rows)} ranks to {world_size}: "
                 f"{error!r}"
             ) from error
     return found

@@ -81,7 +81,7 @@ class Contents:
         if not all(kinds):
             ranks = [rank for rank, one in enumerate(kinds) if one == _NOTHING]
             raise CheckpointError(
-                f"ranks {ranks} declare no part of_each_rank and others do: make the same Checkpointer on all ranks"
+                f"ranks {ranks} declare no part per_rank and others do: make the same Checkpointer on all ranks"
             )
         if _REFUSED in kinds:
             raise_together(group, refusal)

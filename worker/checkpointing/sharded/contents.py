@@ -48,7 +48,7 @@ class ShardContents:
         if self._of_rank_0:
             raise Sharded(
                 f"parts {self._of_rank_0} are declared to be rank 0's, which is not carried beside a sharded state: "
-                "rank 0 may be lost with its node. Declare them of_each_rank, or leave them out"
+                "rank 0 may be lost with its node. Declare them per_rank, or leave them out"
             )
         self.parts.refuse()
 

@@ -163,13 +163,13 @@ def meet(group: Group, brought: Brought) -> Met:
         found = [Brought.from_bytes(raw) for raw in group.gather_fixed(brought.to_bytes())]
     except ValueError as error:
         raise CheckpointError(
-            "ranks cannot read each other's records: some ranks do not call save() or remember() here, and all must; "
-            "or their versions differ: install the same version of elastic-agent on all nodes"
+            "ranks cannot read each other's records: some ranks do not call save() or save_to_memory() here, and all "
+            "must; or their versions differ: install the same version of elastic-agent on all nodes"
         ) from error
     steps = {rank: one.step for rank, one in enumerate(found)}
     if len(set(steps.values())) > 1:
         raise CheckpointError(
-            f"ranks save different steps, by rank: {steps}; call save() or remember() in the same iteration"
+            f"ranks save different steps, by rank: {steps}; call save() or save_to_memory() in the same iteration"
         )
     return Met(found)
 

@@ -196,7 +196,7 @@ class ShardedParts:
             if declared != sorted(self._rules) and not (some and self._rules.keys() <= set(declared)):
                 raise CheckpointMismatch(
                     f"the checkpoint holds of rank {one} {declared}, this script declares {sorted(self._rules)}: give "
-                    "Checkpointer the same of_each_rank, or use another directory"
+                    "Checkpointer the same per_rank, or use another directory"
                 )
         for name, rule in self._rules.items():
             states = {one: state_at(_own_path(one, OWN_PARTS, name)) for one in ranks}
@@ -215,7 +215,7 @@ class ShardedParts:
             raise OtherWorldSize(
                 f"the checkpoint holds {without} of each of {old_world_size} ranks, and this world has {world_size}: "
                 f"start with {old_world_size} workers again, or say how to reshape it: "
-                f"Checkpointer(..., of_each_rank={{{without[0]!r}: rule}})"
+                f"Checkpointer(..., per_rank={{{without[0]!r}: rule}})"
             )
         return range(old_world_size) if self._rules else ()
 
@@ -229,7 +229,7 @@ class ShardedParts:
             return rule(states, rank, world_size)
         except Exception as error:
             raise CheckpointMismatch(
-                f"the rule of {name!r} in of_each_rank cannot reshape the checkpoint from {len(states)} ranks to "
+                f"the rule of {name!r} in per_rank cannot reshape the checkpoint from {len(states)} ranks to "
                 f"{world_size}: {error!r}"
             ) from error
 
