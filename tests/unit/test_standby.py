@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import subprocess
 import sys
 import time
@@ -119,7 +118,7 @@ def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) ->
     handed = Handed(tmp_path, f"send_ready(channel)\nreceive_job(channel)\nsend_taken(channel)\n{stop}")
     os.waitid(os.P_PID, handed.process.pid, os.WSTOPPED | os.WNOWAIT)
     handed.agent.leave()
-    assert handed.event() == JobAgentEnded(7, -signal.SIGTERM)
+    assert handed.event() == JobAgentEnded(7, ExitCode.STOPPED_BY_SIGTERM)
 
 
 @pytest.mark.parametrize(
