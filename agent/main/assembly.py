@@ -22,6 +22,7 @@ from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
 from ...rendezvous.records import Endpoint
 from ..common.events import Event
+from ..common.exits import CannotStart, ExitCode
 from ..common.io_thread import IoThread
 from ..common.own_folder import make_own
 from ..configuration.config import Config
@@ -87,12 +88,19 @@ class Agent:
 
 
 def choose_log_directory(logs: LogConfig) -> LogConfig:
-    """Takes one of this user's, where files are wanted and no directory is given."""
+    """Takes one of this user's, where files are wanted and no directory is given. It is there when this returns. Raises
+    CannotStart for a directory that is given and cannot be made."""
+    given = logs.given_directory
     try:
-        directory = log_directory(logs.given_directory, own=logs.in_own_folder)
-        if directory is not None and directory != logs.directory:
+        directory = log_directory(given, own=logs.in_own_folder)
+        if given is not None:
+            given.mkdir(parents=True, exist_ok=True)
+        elif directory is not None:
             make_own(directory, readable=True)
     except OSError as error:
+        if given is not None:
+            reason = f"--log-dir {given} cannot be made: {error.strerror}; name another, or leave it out"
+            raise CannotStart(ExitCode.NOT_HERE, reason) from error
         log.warning("all that workers print goes to the console, and none to files: %s; set --log-dir", error)
         return logs
     if directory not in (None, logs.directory):

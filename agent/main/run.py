@@ -123,26 +123,24 @@ def run(
     prepared = prepared or prepare_process()
     console = take_console(name)
     log_to(console, name, config.logs)
-    run_directory = choose_run_directory(config.logs)
-    config = replace(config, logs=choose_log_directory(config.logs))
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
     manager = ServiceManager.take(os.environ, os.getpid(), clock)
     environment = take_environment()
-    agent = Agent(
-        config,
-        name,
-        prepared.incarnation,
-        environment,
-        prepared.events,
-        prepared.io,
-        manager,
-        console,
-        clock=clock,
-        run_directory=run_directory,
-        in_force=tuple(in_force),
-    )
     try:
+        agent = Agent(
+            replace(config, logs=choose_log_directory(config.logs)),
+            name,
+            prepared.incarnation,
+            environment,
+            prepared.events,
+            prepared.io,
+            manager,
+            console,
+            clock=clock,
+            run_directory=choose_run_directory(config.logs),
+            in_force=tuple(in_force),
+        )
         ending = _run(agent, machine, prepared)
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))

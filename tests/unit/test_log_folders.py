@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common import own_folder
+from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.own_folder import NoTemporaryDirectory, make_own
 from elastic_agent.agent.common.pool_folder import pool_folder_here
 from elastic_agent.agent.configuration.logs import LogConfig
@@ -186,6 +187,17 @@ def test_dev_null_as_the_log_directory_means_no_files() -> None:
     assert chosen.directory is None
     for route in output_routes(chosen, 0, {}):
         assert (route.file, route.console, route.copied) == (False, True, ())
+
+
+def test_a_directory_that_is_named_is_made_or_refused(tmp_path: Path) -> None:
+    logs = LogConfig(tmp_path / "of" / "jobs")
+    assert choose_log_directory(logs) == choose_log_directory(logs) == logs
+    assert (tmp_path / "of" / "jobs").is_dir()
+    with pytest.raises(
+        CannotStart, match=r"--log-dir /proc/x cannot be made: No such .+; name another"
+    ) as no:
+        choose_log_directory(LogConfig(Path("/proc/x")))
+    assert no.value.code is ExitCode.NOT_HERE
 
 
 def test_where_no_file_can_be_everything_is_shown(
