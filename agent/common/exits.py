@@ -47,7 +47,7 @@ class ExitCode(Code):
     CRASH_LOOP = (
         3,
         "one failure came again and again, until the restarts (--max-restarts) were used up, or twice if it is an error"
-        " of the script itself, such as an import that fails",
+        " of the script itself, such as an import that fails, or at once if Python cannot compile the script",
     )
     UNLIKE_THE_JOB = (
         65,

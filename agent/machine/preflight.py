@@ -2,8 +2,8 @@
 source of notices, and the module or program that workers are to run.
 
 That one is looked for where they will look, and nothing of it is run. Where the answer is not certain, as with an
-interpreter that is not ours or a package that changes its own path, it counts as found. A script is a file, which
-`configuration.reading.validation` checks.
+interpreter that is not ours or a package that changes its own path, it counts as found. That a script is a
+file, `configuration.reading.validation` checks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import shutil
 import socket
 import stat
 import sys
+import tokenize
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ...rendezvous.records import Endpoint
+from ..common.exits import CannotStart, ExitCode
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.types.values import Command, NoticeSource
 from ..workers.checkpoints.folder import SHARED_MEMORY
@@ -148,6 +151,33 @@ def check_target(command: Command, environ: Mapping[str, str]) -> None:
             f"check its name; Python looks in {os.getcwd()}, in PYTHONPATH and among what is installed for it"
         )
         raise ConfigError([Problem("-m", command.target, f"a module, but {missing}", advice)])
+
+
+def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
+    """Raises CannotStart for a script that this Python cannot compile. What is odd, such as its encoding, the workers
+    find out."""
+    path = command.target
+    if (
+        command.kind not in ("script", "run-path")
+        or path[-3:] != ".py"
+        or job_python(environ) != sys.executable
+    ):
+        return
+    try:
+        with tokenize.open(path) as file:
+            source = file.read()
+    except (OSError, SyntaxError, ValueError):
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        found = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
+        reason = f"{path}, line {error.lineno}: {found}; correct the script"
+        raise CannotStart(ExitCode.CRASH_LOOP, reason) from error
+    except (ValueError, RecursionError, MemoryError):
+        return
 
 
 def _missing(module: str) -> str:

@@ -43,6 +43,7 @@ from ..machine.network.choice import NotReady
 from ..machine.network.discovery import Network, wait_for_network
 from ..machine.notices.choice import read_dmi, source_for
 from ..machine.notices.watch import NoticeWatch
+from ..machine.preflight import refuse_bad_syntax
 from ..observability.accounting.measured_store import MeasuredStore
 from ..observability.accounting.observer import Observer
 from ..observability.accounting.step_rate import StepRate
@@ -128,6 +129,7 @@ def run(
     manager = ServiceManager.take(os.environ, os.getpid(), clock)
     environment = take_environment()
     try:
+        refuse_bad_syntax(config.command, environment)
         agent = Agent(
             replace(config, logs=choose_log_directory(config.logs)),
             name,
