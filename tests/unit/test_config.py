@@ -503,7 +503,15 @@ def test_a_job_of_this_machines_pool_meets_in_its_store(script: str) -> None:
             "--min-nodes 4 --max-nodes 2",
             "--min-nodes '4': expected at most max-nodes, which is 2 (--max-nodes)",
         ),
-        ("--nnodes 4:2", "--nnodes '4': expected at most max-nodes, which is 2 (--nnodes)"),
+        ("--nnodes 4:2", "--nnodes '4:2': expected N or MIN:MAX, nodes from 1 to 4096; write the smaller"),
+        (
+            "--rdzv-endpoint h:port",
+            "--rdzv-endpoint 'h:port': expected a number from 0 to 65535 as the port; ",
+        ),
+        (
+            "--rdzv-endpoint h:65536",
+            "--rdzv-endpoint 'h:65536': expected a number from 0 to 65535 as the port; correct it",
+        ),
         (
             "--nnodes 3:8 --nodes-multiple-of 2",
             "--nnodes '3': expected a multiple of nodes-multiple-of, which is 2 (--nodes-multiple-of); "

@@ -17,6 +17,7 @@ from ..logs import LOG_LEVEL, QUIET
 from ..options import OPTIONS, RDZV_CONF
 from ..rendezvous import ETCD_PASSWORD
 from ..types.option import Option, Source
+from ..types.parsers import BadPort
 from ..types.values import NodeCounts, Secret, UserCause
 from .torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 
@@ -81,7 +82,8 @@ class Settings:
         except ValueError as error:
             self.broken.add(option.name)
             advice = str(error) or correction(option)
-            self.problems.append(Problem(origin, option.parser.shown(text), option.parser.expects, advice))
+            expects = error.expects if isinstance(error, BadPort) else option.parser.expects
+            self.problems.append(Problem(origin, option.parser.shown(text), expects, advice))
             return
         if option not in (SCRIPT, ARGS) and any("\ud800" <= character <= "\udfff" for character in text):
             self.broken.add(option.name)

@@ -54,6 +54,12 @@ class Parser(Generic[T_co]):
     metavar: str = ""
 
 
+class BadPort(ValueError):
+    """Stands for a refusal of the whole text, so that its message is short."""
+
+    expects = "a number from 0 to 65535 as the port"
+
+
 def _matched(pattern: str, text: str, advice: str = "") -> re.Match[str]:
     match = re.fullmatch(pattern, text)
     if match is None:
@@ -174,7 +180,10 @@ def _yes_or_no(text: str) -> bool:
 def read_node_counts(text: str) -> NodeCounts:
     least, colon, most = text.partition(":")
     parse = whole_number(1, MOST_NODES, "nodes").parse
-    return NodeCounts(parse(least), parse(most if colon else least))
+    counts = NodeCounts(parse(least), parse(most if colon else least))
+    if counts.min > counts.max:
+        raise ValueError("write the smaller number first")
+    return counts
 
 
 def read_worker_count(text: str) -> WorkerCount:
@@ -252,11 +261,11 @@ def _read_listen_address(text: str) -> Endpoint:
 def _host_and_port(text: str) -> tuple[str, int | None]:
     if not text:
         raise ValueError("a host is missing")
-    host = r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?"
+    host = r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([^:\[\]]*))?"
     match = _matched(host, text, "write an IPv6 address in brackets: [::1]:29400")
+    if match[3] is not None and (not re.fullmatch("[0-9]{1,5}", match[3]) or int(match[3]) > 65535):
+        raise BadPort
     port = None if match[3] is None else int(match[3])
-    if port is not None and port > 65535:
-        raise ValueError
     return _ipv6(match[1]) if match[1] else read_host(match[2]), port
 
 
