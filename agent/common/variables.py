@@ -36,8 +36,9 @@ def settle(inherited: Mapping[str, str], chosen: Iterable[Variable]) -> tuple[Va
         if own is None or not variable.yielding:
             won[variable.name] = variable
         else:
-            ours = f"your own; ours would be {variable.name}={variable.value}: {variable.reason}"
-            won.setdefault(own, Variable(own, inherited[own], ours, by=USER))
+            same = inherited[own] == variable.value
+            other = "" if same else f"; ours would be {variable.name}={variable.value}: {variable.reason}"
+            won.setdefault(own, Variable(own, inherited[own], f"your own{other}", by=USER))
     return tuple(won.values())
 
 

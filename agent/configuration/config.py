@@ -292,7 +292,7 @@ PRINT_COMPLETION: Option[str | None] = ITSELF.option(
     sources=Source.CLI,
 )
 VERSION = ITSELF.flag("version", "print the version", sources=Source.CLI)
-HELP = ITSELF.flag("help", "print what most people need first", short="-h", sources=Source.CLI)
+HELP = ITSELF.flag("help", "print a short help", short="-h", sources=Source.CLI)
 HELP_ALL = ITSELF.flag("help-all", "print every option", sources=Source.CLI)
 
 

@@ -767,6 +767,8 @@ def test_the_origin_of_every_printed_setting_is_named(script: str) -> None:
     assert origins["lease-ttl"] == "ELASTIC_AGENT_LEASE_TTL"
     assert origins["script"] == "command line: script"
     assert origins["join-timeout"] == "default"
+    given = ["script", "args", "min-nodes", "max-nodes", "lease-ttl"]
+    assert list(origins)[: len(given)] == given, "what the user has set is seen first"
 
 
 def option_row(option: Option[object]) -> str:

@@ -259,6 +259,12 @@ def test_the_cause_is_a_sentence_that_stands_alone(cause: Cause, text: str) -> N
     assert job.cause.text == text
 
 
+def test_the_name_of_a_cause_is_not_said_twice() -> None:
+    failure = Failure(2, "f", "killed by SIGKILL (signal 9)", cause="killed")
+    world = replace(THREE, cause=Cause(CauseKind.FAILURE, "b", failure.summary, failure))
+    assert "node b failed: killed by SIGKILL (signal 9)\n" in "\n".join(lines(made(found(world)), Screen()))
+
+
 def test_the_json_form_has_only_plain_values_and_is_complete() -> None:
     answers = {**ALL, "c-1": Unreachable.REFUSED}
     document = as_json(made(answers=answers, silent_for={"c-1": 12.0}))

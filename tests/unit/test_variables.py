@@ -55,3 +55,5 @@ def test_it_is_known_who_chose_each_and_what_the_user_has_overruled() -> None:
         ("THREADS", "3", DECREE.by),
     ]
     assert settled[0].reason == "your own; ours would be NEW=1: the name since 2.8"
+    [same] = settle({"OLD": "1"}, [RENAMED])
+    assert same.reason == "your own", "there is no other value to tell of"

@@ -22,7 +22,6 @@ from ....rendezvous.text import NAME
 from ...common.exits import EventsCode
 from ...common.http_client import NoAnswer, get
 from ...configuration.config import HELP, SCRIPT, ConfigError
-from ...configuration.logs import LOG_DIR
 from ...configuration.reading.sources import read_argv
 from ...configuration.types.option import Group, Option
 from ...configuration.types.parsers import duration
@@ -77,7 +76,7 @@ def main(words: Sequence[str]) -> int:
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, (*EVENTS_OPTIONS, AGENT))
     if HELP in command_line:
-        print(run_help(_USAGE, EventsCode, (*EVENTS_OPTIONS, AGENT, LOG_DIR)))
+        print(run_help(_USAGE, EventsCode, (*EVENTS_OPTIONS, AGENT)))
         return EventsCode.SHOWN
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

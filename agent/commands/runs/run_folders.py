@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def run_command(
     run = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if run is not None else words, options)
     if HELP in command_line:
-        print(run_help(usage, codes, (*options, LOG_DIR)))
+        print(run_help(usage, codes, options))
         return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -67,7 +68,11 @@ def run_command(
 
 
 def run_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) -> str:
-    return "\n".join([usage, *(option.help_text() for option in options), "", *exit_codes(codes)])
+    """`options`: of the command's own, beside --log-dir."""
+    where = replace(
+        LOG_DIR, help="the folder of the runs (default: where agents without it keep their files)"
+    )
+    return "\n".join([usage, *(option.help_text() for option in (*options, where)), "", *exit_codes(codes)])
 
 
 def given_log_dir(command_line: Settings) -> Path | None:

@@ -116,7 +116,8 @@ class Settings:
         self.problems.append(Problem(origin, None, expected, advice))
 
     def lines(self) -> list[str]:
-        """Every setting as a TOML line with its origin; the lines are a file that means the same."""
+        """Every setting as a TOML line with its origin, those that a source gave first; the lines are a file that means
+        the same."""
         rows = []
         for option in OPTIONS:
             if option.shorthand or (Source.FILE not in option.sources and option is not ETCD_PASSWORD):
@@ -131,6 +132,7 @@ class Settings:
             rows.append((written, setting.origin))
         if self.causes.value:
             rows.append((f"cause = {_tables(self.causes.value)}", self.causes.origin))
+        rows.sort(key=lambda row: row[1].startswith("default"))
         width = max(len(written) for written, _ in rows if len(written) <= 40)
         return [f"{written:<{width}}  # {_quoted(origin)[1:-1]}" for written, origin in rows]
 

@@ -89,8 +89,8 @@ def _head(report: JobReport, screen: Screen) -> list[str]:
     if report.waiting_for:
         rows.append(("waiting", report.waiting_for))
     if report.cause is not None:
-        known_as = f" ({report.cause.known_as})" if report.cause.known_as else ""
-        rows.append(("last change", report.cause.text + known_as))
+        text, known_as = report.cause.text, report.cause.known_as or ""
+        rows.append(("last change", text if known_as in text else f"{text} ({known_as})"))
     rows.append(("restarts", _restarts(report.restarts)))
     if report.step:
         rows.append(("step", str(report.step)))
