@@ -59,13 +59,15 @@ print(guard.pid, worker.pid, flush=True)
 time.sleep(600)
 """
 
-# The same with folders of its own, and without a worker.
+# The same with folders of its own; the guard is not told of the worker's session.
 AGENT_WITH_FOLDERS = """
-import sys, time
+import os, subprocess, sys, time
 from elastic_agent.agent.workers.processes.guard import Guard
 guard = Guard()
 guard.start(sys.argv[1], sys.argv[2:])
-print(guard.pid, flush=True)
+environment = {**os.environ, "ELASTIC_AGENT_INCARNATION": sys.argv[1]}
+worker = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+print(guard.pid, worker.pid, flush=True)
 time.sleep(600)
 """
 
@@ -160,13 +162,12 @@ def test_the_folders_are_removed_though_the_reader_of_stderr_stands_still(
     incarnation, folder = uuid.uuid4().hex, tmp_path / "memory"
     folder.mkdir()
     (folder / "copy").touch()
-    worker = sleeper(started, incarnation)
     run = [sys.executable, "-c", AGENT_WITH_FOLDERS, incarnation, str(folder)]
     with full_pipe() as stuck:
         agent = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=stuck.write, text=True)
         assert agent.stdout is not None
-        guard_pid = int(agent.stdout.readline())
-        started += [guard_pid, agent.pid]
+        guard_pid, worker = map(int, agent.stdout.readline().split())
+        started += [worker, guard_pid, agent.pid]
         agent.kill()
         eventually(lambda: not alive(guard_pid))
     agent.communicate(timeout=PATIENCE_S)

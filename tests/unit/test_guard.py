@@ -17,11 +17,18 @@ OURS = "ELASTIC_AGENT_INCARNATION=abc"
 
 
 def add(
-    proc: Path, pid: int, *environ: str, parent: int = 1, session: int = 1, name: str = "sh", state: str = "S"
+    proc: Path,
+    pid: int,
+    *environ: str,
+    parent: int = 1,
+    session: int = 1,
+    name: str = "sh",
+    state: str = "S",
+    start: int = 4711,
 ) -> None:
     entry = proc / str(pid)
     entry.mkdir()
-    after = [state, parent, pid, session, *[0] * 15, 4711 + pid, 0]
+    after = [state, parent, pid, session, *[0] * 15, start, 0]
     (entry / "stat").write_text(f"{pid} ({name}) " + " ".join(map(str, after)) + "\n")
     (entry / "environ").write_text("".join(f"{variable}\0" for variable in environ))
 
@@ -81,6 +88,32 @@ def test_a_name_that_looks_like_other_fields_changes_nothing(proc: Path) -> None
 def test_the_caller_and_pid_1_are_spared(proc: Path) -> None:
     add(proc, os.getpid(), OURS, session=20)
     assert pids("abc", {1, 20}, proc=proc) == (20,)
+
+
+def test_no_environment_is_read_but_of_what_may_be_an_orphan_of_the_agent(
+    proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read of another may not come back: its memory may be locked in the kernel."""
+    add(proc, 80, parent=1, start=5000)
+    add(proc, os.getpid(), parent=80, start=6000)  # a guard that has replaced another
+    add(proc, 81, OURS, parent=80, session=81, start=5500)
+    add(proc, 82, OURS, parent=os.getpid(), session=82, start=5500)
+    add(proc, 83, OURS, parent=99, session=83, start=5500)  # ended between the look at 83 and its own
+    add(proc, 90, parent=10, start=5500)  # another's child
+    monkeypatch.setattr("builtins.open", spy := Spy())
+    assert pids("abc", since="5500", proc=proc) == (81, 82, 83)
+    read = {int(Path(path).parent.name) for path in spy.opened if path.endswith("/environ")}
+    assert read == {81, 82, 83, os.getpid()}
+
+
+class Spy:
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self._open = open
+
+    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        self.opened.append(os.fspath(path))
+        return self._open(path, *args, **kwargs)
 
 
 def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:

@@ -70,7 +70,7 @@ def test_a_refusal_says_who_it_is_where_it_stands_and_what_to_do() -> None:
 
 def test_a_process_is_known_by_its_start_and_by_the_life_of_the_machine(tmp_path: Path) -> None:
     proc = tmp_path
-    add(proc, 7, state="D")  # which has started at 4711 + 7
+    add(proc, 7, state="D", start=4718)
     same, another = Survivor(7, "4718", 0), Survivor(7, "4717", 0)
 
     def living(one: Survivor, boot: str = "boot") -> list[Survivor]:

@@ -7,12 +7,12 @@ none, removes the agent's folders, and exits. It reads `session SID RANK` and `f
 
 A process that does not die is written to the file for the agents that come after: see `unkillable`.
 
-A process *belongs* to an incarnation when its environment carries the incarnation's marker, when its session is a
-worker's (workers lead their own), or when it descends from such a process. Each rule finds what the others miss: the
-first orphans in sessions of their own, the second a scrubbed environment, the third both while the parent lives. What
-left all three is found by the living agent, which adopts it (`subreaper`), and after the agent's death only where it
-has a cgroup for its workers (`cgroups`): no process leaves that. A zombie is dead. An agent forgets a session as soon
-as it is empty: from then on its number may return as another session's.
+A process *belongs* to an incarnation when it is an orphan whose environment carries the incarnation's marker, when its
+session is a worker's (workers lead their own), or when it descends from such a process. Each rule finds what the others
+miss: the first those in sessions of their own, the second a scrubbed environment, the third both while the parent
+lives. What left all three is found by the living agent, which adopts it (`subreaper`), and after the agent's death only
+where it has a cgroup for its workers (`cgroups`): no process leaves that. A zombie is dead. An agent forgets a session
+as soon as it is empty: from then on its number may return as another session's.
 
 Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
 
@@ -186,6 +186,7 @@ def main(incarnation: str, cgroup: str, file: str, job: str, node: str, *folders
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     agent = os.getppid()
+    since = living_since(agent) or "0"  # it may have just ended
     sessions: dict[int, int] = {}
     begun = b""
     while data := os.read(0, 65536):
@@ -196,7 +197,7 @@ def main(incarnation: str, cgroup: str, file: str, job: str, node: str, *folders
                 sessions[int(numbers[0])] = int(numbers[1])
             elif word == b"forget":
                 sessions.pop(int(numbers[0]), None)
-    report = _sweep(incarnation, sessions, agent, cgroup, (file, job, node))
+    report = _sweep(incarnation, sessions, agent, since, cgroup, (file, job, node))
     remove_cgroup(cgroup)
     if folders:
         import shutil
@@ -212,14 +213,19 @@ def main(incarnation: str, cgroup: str, file: str, job: str, node: str, *folders
 
 
 def _sweep(
-    incarnation: str, sessions: Mapping[int, int], agent: int, cgroup: str, unkillable: tuple[str, str, str]
+    incarnation: str,
+    sessions: Mapping[int, int],
+    agent: int,
+    since: str,
+    cgroup: str,
+    unkillable: tuple[str, str, str],
 ) -> str:
     """Kills what belongs, and returns the line for stderr; empty when nothing was left."""
     begun = time.monotonic()
     killed: set[int] = set()
     quiet, written = 0, False
     while quiet < 2 and time.monotonic() < begun + SWEEP_S:
-        found = find_processes(incarnation, sessions, spared={agent})
+        found = find_processes(incarnation, sessions, spared={agent}, since=since)
         for pid, start in found.items():
             # Microseconds lie between the look and the kill; a pid comes back only after all others were used.
             if living_since(pid) == start and kill(pid):

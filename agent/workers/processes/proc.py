@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from ...common.kernel_files import read
 
@@ -192,6 +192,7 @@ def find_processes(
     generation: int | None = None,
     adopted: Collection[int] = (),
     spared: Collection[int] = (),
+    since: str = "",
     proc: Folder = "/proc",
 ) -> dict[int, str]:
     """The living processes that belong to this incarnation's workers, or to those of one `generation`: pid and start.
@@ -199,20 +200,31 @@ def find_processes(
     Those `adopted` belong, too, whatever they look like. The caller, pid 1 and those `spared` are never among them. A
     process that a worker forked without exec has the environment that its program was started with: its generation
     shows only if that program was started for one.
+
+    The agent has started at `since`, by default when the caller has. To read an environment is to wait for a process
+    whose memory the kernel has locked, maybe for ever. So it is read only of what may be an orphan of the agent: it is
+    no older, and its parent has ended, or may adopt.
     """
     marks = {f"ELASTIC_AGENT_INCARNATION={incarnation}"}
     if generation is not None:
         marks.add(f"ELASTIC_AGENT_GENERATION={generation}")
     starts: dict[int, str] = {}
+    parents: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     belonging: list[int] = []
     for pid in (int(name) for name in os.listdir(proc) if name.isdecimal()):
         stat = living(pid, proc)
         if stat is None:
             continue
-        starts[pid] = stat.start
+        starts[pid], parents[pid] = stat.start, stat.parent
         children.setdefault(stat.parent, []).append(pid)
-        if pid in adopted or stat.session in sessions or marks <= _environment(pid, proc):
+        if pid in adopted or stat.session in sessions:
+            belonging.append(pid)
+    born = int(since or starts.get(os.getpid(), "0"))
+    adopting = _with_ancestors(os.getpid(), parents)
+    for pid, parent in parents.items():
+        may_be_orphan = parent in adopting or parent not in parents
+        if may_be_orphan and int(starts[pid]) >= born and marks <= _environment(pid, proc):
             belonging.append(pid)
     found: dict[int, str] = {}
     while belonging:
@@ -220,6 +232,15 @@ def find_processes(
         if pid not in found and pid not in (1, os.getpid(), *spared):
             found[pid] = starts[pid]
             belonging += children.get(pid, ())
+    return found
+
+
+def _with_ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:
+    """And pid 1: the kernel gives an orphan to no other process than one of these."""
+    found = {1}
+    while pid in parents and pid not in found:
+        found.add(pid)
+        pid = parents[pid]
     return found
 
 
