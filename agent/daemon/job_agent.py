@@ -41,24 +41,28 @@ _PACKAGES_PARENT = str(Path(_package).parents[1])
 _RUN_MODULE = f"""\
 import sys; sys.path[0] or sys.path.pop(0); sys.path.append(sys.argv.pop(1))
 import os, runpy, traceback
-try: runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+try:
+    import ctypes
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, int(sys.argv.pop(1)))
+    if os.getppid() != int(sys.argv.pop(1)): sys.exit("elastic-agent: the daemon has ended; nothing was started")
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 except Exception: traceback.print_exc(); os._exit({ExitCode.AGENT_FAILED:d})
 """
-"""As `python -m` does, with three differences. What a job has in its directory is not taken for a part of us. We are
-found where this daemon was, also if that is no place where Python looks by itself. And an agent that cannot begin, as
-where it is installed badly, is no failure of the job's workers.
+"""As `python -m` does, with four differences. What a job has in its directory is not taken for a part of us. We are
+found where this daemon was, also if that is no place where Python looks by itself. It ties itself to the daemon's life:
+`preexec_fn` may deadlock beside gRPC's threads. And an agent that cannot begin, as where it is installed badly, is no
+failure of the job's workers.
 """
 
 
 def start_child(command: list[str], at_our_end: signal.Signals, **how: Any) -> subprocess.Popen[bytes]:
     """Runs a module of ours, with its arguments. It gets this signal when this thread ends. Raises OSError."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    tie = [str(int(at_our_end)), str(os.getpid())]
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _RUN_MODULE, _PACKAGES_PARENT, *command],
+            [sys.executable, "-c", _RUN_MODULE, _PACKAGES_PARENT, *tie, *command],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, at_our_end),
             **how,
         )
     except ValueError as error:  # a byte or a letter that no command line and no variable can have

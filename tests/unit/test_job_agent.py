@@ -33,14 +33,12 @@ from pathlib import Path
 from elastic_agent.agent.daemon.hand_over import AgentCommand
 from elastic_agent.agent.daemon.job_agent import JobAgent
 
-folder = Path(sys.argv[1])
-program = folder / "program"
-program.write_text(f"#!{sys.executable}\\n" + (folder / "child.py").read_text())
-program.chmod(0o700)
-sys.executable = str(program)
+folder, sys.executable = Path(sys.argv[1]), sys.argv[2]
+os.register_at_fork(after_in_child=(folder / "python_ran_after_fork").touch)
 for _ in range(30):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-agent = JobAgent(1, AgentCommand((), dict(os.environ), str(folder)), folder / "output", lambda ended: None)
+job = AgentCommand((), {**os.environ, "PYTHONPATH": str(folder)}, str(folder))
+agent = JobAgent(1, job, folder / "output", lambda ended: None)
 agent.start()
 print(agent._process.pid, flush=True)
 time.sleep(60)
@@ -51,10 +49,7 @@ def test_a_killed_daemon_with_many_threads_asks_it_to_leave_and_never_cuts_its_g
     tmp_path: Path,
 ) -> None:
     """`elastic-agent` counts a second signal that is no warning as impatience."""
-    (tmp_path / "child.py").write_text(CHILD)
-    daemon = subprocess.Popen([sys.executable, "-c", DAEMON, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert daemon.stdout is not None
-    child = int(daemon.stdout.readline())
+    daemon, child = start_daemon(tmp_path, sys.executable)
     output, deadline = tmp_path / "output", time.monotonic() + PATIENCE_S
     try:
         wait_for_lines(output, 1, deadline)
@@ -64,9 +59,29 @@ def test_a_killed_daemon_with_many_threads_asks_it_to_leave_and_never_cuts_its_g
         got = [signal.Signals(int(number)) for number in output.read_text().split()[1:]]
         assert len(set(got)) == 1
         assert got[0] in WARNINGS
+        assert not (tmp_path / "python_ran_after_fork").exists(), "it may deadlock beside threads"
     finally:
         daemon.kill()
         daemon.communicate()
+        subprocess.run(["kill", "-9", str(child)], check=False)
+
+
+def test_nothing_is_started_where_the_daemon_was_killed_before_the_child_could_tie_itself_to_it(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nwhile kill -0 $PPID; do sleep 0.01; done\nexec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    daemon, child = start_daemon(tmp_path, str(program))
+    daemon.kill()
+    daemon.communicate()
+    output, deadline = tmp_path / "output", time.monotonic() + PATIENCE_S
+    try:
+        while "the daemon has ended; nothing was started" not in output.read_text():
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.01)
+        assert "ready" not in output.read_text()
+    finally:
         subprocess.run(["kill", "-9", str(child)], check=False)
 
 
@@ -82,6 +97,16 @@ def test_one_that_is_asked_to_leave_before_it_can_hear_that_has_left(
     agent.start()
     agent.leave()
     assert ended.get(timeout=PATIENCE_S) == JobAgentEnded(1, ExitCode.STOPPED_BY_SIGTERM)
+
+
+def start_daemon(folder: Path, python: str) -> tuple[subprocess.Popen[str], int]:
+    """And the pid of the agent that it has started: `CHILD`, run by this program."""
+    (folder / "elastic_agent.py").write_text(CHILD)
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", DAEMON, folder, python], stdout=subprocess.PIPE, text=True
+    )
+    assert daemon.stdout is not None
+    return daemon, int(daemon.stdout.readline())
 
 
 def wait_for_lines(output: Path, number: int, deadline: float) -> None:
