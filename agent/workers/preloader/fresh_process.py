@@ -160,8 +160,9 @@ def _leave_libraries_whole(start: BecomeWorker) -> None:
     """At the end of the process what libraries do that the preloaded process has loaded is left out.
 
     To unload torch is to write to all that it has registered, a good part of a second in a fork, which must copy it
-    first; then the system takes it all. It comes after the end of Python, and after whatever libraries do that the
-    script has loaded itself: C calls the last that was registered first. What `stdio` holds is written, as ever.
+    first; then the system takes it all. It comes after the end of Python, and after the exit handlers of libraries that
+    the script has loaded itself: C calls the last that was registered first. Their ELF destructors would come last, and
+    are left out, too. What `stdio` holds is written, as ever.
     """
     if "LD_PRELOAD" in start.environment or "LD_AUDIT" in start.environment:
         return  # a profiler, maybe, which writes at the end
