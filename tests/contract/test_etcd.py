@@ -435,15 +435,18 @@ def test_one_scope_may_run_ahead_of_another_and_each_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize(
-    ("token", "first"),
+    ("token", "first", "puts"),
     [
-        pytest.param("etcd-cluster", "keep_alive", id="the same cluster, and a keep-alive comes first"),
-        pytest.param("etcd-cluster", "read", id="the same cluster, and a read of another thread comes first"),
-        pytest.param("another", "keep_alive", id="another cluster, with the same revisions"),
+        pytest.param("etcd-cluster", "keep_alive", 0, id="the same cluster, and a keep-alive comes first"),
+        pytest.param(
+            "etcd-cluster", "read", 0, id="the same cluster, and a read of another thread comes first"
+        ),
+        pytest.param("another", "keep_alive", 0, id="another cluster, with the same revisions"),
+        pytest.param("etcd-cluster", "keep_alive", 3, id="others have written more since than was lost"),
     ],
 )
 def test_a_store_that_was_restored_from_a_snapshot_is_another_store(
-    single: EtcdCluster, connect: Connect, token: str, first: str
+    single: EtcdCluster, connect: Connect, token: str, first: str, puts: int
 ) -> None:
     """The snapshot holds the lease, so that etcd itself has nothing to say against it."""
     store, reader = connect(single), connect(single)
@@ -455,6 +458,8 @@ def test_a_store_that_was_restored_from_a_snapshot_is_another_store(
     watches = [one.watch(("world",), one.read(("world",)).revision) for one in (store, reader)]
     assert [watch.next(0.1) for watch in watches] == [(), ()]
     single.restore(snapshot, token)
+    for number in range(puts):
+        single.ctl("put", "/other", str(number))
     with pytest.raises(LeaseExpired):
         persist(lambda: store.keep_alive(lease) if first == "keep_alive" else store.read(("world",)))
     with pytest.raises(LeaseExpired):
@@ -470,6 +475,28 @@ def test_a_store_that_was_restored_from_a_snapshot_is_another_store(
     store.transact((), (Put("world", "4", again),))
     assert [change.key for change in next_changes(watch)] == ["world"]
     store.keep_alive(again)
+
+
+def test_a_store_that_comes_back_is_the_same_one(single: EtcdCluster, connect: Connect) -> None:
+    """Its newest entry has changed while it was away, and then the revision that we know is compacted, too."""
+    store = connect(single)
+    lease = store.grant(60.0)
+    put(store, "world", "1")
+    for compacted in (False, True):
+        watch = store.watch(("world",), store.read(("world",)).revision)
+        assert watch.next(0.1) == ()
+        single.kill(0)
+        with pytest.raises(StoreUnavailable):
+            store.keep_alive(lease)
+        single.heal()
+        single.ctl("put", "/elastic-agent/job/world", "2")
+        if compacted:
+            single.compact()
+        persist(lambda: store.keep_alive(lease))
+        if not compacted:
+            assert [change.key for change in persist(lambda watch=watch: next_changes(watch))] == ["world"]
+        store.transact((), (Put("nodes/a", "", lease),))
+        watch.close()
 
 
 # Leases, jobs, values
