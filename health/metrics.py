@@ -188,7 +188,7 @@ class Metrics(Page):
     recovery_duration_seconds = Row(
         Histogram,
         "Seconds for which training stood still on this node: from the failed worker's exit, or else the order to "
-        "stop, to the first step of a later generation (to the start of its workers where none reports steps).",
+        "stop, to the first step of a later generation (until the workers' scripts have begun where none reports steps).",
         RECOVERY_BUCKETS_S,
         kind=("process", "node", "join", "leave"),
     )
@@ -198,7 +198,7 @@ class Metrics(Page):
         "to stop, stop until no worker is left, rendezvous until the next start without backoff (which only the "
         "coordinator can tell apart), start until each worker's script has begun (the process was made, where it is "
         "no spare), init until each has called Checkpointer.load(), load until it has returned, step until the first "
-        "step was done. Without a load init lasts until then; without steps there is none of these.",
+        "step was done. Without a load init lasts until then; without steps there is none after start.",
         RECOVERY_BUCKETS_S,
         phase=RECOVERY_PHASES,
     )

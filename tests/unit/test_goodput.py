@@ -267,21 +267,25 @@ def test_the_stages_of_a_recovery_without_end_are_bounded() -> None:
     assert recovery.duration_s == 2002 - 40.0
 
 
-def test_without_steps_a_recovery_ends_when_the_workers_start() -> None:
+def test_without_steps_a_recovery_ends_when_the_scripts_begin() -> None:
     account = GoodputAccount(0.0)
     story = [
         (1.0, TrainingEvent.STARTED),
         (5.0, TrainingEvent.STOPPING),
         (6.0, TrainingEvent.GONE),
-        (8.0, TrainingEvent.STARTED),
-        (9.0, TrainingEvent.STOPPING),
+        (8.0, TrainingEvent.STARTED),  # in vain: the machine lacks something
+        (8.5, TrainingEvent.STOPPING),
+        (9.0, TrainingEvent.GONE),
+        (10.0, TrainingEvent.STARTED),
+        (10.5, TrainingEvent.BEGAN),
+        (12.0, TrainingEvent.STOPPING),
     ]
     [recovery] = record(account, *story)
     assert (recovery.duration_s, recovery.phases) == (
-        3.0,
-        {DETECT: 0.0, STOP: 1.0, RENDEZVOUS: 2.0, BACKOFF: 0.0},
+        5.5,
+        {DETECT: 0.0, STOP: 1.5, RENDEZVOUS: 3.0, BACKOFF: 0.0, START: 1.0},
     )
-    assert recovery.stages == (Stage(STOP, 5.0, 6.0), Stage(RENDEZVOUS, 6.0, 8.0))
+    assert recovery.stages[-1] == Stage(START, 10.0, 10.5)
     assert account.activity is STOP
     assert account.recovering
 

@@ -72,6 +72,9 @@ class TrainingEvent(enum.Enum):
 STARTUP = (Activity.START, Activity.INIT, Activity.LOAD, Activity.FIRST_STEP)
 """Workers run, and this generation has not finished a step."""
 
+BEGUN = STARTUP[1:]
+"""The script of each worker runs, too."""
+
 STEPPING = (Activity.PRODUCTIVE, Activity.RECOMPUTE)
 
 TRAINING = (*STARTUP, *STEPPING)
@@ -133,7 +136,7 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """Seconds of each of PHASES that there was, in their order. Those of STARTUP depend on what the workers report:
-    without steps a recovery is over when they start; without a load all until the first step is INIT."""
+    without steps a recovery is over when their scripts begin; without a load all until the first step is INIT."""
 
     phases: Mapping[Activity, float]
     stages: tuple[Stage, ...] = ()
@@ -185,7 +188,7 @@ class GoodputAccount:
                 self._stages.clear()
         elif self.activity is Activity.WAITING:
             self._before_recovery = None
-        elif self.activity in TRAINING and not (self.activity in STARTUP and self.reports_steps):
+        elif self.activity in (STEPPING if self.reports_steps else (*BEGUN, *STEPPING)):
             return self._recovered()
         return None
 
