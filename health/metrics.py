@@ -188,7 +188,7 @@ class Metrics(Page):
     recovery_duration_seconds = Row(
         Histogram,
         "Seconds for which training stood still on this node: from the failed worker's exit, or else the order to "
-        "stop, to the first step of a later generation (until the workers' scripts have begun where none reports steps).",
+        "stop, to the first step of a later generation (until the scripts have begun where none reports steps).",
         RECOVERY_BUCKETS_S,
         kind=("process", "node", "join", "leave"),
     )
