@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -331,11 +331,17 @@ def test_without_an_account_there_is_no_report() -> None:
 def test_without_steps_the_ratio_is_not_known() -> None:
     a = Journal("a")
     a.begin(0.0)
-    a.spend(init=10.0)
+    a.spend(start=0.5, init=6.0, load=1.0, first_step=3.0, stop=1.0)
     a.note(Kind.RECOVERY, 2, cause="process", seconds={"stop": 1.0, "rendezvous": 0.5})
     found = report(a)
     assert found.ettr is None
-    assert "until the workers started again: no steps were reported" in "\n".join(lines(found))
+    assert shown(found) == {"start": 0.5, "running": 10.0, "stop": 1.0}
+    assert found.restarting_s == pytest.approx(1.5)
+    rows = {line.strip().split("  ")[0]: line.split()[-1] for line in lines(found) if line}
+    assert rows["running (no steps reported)"] == f"{10 / 11.5:.1%}"
+    assert {rows[name] for name in ("productive", "done again", "saving")} == {"unknown"}
+    assert cast(dict[str, object], document(found)["seconds"])["productive"] is None
+    assert "until the scripts had begun again: no steps were reported" in "\n".join(lines(found))
     assert "ETTR unknown: no steps were reported" in "\n".join(lines(found))
     assert document(found)["ettr"] is None
 
@@ -347,21 +353,21 @@ def test_what_a_person_sees() -> None:
 run job-1: succeeded, 2 min 28 s, 1 node, 2 generations
 ETTR 0.8108: productive time / wall-clock time
 
-  productive                2 min 00 s    81.1%
-  done again                      10 s     6.8%
-  saving                         0.0 s     0.0%
-  starting, restarting            13 s     8.8%
-    detect                       0.5 s     0.3%
-    stop                         1.0 s     0.7%
-    rendezvous                   0.5 s     0.3%
-    start                        2.0 s     1.4%
-    init                         6.0 s     4.1%
-    load                         2.0 s     1.4%
-    first step                   1.0 s     0.7%
-  draining                       0.0 s     0.0%
-  waiting for nodes              5.0 s     3.4%
-  no agent                       0.0 s     0.0%
-  wall-clock                2 min 28 s   100.0%
+  productive                    2 min 00 s    81.1%
+  done again                          10 s     6.8%
+  saving                             0.0 s     0.0%
+  starting, restarting                13 s     8.8%
+    detect                           0.5 s     0.3%
+    stop                             1.0 s     0.7%
+    rendezvous                       0.5 s     0.3%
+    start                            2.0 s     1.4%
+    init                             6.0 s     4.1%
+    load                             2.0 s     1.4%
+    first step                       1.0 s     0.7%
+  draining                           0.0 s     0.0%
+  waiting for nodes                  5.0 s     3.4%
+  no agent                           0.0 s     0.0%
+  wall-clock                    2 min 28 s   100.0%
 
 GENERATIONS ENDED BY
 killed                1

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..accounting.goodput import PHASES, Activity
+from ..accounting.goodput import BEGUN, PHASES, Activity
 from ..journal.events import JobEvent, Kind
 
 
@@ -28,6 +28,8 @@ class Use(enum.Enum):
     """Workers repeated steps that an earlier generation had done."""
     SAVING = "saving"
     """Training stood still for a save."""
+    RUNNING = "running"
+    """The scripts ran, in a job that reports no steps: what of it was productive is not known."""
     DETECT = "detect"
     STOP = "stop"
     RENDEZVOUS = "rendezvous"
@@ -45,6 +47,8 @@ class Use(enum.Enum):
 
 
 RESTARTING = tuple(Use(phase.value) for phase in PHASES)
+STEPS_TELL = (Use.PRODUCTIVE, Use.REDONE, Use.SAVING)
+"""What is known of a job that reports steps alone."""
 
 _USES = {
     Activity.PRODUCTIVE: Use.PRODUCTIVE,
@@ -54,6 +58,7 @@ _USES = {
 }
 _STOPS = (Use.DETECT, Use.STOP)
 _STEPPING = (Use.REDONE, Use.PRODUCTIVE)
+_SCRIPTS_RUN = tuple(Use(phase.value) for phase in BEGUN)
 
 ORDER = (
     *(Use.WAITING, Use.START, Use.INIT, Use.LOAD, Use.FIRST_STEP),
@@ -102,6 +107,16 @@ class Life:
             tuple(replace(s, began_at=s.began_at + by_s, ended_at=s.ended_at + by_s) for s in self.stretches),
             tuple(replace(event, at=event.at + by_s) for event in self.events),
         )
+
+
+def stretches_of(lives: Iterable[Life]) -> list[Stretch]:
+    """Those of all nodes of a job. If it reports no steps, its scripts are RUNNING from their begin on."""
+    found = [stretch for life in lives for stretch in life.stretches]
+    if any(stretch.use in _STEPPING for stretch in found):
+        return found
+    return [
+        replace(stretch, use=Use.RUNNING) if stretch.use in _SCRIPTS_RUN else stretch for stretch in found
+    ]
 
 
 def lives_of(journal: Iterable[JobEvent]) -> Iterator[Life]:

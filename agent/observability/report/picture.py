@@ -22,6 +22,7 @@ _COLOURS: Mapping[Use, str] = {
     Use.PRODUCTIVE: "#2a9d5c",
     Use.REDONE: "#e9c46a",
     Use.SAVING: "#4f8fc0",
+    Use.RUNNING: "#8fcfa8",
     Use.DETECT: "#7f0000",
     Use.STOP: "#b30000",
     Use.RENDEZVOUS: "#d7301f",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ....rendezvous.statements.inquiry import HANG
 from ..journal.events import JobEvent, Kind
 from .job_time import Slice, binned, job_time, until
-from .lives import RESTARTING, Life, Use, clocks, lives_of
+from .lives import RESTARTING, STEPS_TELL, Life, Use, clocks, lives_of, stretches_of
 
 MOST_RECOVERIES = 10
 """Only the slowest recoveries are listed."""
@@ -117,7 +117,7 @@ class Report:
     @property
     def ettr(self) -> float | None:
         """None: the workers have reported no step."""
-        stepped = self.seconds[Use.PRODUCTIVE] + self.seconds[Use.REDONE] + self.seconds[Use.SAVING]
+        stepped = sum(self.seconds[use] for use in STEPS_TELL)
         return self.seconds[Use.PRODUCTIVE] / self.wall_s if stepped else None
 
 
@@ -128,7 +128,7 @@ def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report:
     lives = [life.shifted(-ahead[life.node]) if life.node in ahead else life for life in read]
     events = sorted((event for life in lives for event in life.events), key=lambda event: event.at)
     ends = [event for event in events if event.kind is Kind.JOB_ENDED]
-    slices = list(job_time([stretch for life in lives for stretch in life.stretches]))
+    slices = list(job_time(stretches_of(lives)))
     if ends:
         slices = list(until(slices, ends[-1].at))
     if not slices:

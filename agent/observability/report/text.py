@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ....rendezvous.text import counted
 from ..status.text import span
-from .lives import RESTARTING, Use
+from .lives import RESTARTING, STEPS_TELL, Use
 from .report import Report
 
 SCHEMA = 1
@@ -16,6 +16,7 @@ NAMES = {
     Use.PRODUCTIVE: "productive",
     Use.REDONE: "done again",
     Use.SAVING: "saving",
+    Use.RUNNING: "running (no steps reported)",
     Use.DETECT: "detect",
     Use.STOP: "stop",
     Use.RENDEZVOUS: "rendezvous",
@@ -63,15 +64,17 @@ def lines(report: Report) -> Iterator[str]:
 
 def _hours(report: Report) -> Iterator[str]:
     def row(name: str, seconds: float) -> str:
-        return f"  {name:<22}{span(seconds):>14}{seconds / report.wall_s:>9.1%}"
+        return f"  {name:<28}{span(seconds):>12}{seconds / report.wall_s:>9.1%}"
 
     for use, seconds in report.seconds.items():
         if use is RESTARTING[0]:
             yield row("starting, restarting", report.restarting_s)
-        if use not in RESTARTING:
-            yield row(NAMES[use], seconds)
-        elif seconds:
+        if report.ettr is None and use in STEPS_TELL:
+            yield f"  {NAMES[use]:<28}{'unknown':>12}"
+        elif use in RESTARTING and seconds:
             yield row(f"  {NAMES[use]}", seconds)
+        elif seconds or use not in (*RESTARTING, Use.RUNNING):
+            yield row(NAMES[use], seconds)
     yield row("wall-clock", report.wall_s)
 
 
@@ -90,7 +93,7 @@ def _recoveries(report: Report) -> Iterator[str]:
     ]
     yield from _table(heads, rows)
     if report.ettr is None:
-        yield "  the seconds are those until the workers started again: no steps were reported"
+        yield "  the seconds are those until the scripts had begun again: no steps were reported"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
@@ -110,7 +113,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[s
 
 
 def document(report: Report) -> dict[str, object]:
-    """As `--json` prints it."""
+    """As `--json` prints it. None: not known."""
     return {
         "schema": SCHEMA,
         "run": report.run,
@@ -119,7 +122,8 @@ def document(report: Report) -> dict[str, object]:
         "ended_at": report.ended_at,
         "wall_seconds": round(report.wall_s, 4),
         "ettr": report.ettr,
-        "seconds": _by_name(report.seconds),
+        "seconds": _by_name(report.seconds)
+        | (dict.fromkeys((use.value for use in STEPS_TELL), None) if report.ettr is None else {}),
         "restarting_seconds": round(report.restarting_s, 4),
         "generations": [
             {"generation": one.generation, "at": one.at, "cause": one.cause}
