@@ -98,7 +98,10 @@ def test_only_the_agents_of_the_job_count(here: list[Endpoint], capsys: pytest.C
     ):
         here += [first, Endpoint(*frozen.getsockname()[:2]), second]
         assert command.main(["letters"]) == EventsCode.SHOWN
-        assert [line.rpartition("  ")[2] for line in lines(capsys)] == ["of letters"]
+        out, err = capsys.readouterr()
+        assert [line.rpartition("  ")[2] for line in out.splitlines()] == ["of letters"]
+        assert f"the agent at {here[1]} gives no answer within 1 s" in err
+        assert "if it is of job letters, its events are missing" in err
         assert command.main(["words"]) == EventsCode.NO_RUN
     assert "no agent of job words answers here, and words is no folder" in capsys.readouterr().err
 

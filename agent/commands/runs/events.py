@@ -112,7 +112,11 @@ def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, t
         return FilesSource(_found(str(folder), log_dir))
     try:
         found = agents_here(run_directory_parents(), os.getuid())
-        return AgentsSource(found, subject, min(HERE_S, timeout_s) if len(found) > 1 else timeout_s)
+        source = AgentsSource(found, subject, min(HERE_S, timeout_s) if len(found) > 1 else timeout_s)
+        whose = f"if it is of job {subject}, " if subject is not None else ""
+        for problem in source.problems:
+            print(f"elastic-agent events: {problem}: {whose}its events are missing", file=sys.stderr)
+        return source
     except CannotShow as nothing:
         if subject is None or nothing.code is not EventsCode.NO_RUN:
             raise
@@ -171,18 +175,19 @@ class AgentsSource(Source):
         self._timeout_s = timeout_s
         self._waiting: list[JobEvent] = []
         self._agents: list[_Agent] = []
-        problems: list[CannotShow] = []
+        self.problems: list[CannotShow] = []
+        """Why other agents did not answer."""
         asked = [_Agent(http) for http in agents]
         for agent, answer in zip(asked, _at_once(self._ask, asked), strict=True):
             if isinstance(answer, CannotShow):
-                problems.append(answer)
+                self.problems.append(answer)
             elif isinstance(answer, _Answer) and job in (None, answer.job):
                 self._agents.append(agent)
                 self._waiting += self._take(agent, answer)
         if self._agents:
             return
-        if problems and job is None:
-            raise problems[0]
+        if self.problems and job is None:
+            raise self.problems[0]
         whose = f"of job {job} " if job is not None else ""
         raise CannotShow(
             EventsCode.NO_RUN,
