@@ -2,8 +2,8 @@
 
 Which source is taken: `--agent` names an agent; an endpoint, on the command line or in a file named there, means the
 store; else all agents on this machine that belong to this user, and where there is none, the store that the
-environment names, if it does. The agent's own command line with `status` before it works: what it would run is left
-aside.
+environment names, if it does. A JOB is looked for among the agents here, too, and then in the pool's store. The agent's
+own command line with `status` before it works: what it would run is left aside.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
 
 Shows what a job does and why: its state and generation, the last change and its cause, restarts, checkpoint, and every
 node. Without an endpoint it asks the agents on this machine; with one, the store, with the options of the agents. JOB
-is the id of a pool's job, which is looked for in the pool's store.
+is looked for among the agents on this machine, and then in the pool's store; with --pool or an endpoint only there.
 """
 
 _INTERVAL = "2"
@@ -121,10 +121,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def choose_source(command_line: Settings, environ: Mapping[str, str], job: str | None = None) -> Source:
-    """`job` is one of a pool. Raises ConfigError with all problems."""
+    """`job` is the only one to show. Raises ConfigError with all problems."""
     agent, timeout_s = command_line[AGENT].value, command_line[TIMEOUT].value
     if job is not None:
-        return _of_pool(job, command_line, environ)
+        return _one_job(job, command_line, environ)
     about_store = [command_line[option].origin for option in _OF_THE_STORE if option in command_line]
     if not about_store and CONFIG_FILE not in command_line and SCRIPT in command_line:
         advice = "leave it out, or write --agent HOST:PORT to ask one agent"
@@ -144,7 +144,7 @@ def choose_source(command_line: Settings, environ: Mapping[str, str], job: str |
             raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
     if agent is not None:
         return AgentsSource(lambda: [agent], timeout_s, here=False)
-    here = AgentsSource(lambda: agents_here(run_directory_parents(), os.getuid()), timeout_s, here=True)
+    here = _agents_here(timeout_s)
     given = read_environ(environ)
     static = MASTER_ADDR in given and resolve_meeting_place(command_line, environ) is not None
     if ENDPOINT not in given and not static:
@@ -152,7 +152,13 @@ def choose_source(command_line: Settings, environ: Mapping[str, str], job: str |
     return _HereOrStore(here, lambda: resolve_meeting_place(command_line, environ), timeout_s)
 
 
-def _of_pool(job: str, command_line: Settings, environ: Mapping[str, str]) -> Source:
+def _agents_here(timeout_s: float, job: str | None = None) -> Source:
+    return AgentsSource(
+        lambda: agents_here(run_directory_parents(), os.getuid()), timeout_s, here=True, job=job
+    )
+
+
+def _one_job(job: str, command_line: Settings, environ: Mapping[str, str]) -> Source:
     """Raises ConfigError."""
     if not NAME.fullmatch(job):
         advice = "elastic-agent jobs lists them; or write --agent HOST:PORT to ask one agent"
@@ -161,12 +167,15 @@ def _of_pool(job: str, command_line: Settings, environ: Mapping[str, str]) -> So
         command_line.problems.append(
             command_line[AGENT].problem("a job or an agent", "leave out one of them")
         )
-    place = resolve_pool(command_line, environ)
-    return StoreSource(replace(place, pool=place.job_id, job_id=job), command_line[TIMEOUT].value)
+    pool, timeout_s = resolve_pool(command_line, environ), command_line[TIMEOUT].value
+    place = replace(pool, pool=pool.job_id, job_id=job)
+    if any(option in command_line for option in (*_OF_THE_STORE, CONFIG_FILE)):
+        return StoreSource(place, timeout_s)
+    return _HereOrStore(_agents_here(timeout_s, job), lambda: place, timeout_s)
 
 
 class _HereOrStore(Source):
-    """The agents on this machine; where there is none, the store that the environment names."""
+    """The agents on this machine; where there is none, the store that the environment names, or that of the pool."""
 
     def __init__(
         self, here: Source, meeting_place: Callable[[], RendezvousConfig | None], timeout_s: float
@@ -178,7 +187,9 @@ class _HereOrStore(Source):
 
     def jobs(self) -> list[Found]:
         try:
-            return self._here.jobs()
+            found = self._here.jobs()
+            self.silent = self._here.silent
+            return found
         except CannotShow as nothing:
             if nothing.code is not StatusCode.NO_AGENT:
                 raise
@@ -187,7 +198,10 @@ class _HereOrStore(Source):
                 if place is None:
                     raise
                 self._store = StoreSource(place, self._timeout_s)
-        return self._store.jobs()
+            try:
+                return self._store.jobs()
+            except CannotShow as error:
+                raise CannotShow(error.code, f"{nothing}; {error}") from None
 
 
 # --- Looking
@@ -197,7 +211,9 @@ Seen: TypeAlias = list[JobReport] | CannotShow
 """What one look has brought."""
 
 
-def _show(watch: Watch, screen: Callable[[Seen, float | None], str], interval_s: float | None) -> int:
+def _show(
+    watch: Watch, screen: Callable[[Seen, Sequence[str], float | None], str], interval_s: float | None
+) -> int:
     """Once, or until it is interrupted."""
     while True:
         seen: Seen
@@ -205,7 +221,7 @@ def _show(watch: Watch, screen: Callable[[Seen, float | None], str], interval_s:
             seen = watch.look()
         except CannotShow as nothing:
             seen = nothing
-        text = screen(seen, interval_s)
+        text = screen(seen, watch.silent, interval_s)
         if text:
             print(text, flush=True)
         if isinstance(seen, CannotShow) and (interval_s is None or seen.code is StatusCode.BAD_CONFIG):
@@ -216,9 +232,10 @@ def _show(watch: Watch, screen: Callable[[Seen, float | None], str], interval_s:
         pause(interval_s)
 
 
-def _json_screen(seen: Seen, interval_s: float | None) -> str:
+def _json_screen(seen: Seen, silent: Sequence[str], interval_s: float | None) -> str:
     """There always is a document, also of a problem."""
     document: dict[str, Any] = {"schema": SCHEMA, "at": round(time.time(), 3), "jobs": [], "problem": None}
+    document["notes"] = list(silent)
     if isinstance(seen, CannotShow):
         document["problem"] = {"code": int(seen.code), "name": seen.code.name, "text": str(seen)}
     else:
@@ -226,7 +243,7 @@ def _json_screen(seen: Seen, interval_s: float | None) -> str:
     return json.dumps(document, indent=2 if interval_s is None else None)
 
 
-def _text_screen(seen: Seen, interval_s: float | None) -> str:
+def _text_screen(seen: Seen, silent: Sequence[str], interval_s: float | None) -> str:
     """A terminal is drawn anew each time; in a pipe, blocks follow each other."""
     terminal = sys.stdout.isatty()
     again = interval_s is not None
@@ -236,10 +253,11 @@ def _text_screen(seen: Seen, interval_s: float | None) -> str:
         size = shutil.get_terminal_size()
         limits = Screen(
             width=size.columns if terminal else None,
-            height=(size.lines - 2) // len(seen) if terminal and again else None,
+            height=(size.lines - 2 - 2 * len(silent)) // len(seen) if terminal and again else None,
             colour=terminal and not os.environ.get("NO_COLOR"),
         )
         block = [line for job in seen for line in (*lines(job, limits), "")][:-1]
+        block += ["", *(f"! {text}" for text in silent)] if silent else []
     if again:
         moment = f"{time.strftime('%H:%M:%S')}, again every {interval_s:g} s; Ctrl-C ends"
         block = [*block, "", moment] if terminal else [moment, *block, ""]

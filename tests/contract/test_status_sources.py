@@ -222,9 +222,21 @@ def test_a_silent_agent_on_this_machine_is_mentioned_beside_the_others(
     node: Callable[..., Node], frozen: Endpoint
 ) -> None:
     a = node("a", job_of(record("a", HOME)))
-    (found,) = source_at(a.http, frozen, unused_port(), here=True).jobs()
-    (note,) = found.notes
+    source = source_at(a.http, frozen, unused_port(), here=True)
+    (found,) = source.jobs()
+    assert found.notes == (), "it may be of another job"
+    (note,) = source.silent
     assert f"{frozen} gives no answer within 1 s" in note, "however long others may take"
+
+
+def test_a_job_is_found_among_all_here(node: Callable[..., Node], frozen: Endpoint) -> None:
+    a = node("a", job_of(record("a", HOME)))
+    c = node("c", replace(job_of(record("c", HOME)), job="words"))
+    found = AgentsSource(lambda: (a.http, c.http, frozen), PATIENCE_S, here=True, job="words").jobs()
+    assert [one.job.job for one in found] == ["words"]
+    other = refused(AgentsSource(lambda: (a.http, frozen), PATIENCE_S, here=True, job="words"))
+    assert other.code is StatusCode.NO_AGENT
+    assert f"no agent of job words answers on this machine; the agent at {frozen}" in str(other)
 
 
 def test_why_there_is_nothing_to_show(frozen: Endpoint, stranger: Endpoint) -> None:

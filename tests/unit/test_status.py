@@ -131,6 +131,26 @@ def test_where_no_agent_is_the_store_of_the_environment_is_asked(monkeypatch: py
     assert nothing.value.code is StatusCode.NO_AGENT
 
 
+def test_a_job_is_looked_for_among_the_agents_here_first_and_then_in_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status, "agents_here", lambda *_: [])
+    asked = choose_source(read_argv([], STATUS_OPTIONS), {}, "digits")
+    monkeypatch.setattr(AgentsSource, "jobs", lambda self: [Found("agent", JOB)])
+    assert asked.jobs() == [Found("agent", JOB)]
+    monkeypatch.undo()
+    monkeypatch.setattr(status, "agents_here", lambda *_: [])
+
+    def away(self: StoreSource) -> list[Found]:
+        raise CannotShow(StatusCode.NO_ANSWER, "no agent hosts it")
+
+    monkeypatch.setattr(StoreSource, "jobs", away)
+    with pytest.raises(
+        CannotShow, match=r"no agent of job digits answers on this machine.*no agent hosts it"
+    ):
+        asked.jobs()
+
+
 @pytest.mark.parametrize(
     ("words", "interval_s"),
     [
@@ -196,6 +216,18 @@ def test_several_jobs_are_all_shown(through: Callable[..., None], capsys: pytest
     out = capsys.readouterr().out
     assert "job digits" in out
     assert "\n\njob letters" in out
+
+
+def test_agents_without_an_answer_have_a_block_of_their_own_at_the_end(
+    through: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FakeSource, "silent", ("the agent at h:1 gives no answer",))
+    through([*EMPTY, Found("agent", JobStatus("letters", None, (), None, complete=True))])
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.endswith("\n\n! the agent at h:1 gives no answer\n")
+    through(EMPTY)
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == ["the agent at h:1 gives no answer"]
 
 
 def test_json_is_a_document_also_when_there_is_nothing(

@@ -76,6 +76,9 @@ class Found:
 class Source(ABC):
     """May be read again and again."""
 
+    silent: tuple[str, ...] = ()
+    """Which agents gave no answer at the last look, in words: of which job they are is not known."""
+
     @abstractmethod
     def jobs(self) -> list[Found]:
         """At least one. Raises CannotShow."""
@@ -127,13 +130,16 @@ def ask_nodes(job: JobStatus, timeout_s: float, at_once: int = AT_ONCE) -> dict[
 class AgentsSource(Source):
     """Asks the agents that `find` names, anew each time; several of them may belong to one job.
 
-    `here`: they were looked for on this machine, and not named by the operator.
+    `here`: they were looked for on this machine, and not named by the operator. `job`: only of this one; None: of all.
     """
 
-    def __init__(self, find: Callable[[], Iterable[Endpoint]], timeout_s: float, *, here: bool) -> None:
+    def __init__(
+        self, find: Callable[[], Iterable[Endpoint]], timeout_s: float, *, here: bool, job: str | None = None
+    ) -> None:
         self._find = find
         self._timeout_s = timeout_s
         self._here = here
+        self._job = job
 
     def jobs(self) -> list[Found]:
         agents = {http: http for http in self._find()}
@@ -144,7 +150,7 @@ class AgentsSource(Source):
             answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, waits_s)
         # The address of a killed agent stays for a moment.
         alive = {http: answer for http, answer in answers.items() if answer is not Unreachable.REFUSED}
-        if not alive:
+        if not alive and self._job is None:
             raise self._no_agent(agents)
         able = {http: http for http, answer in alive.items() if isinstance(answer, NodeStatus)}
         views = ask_all(able, JOB_PATH, JOB_PAGE, self._timeout_s)
@@ -156,13 +162,18 @@ class AgentsSource(Source):
         problems = [
             self._problem(http, how, waits_s) for http, how in alive.items() if isinstance(how, Unreachable)
         ]
+        if self._job is not None:
+            found = [one for one in found if one.job.job == self._job]
+            if not found:
+                nothing = f"no agent of job {self._job} answers on this machine"
+                raise CannotShow(StatusCode.NO_AGENT, "; ".join((nothing, *problems)))
         if not found:
             strange = Unreachable.STRANGE in (*alive.values(), *views.values())
             code = StatusCode.MISMATCH if strange else StatusCode.NO_ANSWER
             reason = "; ".join(problems) or f"agent {next(iter(able))} does not answer {JOB_PATH}"
             raise CannotShow(code, reason)
-        jobs = _each_job_once(found)
-        return [replace(jobs[0], notes=tuple(problems)), *jobs[1:]]
+        self.silent = tuple(problems)
+        return _each_job_once(found)
 
     def _through_coordinator(self, found: Found) -> Found:
         """Only the coordinator knows all nodes."""

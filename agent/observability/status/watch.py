@@ -19,6 +19,8 @@ class Watch:
         self._timeout_s = timeout_s
         self._clock = clock
         self._at_once = at_once
+        self.silent: tuple[str, ...] = ()
+        """Which agents gave the source no answer at the last look, in words."""
         self._silent_since: dict[str, float] = {}
 
     def look(self) -> list[JobReport]:
@@ -26,6 +28,7 @@ class Watch:
         jobs = [
             (found, ask_nodes(found.job, self._timeout_s, self._at_once)) for found in self._source.jobs()
         ]
+        self.silent = self._source.silent
         now = self._clock()
         silent = {
             incarnation
