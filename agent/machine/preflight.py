@@ -8,6 +8,7 @@ file, `configuration.reading.validation` checks.
 
 from __future__ import annotations
 
+import ast
 import errno
 import importlib.util
 import os
@@ -154,7 +155,7 @@ def check_target(command: Command, environ: Mapping[str, str]) -> None:
 
 
 def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
-    """Raises CannotStart for a script that this Python cannot compile. What is odd, such as its encoding, the workers
+    """Raises CannotStart for a script that this Python cannot parse. What is odd, such as its encoding, the workers
     find out."""
     path = command.target
     if (
@@ -171,7 +172,7 @@ def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(source, path, "exec", dont_inherit=True)
+            ast.parse(source, path)
     except SyntaxError as error:
         found = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
         reason = f"{path}, line {error.lineno}: {found}; correct the script"

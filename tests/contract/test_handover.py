@@ -486,4 +486,5 @@ def test_a_thread_that_fails_is_the_end_of_the_handover(
     monkeypatch.setattr(*((found, "run") if method == "run" else (threading.Thread, "start")), fail)
     found.begin(job.world, time.monotonic() + LONG_S, done.set, kept=True)
     assert done.wait(3.0)
-    assert told == ["handover"]
+    # Without the thread the agent goes on: what it was to hand over stays where it is.
+    assert told == (["handover"] if method == "run" else [])

@@ -693,7 +693,8 @@ def test_replicas_that_no_one_brings_any_more_are_dropped(make: Make) -> None:
         node.replicate_to(b.partner)
         acked(node, 3, "b")
     a.replicate_to()
-    wait_for(lambda: not a.server.replicator._orders[FOLDER.directory]._order.partners, "the order")
+    orders = a.server.replicator._orders
+    wait_for(lambda: (one := orders.get(FOLDER.directory)) and not one._order.partners, "the order")
     filled(a, 4, 100)
     filled(c, 4, 100)
     acked(c, 4, "b")

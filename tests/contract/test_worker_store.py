@@ -209,6 +209,7 @@ def test_without_a_holder_no_port_listens(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(OSError):
         node.serve()
+    node.store.close()  # until then it may be tried again with the same socket
     assert refused(node.port)
 
 
