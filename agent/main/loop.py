@@ -43,7 +43,7 @@ from ..common.events import (
     WriterEnded,
     WriterWanted,
 )
-from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave
+from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave, lack_in
 from ..common.ports import OfferedPort, PortError, PortLacking
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig
 from ..configuration.timeouts import last_saves_s, obeys_before_s
@@ -70,8 +70,6 @@ HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
 
 JOB_ENDS_AT_OPTION = f"--{JOB_ENDS_AT.name}"
-
-LACKING = "what this machine lacks for its workers"
 
 DRAIN_COMMAND = "elastic-agent drain"
 """How an operator asks a node to leave, other than by a signal to its agent."""
@@ -168,6 +166,7 @@ class Loop:
         self._ending: Ending | None = None
         self._lack = Lack()
         """Of what the next workers need."""
+        self._lacking = "what this machine lacks for its workers"
         self._fatal: Ending | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
 
@@ -239,7 +238,7 @@ class Loop:
     def _lacks(self, what: str, now: float, *, failed: bool = False) -> None:
         """A try to have something for the next workers has shown that this machine lacks it. `failed`: their generation
         fails by it."""
-        first = not self._lack
+        first, self._lacking = not self._lack, what
         if self._lack.met(now, failed=failed):
             if first:
                 log.warning("%s: trying again for %g s", what, GIVES_UP_S)
@@ -248,7 +247,15 @@ class Loop:
         self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, what)
 
     def advance(self, now: float) -> bool:
-        workers_gone = self._supervisor.turn(now)
+        try:
+            workers_gone = self._supervisor.turn(now)
+        except OSError as error:
+            lack = lack_in(error)
+            if lack and now >= self._lack.again_at:
+                self._lacks(lack, now)
+            if not lack or self._fatal is not None:
+                raise
+            return False
         if workers_gone:
             self._services.gpu_memory.workers_gone(now)
         if self._participant.hands_over and self._handover is None:
@@ -275,7 +282,7 @@ class Loop:
                 self._services.memory_server.renew_key()
             if lack := supervisor.start(action.world, action.member, self._port.listener, now):
                 self._lacks(lack, now, failed=supervisor.begun)
-                self.start_waits_for = LACKING
+                self.start_waits_for = lack
                 return supervisor.begun
             self._lack.over()
             return True
@@ -297,7 +304,7 @@ class Loop:
     def _not_ready_for(self, start: Start, now: float) -> str:
         """What keeps this node from starting its workers; empty where nothing does."""
         if now < self._lack.again_at or self._supervisor.group is not None:
-            return LACKING
+            return self._lacking
         if self._services.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"
         if not self._supervisor.prepared(start.world, start.member, now):

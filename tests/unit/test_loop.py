@@ -5,6 +5,7 @@ Time is virtual: where the loop would wait for an event, the clock goes on to th
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import queue
@@ -98,6 +99,8 @@ class Training:
         self.begun = False
         self.lacks_until = 0.0
         """The machine lacks what workers need."""
+        self.lacks_to_look_until = 0.0
+        """The machine lacks what it takes to see whether stopped workers have left something behind."""
         self.undying = ""
         self.refused: dict[int, str] = {}
         """Saves that the disk has refused, by generation."""
@@ -111,6 +114,8 @@ class Training:
         self.scene.read()
         if self.group is None or not self.group.stopping or self.undying:
             return False
+        if self.scene.now < self.lacks_to_look_until:
+            raise OSError(errno.EMFILE, "Too many open files", "/proc")
         generation, self.group = self.group.generation, None
         self.scene.participant.workers_gone(generation)
         self.scene.read()
@@ -671,6 +676,7 @@ def test_what_the_machine_lacks_for_workers_ends_the_agent_only_if_it_lasts(last
     if lasts_s < GIVES_UP_S:
         assert scene.training.started == [1]
         assert ending.code is ExitCode.STOPPED_BY_SIGTERM
+        assert "too many open files" in scene.waits
     else:
         assert scene.training.started == []
         assert ending == Ending(ExitCode.NOT_HERE, "too many open files")
@@ -695,6 +701,27 @@ def test_what_the_machine_lacks_for_a_port_ends_the_agent_only_if_it_lasts(lasts
     scene.plan[scene.now + 10.0] = fail
     scene.at(60.0, Signalled(signal.SIGTERM))
     assert (scene.loop.run().code is ExitCode.NOT_HERE) == (lasts_s > GIVES_UP_S)
+
+
+@pytest.mark.parametrize("lasts_s", [3.0, 30.0])
+def test_what_the_machine_lacks_to_see_workers_gone_ends_the_agent_only_if_it_lasts(lasts_s: float) -> None:
+    scene = Scene()
+    fails_at = scene.now + 10.0
+    scene.training.lacks_to_look_until = fails_at + lasts_s
+
+    def fail() -> None:
+        scene.participant.workers_failed(Failure(1, "crash", "crashed"))
+        scene.training.stop(0.0, gently=False, reason="a worker failed")
+
+    scene.plan[fails_at] = fail
+    scene.at(60.0, Signalled(signal.SIGTERM))
+    if lasts_s < GIVES_UP_S:
+        assert scene.loop.run().code is ExitCode.STOPPED_BY_SIGTERM
+        assert scene.training.group is None
+    else:
+        with pytest.raises(OSError, match="Too many open files"):  # which ends the agent as a lack does
+            scene.loop.run()
+        assert GIVES_UP_S <= scene.now - fails_at < 2 * GIVES_UP_S
 
 
 def test_workers_that_no_signal_ends_end_the_agent() -> None:
