@@ -19,7 +19,7 @@ _VARIABLES = ("TMPDIR", "TEMP", "TMP")
 
 
 class NoTemporaryDirectory(OSError):
-    """No place can hold a temporary file now."""
+    """No place can hold a temporary file now, or what held ours was removed."""
 
 
 def temporary_places() -> tuple[Path, ...]:

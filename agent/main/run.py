@@ -75,6 +75,7 @@ from ..workers.processes.guard import Guard
 from ..workers.processes.run_files import (
     RUN_DIR_PREFIX,
     announce,
+    keep_from_tmpfiles,
     run_directory_parent,
     run_directory_parents,
 )
@@ -297,6 +298,7 @@ def _claim(
             tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, dir=place, ignore_cleanup_errors=True)
         )
     )
+    parts.callback(os.close, keep_from_tmpfiles(run_dir))
     memory = make_folder(agent.config.memory_checkpoints)
     if memory is not None:
         parts.callback(memory.close)

@@ -238,7 +238,9 @@ class Supervised:
         self.logs, self.links, self.last_steps = FakeLogs(), FakeLinks(), FakeLastSteps()
         journal = Journal("a", lambda: 0.0)
         machine = inspect_machine(self.config, {"PATH": os.environ["PATH"]})
-        node = Node("a", "a-1", machine, run_dir, WorkerEnv(), None, {})
+        self.socket = run_dir / "socket"
+        self.socket.touch()
+        node = Node("a", "a-1", machine, run_dir, WorkerEnv(socket=str(self.socket)), None, {})
         self.supervisor = Supervisor(
             self.config,
             node,

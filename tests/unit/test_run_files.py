@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from elastic_agent.agent.workers.processes.run_files import (
     RUN_DIR_PREFIX,
     agents_here,
     announce,
+    keep_from_tmpfiles,
     run_directory_parent,
     run_directory_parents,
     stores_here,
@@ -29,6 +31,17 @@ def run_dir(tmp_path: Path) -> Path:
     path.mkdir(mode=0o700)
     announce(path, ("127.0.0.1", 9100))
     return path
+
+
+def test_systemd_tmpfiles_leaves_a_run_directory_alone(run_dir: Path) -> None:
+    """It skips a folder that it cannot lock."""
+    descriptor = keep_from_tmpfiles(run_dir)
+    theirs = os.open(run_dir, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+    fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(theirs)
 
 
 @pytest.mark.parametrize(

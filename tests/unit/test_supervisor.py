@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -522,6 +523,16 @@ def test_a_lack_of_this_machine_is_no_failure_and_the_start_may_be_tried_again(t
     assert node.turn()
     assert node.start() == ""
     assert node.group.running == 2
+    assert not node.reported
+
+
+def test_a_folder_of_the_agent_that_was_removed_is_a_lack_and_no_failure(tmp_path: Path) -> None:
+    folder = tmp_path / "elastic-agent-1"
+    folder.mkdir()
+    node = Supervised(folder, 2)
+    shutil.rmtree(folder)
+    assert f"{folder} was removed" in node.start()
+    assert node.turn()
     assert not node.reported
 
 

@@ -10,9 +10,10 @@ from elastic_agent.agent.workers.supervision.worker_spec import KEPT_GENERATIONS
 
 def test_the_run_directory_does_not_grow_with_each_generation(tmp_path: Path) -> None:
     node = Mock(run_dir=tmp_path)
-    (tmp_path / "writes").mkdir()
+    node.env.socket = str(tmp_path / "socket")
+    (tmp_path / "socket").touch()
     for generation in (1, 2, 5, *range(7, 130)):
         make_directory(node, generation)
         (tmp_path / f"gen{generation}" / "error-0.json").touch()
     kept = {f"gen{generation}" for generation in range(130 - KEPT_GENERATIONS, 130)}
-    assert {path.name for path in tmp_path.iterdir()} == {"writes", *kept}
+    assert {path.name for path in tmp_path.iterdir()} == {"socket", *kept}

@@ -8,6 +8,7 @@ its answer. The store of another user's job is not believed, by root neither: it
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -57,6 +58,14 @@ def run_directory_parent(environ: Mapping[str, str]) -> str | None:
                 try_out(Path(place))
                 return place
     return None
+
+
+def keep_from_tmpfiles(run_dir: Path) -> int:
+    """As long as this descriptor is open, systemd-tmpfiles removes nothing in it, where its file system has locks."""
+    descriptor = os.open(run_dir, _OPENED | os.O_DIRECTORY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Nothing is started here, and nothing written but the folder of a generation.
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from string import Template
 
 from ....rendezvous.records import Member, World
 from ....worker.wire.environment import WorkerEnv
+from ...common.own_folder import NoTemporaryDirectory
 from ...common.variables import compose
 from ...configuration.config import Config
 from ...configuration.logs import LogConfig
@@ -108,7 +110,13 @@ def output_routes(
 
 
 def make_directory(node: Node, generation: int) -> None:
-    """For files of the workers of one generation. Of those of older ones a few stay. Raises OSError."""
+    """For files of the workers of one generation. Of those of older ones a few stay. Raises OSError; also where the
+    agent's own folder is gone: in a new one, workers could neither ask whether to commit a save nor report."""
+    if not os.path.exists(node.env.socket):
+        raise NoTemporaryDirectory(
+            f"the agent's folder {node.run_dir} was removed, or the sockets in it, at which workers reach this agent: "
+            "start it again, and let nothing clean that folder, or name another one in TMPDIR"
+        )
     _directory(node, generation).mkdir(exist_ok=True)
     for folder in node.run_dir.glob("gen*"):
         if int(folder.name.removeprefix("gen")) <= generation - KEPT_GENERATIONS:
