@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ...rendezvous.records import Endpoint
 from ..common.exits import CannotStart, ExitCode
+from ..common.own_folder import NoTemporaryDirectory, own_path
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.types.values import Command, NoticeSource
 from ..workers.checkpoints.folder import SHARED_MEMORY
@@ -135,7 +136,11 @@ def _no_file(path: str) -> str:
 def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
     if run_directory_parent(environ) is None:
         expected = f"a folder that takes a new file now, of at most {MAX_PARENT_BYTES} bytes, for the agent's sockets"
-        advice = "name one in TMPDIR, or make room in /tmp and let this user write there"
+        advice = "name one in TMPDIR"
+        try:
+            own_path("")
+        except NoTemporaryDirectory as error:
+            advice = str(error)
         yield Problem("TMPDIR", environ.get("TMPDIR"), expected, advice, here=True)
 
 

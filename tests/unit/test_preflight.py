@@ -110,6 +110,9 @@ def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
     monkeypatch.setattr(own_folder, "_PLACES", (str(tmp_path / "none"),))
     [problem] = problems_of()
     assert (problem.origin, problem.value, problem.here) == ("TMPDIR", str(long), True)
+    monkeypatch.setenv("TMPDIR", "/proc")
+    [problem] = problems_of()
+    assert "(/proc: No such file or directory)" in problem.advice
 
 
 def test_spans_need_the_packages_that_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
