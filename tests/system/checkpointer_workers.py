@@ -176,7 +176,7 @@ def save_different_steps(rank: int, directory: str) -> dict[str, Any]:
 def save_backwards(rank: int, directory: str) -> dict[str, Any]:
     checkpoints = Checkpointer(directory, {"meta": {}})
     checkpoints.save(10)
-    return attempt(lambda: checkpoints.save(10))
+    return attempt(lambda: checkpoints.save(9))
 
 
 def save_code(rank: int, directory: str) -> dict[str, Any]:
@@ -187,6 +187,9 @@ def save_with_a_broken_state_dict(rank: int, directory: str) -> dict[str, Any]:
     class Part:
         def state_dict(self) -> Any:
             raise ZeroDivisionError("a bug in the script")
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
 
     return attempt(lambda: Checkpointer(directory, {"part": Part()}).save(10))
 

@@ -94,7 +94,7 @@ def test_a_running_agent_has_no_more_threads_than_it_needs(job: Job, etcd: EtcdC
     listed = job.folder / "threads"
     job.join("a", "--nproc-per-node=2", "--preload=default", environment=planted(f"lists {listed}"))
     job.wait_for_training(world=2)
-    expected = {*THREADS, "MainThread", "etcd-watch", "memory-key"}
+    expected = {*THREADS, "MainThread", "etcd-watch", "late-starts", "memory-key"}
 
     def threads() -> list[str]:
         """Without those of gRPC itself."""
@@ -120,13 +120,19 @@ def test_an_agent_without_a_thread_that_only_some_have_ends_with_its_own_code(jo
     assert not job.workers()
 
 
-@pytest.mark.parametrize("fault", ["dies", "cannot start"])
-def test_an_agent_without_one_of_its_threads_ends_with_its_own_code(job: Job, fault: str) -> None:
-    some = THREADS if fault == "dies" else ("io", "store-watch")
-    agents = {name: job.start(name, environment=planted(f"{fault} {name}")) for name in some}
+def test_an_agent_without_one_of_its_threads_ends_with_its_own_code(job: Job) -> None:
+    agents = {name: job.start(name, environment=planted(f"dies {name}")) for name in THREADS}
     for name, agent in agents.items():
         assert agent.exit_code() == ExitCode.AGENT_FAILED, name
         assert name == "console" or agent.says(f"ended with exit code 70: the thread {name} has failed"), name
+    assert not job.workers()
+
+
+@pytest.mark.parametrize("name", ["io", "store-watch"])
+def test_an_agent_whose_thread_cannot_be_started_for_long_says_what_is_lacking(job: Job, name: str) -> None:
+    agent = job.start("a", environment=planted(f"cannot start {name}"))
+    assert agent.exit_code() == ExitCode.NOT_HERE
+    assert agent.says(f"{name}.*no thread could be started within")
     assert not job.workers()
 
 

@@ -178,7 +178,7 @@ def test_a_shape_that_fits_one_rank_only_stops_both(worlds: Worlds, tmp_path: Pa
     ("scenario", "raised", "text"),
     [
         ("save_different_steps", "CheckpointError", "{0: 10, 1: 11}"),
-        ("save_backwards", "StepNotGrowing", "step 10 is not beyond step 10"),
+        ("save_backwards", "StepNotGrowing", "step 9 is not beyond step 10"),
         ("save_code", "NotPlainData", "random.Random"),
         ("save_with_a_broken_state_dict", "CheckpointError", "a bug in the script"),
     ],
