@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ import torch
 from elastic_agent.worker import Checkpointer, CheckpointError
 from elastic_agent.worker.steps import progress
 from elastic_agent.worker.steps.registry import Checkpointers
-from elastic_agent.worker.wire.shared_progress import private_words
+from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
+from elastic_agent.worker.storage.memory.copy_header import Header
+from elastic_agent.worker.storage.memory.shard_memory import ShardMemory
+from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
+from elastic_agent.worker.storage.memory.slot_memory import RankPlace
+from elastic_agent.worker.storage.memory.slots import Slots, taken_by_slots
+from elastic_agent.worker.wire.shared_progress import PENDING, private_words
 
 CLAIM = Checkpointers.claim
 
@@ -56,6 +64,9 @@ def test_a_directory_has_one_checkpointer_that_writes(tmp_path: Path) -> None:
     made(tmp_path / "y")[1].load()
     first.close()
     made(tmp_path / "x")[1].save(1)  # dropped at once
+    in_a_cycle: list[Any] = [made(tmp_path / "x")]
+    in_a_cycle.append(in_a_cycle)
+    del in_a_cycle
     made(tmp_path / "x")
 
 
@@ -177,6 +188,101 @@ def test_of_trainings_one_after_the_other_none_is_named(
 
     assert [fold(name) for name in ("a", "b", "b", "a")] == [0, 0, 10, 10]
     assert not caplog.records
+
+
+def train(directory: Path, end: Callable[[Checkpointer], object]) -> int:
+    """Three steps, saved; the step from which it went on."""
+    _, checkpoints = made(directory, memory_every=1)
+    begun = checkpoints.load()
+    for step in range(begun + 1, 4):
+        progress.step(step)
+    assert checkpoints.save(3)
+    end(checkpoints)
+    return begun
+
+
+@pytest.mark.parametrize("end", [Checkpointer.close, Checkpointer.wait], ids=["closed", "only waited for"])
+def test_a_sweep_that_reuses_a_directory_begins_each_trial_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, end: Callable[[Checkpointer], object]
+) -> None:
+    for _ in range(3):
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        assert train(tmp_path / "x", end) == 0
+    is_closed = end is Checkpointer.close
+    assert caplog.text.count("the copies of it in memory are left aside") == (0 if is_closed else 2)
+    assert len(caplog.records) == (0 if is_closed else 2), "nothing else is wrong"
+
+
+def test_copies_count_when_the_files_were_lost_with_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "x", Checkpointer.wait)
+    shutil.rmtree(tmp_path / "x")
+    monkeypatch.setattr(progress, "checkpointers", Checkpointers())  # another process, after a restart
+    assert found(tmp_path / "x")[0] == 3
+
+
+def test_copies_count_where_nothing_was_ever_saved(tmp_path: Path) -> None:
+    _, checkpoints = made(tmp_path / "x", memory_every=1)
+    checkpoints.load()
+    progress.step(1)
+    assert checkpoints.wait()
+    del checkpoints
+    assert found(tmp_path / "x")[0] == 1
+
+
+def test_close_gives_memory_back_when_the_disk_has_the_state(tmp_path: Path, only_worker: Path) -> None:
+    train(tmp_path / "x", Checkpointer.close)
+    assert not [path for path in only_worker.rglob("*") if path.is_file() and path.stat().st_size]
+    assert found(tmp_path / "x")[0] == 3
+
+
+def test_close_keeps_copies_that_the_disk_has_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoints = made(tmp_path / "x", memory_every=1)
+    checkpoints.load()
+    progress.step(1)
+
+    def refuse(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(CheckpointFiles, "publish", refuse)
+    assert not checkpoints.save(1)
+    assert not checkpoints.close()
+    assert found(tmp_path / "x")[0] == 1
+
+
+def test_close_keeps_copies_from_which_a_planned_change_goes_on(tmp_path: Path) -> None:
+    """The script closes on its way out of the last step, as `finally` does."""
+    _, checkpoints = made(tmp_path / "x", memory_every=1)
+    checkpoints.load()
+    for step in (1, 2):
+        progress.step(step)
+        assert step == 2 or checkpoints.save(1)
+    words = progress._words
+    assert words is not None
+    words[PENDING] = 1
+    assert checkpoints.close()
+    assert found(tmp_path / "x")[0] == 2
+
+
+def test_what_is_forgotten_of_shards_is_each_worker_s_own_with_the_replicas_of_it(tmp_path: Path) -> None:
+    def put(folder: SlotFolder) -> Slots:
+        slots = Slots(str(tmp_path), folder)
+        slots.seal(slots.begin(1 << 16), Header(1, 1, 0, 2, 1 << 16))
+        return slots
+
+    own, replica = SlotFolder.of("d", 0), SlotFolder.of("d", 0, "b")
+    others = (SlotFolder.of("d", 1), SlotFolder.of("d", 1, "b"), SlotFolder.of("e", 0), SlotFolder.of("e"))
+    for folder in (replica, *others):
+        put(folder)
+    ShardMemory(put(own), 1 << 30, RankPlace("a", 1, 0, 0, 2), 2, 1).forget()
+    for folder in (own, replica, *others):
+        slots = Slots(str(tmp_path), folder, create=False)
+        is_kept = folder in others
+        assert bool(slots.headers()) == bool(taken_by_slots(slots.folder)) == is_kept
+        assert not slots.problems()
 
 
 def test_who_drops_a_checkpointer_while_training_goes_on_is_told_once(

@@ -15,6 +15,7 @@ opened so is refused when it is saved.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import warnings
@@ -24,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import CheckpointError
+from ..ranks.group import current_group
 from ..state.kinds import is_sharded
 from ..state.rank_parts import Reshard, rules_of
 from ..state.state_dicts import Stateful
@@ -34,6 +36,8 @@ from ..wire.run import this_run
 from .agreement import Agreement
 from .replicated.replicated_state import ReplicatedState
 from .sharded.sharded_state import ShardedState
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpointer:
@@ -121,8 +125,11 @@ class Checkpointer:
         self._durable: bool | None = None
         """What `close` has returned."""
         self._end_copies: Callable[[], object] | None = None
+        self._has_saved = False
+        self._follows_durable = False
+        """An earlier Checkpointer of this process has left a durable checkpoint in the directory."""
         if not read_only:
-            progress.checkpointers.claim(self._files.directory, self)
+            self._follows_durable = progress.checkpointers.claim(self._files.directory, self)
             if memory_every is not None:
                 # What is registered must not keep what the script has dropped alive.
                 copy = _forwarding(weakref.ref(self))
@@ -151,6 +158,8 @@ class Checkpointer:
         self._check_open()
         self._thread = threading.get_ident()
         self._agreement.meet()
+        if self._follows_durable:
+            self._leave_removed_aside()
         return self._state.load()
 
     def save(self, step: int) -> bool:
@@ -184,6 +193,7 @@ class Checkpointer:
             self._agreement.meet()
             saved = self._state.save(number)
         if saved:
+            self._has_saved = True
             self._state.drain_saver.saved()
         return saved
 
@@ -195,6 +205,8 @@ class Checkpointer:
         self._refuse_other_thread()
         durable = self._state.wait()
         self._state.drain_saver.waited()
+        if durable and self._has_saved:
+            progress.checkpointers.saved(self._files.directory)
         return durable
 
     def save_to_memory(self, step: int) -> bool:
@@ -251,8 +263,27 @@ class Checkpointer:
                 "an agent the disk is written behind the training anyway"
             )
 
+    def _leave_removed_aside(self) -> None:
+        """Every rank: where the script has removed the durable checkpoints, their copies in memory do not count either.
+
+        Only an earlier Checkpointer of this very process tells: after a restart the files may be lost with a node."""
+        self._follows_durable = False
+        is_here = True
+        with contextlib.suppress(OSError):
+            is_here = bool(self._files.steps())
+        was_removed = not any(current_group().gather(b"here" if is_here else b""))
+        if was_removed and self._state.drain_saver.forget():
+            logger.warning(
+                "%s was removed since it was saved there: the copies of it in memory are left aside. close() a "
+                "Checkpointer before its directory is used for another training",
+                self._files.directory,
+            )
+
     def close(self) -> bool:
         """The training is over: wait as `wait` does, and take no part any more. Every rank must call it.
+
+        What is on disk then needs no copy in memory: this node gives back that memory, also of newer steps that were
+        only there, and a later load begins from the last save.
 
         Returns what `wait` returns, also when it is called again, and raises what `wait` raises.
         """
@@ -264,6 +295,9 @@ class Checkpointer:
             finally:
                 self._leave()
                 self._end()
+            # The generation after a planned change goes on from memory, also where the script closes on its way out.
+            if self._durable and progress.awaited_between_steps() is None:
+                self._state.drain_saver.forget()
         return self._durable
 
     def __enter__(self) -> Checkpointer:

@@ -8,13 +8,14 @@ torch here.
 
 from __future__ import annotations
 
+import gc
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ..errors import CheckpointError
+from ..wire.shared_progress import clock_ns
 
 NO_COPY = (-1, -1)
 """Older than every copy."""
@@ -56,20 +57,32 @@ class DrainSaver(InMemory, Protocol):
 class Checkpointers:
     """Those of a process that take part in training, in the order in which every rank has let them."""
 
-    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, now_ns: Callable[[], int] = clock_ns) -> None:
         self._now_ns = now_ns
         self._owners: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         """By the real path of its directory, each Checkpointer that writes there, as long as the script has it."""
         self._by_directory: dict[str, tuple[DrainSaver, int]] = {}
         """With the instant since when it takes part."""
+        self._durable: set[str] = set()
+        """The real paths where this process has seen a save become durable."""
 
-    def claim(self, directory: str, owner: object) -> None:
-        """Until it is released, or collected. Raises CheckpointError where another one has the directory."""
-        if self._owners.setdefault(os.path.realpath(directory), owner) is not owner:
-            raise CheckpointError(
-                f"this process has a Checkpointer of {directory} already, and each would load what the other one has "
-                "saved: give each a directory, or put both parts into one Checkpointer, or close() the first"
-            )
+    def claim(self, directory: str, owner: object) -> bool:
+        """Until it is released, or collected. Raises CheckpointError where another one has the directory.
+
+        True: what an earlier one has saved there in this process is durable."""
+        path = os.path.realpath(directory)
+        if self._owners.setdefault(path, owner) is not owner:
+            gc.collect()  # the script may have dropped it within a reference cycle
+            if self._owners.setdefault(path, owner) is not owner:
+                raise CheckpointError(
+                    f"this process has a Checkpointer of {directory} already, and each would load what the other one "
+                    "has saved: give each a directory, or put both parts into one Checkpointer, or close() the first"
+                )
+        return path in self._durable
+
+    def saved(self, directory: str) -> None:
+        """Every rank: what was saved there is durable."""
+        self._durable.add(os.path.realpath(directory))
 
     def release(self, directory: str, owner: object) -> None:
         """Another Checkpointer may have its directory."""
@@ -100,6 +113,7 @@ class Checkpointers:
     def clear(self) -> None:
         """A child process has none."""
         self._owners.clear()
+        self._durable.clear()
         self._by_directory.clear()
 
 

@@ -81,6 +81,10 @@ class BaseDrainSaver(ABC):
         if self._memory is not None:
             self._memory.close()
 
+    def forget(self) -> bool:
+        """Every rank: no load goes on from what is in memory. Whether this rank had any copy there."""
+        return self._memory is not None and self._memory.forget()
+
     def _warn_where_training_goes_on(self) -> None:
         next_steps = {newest + 1 for newest in (self._loaded, progress.newest_step()) if newest is not None}
 

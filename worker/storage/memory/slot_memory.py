@@ -22,6 +22,7 @@ from .checksums import ChecksumThreads
 from .copy_header import Header
 from .random_states import RandomState
 from .room import Need, least_free, limiting_levels
+from .slot_folders import SlotFolder, all_folders_of
 from .slots import HeldSlot, NoRoom, OpenSlot, Slots, SlotsBusy
 
 logger = logging.getLogger(__name__)
@@ -258,6 +259,23 @@ class SlotMemory:
     def drop(self, version: tuple[int, int]) -> None:
         """That copy cannot be read or does not count: no rank is offered it again."""
         self._slots.drop(lambda had: had == version)
+
+    def forget(self) -> bool:
+        """Every rank: no later training goes on from what this node has of the directory, replicas included. Whether
+        this rank has dropped any copy of its own."""
+        own = SlotFolder.parse(os.path.basename(self.folder))
+        if own is None or (own.local_rank or 0) != self.place.local_rank:
+            return False  # the folder's one worker does so
+        had_any = bool(self.versions())
+        self._checksums.stop(*SLOT_NAMES)
+        try:
+            for folder in all_folders_of(self._slots.memory, own.directory):
+                if folder.local_rank == own.local_rank:
+                    with contextlib.closing(Slots(self._slots.memory, folder, create=False)) as slots:
+                        slots.give_back()
+        except OSError as error:
+            logger.warning("copies in memory are not given back: folder=%s reason=%s", self.folder, error)
+        return had_any
 
     def abandon_newer(self, version: tuple[int, int]) -> None:
         """Their one worker: training goes on from this state; a newer copy must not be taken for what comes of it."""

@@ -347,6 +347,15 @@ class Slots:
                     if unwanted(self._header(name).version):
                         remove(self._dir_fd, header_file(name))
 
+    def give_back(self) -> None:
+        """Nothing here counts any more: neither copies nor what is noted beside them. A slot that is being read keeps
+        its memory. Raises OSError."""
+        with self._changing_headers():
+            for name in set(os.listdir(self._dir_fd)).difference(_DATA_FILES):
+                remove(self._dir_fd, name)
+        for name in SLOT_NAMES:
+            _empty(self._dir_fd, name)
+
     def drop_older(self) -> None:
         """Give back the memory of the slot that does not hold the newest state, unless it is being read."""
         for name in set(SLOT_NAMES) - set(self.newest_first()[:1]):
