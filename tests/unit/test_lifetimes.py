@@ -111,10 +111,10 @@ def test_a_training_that_is_over_gets_no_step_of_the_next_one(
         state["is"] = f"pretrained {step}"
         progress.step(step)
     assert pretraining.save(20)
-    finetuning = Checkpointer(tmp_path / "b", {"part": state})
+    finetuned, finetuning = made(tmp_path / "b")
     finetuning.load()
     for step in range(1, 35):
-        state["is"] = f"finetuned {step}"
+        state["is"] = finetuned["is"] = f"finetuned {step}"
         progress.step(step)
     plan_a_change(34)
     assert f"the Checkpointer of {tmp_path / 'a'} keeps no step of it" in caplog.text
@@ -283,6 +283,39 @@ def test_what_is_forgotten_of_shards_is_each_worker_s_own_with_the_replicas_of_i
         is_kept = folder in others
         assert bool(slots.headers()) == bool(taken_by_slots(slots.folder)) == is_kept
         assert not slots.problems()
+
+
+def test_a_training_whose_part_another_one_loads_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a restart both load equal steps, and nothing was waited for."""
+    made(tmp_path / "a", "pretrained")[1].save(20)
+    made(tmp_path / "b", "finetuned 20")[1].save(20)
+    model: dict[str, Any] = {}
+    pretraining = Checkpointer(tmp_path / "a", {"part": model})
+    finetuning = Checkpointer(tmp_path / "b", {"part": model})
+    assert pretraining.load() == finetuning.load() == 20
+    model["is"] = "finetuned 21"
+    progress.step(21)
+    plan_a_change(21)
+    assert "has a part of the one that is loaded now, so another training begins" in caplog.text
+    del pretraining, finetuning
+    assert found(tmp_path / "a") == (20, "pretrained")
+    assert found(tmp_path / "b") == (21, "finetuned 21")
+
+
+def test_of_a_training_that_another_one_follows_no_step_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for trial in range(2):
+        _, checkpoints = made(tmp_path / str(trial))
+        assert checkpoints.load() == 0
+        for step in (1, 2):
+            progress.step(step)
+        del checkpoints
+    progress.step(3)
+    assert caplog.text.count("the script has dropped its Checkpointer") == 1
+    assert f"step 3 is not kept in {tmp_path / '1'}" in caplog.text
 
 
 def test_who_drops_a_checkpointer_while_training_goes_on_is_told_once(

@@ -79,7 +79,7 @@ def test_replicas_of_a_step_that_was_given_up_are_dropped_on_every_node(
     )
     replicas = ShardReplicas(DIRECTORY, WorkerEnv(2, "run-a", "n1", 0, memory_server="here"), memory)
     saving: Any = SimpleNamespace(floor=None)
-    saver = ShardedDrainSaver(DIRECTORY, memory, replicas, saving)
+    saver = ShardedDrainSaver(DIRECTORY, {}, memory, replicas, saving)
     saver.go_back(12, version)
     assert orders == [AbandonNewer(DIRECTORY, *told)]
 

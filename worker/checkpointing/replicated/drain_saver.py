@@ -33,7 +33,7 @@ class ReplicatedDrainSaver(BaseDrainSaver):
         disk: AsyncSaver,
         saver: Saver,
     ) -> None:
-        super().__init__(directory, copies.memory, saver)
+        super().__init__(directory, contents.parts, copies.memory, saver)
         self._contents = contents
         self._copies = copies
         self._disk = disk

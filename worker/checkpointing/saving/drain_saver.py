@@ -9,9 +9,12 @@ from __future__ import annotations
 import gc
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
+from ...state.state_dicts import Part, unwrapped
 from ...steps import progress
 from ...storage.memory.slot_memory import SlotMemory
+from ...wire.shared_progress import clock_ns
 from .save_outcomes import SaveOutcomes
 
 logger = logging.getLogger(__name__)
@@ -20,8 +23,11 @@ logger = logging.getLogger(__name__)
 class BaseDrainSaver(ABC):
     """Base of a `registry.DrainSaver`."""
 
-    def __init__(self, directory: str, memory: SlotMemory | None, outcomes: SaveOutcomes) -> None:
+    def __init__(
+        self, directory: str, parts: Mapping[str, Part], memory: SlotMemory | None, outcomes: SaveOutcomes
+    ) -> None:
         self.directory = directory
+        self._objects = [part if isinstance(part, dict) else unwrapped(part) for part in parts.values()]
         self._memory = memory
         self._outcomes = outcomes
         self._loaded: int | None = None
@@ -34,12 +40,14 @@ class BaseDrainSaver(ABC):
             # Ranks collect garbage at different times, and must ask the same Checkpointers at each step.
             gc.collect()
         for former in all_drain_savers():
-            if former is not self and former._waited_at == progress.newest_step_at():
+            was_waited_for = former._waited_at == progress.newest_step_at()
+            if former is not self and (was_waited_for or former._shares_part_with(self)):
                 former.leave()
                 logger.warning(
-                    "the Checkpointer of %s was waited for, so another training begins with that of %s: the first "
-                    "keeps no step of it, unless it is loaded or saved again. close() it where its training is over",
+                    "the Checkpointer of %s %s, so another training begins with that of %s: the first keeps no step of "
+                    "it, unless it is loaded or saved again. close() it where its training is over",
                     former.directory,
+                    "was waited for" if was_waited_for else "has a part of the one that is loaded now",
                     self.directory,
                 )
         for other in progress.loaded_since_newest_step():
@@ -54,6 +62,9 @@ class BaseDrainSaver(ABC):
                 )
         self._loaded, self._waited_at = step, None
         self.register()
+
+    def _shares_part_with(self, other: BaseDrainSaver) -> bool:
+        return any(mine is one for mine in self._objects for one in other._objects)
 
     def waited(self) -> None:
         """All that was saved is on disk."""
@@ -86,11 +97,12 @@ class BaseDrainSaver(ABC):
         return self._memory is not None and self._memory.forget()
 
     def _warn_where_training_goes_on(self) -> None:
+        since_ns = clock_ns()
         next_steps = {newest + 1 for newest in (self._loaded, progress.newest_step()) if newest is not None}
 
         def warn(step: int) -> None:
             end()
-            if step in next_steps:
+            if step in next_steps and not progress.checkpointers.all(since_ns):
                 logger.warning(
                     "step %d is not kept in %s: the script has dropped its Checkpointer. Keep the object for as long "
                     "as the training runs, and close() it after that",

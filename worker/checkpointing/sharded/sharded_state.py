@@ -67,7 +67,9 @@ class ShardedState:
         )
         self._loading = ShardLoading(files, self._contents, self._memory, self._env, read_only=read_only)
         self._end_first_copy: Callable[[], None] = lambda: None
-        self.drain_saver = ShardedDrainSaver(files.directory, self._memory, self._replicas, self._saving)
+        self.drain_saver = ShardedDrainSaver(
+            files.directory, parts, self._memory, self._replicas, self._saving
+        )
 
     def load(self) -> int:
         self._join_run()
@@ -161,11 +163,12 @@ class ShardedDrainSaver(BaseDrainSaver):
     def __init__(
         self,
         directory: str,
+        parts: Mapping[str, Part],
         memory: ShardMemory | None,
         replicas: ShardReplicas | None,
         saving: ShardSaving,
     ) -> None:
-        super().__init__(directory, memory, saving)
+        super().__init__(directory, parts, memory, saving)
         self._replicas = replicas
         self._saving = saving
 
