@@ -348,6 +348,10 @@ def test_a_job_that_has_ended_names_its_result() -> None:
             "! node b: its lease was last confirmed 6.0 s ago",
         ),
         (
+            made(answers={**ALL, "b-1": status("b", **STORELESS)}),
+            "! node b has no workers, waiting: the store: start it again",
+        ),
+        (
             made(answers={**ALL, "b-1": status("b", notice="the cloud ends it", notice_s=29.4)}),
             "! node b: the cloud ends it; 29 s are left",
         ),

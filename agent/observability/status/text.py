@@ -185,6 +185,7 @@ def _cells(node: NodeReport) -> tuple[str, ...]:
 def _notes(report: JobReport, screen: Screen) -> list[str]:
     notes = [
         *_absences(report.nodes),
+        *_waiting_members(report),
         *_notices(report.nodes),
         *_checks(report.nodes),
         *_missing_replicas(report.nodes),
@@ -217,6 +218,14 @@ def _absences(nodes: Iterable[NodeReport]) -> Iterator[str]:
     for node in nodes:
         if node.silence not in (None, Unreachable.HIDDEN):
             yield f"node {node.node}: {node.silence.sentence.format(http=node.address)}{known[node.has_lease]}"
+
+
+def _waiting_members(report: JobReport) -> Iterator[str]:
+    """Members without workers, while the job as a whole does not wait."""
+    for node in report.nodes:
+        waiting_for = node.status.waiting_for if node.status is not None else ""
+        if waiting_for and node.member and node.state == "joining" and not report.waiting_for:
+            yield f"node {node.node} has no workers, waiting: {waiting_for}"
 
 
 def _old_leases(nodes: Iterable[NodeReport]) -> Iterator[str]:
