@@ -52,7 +52,8 @@ class RecordInvalid(RendezvousError):
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(
             f"the value under {key!r} in the rendezvous store is not usable: {problem}; "
-            "another program or another version of elastic-agent wrote it: use a different --rdzv-id or store"
+            "another program or another version of elastic-agent wrote it: delete this key of the job, or use a "
+            "different --rdzv-id or store"
         )
         self.key = key
         self.problem = problem

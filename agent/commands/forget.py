@@ -1,7 +1,7 @@
 """`elastic-agent forget JOB`: delete what an ended job has left in its etcd, so that its name begins anew.
 
-Only a job without live nodes is forgotten: to delete the world of one that runs would let it begin again at generation
-1. A node that joins meanwhile is noticed, because it writes the world: the world goes last, and only as it was read.
+Only a job without live nodes is forgotten: to delete the world of one that runs would make it stop and begin anew. A
+node that joins meanwhile is noticed, because it writes the world: the world goes last, and only as it was read.
 """
 
 from __future__ import annotations
