@@ -38,7 +38,7 @@ def test_a_dict_gets_tensors_of_its_own_in_every_layout(layout: torch.layout) ->
     part: dict[str, Any] = {"old": 1}
     loaded = torch.load(stream, weights_only=True)
     load_into(part, loaded)
-    assert list(part) == ["a", "again"]
+    assert list(part) == ["a", "again", "old"]
     assert part["a"].layout == tensor.layout
     assert torch.equal(part["a"].to_dense(), DENSE)
     assert part["again"][0] is part["a"]
@@ -56,6 +56,12 @@ def test_an_optimizer_without_names_is_given_none_by_a_state_that_has_them(named
     optimizer.add_param_group({"params": [("more", more)] if named else [more]})
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
     assert all(("param_names" in group) == named for group in optimizer.param_groups)
+
+
+def test_a_dict_keeps_the_keys_that_are_new_in_the_script() -> None:
+    part: dict[str, Any] = {"a": 0, "new": 2, "nested": {"new": 3}}
+    load_into(part, {"a": 1, "nested": {"b": 1}})
+    assert part == {"a": 1, "new": 2, "nested": {"b": 1}}
 
 
 def test_what_the_script_holds_of_a_dict_has_the_loaded_values() -> None:

@@ -69,9 +69,11 @@ def update(part: dict[str, Any], state: dict[str, Any], modules: Iterable[torch.
 
     The script may hold what is in it: its dicts and lists stay, and its dense tensors of the same shape and dtype,
     where they are. One that is a weight or buffer of `modules` is replaced: it is of a `state_dict()` that was not
-    cloned, and its value may be of another step than the module's.
+    cloned, and its value may be of another step than the module's. Keys that `state` lacks stay.
     """
+    new_in_script = {key: value for key, value in part.items() if key not in state}
     _filled(part, dict(state), {_address(one) for module in modules for one in own_tensors(module)})
+    part.update(new_in_script)
 
 
 def _filled(own: Any, state: Any, taken: AbstractSet[int]) -> Any:
