@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import resource
 import signal
@@ -273,6 +274,7 @@ def work(rank: int, folder: str) -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     # Each Checkpointer stands for that of a process of its own.
+    multiprocessing.parent_process = lambda: None  # it stands for a worker
     Checkpointers.claim = lambda *_: None  # type: ignore[method-assign]
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     torch.manual_seed(0)
@@ -298,13 +300,19 @@ def work(rank: int, folder: str) -> None:
         for weight in model.parameters():
             weight.zero_()
     again = Checkpointer(f"{folder}/runs", {"model": model, "meta": meta}, read_only=True)
+    random_state = torch.get_rng_state()
     assert again.load() == 4
+    assert torch.equal(torch.get_rng_state(), random_state), "a reader leaves them"
     assert meta == {"done": 4}
     assert Checkpointer(f"{folder}/runs", {"model": model}, read_only=True).load() == 4, "some of the parts"
     assert all(
         torch.equal(*pair)
         for pair in zip(weights, (w.full_tensor() for w in model.parameters()), strict=True)
     )
+    checkpoints.close()
+    archive = Checkpointer(f"{folder}/runs", {"model": model, "meta": meta}, max_failed_saves=1)
+    assert not archive.save(4), "an earlier generation has, and this is no failure"
+    archive.close()
     check_missing_parts(rank, folder, model)
     check_unreadable_copies(rank, folder, model)
     check_interrupted_copy(rank, folder)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from operator import index
 from ...codec import Invalid
 from ..wire import stack_dump
 from ..wire.channel import Reporter
-from ..wire.environment import WorkerEnv
+from ..wire.environment import WorkerEnv, own_environment
 from ..wire.messages import (
     MOST_DIRECTORY_CHARS,
     LentLock,
@@ -325,7 +324,7 @@ def _own_words() -> memoryview:
 def _attach() -> memoryview:
     # Not at import: spares are forked from a process that has imported this module already.
     global _words
-    _words = _words_of(_own_environment())
+    _words = _words_of(own_environment())
     return _words
 
 
@@ -388,10 +387,5 @@ _reporter: Reporter | None = None
 
 def _reporting() -> Reporter:
     global _reporter
-    _reporter = _reporter or Reporter(_own_environment())
+    _reporter = _reporter or Reporter(own_environment())
     return _reporter
-
-
-def _own_environment() -> Mapping[str, str]:
-    """What speaks for the worker; nothing in the helper processes that it starts."""
-    return {} if multiprocessing.parent_process() is not None else os.environ

@@ -6,6 +6,8 @@ reads them. Without an agent, under torchrun and plain python, all fields have t
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -83,6 +85,11 @@ PROCESS_GROUP_TIMEOUT = "ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"
 
 WORKER_VARIABLES = frozenset({*NAMES.values(), PROCESS_GROUP_TIMEOUT})
 """All that an agent gives its workers. An agent that is started inside a worker inherits them."""
+
+
+def own_environment() -> Mapping[str, str]:
+    """What speaks for the worker; nothing in the helper processes that it starts."""
+    return {} if multiprocessing.parent_process() is not None else os.environ
 
 
 def _number(variable: str, text: str) -> int:

@@ -14,7 +14,7 @@ from ...storage.disk.async_save import AsyncSaver
 from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.memory.copy_header import Header
 from ...storage.memory.node_memory import memory_of
-from ...wire.environment import WorkerEnv
+from ...wire.environment import WorkerEnv, own_environment
 from .contents import Contents
 from .copies import Copies
 from .drain_saver import ReplicatedDrainSaver
@@ -38,7 +38,7 @@ class ReplicatedState:
     ) -> None:
         self._files = files
         self._read_only = read_only
-        memory = memory_of(os.environ, files.directory) if not read_only else None
+        memory = memory_of(own_environment(), files.directory) if not read_only else None
         # All ranks show that they have the same state, also those that do not have what is rank 0's: a copy of their
         # node would be another state.
         self._contents = Contents(parts, of_rank_0, rules, is_compared=memory is not None)

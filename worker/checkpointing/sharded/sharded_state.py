@@ -17,7 +17,7 @@ from ...storage.disk.checkpoint_files import CheckpointFiles
 from ...storage.disk.sharded.shard_saver import ShardSaver
 from ...storage.memory.shard_memory import ShardMemory, local_rank_of, shard_memory_of
 from ...storage.replication.copy_rule import Version
-from ...wire.environment import WorkerEnv
+from ...wire.environment import WorkerEnv, own_environment
 from ..loading.state_loader import LoadedState
 from ..saving.drain_saver import BaseDrainSaver
 from ..saving.slot_copies import SlotCopies
@@ -49,7 +49,7 @@ class ShardedState:
         self._is_one_run = bool(self._env.run)
         """All ranks have the same run."""
         self._read_only = read_only
-        self._memory = shard_memory_of(os.environ, files.directory) if not read_only else None
+        self._memory = shard_memory_of(own_environment(), files.directory) if not read_only else None
         self._replicas = (
             ShardReplicas(files.directory, self._env, self._memory) if self._memory is not None else None
         )
