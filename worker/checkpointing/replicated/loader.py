@@ -94,7 +94,7 @@ class Loader(StateLoader):
             group,
             self._files.directory,
             self._memory,
-            some=self._read_only,
+            read_only=self._read_only,
         )
 
     def _read(self, stream: Bytes, step: int) -> Any:

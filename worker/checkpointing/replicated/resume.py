@@ -43,15 +43,15 @@ def apply(
     directory: str,
     memory: NodeMemory | None,
     *,
-    some: bool = False,
+    read_only: bool = False,
 ) -> None:
-    """`some`: more parts may have been saved.
+    """`read_only`: more parts may have been saved, and the random numbers stay as they are.
 
     Raises OtherWorldSize, and has changed nothing then; CheckpointMismatch, and some parts may have been changed.
     """
     saved, step = loaded.payload["state"], loaded.payload["step"]
     shared = {name: part for name, part in state.items() if name not in of_each_rank}
-    if saved.keys() != shared.keys() and not (some and shared.keys() <= saved.keys()):
+    if saved.keys() != shared.keys() and not (read_only and shared.keys() <= saved.keys()):
         raise CheckpointMismatch(
             f"the checkpoint of step {step} in {directory} holds {sorted(saved)}, this script's state is "
             f"{sorted(shared)}: give Checkpointer the same names, or use another directory"
@@ -62,7 +62,7 @@ def apply(
         loaded.payload.get("ranks", ()),
         of_each_rank,
         f"the checkpoint of step {step} in {directory}",
-        some=some,
+        some=read_only,
     )
     states = {**saved, **own}
     modules = modules_in(state)
@@ -73,6 +73,8 @@ def apply(
             raise CheckpointMismatch(
                 f"{name!r} of step {step} in {directory} does not fit this script: {error}"
             ) from error
+    if read_only:
+        return
     if loaded.world_size != group.world_size:
         logger.warning(
             "random numbers start anew, the world size changed: step=%d saved=%d now=%d",

@@ -136,7 +136,8 @@ class ShardLoading(StateLoader):
             raise_together(group, error)
             assert prepared is not None
             together(group, prepared.apply, f"step {source.what.step} cannot be loaded")
-            self._restore_random_state(group, source, prepared)
+            if not self._read_only:
+                self._restore_random_state(group, source, prepared)
             if self._memory is not None and not isinstance(source.what, Manifest):
                 self._memory.abandon_newer(source.version)
         return True
