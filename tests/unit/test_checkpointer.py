@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import errno
 import functools
+import multiprocessing
 import os
 import random
 import socket
@@ -183,10 +184,42 @@ def test_a_step_lost_to_a_bad_file_may_be_saved_again(
     assert Checkpointer(tmp_path, {}).load() == 20
 
 
-def test_a_script_that_forgot_to_load_cannot_overwrite(tmp_path: Path) -> None:
+def test_an_archive_that_is_never_loaded_goes_on_beyond_an_earlier_generation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    meta = {"is": "of the first"}
+    Checkpointer(tmp_path, {"meta": meta}).save(10)
+    meta["is"] = "of the second"
+    archive = Checkpointer(tmp_path, {"meta": meta}, max_failed_saves=1)
+    assert [archive.save(step) for step in (5, 10)] == [False, False]
+    assert caplog.text.count("has step 10 of an earlier generation or run") == 2
+    assert archive.wait(), "nothing was refused"
+    assert found(tmp_path) == {"is": "of the first"}
+    assert archive.save(11)
+    with pytest.raises(StepNotGrowing, match="step 9 is not beyond step 11") as caught:
+        archive.save(9)
+    assert "load()" not in str(caught.value)
+
+
+def test_a_reader_leaves_the_random_numbers_of_the_training(tmp_path: Path) -> None:
     Checkpointer(tmp_path, {}).save(10)
-    with pytest.raises(StepNotGrowing, match=r"step 5 is not beyond step 10.*call load\(\) first"):
-        Checkpointer(tmp_path, {}).save(5)
+    torch.rand(3)
+    before = torch.get_rng_state()
+    assert Checkpointer(tmp_path, {}, read_only=True).load() == 10
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+def test_only_the_worker_itself_has_its_slots_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_child: bool
+) -> None:
+    memory = WorkerEnv(1, "run-a", "n", 0, memory=str(tmp_path / "memory"), memory_bytes=1 << 30)
+    os.mkdir(memory.memory)
+    places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**memory.variables(), **places}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if is_child else None)
+    assert Checkpointer(tmp_path / "x", {}).save_to_memory(1) is not is_child
 
 
 def test_bad_checkpoints_only_are_not_a_new_start(tmp_path: Path) -> None:
@@ -358,6 +391,7 @@ def test_who_only_reads_may_take_some_parts(tmp_path: Path, own: list[str]) -> N
     some: dict[str, Any] = {}
     assert Checkpointer(tmp_path, {"b": some}, read_only=True).load() == 10
     assert some == {"y": 2}
+    some.clear()
     mine: dict[str, Any] = {}
     state = {"a": some, "own": mine}
     assert Checkpointer(tmp_path, state, per_rank=own, read_only=True).load() == 10
@@ -538,8 +572,7 @@ def test_the_agent_hears_of_saves_and_loads(tmp_path: Path, monkeypatch: pytest.
     assert saved.bytes == data.stat().st_size
     assert saved.directory == str(directory)
 
-    with pytest.raises(StepNotGrowing):
-        Checkpointer(directory, {}).save(10)
+    assert not Checkpointer(directory, {}).save(10)
     with pytest.raises(BlockingIOError):
         heard()  # no disk has refused anything: a job that ends with success then has its state there
 

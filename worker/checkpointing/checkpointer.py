@@ -171,8 +171,9 @@ class Checkpointer:
         writer that answers) rank 0, or each rank its shards, writes while all wait, and True says that the state is
         durable.
 
-        False means that the disk refused this save or the one before, or that the store could not confirm this
-        generation; a warning says so, and training may go on with the older checkpoints intact.
+        False means that the disk refused this save or the one before, that the store could not confirm this generation,
+        or, where nothing was loaded, that the directory has a step as new; a warning says so, and training may go on
+        with the older checkpoints intact.
 
         Raises NotReplicated when the ranks do not have the same state where they should; DirectoryNotShared when not
         all nodes see the directory to which they write shards; Fenced when this generation is over, and its

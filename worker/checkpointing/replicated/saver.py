@@ -55,8 +55,13 @@ class Saver(SaveOutcomes):
         gathered = self._contents.gather(step, group)
         if self.has_saved(step):
             return True
-        if not unless_refused(lambda: self._save(step, gathered, group)):
-            return False
+        try:
+            if not unless_refused(lambda: self._save(step, gathered, group)):
+                return False
+        except StepNotGrowing:
+            if self.is_superseded:
+                return False
+            raise
         self.saved(step)
         return True
 

@@ -24,7 +24,7 @@ class SaveOutcomes:
         self, files: CheckpointFiles, copies: SlotCopies, disk: BackgroundSaver, max_failed_saves: int
     ) -> None:
         self.floor: int | None = None
-        """Steps up to this one are not saved again; None until a load or a save has found out."""
+        """Steps up to this one are not saved again; None, on all ranks alike, until the first load or save."""
         self._files = files
         self._copies = copies
         self._disk = disk
@@ -96,16 +96,32 @@ class SaveOutcomes:
         raise refusal if isinstance(refusal, Unconfirmed) else NotSaved(str(refusal)) from refusal
 
     def check_grows(self, step: int) -> int:
-        """The step at which the directory is claimed: of this run no newer one is on disk."""
-        if self.floor is None:
+        """The step at which the directory is claimed: of this run no newer one is on disk.
+
+        Raises StepNotGrowing, which is no error where `is_superseded`.
+        """
+        floor = self.floor
+        if floor is None:
             # save() without load(): the directory itself says how far the run has come.
-            self.floor = max(self._files.steps(), default=-1)
-        if step <= self.floor and step != self._saved:
+            floor = max(self._files.steps(), default=-1)
+        if step <= floor and step != self._saved:
+            if self.floor is None:
+                logger.warning(
+                    "step %d is not saved: %s has step %d of an earlier generation or run; saves go on beyond it",
+                    step, self._files.directory, floor,
+                )  # fmt: skip
             raise StepNotGrowing(
-                f"step {step} is not beyond step {self.floor}, the newest in {self._files.directory}: "
-                "call load() first and continue from what it returns, or use another directory"
+                f"step {step} is not beyond step {floor}, the newest in {self._files.directory}: save() wants steps "
+                "that grow. Give another training another directory"
             )
-        return self.floor + 1  # of a step that was loaded, and may be saved again
+        return floor + 1  # of a step that was loaded, and may be saved again
+
+    @property
+    def is_superseded(self) -> bool:
+        """Where `check_grows` has raised: an earlier generation came further, and the script goes on from elsewhere, as
+        one that keeps an archive of its best models does. The steps of this one are left out until they are beyond it.
+        """
+        return self.floor is None
 
 
 def unless_refused(part: Callable[[], None]) -> bool:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 
-from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, Unconfirmed
+from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
 from ...ranks.group import Group, current_group
 from ...ranks.refusals import all_did, because, raise_together, tried
 from ...state import rng
@@ -287,6 +287,10 @@ class ShardSaving(SaveOutcomes):
             return False
         except SaveFailed:
             self._report(step, "error", started_s, 0, group)
+            raise
+        except StepNotGrowing:
+            if self.is_superseded:
+                return False
             raise
         writers = met.all_have_writers
         # Of a copy that has twins the writer of the lowest rank alone reads all.
