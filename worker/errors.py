@@ -73,6 +73,10 @@ class Unconfirmed(SaveFailed):
     """It is unknown whether this process's generation may still commit. Never leaves `save`."""
 
 
+class Superseded(StepNotGrowing):
+    """An earlier generation of this run came further, and this one goes on from elsewhere. Never leaves `save`."""
+
+
 class NotSaved(SaveFailed):
     """The checkpoint was refused, and not yet too often. Never leaves `save`."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
+from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Superseded, Unconfirmed
 from ...ranks.group import Group, current_group
 from ...ranks.refusals import because
 from ...state import rng
@@ -58,10 +58,8 @@ class Saver(SaveOutcomes):
         try:
             if not unless_refused(lambda: self._save(step, gathered, group)):
                 return False
-        except StepNotGrowing:
-            if self.is_superseded:
-                return False
-            raise
+        except Superseded:
+            return False
         self.saved(step)
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
+from ...errors import CheckpointError, NotSaved, SaveFailed, StepNotGrowing, Superseded, Unconfirmed
 from ...ranks.group import current_group
 from ...ranks.refusals import together
 from ...storage.disk.async_save import BackgroundSaver
@@ -98,30 +98,27 @@ class SaveOutcomes:
     def check_grows(self, step: int) -> int:
         """The step at which the directory is claimed: of this run no newer one is on disk.
 
-        Raises StepNotGrowing, which is no error where `is_superseded`.
+        Raises StepNotGrowing. It is Superseded where a script that never loads, such as an archive of the best models,
+        comes to steps that an earlier generation has saved: they are left out until it is beyond them.
         """
         floor = self.floor
         if floor is None:
             # save() without load(): the directory itself says how far the run has come.
             floor = max(self._files.steps(), default=-1)
         if step <= floor and step != self._saved:
-            if self.floor is None:
-                logger.warning(
-                    "step %d is not saved: %s has step %d of an earlier generation or run; saves go on beyond it",
-                    step, self._files.directory, floor,
-                )  # fmt: skip
+            newest = self._files.newest_manifest() if self.floor is None else None
+            if newest is not None and newest.run == self._files.run.id:
+                text = (
+                    f"step {step} is not saved: {self._files.directory} has step {floor} of an earlier generation; "
+                    "saves go on beyond it"
+                )
+                logger.warning("%s", text)
+                raise Superseded(text)
             raise StepNotGrowing(
                 f"step {step} is not beyond step {floor}, the newest in {self._files.directory}: save() wants steps "
                 "that grow. Give another training another directory"
             )
         return floor + 1  # of a step that was loaded, and may be saved again
-
-    @property
-    def is_superseded(self) -> bool:
-        """Where `check_grows` has raised: an earlier generation came further, and the script goes on from elsewhere, as
-        one that keeps an archive of its best models does. The steps of this one are left out until they are beyond it.
-        """
-        return self.floor is None
 
 
 def unless_refused(part: Callable[[], None]) -> bool:

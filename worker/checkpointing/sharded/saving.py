@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 
-from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, StepNotGrowing, Unconfirmed
+from ...errors import CheckpointError, DirectoryNotShared, NotSaved, SaveFailed, Superseded, Unconfirmed
 from ...ranks.group import Group, current_group
 from ...ranks.refusals import all_did, because, raise_together, tried
 from ...state import rng
@@ -288,10 +288,8 @@ class ShardSaving(SaveOutcomes):
         except SaveFailed:
             self._report(step, "error", started_s, 0, group)
             raise
-        except StepNotGrowing:
-            if self.is_superseded:
-                return False
-            raise
+        except Superseded:
+            return False
         writers = met.all_have_writers
         # Of a copy that has twins the writer of the lowest rank alone reads all.
         sums = not writers or met.first_twins[group.rank] is not None
