@@ -27,7 +27,7 @@ def test_kills_from_outside_neither_end_the_job_nor_make_it_wait(job: Job) -> No
         os.kill(generation.pid(kills % 2), signal.SIGKILL)
     job.wait_for_training(world=2, after=6)
     assert not agent.says("backing off")
-    assert agent.metric("elastic_agent_restarts_total", reason="killed") == 6
+    job.wait_for_metric(agent, "elastic_agent_restarts_total", 6, reason="killed")
 
 
 @pytest.mark.parametrize("options", [(), ("--max-restarts=9",)])

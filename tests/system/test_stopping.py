@@ -38,7 +38,7 @@ def test_one_of_three_leaves_and_the_others_go_on_without_counting_a_failure(job
     assert two.number == three.number + 1, "one planned change, one new generation"
     for name in two.nodes:
         assert agents[name].says(rf"generation {two.number} \(leave\): 2 nodes.* 0 failures so far")
-        assert agents[name].metric("elastic_agent_restarts_total", reason="leave") == 1
+        job.wait_for_metric(agents[name], "elastic_agent_restarts_total", 1, reason="leave")
 
 
 def test_a_planned_stop_spares_the_workers_children_until_the_worker_has_ended(job: Job) -> None:
