@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import random
 import re
 import socket
@@ -32,7 +33,6 @@ from dataclasses import dataclass
 from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
 
 from .exits import REMEDIES
-from .port_owner import PortOwner, find_owner
 
 # A thousand ranks connecting at once must not meet a full queue; the kernel caps it at net.core.somaxconn.
 BACKLOG = 4096
@@ -57,6 +57,14 @@ class PortConfigError(PortError):
 
 class PortLacking(PortError):
     """This machine lacks descriptors or memory for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PortOwner:
+    """Who keeps a port from being bound: `pid` where it can be seen, and always `words` for the operator."""
+
+    pid: int | None
+    words: str
 
 
 class PortTaken(PortError):
@@ -185,6 +193,51 @@ def bind_listener(
     if listener is None:
         raise PortTaken(address, ports, purpose, find_owner(address, ports.first), clock() - started)
     return listener
+
+
+def find_owner(address: str, port: int) -> PortOwner:
+    """Who blocks `port` of `address`, an IP address of this machine or the unspecified one.
+
+    A process of another user or container is hidden, and some ports have no process at all: the answer then says so.
+    Never raises: it words an error that is already on its way.
+    """
+    import psutil
+
+    ours = _unmapped(address)
+    try:
+        sockets = [
+            found
+            for found in psutil.net_connections("tcp")
+            if found.laddr and found.laddr.port == port and _clash(ours, _unmapped(found.laddr.ip))
+        ]
+    except (OSError, psutil.Error) as error:
+        return PortOwner(None, f"owner unknown: {error}")
+    if not sockets:
+        return PortOwner(None, "owner unknown: no process listens there now, it was freed or never listened")
+    # A listener's connections have its port too: name the listener if there is one, else any live socket.
+    found = min(sockets, key=lambda each: (each.status != psutil.CONN_LISTEN, each.pid is None))
+    if found.pid is None and found.status == psutil.CONN_TIME_WAIT:
+        return PortOwner(None, "no process: a closed connection lingers, the kernel frees it within 60 s")
+    if found.pid is None:
+        return PortOwner(None, "owner unknown: a process of another container or user, which is hidden")
+    try:
+        command = psutil.Process(found.pid).name()
+    except psutil.Error:
+        command = "which ended meanwhile"
+    itself = ", this agent itself: two of its settings name one port" if found.pid == os.getpid() else ""
+    return PortOwner(found.pid, f"pid {found.pid}, {command}{itself}")
+
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def _unmapped(text: str) -> _Address:
+    found = ipaddress.ip_address(text.partition("%")[0])
+    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
+
+
+def _clash(ours: _Address, theirs: _Address) -> bool:
+    return ours == theirs or ours.is_unspecified or theirs.is_unspecified
 
 
 class OfferedPort:

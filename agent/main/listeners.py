@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from ...health.metrics import Metrics
 from ...rendezvous.records import Endpoint
 from ..common.exits import CannotStart, ExitCode
-from ..common.port_owner import find_owner
-from ..common.ports import FIXED_PORT, ONE_TRY, PortError, bind_listener
+from ..common.ports import FIXED_PORT, ONE_TRY, PortError, bind_listener, find_owner
 from ..configuration.config import Config
 from ..machine.network.addresses import LOOPBACK
 from ..rendezvous_io.store_opening import Binder, store_listener

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.port_owner import find_owner
+from elastic_agent.agent.common.ports import find_owner
 from elastic_agent.agent.machine.memory.oom import OomKills
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from elastic_agent.agent.common.port_owner import find_owner
+from elastic_agent.agent.common.ports import find_owner
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
 from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.common.port_owner import find_owner
 from elastic_agent.agent.common.ports import (
     FIXED_PORT,
     BindPolicy,
@@ -31,6 +32,7 @@ from elastic_agent.agent.common.ports import (
     PortRange,
     PortTaken,
     bind_listener,
+    find_owner,
 )
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.types.values import Command
@@ -181,38 +183,42 @@ def test_a_port_that_is_bound_but_silent_has_no_visible_owner() -> None:
     assert caught.value.owner.pid is None
 
 
-TCP_HEADER = (
-    "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
-)
-
-
-def tcp_row(port: int, state: str, uid: int, inode: int) -> str:
-    local = f"{int.from_bytes(bytes([127, 0, 0, 1]), sys.byteorder):08X}:{port:04X}"
-    return f"   0: {local} 00000000:0000 {state} 00000000:00000000 00:00000000 00000000 {uid} 0 {inode} 1 0 100\n"
+OTHERS_PID = os.getppid()
 
 
 @pytest.mark.parametrize(
-    ("rows", "pid", "told"),
+    ("sockets", "pid", "told"),
     [
-        ("", None, "no process listens"),
-        (tcp_row(81, "0A", 0, 7), None, "no process listens"),
-        (tcp_row(80, "0A", 1234, 8), None, "user id 1234"),
-        (tcp_row(80, "06", 0, 0), None, "lingers"),
-        (tcp_row(80, "0A", 0, 7), 41, "pid 41, python"),
-        (tcp_row(80, "06", 0, 0) + tcp_row(80, "01", 0, 7), 41, "pid 41"),
-        (tcp_row(80, "01", 1234, 8) + tcp_row(80, "0A", 0, 7), 41, "pid 41"),
+        ([], None, "no process listens"),
+        ([(81, "LISTEN", 1)], None, "no process listens"),
+        ([(80, "LISTEN", None)], None, "hidden"),
+        ([(80, "TIME_WAIT", None)], None, "lingers"),
+        ([(80, "LISTEN", OTHERS_PID)], OTHERS_PID, f"pid {OTHERS_PID}, "),
+        ([(80, "TIME_WAIT", None), (80, "ESTABLISHED", OTHERS_PID)], OTHERS_PID, f"pid {OTHERS_PID}"),
+        ([(80, "ESTABLISHED", None), (80, "LISTEN", OTHERS_PID)], OTHERS_PID, f"pid {OTHERS_PID}"),
     ],
 )
-def test_the_owner_is_read_from_proc(tmp_path: Path, rows: str, pid: int | None, told: str) -> None:
-    (tmp_path / "net").mkdir()
-    (tmp_path / "net/tcp").write_text(TCP_HEADER + rows)
-    (tmp_path / "40").mkdir()  # a process whose descriptors we may not see
-    (tmp_path / "41/fd").mkdir(parents=True)
-    (tmp_path / "41/fd/3").symlink_to("socket:[7]")
-    (tmp_path / "41/comm").write_text("python\n")
-    owner = find_owner(LOOPBACK, 80, tmp_path)
+def test_the_owner_is_the_listener_or_another_live_socket(
+    sockets: list[tuple[int, str, int | None]],
+    pid: int | None,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [
+        SimpleNamespace(laddr=SimpleNamespace(ip=LOOPBACK, port=p), status=s, pid=i) for p, s, i in sockets
+    ]
+    monkeypatch.setattr(psutil, "net_connections", lambda kind: rows)
+    owner = find_owner(LOOPBACK, 80)
     assert owner.pid == pid
     assert told in owner.words
+
+
+def test_a_reader_that_may_see_nothing_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(kind: str) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", denied)
+    assert "owner unknown" in find_owner(LOOPBACK, 80).words
 
 
 @pytest.mark.parametrize(

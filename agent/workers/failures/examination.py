@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...common.port_owner import PortOwner
+from ...common.ports import PortOwner
 from ..processes.exit_words import describe_exit
 from .causes import HANG, UNKNOWN, Cause, CauseTable
 from .error_report import ErrorReport, detail_after, find_last_words, find_traceback, read_error_file

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from ...common.port_owner import PortOwner
+from ...common.ports import PortOwner
 from .facts import LAST_WORDS
 from .texts import first_line
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from ....rendezvous.records import Failure
 from ...common.events import Event, TailReady
-from ...common.port_owner import find_owner
+from ...common.ports import find_owner
 from ...machine.gpus.health import GpuHealth
 from ...machine.memory.oom import OomKills, find_counter
 from ...output.worker_logs import WorkerLogs
