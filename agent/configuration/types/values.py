@@ -128,8 +128,8 @@ class UserCause:
     """A row `[[cause]]` of the configuration file: a cause of the user's own, or a change of a built-in one."""
 
     name: str
-    pattern: str = ""
-    """A regular expression, searched for in the exception and in each of the last lines. Empty: none."""
+    contains: str = ""
+    """A text that is in a line of the exception, or in one of the last lines. Empty: none."""
     action: Action | None = None
     """None: the action of the built-in cause."""
 
@@ -137,7 +137,7 @@ class UserCause:
     def parts(self) -> dict[str, str]:
         """The keys and values of the row in the file."""
         action = self.action.value if self.action is not None else ""
-        parts = {"name": self.name, "pattern": self.pattern, "action": action}
+        parts = {"name": self.name, "contains": self.contains, "action": action}
         return {key: text for key, text in parts.items() if text}
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 from ....rendezvous.records import Action
 from ....rendezvous.statements import inquiry
-from ...configuration.types.user_patterns import PatternSearch
 from ...configuration.types.values import UserCause
 from .conditions import (
     Condition,
@@ -483,11 +482,10 @@ class CauseTable:
         )
         known = {cause.name: cause for cause in built_in}
         self._own = tuple(
-            (user.pattern, known.get(user.name) or _own(user, actions)) for user in users if user.pattern
+            (user.contains, known.get(user.name) or _own(user, actions)) for user in users if user.contains
         )
         self._built_in = built_in
         self._by_name = {**{cause.name: cause for _, cause in self._own}, **known}
-        self._slow: set[str] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -497,27 +495,18 @@ class CauseTable:
         """The row of this name; UNKNOWN for a name that only another node's table has."""
         return self._by_name.get(name, UNKNOWN)
 
-    def generation_begins(self) -> None:
-        """The user's patterns that took too long are tried again: other workers say other things."""
-        self._slow.clear()
-
-    def search(self) -> PatternSearch:
-        """The search for the user's patterns in one failure, however often that is classified."""
-        return PatternSearch(self._slow)
-
-    def classify(self, facts: Facts, search: PatternSearch | None = None) -> Cause:
+    def classify(self, facts: Facts) -> Cause:
         """The first row that matches; UNKNOWN if none does, as for an end with success. If all exceptions in a group
         have one cause, it is the group's."""
-        search = search or self.search()
         if facts.inner:
-            causes = [self.classify(replace(facts, exception=one, inner=()), search) for one in facts.inner]
+            causes = [self.classify(replace(facts, exception=one, inner=())) for one in facts.inner]
             if len({cause.name for cause in causes}) == 1:
                 return causes[0]
-        return next(self._matching(facts, search), UNKNOWN)
+        return next(self._matching(facts), UNKNOWN)
 
-    def _matching(self, facts: Facts, search: PatternSearch) -> Iterator[Cause]:
-        for pattern, cause in self._own:
-            if search.finds(pattern, facts.lines):
+    def _matching(self, facts: Facts) -> Iterator[Cause]:
+        for text, cause in self._own:
+            if any(text in line for line in facts.lines):
                 yield cause
         for cause in self._built_in:
             if any(condition.holds(facts) for condition in cause.when):

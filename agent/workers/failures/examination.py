@@ -103,14 +103,13 @@ def _classify(causes: CauseTable, facts: Facts, gpus: GpuNews) -> tuple[Cause, t
     broken GPU may look like, that of another worker here only of an end that follows from another one; both are the
     cause of what nothing else explains. What ended otherwise, as by an error of the script, has its own cause: the
     fault may have been there for hours."""
-    search = causes.search()
-    cause = causes.classify(facts, search)
+    cause = causes.classify(facts)
     follows = cause.collateral or cause.name == UNKNOWN.name
     news = (*(gpus.own if follows or cause.of_gpu else ()), *(gpus.others if follows else ()))
     if not news:
         return cause, facts.events
     facts = replace(facts, events=(*facts.events, *news))
-    return causes.classify(facts, search), facts.events
+    return causes.classify(facts), facts.events
 
 
 def _traceback(returncode: int, log_tail: Sequence[str], asked: bool) -> ErrorReport | None:

@@ -106,7 +106,6 @@ class Examiner:
 
     def generation_begins(self) -> None:
         """What the kernel and NVML have said until now concerns earlier workers."""
-        self.causes.generation_begins()
         self._kernel_log.forget()
         self._gpus.generation_begins()
 
