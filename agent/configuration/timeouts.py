@@ -42,11 +42,11 @@ LEAVING_S = 5.0
 HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 
-def process_group_s(chosen: TimeoutConfig, factor: float = 1.0) -> float | None:
-    """None: torch's or the script's own. A timeout that the user has chosen does not grow by `factor`."""
+def process_group_s(chosen: TimeoutConfig) -> float | None:
+    """None: torch's or the script's own."""
     if chosen.process_group_s is not None:
         return chosen.process_group_s
-    return None if chosen.hang_s is None else chosen.hang_s * PROCESS_GROUP_PER_HANG * factor
+    return None if chosen.hang_s is None else chosen.hang_s * PROCESS_GROUP_PER_HANG
 
 
 def drain_timeout_s(stop: StopConfig) -> float:

@@ -1,4 +1,4 @@
-"""The ladder of training's timeouts at work: a hang is ended, a process group has its timeout, failures widen it."""
+"""The ladder of training's timeouts at work: a hang is ended, a process group has its timeout."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ import pytest
 from .harness import RECORDER, Job
 
 pytestmark = pytest.mark.usefixtures("in_etcd")
-
-FAILING = """
-import os
-from elastic_agent.worker import step
-class DistBackendError(RuntimeError): ...
-generation = int(os.environ["ELASTIC_AGENT_GENERATION"])
-print("timeout in", generation, os.environ["ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"], flush=True)
-if generation == 3:
-    step(1)
-if generation <= 3:
-    raise DistBackendError("NCCL error in: x.cpp:1, remote process exited")
-"""
 
 STUCK = """
 import time, torch, torch.distributed as dist
@@ -46,17 +34,6 @@ def test_a_hang_on_one_node_is_ended_named_and_restarted(job: Job) -> None:
     assert other.metric("elastic_agent_worker_exits_total") == 0
     assert {agent.metric("elastic_agent_hang_timeout_seconds") for agent in agents} == {1.5}
     assert job.generations()[-1].number == second.number == 2
-
-
-def test_repeated_network_failures_widen_the_timeout_until_there_is_progress(job: Job) -> None:
-    script = job.folder / "failing.py"
-    script.write_text(FAILING)
-    agent = job.start("a", "--hang-timeout=60", script=(script,))
-    assert agent.exit_code() == 0
-    for generation, timeout in ((1, 120), (2, 120), (3, 240), (4, 120)):
-        assert agent.says(rf"timeout in {generation} {timeout}$"), generation
-    assert agent.says("network timeouts are widened by 1 steps of 2, were by 0")
-    assert agent.says("network timeouts are widened by 0 steps of 2, were by 1")
 
 
 def test_a_collective_that_does_not_end_meets_the_timeout_of_the_process_group(job: Job) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.types.values import UserCause
-from elastic_agent.agent.workers.failures.causes import CAUSES, HANG, NETWORK, UNKNOWN, CauseTable
+from elastic_agent.agent.workers.failures.causes import CAUSES, HANG, UNKNOWN, CauseTable
 from elastic_agent.agent.workers.failures.facts import Facts, MachineEvent, Trouble
 from elastic_agent.rendezvous.records import Action
 from elastic_agent.rendezvous.text import CAUSE
@@ -276,9 +276,6 @@ def test_what_follows_from_each_cause() -> None:
     assert {cause.name for cause in CAUSES if cause.collateral} == {
         *("nccl_remote", "nccl_timeout", "collective_broken", "store_lost", "connection_lost")
     }
-    assert {
-        *("nccl", "nccl_system", "nccl_remote", "nccl_timeout", "store_lost", "store_unreachable")
-    } == NETWORK
 
 
 def test_each_row_has_a_name_of_its_own_and_a_hint() -> None:

@@ -1,9 +1,8 @@
-"""The ladder of training's timeouts: every contradiction is found, and failures of the network widen it for a while."""
+"""The ladder of training's timeouts: every contradiction is found, and a leave has one time for its last saves."""
 
 from __future__ import annotations
 
 import math
-import random
 from pathlib import Path
 
 import pytest
@@ -18,18 +17,6 @@ from elastic_agent.agent.configuration.timeouts import (
     ladder,
     last_saves_s,
     whole_stop_s,
-)
-from elastic_agent.agent.workers.environment.widening import WIDENING, WideningPolicy, widening
-from elastic_agent.rendezvous.coordinator.restarts import Ended, RestartPolicy, Retry, after_failure
-from elastic_agent.rendezvous.records import (
-    Cause,
-    CauseKind,
-    Endpoint,
-    Failure,
-    Member,
-    Phase,
-    Restarts,
-    World,
 )
 
 HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
@@ -142,57 +129,3 @@ def test_handovers_and_last_saves_end_within_a_whole_stop(grace_s: float) -> Non
         handed_s = min(took_s, last_saves_s(0.0, grace_s, rescues=True, handing_since=0.0))
         saved_s = last_saves_s(handed_s, grace_s, rescues=True, handing_since=0.0)
         assert grace_s + handed_s + saved_s < whole_stop_s(grace_s)
-
-
-# --- Widening
-
-
-def failed(cause: str) -> Failure:
-    return Failure(7, "exit code 1: it failed", "it failed", cause=cause)
-
-
-def world(cause: Cause, restarts: Restarts) -> World:
-    member = Member("a", "one", 2, 0)
-    return World("job", 8, Phase.RUNNING, (member,), Endpoint("h", 1), cause, restarts)
-
-
-def test_repeated_network_failures_widen_up_to_a_limit_and_progress_undoes_it() -> None:
-    """A job's life, with the restart budget that every node reads in the world."""
-    restarts, steps = Restarts(), []
-    policy, rng = RestartPolicy(max_failures=100), random.Random(1)
-    for name, progressed in [
-        ("nccl", True),  # a network failure now and then is nothing new
-        ("nccl", True),
-        ("nccl", False),
-        ("nccl", False),
-        ("nccl", False),
-        ("nccl", False),
-        ("exception", False),
-        ("nccl", True),
-    ]:
-        verdict = after_failure(restarts, Ended(1, "the same", progressed), policy, rng)
-        assert isinstance(verdict, Retry)
-        restarts = verdict.restarts
-        steps.append(widening(world(Cause(CauseKind.FAILURE, "b", "it failed", failed(name)), restarts)))
-    assert steps == [0, 0, 0, 1, 2, 2, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "cause",
-    [
-        Cause(CauseKind.START),
-        Cause(CauseKind.JOIN, "b", "b joining", failed("nccl")),
-        Cause(CauseKind.LOST, "b", "node b is gone"),
-        Cause(CauseKind.FAILURE, "b", "of another user's own", failed("flaky_storage")),
-        Cause(CauseKind.FAILURE, "b", "gloo lost a peer", failed("collective_broken")),
-    ],
-)
-def test_only_failures_of_the_network_widen(cause: Cause) -> None:
-    assert widening(world(cause, Restarts(9, 9, "x", 9))) == 0
-
-
-def test_the_limits_are_declared_for_every_step() -> None:
-    assert len(WIDENING.socket_retries) == len(WIDENING.ib_timeout) == len(WIDENING.process_group)
-    patient = WideningPolicy(after=1, process_group=(1.0, 3.0))
-    cause = Cause(CauseKind.FAILURE, "b", "it failed", failed("nccl"))
-    assert [widening(world(cause, Restarts(n, n, "x", n)), patient) for n in range(4)] == [0, 1, 1, 1]

@@ -76,7 +76,7 @@ def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(
 
 
 def test_whatever_the_user_has_set_is_the_users() -> None:
-    facts = Facts(GPU, replace(TCP, debug=True), TimeoutConfig(60.0), workers=2, widening=2)
+    facts = Facts(GPU, replace(TCP, debug=True), TimeoutConfig(60.0), workers=2)
     ours = torch_settings(facts)
     mine = {variable.name: "mine" for variable in ours if variable.yielding}
     assert {variable.name: variable.value for variable in settle(mine, ours) if variable.by == USER} == mine
@@ -102,39 +102,6 @@ def test_each_rung_of_the_ladder_follows_from_the_one_below(
     set_for_worker = seen(replace(PLAIN, timeouts=timeouts))
     assert set_for_worker.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
     assert set_for_worker.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
-
-
-@pytest.mark.parametrize(
-    ("timeouts", "widening", "group", "heartbeat"),
-    [
-        (TimeoutConfig(hang=60.0), 1, "240", "360"),
-        (TimeoutConfig(hang=60.0), 2, "480", "720"),
-        (TimeoutConfig(60.0, 90.0), 2, "90", "135"),  # the user's own choice stays
-        (TimeoutConfig(), 2, None, None),  # as does torch's own
-    ],
-)
-def test_widened_timeouts_keep_their_order(
-    timeouts: TimeoutConfig, widening: int, group: str | None, heartbeat: str | None
-) -> None:
-    set_for_worker = seen(replace(PLAIN, timeouts=timeouts, widening=widening))
-    assert set_for_worker.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
-    assert set_for_worker.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
-
-
-def test_what_is_widened_says_so_and_fits_the_network() -> None:
-    verbs = Profile("infiniband", "")
-    for widening, retries, timeout in ((0, None, None), (1, "48", "21"), (2, "68", "22")):
-        set_for_worker = seen(replace(PLAIN, profile=verbs, widening=widening))
-        assert (set_for_worker.get("NCCL_SOCKET_RETRY_CNT"), set_for_worker.get("NCCL_IB_TIMEOUT")) == (
-            retries,
-            timeout,
-        )
-        assert "NCCL_IB_TIMEOUT" not in seen(replace(PLAIN, widening=widening)), "TCP has no such timeout"
-    widened = torch_settings(replace(PLAIN, profile=verbs, widening=1))
-    assert {variable.name for variable in widened if variable.by == "widened"} == {
-        "NCCL_SOCKET_RETRY_CNT",
-        "NCCL_IB_TIMEOUT",
-    }
 
 
 # --- Profiles

@@ -19,7 +19,6 @@ from ...machine.network.choice import network_variables
 from ...machine.network.discovery import Network
 from ..checkpoints.folder import MemoryFolder
 from .torch_settings import Facts, torch_settings
-from .widening import widening
 
 USES_AGENT_STORE = 1
 """Rank 0's torch hosts each store that its script asks for, and MASTER_PORT's is the agent's all the same.
@@ -97,7 +96,6 @@ def chosen_variables(config: Config, machine: Machine, place: WorkerPlace) -> tu
         config.timeouts,
         workers=place.member.slots,
         flight_records=place.flight_records,
-        widening=widening(place.world),
     )
     return (
         *torch_settings(facts),

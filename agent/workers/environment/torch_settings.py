@@ -1,8 +1,8 @@
 """Settings of NCCL and torch where the user has set none: the table, as data.
 
 A row's value may name *facts* in braces: it holds only where these are known, its condition is met, and the versions
-are in its ranges. Of two rows with one name the later wins, so a profile is stronger than the defaults, and what was
-widened stronger than both. docs/tuning.md shows the same rows.
+are in its ranges. Of two rows with one name the later wins, so a profile is stronger than the defaults.
+docs/tuning.md shows the same rows.
 
 A value that is torch's or NCCL's own default is here only where that differs between versions. What costs speed, or
 has been seen to hang (timing, desync debugging, stack traces from the watchdog's thread), is not switched on.
@@ -21,7 +21,6 @@ from ...configuration.stopping import TimeoutConfig
 from ...configuration.timeouts import HEARTBEAT_VARIABLE, process_group_s, watchdog_s
 from ...machine.network.profiles import Profile, Transport
 from ...machine.software import ANY, Range, Software
-from .widening import WIDENING
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +33,16 @@ class Facts:
     workers: int = 1
     flight_records: Path | None = None
     """Where the flight recorder's dumps of this generation belong; None where they would not be found."""
-    widening: int = 0
-    """By how many steps: see `timeouts`."""
 
     @property
     def known(self) -> dict[str, str]:
         """What the value of a row may name."""
-        at_first = process_group_s(self.timeouts)
-        wider = process_group_s(self.timeouts, WIDENING.process_group[self.widening])
+        group_s = process_group_s(self.timeouts)
         facts: dict[str, object] = {"flight_records": self.flight_records}
         if self.profile.foreign_ports:
             facts["ports"] = ",".join(self.profile.ports)
-        if at_first is not None:
-            facts |= {"process_group_timeout": at_first, "heartbeat": watchdog_s(at_first)}
-        if wider is not None and wider != at_first:
-            facts |= {"wider_process_group_timeout": wider, "wider_heartbeat": watchdog_s(wider)}
-        if self.widening:
-            facts["wider_ib_timeout"] = WIDENING.ib_timeout[self.widening]
-            facts["wider_socket_retries"] = WIDENING.socket_retries[self.widening]
+        if group_s is not None:
+            facts |= {"process_group_timeout": group_s, "heartbeat": watchdog_s(group_s)}
         return {
             name: f"{fact:g}" if isinstance(fact, float) else str(fact)
             for name, fact in facts.items()
@@ -69,7 +60,6 @@ ALWAYS = Condition("", lambda facts: True)
 SEVERAL_WORKERS = Condition("several workers on the node", lambda facts: facts.workers > 1)
 WITH_NCCL = Condition("torch is not a CPU build", lambda facts: facts.software.has_nccl)
 BY_NAME = Condition("the profile was chosen by name", lambda facts: facts.profile.by_name)
-OVER_VERBS = Condition("InfiniBand or RoCE", lambda facts: facts.profile.transport in ("infiniband", "roce"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,31 +151,6 @@ DEBUG = (
     Row("TORCH_CPP_LOG_LEVEL", "INFO", "also what torch's C++ part has to say"),
 )
 
-_REPEATED = "network failures without progress"
-
-WIDENED = (
-    Row(
-        PROCESS_GROUP_TIMEOUT,
-        "{wider_process_group_timeout}",
-        f"{_REPEATED}: twice, then four times",
-        yielding=False,
-    ),
-    Row(
-        HEARTBEAT_VARIABLE,
-        "{wider_heartbeat}",
-        f"{_REPEATED}: widened with the process-group timeout",
-        WITH_NCCL,
-    ),
-    Row(
-        "NCCL_SOCKET_RETRY_CNT",
-        "{wider_socket_retries}",
-        f"{_REPEATED}: connections are tried for longer",
-        WITH_NCCL,
-        nccl=Range(since="2.24"),
-    ),
-    Row("NCCL_IB_TIMEOUT", "{wider_ib_timeout}", f"{_REPEATED}: a path counts as dead later", OVER_VERBS),
-)
-
 
 def torch_settings(facts: Facts) -> tuple[Variable, ...]:
     """The rows that hold, in the order in which they overrule each other."""
@@ -202,7 +167,6 @@ def _rows(profile: Profile) -> Iterator[tuple[str, Row]]:
     yield from ((f"profile {profile.transport}", row) for row in PROFILES[profile.transport])
     if profile.debug:
         yield from (("profile debug", row) for row in DEBUG)
-    yield from (("widened", row) for row in WIDENED)
 
 
 def _holds(row: Row, facts: Facts, known: dict[str, str]) -> bool:

@@ -7,7 +7,6 @@ and signals. The user's rows, `[[cause]]` in the configuration file, come before
 
 - `collateral`: the end follows from another failure, whose cause may still become known.
 - `outside`: a user or another program killed the worker; neither script, state nor node has failed.
-- `network`: the network between the workers is suspect: after several in a row some timeouts grow.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class Cause:
     """The row matches if any of them holds. Empty: only the agent itself finds this cause."""
     collateral: bool = False
     outside: bool = False
-    network: bool = False
     of_gpu: bool = False
     """A worker may end so because its GPU is broken: NVML is heard."""
 
@@ -252,7 +250,6 @@ CAUSES: tuple[Cause, ...] = (
             ),
         ),
         collateral=True,
-        network=True,
     ),
     Cause(
         "nccl_timeout",
@@ -260,14 +257,12 @@ CAUSES: tuple[Cause, ...] = (
         "it waited in a collective for a rank that never came: find that rank's stack",
         (_says("Watchdog caught collective operation timeout"),),
         collateral=True,
-        network=True,
     ),
     Cause(
         "nccl_system",
         Action.RESTART,
         "a system call of NCCL failed: NCCL_DEBUG=WARN names it; interface, limits and /dev/shm are the usual ones",
         (_says("ncclSystemError", "unhandled system error"),),
-        network=True,
         of_gpu=True,
     ),
     Cause(
@@ -297,7 +292,6 @@ CAUSES: tuple[Cause, ...] = (
                 "NCCL error", "nccl(Internal|UnhandledCuda)Error", "watchdog thread terminated with exception"
             ),
         ),
-        network=True,
         of_gpu=True,
     ),
     Cause(
@@ -329,14 +323,12 @@ CAUSES: tuple[Cause, ...] = (
             ),
         ),
         collateral=True,
-        network=True,
     ),
     Cause(
         "store_unreachable",
         Action.RESTART,
         "the node of rank 0 was not reached: a firewall, the wrong interface, or a MASTER_ADDR of the script's own",
         (_raised("DistNetworkError"),),
-        network=True,
     ),
     Cause(
         "shared_memory_full",
@@ -468,8 +460,6 @@ CAUSES: tuple[Cause, ...] = (
     STORE_SERVER,
 )
 """All built-in rows, in the order in which they are tried."""
-
-NETWORK = frozenset(cause.name for cause in CAUSES if cause.network)
 
 
 class CauseTable:

@@ -21,7 +21,6 @@ from ....worker.wire.shared_progress import Reading
 from ...common.events import Signs
 from ...configuration.config import Config
 from ...configuration.timeouts import drain_timeout_s
-from ..environment.widening import WIDENING, widening
 from ..evidence.collector import Target
 from ..evidence.stacks import WorkerStacks
 from ..hangs.detector import HangDetector, Stall, ends_alone
@@ -375,17 +374,8 @@ class Generation:
         return (*always, self.started_at + STABLE_AFTER_S, due_at, self.paces.due_at, *in_drain)
 
 
-def log_changed_terms(before: World | None, world: World) -> None:
-    """Of the terms under which the workers of `world` start; `before`: the world of those before them here."""
-    were = widening(before) if before is not None else 0
-    if widening(world) != were:
-        log.warning(
-            "network timeouts are widened by %d steps of %d, were by %d: %d failures in a row without progress",
-            widening(world),
-            WIDENING.most,
-            were,
-            world.restarts.without_progress,
-        )
+def log_bad_state(world: World) -> None:
+    """Of the terms under which the workers of `world` start."""
     bad = world.restarts.bad_state
     if bad is not None:
         log.warning(

@@ -62,7 +62,7 @@ from ..processes.workers import WorkerGroup
 from .exits import LEAVING, Exit
 from .failure_handler import EvidenceLooks, FailureHandler
 from .failure_reports import Examiner
-from .generation import Generation, HowToStop, log_changed_terms
+from .generation import Generation, HowToStop, log_bad_state
 from .hang_watch import HangWatch
 from .just_in_time_state import Orders
 from .worker_spec import Node, make_directory, worker_spec
@@ -160,7 +160,7 @@ class Supervisor:
         """
         again = self._generation is not None and self._generation.number == world.generation
         self._hangs.generation_begins()
-        log_changed_terms(self._generation.world if self._generation is not None else None, world)
+        log_bad_state(world)
         group = self._processes.new_group(world.generation)
         generation = self._generation = Generation(
             self._config, world, group, now, self._hangs.learned, self._hangs.patience(now)
