@@ -1,8 +1,8 @@
 """`elastic-agent files KIND DIR`: write the files for a deployment out of the installed package.
 
 They are those of `deploy/`, for this version of the agent: a systemd unit, a Helm chart, a Grafana dashboard, rules and
-scrape configuration for Prometheus, a Dockerfile, batch scripts for Slurm. The manual page and the completion are made
-of the option table. A file that is there already, with another content, is never replaced unless `--force` says so.
+scrape configuration for Prometheus, a Dockerfile, batch scripts for Slurm. A file that is there already, with another
+content, is never replaced unless `--force` says so.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ... import __version__
 from ..common.exits import FilesCode, exit_codes
-from ..configuration.help import bash_completion, man_page
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -25,7 +23,6 @@ KINDS = {
     "prometheus": "alert and recording rules, their tests, and a scrape configuration",
     "docker": "the Dockerfile",
     "slurm": "batch scripts: a job that is queued again, and one that goes on without a lost node",
-    "shell": "the manual page elastic-agent.1, and completion for bash",
 }
 
 _USAGE = """\
@@ -72,9 +69,6 @@ def main(words: Sequence[str]) -> int:
 
 def contents_of(kind: str) -> dict[Path, bytes]:
     """By the path in the directory that they are written to. Raises OSError."""
-    if kind == "shell":
-        page, completion = man_page(__version__), bash_completion()
-        return {Path("elastic-agent.1"): page.encode(), Path("elastic-agent.bash"): completion.encode()}
     source = DEPLOY / kind
     files = sorted(path for path in source.rglob("*") if path.is_file())
     return {file.relative_to(source): file.read_bytes() for file in files}

@@ -1,4 +1,4 @@
-"""What the command says of itself, all of it made of the option table: `--help`, the manual page, shell completion."""
+"""What the command says of itself, all of it made of the option table: `--help` and completion in a shell."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ Runs one job's training processes on this node and, together with the agents of 
 going through crashes, lost nodes, joins and planned departures. With nothing to run it waits for jobs: see submit.
 """
 
-SUMMARY = "run and restart the training processes of one node of an elastic PyTorch job"
 BEFORE_COMMANDS = (
     "As the very first word, instead of a script (one of that name is run as ./NAME); each knows --help:"
 )
@@ -95,37 +94,6 @@ def _commands(*, brief: bool = False) -> list[str]:
             f"  {', '.join(POOL_COMMANDS)}: the queue of a pool, of nodes that run elastic-agent without a script"
         )
     return [BEFORE_COMMANDS, *lines, ""]
-
-
-def man_page(version: str) -> str:
-    """For section 1 of the manual, as roff."""
-    lines = [
-        f'.TH ELASTIC-AGENT 1 "" "elastic-agent {version}"',
-        ".SH NAME",
-        f"elastic-agent \\- {SUMMARY}",
-        ".SH SYNOPSIS",
-    ]
-    usage, _, text = USAGE.partition("\n\n")
-    for form in usage.removeprefix("usage: ").splitlines():
-        lines += [".br", _roff(form.strip())]
-    lines += [".SH DESCRIPTION", _roff(" ".join(text.split())), ".SH COMMANDS", _roff(BEFORE_COMMANDS)]
-    for name, help_line in COMMANDS.items():
-        lines += [".TP", f".B {_roff(name)}", _roff(help_line)]
-    for group in GROUPS:
-        options = [option for option in group if Source.CLI in option.sources]
-        lines.append(f".SH {group.title.upper()}")
-        for option in options:
-            names, body = option.help_text().split("\n", 1)
-            lines += [".TP", f".B {_roff(names.strip())}", _roff(" ".join(body.split()))]
-    examples, _, closing = EXAMPLES.partition("\n\n")
-    lines += [".SH EXAMPLES", *(f".br\n{_roff(line.strip())}" for line in examples.splitlines()[1:])]
-    return "\n".join([*lines, ".PP", _roff(" ".join(closing.split())), ""])
-
-
-def _roff(text: str) -> str:
-    """A line that does not begin a request, with real dashes for what people type."""
-    text = text.replace("\\", "\\e").replace("-", "\\-")
-    return f"\\&{text}" if text.startswith((".", "'")) else text
 
 
 def bash_completion() -> str:

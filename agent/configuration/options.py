@@ -40,7 +40,7 @@ COMMANDS = {
     "status": "how a job is, and why",
     **NODE_COMMANDS,
     **POOL_COMMANDS,
-    "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus, Docker or a shell",
+    "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus or Docker",
     **RUN_COMMANDS,
     "forget": "delete what an ended job left in etcd",
     "convert": "make a sharded checkpoint of a replicated one, or the other way round",

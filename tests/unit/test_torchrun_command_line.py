@@ -11,7 +11,6 @@ from torch.distributed.run import get_args_parser
 
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.options import OPTIONS
-from elastic_agent.agent.configuration.reading.installed_torchrun import flags_in, installed_flags
 from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
 from elastic_agent.agent.configuration.reading.sources import read_argv
 from elastic_agent.agent.configuration.reading.torchrun_spellings import IGNORED_TORCHRUN_OPTIONS
@@ -205,18 +204,6 @@ def test_run_path_is_for_scripts(target: str) -> None:
         resolve(read_argv(shlex.split(f"--run-path {target}")), {}, lambda: "fresh")
 
 
-def test_a_flag_that_only_the_installed_torchrun_has_is_ignored_aloud(script: str) -> None:
-    later = {"--new-thing": True, "--new-switch": False}
-    words = ["--new_thing", "7", "--new-switch", "--new-thing=8", "--nproc-per-node=2", script, "--new-thing"]
-    resolved = resolve(read_argv(words, of_torchrun=lambda: later), {}, lambda: "fresh")
-    assert resolved.config.nproc_per_node == 2
-    assert (resolved.config.command.target, resolved.config.command.args) == (script, ("--new-thing",))
-    assert resolved.warnings == tuple(
-        f"{written} is ignored: only the installed torchrun has it"
-        for written in ("--new_thing", "--new-switch", "--new-thing")
-    )
-
-
 @pytest.mark.parametrize(
     ("written", "advice"),
     [
@@ -234,40 +221,6 @@ def test_what_no_torchrun_has_is_a_mistake(written: str, advice: str, script: st
         run(written, script)
 
 
-def test_the_source_of_torchrun_shows_its_flags() -> None:
-    theirs = {
-        spelling.replace("_", "-"): action.nargs != 0
-        for action in get_args_parser()._actions
-        for spelling in action.option_strings
-        if action.dest != "help"  # argparse's own
-    }
-    assert installed_flags() == theirs
-
-
-NEWER = """
-p.add_argument("--maybe", nargs="?")
-p.add_argument("--often", action="append_const", const=1)
-p.add_argument("--fast", action=argparse.BooleanOptionalAction)
-p.add_argument("--value")
-"""
-
-
-def test_a_flag_of_a_newer_torch_takes_no_other_option_away(script: str) -> None:
-    flags = dict(flags_in(NEWER))
-    assert flags == {
-        "--maybe": False,
-        "--often": False,
-        "--fast": False,
-        "--no-fast": False,
-        "--value": True,
-    }
-    line = ["--value", "--role=a", "--maybe", "--often", "--no-fast", "--value", "x"]
-    settings = read_argv([*line, script], of_torchrun=lambda: flags)
-    assert settings.given["role"].value == "a"
-    assert settings.given["script"].value == script
-    assert settings.problems == []
-
-
 def test_one_dash_too_few_is_seen(script: str) -> None:
     [problem] = read_argv(["-rdzv-endpoint=x", script]).problems
     assert "did you mean --rdzv-endpoint?" in str(problem)
@@ -277,16 +230,6 @@ def test_a_text_that_is_not_utf_8_is_refused(script: str) -> None:
     [problem] = read_argv(["--duplicate-stdout-filters=\udcff", script]).problems
     assert "a text in UTF-8" in str(problem)
     str(problem).encode()
-
-
-@pytest.mark.parametrize("source", ["", "parser.add_argument(name)", "add_argument('--x')"])
-def test_a_source_of_another_kind_shows_none(source: str) -> None:
-    assert dict(flags_in(source)) == {}
-
-
-def test_without_torch_no_flag_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert installed_flags() == {}
 
 
 def test_every_flag_of_the_installed_torchrun_is_known() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 from ....worker.wire.environment import WORKER_VARIABLES
@@ -16,7 +16,6 @@ from ..config import ARGS, SCRIPT, Problem
 from ..options import OPTIONS, TARGETS
 from ..types.option import Option, Source
 from .causes import KEY, read_causes
-from .installed_torchrun import installed_flags
 from .settings import Setting, Settings, closest, correction
 from .torchrun_spellings import IGNORED_TORCHRUN_OPTIONS, VARIABLES
 
@@ -41,12 +40,10 @@ _SHORTHANDS_FIRST = sorted(OPTIONS, key=lambda option: not option.shorthand)
 def read_argv(
     argv: Sequence[str],
     more: Sequence[Option[object]] = (),
-    of_torchrun: Callable[[], Mapping[str, bool]] = installed_flags,
 ) -> Settings:
     """Options up to the first word that is none; that word is the script, and all after it are its arguments.
 
-    `more` are the options that a sub-command has besides. A flag that only the installed torchrun has is ignored:
-    `of_torchrun` has its flags, and whether they have a value. `-m` and `--no-python` have what to run as their value,
+    `more` are the options that a sub-command has besides. `-m` and `--no-python` have what to run as their value,
     or, where an option or `--` follows them, stand alone as under torchrun: then the first word that is no option is
     what to run.
 
@@ -79,11 +76,6 @@ def read_argv(
                 target, target_origin = option, written
                 continue
         if option is None and flag not in ignored:
-            if (has_value := of_torchrun().get(flag)) is not None:
-                settings.warnings.append(f"{written} is ignored: only the installed torchrun has it")
-                if has_value and not equals and words and not words[0].startswith("-"):
-                    words.pop(0)
-                continue
             meant = f"-{flag}" if f"-{flag}" in flags else flag  # with one dash
             settings.unknown(written, meant, flags, "an option of elastic-agent")
             settings.broken.add(SCRIPT.name)
