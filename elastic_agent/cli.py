@@ -21,13 +21,27 @@ from typing import TYPE_CHECKING
 
 from . import __version__
 from .agent.common.exits import ExitCode, lack_in
-from .agent.configuration.config import CHECK_CONFIG, HELP, HELP_ALL, PRINT_COMPLETION, VERSION, ConfigError
-from .agent.configuration.help import bash_completion, full_help, short_help
-from .agent.configuration.logs import LogConfig
-from .agent.configuration.options import COMMANDS, NODE_COMMANDS, POOL_COMMANDS, RUN_COMMANDS
-from .agent.configuration.reading.resolve import Resolved, offers_node, resolve_daemon
-from .agent.configuration.reading.settings import comment
-from .agent.configuration.reading.sources import read_argv
+from .agent.configuration.config import (
+    CHECK_CONFIG,
+    HELP,
+    HELP_ALL,
+    PRINT_COMPLETION,
+    VERSION,
+    ConfigError,
+    LogConfig,
+)
+from .agent.configuration.derive import Resolved, offers_node, resolve_daemon
+from .agent.configuration.load import read_argv
+from .agent.configuration.options import (
+    COMMANDS,
+    NODE_COMMANDS,
+    POOL_COMMANDS,
+    RUN_COMMANDS,
+    bash_completion,
+    full_help,
+    short_help,
+)
+from .agent.configuration.settings import comment
 from .agent.main.error_file import write_error_file
 from .agent.output.log_folders import log_directory
 from .agent.workers.checkpoints.folder import describe_folder

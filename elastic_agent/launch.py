@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from .agent.configuration.config import ARGS, CONFIG_FILE
-from .agent.configuration.reading.sources import read_argv
-from .agent.configuration.types.option import Group
+from .agent.configuration.load import read_argv
+from .agent.configuration.parse import Group
 
 USE_ENV = Group("Launch").flag("use-env", "the script reads LOCAL_RANK, and gets no --local-rank")
 

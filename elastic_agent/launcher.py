@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .agent.common.exits import ExitCode
-from .agent.configuration.types.values import Texts
+from .agent.configuration.values import Texts
 from .agent.workers.processes.workers import tied
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .agent.configuration.types.values import Texts
+from .agent.configuration.values import Texts
 from .launcher import run_agent
 
 _ELSEWHERE = ("help", "module", "no_python")

@@ -25,13 +25,12 @@ from ...health.checks.pairs.results import MOST_NODES
 from ...rendezvous.text import counted
 from ..common.exits import CannotStart, CheckCode, ExitCode, exit_codes
 from ..configuration.config import HELP, Config, ConfigError
+from ..configuration.derive import resolve_check
+from ..configuration.load import read_argv
 from ..configuration.options import SECRET_VARIABLES
-from ..configuration.reading.resolve import resolve_check
-from ..configuration.reading.settings import Settings
-from ..configuration.reading.sources import read_argv
-from ..configuration.types.option import Group, Option, Source
-from ..configuration.types.parsers import duration, whole_number
-from ..configuration.types.values import NodeCounts
+from ..configuration.parse import Group, Option, Source, duration, whole_number
+from ..configuration.settings import Settings
+from ..configuration.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.choice import NotReady

@@ -24,9 +24,9 @@ from ...worker.wire.environment import NAMES
 from ..common.exits import ExitCode
 from ..common.variables import USER, Variable, settle
 from ..configuration.config import HELP, Config, ConfigError
+from ..configuration.load import read_argv
 from ..configuration.options import SECRET_VARIABLES
-from ..configuration.reading.sources import read_argv
-from ..configuration.types.option import Group, Source
+from ..configuration.parse import Group, Source
 from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
 from ..machine.network.choice import NotReady

@@ -17,9 +17,9 @@ from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Entr
 from ...rendezvous.text import NAME, shortened
 from ..common.exits import ForgetCode
 from ..configuration.config import ConfigError, Problem
-from ..configuration.reading.resolve import resolve_meeting_place
-from ..configuration.reading.settings import Settings
+from ..configuration.derive import resolve_meeting_place
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
+from ..configuration.settings import Settings
 from .store_command import CannotDo, store_command, world_of
 
 _USAGE = """\

@@ -23,9 +23,9 @@ from ...rendezvous.records import Endpoint
 from ...rendezvous.text import NAME
 from ..common.exits import StatusCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
-from ..configuration.reading.resolve import resolve_meeting_place, resolve_pool
-from ..configuration.reading.settings import Settings
-from ..configuration.reading.sources import read_argv, read_environ
+from ..configuration.derive import resolve_meeting_place, resolve_pool
+from ..configuration.load import read_argv, read_environ
+from ..configuration.parse import Group, Option, Parser, duration, read_endpoint
 from ..configuration.rendezvous import (
     ENDPOINT,
     ETCD_OPTIONS,
@@ -34,8 +34,7 @@ from ..configuration.rendezvous import (
     STANDALONE,
     RendezvousConfig,
 )
-from ..configuration.types.option import Group, Option
-from ..configuration.types.parsers import Parser, duration, read_endpoint
+from ..configuration.settings import Settings
 from ..observability.status.report import SCHEMA, JobReport, as_json
 from ..observability.status.sources import (
     AgentsSource,

@@ -21,10 +21,10 @@ from ...rendezvous.store.interface import Entry, Store
 from ...threads import Thread
 from ..common.exits import Code, DrainCode, ExclusionCode, ForgetCode, exit_codes
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
-from ..configuration.reading.settings import Settings
-from ..configuration.reading.sources import read_argv
+from ..configuration.load import read_argv
+from ..configuration.parse import Option
 from ..configuration.rendezvous import RendezvousConfig
-from ..configuration.types.option import Option
+from ..configuration.settings import Settings
 from ..rendezvous_io.store_opening import open_to_look
 
 ANSWER_S = 10.0

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from itertools import chain
 
-from .config import ITSELF, MODULE, NETWORK, NO_PYTHON, NODES, RUNNING, SCRIPT
-from .logs import LOGS
-from .rendezvous import ETCD_OPTIONS, MEETING
-from .stopping import STOPPING, TIMEOUTS
-from .types.option import Option
-from .types.parsers import Parser, read_conf
+from .config import (
+    CHECK_CONFIG,
+    CONFIG_FILE,
+    HELP_ALL,
+    ITSELF,
+    LOG_DIR,
+    LOGS,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NETWORK,
+    NO_PYTHON,
+    NODES,
+    NPROC_PER_NODE,
+    QUIET,
+    RUNNING,
+    SCRIPT,
+)
+from .parse import Option, Parser, Source, read_conf
+from .rendezvous import ENDPOINT, ETCD_OPTIONS, JOB_ID, MEETING
+from .stopping import MAX_RESTARTS, STOPPING, TIMEOUTS
 
 POOL_COMMANDS = {
     "submit": "put a job into the queue of a pool",
@@ -72,3 +87,103 @@ TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # what to run; one source may give only o
 
 # Variables that no process which the agent starts may inherit, but for a daemon's agents of jobs.
 SECRET_VARIABLES = frozenset({"ELASTIC_AGENT_ETCD_PASSWORD"})
+
+
+FIRST: tuple[Option[object], ...] = (
+    *(MIN_NODES, MAX_NODES, NPROC_PER_NODE, ENDPOINT, JOB_ID, MODULE, MAX_RESTARTS, LOG_DIR, QUIET),
+    *(CONFIG_FILE, CHECK_CONFIG, HELP_ALL),
+)
+"""What most people need first."""
+
+USAGE = """\
+usage: elastic-agent [options] SCRIPT [arguments of the script]
+       elastic-agent [options] -m MODULE [arguments of the module]
+       elastic-agent [options] --no-python PROGRAM [arguments of the program]
+       elastic-agent [options]
+
+Runs one job's training processes on this node and, together with the agents of other nodes, keeps the training
+going through crashes, lost nodes, joins and planned departures. With nothing to run it waits for jobs: see submit.
+"""
+
+BEFORE_COMMANDS = (
+    "As the very first word, instead of a script (one of that name is run as ./NAME); each knows --help:"
+)
+
+EXAMPLES = """\
+Examples:
+  elastic-agent --nproc-per-node 2 train.py --lr 0.1
+  elastic-agent --min-nodes 1 --max-nodes 4 --rdzv-endpoint node1:29400 train.py
+  elastic-agent --config agent.toml --check-config
+  elastic-agent --min-nodes 1 --max-nodes 4
+  elastic-agent submit --max-nodes 2 -- train.py
+
+Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment or min-nodes = 1 in the file;
+the command line wins over the environment, and the environment over the file. torchrun's spellings work.
+"""
+
+
+def short_help() -> str:
+    """The options that most people need, and where the others are."""
+    options = [option.help_text() for option in FIRST]
+    others = len([option for option in OPTIONS if Source.CLI in option.sources]) - len(FIRST)
+    more = f"--help-all shows {others} more options: stores and TLS, timeouts, devices, network, logs."
+    return "\n".join(
+        [
+            USAGE,
+            *_commands(brief=True),
+            "The options that most people need first:",
+            *options,
+            "",
+            more,
+            "",
+            EXAMPLES.rstrip(),
+        ]
+    )
+
+
+def full_help() -> str:
+    """All sub-commands, and all options by group with their defaults."""
+    parts = [USAGE, *_commands()]
+    for group in GROUPS:
+        parts.append(f"{group.title}:")
+        parts += [option.help_text() for option in group if Source.CLI in option.sources]
+        parts.append("")
+    return "\n".join([*parts, EXAMPLES.rstrip()])
+
+
+def _commands(*, brief: bool = False) -> list[str]:
+    """`brief`: those about a pool on one line, and so those about a node and about ended jobs."""
+    joined = (*NODE_COMMANDS, *POOL_COMMANDS, *AFTERWARDS) if brief else ()
+    lines = [f"  {name:<12} {line}" for name, line in COMMANDS.items() if name not in joined]
+    if brief:
+        lines.append(
+            f"  {', '.join(NODE_COMMANDS)}: take a node out of its job without losing a step; let it back in"
+        )
+        lines.append(
+            f"  {', '.join(AFTERWARDS)}: what a job has left: where its hours went, its keys in etcd, its checkpoints"
+        )
+        lines.append(
+            f"  {', '.join(POOL_COMMANDS)}: the queue of a pool, of nodes that run elastic-agent without a script"
+        )
+    return [BEFORE_COMMANDS, *lines, ""]
+
+
+def bash_completion() -> str:
+    """Completes options, sub-commands as the first word, and files everywhere else."""
+    flags = [f"--{name}" for option in OPTIONS if Source.CLI in option.sources for name in option.names]
+    return f"""\
+# bash completion for elastic-agent
+_elastic_agent() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}}
+    COMPREPLY=()
+    if [[ $word == -* ]]; then
+        mapfile -t COMPREPLY < <(compgen -W "{" ".join(dict.fromkeys(flags))}" -- "$word")
+    else
+        mapfile -t COMPREPLY < <(compgen -f -- "$word")
+        if [[ $COMP_CWORD == 1 ]]; then
+            mapfile -t -O "${{#COMPREPLY[@]}}" COMPREPLY < <(compgen -W "{" ".join(COMMANDS)}" -- "$word")
+        fi
+    fi
+}}
+complete -o filenames -F _elastic_agent elastic-agent
+"""

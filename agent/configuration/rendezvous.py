@@ -8,15 +8,17 @@ from pathlib import Path
 from ...rendezvous.etcd.access import PREFIX
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.store_kind import StoreKind
-from .types.option import Group, Option, Source
-from .types.parsers import (
+from .parse import (
     IDENTIFIER,
     MOST_NODES,
     PATH,
     SECRET,
     STORE_ADDRESS,
     USER,
+    Group,
+    Option,
     Parser,
+    Source,
     StoreAddress,
     duration,
     read_backend,
@@ -24,8 +26,7 @@ from .types.parsers import (
     read_job_id,
     whole_number,
 )
-from .types.stores import ALONE, DEFAULT, STORES, in_words
-from .types.values import Secret
+from .values import ALONE, DEFAULT, STORES, Secret, in_words
 
 DEFAULT_POOL = "pool"
 LOCAL_POOL = ("127.0.0.1", 29401)

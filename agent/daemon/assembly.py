@@ -41,8 +41,8 @@ from ..common.own_folder import make_own
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import HTTP_ADDRESS, MAX_NODES, Config
 from ..configuration.options import SECRET_VARIABLES
-from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ENDPOINT, EtcdConfig
+from ..configuration.settings import Settings
 from ..machine.devices import probe
 from ..machine.network.addresses import reachable_at
 from ..machine.network.choice import NetworkChoice

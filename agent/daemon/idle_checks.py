@@ -13,7 +13,7 @@ from ...health.checks.finding import Finding
 from ...health.checks.node.background import BackgroundChecks
 from ...health.checks.node.runner import CheckRun
 from ..common.events import NodeChecked
-from ..configuration.types.values import CheckMode
+from ..configuration.values import CheckMode
 
 EVERY_S = 300.0
 AGAIN_S = 30.0

@@ -11,15 +11,15 @@ from ..common.exits import ExitCode, signal_name
 from ..configuration.config import (
     CONFIG_FILE,
     HTTP_ADDRESS,
+    LOG_DIR,
     MAX_NODES,
     MIN_NODES,
     NODE_ID,
     NODES_MULTIPLE_OF,
 )
-from ..configuration.logs import LOG_DIR
 from ..configuration.options import OPTIONS
-from ..configuration.reading.settings import Settings
 from ..configuration.rendezvous import ETCD_OPTIONS, EXPECTED_NODES, JOB_ID, MEETING, POOL
+from ..configuration.settings import Settings
 from ..configuration.stopping import RUN_AGAIN
 
 OF_THE_POOL: frozenset[str] = frozenset(

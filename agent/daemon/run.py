@@ -10,7 +10,7 @@ from typing import Any
 from ...threads import listen
 from ...worker.wire.shared_progress import clock
 from ..common.exits import ExitCode
-from ..configuration.reading.resolve import Resolved
+from ..configuration.derive import Resolved
 from ..machine.network.addresses import unique_node_id
 from ..main.process import catch_signals, log_to, take_environment, thread_failed
 from ..main.service_manager import ServiceManager

@@ -20,7 +20,7 @@ from functools import partial
 from ...codec import Invalid
 from ...worker.wire.shared_progress import clock
 from ..common.events import SpareReadable, ThreadFailed
-from ..configuration.types.stores import STORES
+from ..configuration.values import STORES
 from ..main.prepared import Prepared, preload, prepare_process
 from .hand_over import receive_job, send_ready, send_taken
 from .job_agent import DAEMON_ENDED, signal_at_daemons_end

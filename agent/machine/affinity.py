@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from ..common.kernel_files import read
 from ..common.variables import Variable
-from ..configuration.types.values import Affinity
+from ..configuration.values import Affinity
 from .devices import Device
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from pathlib import Path
 from ..common.kernel_files import read
 from ..common.variables import Variable
 from ..configuration.config import ConfigError, Problem
-from ..configuration.types.values import DevicePinning, WorkerCount
+from ..configuration.values import DevicePinning, WorkerCount
 from .software import Software
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

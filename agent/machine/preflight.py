@@ -26,7 +26,7 @@ from ...rendezvous.records import Endpoint
 from ..common.exits import CannotStart, ExitCode
 from ..common.own_folder import NoTemporaryDirectory, own_path
 from ..configuration.config import Config, ConfigError, Problem
-from ..configuration.types.values import Command, NoticeSource
+from ..configuration.values import Command, NoticeSource
 from ..workers.checkpoints.folder import SHARED_MEMORY
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from ..workers.processes.workers import job_python

@@ -25,10 +25,9 @@ from ..common.events import Event
 from ..common.exits import CannotStart, ExitCode
 from ..common.io_thread import IoThread
 from ..common.own_folder import make_own
-from ..configuration.config import Config
-from ..configuration.logs import NO_FILES, LogConfig
-from ..configuration.timeouts import drain_timeout_s
-from ..configuration.types.parsers import ENVIRONMENT
+from ..configuration.config import NO_FILES, Config, LogConfig
+from ..configuration.parse import ENVIRONMENT
+from ..configuration.stopping import drain_timeout_s
 from ..machine.inventory import Machine, needs_of
 from ..machine.network.discovery import Network
 from ..observability.accounting.step_rate import StepRate

@@ -45,8 +45,7 @@ from ..common.events import (
 )
 from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave, lack_in
 from ..common.ports import OfferedPort, PortError, PortLacking
-from ..configuration.stopping import JOB_ENDS_AT, StopConfig
-from ..configuration.timeouts import last_saves_s, obeys_before_s
+from ..configuration.stopping import JOB_ENDS_AT, StopConfig, last_saves_s, obeys_before_s
 from ..machine.gpus.memory import GpuMemory
 from ..observability.accounting.observer import Observer
 from ..rendezvous_io.join_checks import JoinChecks

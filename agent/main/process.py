@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 
 from ..common.events import Event, Signalled, ThreadFailed
 from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode, lack_in
-from ..configuration.logs import LogConfig
+from ..configuration.config import LogConfig
 from ..configuration.options import SECRET_VARIABLES
-from ..configuration.stopping import StopConfig
-from ..configuration.timeouts import leaves_in_s
+from ..configuration.stopping import StopConfig, leaves_in_s
 from ..output.console import Console, ConsoleHandler
 from ..output.log_lines import JsonLines, text_lines
 from ..workers.processes.guard import Guard

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from ...rendezvous.statements.terms import MOST_WORDS, Program
 from ..configuration.config import Config
-from ..configuration.types.values import Command
+from ..configuration.values import Command
 
 SHOWN_CHARACTERS = 512
 """Of all arguments together: thousands of nodes each have them in their records."""

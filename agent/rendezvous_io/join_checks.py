@@ -15,7 +15,7 @@ from ...rendezvous.node.participant import Participant
 from ...rendezvous.store.requests import RetryPolicy
 from ..common.events import NodeChecked
 from ..configuration.config import CHECK
-from ..configuration.types.values import CheckMode
+from ..configuration.values import CheckMode
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from ..configuration.rendezvous import (
     EtcdConfig,
     RendezvousConfig,
 )
-from ..configuration.types.values import Secret
+from ..configuration.values import Secret
 from ..machine.network.addresses import LOOPBACK, AddressError, default_source, endpoint_address
 from .store_memory import StoreMemory
 

@@ -42,7 +42,7 @@ from ...threads import Thread
 from ..common.exits import CannotStart
 from ..common.ports import OfferedPort, PortError, bind_listener
 from ..configuration.config import Config
-from ..configuration.timeouts import drain_timeout_s
+from ..configuration.stopping import drain_timeout_s
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.discovery import wait_for_network
 from ..rendezvous_io.store_opening import connect_to_store

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from ...rendezvous.etcd.kind import ETCD
 from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
-from ..configuration.reading.resolve import resolve
-from ..configuration.reading.settings import Settings
-from ..configuration.reading.torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
+from ..configuration.derive import resolve
+from ..configuration.parse import Option
 from ..configuration.rendezvous import BACKEND, ENDPOINT, JOB_ID
-from ..configuration.types.option import Option
+from ..configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS, Settings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters

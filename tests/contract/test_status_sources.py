@@ -16,7 +16,7 @@ from elastic_agent.agent.commands.nodes import job_nodes
 from elastic_agent.agent.commands.nodes.drain import main as drain
 from elastic_agent.agent.common.exits import DrainCode, StatusCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.types.values import Secret
+from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.agent.observability.status import sources as status_sources
 from elastic_agent.agent.observability.status.pages import (
     JOB_PAGE,

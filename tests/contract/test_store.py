@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic_agent.agent.configuration.types.stores import STORES
+from elastic_agent.agent.configuration.values import STORES
 from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd.access import EtcdAccess

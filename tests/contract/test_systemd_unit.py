@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.exits import REQUEUE, ExitCode
-from elastic_agent.agent.configuration.stopping import STOP_GRACE
-from elastic_agent.agent.configuration.timeouts import whole_stop_s
-from elastic_agent.agent.configuration.types.parsers import duration
+from elastic_agent.agent.configuration.parse import duration
+from elastic_agent.agent.configuration.stopping import STOP_GRACE, whole_stop_s
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.agent.main.loop import HEARTBEAT_S
 from elastic_agent.agent.main.run import HOST_LINGERS_S

@@ -15,7 +15,7 @@ from elastic_agent.agent.common.events import Event, GenerationEvent, GpuHealthM
 from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.types.values import Command
+from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.gpus.asked_process import AskedProcess
 from elastic_agent.agent.machine.gpus.health import GpuHealth
 from elastic_agent.agent.machine.inventory import inspect_machine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.variables import compose
-from elastic_agent.agent.configuration.types.values import Affinity
+from elastic_agent.agent.configuration.values import Affinity
 from elastic_agent.agent.machine.affinity import CpuLayout, cpu_list, probe_cpus, share
 from elastic_agent.agent.machine.devices import Device
 

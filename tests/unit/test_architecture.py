@@ -83,26 +83,23 @@ rendezvous/node: rendezvous/statements rendezvous rendezvous/liveness rendezvous
 pool: rendezvous/text rendezvous rendezvous/store
 common:
 output: common
-configuration/types: rendezvous/c10d rendezvous/etcd rendezvous/local common
-configuration: rendezvous/etcd common configuration/types
-workers/processes: common output configuration configuration/types
-workers/failures: common configuration/types workers/processes
-configuration/reading: rendezvous/etcd rendezvous/local common configuration configuration/types workers/failures
-machine/network: common configuration configuration/types
+configuration: rendezvous/c10d rendezvous/etcd rendezvous/local common
+workers/processes: common output configuration
+workers/failures: common configuration workers/processes
+machine/network: common configuration
 machine/memory:
 workers/checkpoints/server: common
 workers/checkpoints: common workers/processes workers/checkpoints/server
 machine/gpus: common workers/processes
-machine: common configuration configuration/types configuration/reading machine/network machine/gpus \
-    workers/processes workers/checkpoints
+machine: common configuration machine/network machine/gpus workers/processes workers/checkpoints
 workers/evidence: common output workers/processes
 workers/hangs: common workers/processes
 workers/links: common
-workers/environment: common configuration machine/network workers/failures workers/checkpoints machine
-machine/notices: common configuration/types
+workers/environment: common configuration machine/network workers/checkpoints machine
+machine/notices: common configuration
 workers/preloader/fidelity:
 workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
-rendezvous_io: common configuration configuration/types machine/network
+rendezvous_io: common configuration machine/network
 observability:
 observability/status: workers/failures observability output common configuration workers/processes rendezvous_io
 observability/journal: output
@@ -113,24 +110,19 @@ observability/tracing: output observability/accounting
 workers/supervision: common output configuration machine/gpus machine/memory workers/failures workers/processes \
     machine workers/environment workers/evidence workers/hangs workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
-commands: common output configuration configuration/types configuration/reading machine/network workers/processes \
-    workers/checkpoints machine workers/environment rendezvous_io observability/status commands/check_nodes
-commands/runs: common output configuration configuration/types configuration/reading workers/processes \
-    observability/journal observability/report observability/status commands
-main: common output configuration configuration/types machine/network machine/gpus machine/memory workers/failures \
-    machine/notices workers/processes workers/checkpoints machine workers/environment workers/preloader \
-    rendezvous_io observability/status observability/journal observability/page observability/accounting \
-    observability/tracing workers/supervision workers/evidence workers/hangs workers/links
-daemon: common output configuration configuration/types configuration/reading machine/network machine \
-    workers/preloader/fidelity rendezvous_io main
-commands/nodes: common configuration configuration/types configuration/reading workers/processes \
+commands: common output configuration machine/network workers/processes workers/checkpoints machine \
+    workers/environment rendezvous_io observability/status commands/check_nodes
+commands/runs: common output configuration workers/processes observability/journal observability/report \
     observability/status commands
-commands/pool: common output configuration configuration/types configuration/reading rendezvous_io \
-    observability/status commands daemon
-torchrun: rendezvous/etcd common configuration configuration/types configuration/reading machine/network \
-    rendezvous_io main
-start: worker/wire common output configuration configuration/types configuration/reading workers/processes \
-    workers/checkpoints machine main daemon
+main: common output configuration machine/network machine/gpus machine/memory workers/failures machine/notices \
+    workers/processes workers/checkpoints machine workers/environment workers/preloader rendezvous_io \
+    observability/status observability/journal observability/page observability/accounting observability/tracing \
+    workers/supervision workers/evidence workers/hangs workers/links
+daemon: common output configuration machine/network machine workers/preloader/fidelity rendezvous_io main
+commands/nodes: common configuration workers/processes observability/status commands
+commands/pool: common output configuration rendezvous_io observability/status commands daemon
+torchrun: rendezvous/etcd common configuration machine/network rendezvous_io main
+start: worker/wire common output configuration workers/processes workers/checkpoints machine main daemon
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec`, `threads` and
 `protobuf` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES`

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.configuration.types.values import UserCause
+from elastic_agent.agent.configuration.values import BUILT_IN_CAUSES, UserCause
 from elastic_agent.agent.workers.failures.causes import CAUSES, HANG, UNKNOWN, CauseTable
 from elastic_agent.agent.workers.failures.facts import Facts, MachineEvent, Trouble
 from elastic_agent.rendezvous.records import Action
@@ -272,6 +272,7 @@ ACTIONS = {
 def test_what_follows_from_each_cause() -> None:
     for action, names in ACTIONS.items():
         assert {cause.name for cause in CAUSES if cause.action is action} == names
+    assert {cause.name for cause in CAUSES} == BUILT_IN_CAUSES, "what the configuration file may change"
     assert {cause.name for cause in CAUSES if cause.outside} == {"killed", "terminated"}
     assert {cause.name for cause in CAUSES if cause.collateral} == {
         *("nccl_remote", "nccl_timeout", "collective_broken", "store_lost", "connection_lost")

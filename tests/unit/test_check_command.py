@@ -16,7 +16,7 @@ from elastic_agent.agent.commands import check
 from elastic_agent.agent.commands.check import as_json, main, table
 from elastic_agent.agent.common.exits import CheckCode
 from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.types.values import Command, NodeCounts
+from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
 from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network.choice import NetworkChoice, NotReady

@@ -15,10 +15,15 @@ import pytest
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.help import bash_completion, full_help, short_help
-from elastic_agent.agent.configuration.options import COMMANDS, OPTIONS
-from elastic_agent.agent.configuration.types.option import Source
-from elastic_agent.agent.configuration.types.values import Command, NodeCounts
+from elastic_agent.agent.configuration.options import (
+    COMMANDS,
+    OPTIONS,
+    bash_completion,
+    full_help,
+    short_help,
+)
+from elastic_agent.agent.configuration.parse import Source
+from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.inventory import Machine

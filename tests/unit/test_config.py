@@ -17,19 +17,18 @@ from hypothesis import strategies as st
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import PortRange
-from elastic_agent.agent.configuration.config import Config, ConfigError
-from elastic_agent.agent.configuration.logs import LogConfig
+from elastic_agent.agent.configuration.config import Config, ConfigError, LogConfig
+from elastic_agent.agent.configuration.derive import Resolved, resolve, resolve_daemon, resolve_pool
+from elastic_agent.agent.configuration.load import MOST_FILE_BYTES, read_argv
 from elastic_agent.agent.configuration.options import GROUPS, OPTIONS
-from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve, resolve_daemon, resolve_pool
-from elastic_agent.agent.configuration.reading.sources import MOST_FILE_BYTES, read_argv
-from elastic_agent.agent.configuration.reading.torchrun_spellings import (
+from elastic_agent.agent.configuration.parse import Option, Source
+from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
+from elastic_agent.agent.configuration.settings import (
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
 )
-from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
-from elastic_agent.agent.configuration.types.option import Option, Source
-from elastic_agent.agent.configuration.types.values import (
+from elastic_agent.agent.configuration.values import (
     Command,
     LocalRanks,
     LogLevel,

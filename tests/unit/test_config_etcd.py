@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.config import Config, ConfigError
+from elastic_agent.agent.configuration.derive import Resolved, resolve
+from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.options import SECRET_VARIABLES
-from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
-from elastic_agent.agent.configuration.reading.sources import read_argv
+from elastic_agent.agent.configuration.parse import Source
 from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.types.option import Source
-from elastic_agent.agent.configuration.types.values import Secret
+from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.rendezvous.records import Endpoint
 
 PASSWORD = "ELASTIC_AGENT_ETCD_PASSWORD"

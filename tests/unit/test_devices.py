@@ -12,7 +12,7 @@ import pytest
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.types.values import DevicePinning, WorkerCount
+from elastic_agent.agent.configuration.values import DevicePinning, WorkerCount
 from elastic_agent.agent.machine.devices import (
     Device,
     Inventory,

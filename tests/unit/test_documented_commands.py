@@ -20,8 +20,8 @@ from elastic_agent.agent.commands.runs.diagnose import DIAGNOSE_OPTIONS
 from elastic_agent.agent.commands.runs.events import EVENTS_OPTIONS
 from elastic_agent.agent.commands.runs.report import REPORT_OPTIONS
 from elastic_agent.agent.commands.status import AGENT, STATUS_OPTIONS
+from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.options import COMMANDS
-from elastic_agent.agent.configuration.reading.sources import read_argv
 
 from .test_links import PAGES, ROOT
 

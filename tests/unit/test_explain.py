@@ -10,10 +10,9 @@ import pytest
 
 from elastic_agent.agent.commands.explain_env import OF_A_WORLD, Explained, explain, main
 from elastic_agent.agent.common.variables import USER
-from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.logs import LogConfig
+from elastic_agent.agent.configuration.config import Config, LogConfig
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.types.values import Command
+from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine import inventory as machines
 from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine

@@ -11,9 +11,8 @@ import pytest
 
 from elastic_agent.agent.commands.files import DEPLOY, KINDS, main
 from elastic_agent.agent.common.exits import FilesCode
-from elastic_agent.agent.configuration.help import bash_completion
-from elastic_agent.agent.configuration.options import OPTIONS
-from elastic_agent.agent.configuration.types.option import Source
+from elastic_agent.agent.configuration.options import OPTIONS, bash_completion
+from elastic_agent.agent.configuration.parse import Source
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

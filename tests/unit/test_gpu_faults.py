@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.common.ports import find_owner
-from elastic_agent.agent.configuration.types.values import UserCause
+from elastic_agent.agent.configuration.values import UserCause
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
 from elastic_agent.agent.workers.failures.gpu_news import GpuNews, gpu_news

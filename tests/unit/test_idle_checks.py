@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from elastic_agent.agent.common.events import NodeChecked
-from elastic_agent.agent.configuration.types.values import CheckMode
+from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.daemon.idle_checks import AGAIN_S, EVERY_S, NOT_YET, IdleChecks
 from elastic_agent.health.checks.finding import Finding
 

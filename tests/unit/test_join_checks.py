@@ -14,7 +14,7 @@ import pytest
 
 from elastic_agent.agent.common.events import NodeChecked, Signalled
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.configuration.types.values import CheckMode
+from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.rendezvous_io.join_checks import AGAIN, CHECKING, JoinChecks
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.node.runner import CheckRun

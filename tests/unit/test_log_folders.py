@@ -12,8 +12,8 @@ from elastic_agent.agent.common import own_folder
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.own_folder import NoTemporaryDirectory, make_own
 from elastic_agent.agent.common.pool_folder import pool_folder_here
-from elastic_agent.agent.configuration.logs import LogConfig
-from elastic_agent.agent.configuration.types.values import Streams, Texts
+from elastic_agent.agent.configuration.config import LogConfig
+from elastic_agent.agent.configuration.values import Streams, Texts
 from elastic_agent.agent.main.assembly import choose_log_directory
 from elastic_agent.agent.output.log_folders import (
     KEPT_GENERATIONS,

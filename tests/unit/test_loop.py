@@ -30,9 +30,8 @@ from elastic_agent.agent.common.events import (
 )
 from elastic_agent.agent.common.exits import GIVES_UP_S, ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
-from elastic_agent.agent.configuration.stopping import StopConfig
-from elastic_agent.agent.configuration.timeouts import LAST_SAVE_S, LEAST_SAVE_S
-from elastic_agent.agent.configuration.types.values import CheckMode
+from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig
+from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop, Services
 from elastic_agent.agent.main.probes import Probes
 from elastic_agent.agent.rendezvous_io.join_checks import JoinChecks

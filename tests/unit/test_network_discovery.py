@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.types.values import Command, NodeCounts
+from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine.network import addresses
 from elastic_agent.agent.machine.network import discovery as network_discovery
 from elastic_agent.agent.machine.network.addresses import AddressError

@@ -18,7 +18,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event, NoticeGiven, NoticeWithdrawn
 from elastic_agent.agent.common.http_client import Reply
-from elastic_agent.agent.configuration.types.values import NoticeSource
+from elastic_agent.agent.configuration.values import NoticeSource
 from elastic_agent.agent.machine.notices import aws, azure, gcp
 from elastic_agent.agent.machine.notices.aws import Aws
 from elastic_agent.agent.machine.notices.azure import Azure

@@ -35,7 +35,7 @@ from elastic_agent.agent.common.ports import (
     find_owner,
 )
 from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.types.values import Command
+from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.main.listeners import bind_all, binder
 
 LOOPBACK = "127.0.0.1"

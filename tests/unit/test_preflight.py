@@ -12,10 +12,9 @@ import pytest
 
 from elastic_agent.agent.common import own_folder
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.configuration.config import Config, ConfigError, Problem
-from elastic_agent.agent.configuration.logs import LogConfig
+from elastic_agent.agent.configuration.config import Config, ConfigError, LogConfig, Problem
 from elastic_agent.agent.configuration.stopping import StopConfig
-from elastic_agent.agent.configuration.types.values import Command, NoticeSource
+from elastic_agent.agent.configuration.values import Command, NoticeSource
 from elastic_agent.agent.machine import preflight
 from elastic_agent.agent.machine.preflight import check_resources, check_target, refuse_bad_syntax
 from elastic_agent.agent.workers.processes.run_files import run_directory_parent

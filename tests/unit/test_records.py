@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.configuration.types.parsers import MOST_NODES
+from elastic_agent.agent.configuration.parse import MOST_NODES
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.errors import RecordInvalid
 from elastic_agent.rendezvous.records import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.configuration.logs import LogConfig
-from elastic_agent.agent.configuration.types.parsers import read_local_ranks, read_streams, read_texts
+from elastic_agent.agent.configuration.config import LogConfig
+from elastic_agent.agent.configuration.parse import read_local_ranks, read_streams, read_texts
 from elastic_agent.agent.output.worker_logs import OutputRoute
 from elastic_agent.agent.workers.supervision.worker_spec import output_routes
 

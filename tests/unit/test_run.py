@@ -17,7 +17,7 @@ from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.common.ports import PortConfigError
 from elastic_agent.agent.configuration.config import Config, RendezvousConfig
-from elastic_agent.agent.configuration.types.values import Command
+from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network.discovery import Network
 from elastic_agent.agent.main import run as life

@@ -13,7 +13,7 @@ from elastic_agent.agent.commands import status
 from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_source
 from elastic_agent.agent.common.exits import StatusCode
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.reading.sources import read_argv
+from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.observability.status.pages import JobStatus
 from elastic_agent.agent.observability.status.report import as_json
 from elastic_agent.agent.observability.status.sources import (

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.configuration.reading.resolve import resolve
-from elastic_agent.agent.configuration.reading.sources import read_argv
-from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.timeouts import (
+from elastic_agent.agent.configuration.derive import resolve
+from elastic_agent.agent.configuration.load import read_argv
+from elastic_agent.agent.configuration.stopping import (
     LAST_SAVE_S,
     LEAST_SAVE_S,
+    TimeoutConfig,
     ladder,
     last_saves_s,
     whole_stop_s,

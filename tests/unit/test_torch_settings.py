@@ -12,7 +12,7 @@ import pytest
 from elastic_agent.agent.common.variables import USER, settle
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.types.values import NetworkProfile
+from elastic_agent.agent.configuration.values import NetworkProfile
 from elastic_agent.agent.machine.network.interfaces import RdmaPort
 from elastic_agent.agent.machine.network.profiles import TCP, Profile, choose_profile
 from elastic_agent.agent.machine.software import CURRENT, Range, Software, find_software

@@ -10,10 +10,10 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from elastic_agent.agent.configuration.config import ConfigError
+from elastic_agent.agent.configuration.derive import Resolved, resolve
+from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.options import OPTIONS
-from elastic_agent.agent.configuration.reading.resolve import Resolved, resolve
-from elastic_agent.agent.configuration.reading.sources import read_argv
-from elastic_agent.agent.configuration.reading.torchrun_spellings import IGNORED_TORCHRUN_OPTIONS
+from elastic_agent.agent.configuration.settings import IGNORED_TORCHRUN_OPTIONS
 from elastic_agent.rendezvous.records import Endpoint
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating.md"

@@ -8,9 +8,9 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.reading.torchrun_spellings import IGNORED_RDZV_CONF_KEYS
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig
-from elastic_agent.agent.configuration.types.values import NodeCounts
+from elastic_agent.agent.configuration.settings import IGNORED_RDZV_CONF_KEYS
+from elastic_agent.agent.configuration.values import NodeCounts
 from elastic_agent.agent.torchrun.parameters import KEYS, in_torchruns_words, read_parameters
 from elastic_agent.rendezvous.records import Endpoint
 

@@ -21,10 +21,9 @@ from ....rendezvous.records import (
 )
 from ....rendezvous.store.interface import Compare, Delete, Entry, Put, Store
 from ...common.exits import DrainCode
-from ...configuration.reading.settings import Settings
+from ...configuration.parse import Option, duration
 from ...configuration.rendezvous import RendezvousConfig
-from ...configuration.types.option import Option
-from ...configuration.types.parsers import duration
+from ...configuration.settings import Settings
 from ..store_command import CannotDo, store_command
 from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, no_such_node, state_of
 

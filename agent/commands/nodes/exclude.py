@@ -18,10 +18,9 @@ from ....rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUS
 from ....rendezvous.store.interface import Compare, Put, Store
 from ....rendezvous.text import clean, shortened
 from ...common.exits import ExclusionCode
-from ...configuration.reading.settings import Settings
+from ...configuration.parse import YES_OR_NO, Option, Parser, duration
 from ...configuration.rendezvous import RendezvousConfig
-from ...configuration.types.option import Option
-from ...configuration.types.parsers import YES_OR_NO, Parser, duration
+from ...configuration.settings import Settings
 from ..store_command import CannotDo, store_command
 from .job_nodes import LOOK_S, TRIES, look, meeting_place_for, no_such_node, state_of
 

@@ -14,10 +14,10 @@ from ....rendezvous.records import NODES_PREFIX, WORLD_KEY, NodeRecord, Phase, W
 from ....rendezvous.store.interface import Entry, Store
 from ....rendezvous.text import NAME, shortened
 from ...configuration.config import ConfigError, Problem
-from ...configuration.reading.resolve import resolve_meeting_place
-from ...configuration.reading.settings import Settings
-from ...configuration.reading.sources import ENV_PREFIX
+from ...configuration.derive import resolve_meeting_place
+from ...configuration.load import ENV_PREFIX
 from ...configuration.rendezvous import JOB_ID, RendezvousConfig
+from ...configuration.settings import Settings
 from ...observability.status.sources import HERE_S, AgentsSource, CannotShow
 from ...workers.processes.run_files import agents_here, run_directory_parents, stores_here
 from ..store_command import world_of

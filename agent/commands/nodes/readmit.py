@@ -10,8 +10,8 @@ from ....rendezvous.statements.exclusion import Exclusion
 from ....rendezvous.store.interface import Store
 from ....rendezvous.text import shortened
 from ...common.exits import ExclusionCode
-from ...configuration.reading.settings import Settings
 from ...configuration.rendezvous import RendezvousConfig
+from ...configuration.settings import Settings
 from ..store_command import CannotDo, store_command
 from .exclude import rewrite
 from .job_nodes import meeting_place_for

@@ -8,7 +8,7 @@ from ....pool.records import RESULTS_PREFIX, Cancel, Job, JobResult
 from ....pool.view import PoolView
 from ....rendezvous.store.interface import Compare, Put, Store
 from ...common.exits import PoolCode
-from ...configuration.reading.settings import Settings
+from ...configuration.settings import Settings
 from ..store_command import CannotDo
 from .pool_command import find_job, pool_command, present_user
 

@@ -12,9 +12,8 @@ from ....pool.view import PoolView
 from ....rendezvous.store.interface import Store
 from ....rendezvous.text import counted
 from ...common.exits import PoolCode
-from ...configuration.reading.settings import Settings
-from ...configuration.types.option import Option
-from ...configuration.types.parsers import YES_OR_NO
+from ...configuration.parse import YES_OR_NO, Option
+from ...configuration.settings import Settings
 from ..store_command import pause
 from .pool_command import pool_command, read_view
 

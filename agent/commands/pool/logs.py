@@ -10,9 +10,8 @@ from ....pool.records import Job
 from ....pool.view import PoolView
 from ....rendezvous.store.interface import Store
 from ...common.exits import PoolCode
-from ...configuration.reading.settings import Settings
-from ...configuration.types.option import Option
-from ...configuration.types.parsers import YES_OR_NO, whole_number
+from ...configuration.parse import YES_OR_NO, Option, whole_number
+from ...configuration.settings import Settings
 from ..store_command import CannotDo, pause
 from .live_view import LiveView, code_of
 from .log_reader import JobLog, RankLog

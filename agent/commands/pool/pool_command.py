@@ -16,12 +16,12 @@ from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, Stor
 from ....rendezvous.store.interface import Store
 from ...common.exits import PoolCode
 from ...configuration.config import HELP, ConfigError, Problem
+from ...configuration.derive import resolve_pool
+from ...configuration.load import read_argv
 from ...configuration.options import TARGETS
-from ...configuration.reading.resolve import resolve_pool
-from ...configuration.reading.settings import Settings
-from ...configuration.reading.sources import read_argv
+from ...configuration.parse import Option
 from ...configuration.rendezvous import RendezvousConfig
-from ...configuration.types.option import Option
+from ...configuration.settings import Settings
 from ...rendezvous_io.store_opening import open_to_look
 from ..store_command import ANSWER_S, CannotDo, command_help, one_line_errors
 

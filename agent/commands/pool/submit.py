@@ -21,6 +21,7 @@ from ...configuration.config import (
     ARGS,
     CHECK_CONFIG,
     HTTP_ADDRESS,
+    LOG_DIR,
     MAX_NODES,
     MIN_NODES,
     MODULE,
@@ -32,10 +33,9 @@ from ...configuration.config import (
     VERSION,
     Problem,
 )
-from ...configuration.logs import LOG_DIR
+from ...configuration.derive import job_problems
 from ...configuration.options import OPTIONS, TARGETS
-from ...configuration.reading.resolve import job_problems
-from ...configuration.reading.settings import Settings
+from ...configuration.parse import TEXT, YES_OR_NO, Option, Parser, duration
 from ...configuration.rendezvous import (
     JOB_ID,
     JOIN_TIMEOUT,
@@ -45,8 +45,7 @@ from ...configuration.rendezvous import (
     SLURM,
     STANDALONE,
 )
-from ...configuration.types.option import Option
-from ...configuration.types.parsers import TEXT, YES_OR_NO, Parser, duration
+from ...configuration.settings import Settings
 from ...daemon.job_command import OF_THE_POOL
 from ..store_command import CannotDo
 from .cancel import cancel

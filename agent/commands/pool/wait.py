@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ....pool.view import PoolView
 from ....rendezvous.store.interface import Store
 from ...common.exits import PoolCode
-from ...configuration.reading.settings import Settings
+from ...configuration.settings import Settings
 from ..store_command import CannotDo
 from .live_view import LiveView, code_of
 from .pool_command import find_job, pool_command

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from .... import __version__
 from ...common.exits import DiagnoseCode
-from ...configuration.reading.settings import Settings
-from ...configuration.types.option import Group, Option
-from ...configuration.types.parsers import PATH
+from ...configuration.parse import PATH, Group, Option
+from ...configuration.settings import Settings
 from ...output.masking import secrets_in
 from ..store_command import CannotDo
 from .bundle import Bundled, write_bundle

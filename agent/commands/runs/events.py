@@ -22,9 +22,8 @@ from ....rendezvous.text import NAME
 from ...common.exits import EventsCode
 from ...common.http_client import NoAnswer, get
 from ...configuration.config import HELP, SCRIPT, ConfigError
-from ...configuration.reading.sources import read_argv
-from ...configuration.types.option import Group, Option
-from ...configuration.types.parsers import duration
+from ...configuration.load import read_argv
+from ...configuration.parse import Group, Option, duration
 from ...observability.journal.event_file import journals, read_file
 from ...observability.journal.events import EVENT, EVENTS_PATH, JobEvent, Kind
 from ...observability.status.sources import HERE_S

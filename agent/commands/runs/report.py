@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...common.exits import ReportCode
-from ...configuration.reading.settings import Settings
-from ...configuration.types.option import Group, Option
-from ...configuration.types.parsers import PATH, Parser
+from ...configuration.parse import PATH, Group, Option, Parser
+from ...configuration.settings import Settings
 from ...observability.journal.event_file import journals, read_file
 from ...observability.report.picture import FORMATS, PictureError, draw
 from ...observability.report.report import Report, ReportError, report_of

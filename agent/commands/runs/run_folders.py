@@ -12,11 +12,10 @@ from typing import Any
 
 from ....rendezvous.text import NAME
 from ...common.exits import Code, DiagnoseCode, ReportCode, exit_codes
-from ...configuration.config import HELP, SCRIPT, ConfigError
-from ...configuration.logs import LOG_DIR
-from ...configuration.reading.settings import Settings
-from ...configuration.reading.sources import read_argv, read_environ
-from ...configuration.types.option import Option
+from ...configuration.config import HELP, LOG_DIR, SCRIPT, ConfigError
+from ...configuration.load import read_argv, read_environ
+from ...configuration.parse import Option
+from ...configuration.settings import Settings
 from ...output.log_folders import is_run, log_directory, newest_run
 from ..store_command import CannotDo, one_line_errors
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...configuration.config import ConfigError, Problem
-from ...configuration.types.values import NetworkProfile
+from ...configuration.values import NetworkProfile
 from .interfaces import RdmaPort
 
 Transport = Literal["ethernet", "infiniband", "efa", "roce"]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ...configuration.types.values import NoticeSource
+from ...configuration.values import NoticeSource
 from . import aws, azure, gcp
 from .local import Tied, WatchedCommand, WatchedFile
 from .metadata_server import MetadataServer

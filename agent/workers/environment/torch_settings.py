@@ -17,8 +17,7 @@ from string import Formatter
 
 from ....worker.wire.environment import PROCESS_GROUP_TIMEOUT
 from ...common.variables import Variable
-from ...configuration.stopping import TimeoutConfig
-from ...configuration.timeouts import HEARTBEAT_VARIABLE, process_group_s, watchdog_s
+from ...configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, process_group_s, watchdog_s
 from ...machine.network.profiles import Profile, Transport
 from ...machine.software import ANY, Range, Software
 

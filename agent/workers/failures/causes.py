@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ....rendezvous.records import Action
 from ....rendezvous.statements import inquiry
-from ...configuration.types.values import UserCause
+from ...configuration.values import UserCause
 from .conditions import (
     Condition,
     Exits,

@@ -24,8 +24,8 @@ from ....rendezvous.records import Endpoint
 from ....rendezvous.text import clean
 from ...common.own_folder import temporary_places, try_out
 from ...common.pool_folder import SERVICES
+from ...configuration.parse import Source
 from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID, POOL
-from ...configuration.types.option import Source
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from typing import Protocol
 from ....rendezvous.text import counted
 from ...common.events import Event, WorkerExited
 from ...common.io_thread import IoThread
-from ...configuration.types.values import Command, CommandKind
+from ...configuration.values import Command, CommandKind
 from ...output.worker_logs import OutputRoute, WorkerLogs
 from .guard import IGNORED, Guard
 from .proc import (

@@ -20,7 +20,7 @@ from ....rendezvous.text import counted
 from ....worker.wire.shared_progress import Reading
 from ...common.events import Signs
 from ...configuration.config import Config
-from ...configuration.timeouts import drain_timeout_s
+from ...configuration.stopping import drain_timeout_s
 from ..evidence.collector import Target
 from ..evidence.stacks import WorkerStacks
 from ..hangs.detector import HangDetector, Stall, ends_alone

@@ -17,8 +17,7 @@ from ....rendezvous.records import Member, World
 from ....worker.wire.environment import WorkerEnv
 from ...common.own_folder import NoTemporaryDirectory
 from ...common.variables import compose
-from ...configuration.config import Config
-from ...configuration.logs import LogConfig
+from ...configuration.config import Config, LogConfig
 from ...machine.inventory import Machine
 from ...output.worker_logs import OutputRoute
 from ..environment.contract import WorkerPlace, chosen_variables

@@ -1,5 +1,7 @@
 """Settings: values with their origins, and what was wrong or without effect where they were read.
 
+The tables of torchrun's spellings that have no option of their own are here, too.
+
 Words: a *setting* is a value with its *origin*, the words by which a person finds the place to change it. Every problem
 is collected, not only the first.
 """
@@ -12,14 +14,26 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Generic, TypeVar, cast
 
-from ..config import ARGS, DEVICE_PINNING, MAX_NODES, MIN_NODES, NNODES, SCRIPT, VIRTUAL_LOCAL_RANK, Problem
-from ..logs import LOG_LEVEL, QUIET
-from ..options import OPTIONS, RDZV_CONF
-from ..rendezvous import ETCD_PASSWORD
-from ..types.option import Option, Source
-from ..types.parsers import BadPort
-from ..types.values import NodeCounts, Secret, UserCause
-from .torchrun_spellings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
+from .config import (
+    ARGS,
+    DEVICE_PINNING,
+    LOG_LEVEL,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NNODES,
+    NO_PYTHON,
+    PREFIX_TEMPLATE,
+    QUIET,
+    SCRIPT,
+    VIRTUAL_LOCAL_RANK,
+    Problem,
+)
+from .options import OPTIONS, RDZV_CONF
+from .parse import BadPort, Option, Source
+from .rendezvous import ETCD_PASSWORD
+from .stopping import STOP_GRACE
+from .values import NodeCounts, Secret, UserCause
 
 T = TypeVar("T")
 
@@ -177,3 +191,31 @@ def closest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     begun = [candidate for candidate in names if len(name) > 3 and candidate.startswith(name)]
     return next(iter(begun + get_close_matches(name, names, n=1, cutoff=0.7)), "")
+
+
+RDZV_CONF_KEYS = {key: option for option in OPTIONS for key in option.conf}
+"""The first key of several for one option is the one to recommend."""
+
+VARIABLES: dict[str, Option[object]] = {
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX_TEMPLATE,
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_GRACE,
+    "LOGLEVEL": LOG_LEVEL,
+}
+"""Besides `PET_*`, and weaker."""
+
+TARGET_SWITCHES: dict[str, Option[str | None]] = {"PET_MODULE": MODULE, "PET_NO_PYTHON": NO_PYTHON}
+"""Variables that take the place of a switch on the command line; 0 is off."""
+
+IGNORED_RDZV_CONF_KEYS = frozenset(
+    {"timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
+    | {"read_timeout", "is_host", "rank", "store_type", "protocol", "etcd_prefix"}
+)
+
+# Option, each with one value, and why it can be ignored. Training runs the same without them.
+IGNORED_TORCHRUN_OPTIONS = {
+    "monitor-interval": "a worker's end is noticed at once, nothing is polled",
+    "start-method": "it only concerns functions as entry points",
+    "event-log-handler": "events go to the agent's log",
+    "exit-barrier-timeout": "an agent waits for no other at its end; --exit-timeout is for ranks that do not end",
+    "logs-specs": "--log-dir, --redirects and --tee say where lines go",
+}

@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ....worker.ranks.launchers.slurm import first_node, port_of
-from ..config import DEVICES_PER_WORKER, MAX_NODES, MIN_NODES, NPROC_PER_NODE, Problem
-from ..rendezvous import (
+from ...worker.ranks.launchers.slurm import first_node, port_of
+from .config import DEVICES_PER_WORKER, MAX_NODES, MIN_NODES, NPROC_PER_NODE, Problem
+from .parse import StoreAddress
+from .rendezvous import (
     BACKEND,
     ENDPOINT,
     JOB_ID,
@@ -24,11 +25,9 @@ from ..rendezvous import (
     SLURM,
     STANDALONE,
 )
-from ..stopping import JOB_ENDS_AT, SERVICE_STOP_LIMIT, STOP_GRACE
-from ..timeouts import longest_grace_s
-from ..types.parsers import StoreAddress
-from ..types.stores import DEFAULT, STORES
 from .settings import Settings
+from .stopping import JOB_ENDS_AT, SERVICE_STOP_LIMIT, STOP_GRACE, longest_grace_s
+from .values import DEFAULT, STORES
 
 KILL_WAIT_S = 30.0
 """Slurm's default KillWait: from the SIGTERM of scancel, preemption or the time limit to SIGKILL."""

@@ -15,15 +15,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
-from ....rendezvous.etcd.kind import ETCD
-from ....rendezvous.local.kind import LOCAL
-from ...common.pool_folder import lasting_folder, pool_folder, pool_folder_here
-from ..config import (
+from ...rendezvous.etcd.kind import ETCD
+from ...rendezvous.local.kind import LOCAL
+from ..common.pool_folder import lasting_folder, pool_folder, pool_folder_here
+from .check import check_relations
+from .config import (
     ARGS,
     CONFIG_FILE,
     DEVICE_PINNING,
     HTTP_ADDRESS,
     LOCAL_ADDR,
+    LOG_DIR,
     MAX_NODES,
     MIN_NODES,
     MODULE,
@@ -32,15 +34,20 @@ from ..config import (
     NO_PYTHON,
     NODES_MULTIPLE_OF,
     NPROC_PER_NODE,
+    REDIRECTS,
     RUN_PATH,
     SCRIPT,
+    STDERR_FILTERS,
+    STDOUT_FILTERS,
+    TEE,
     Config,
     ConfigError,
     Problem,
 )
-from ..logs import LOG_DIR, REDIRECTS, STDERR_FILTERS, STDOUT_FILTERS, TEE
-from ..options import OPTIONS, TARGETS
-from ..rendezvous import (
+from .load import read_environ, read_file
+from .options import OPTIONS, TARGETS
+from .parse import Option, StoreAddress
+from .rendezvous import (
     BACKEND,
     DEFAULT_POOL,
     ENDPOINT,
@@ -58,16 +65,10 @@ from ..rendezvous import (
     EtcdConfig,
     RendezvousConfig,
 )
-from ..stopping import MEMORY_CHECKPOINTS
-from ..types.option import Option
-from ..types.parsers import StoreAddress
-from ..types.stores import ALONE, DEFAULT, STORES
-from ..types.values import Command, CommandKind, NodeCounts
-from .settings import Setting, Settings
+from .settings import TARGET_SWITCHES, Setting, Settings
 from .slurm import derive_slurm, started_apart
-from .sources import read_environ, read_file
-from .torchrun_spellings import TARGET_SWITCHES
-from .validation import check_relations
+from .stopping import MEMORY_CHECKPOINTS
+from .values import ALONE, DEFAULT, STORES, Command, CommandKind, NodeCounts
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ....rendezvous.etcd.kind import ETCD
-from ....rendezvous.records import Endpoint
-from ....rendezvous.store.store_kind import StoreKind
-from ..config import (
+from ...rendezvous.etcd.kind import ETCD
+from ...rendezvous.records import Endpoint
+from ...rendezvous.store.store_kind import StoreKind
+from .config import (
     HTTP_ADDRESS,
     MAX_NODES,
     MIN_NODES,
@@ -31,8 +31,9 @@ from ..config import (
     SCRIPT,
     Problem,
 )
-from ..options import COMMANDS
-from ..rendezvous import (
+from .options import COMMANDS
+from .parse import MOST_NODES, Option
+from .rendezvous import (
     BACKEND,
     ENDPOINT,
     ETCD_CA,
@@ -50,19 +51,21 @@ from ..rendezvous import (
     POOL,
     STORE_OUTAGE_GRACE,
 )
-from ..stopping import (
+from .settings import Setting, Settings
+from .stopping import (
     DRAIN_TIMEOUT,
     HANG_TIMEOUT,
+    HEARTBEAT_VARIABLE,
+    LAST_SAVE_S,
+    LEAVING_S,
     PROCESS_GROUP_TIMEOUT,
     SERVICE_STOP_LIMIT,
     STOP_GRACE,
     TimeoutConfig,
+    process_group_s,
+    whole_stop_s,
 )
-from ..timeouts import HEARTBEAT_VARIABLE, LAST_SAVE_S, LEAVING_S, process_group_s, whole_stop_s
-from ..types.option import Option
-from ..types.parsers import MOST_NODES
-from ..types.stores import CLUSTERS, SHARED, STORES, in_words
-from .settings import Setting, Settings
+from .values import CLUSTERS, SHARED, STORES, in_words
 
 
 def check_relations(

@@ -1,13 +1,21 @@
-"""The types of what is configured, for those types that the standard library does not have."""
+"""The types of what is configured, for those that the standard library does not have, and the kinds of stores.
+
+A new kind of store is a folder in `rendezvous`, and a name in `STORES`.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ....rendezvous.records import Action
+from ...rendezvous.c10d.kind import C10D
+from ...rendezvous.etcd.kind import ETCD
+from ...rendezvous.local.kind import LOCAL
+from ...rendezvous.records import Action
+from ...rendezvous.store.memory import MEMORY
 
 Affinity = Literal["none", "numa", "cores"]
 CheckMode = Literal["fail", "warn", "off"]
@@ -123,6 +131,21 @@ class NoticeSource:
         return f"{self.kind}:{self.path}" if self.path else self.kind
 
 
+BUILT_IN_CAUSES = frozenset(
+    (
+        *("ecc", "xid", "host_out_of_memory", "refused", "port", "gpu_missing", "storage"),
+        *("import_error", "syntax_error", "assertion", "script_error", "cuda_out_of_memory"),
+        *("device_assert", "illegal_access", "nccl_usage", "nccl_remote", "nccl_timeout"),
+        *("nccl_system", "cuda_error", "nccl", "collective_broken", "store_lost"),
+        *("store_unreachable", "shared_memory_full", "disk_full", "limit", "data_loader"),
+        *("connection_lost", "usage", "command", "terminated", "exception", "killed", "segfault"),
+        *("bus_error", "abort", "illegal_instruction", "signal", "unknown", "hang", "not_started"),
+        "store_server",
+    )
+)
+"""The names of `workers/failures/causes`, which a row of the file may change."""
+
+
 @dataclass(frozen=True, slots=True)
 class UserCause:
     """A row `[[cause]]` of the configuration file: a cause of the user's own, or a change of a built-in one."""
@@ -161,3 +184,26 @@ class Command:
     def started(self) -> Command:
         """What Python is started with, if it is Python."""
         return Command("module", RUN_SCRIPT, (self.target, *self.args)) if self.kind == "run-path" else self
+
+
+STORES = {kind.name: kind for kind in (C10D, ETCD, LOCAL, MEMORY)}
+
+ALONE = MEMORY
+"""Of a node that no other one can join, where none is chosen."""
+
+DEFAULT = C10D
+"""Else."""
+
+SHARED = tuple(kind for kind in STORES.values() if kind.port is not None)
+"""Nodes of several machines can meet there."""
+
+CLUSTERS = tuple(kind for kind in STORES.values() if kind.cluster)
+
+
+def in_words(kinds: Iterable[object]) -> str:
+    """
+    >>> in_words(["c10d", "etcd", "memory"])
+    'c10d, etcd or memory'
+    """
+    *others, last = map(str, kinds)
+    return f"{', '.join(others)} or {last}" if others else last
