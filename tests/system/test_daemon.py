@@ -90,14 +90,18 @@ def test_a_job_of_torch_does_each_step_once_while_its_nodes_come_and_go(pool: Po
         lines = file.read_text().splitlines() if file.exists() else []
         return [(int(number), int(world)) for number, world in map(str.split, lines)]
 
-    counted = pool.submit("--max-nodes=2", TORCH_PRELOADED, script=(COUNTED, folder, "150"))
+    counted = pool.submit("--max-nodes=2", TORCH_PRELOADED, script=(COUNTED, folder, "100000"))
     pool.job.wait_for(lambda: any(world == 2 for _, world in steps()), "both nodes to train")
     between = pool.submit()
     pool.starts(between, 1)
     pool.end_job(between)
-    assert pool.wait(counted) == PoolCode.DONE
-    assert [number for number, _ in steps()] == list(range(1, 151))
     assert pool.wait(between) == PoolCode.DONE
+    alone = len(steps())
+    pool.job.wait_for(lambda: any(world == 2 for _, world in steps()[alone:]), "both nodes to train again")
+    (folder / "enough").touch()
+    assert pool.wait(counted) == PoolCode.DONE
+    done = [number for number, _ in steps()]
+    assert done == list(range(1, len(done) + 1))
 
 
 def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back(pool: Pool) -> None:

@@ -53,7 +53,7 @@ def test_a_schedulers_sigterm_to_all_processes_is_one_planned_leave(job: Job) ->
     script = job.folder / "train.py"
     script.write_text(STEPS)
     agent = job.start("a", "--slurm", script=(script,), environment=task(1, 0, SLURM_JOB_ID="7"))
-    job.wait_for(lambda: job.history(what="step"), "a step")
+    job.wait_for(lambda: len(job.history(what="step")) > 1, "a step() that has ended, which catches signals")
     for process in processes_of(job.id):
         os.kill(process.pid, signal.SIGTERM)
     agent.signal(signal.SIGTERM)
