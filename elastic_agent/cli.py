@@ -2,7 +2,7 @@
 
 Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` finds what
 follows on this machine, `run` does the work and returns the exit code: of `agent/main` where there is a script, of
-`agent/daemon` where there is none. A configuration with problems ends with 78, or with 73 where another machine could
+`pool/daemon` where there is none. A configuration with problems ends with 78, or with 73 where another machine could
 run it, and the list of all of them, before anything is started.
 
 A *sub-command* does something else than run a job. It is one only as the very first word, so that a script
@@ -59,13 +59,13 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
     except FileNotFoundError:
         print("elastic-agent: the current folder was deleted: change to one that is there", file=sys.stderr)
         return ExitCode.BAD_CONFIG
+    if words and words[0] in POOL_COMMANDS:
+        from .pool.commands import run as run_command
+
+        return run_command(words[0], words[1:])
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
-        rooms = {
-            "commands.nodes": NODE_COMMANDS,
-            "commands.pool": POOL_COMMANDS,
-            "commands.runs": RUN_COMMANDS,
-        }
+        rooms = {"commands.nodes": NODE_COMMANDS, "commands.runs": RUN_COMMANDS}
         room = next((room for room, names in rooms.items() if words[0] in names), "commands")
         command = importlib.import_module(f".agent.{room}.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))
@@ -120,7 +120,7 @@ def _daemon(resolved: Resolved, *, only_check: bool) -> int:
     if only_check:
         print("\n".join(resolved.settings.lines()))
         return ExitCode.SUCCESS
-    from .agent.daemon.run import run
+    from .pool.daemon import run
 
     return run(resolved)
 

@@ -13,12 +13,12 @@ if __name__ == "__main__":
     # As at the start of any agent: a scheduler's warning waits until `run` has handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     from .__main__ import end
-    from .agent.daemon.standby_process import await_job
 
     # `main` imports these two when it knows that it needs them.
     from .agent.machine import inventory as inventory
     from .agent.main import run as run
     from .cli import main
+    from .pool.standby import await_job
 
     descriptor, preloads, store = sys.argv[1:]
     job = await_job(int(descriptor), preloads.split(","), store)

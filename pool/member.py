@@ -19,6 +19,7 @@ from ..rendezvous.errors import LeaseExpired, RecordInvalid, StoreError, StoreMi
 from ..rendezvous.records import STOP_KEY, WORLD_KEY
 from ..rendezvous.store.interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot
 from ..rendezvous.store.requests import RETRY, Answer, Grant, PendingRequest, Read, Request, Subscription
+from ..rendezvous.store.scoped import run_prefix
 from .records import (
     CANCELS_PREFIX,
     JOBS_PREFIX,
@@ -31,7 +32,6 @@ from .records import (
     Seat,
     SeatEnd,
     SeatOutcome,
-    run_prefix,
     short,
 )
 from .schedule import Decision, Pool, decide, wake_at

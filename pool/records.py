@@ -34,8 +34,6 @@ JOBS_PREFIX = "jobs/"
 CANCELS_PREFIX = "cancels/"
 RESULTS_PREFIX = "results/"
 
-RUNS_PREFIX = "runs/"
-
 MAX_JOB_CHARS = 96 * 1024
 """Of one job: a thousand of them must fit into a store."""
 MAX_RECORD_CHARS = 1024 * 1024
@@ -55,11 +53,6 @@ def short(text: str, most_chars: int = MAX_REASON) -> str:
     """
     text = clean(text)
     return text if len(text) <= most_chars else f"{text[: most_chars - 3]}..."
-
-
-def run_prefix(job: str) -> str:
-    """Of the keys that the agents of a job have in the pool's store: those of a rendezvous of its own."""
-    return f"{RUNS_PREFIX}{job}/"
 
 
 Instant = Annotated[float, Within(0, 2**40)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from .records import (
     PoolNode,
     Record,
 )
-from .schedule import Pool
+from .schedule import Pool, what_is_missing, why_waiting
 
 log = logging.getLogger(__name__)
 
@@ -153,3 +153,58 @@ class PoolView:
             if key.startswith(prefix) and isinstance(record, kind) and record.key == key
         ]
         return tuple(record for _, record in sorted(found, key=lambda one: one[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """One job as people see it."""
+
+    job: str
+    name: str
+    state: str
+    """waiting, running, ending, or its outcome."""
+    detail: str
+    nodes: tuple[str, ...]
+    submitted_at: float
+    submitted_by: str
+    code: int | None = None
+    """Exit code of the agent that has decided how it ended."""
+    started_at: float | None = None
+    """Of the newest attempt."""
+    ended_at: float | None = None
+    logs: tuple[str, ...] = ()
+    """NODE:PATH of what its agents print."""
+
+
+def states(view: PoolView, now: float) -> Iterator[JobState]:
+    results = {result.job: result for result in view.results}
+    pool, live = view.pool(), {node.node: node for node in view.nodes}
+    for job in view.jobs:
+        code = started_at = ended_at = None
+        logs: dict[str, str] = {}
+        run, result = view.plan.run_of(job.job), results.get(job.job)
+        if result is not None:
+            state, detail, nodes = result.outcome.value, result.reason, result.nodes
+            code, started_at, ended_at, logs = result.code, result.started_at, result.ended_at, result.logs
+        elif run is not None:
+            state = "running" if run.ending is None else "ending"
+            told = filter(None, (f"attempt {run.attempt}", what_is_missing(pool, job, run)))
+            detail = "; ".join(told) if run.ending is None else run.ending.reason
+            nodes, started_at = tuple(seat.node for seat in run.seats), run.started_at
+            logs = {name: live[name].log_of(job.job) for name in nodes if name in live}
+        else:
+            state, detail, nodes = "waiting", why_waiting(pool, job, now), ()
+        places = tuple(f"{node}:{path}" for node, path in logs.items())
+        yield JobState(
+            job=job.job,
+            name=job.name,
+            state=state,
+            detail=detail,
+            nodes=nodes,
+            submitted_at=job.submitted_at,
+            submitted_by=job.submitted_by,
+            code=code,
+            started_at=started_at,
+            ended_at=ended_at,
+            logs=places,
+        )

@@ -33,7 +33,7 @@ POOL_COMMANDS = {
     "logs": "what a job of a pool prints, on all its nodes",
     "cancel": "end a job of a pool",
 }
-"""Those about a pool and its jobs. `agent/commands/pool` has a module for each."""
+"""Those about a pool and its jobs, all in `pool/commands`."""
 
 RUN_COMMANDS = {
     "events": "the events of a job, from its agents or from the files of a run",

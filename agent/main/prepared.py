@@ -1,6 +1,6 @@
 """What a process can have ready before it is the agent of any job: its threads' queue, its mark, and preloaded modules.
 
-An agent makes this when it starts. A daemon's standby (`daemon/standby_process`) has made it long before, and preloads
+An agent makes this when it starts. A daemon's standby (`pool/standby.py`) has made it long before, and preloads
 meanwhile what workers import: then the first workers of its job are forked at once.
 """
 

@@ -15,11 +15,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from ...pool.records import run_prefix
 from ...rendezvous.errors import StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import Store
-from ...rendezvous.store.scoped import ScopedStore
+from ...rendezvous.store.scoped import ScopedStore, run_prefix
 from ...rendezvous.store.store_kind import Access, Login, Tls
 from ..common.events import Event
 from ..common.exits import CannotStart, ExitCode

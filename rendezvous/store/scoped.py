@@ -9,6 +9,13 @@ from dataclasses import replace
 
 from .interface import Change, Compare, Delete, Entry, LeaseId, Outcome, Put, Snapshot, Store, Watch
 
+RUNS_PREFIX = "runs/"
+
+
+def run_prefix(job: str) -> str:
+    """Of the keys that the agents of a job have in the pool's store: those of a rendezvous of its own."""
+    return f"{RUNS_PREFIX}{job}/"
+
 
 class ScopedStore(Store):
     """`store` is closed with it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.daemon.hand_over import TAKEN_WITHIN_S
+from elastic_agent.pool.standby import TAKEN_WITHIN_S
 
 PATIENCE_S = 60.0
 

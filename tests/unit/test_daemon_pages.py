@@ -10,7 +10,12 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_agent.agent.daemon.pages import (
+from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
+from elastic_agent.health.http import Answers, HealthServer
+from elastic_agent.health.http_messages import Probe, Request
+from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.health.pool_metrics import SEAT_OUTCOMES, PoolMetrics
+from elastic_agent.pool.pages import (
     DaemonPages,
     DaemonSnapshot,
     LogPage,
@@ -18,17 +23,13 @@ from elastic_agent.agent.daemon.pages import (
     labelled,
     slow_pages,
 )
-from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
-from elastic_agent.health.http import Answers, HealthServer
-from elastic_agent.health.http_messages import Probe, Request
-from elastic_agent.health.metrics import Build, Metrics, Place
-from elastic_agent.health.pool_metrics import SEAT_OUTCOMES, PoolMetrics
-from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, SeatOutcome, run_prefix
+from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, SeatOutcome
 from elastic_agent.pool.view import PoolCounts, PoolView
 from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
 from elastic_agent.rendezvous.store.interface import Entry, Put
 from elastic_agent.rendezvous.store.interface import Snapshot as StoreSnapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
+from elastic_agent.rendezvous.store.scoped import run_prefix
 from elastic_agent.threads import Thread
 
 NOW = 100.0

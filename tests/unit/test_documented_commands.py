@@ -15,13 +15,13 @@ from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTI
 from elastic_agent.agent.commands.files import KINDS
 from elastic_agent.agent.commands.nodes import exclude
 from elastic_agent.agent.commands.nodes.drain import TIMEOUT
-from elastic_agent.agent.commands.pool import jobs, logs, submit
 from elastic_agent.agent.commands.runs.diagnose import DIAGNOSE_OPTIONS
 from elastic_agent.agent.commands.runs.events import EVENTS_OPTIONS
 from elastic_agent.agent.commands.runs.report import REPORT_OPTIONS
 from elastic_agent.agent.commands.status import AGENT, STATUS_OPTIONS
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.options import COMMANDS
+from elastic_agent.pool.commands import jobs, logs, submit
 
 from .test_links import PAGES, ROOT
 

@@ -9,8 +9,8 @@ import pytest
 
 from elastic_agent.agent.common.events import NodeChecked
 from elastic_agent.agent.configuration.values import CheckMode
-from elastic_agent.agent.daemon.idle_checks import AGAIN_S, EVERY_S, NOT_YET, IdleChecks
 from elastic_agent.health.checks.finding import Finding
+from elastic_agent.pool.loop import AGAIN_S, EVERY_S, NOT_YET, IdleChecks
 
 from .test_join_checks import FAILS, GOOD, WARNS, FakeRun
 

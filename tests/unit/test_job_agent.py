@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.exits import WARNINGS, ExitCode
-from elastic_agent.agent.daemon.hand_over import AgentCommand
-from elastic_agent.agent.daemon.job_agent import JobAgent, JobAgentEnded, NotTaken
+from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded, NotTaken
+from elastic_agent.pool.standby import AgentCommand
 
 PATIENCE_S = 20.0
 
@@ -30,8 +30,8 @@ while True:
 DAEMON = """
 import os, signal, stat, sys, threading, time
 from pathlib import Path
-from elastic_agent.agent.daemon.hand_over import AgentCommand
-from elastic_agent.agent.daemon.job_agent import JobAgent
+from elastic_agent.pool.standby import AgentCommand
+from elastic_agent.pool.job_agent import JobAgent
 
 folder, sys.executable = Path(sys.argv[1]), sys.argv[2]
 os.register_at_fork(after_in_child=(folder / "python_ran_after_fork").touch)

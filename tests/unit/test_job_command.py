@@ -12,7 +12,7 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.derive import resolve, resolve_daemon
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.daemon.job_command import agent_words, own_words, seat_end
+from elastic_agent.pool.job_agent import agent_words, own_words, seat_end
 from elastic_agent.pool.member import Assignment
 from elastic_agent.pool.records import Job, PoolNode, Run, Seat, SeatOutcome
 

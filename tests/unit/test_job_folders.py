@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from elastic_agent.agent.output.job_folders import JobFolders, hold
+from elastic_agent.pool.job_logs import JobFolders, hold
 
 
 def test_a_job_is_unfinished_while_a_process_has_its_output_open(tmp_path: Path) -> None:

@@ -9,20 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands.pool.log_reader import (
+from elastic_agent.agent.output.log_folders import RunFolder
+from elastic_agent.health.http_messages import Request
+from elastic_agent.pool import job_logs
+from elastic_agent.pool.commands.logs import (
     JobLog,
     RankLog,
     Unreadable,
     ask_daemon,
     nodes_of,
 )
-from elastic_agent.agent.daemon import job_logs
-from elastic_agent.agent.daemon.job_logs import LogRequest, Piece, read_piece, split_piece
-from elastic_agent.agent.daemon.pages import LogPage
-from elastic_agent.agent.output import job_folders
-from elastic_agent.agent.output.job_folders import KEPT_BEYOND, MARK, JobFolders, prune
-from elastic_agent.agent.output.log_folders import RunFolder
-from elastic_agent.health.http_messages import Request
+from elastic_agent.pool.job_logs import (
+    KEPT_BEYOND,
+    MARK,
+    JobFolders,
+    LogRequest,
+    Piece,
+    prune,
+    read_piece,
+    split_piece,
+)
+from elastic_agent.pool.pages import LogPage
 from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, PoolNode, Record, Run, Seat
 from elastic_agent.pool.view import PoolView
 from elastic_agent.rendezvous.records import Endpoint
@@ -199,7 +206,7 @@ def test_tidying_does_without_a_disk(root: Path) -> None:
     folders.tidy(set())
     assert folders._tidying is not None
     folders._tidying.join(10.0)
-    assert job_folders.job_folder(root, "j") is None
+    assert job_logs.job_folder(root, "j") is None
 
 
 # --- How commands put it together

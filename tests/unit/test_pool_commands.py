@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands.pool import cancel, jobs, logs, pool_command, submit, wait
-from elastic_agent.agent.commands.pool.jobs import JobState
-from elastic_agent.agent.commands.pool.live_view import OUTAGE_S, LiveView, code_of
-from elastic_agent.agent.commands.pool.log_reader import JobLog
-from elastic_agent.agent.commands.pool.logs import follow
-from elastic_agent.agent.commands.pool.progress import Progress
 from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import PoolCode
+from elastic_agent.pool.commands import jobs, logs, pool_command, submit
+from elastic_agent.pool.commands.jobs import cancel, wait
+from elastic_agent.pool.commands.logs import JobLog, follow
+from elastic_agent.pool.commands.pool_command import OUTAGE_S, LiveView, code_of
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     MAX_JOB_CHARS,
@@ -74,7 +72,7 @@ class PoolStore(MemoryStore):
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolStore]:
     store = PoolStore()
     monkeypatch.setattr(pool_command, "open_to_look", lambda place, timeout_s: store)
-    monkeypatch.setattr("elastic_agent.agent.commands.pool.submit.os.getcwd", lambda: "/here")
+    monkeypatch.setattr("elastic_agent.pool.commands.submit.os.getcwd", lambda: "/here")
     before = signal.getsignal(signal.SIGINT)
     yield store
     assert signal.getsignal(signal.SIGINT) is before
@@ -87,7 +85,7 @@ def pool(store: PoolStore) -> PoolStore:
 
 
 Command = Callable[[Sequence[str]], int]
-ABOUT_ONE_JOB = (cancel.main, wait.main, logs.main)
+ABOUT_ONE_JOB = (cancel, wait, logs.logs)
 
 
 # --- Which job
@@ -127,13 +125,13 @@ def test_a_name_of_several_jobs_is_refused(
 @pytest.mark.parametrize("name", ["ab12", "ab1", "train.py"])
 def test_a_job_is_found_by_its_id_the_beginning_of_it_or_its_name(name: str, pool: PoolStore) -> None:
     pool.put(JOB, replace(JOB, job="cd34", name="other.py"))
-    assert cancel.main([name]) == PoolCode.DONE
+    assert cancel([name]) == PoolCode.DONE
     assert set(pool.view.pool().cancelled) == {"ab12"}
 
 
 def test_an_id_wins_over_the_beginning_of_another_one(pool: PoolStore) -> None:
     pool.put(JOB, replace(JOB, job="ab123"))
-    assert cancel.main(["ab12"]) == PoolCode.DONE
+    assert cancel(["ab12"]) == PoolCode.DONE
 
 
 @pytest.mark.parametrize("command", ABOUT_ONE_JOB)
@@ -146,7 +144,7 @@ def test_a_command_about_a_job_wants_one(
 
 
 @pytest.mark.parametrize(
-    ("command", "words"), [(jobs.main, ["ab12"]), *((one, ["ab12", "cd34"]) for one in ABOUT_ONE_JOB)]
+    ("command", "words"), [(jobs.jobs, ["ab12"]), *((one, ["ab12", "cd34"]) for one in ABOUT_ONE_JOB)]
 )
 def test_a_word_too_many_is_refused(
     command: Command, words: list[str], pool: PoolStore, capsys: pytest.CaptureFixture[str]
@@ -172,8 +170,8 @@ def test_a_store_that_does_not_answer_is_said(
 ) -> None:
     store.broken = error
     for command, words in (
-        (jobs.main, []),
-        (submit.main, ["x.py"]),
+        (jobs.jobs, []),
+        (submit.submit, ["x.py"]),
         *((one, ["ab"]) for one in ABOUT_ONE_JOB),
     ):
         assert command(words) == code
@@ -185,7 +183,7 @@ def test_records_that_cannot_be_read_hide_no_other(
 ) -> None:
     pool.put(JOB)
     pool.transact((), (Put(NODES_PREFIX + "z", "{}"), Put(JOBS_PREFIX + "x", "nonsense")))
-    assert jobs.main([]) == PoolCode.DONE
+    assert jobs.jobs([]) == PoolCode.DONE
     shown = capsys.readouterr().out
     assert shown.startswith("2 nodes, 2 idle; 1 job\n")
     assert "ab12" in shown
@@ -197,8 +195,8 @@ def test_a_plan_that_cannot_be_read_is_of_another_version(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.transact((), (Put(PLAN_KEY, '{"v": 99}'),))
-    for command in (jobs.main, submit.main):
-        assert command(["x.py"] if command is submit.main else []) == PoolCode.MISMATCH
+    for command in (jobs.jobs, submit.submit):
+        assert command(["x.py"] if command is submit.submit else []) == PoolCode.MISMATCH
         assert "'plan'" in capsys.readouterr().err
     assert not [entry for entry in pool.read(SCOPES).entries if entry.key.startswith(JOBS_PREFIX)]
 
@@ -209,7 +207,7 @@ def test_output_that_is_closed_has_a_code(pool: PoolStore, monkeypatch: pytest.M
             raise BrokenPipeError
 
     monkeypatch.setattr("sys.stdout", Closed())
-    assert jobs.main([]) == PoolCode.OUTPUT_CLOSED
+    assert jobs.jobs([]) == PoolCode.OUTPUT_CLOSED
 
 
 # --- submit
@@ -219,7 +217,7 @@ def test_the_last_line_of_submit_is_the_id_of_what_is_in_the_queue(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--name=n --env=A=1,B=x,y,C= --directory=d --time-limit=5m --min-nodes=2 --max-nodes=4 --hang-timeout=60s"
-    assert submit.main([*words.split(), "-m", "pkg.train", "--lr", "1"]) == PoolCode.DONE
+    assert submit.submit([*words.split(), "-m", "pkg.train", "--lr", "1"]) == PoolCode.DONE
     [job] = pool.view.jobs
     assert capsys.readouterr() == (f"{job.job}\n", "n: needs 2 nodes; 2 idle\n")
     assert job == Job(
@@ -241,14 +239,14 @@ def test_a_script_that_is_not_in_the_jobs_directory_is_refused(
     pool: PoolStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = f"--directory={tmp_path}"
-    assert submit.main([here, "nofile.py"]) == PoolCode.BAD_CONFIG
+    assert submit.submit([here, "nofile.py"]) == PoolCode.BAD_CONFIG
     assert f"{tmp_path}, where the job is to run, has no nofile.py" in capsys.readouterr().err
     (tmp_path / "nofile.py").touch()
-    assert submit.main([here, "nofile.py"]) == PoolCode.DONE
+    assert submit.submit([here, "nofile.py"]) == PoolCode.DONE
 
 
 def test_nothing_is_submitted_where_no_node_is(store: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit.main(["x.py"]) == PoolCode.NO_POOL
+    assert submit.submit(["x.py"]) == PoolCode.NO_POOL
     assert "start elastic-agent without a script on each of its nodes" in capsys.readouterr().err
     assert not store.view.jobs
 
@@ -256,7 +254,7 @@ def test_nothing_is_submitted_where_no_node_is(store: PoolStore, capsys: pytest.
 def test_a_job_that_is_larger_than_the_pool_can_be_is_refused(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.main(["--min-nodes=3", "x.py"]) == PoolCode.BAD_CONFIG
+    assert submit.submit(["--min-nodes=3", "x.py"]) == PoolCode.BAD_CONFIG
     assert "needs 3 nodes, and the pool has at most 2 (--max-nodes of its daemons)" in capsys.readouterr().err
     assert not pool.view.jobs
 
@@ -276,7 +274,7 @@ def test_a_job_that_is_larger_than_the_pool_can_be_is_refused(
 def test_what_looks_like_a_secret_is_not_stored(
     name: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.main([f"--env=A=1,{name}=hunter2", "x.py"]) == PoolCode.BAD_CONFIG
+    assert submit.submit([f"--env=A=1,{name}=hunter2", "x.py"]) == PoolCode.BAD_CONFIG
     shown = capsys.readouterr().err
     assert f"--env {name}: expected no secret" in shown
     assert "give the file's name" in shown
@@ -288,13 +286,13 @@ def test_what_looks_like_a_secret_is_not_stored(
     "name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_TOKEN_PATH", "API_KEY_FILE", "KEY"]
 )
 def test_what_is_no_secret_is_stored(name: str, pool: PoolStore) -> None:
-    assert submit.main([f"--env={name}=1", "x.py"]) == PoolCode.DONE
+    assert submit.submit([f"--env={name}=1", "x.py"]) == PoolCode.DONE
 
 
 def test_a_job_that_is_too_large_for_a_record_is_refused(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.main(["x.py", *["y" * 30_000] * (MAX_JOB_CHARS // 30_000 + 1)]) == PoolCode.BAD_CONFIG
+    assert submit.submit(["x.py", *["y" * 30_000] * (MAX_JOB_CHARS // 30_000 + 1)]) == PoolCode.BAD_CONFIG
     assert ": put it into a file, and name that" in capsys.readouterr().err
     assert not pool.view.jobs
 
@@ -304,7 +302,7 @@ def test_bad_options_are_named_all_at_once(pool: PoolStore, capsys: pytest.Captu
         "--min-nodes=3 --max-nodes=2 --env=MY_TOKEN=1 --time-limit=0 --node-id=n --log-dir=/l --lease-ttl=1s"
         " --nodes-multiple-of=2"
     )
-    assert submit.main([*words.split(), "--rdzv-endpoint=h:1"]) == PoolCode.BAD_CONFIG
+    assert submit.submit([*words.split(), "--rdzv-endpoint=h:1"]) == PoolCode.BAD_CONFIG
     shown = capsys.readouterr().err
     for part in (
         "--time-limit '0'",
@@ -329,7 +327,7 @@ def test_a_submission_without_an_answer_names_the_job(
         raise StoreUnavailable("no answer in time")
 
     monkeypatch.setattr(pool, "transact", transact)
-    assert submit.main(["x.py"]) == PoolCode.NO_ANSWER
+    assert submit.submit(["x.py"]) == PoolCode.NO_ANSWER
     [job] = pool.view.jobs
     assert f"no answer in time; whether job {job.job} is in the queue is not known" in capsys.readouterr().err
 
@@ -339,15 +337,15 @@ def test_a_submission_without_an_answer_names_the_job(
 
 def test_a_job_is_cancelled_once(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(JOB)
-    assert cancel.main(["ab12"]) == PoolCode.DONE
+    assert cancel(["ab12"]) == PoolCode.DONE
     assert capsys.readouterr().out == "job ab12 (train.py) is cancelled\n"
-    assert cancel.main(["ab12"]) == PoolCode.OVER
+    assert cancel(["ab12"]) == PoolCode.OVER
     assert "job ab12 is cancelled already, and about to end" in capsys.readouterr().err
 
 
 def test_what_has_ended_is_not_cancelled(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(JOB, RESULT)
-    assert cancel.main(["ab12"]) == PoolCode.OVER
+    assert cancel(["ab12"]) == PoolCode.OVER
     assert "job ab12 has ended already: failed, a: exit code 3" in capsys.readouterr().err
     assert not pool.view.pool().cancelled
 
@@ -357,7 +355,7 @@ def test_what_ends_meanwhile_is_not_cancelled(pool: PoolStore) -> None:
     before = pool.view
     pool.put(RESULT)
     with pytest.raises(CannotDo, match="has ended already: failed, a: exit code 3"):
-        cancel.cancel(pool, before, JOB)
+        jobs.cancel_job(pool, before, JOB)
     assert not pool.view.pool().cancelled
 
 
@@ -369,7 +367,7 @@ def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureF
     seats = tuple(Seat(node.node, node.incarnation, 1 + place) for place, node in enumerate(nodes))
     runs = (Run("cd34", 1, 1.75e9, seats),)
     pool.put(*nodes, JOB, RESULT, replace(JOB, job="cd34"), replace(JOB, job="ef56"), Plan(2, runs))
-    assert jobs.main(["--json"]) == PoolCode.DONE
+    assert jobs.jobs(["--json"]) == PoolCode.DONE
     common = {"name": "train.py", "submitted_at": 1.7e9, "submitted_by": "u@h"}
     assert json.loads(capsys.readouterr().out) == {
         "schema": 1,
@@ -431,7 +429,7 @@ def test_wait_ends_as_the_job_did(
 ) -> None:
     result = replace(RESULT, outcome=outcome, code=of_agent)
     pool.put(JOB, result)
-    assert wait.main(["ab12"]) == code_of(result) == code
+    assert wait(["ab12"]) == code_of(result) == code
     assert capsys.readouterr().err == f"job ab12: {outcome.value}: a: exit code 3\n"
 
 
@@ -448,27 +446,6 @@ def test_wait_says_when_the_job_is_forgotten(pool: PoolStore, capsys: pytest.Cap
         follow(live, JOB, JobLog("ab12", lambda stream, lines: None, lambda text: None))
     assert caught.value.code is PoolCode.NO_JOB
     live.close()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_one_line_on_a_terminal_and_lines_elsewhere(pool: PoolStore) -> None:
-    waits = JobState("ab12", "t", "waiting", "needs 2", (), 0.0, "u")
-    runs = replace(waits, state="running", detail="attempt 1", nodes=("a", "b"))
-    shown = []
-    for output in (Terminal(), io.StringIO()):
-        progress = Progress(pool, JOB, output)
-        for state in (waits, waits, runs):
-            progress.show(state)
-        progress.end()
-        shown.append(output.getvalue())
-    assert shown == [
-        "\r\x1b[Kjob ab12 (t): waiting: needs 2\r\x1b[Kjob ab12 (t): running on 2 nodes: attempt 1\n",
-        "job ab12: waiting: needs 2\njob ab12: running: attempt 1\n",
-    ]
 
 
 # --- What follows a job
@@ -577,7 +554,7 @@ def test_ctrl_c_asks_whether_to_cancel(
 
     monkeypatch.setattr(submit, "follow", follow_until_interrupted)
     monkeypatch.setattr("sys.stdin", Typed(answer))
-    code = submit.main(["--follow", "x.py"])
+    code = submit.submit(["--follow", "x.py"])
     [job] = pool.view.jobs
     output, shown = capsys.readouterr()
     assert output == "", "it is the job's alone"
@@ -600,7 +577,7 @@ def test_ctrl_c_without_a_terminal_leaves_the_job_running(
 
     monkeypatch.setattr(submit, "follow", interrupt)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert submit.main(["--follow", "x.py"]) == PoolCode.INTERRUPTED
+    assert submit.submit(["--follow", "x.py"]) == PoolCode.INTERRUPTED
     assert "cancel job" not in capsys.readouterr().err.replace("elastic-agent cancel", "")
     assert not pool.view.pool().cancelled
 
@@ -610,7 +587,7 @@ def test_ctrl_c_without_a_terminal_leaves_the_job_running(
 
 def test_logs_of_a_job_that_waits_say_what_for(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(replace(JOB, min_nodes=9))
-    assert logs.main(["ab12"]) == PoolCode.DONE
+    assert logs.logs(["ab12"]) == PoolCode.DONE
     output, shown = capsys.readouterr()
     assert output == ""
     assert "waits and has printed nothing: needs 9 nodes" in shown
@@ -620,7 +597,7 @@ def test_logs_that_are_gone_are_named_with_their_place(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.put(JOB, replace(RESULT, nodes=("gone",), logs={"gone": "/l/ab12/gone.log"}))
-    assert logs.main(["ab12"]) == PoolCode.NO_JOB
+    assert logs.logs(["ab12"]) == PoolCode.NO_JOB
     shown = capsys.readouterr().err
     assert "node gone has left the pool; what it has is in /l/ab12/gone.log there" in shown
     assert "it was in gone:/l/ab12/gone.log" in shown
@@ -629,5 +606,5 @@ def test_logs_that_are_gone_are_named_with_their_place(
 @pytest.mark.parametrize("rank", ["-1", "x", "99999999999"])
 def test_logs_of_what_is_no_rank(rank: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(JOB)
-    assert logs.main(["ab12", f"--rank={rank}"]) == PoolCode.BAD_CONFIG
+    assert logs.logs(["ab12", f"--rank={rank}"]) == PoolCode.BAD_CONFIG
     assert f"--rank '{rank}'" in capsys.readouterr().err

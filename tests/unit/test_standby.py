@@ -13,18 +13,21 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.daemon.hand_over import (
+from elastic_agent.codec import Invalid
+from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded, NotTaken, StandbyProcess
+from elastic_agent.pool.standby import (
+    HEALTHY_S,
+    RETRY_S,
     AgentCommand,
+    Standby,
     pair,
     receive_job,
     send_job,
     send_ready,
     send_taken,
     was_taken,
+    why_cold,
 )
-from elastic_agent.agent.daemon.job_agent import JobAgent, JobAgentEnded, NotTaken, StandbyProcess
-from elastic_agent.agent.daemon.standby import HEALTHY_S, RETRY_S, Standby, why_cold
-from elastic_agent.codec import Invalid
 
 PATIENCE_S = 20.0
 OURS = {"HOME": "/root", "PYTHONPATH": "/opt/lib"}
@@ -93,7 +96,7 @@ class Handed:
         ours, theirs = pair()
         program = (
             "import socket, sys\n"
-            "from elastic_agent.agent.daemon.hand_over import receive_job, send_ready, send_taken\n"
+            "from elastic_agent.pool.standby import receive_job, send_ready, send_taken\n"
             "channel = socket.socket(fileno=int(sys.argv[1]))\n"
         )
         with theirs:
@@ -224,7 +227,7 @@ def test_one_that_ends_again_and_again_is_replaced_after_growing_pauses(
         started.append(subprocess.Popen(["false"]))
         return started[-1]
 
-    monkeypatch.setattr("elastic_agent.agent.daemon.standby.start_child", start_child)
+    monkeypatch.setattr("elastic_agent.pool.standby.start_child", start_child)
     clock = Clock()
     standby = Standby(("json",), "local", OURS, clock)
     for pause_s in (*RETRY_S, RETRY_S[-1]):

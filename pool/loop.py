@@ -6,22 +6,23 @@ import logging
 import os
 import queue
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...pool.member import Assignment, PoolMember
-from ...pool.records import SeatEnd, SeatOutcome
-from ..common.events import Handlers, NodeChecked, Signalled, StoreGone, ThreadFailed
-from ..common.exits import ENDINGS, ExitCode, code_of_leave
-from ..output.job_folders import JobFolders
-from ..rendezvous_io.store_link import StoreLink, deliver_from_store
-from .hand_over import AgentCommand
-from .idle_checks import IdleChecks
-from .job_agent import JobAgent, JobAgentEnded, NotTaken
-from .job_command import seat_end
+from ..agent.common.events import Handlers, NodeChecked, Signalled, StoreGone, ThreadFailed
+from ..agent.common.exits import ENDINGS, ExitCode, code_of_leave
+from ..agent.configuration.values import CheckMode
+from ..agent.rendezvous_io.store_link import StoreLink, deliver_from_store
+from ..health.checks.finding import Finding
+from ..health.checks.node.background import BackgroundChecks
+from ..health.checks.node.runner import CheckRun
+from .job_agent import JobAgent, JobAgentEnded, NotTaken, seat_end
+from .job_logs import JobFolders
+from .member import Assignment, PoolMember
 from .pages import DaemonSnapshot, RunningJob
-from .standby import Standby
+from .records import SeatEnd, SeatOutcome
+from .standby import AgentCommand, Standby
 
 log = logging.getLogger(__name__)
 
@@ -272,3 +273,53 @@ class DaemonLoop:
             self._stop()
         elif self._agent is not None:
             self._agent.leave()
+
+
+EVERY_S = 300.0
+AGAIN_S = 30.0
+"""While one fails that keeps jobs away."""
+
+NOT_YET = "its checks have not ended yet"
+
+
+class IdleChecks:
+    """For the main thread."""
+
+    def __init__(
+        self,
+        mode: CheckMode,
+        new_run: Callable[[], CheckRun],
+        post: Callable[[NodeChecked], object],
+        on_findings: Callable[[Sequence[Finding]], None] = lambda findings: None,
+    ) -> None:
+        """`post` takes events from any thread, `on_findings` gets the findings of each run."""
+        self._mode = mode
+        self._checks = BackgroundChecks(
+            new_run, lambda findings: post(NodeChecked(findings)), errors=mode == "fail"
+        )
+        self._on_findings = on_findings
+        self._due_at = float("-inf") if mode != "off" else float("inf")
+        self.problem = NOT_YET if mode == "fail" else ""
+        """Why this node must not be given a job; empty when it may."""
+
+    def turn(self, now: float) -> float | None:
+        """Of a node without a job. Begins what is due; the instant of the next run."""
+        if now >= self._due_at:
+            self._due_at = now + EVERY_S
+            self._checks.begin()
+        return self._due_at if self._due_at < float("inf") else None
+
+    def suspect(self, now: float) -> None:
+        """A job could not run here: the next run is due."""
+        self._due_at = min(self._due_at, now) if self._mode != "off" else self._due_at
+
+    def handle(self, event: NodeChecked, now: float) -> None:
+        failed = self._checks.ended(event.findings)
+        self._on_findings(event.findings)
+        if self._mode == "fail":
+            self.problem = "; ".join(f"check {finding.check} failed: {finding.summary}" for finding in failed)
+            if failed:
+                self._due_at = min(self._due_at, now + AGAIN_S)
+
+    def close(self) -> None:
+        self._checks.close()

@@ -20,44 +20,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...health.checks.finding import Finding
-from ...health.checks.needs import NodeNeeds
-from ...health.checks.node.runner import CheckRun
-from ...health.checks.node.table import checks_for
-from ...health.http import Answers, HealthServer
-from ...health.pool_metrics import PoolMetrics
-from ...pool.member import Assignment, PoolMember
-from ...pool.records import MOST_NODES, PoolNode, SeatEnd
-from ...rendezvous.errors import StoreUnavailable
-from ...rendezvous.records import Endpoint
-from ...rendezvous.store.interface import LeaseId, Store
-from ...rendezvous.store.requests import RETRY
-from ...rendezvous.text import clean
-from ...threads import Thread
-from ...worker.wire.shared_progress import clock
-from ..common.exits import CannotStart, ExitCode
-from ..common.interruptible import unless_stopped
-from ..common.own_folder import make_own
-from ..common.ports import PortError, bind_listener
-from ..configuration.config import HTTP_ADDRESS, MAX_NODES, Config
-from ..configuration.options import SECRET_VARIABLES
-from ..configuration.rendezvous import ENDPOINT, EtcdConfig
-from ..configuration.settings import Settings
-from ..machine.devices import probe
-from ..machine.network.addresses import reachable_at
-from ..machine.network.choice import NetworkChoice
-from ..machine.network.discovery import wait_for_network
-from ..main.listeners import http_listener
-from ..output.job_folders import JobFolders
-from ..output.log_folders import own_logs
-from ..rendezvous_io.store_link import StoreLink
-from ..rendezvous_io.store_opening import open_store, store_listener, store_options
-from .hand_over import AgentCommand
-from .idle_checks import IdleChecks
-from .job_command import agent_words, own_words
-from .loop import DaemonLoop, Ending, Services
+from ..agent.common.exits import CannotStart, ExitCode
+from ..agent.common.interruptible import unless_stopped
+from ..agent.common.own_folder import make_own
+from ..agent.common.ports import PortError, bind_listener
+from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, Config
+from ..agent.configuration.derive import Resolved
+from ..agent.configuration.options import SECRET_VARIABLES
+from ..agent.configuration.rendezvous import ENDPOINT, EtcdConfig
+from ..agent.configuration.settings import Settings
+from ..agent.machine.devices import probe
+from ..agent.machine.network.addresses import reachable_at, unique_node_id
+from ..agent.machine.network.choice import NetworkChoice
+from ..agent.machine.network.discovery import wait_for_network
+from ..agent.main.listeners import http_listener
+from ..agent.main.process import catch_signals, log_to, take_environment, thread_failed
+from ..agent.main.service_manager import ServiceManager
+from ..agent.output.console import take as take_console
+from ..agent.output.log_folders import own_logs
+from ..agent.rendezvous_io.store_link import StoreLink
+from ..agent.rendezvous_io.store_opening import open_store, store_listener, store_options
+from ..health.checks.finding import Finding
+from ..health.checks.needs import NodeNeeds
+from ..health.checks.node.runner import CheckRun
+from ..health.checks.node.table import checks_for
+from ..health.http import Answers, HealthServer
+from ..health.pool_metrics import PoolMetrics
+from ..rendezvous.errors import StoreUnavailable
+from ..rendezvous.records import Endpoint
+from ..rendezvous.store.interface import LeaseId, Store
+from ..rendezvous.store.requests import RETRY
+from ..rendezvous.text import clean
+from ..threads import Thread, listen
+from ..worker.wire.shared_progress import clock
+from .job_agent import agent_words, own_words
+from .job_logs import JobFolders
+from .loop import DaemonLoop, Ending, IdleChecks, Services
+from .member import Assignment, PoolMember
 from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
-from .standby import Standby
+from .records import MOST_NODES, PoolNode, SeatEnd
+from .standby import AgentCommand, Standby
 
 log = logging.getLogger(__name__)
 
@@ -277,3 +279,26 @@ def _give_up(lease: LeaseId, store: Store, clock: Callable[[], float], rng: rand
                 log.warning("left; could not sign off, the others notice when the lease ends: %s", error)
                 return
             time.sleep(wait_s)
+
+
+log = logging.getLogger(__name__)
+
+
+def run(resolved: Resolved) -> int:
+    """Returns when this node has left the pool: the exit code."""
+    config = resolved.config
+    name = config.node_id or unique_node_id()
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    listen(lambda thread, error: thread_failed(events, thread, error))
+    console = take_console(name)
+    log_to(console, name, config.logs)
+    manager = ServiceManager.take(os.environ, os.getpid(), clock)
+    environment = take_environment()
+    catch_signals(events, config.stop.more_signals.numbers)
+    manager.ready()
+    ending = run_daemon(config, name, resolved.settings, environment, events, manager.turn)
+    level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
+    log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
+    manager.stopping(f"ended with exit code {ending.code:d}: {ending.reason}")
+    console.close()
+    return ending.code

@@ -11,13 +11,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....pool.records import Job
-from ....pool.schedule import why_waiting
-from ....pool.view import PoolView
-from ....rendezvous.errors import RecordInvalid, StoreUnavailable
-from ....rendezvous.store.interface import Compare, Put, Store
-from ...common.exits import PoolCode
-from ...configuration.config import (
+from ...agent.commands.store_command import CannotDo
+from ...agent.common.exits import PoolCode
+from ...agent.configuration.config import (
     ARGS,
     CHECK_CONFIG,
     HTTP_ADDRESS,
@@ -33,10 +29,10 @@ from ...configuration.config import (
     VERSION,
     Problem,
 )
-from ...configuration.derive import job_problems
-from ...configuration.options import OPTIONS, TARGETS
-from ...configuration.parse import TEXT, YES_OR_NO, Option, Parser, duration
-from ...configuration.rendezvous import (
+from ...agent.configuration.derive import job_problems
+from ...agent.configuration.options import OPTIONS, TARGETS
+from ...agent.configuration.parse import TEXT, YES_OR_NO, Option, Parser, duration
+from ...agent.configuration.rendezvous import (
     JOB_ID,
     JOIN_TIMEOUT,
     LAST_CALL,
@@ -45,14 +41,16 @@ from ...configuration.rendezvous import (
     SLURM,
     STANDALONE,
 )
-from ...configuration.settings import Settings
-from ...daemon.job_command import OF_THE_POOL
-from ..store_command import CannotDo
-from .cancel import cancel
-from .live_view import LiveView
-from .log_reader import JobLog
-from .logs import follow, say, show
-from .pool_command import pool_command, present_user, read_view
+from ...agent.configuration.settings import Settings
+from ...rendezvous.errors import RecordInvalid, StoreUnavailable
+from ...rendezvous.store.interface import Compare, Put, Store
+from ..job_agent import OF_THE_POOL
+from ..records import Job
+from ..schedule import why_waiting
+from ..view import PoolView
+from .jobs import cancel_job
+from .logs import JobLog, follow, say, show
+from .pool_command import LiveView, pool_command, present_user, read_view
 
 _USAGE = """\
 usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
@@ -99,7 +97,7 @@ _NEXT_VARIABLE = re.compile(r",(?=[A-Za-z_][A-Za-z0-9_]*=)")
 """A comma elsewhere belongs to a value."""
 
 
-def main(words: Sequence[str]) -> int:
+def submit(words: Sequence[str]) -> int:
     return pool_command(
         "submit", words, _USAGE, _submit, NAME, ENV, DIRECTORY, TIME_LIMIT, FOLLOW, check=_check
     )
@@ -192,7 +190,7 @@ def _follow(live: LiveView, job: Job) -> int:
             say(_goes_on(job))
             return PoolCode.INTERRUPTED
         try:
-            say(cancel(live.store, read_view(live.store), job))
+            say(cancel_job(live.store, read_view(live.store), job))
         except CannotDo as over:
             say(str(over))
         asked.clear()

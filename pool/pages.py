@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 
-from ...health.families import CONTENT_TYPE
-from ...health.http_messages import Page, Probe, Request
-from ...health.pool_metrics import PoolMetrics
-from ...pool.records import run_prefix
-from ...pool.view import PoolCounts
-from ...rendezvous.errors import RecordInvalid, StoreError
-from ...rendezvous.records import Endpoint, NodeRecord, node_key
-from ...rendezvous.store.interface import Store
-from ..common.http_client import NoAnswer, get
-from ..main.heartbeat import STUCK_AFTER_S
+from ..agent.common.http_client import NoAnswer, get
+from ..agent.main.heartbeat import STUCK_AFTER_S
+from ..health.families import CONTENT_TYPE
+from ..health.http_messages import Page, Probe, Request
+from ..health.pool_metrics import PoolMetrics
+from ..rendezvous.errors import RecordInvalid, StoreError
+from ..rendezvous.records import Endpoint, NodeRecord, node_key
+from ..rendezvous.store.interface import Store
+from ..rendezvous.store.scoped import run_prefix
 from .job_logs import PATH as LOGS_PATH
 from .job_logs import LogRequest, read_piece
+from .view import PoolCounts
 
 log = logging.getLogger(__name__)
 

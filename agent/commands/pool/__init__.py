@@ -1,1 +1,0 @@
-"""The commands about a pool and its jobs."""

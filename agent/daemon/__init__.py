@@ -1,1 +1,0 @@
-"""The daemon of a node: it offers the node to a pool, and runs the jobs that the pool gives it."""

@@ -1,0 +1,223 @@
+"""A node's part of a job: the command line of the job's agent there, its process, and what its end means for the job.
+
+The agent is the `elastic-agent` of any other job, as a child process of the daemon in a session of its own: the
+standby, which becomes it, or a process that is started for it. It leaves its job by plan when the daemon ends, however
+that ends, and what it prints goes to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..agent.common.exits import ExitCode, signal_name
+from ..agent.configuration.config import (
+    CONFIG_FILE,
+    HTTP_ADDRESS,
+    LOG_DIR,
+    MAX_NODES,
+    MIN_NODES,
+    NODE_ID,
+    NODES_MULTIPLE_OF,
+)
+from ..agent.configuration.options import OPTIONS
+from ..agent.configuration.rendezvous import ETCD_OPTIONS, EXPECTED_NODES, JOB_ID, MEETING, POOL
+from ..agent.configuration.settings import Settings
+from ..agent.configuration.stopping import RUN_AGAIN
+from ..agent.main.error_file import VARIABLE as ERROR_FILE
+from ..agent.output.masking import masked, secrets_in
+from ..threads import Thread
+from .job_logs import hold
+from .member import Assignment
+from .records import SeatEnd, SeatOutcome, short
+from .standby import DAEMON_ENDED, AgentCommand, StandbyProcess, send_job, start_child, was_taken
+
+OF_THE_POOL: frozenset[str] = frozenset(
+    option.name
+    for option in (
+        *(*MEETING, *ETCD_OPTIONS),
+        *(NODE_ID, MIN_NODES, MAX_NODES, NODES_MULTIPLE_OF, HTTP_ADDRESS, LOG_DIR, CONFIG_FILE),
+    )
+)
+"""Options of a job's agents that its pool decides, not who submits the job."""
+
+_MOST_ERROR = 500
+"""Characters of what an agent says of its end."""
+
+_FAILED = frozenset({ExitCode.WORKERS_FAILED, ExitCode.CRASH_LOOP, ExitCode.NOT_ON_DISK})
+_REFUSED = frozenset({ExitCode.UNLIKE_THE_JOB, ExitCode.STORE_MISMATCH, ExitCode.BAD_CONFIG})
+_LEFT = frozenset({ExitCode.STOPPED_BY_SIGTERM, ExitCode.STOPPED_BY_SIGINT, ExitCode.LEFT_IN_TIME})
+
+
+def agent_words(
+    assignment: Assignment, node: str, store: Mapping[str, str], own: Sequence[str], logs: str
+) -> list[str]:
+    """The command line of the job's agent on this node, without the program.
+
+    `store` are the options of the pool's store by name, and others that this daemon decides; `own` the words with which
+    its operator has set options of all jobs here; those of the job are stronger.
+    """
+    job = assignment.job
+    decided: list[tuple[str, object]] = [
+        *store.items(),
+        (POOL.name, store[JOB_ID.name]),
+        (JOB_ID.name, job.job),
+        (NODE_ID.name, node),
+        (MIN_NODES.name, job.min_nodes),
+        (MAX_NODES.name, job.max_nodes),
+        (NODES_MULTIPLE_OF.name, job.nodes_multiple_of),
+        (LOG_DIR.name, logs),
+        (EXPECTED_NODES.name, sum(not seat.leaving for seat in assignment.run.seats)),
+    ]
+    if assignment.run.attempt > 1:
+        decided.append((RUN_AGAIN.name, "true"))
+    named = dict(decided)
+    return [*own, *job.options, *(f"--{name}={value}" for name, value in named.items()), *job.command]
+
+
+def own_words(settings: Settings, folder: str) -> tuple[str, ...]:
+    """What a daemon's operator has set for all jobs here, as words of a command line that mean the same wherever a job
+    runs: what its command line gives, and its configuration file. `folder` is where the daemon was started."""
+    words = tuple(
+        f"--{option.name}={settings[option].text}"
+        for option in OPTIONS
+        if settings[option].origin.startswith("--") and option.name not in OF_THE_POOL
+    )
+    file = settings[CONFIG_FILE].value
+    return words if file is None else (f"--{CONFIG_FILE.name}={os.path.join(folder, file)}", *words)
+
+
+def seat_end(assignment: Assignment, code: int, error: str = "") -> SeatEnd:
+    """`code`: of the job's agent, as `subprocess` counts it. `error`: why it ended so, if it has said that."""
+    ticket, job = assignment.seat.ticket, assignment.job.job
+    if code < 0:
+        reason = f"the job's agent was killed by {signal_name(-code)}"
+        return SeatEnd(job, ticket, SeatOutcome.NOT_HERE, code, reason)
+    known = next((one for one in ExitCode if one == code), None)
+    if known is None:
+        return SeatEnd(
+            job, ticket, SeatOutcome.NOT_HERE, code, f"the job's agent ended with exit code {code}"
+        )
+    outcome = SeatOutcome.NOT_HERE
+    if known is ExitCode.SUCCESS:
+        outcome = SeatOutcome.SUCCEEDED
+    elif known in _FAILED:
+        outcome = SeatOutcome.FAILED
+    elif known in _REFUSED:
+        outcome = SeatOutcome.REFUSED
+    elif known in _LEFT:
+        outcome = SeatOutcome.LEFT
+    reason = (
+        f"{short(error, _MOST_ERROR)}; exit code {code}" if error else f"exit code {code}: {known.meaning}"
+    )
+    return SeatEnd(job, ticket, outcome, code, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class JobAgentEnded:
+    """The job's agent of this ticket has ended with this code, as `subprocess` counts it."""
+
+    ticket: int
+    code: int
+    error: str = ""
+    """Why, as its error file says; empty without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotTaken:
+    """The standby has ended, and has not become the job's agent of this ticket: nothing of the job was started."""
+
+    ticket: int
+
+
+class JobAgent:
+    """For the main thread: the child gets its signal when the thread ends that started it."""
+
+    def __init__(
+        self, ticket: int, job: AgentCommand, output: Path, post: Callable[[JobAgentEnded | NotTaken], None]
+    ) -> None:
+        self.ticket = ticket
+        # Its name is that of a log, for JobFolders to delete it where a daemon that was killed has left it.
+        self._error_file = output.with_name(f".{output.name}.error.log")
+        self._job = replace(job, environment={ERROR_FILE: str(self._error_file), **job.environment})
+        self._output = output
+        self._post = post
+        self._process: subprocess.Popen[bytes] | None = None
+        self.leaves = False
+
+    def start(self, waiting: StandbyProcess | None = None) -> None:
+        """As a process of its own, or as the standby. `NotTaken` follows, and then it may be started again, or
+        `JobAgentEnded`. Raises OSError: then nothing follows."""
+        try:
+            self._output.parent.mkdir(parents=True, exist_ok=True)
+            self._error_file.unlink(missing_ok=True)
+            file = self._output.open("ab")
+        except OSError:
+            if waiting is not None:
+                waiting.end()
+            raise
+        with file:
+            hold(file.fileno())
+            if waiting is not None:
+                self._hand_over(waiting, file.fileno())
+                return
+            job = self._job
+            self._process = process = start_child(
+                ["elastic_agent", *job.words],
+                DAEMON_ENDED,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=job.directory,
+                env=job.environment,
+            )
+        self._begin(lambda: self._post(self._ended(process.wait())))
+
+    def _ended(self, code: int) -> JobAgentEnded:
+        try:
+            report = json.loads(self._error_file.read_text(errors="replace"))["message"]
+            self._error_file.unlink()
+            rank = report["extraInfo"].get("rank")
+            error = " ".join(report["message"].split()) + (f" (rank {rank})" if rank is not None else "")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            error = ""
+        if self.leaves and code == -signal.SIGTERM:
+            code = ExitCode.STOPPED_BY_SIGTERM  # it was asked to leave before it could hear that
+        return JobAgentEnded(self.ticket, code, masked(error, secrets_in(self._job.environment)))
+
+    @property
+    def has_ended(self) -> bool:
+        """Also where the thread that waits for it has failed."""
+        return self._process is not None and self._process.poll() is not None
+
+    def leave(self) -> None:
+        """Ask it to leave the job by plan; a second time ends it at once. One that was stopped goes on, to obey."""
+        if self._process is not None and self._process.poll() is None:
+            self.leaves = True  # before the thread that waits for it can see its end
+            os.kill(self._process.pid, signal.SIGTERM)
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def _hand_over(self, waiting: StandbyProcess, output: int) -> None:
+        self._process = process = waiting.process
+        try:
+            send_job(waiting.channel, self._job, output)
+        except OSError:
+            waiting.channel.close()  # which it sees, if it is not gone
+
+        def follow() -> None:
+            with waiting.channel:
+                taken = was_taken(waiting.channel)
+            if not taken:
+                process.kill()  # it may stand still
+            code = process.wait()
+            self._post(self._ended(code) if taken else NotTaken(self.ticket))
+
+        self._begin(follow)
+
+    def _begin(self, waiting: Callable[[], None]) -> None:
+        """As soon as the machine lets a thread start: the job runs meanwhile."""
+        Thread(waiting, "job-agent", lambda: self._begin(waiting)).start()

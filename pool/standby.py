@@ -1,0 +1,381 @@
+"""The standby: a process that waits to be the agent of a job, with all that takes long done already.
+
+The daemon starts it while the node is idle, through `elastic_agent/standby.py`. It has imported what an agent needs,
+and holds a preloaded process, from which the job's workers will be forked. Everything that the job decides (directory,
+environment, console, log level, signals, cgroup) it takes over with the job, as a process does that starts with it.
+It ends when the daemon ends: with its socket, and by the signal of its parent's death.
+
+On a socket pair the standby sends `Ready` when it is. The daemon sends `AgentCommand`, with the file for what is
+printed, maybe before that. The standby answers `Taken` before it does anything for the job. So one that has ended
+without it has started nothing, and the job's agent may be started in another way.
+
+A job whose agent could not be like a process that starts with it gets no standby, and starts cold: Python, and what
+workers are forked from, have read some of their environment when they started. What is found later to be different, as
+a --preload of the job's own, costs the time to preload again and nothing else.
+
+Invariant: a standby that was handed out is never offered again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .. import __file__ as _package
+from ..agent.common.events import SpareReadable, ThreadFailed
+from ..agent.common.exits import ExitCode
+from ..agent.configuration.values import STORES
+from ..agent.workers.preloader.fidelity import env_rules
+from ..codec import Codec, Invalid
+from ..worker.wire.shared_progress import clock
+
+if TYPE_CHECKING:
+    from ..agent.main.prepared import Prepared
+
+log = logging.getLogger(__name__)
+
+READY_WITHIN_S = 30.0
+"""From the job on: a standby may have just been started, on a machine with too much to do."""
+
+TAKEN_WITHIN_S = 2.0
+"""One that is ready answers within milliseconds, unless it was stopped or hangs."""
+
+LONGEST = 16 * 2**20
+"""Bytes: many times what the kernel takes as a process' arguments and environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCommand:
+    """What the agent of a job is started with: `elastic-agent WORDS...`, in this directory, with this environment and
+    no other. A standby that gets it becomes that agent."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """This process has imported what it needs, and answers at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """From now on this process is the job's agent: how it ends is how that ends."""
+
+
+_Message: TypeAlias = AgentCommand | Ready | Taken
+_CODEC: Codec[_Message] = Codec((AgentCommand, Ready, Taken), version=1, most_bytes=LONGEST)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """For messages that arrive whole, or not at all."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send_job(channel: socket.socket, job: AgentCommand, output: int) -> None:
+    """Never waits. Raises OSError: nothing was sent then."""
+    text = os.memfd_create("job", os.MFD_CLOEXEC)
+    try:
+        with open(text, "wb", closefd=False) as file:
+            file.write(_CODEC.encode(job))
+        socket.send_fds(channel, [b"."], [text, output], socket.MSG_DONTWAIT)
+    finally:
+        os.close(text)
+
+
+def receive_job(channel: socket.socket) -> tuple[AgentCommand, int] | None:
+    """None when the daemon has ended. The file for what is printed is the caller's. Raises Invalid, OSError."""
+    data, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
+    if not data:
+        return None
+    if len(descriptors) != 2:
+        raise Invalid("job without its text or its output")
+    text, output = descriptors
+    os.set_inheritable(output, False)
+    with open(text, "rb") as file:
+        file.seek(0)
+        message = _CODEC.decode(file.read(LONGEST + 1))
+    if not isinstance(message, AgentCommand):
+        raise Invalid("message of another kind than a job")
+    return message, output
+
+
+def send_ready(channel: socket.socket) -> None:
+    """Raises OSError when the daemon has ended."""
+    channel.send(_CODEC.encode(Ready()))
+
+
+def send_taken(channel: socket.socket) -> None:
+    """Raises OSError when the daemon has ended."""
+    channel.send(_CODEC.encode(Taken()))
+
+
+def was_taken(channel: socket.socket) -> bool:
+    """Waits for the answer."""
+    try:
+        return _next_is(channel, Ready, READY_WITHIN_S) and _next_is(channel, Taken, TAKEN_WITHIN_S)
+    except (OSError, Invalid):  # the end of the standby, or its silence
+        return False
+
+
+def _next_is(channel: socket.socket, kind: type[_Message], within_s: float) -> bool:
+    channel.settimeout(within_s)
+    return isinstance(_CODEC.decode(channel.recv(1024)), kind)
+
+
+_PR_SET_PDEATHSIG = 1
+DAEMON_ENDED = signal.SIGUSR1
+"""The kernel may send it once for each thread of the daemon. A second SIGTERM would cut the workers' grace short."""
+
+
+def signal_at_daemons_end(number: signal.Signals) -> None:
+    """For a child that `start_child` has started: from now on it gets this one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+_PACKAGES_PARENT = str(Path(_package).parents[1])
+
+_RUN_MODULE = f"""\
+import sys; sys.path[0] or sys.path.pop(0); sys.path.append(sys.argv.pop(1))
+import os, runpy, traceback
+try:
+    import ctypes
+    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, int(sys.argv.pop(1)))
+    if os.getppid() != int(sys.argv.pop(1)): sys.exit("elastic-agent: the daemon has ended; nothing was started")
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+except Exception: traceback.print_exc(); os._exit({ExitCode.AGENT_FAILED:d})
+"""
+"""As `python -m` does, with four differences. What a job has in its directory is not taken for a part of us. We are
+found where this daemon was, also if that is no place where Python looks by itself. It ties itself to the daemon's life:
+`preexec_fn` may deadlock beside gRPC's threads. And an agent that cannot begin, as where it is installed badly, is no
+failure of the job's workers.
+"""
+
+
+def start_child(command: list[str], at_our_end: signal.Signals, **how: Any) -> subprocess.Popen[bytes]:
+    """Runs a module of ours, with its arguments. It gets this signal when this thread ends. Raises OSError."""
+    tie = [str(int(at_our_end)), str(os.getpid())]
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _RUN_MODULE, _PACKAGES_PARENT, *tie, *command],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **how,
+        )
+    except ValueError as error:  # a byte or a letter that no command line and no variable can have
+        raise OSError(f"cannot be started: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyProcess:
+    """A standby, and this end of its socket."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+    since: float
+
+    def end(self) -> None:
+        """It has nothing to finish."""
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+
+
+CALM_S = 20.0
+"""The first steps of a job are left alone for so long before a standby is made for the next one."""
+
+RETRY_S = (1.0, 4.0, 15.0, 60.0)
+"""Pauses before a standby that has ended by itself is replaced; the last one for ever."""
+
+HEALTHY_S = 60.0
+"""A standby that has waited for so long had nothing to do with the trouble of those before it."""
+
+SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")
+
+
+class Standby:
+    """For the main thread: what it starts ends with the thread that starts it."""
+
+    def __init__(
+        self,
+        preloads: Sequence[str],
+        store: str,
+        environment: Mapping[str, str],
+        clock: Callable[[], float],
+    ) -> None:
+        """Without words of --preload there is none, ever. `store` is the kind of the pool's."""
+        self._preloads, self._store = tuple(preloads), store
+        self._environment = environment
+        self._clock = clock
+        self._directory = os.getcwd()
+        self._waiting: StandbyProcess | None = None
+        self._failures = 0
+        self._start_at = clock()
+
+    @property
+    def pid(self) -> int | None:
+        return self._waiting.process.pid if self._waiting is not None else None
+
+    def turn(self, now: float) -> float | None:
+        """Replace one that is gone; the instant at which there is more to do."""
+        if not self._preloads:
+            return None
+        if self._waiting is not None and self._waiting.process.poll() is not None:
+            self._lost(self._waiting, now)
+        if self._waiting is not None:
+            return None
+        if now < self._start_at:
+            return self._start_at
+        self._start(now)
+        return None if self._waiting is not None else self._start_at
+
+    def take(self, environment: Mapping[str, str], directory: str) -> StandbyProcess | None:
+        """For one job with this environment, in this directory; None where it must start cold."""
+        now = self._clock()
+        waiting = self._waiting
+        if waiting is None:
+            return None
+        if waiting.process.poll() is not None:
+            self._lost(waiting, now)
+            return None
+        if why := why_cold(self._environment, environment, self._directory, directory):
+            log.info("the job's agent starts cold: %s", why)
+            return None
+        self._waiting, self._start_at, self._failures = None, now + CALM_S, 0
+        return waiting
+
+    def idle(self, now: float) -> None:
+        """The node has nothing to do: no reason to wait any longer."""
+        if not self._failures:
+            self._start_at = now
+
+    def close(self) -> None:
+        """The daemon ends."""
+        self._start_at = float("inf")
+        if (waiting := self._waiting) is not None:
+            self._waiting = None
+            waiting.end()
+
+    def _start(self, now: float) -> None:
+        ours, theirs = pair()
+        try:
+            with theirs:
+                process = start_child(
+                    ["elastic_agent.standby", str(theirs.fileno()), ",".join(self._preloads), self._store],
+                    signal.SIGKILL,
+                    env=dict(self._environment),
+                    pass_fds=(theirs.fileno(),),
+                )
+        except OSError as error:
+            ours.close()
+            self._failed(f"it cannot be started: {error}", now)
+            return
+        self._waiting = StandbyProcess(process, ours, now)
+
+    def _lost(self, waiting: StandbyProcess, now: float) -> None:
+        self._waiting = None
+        waiting.channel.close()
+        if now >= waiting.since + HEALTHY_S:
+            self._failures = 0
+        self._failed(f"it ended with {waiting.process.returncode}", now)
+
+    def _failed(self, why: str, now: float) -> None:
+        pause_s = RETRY_S[min(self._failures, len(RETRY_S) - 1)]
+        self._failures += 1
+        self._start_at = now + pause_s
+        log.warning("the process that waits for the next job is gone: %s; another in %g s", why, pause_s)
+
+
+def why_cold(environment: Mapping[str, str], of_job: Mapping[str, str], directory: str, of_its: str) -> str:
+    """Why a process that was started in this environment and directory cannot be what the job's would be."""
+    if different := env_rules.obstacle(environment, of_job):
+        return different
+    for name in SEARCH_PATHS if directory != of_its else ():
+        if not all(entry.startswith("/") for entry in of_job.get(name, "/").split(":")):
+            return f"{name} is {of_job[name]!r}, which depends on the directory"
+    return ""
+
+
+LONGEST_TURN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _DaemonSpoke:
+    """The daemon's socket can be read."""
+
+
+def await_job(
+    descriptor: int, preloads: Sequence[str], store: str
+) -> tuple[tuple[str, ...], Prepared] | None:
+    """The words of the job's agent, which this process is from now on; None when the daemon has ended.
+
+    `descriptor` is that of the daemon's socket, `preloads` the words of --preload, `store` the kind of the pool's.
+    """
+    from ..agent.main.prepared import preload, prepare_process  # a daemon needs none of it
+
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    prepared = prepare_process()
+    STORES[store].load()
+    try:
+        send_ready(channel)
+        prepared = preload(prepared, preloads, os.environ)
+        _wait(channel, prepared)
+        received = receive_job(channel)
+        if received is None:
+            return None
+        job, output = received
+        os.chdir(job.directory)
+        signal_at_daemons_end(DAEMON_ENDED)
+        send_taken(channel)
+    except (OSError, Invalid) as error:
+        log.warning("no job of the daemon can be taken: %s", error)
+        return None
+    channel.close()
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    time.tzset()
+    return job.words, prepared
+
+
+def _wait(channel: socket.socket, prepared: Prepared) -> None:
+    """Until the daemon speaks, or has ended. What is preloaded is served meanwhile."""
+    spares, events = prepared.spares, prepared.events
+    spoke = _DaemonSpoke()
+    prepared.io.watch(channel.fileno(), partial(_tell_once, prepared, channel.fileno(), spoke))
+    while True:
+        now = clock()
+        due_at = spares.turn(now) if spares is not None else None
+        timeout_s = due_at - now if due_at is not None and due_at > now else LONGEST_TURN_S
+        try:
+            event: object = events.get(timeout=min(timeout_s, LONGEST_TURN_S))
+        except queue.Empty:
+            continue
+        if event is spoke:
+            return
+        if isinstance(event, ThreadFailed):
+            raise SystemExit(event.reason)
+        if isinstance(event, SpareReadable) and spares is not None:
+            spares.handle(event, clock())
+
+
+def _tell_once(prepared: Prepared, descriptor: int, spoke: _DaemonSpoke) -> None:
+    """In the io thread."""
+    prepared.io.forget(descriptor)
+    prepared.events.put(spoke)  # type: ignore[arg-type]
