@@ -3,7 +3,7 @@ source of notices, and the module or program that workers are to run.
 
 That one is looked for where they will look, and nothing of it is run. Where the answer is not certain, as with an
 interpreter that is not ours or a package that changes its own path, it counts as found. That a script is a
-file, `configuration.reading.validation` checks.
+file, `configuration.check` checks.
 """
 
 from __future__ import annotations

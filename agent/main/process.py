@@ -15,7 +15,7 @@ from ..configuration.config import LogConfig
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.stopping import StopConfig, leaves_in_s
 from ..output.console import Console, ConsoleHandler
-from ..output.log_lines import JsonLines, text_lines
+from ..output.log_lines import JsonLines, TextLines
 from ..workers.processes.guard import Guard
 from .error_file import VARIABLE as ERROR_FILE
 from .error_file import write_error_file
@@ -37,7 +37,7 @@ def take_environment() -> Mapping[str, str]:
 def log_to(console: Console, name: str, logs: LogConfig, generation: Callable[[], int] = lambda: 0) -> None:
     """`generation`: the newest generation of this node's workers; 0: none."""
     handler = ConsoleHandler(console)
-    handler.setFormatter(JsonLines(name, generation) if logs.format == "json" else text_lines(name))
+    handler.setFormatter(JsonLines(name, generation) if logs.format == "json" else TextLines(name))
     root = logging.getLogger("elastic_agent")
     root.handlers[:] = [handler]
     root.setLevel(logs.level.number)

@@ -12,12 +12,19 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 
-def text_lines(node: str) -> logging.Formatter:
-    """The form for people."""
-    return logging.Formatter(f"%(asctime)s.%(msecs)03d [{node}] %(message)s", "%H:%M:%S")
+class TextLines(logging.Formatter):
+    """The form for people: `2026-03-01 13:00:00.125+01:00 [a] leaving the job`."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(f"%(asctime)s [{node}] %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        """With date and zone, so that the lines of nodes in several places, and of several days, can be compared."""
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(" ", "milliseconds")
 
 
 class JsonLines(logging.Formatter):

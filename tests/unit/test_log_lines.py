@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 
 import pytest
 
-from elastic_agent.agent.output.log_lines import JsonLines, text_lines
+from elastic_agent.agent.output.log_lines import JsonLines, TextLines
 
 
 def record(message: str, *args: object, level: int = logging.WARNING) -> logging.LogRecord:
@@ -58,5 +59,12 @@ def test_a_second_that_is_about_to_begin_has_no_thousand_milliseconds() -> None:
     assert json.loads(JsonLines("a", lambda: 0).format(late))["time"] == "2026-03-01T12:00:01.000Z"
 
 
-def test_lines_for_people_name_the_node() -> None:
-    assert text_lines("a").format(record("leaving")).endswith("[a] leaving")
+def test_lines_for_people_name_date_zone_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        line = TextLines("a").format(record("leaving"))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert line == "2026-03-01 17:30:00.125+05:30 [a] leaving"
