@@ -23,7 +23,7 @@ from ...health.checks.node.table import checks_for
 from ...health.checks.pairs.report import PairsReport
 from ...health.checks.pairs.results import MOST_NODES
 from ...rendezvous.text import counted
-from ..common.exits import CannotStart, CheckCode, ExitCode, exit_codes
+from ..common.exits import CannotStart, CommandCode, ExitCode, exit_codes
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.derive import resolve_check
 from ..configuration.load import read_argv
@@ -77,12 +77,12 @@ _COUNTED = {Outcome.FAIL: "failed", Outcome.WARN: "to look at", Outcome.UNKNOWN:
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `CheckCode`."""
+    """Returns a `CommandCode`."""
     command_line = read_argv(words, OWN_OPTIONS)
     if HELP in command_line:
         own = [option.help_text() for option in OWN_OPTIONS]
-        print("\n".join([_USAGE, *own, "", *exit_codes(CheckCode)]))
-        return CheckCode.FIT
+        print("\n".join([_USAGE, *own, "", *exit_codes(CommandCode)]))
+        return CommandCode.DONE
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
@@ -91,15 +91,15 @@ def main(words: Sequence[str]) -> int:
         config, machine, warnings = _inspect(command_line, environ)
     except ConfigError as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
-        return CheckCode.NOT_HERE if error.code is ExitCode.NOT_HERE else CheckCode.BAD_CONFIG
+        return CommandCode.CANNOT if error.code is ExitCode.NOT_HERE else CommandCode.BAD_CONFIG
     except CannotStart as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
-        return CheckCode.NOT_HERE
+        return CommandCode.CANNOT
     for warning in warnings:
         print(f"elastic-agent check: warning: {warning}", file=sys.stderr)
     needs = needs_of(config, machine)
     began_at = time.monotonic()
-    with one_line_errors(CheckCode.INTERRUPTED):
+    with one_line_errors(CommandCode.INTERRUPTED):
         findings = run_checks(checks_for(needs, at_join=False), needs, environ)
     if isinstance(machine.network, NotReady):
         missing = f"no network for the job: there is no {machine.network.missing}"
@@ -110,7 +110,7 @@ def main(words: Sequence[str]) -> int:
     if count is not None and isinstance(machine.network, Network):
         join_wait = JoinWait(count, command_line[WAIT].value)
         try:
-            with one_line_errors(CheckCode.INTERRUPTED):
+            with one_line_errors(CommandCode.INTERRUPTED):
                 report = check_nodes(config, machine, name, findings, join_wait, environ, _say)
         except CannotCheck as error:
             print(f"elastic-agent check: {error}", file=sys.stderr)
@@ -122,7 +122,7 @@ def main(words: Sequence[str]) -> int:
         print(as_json(name, findings, seconds) if report is None else report_as_json(report, seconds))
     else:
         _print_table(whole, findings, seconds)
-    return CheckCode.UNFIT if worst(findings) is Outcome.FAIL else CheckCode.FIT
+    return CommandCode.FAILED if worst(findings) is Outcome.FAIL else CommandCode.DONE
 
 
 def _inspect(command_line: Settings, environ: Mapping[str, str]) -> tuple[Config, Machine, Sequence[str]]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..common.exits import ConvertCode, exit_codes
+from ..common.exits import CommandCode, exit_codes
 
 FORMS = ("replicated", "sharded")
 
@@ -31,10 +31,10 @@ torch.distributed.checkpoint has written: then --step says which step it is of. 
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `ConvertCode`."""
+    """Returns a `CommandCode`."""
     if "--help" in words or "-h" in words:
         print(_help())
-        return ConvertCode.CONVERTED
+        return CommandCode.DONE
     try:
         source, target, options = read(words)
         step = int(options["step"]) if "step" in options else None
@@ -44,29 +44,29 @@ def main(words: Sequence[str]) -> int:
             raise ValueError("an option has a value that it cannot have")
     except (OSError, ValueError) as error:
         print(f"elastic-agent convert: {error}; see --help", file=sys.stderr)
-        return ConvertCode.BAD_CONFIG
+        return CommandCode.BAD_CONFIG
     try:
         return _convert(source, target, form, step, names)
     except KeyboardInterrupt:
         print(f"elastic-agent convert: interrupted, {target} has no checkpoint", file=sys.stderr)
-        return ConvertCode.INTERRUPTED
+        return CommandCode.INTERRUPTED
 
 
 def _convert(
     source: Path, target: Path, form: str | None, step: int | None, names: Sequence[str] | None
-) -> ConvertCode:
+) -> CommandCode:
     try:
         from ...worker.checkpointing.conversion.convert import convert  # late: it needs torch
         from ...worker.errors import CheckpointError
     except ImportError as error:
         print(f"elastic-agent convert: it needs torch, which is not here: {error}", file=sys.stderr)
-        return ConvertCode.NOT_CONVERTED
+        return CommandCode.FAILED
     try:
         print(convert(source, target, to=form, step=step, parameter_names=names))  # type: ignore[arg-type]  # checked
     except (CheckpointError, OSError) as error:
         print(f"elastic-agent convert: {error}", file=sys.stderr)
-        return ConvertCode.NOT_CONVERTED
-    return ConvertCode.CONVERTED
+        return CommandCode.FAILED
+    return CommandCode.DONE
 
 
 def _lines(path: Path) -> list[str]:
@@ -96,4 +96,4 @@ def read(words: Sequence[str]) -> tuple[Path, Path, dict[str, str]]:
 
 
 def _help() -> str:
-    return "\n".join([_USAGE, *exit_codes(ConvertCode)])
+    return "\n".join([_USAGE, *exit_codes(CommandCode)])

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.exits import FilesCode, exit_codes
+from ..common.exits import CommandCode, exit_codes
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -34,22 +34,22 @@ are kept, and named, unless --force is given.
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `FilesCode`."""
+    """Returns a `CommandCode`."""
     if "--help" in words or "-h" in words:
         print(_help())
-        return FilesCode.WRITTEN
+        return CommandCode.DONE
     names = [word for word in words if word != "--force"]
     if len(names) != 2 or names[0] not in KINDS or names[1].startswith("-"):
         kinds = ", ".join(KINDS)
         print(
             f"elastic-agent files: expected KIND DIR, with KIND one of {kinds}; see --help", file=sys.stderr
         )
-        return FilesCode.BAD_CONFIG
+        return CommandCode.BAD_CONFIG
     try:
         contents = contents_of(names[0])
     except OSError as error:
         print(f"elastic-agent files: {error.filename}: {error.strerror}", file=sys.stderr)
-        return FilesCode.NOT_WRITTEN
+        return CommandCode.CANNOT
     outcome = write(contents, Path(names[1]), replace="--force" in words)
     try:
         print("".join(f"{file}\n" for file in outcome.there), end="", flush=True)
@@ -58,13 +58,13 @@ def main(words: Sequence[str]) -> int:
         print(f"elastic-agent files: {problem}", file=sys.stderr)
     if outcome.problem:
         print(f"elastic-agent files: {outcome.problem}", file=sys.stderr)
-        return FilesCode.NOT_WRITTEN
+        return CommandCode.CANNOT
     for file in outcome.kept:
         print(
             f"elastic-agent files: {file} has another content and is kept; --force replaces it",
             file=sys.stderr,
         )
-    return FilesCode.KEPT if outcome.kept else FilesCode.WRITTEN
+    return CommandCode.FAILED if outcome.kept else CommandCode.DONE
 
 
 def contents_of(kind: str) -> dict[Path, bytes]:
@@ -104,4 +104,4 @@ def write(contents: Mapping[Path, bytes], target: Path, *, replace: bool) -> Out
 
 def _help() -> str:
     kinds = [f"  {kind:<12}{what}" for kind, what in KINDS.items()]
-    return "\n".join([_USAGE, "Kinds:", *kinds, "", *exit_codes(FilesCode)])
+    return "\n".join([_USAGE, "Kinds:", *kinds, "", *exit_codes(CommandCode)])

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from ...rendezvous.records import Endpoint
 from ...rendezvous.text import NAME
-from ..common.exits import StatusCode
+from ..common.exits import CommandCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
 from ..configuration.load import read_argv, read_environ
@@ -95,25 +95,25 @@ _OF_THE_STORE = [option for option in (*MEETING, *ETCD_OPTIONS) if option is not
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `StatusCode`."""
+    """Returns a `CommandCode`."""
     job = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(_with_interval_attached(words[1:] if job is not None else words), STATUS_OPTIONS)
     if HELP in command_line:
-        print(command_help(_USAGE, StatusCode, STATUS_OPTIONS))
-        return StatusCode.SHOWN
+        print(command_help(_USAGE, CommandCode, STATUS_OPTIONS))
+        return CommandCode.DONE
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         source = choose_source(command_line, os.environ, job)
         watch = Watch(source, command_line[TIMEOUT].value, time.monotonic)
         screen = _json_screen if command_line[JSON].value else _text_screen
-        with one_line_errors(StatusCode.INTERRUPTED):
+        with one_line_errors(CommandCode.INTERRUPTED):
             return _show(watch, screen, command_line[WATCH].value)
     except ConfigError as error:
         print(f"elastic-agent status: {error}", file=sys.stderr)
-        return StatusCode.BAD_CONFIG
+        return CommandCode.BAD_CONFIG
     except BrokenPipeError:
-        return StatusCode.OUTPUT_CLOSED
+        return CommandCode.OUTPUT_CLOSED
 
 
 # --- Which source
@@ -190,7 +190,7 @@ class _HereOrStore(Source):
             self.silent = self._here.silent
             return found
         except CannotShow as nothing:
-            if nothing.code is not StatusCode.NO_AGENT:
+            if nothing.code is not CommandCode.NOT_FOUND:
                 raise
             if self._store is None:
                 place = self._meeting_place()
@@ -223,11 +223,11 @@ def _show(
         text = screen(seen, watch.silent, interval_s)
         if text:
             print(text, flush=True)
-        if isinstance(seen, CannotShow) and (interval_s is None or seen.code is StatusCode.BAD_CONFIG):
+        if isinstance(seen, CannotShow) and (interval_s is None or seen.code is CommandCode.BAD_CONFIG):
             print(f"elastic-agent status: {seen}", file=sys.stderr)
             return seen.code
         if interval_s is None:
-            return StatusCode.SHOWN
+            return CommandCode.DONE
         pause(interval_s)
 
 

@@ -19,7 +19,7 @@ from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, Store
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
 from ...threads import Thread
-from ..common.exits import Code, DrainCode, ExclusionCode, ForgetCode, exit_codes
+from ..common.exits import Code, CommandCode, exit_codes
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.load import read_argv
 from ..configuration.parse import Option
@@ -45,14 +45,13 @@ class CannotDo(Exception):
 def store_command(
     name: str,
     words: Sequence[str],
-    codes: type[DrainCode] | type[ExclusionCode] | type[ForgetCode],
     usage: str,
     meeting_place: Callable[[str | None, Settings], RendezvousConfig],
     work: Callable[[Store, RendezvousConfig, str, Settings, float], None],
     *options: Option[Any],
     timeout: Option[float] | None = None,
 ) -> int:
-    """Returns one of `codes`. The first word is the node or job, and both callables get it.
+    """Returns a `CommandCode`. The first word is the node or job, and both callables get it.
 
     `meeting_place` raises ConfigError with all problems, that of a wrong first word too; `work` raises CannotDo,
     StoreError and RecordInvalid. `options` are the command's own. `timeout` is another one, for all that the command
@@ -62,12 +61,12 @@ def store_command(
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, options)
     if HELP in command_line:
-        print(command_help(usage, codes, options))
+        print(command_help(usage, CommandCode, options))
         return 0
     code: Code
     reason: Exception
     try:
-        with one_line_errors(codes.INTERRUPTED):
+        with one_line_errors(CommandCode.INTERRUPTED):
             place = meeting_place(subject, command_line)
             assert subject is not None, "a problem of the configuration"
             limit_s = math.inf if timeout is None else command_line[timeout].value
@@ -86,11 +85,11 @@ def store_command(
     except CannotDo as error:
         code, reason = error.code, error
     except (ConfigError, StoreRefused) as error:
-        code, reason = codes.BAD_CONFIG, error
+        code, reason = CommandCode.BAD_CONFIG, error
     except (StoreMismatch, RecordInvalid) as error:
-        code, reason = codes.MISMATCH, error
+        code, reason = CommandCode.MISMATCH, error
     except StoreError as error:
-        code, reason = codes.NO_ANSWER, error
+        code, reason = CommandCode.NO_ANSWER, error
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 

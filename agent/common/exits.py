@@ -136,65 +136,20 @@ def code_of_leave(number: int, *, requeues: bool) -> ExitCode:
     return ExitCode.STOPPED_BY_SIGINT if number == signal.SIGINT else ExitCode.STOPPED_BY_SIGTERM
 
 
-class StatusCode(Code):
-    """How `elastic-agent status` ends. `docs/status.md` shows the same table."""
+class CommandCode(Code):
+    """How a sub-command ends; those about a pool and its jobs end with a `PoolCode`."""
 
-    SHOWN = 0, "the job was shown, in whatever state it is"
-    NO_AGENT = 66, "no agent of this user runs on this machine"
-    NO_JOB = 67, "the store answers, and holds nothing of a job of this name"
-    NO_ANSWER = 69, "the store or the agent that was asked did not answer in time"
+    DONE = 0, "it is done, or shown"
+    FAILED = 1, "a check has failed; files that were changed are kept; nothing was converted"
+    NOT_FOUND = 66, "there is no such node, agent or run"
+    NO_JOB = 67, "there is nothing of a job of this name, or it has ended; of report: no account of its time"
+    NO_ANSWER = 69, "no answer in time; what was asked may be done all the same: see status"
+    CANNOT = 73, "this machine cannot: a file, a device; of exclude: as many nodes are excluded as can be"
+    LATER = 75, "not within --timeout, the node may still leave; of forget: the job has live nodes"
     MISMATCH = 76, "what answers is another job's store, another program, or another version of elastic-agent"
     BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C), the usual end of --watch"
+    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); a node that was asked to leave does so"
     OUTPUT_CLOSED = 141, "the reader of the output has closed it"
-
-
-class DrainCode(Code):
-    """How `elastic-agent drain` ends. `docs/rendezvous.md` shows the same table."""
-
-    LEFT = 0, "the node has left the job"
-    NO_NODE = 66, "no live node of the job has this name"
-    NO_JOB = 67, "the store holds nothing of a job of this name, or the job has ended"
-    NO_ANSWER = 69, "the store did not answer in time; if the node was asked, it may still leave"
-    TIMED_OUT = 75, "the node was asked, and has not left within --timeout; it may still do so"
-    MISMATCH = 76, "the store holds another job's data, or data of another version of elastic-agent"
-    BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the node leaves all the same, if it was asked"
-
-
-class ExclusionCode(Code):
-    """How `elastic-agent exclude` and `readmit` end. `docs/rendezvous.md` shows the same table."""
-
-    DONE = 0, "the job trains without the node, or its agent is away; of readmit: worlds may include it again"
-    NO_NODE = (
-        66,
-        "the job knows no node of this name, without --away; of readmit: none of this name is excluded",
-    )
-    NO_JOB = 67, "the store holds no world of a job of this name, or the job has ended"
-    NO_ANSWER = (
-        69,
-        "the store did not answer in time, or others write at the same time; status says what was done",
-    )
-    NO_ROOM = 73, "as many nodes are excluded as a world remembers: drain the node, or readmit another one"
-    TIMED_OUT = (
-        75,
-        "the node is excluded, and still trains after --timeout: the others are too few without another node",
-    )
-    MISMATCH = 76, "the store holds another job's data, or data of another version of elastic-agent"
-    BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the node is excluded all the same, if that was written"
-
-
-class ForgetCode(Code):
-    """How `elastic-agent forget` ends. `docs/rendezvous.md` shows the same table."""
-
-    FORGOTTEN = 0, "nothing of the job is left in the store"
-    NO_JOB = 67, "the store holds nothing of a job of this name"
-    NO_ANSWER = 69, "the store did not answer in time, or others write at the same time; try again"
-    ALIVE = 75, "the job has live nodes, and nothing was deleted"
-    MISMATCH = 76, "the store is not etcd 3, or of another version"
-    BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
 
 
 class PoolCode(Code):
@@ -216,78 +171,6 @@ class PoolCode(Code):
     CANCELLED = 143, "of wait: the job was cancelled"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the job goes on"
     OUTPUT_CLOSED = 141, "the reader of the output has closed it; the job goes on"
-
-
-class CheckCode(Code):
-    """How `elastic-agent check` ends. `docs/checks.md` shows the same table."""
-
-    FIT = 0, "no check has failed; there may be warnings"
-    UNFIT = 1, "a check has failed"
-    NO_ANSWER = (
-        69,
-        "with --nodes: the store did not answer, or the node that led the check ended in the middle of it",
-    )
-    NOT_HERE = 73, "a setting names what this machine does not have"
-    MISMATCH = (
-        76,
-        "with --nodes: the store holds another job's data, or data of another version of elastic-agent",
-    )
-    BAD_CONFIG = 78, "a setting cannot work on any machine"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
-    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
-
-
-class FilesCode(Code):
-    """How `elastic-agent files` ends."""
-
-    WRITTEN = 0, "all files are there"
-    KEPT = 1, "files with another content were kept, and are named"
-    NOT_WRITTEN = 73, "a file cannot be written"
-    BAD_CONFIG = 78, "no such kind, or no directory given"
-
-
-class ConvertCode(Code):
-    """How `elastic-agent convert` ends."""
-
-    CONVERTED = 0, "the checkpoint is there in its new form, verified and durable"
-    NOT_CONVERTED = 1, "nothing was written: the text says why"
-    BAD_CONFIG = 78, "the command line is wrong"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C): nothing was written"
-
-
-class EventsCode(Code):
-    """How `elastic-agent events` ends. `docs/status.md` shows the same table."""
-
-    SHOWN = 0, "what has happened was shown"
-    NO_RUN = 66, "no agent of this job answers here, and no files of such a run are there"
-    NO_ANSWER = 69, "the agent that was asked did not answer in time"
-    MISMATCH = 76, "what answers is another program, or another version of elastic-agent"
-    BAD_CONFIG = 78, "the command line is wrong"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C), an end of --follow"
-    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
-
-
-class ReportCode(Code):
-    """How `elastic-agent report` ends. `docs/report.md` shows the same table."""
-
-    SHOWN = 0, "the report was shown"
-    NO_RUN = 66, "there is no such run folder, and none of a job of this name below the log directory"
-    NO_ACCOUNT = 67, "no journal is there, or none of them says how time was spent: it may be too early"
-    NOT_WRITTEN = 73, "the picture cannot be drawn or written; the report was shown"
-    BAD_CONFIG = 78, "the command line is wrong"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
-    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
-
-
-class DiagnoseCode(Code):
-    """How `elastic-agent diagnose` ends. `docs/runbook.md` shows the same table."""
-
-    WRITTEN = 0, "the archive is written; its name is on stdout"
-    NO_RUN = 66, "there is no such run folder, and none of a job of this name below the log directory"
-    NOT_WRITTEN = 73, "the archive cannot be written"
-    BAD_CONFIG = 78, "the command line is wrong"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C)"
-    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
 
 
 class CannotStart(Exception):

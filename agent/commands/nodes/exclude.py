@@ -17,7 +17,7 @@ from ....rendezvous.records import WORLD_KEY, NodeRecord, Phase, World, life_of
 from ....rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ....rendezvous.store.interface import Compare, Put, Store
 from ....rendezvous.text import clean, shortened
-from ...common.exits import ExclusionCode
+from ...common.exits import CommandCode
 from ...configuration.parse import YES_OR_NO, Option, Parser, duration
 from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.settings import Settings
@@ -64,9 +64,9 @@ TIMEOUT: Option[float] = Option(
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns an `ExclusionCode`."""
+    """Returns an `CommandCode`."""
     place = meeting_place_for("exclude")
-    return store_command("exclude", words, ExclusionCode, _USAGE, place, _work, REASON, AWAY, timeout=TIMEOUT)
+    return store_command("exclude", words, _USAGE, place, _work, REASON, AWAY, timeout=TIMEOUT)
 
 
 def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings, left_s: float) -> None:
@@ -96,7 +96,7 @@ def exclude_node(
     while any(each.node == node for each in nodes) and any(member.node == node for member in world.members):
         if clock() >= deadline:
             raise CannotDo(
-                ExclusionCode.TIMED_OUT,
+                CommandCode.LATER,
                 f"node {node} is excluded, and was still in generation {world.generation} when --timeout was over: "
                 f"{state_of(world)}. It stays while the others are fewer than the job needs (--min-nodes, "
                 "--nodes-multiple-of), and goes when another node comes. Where it is alone in its world, only it "
@@ -124,14 +124,14 @@ def _rows(
     life = life_of(record.incarnation) if record is not None else _last_life(world, node)
     if not life and not away:
         raise CannotDo(
-            ExclusionCode.NO_NODE,
+            CommandCode.NOT_FOUND,
             f"{no_such_node(node, nodes, world.job)}. If the name is right and its agent is away, add --away: it is "
             "left out when it comes",
         )
     rows = exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, operator=True)
     if node not in left_out(rows):
         raise CannotDo(
-            ExclusionCode.NO_ROOM,
+            CommandCode.CANNOT,
             f"{MAX_EXCLUSIONS} nodes of job {world.job!r} are excluded already, and a world remembers no more: stop "
             f"the agent of node {node} instead (`elastic-agent drain {node}`), or readmit another node",
         )
@@ -175,9 +175,9 @@ def _read(store: Store, job: str) -> tuple[World, int, Sequence[NodeRecord]]:
     world, nodes, entries = look(store, job)
     if world is None:
         raise CannotDo(
-            ExclusionCode.NO_JOB,
+            CommandCode.NO_JOB,
             f"the store holds no world of a job {job!r}: check --rdzv-id and --rdzv-endpoint, or wait for its first",
         )
     if world.phase is Phase.ENDED:
-        raise CannotDo(ExclusionCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
+        raise CannotDo(CommandCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
     return world, entries[WORLD_KEY].mod_revision, nodes

@@ -9,7 +9,7 @@ from ....rendezvous.records import NodeRecord, World
 from ....rendezvous.statements.exclusion import Exclusion
 from ....rendezvous.store.interface import Store
 from ....rendezvous.text import shortened
-from ...common.exits import ExclusionCode
+from ...common.exits import CommandCode
 from ...configuration.rendezvous import RendezvousConfig
 from ...configuration.settings import Settings
 from ..store_command import CannotDo, store_command
@@ -26,8 +26,8 @@ takes the node in by a planned change, if there is room for it.
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns an `ExclusionCode`."""
-    return store_command("readmit", words, ExclusionCode, _USAGE, meeting_place_for("readmit"), _work)
+    """Returns an `CommandCode`."""
+    return store_command("readmit", words, _USAGE, meeting_place_for("readmit"), _work)
 
 
 def _work(store: Store, place: RendezvousConfig, node: str, command_line: Settings, left_s: float) -> None:
@@ -41,7 +41,7 @@ def readmit_node(store: Store, job: str, node: str, show: Callable[[str], None])
         out = left_out(world.exclusions)
         if node not in out:
             raise CannotDo(
-                ExclusionCode.NO_NODE,
+                CommandCode.NOT_FOUND,
                 f"node {node!r} of job {job!r} is not excluded; those that are: {shortened(out) or 'none'}",
             )
         return readmit(world.exclusions, frozenset({node}))

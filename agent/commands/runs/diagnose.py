@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .... import __version__
-from ...common.exits import DiagnoseCode
+from ...common.exits import CommandCode
 from ...configuration.parse import PATH, Group, Option
 from ...configuration.settings import Settings
 from ...output.masking import secrets_in
@@ -39,8 +39,8 @@ OUTPUT: Option[Path | None] = DIAGNOSE_OPTIONS.option(
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `DiagnoseCode`."""
-    return run_command("diagnose", words, DiagnoseCode, _USAGE, DIAGNOSE_OPTIONS, _work)
+    """Returns a `CommandCode`."""
+    return run_command("diagnose", words, _USAGE, DIAGNOSE_OPTIONS, _work)
 
 
 def _work(folder: Path, command_line: Settings) -> None:
@@ -56,7 +56,7 @@ def _work(folder: Path, command_line: Settings) -> None:
             raise
     except OSError as error:
         reason = f"{target}: {error.strerror}; name another with --output"
-        raise CannotDo(DiagnoseCode.NOT_WRITTEN, reason) from None
+        raise CannotDo(CommandCode.CANNOT, reason) from None
     print(target, flush=True)
     print(
         f"elastic-agent diagnose: {done.files} files. Secrets that were recognized are masked; look through the "

@@ -19,7 +19,7 @@ from typing import Any
 from ....codec import Invalid, load_object
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import NAME
-from ...common.exits import EventsCode
+from ...common.exits import CommandCode
 from ...common.http_client import NoAnswer, get
 from ...configuration.config import HELP, SCRIPT, ConfigError
 from ...configuration.load import read_argv
@@ -54,7 +54,7 @@ TIMEOUT: Option[float] = EVENTS_OPTIONS.option(
 
 
 class CannotShow(Exception):
-    def __init__(self, code: EventsCode, reason: str) -> None:
+    def __init__(self, code: CommandCode, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
@@ -71,12 +71,12 @@ class Source(ABC):
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns an `EventsCode`."""
+    """Returns an `CommandCode`."""
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, (*EVENTS_OPTIONS, AGENT))
     if HELP in command_line:
-        print(run_help(_USAGE, EventsCode, (*EVENTS_OPTIONS, AGENT)))
-        return EventsCode.SHOWN
+        print(run_help(_USAGE, (*EVENTS_OPTIONS, AGENT)))
+        return CommandCode.DONE
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     problems = command_line.problems
@@ -87,19 +87,19 @@ def main(words: Sequence[str]) -> int:
         problems.append(command_line[AGENT].problem("an agent, or a job", f"leave out it or {subject}"))
     if problems:
         print(f"elastic-agent events: {ConfigError(problems)}", file=sys.stderr)
-        return EventsCode.BAD_CONFIG
+        return CommandCode.BAD_CONFIG
     log_dir = given_log_dir(command_line)
     show = _as_json if command_line[JSON].value else _as_text
     try:
-        with one_line_errors(EventsCode.INTERRUPTED):
+        with one_line_errors(CommandCode.INTERRUPTED):
             source = _choose(subject, agent, log_dir, command_line[TIMEOUT].value)
             _show(source, show, follow=follow)
-            return EventsCode.SHOWN
+            return CommandCode.DONE
     except CannotShow as error:
         print(f"elastic-agent events: {error}", file=sys.stderr)
         return error.code
     except BrokenPipeError:
-        return EventsCode.OUTPUT_CLOSED
+        return CommandCode.OUTPUT_CLOSED
 
 
 def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, timeout_s: float) -> Source:
@@ -117,13 +117,13 @@ def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, t
             print(f"elastic-agent events: {problem}: {whose}its events are missing", file=sys.stderr)
         return source
     except CannotShow as nothing:
-        if subject is None or nothing.code is not EventsCode.NO_RUN:
+        if subject is None or nothing.code is not CommandCode.NOT_FOUND:
             raise
         try:
             return FilesSource(find_run(subject, log_dir))
         except NoRun as error:
             raise CannotShow(
-                EventsCode.NO_RUN, f"no agent of job {subject} answers here, and {error}"
+                CommandCode.NOT_FOUND, f"no agent of job {subject} answers here, and {error}"
             ) from None
 
 
@@ -132,7 +132,7 @@ def _found(run: str, log_dir: Path | None) -> Path:
     try:
         return find_run(run, log_dir)
     except NoRun as error:
-        raise CannotShow(EventsCode.NO_RUN, str(error)) from None
+        raise CannotShow(CommandCode.NOT_FOUND, str(error)) from None
 
 
 def _show(source: Source, show: Callable[[JobEvent], str], *, follow: bool) -> None:
@@ -189,7 +189,7 @@ class AgentsSource(Source):
             raise self.problems[0]
         whose = f"of job {job} " if job is not None else ""
         raise CannotShow(
-            EventsCode.NO_RUN,
+            CommandCode.NOT_FOUND,
             f"no agent {whose}answers here: ask one by the address in its log, --agent HOST:PORT, or name a run",
         )
 
@@ -246,10 +246,10 @@ class AgentsSource(Source):
             raise
         except OSError:
             reason = f"the agent at {http} gives no answer within {self._timeout_s:g} s"
-            raise CannotShow(EventsCode.NO_ANSWER, reason) from None
+            raise CannotShow(CommandCode.NO_ANSWER, reason) from None
         except (NoAnswer, Invalid):
             reason = f"what answers at {http} is another program, or another version of elastic-agent"
-            raise CannotShow(EventsCode.MISMATCH, reason) from None
+            raise CannotShow(CommandCode.MISMATCH, reason) from None
 
 
 def _at_once(
@@ -292,10 +292,10 @@ class FilesSource(Source):
             files = journals(self._folder)
             if not files:
                 reason = f"{self._folder} has no events-NODE.jsonl: name the folder of a run"
-                raise CannotShow(EventsCode.NO_RUN, reason)
+                raise CannotShow(CommandCode.NOT_FOUND, reason)
             events = [event for parts in files.values() for part in parts for event in read_file(part)]
         except OSError as error:
-            raise CannotShow(EventsCode.NO_RUN, f"{error.filename}: {error.strerror}") from None
+            raise CannotShow(CommandCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
         return sorted(
             events, key=lambda event: event.at
         )  # a stable order: of one node and instant, as it wrote

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...common.exits import ReportCode
+from ...common.exits import CommandCode
 from ...configuration.parse import PATH, Group, Option, Parser
 from ...configuration.settings import Settings
 from ...observability.journal.event_file import journals, read_file
@@ -47,8 +47,8 @@ PICTURE: Option[Path | None] = REPORT_OPTIONS.option(
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `ReportCode`."""
-    return run_command("report", words, ReportCode, _USAGE, REPORT_OPTIONS, _work)
+    """Returns a `CommandCode`."""
+    return run_command("report", words, _USAGE, REPORT_OPTIONS, _work)
 
 
 def _work(folder: Path, command_line: Settings) -> None:
@@ -59,7 +59,7 @@ def _work(folder: Path, command_line: Settings) -> None:
         try:
             draw(report, picture)
         except PictureError as error:
-            raise CannotDo(ReportCode.NOT_WRITTEN, str(error)) from None
+            raise CannotDo(CommandCode.CANNOT, str(error)) from None
 
 
 def _read(folder: Path) -> Report:
@@ -68,10 +68,10 @@ def _read(folder: Path) -> Report:
         files = journals(folder)
         if not files:
             what = f"{folder} has no events-NODE.jsonl: name the folder of a run"
-            raise CannotDo(ReportCode.NO_ACCOUNT, what)
+            raise CannotDo(CommandCode.NO_JOB, what)
         nodes = ((event for part in parts for event in read_file(part)) for parts in files.values())
         return report_of(folder.resolve().name, nodes)
     except ReportError as error:
-        raise CannotDo(ReportCode.NO_ACCOUNT, f"{folder}: {error}") from None
+        raise CannotDo(CommandCode.NO_JOB, f"{folder}: {error}") from None
     except OSError as error:
-        raise CannotDo(ReportCode.NO_ACCOUNT, f"{error.filename}: {error.strerror}") from None
+        raise CannotDo(CommandCode.NO_JOB, f"{error.filename}: {error.strerror}") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ....rendezvous.text import NAME
-from ...common.exits import Code, DiagnoseCode, ReportCode, exit_codes
+from ...common.exits import Code, CommandCode, exit_codes
 from ...configuration.config import HELP, LOG_DIR, SCRIPT, ConfigError
 from ...configuration.load import read_argv, read_environ
 from ...configuration.parse import Option
@@ -27,17 +27,16 @@ class NoRun(Exception):
 def run_command(
     name: str,
     words: Sequence[str],
-    codes: type[ReportCode] | type[DiagnoseCode],
     usage: str,
     options: Sequence[Option[Any]],
     work: Callable[[Path, Settings], None],
 ) -> int:
-    """Returns one of `codes`. The first word is the run, without it the newest of all is taken; `work` gets its folder,
-    and raises CannotDo."""
+    """Returns a `CommandCode`. The first word is the run, without it the newest of all is taken; `work` gets its
+    folder, and raises CannotDo."""
     run = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if run is not None else words, options)
     if HELP in command_line:
-        print(run_help(usage, codes, options))
+        print(run_help(usage, options))
         return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -47,31 +46,33 @@ def run_command(
     code: Code
     reason: Exception
     if problems:
-        code, reason = codes.BAD_CONFIG, ConfigError(problems)
+        code, reason = CommandCode.BAD_CONFIG, ConfigError(problems)
     else:
         try:
-            with one_line_errors(codes.INTERRUPTED):
+            with one_line_errors(CommandCode.INTERRUPTED):
                 folder = find_run(run, given_log_dir(command_line))
                 if run is None:
                     print(f"elastic-agent {name}: {folder}, the newest run there", file=sys.stderr)
                 work(folder, command_line)
             return 0
         except NoRun as error:
-            code, reason = codes.NO_RUN, error
+            code, reason = CommandCode.NOT_FOUND, error
         except CannotDo as error:
             code, reason = error.code, error
         except BrokenPipeError:
-            return codes.OUTPUT_CLOSED
+            return CommandCode.OUTPUT_CLOSED
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 
 
-def run_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) -> str:
+def run_help(usage: str, options: Iterable[Option[Any]]) -> str:
     """`options`: of the command's own, beside --log-dir."""
     where = replace(
         LOG_DIR, help="the folder of the runs (default: where agents without it keep their files)"
     )
-    return "\n".join([usage, *(option.help_text() for option in (*options, where)), "", *exit_codes(codes)])
+    return "\n".join(
+        [usage, *(option.help_text() for option in (*options, where)), "", *exit_codes(CommandCode)]
+    )
 
 
 def given_log_dir(command_line: Settings) -> Path | None:
