@@ -11,7 +11,7 @@ READY  := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-daemon test quick lint types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
+.PHONY: help demo demo-daemon test quick lint size types check format sim docs frameworks soak soak-sharded slurm benchmark torchft scale steps watching checkpoints sharded faults gpu page-picture clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 13
@@ -48,6 +48,9 @@ quick: $(READY)  ## the inner loop: unit tests, a short simulation, the contract
 lint: $(READY)  ## ruff: rules and format
 	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
+
+size: $(READY)  ## lines and files of the agent's folders, against what they may be
+	@$(BIN)/python .ci/size
 
 types: $(READY)  ## mypy --strict over the package
 	$(BIN)/mypy
