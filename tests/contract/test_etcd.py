@@ -894,14 +894,63 @@ def test_making_a_store_warns_of_nothing_and_leaves_the_environment_as_it_was(si
     assert (done.stdout, done.stderr, done.returncode) == ("True False\n", "", 0)
 
 
-def test_a_protobuf_that_was_loaded_too_early_is_said_clearly(single: EtcdCluster) -> None:
+def test_a_process_may_have_loaded_protobuf_before(single: EtcdCluster) -> None:
+    for implementation in ("upb", "python"):
+        done = in_python(
+            "import google.protobuf.descriptor\n"
+            "from elastic_agent.rendezvous.etcd.access import EtcdAccess\n"
+            "from elastic_agent.rendezvous.etcd.store import EtcdStore\n"
+            f"store = EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)\n"
+            "print(store.read(('nothing',)).entries)",
+            PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=implementation,
+        )
+        assert (done.stdout, done.stderr) == ("()\n", "")
+
+
+def test_our_messages_are_those_of_etcd() -> None:
+    """Field by field those that etcd3 has generated from etcd's own files, which pure Python alone can load."""
     done = in_python(
-        "import google.protobuf.descriptor\n"
+        "import warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "from etcd3 import etcdrpc\n"
+        "from etcd3.etcdrpc import kv_pb2\n"
+        "from elastic_agent.rendezvous.etcd import messages\n"
+        "def form(field):\n"
+        "    kind = field.message_type or field.enum_type\n"
+        "    oneof = field.containing_oneof\n"
+        "    return (field.number, field.type, field.is_repeated, kind and kind.name, oneof and oneof.name)\n"
+        "for name, ours in sorted(vars(messages.load()).items()):\n"
+        "    theirs = (getattr(etcdrpc, name, None) or getattr(kv_pb2, name)).DESCRIPTOR\n"
+        "    for field in ours.DESCRIPTOR.fields:\n"
+        "        assert form(field) == form(theirs.fields_by_name[field.name]), (name, field.name)\n"
+        "    for enum in ours.DESCRIPTOR.enum_types:\n"
+        "        same = theirs.enum_types_by_name[enum.name].values\n"
+        "        assert [(v.name, v.number) for v in enum.values] == [(v.name, v.number) for v in same]\n"
+        "    print(name)",
+        PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="python",
+    )
+    assert (len(done.stdout.split()), done.stderr) == (25, "")
+
+
+def test_with_a_protobuf_that_makes_no_messages_of_ours_those_of_etcd3_are_used(single: EtcdCluster) -> None:
+    done = in_python(
+        "from google.protobuf import message_factory\n"
+        "del message_factory.GetMessageClass\n"
         "from elastic_agent.rendezvous.etcd.access import EtcdAccess\n"
         "from elastic_agent.rendezvous.etcd.store import EtcdStore\n"
-        f"EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)",
+        f"store = EtcdStore.connect(EtcdAccess({single.endpoints!r}), 'job', lease_ttl_s=60.0, timeout_s=20.0)\n"
+        "print(store._connection.rpc.messages.__name__)",
+        PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="python",
     )
-    assert (
-        "StoreRefused: the etcd store cannot be used in this process: google.protobuf was imported"
-        in done.stderr
+    assert (done.stdout, done.stderr) == ("etcd3.etcdrpc\n", "")
+
+
+def test_where_neither_loads_it_is_said_what_to_install(single: EtcdCluster) -> None:
+    done = in_python(
+        "from google.protobuf import message_factory\n"
+        "del message_factory.GetMessageClass\n"
+        "from elastic_agent.rendezvous.etcd.rpc import load\n"
+        "load()",
+        PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION="upb",
     )
+    assert "StoreRefused: the etcd store cannot be used with this version of protobuf" in done.stderr

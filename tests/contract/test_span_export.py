@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elastic_agent import protobuf
-
-with protobuf.pure_python():
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
 
 from elastic_agent import threads
 from elastic_agent.agent.observability.tracing import exporter
@@ -209,7 +206,7 @@ def test_an_export_that_raises_fails_no_thread_of_the_sdk(
 
 
 def test_an_agent_that_sends_spans_can_use_etcd() -> None:
-    """Whichever is loaded first: protobuf chooses its implementation once, and etcd's messages need that in Python."""
+    """Whichever is loaded first."""
     script = """
 from elastic_agent.agent.observability.tracing.exporter import _Tracing
 from elastic_agent.rendezvous.etcd.rpc import load

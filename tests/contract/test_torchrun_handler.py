@@ -533,10 +533,3 @@ def test_a_process_that_ends_without_shutdown_leaves_at_once_and_the_job_goes_on
         ended = run(shared_etcd, job)
         assert (ended.returncode, ended.stdout) == (3, "1\n"), ended.stderr
         assert '"kvs"' not in shared_etcd.ctl("get", "--prefix", f"/elastic-agent/{job}/nodes/")
-
-
-def test_protobuf_of_the_wrong_kind_in_the_process_is_an_error_with_advice(shared_etcd: EtcdCluster) -> None:
-    ended = run(shared_etcd, uuid.uuid4().hex, before="import google.protobuf.descriptor")
-    assert ended.returncode == 1
-    assert "RendezvousConnectionError" in ended.stderr
-    assert "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python" in ended.stderr

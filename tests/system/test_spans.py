@@ -10,10 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent import protobuf
-
-with protobuf.pure_python():
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
 
 from elastic_agent.agent.observability.tracing.exporter import CLOSE_S
 from tests.collector import Collector, Sent

@@ -11,7 +11,6 @@ import queue
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .... import protobuf
 from ....threads import Thread
 from .spans import RecoverySpans
 
@@ -78,8 +77,7 @@ class _Tracing:
     """The SDK, set up for one collector."""
 
     def __init__(self, endpoint: str | None, resource: Mapping[str, str]) -> None:
-        with protobuf.pure_python():
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
