@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.common.events import Event, WriterEnded, WriterWanted
 from elastic_agent.agent.common.io_thread import IoThread
-from elastic_agent.agent.workers.checkpoints.disk_writer import DiskWriter
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted
 from report import add_options, keep, markdown, publish, ratio, spread

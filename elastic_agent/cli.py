@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import __version__
+from .agent.checkpoints.folder import describe_folder
 from .agent.common.exits import ExitCode, lack_in
 from .agent.configuration.config import (
     CHECK_CONFIG,
@@ -44,7 +45,6 @@ from .agent.configuration.options import (
 from .agent.configuration.settings import comment
 from .agent.main.error_file import write_error_file
 from .agent.output.log_folders import log_directory
-from .agent.workers.checkpoints.folder import describe_folder
 
 if TYPE_CHECKING:
     from .agent.machine.inventory import Machine

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic_agent.agent.workers.checkpoints.server.process import Server
+from elastic_agent.agent.checkpoints.server import Server
 from elastic_agent.worker.storage.memory.copy_header import Header, RankShards
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import Slots

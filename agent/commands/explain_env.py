@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 from ...worker.wire.environment import NAMES
+from ..checkpoints.folder import describe_folder
 from ..common.exits import ExitCode
 from ..common.variables import USER, Variable, settle
 from ..configuration.config import HELP, Config, ConfigError
@@ -31,7 +32,6 @@ from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
 from ..machine.network.choice import NotReady
 from ..output.log_folders import FLIGHT_RECORDS, log_directory, run_folder
-from ..workers.checkpoints.folder import describe_folder
 from ..workers.environment.contract import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ...health.checks.needs import NodeNeeds
+from ..checkpoints.folder import describe_folder
 from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
 from ..configuration.settings import Settings
 from ..configuration.stopping import ladder
-from ..workers.checkpoints.folder import describe_folder
 from .affinity import CpuShare, probe_cpus, share
 from .devices import Device, Inventory, PinnedDevices, backend_fact, pin, probe, resolve_workers
 from .gpus.memory import watched

@@ -20,6 +20,8 @@ from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Result
 from ...threads import Thread
+from ..checkpoints.disk_writer import DiskWriter
+from ..checkpoints.memory_server import MemoryServer
 from ..common.events import (
     Event,
     GenerationEvent,
@@ -52,8 +54,6 @@ from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.recheck import Recheck
 from ..rendezvous_io.store_link import StoreLink, deliver_to
-from ..workers.checkpoints.disk_writer import DiskWriter
-from ..workers.checkpoints.memory_server import MemoryServer
 from ..workers.failures.worker_failure import WorkerFailure
 from ..workers.preloader.spares import Spares
 from ..workers.supervision.supervisor import Supervisor
@@ -61,7 +61,7 @@ from .heartbeat import Heartbeat
 from .service_manager import ServiceManager
 
 if TYPE_CHECKING:
-    from ..workers.checkpoints.handover import Handover
+    from ..checkpoints.handover import Handover
 
 log = logging.getLogger(__name__)
 

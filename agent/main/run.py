@@ -29,6 +29,9 @@ from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
 from ...threads import Thread
 from ...worker.wire.shared_progress import clock
+from ..checkpoints.disk_writer import DiskWriter
+from ..checkpoints.folder import MemoryFolder, make_folder
+from ..checkpoints.memory_server import MemoryServer, ServerPlace
 from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.interruptible import unless_stopped
 from ..common.ports import OfferedPort
@@ -60,9 +63,6 @@ from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.recheck import Recheck
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
-from ..workers.checkpoints.disk_writer import DiskWriter
-from ..workers.checkpoints.folder import MemoryFolder, make_folder
-from ..workers.checkpoints.memory_server import MemoryServer, ServerPlace
 from ..workers.environment.contract import worker_env
 from ..workers.evidence import ras
 from ..workers.evidence.keeper import EvidenceKeeper

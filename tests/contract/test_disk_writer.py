@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_agent.agent.checkpoints import disk_writer, writer
+from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
 from elastic_agent.agent.common.events import Event, WriterEnded, WriterWanted
-from elastic_agent.agent.workers.checkpoints import disk_writer, writer
-from elastic_agent.agent.workers.checkpoints.disk_writer import DiskWriter
 from elastic_agent.codec import Invalid
 from elastic_agent.worker import Checkpointer, Fenced, SaveFailed
 from elastic_agent.worker.steps import progress

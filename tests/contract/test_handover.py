@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from elastic_agent import threads
-from elastic_agent.agent.workers.checkpoints import handover
-from elastic_agent.agent.workers.checkpoints.handover import Handover
+from elastic_agent.agent.checkpoints import handover
+from elastic_agent.agent.checkpoints.handover import Handover
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.records import (
     Cause,

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.workers.checkpoints.server import entrance, process, replicator, seals
-from elastic_agent.agent.workers.checkpoints.server.copies import CopyReader, copies_of
-from elastic_agent.agent.workers.checkpoints.server.receiving import Receiver
+from elastic_agent.agent.checkpoints import copies as copies_module
+from elastic_agent.agent.checkpoints import replicator, server
+from elastic_agent.agent.checkpoints.copies import CopyReader, copies_of
+from elastic_agent.agent.checkpoints.receiver import Receiver
 from elastic_agent.worker.storage.memory.copy_header import FoundCopy
 from elastic_agent.worker.storage.memory.slot_folders import SlotFolder
 from elastic_agent.worker.storage.memory.slots import PIECE_BYTES, sums_of_bytes
@@ -262,8 +263,8 @@ def test_a_recorded_conversation_opens_nothing(make: Make) -> None:
 
 
 def test_a_silent_client_is_cut_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance, "HANDSHAKE_S", 0.1)
-    monkeypatch.setattr(entrance, "SILENCE_S", 0.1)
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(server, "SILENCE_S", 0.1)
     node = make("a")
     filled(node)
     with socket.create_connection(("127.0.0.1", node.port), timeout=5.0) as silent:
@@ -283,7 +284,7 @@ def test_a_silent_client_is_cut_off(make: Make, monkeypatch: pytest.MonkeyPatch)
 
 def test_who_reads_or_sends_too_slowly_is_cut_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte now and then is no sign of life. No thread is held for it for longer than its bytes may take."""
-    monkeypatch.setattr(entrance, "SILENCE_S", 0.2)
+    monkeypatch.setattr(server, "SILENCE_S", 0.2)
     monkeypatch.setattr(link, "LEAST_RATE", 1 << 30)
     node = make("a")
     filled(node, 3, 64 << 20)
@@ -328,7 +329,7 @@ def test_garbage_costs_nothing(make: Make) -> None:
         assert into == data[:100]
     with node.client() as another:
         another.read(FOLDER, "a", (1, 3), 0, into)
-    assert len(node.server._entrance._door) <= entrance.AT_THE_DOOR
+    assert len(node.server._entrance._door) <= server.AT_THE_DOOR
     assert len(node.server._pool._threads) <= 4
     for stranger in strangers:
         stranger.close()
@@ -360,7 +361,7 @@ def test_who_has_the_key_cannot_send_garbage_either(make: Make) -> None:
 
 
 def test_a_connection_that_was_closed_is_made_anew(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entrance, "MOST_INSIDE", 2)
+    monkeypatch.setattr(server, "MOST_INSIDE", 2)
     node = make("a")
     filled(node)
     with contextlib.ExitStack() as stack:
@@ -738,8 +739,8 @@ def test_what_a_new_generation_has_abandoned_is_dropped_with_its_order(make: Mak
 
 
 def test_without_the_kernel_s_word_copies_are_looked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "LOOK_S", 0.02)
-    monkeypatch.setattr(seals, "IN_CLOEXEC", -1)  # refused, like one too many
+    monkeypatch.setattr(server, "LOOK_S", 0.02)
+    monkeypatch.setattr(copies_module, "IN_CLOEXEC", -1)  # refused, like one too many
     a, b = make("a"), make("b")
     assert a.server._seals.blind
     a.replicate_to(b.partner)

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.checkpoints import memory_server
+from elastic_agent.agent.checkpoints.folder import MemoryFolder
+from elastic_agent.agent.checkpoints.memory_server import KEY, MemoryServer, NoKey, ServerPlace, key_of_job
 from elastic_agent.agent.common.events import Event, MemoryServerEnded, MemoryServerWanted
-from elastic_agent.agent.workers.checkpoints import memory_server
-from elastic_agent.agent.workers.checkpoints.folder import MemoryFolder
-from elastic_agent.agent.workers.checkpoints.job_key import KEY, NoKey, key_of_job
-from elastic_agent.agent.workers.checkpoints.memory_server import MemoryServer, ServerPlace
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Delete, Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_agent.agent.checkpoints import disk_writer
 from elastic_agent.agent.common.events import WriterEnded
-from elastic_agent.agent.workers.checkpoints import disk_writer
 from elastic_agent.worker.storage.disk import async_save
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.sharded import shard_saver

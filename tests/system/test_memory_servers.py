@@ -17,7 +17,7 @@ from .harness import Agent, Job
 from .replicating import SIZE
 
 REPLICATING = Path(__file__).with_name("replicating.py")
-SERVER = b"checkpoints.server.process"
+SERVER = b"agent.checkpoints.server"
 
 
 @pytest.fixture(scope="module")

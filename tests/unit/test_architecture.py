@@ -85,14 +85,13 @@ workers/processes: common output configuration
 workers/failures: common configuration workers/processes
 machine/network: common configuration
 machine/memory:
-workers/checkpoints/server: common
-workers/checkpoints: common workers/processes workers/checkpoints/server
 machine/gpus: common workers/processes
-machine: common configuration machine/network machine/gpus workers/processes workers/checkpoints
+checkpoints: common workers/processes
+machine: common configuration workers/processes machine/network machine/gpus checkpoints
 workers/evidence: common output workers/processes
 workers/hangs: common workers/processes
 workers/links: common
-workers/environment: common configuration machine/network workers/checkpoints machine
+workers/environment: common configuration machine/network checkpoints machine
 machine/notices: common configuration
 workers/preloader/fidelity:
 workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
@@ -107,21 +106,21 @@ observability/tracing: output observability/accounting
 workers/supervision: common output configuration machine/gpus machine/memory workers/failures workers/processes \
     machine workers/environment workers/evidence workers/hangs workers/preloader observability/accounting workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
-commands: common output configuration machine/network workers/processes workers/checkpoints machine \
+commands: common output configuration workers/processes machine/network checkpoints machine \
     workers/environment rendezvous_io observability/status commands/check_nodes
 commands/runs: common output configuration workers/processes observability/journal observability/report \
     observability/status commands
-main: common output configuration machine/network machine/gpus machine/memory workers/failures machine/notices \
-    workers/processes workers/checkpoints machine workers/environment workers/preloader rendezvous_io \
-    observability/status observability/journal observability/page observability/accounting observability/tracing \
-    workers/supervision workers/evidence workers/hangs workers/links
+main: common output configuration workers/processes workers/failures machine/network machine/memory \
+    machine/gpus checkpoints machine workers/evidence workers/hangs workers/links workers/environment \
+    machine/notices workers/preloader rendezvous_io observability/status observability/journal \
+    observability/accounting observability/page observability/tracing workers/supervision
 pool: worker/wire health/checks health/checks/node health rendezvous/text rendezvous rendezvous/store \
     common output configuration machine/network machine workers/preloader/fidelity rendezvous_io main
 commands/nodes: common configuration workers/processes observability/status commands
 pool/commands: rendezvous/text rendezvous rendezvous/store common output configuration rendezvous_io \
     commands pool
 torchrun: rendezvous/etcd common configuration machine/network rendezvous_io main
-start: worker/wire common output configuration workers/processes workers/checkpoints machine main pool pool/commands
+start: worker/wire common output configuration workers/processes checkpoints machine main pool pool/commands
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec` and
 `threads` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES`

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.workers.checkpoints.handover_plan import Others, Peer, others, tasks, waits_for
+from elastic_agent.agent.checkpoints.handover import Others, Peer, others, tasks, waits_for
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

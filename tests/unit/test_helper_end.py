@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from elastic_agent.agent.workers.checkpoints import helper_end
-from elastic_agent.agent.workers.checkpoints.helper_end import HelperEnd
+from elastic_agent.agent.checkpoints import helper_end
+from elastic_agent.agent.checkpoints.helper_end import HelperEnd
 from tests.io_threads import settle_io, started_io
 
 

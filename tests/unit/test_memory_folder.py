@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.checkpoints import folder as folder_module
-from elastic_agent.agent.workers.checkpoints.folder import make_folder
+from elastic_agent.agent.checkpoints import folder as folder_module
+from elastic_agent.agent.checkpoints.folder import make_folder
 
 
 def test_a_folder_is_its_owners_alone_and_goes_with_the_agent(tmp_path: Path) -> None:

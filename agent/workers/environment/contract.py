@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ....rendezvous.records import Member, World
 from ....worker.wire.environment import WorkerEnv
+from ...checkpoints.folder import MemoryFolder
 from ...common.variables import Variable
 from ...configuration.config import Config
 from ...machine.inventory import Machine
 from ...machine.network.choice import network_variables
 from ...machine.network.discovery import Network
-from ..checkpoints.folder import MemoryFolder
 from .torch_settings import Facts, torch_settings
 
 USES_AGENT_STORE = 1

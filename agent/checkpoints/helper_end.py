@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from ...common.io_thread import IoThread
-from ..processes.proc import has_ended
+from ..common.io_thread import IoThread
+from ..workers.processes.proc import has_ended
 
 log = logging.getLogger(__name__)
 

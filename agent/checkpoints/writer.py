@@ -28,19 +28,19 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from ....codec import Invalid
-from ....rendezvous.store.requests import RETRY
-from ....threads import Thread
-from ....worker.errors import CheckpointError, Fenced, SaveFailed
-from ....worker.storage.disk.background_write import outcome_of, write_copy
-from ....worker.storage.disk.checkpoint_files import CheckpointFiles
-from ....worker.storage.disk.commit_permission import CommitPermission
-from ....worker.storage.disk.sharded.commit import Commit, commit
-from ....worker.storage.disk.sharded.parts import Part, refuse_part, write_held
-from ....worker.storage.memory.slot_folders import SlotFolder
-from ....worker.storage.memory.slots import HeldSlot, Slots
-from ....worker.wire.channel import receive, send
-from ....worker.wire.messages import (
+from ...codec import Invalid
+from ...rendezvous.store.requests import RETRY
+from ...threads import Thread
+from ...worker.errors import CheckpointError, Fenced, SaveFailed
+from ...worker.storage.disk.background_write import outcome_of, write_copy
+from ...worker.storage.disk.checkpoint_files import CheckpointFiles
+from ...worker.storage.disk.commit_permission import CommitPermission
+from ...worker.storage.disk.sharded.commit import Commit, commit
+from ...worker.storage.disk.sharded.parts import Part, refuse_part, write_held
+from ...worker.storage.memory.slot_folders import SlotFolder
+from ...worker.storage.memory.slots import HeldSlot, Slots
+from ...worker.wire.channel import receive, send
+from ...worker.wire.messages import (
     MAX_BYTES,
     MAX_REASON_CHARS,
     MOST_DIRECTORY_CHARS,
@@ -58,7 +58,7 @@ from ....worker.wire.messages import (
     WriteOutcome,
     encode,
 )
-from ....worker.wire.run import Run
+from ...worker.wire.run import Run
 
 ORDER_S = 5.0
 """How long an order may take to come, and its outcome to go."""

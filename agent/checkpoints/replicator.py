@@ -17,23 +17,34 @@ import random
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .....rendezvous.store.requests import RetryPolicy
-from .....threads import Thread
-from .....worker.storage.memory.copy_header import FoundCopy
-from .....worker.storage.memory.slot_folders import SlotFolder
-from .....worker.storage.replication.acks import Acks, read_acks, write_acks
-from .....worker.storage.replication.client import CopyGone
-from .....worker.storage.replication.key_file import read_key
-from .....worker.storage.replication.link import Link, connect
-from .....worker.storage.replication.messages import Partner, Replicate
-from .....worker.storage.replication.replica_rules import is_abandoned
-from .copies import CopyReader, copies_of
-from .orders import MOST_ORDERS
-from .pushing import RefusedCopy, Sender
-from .rate import Rate
+from ...rendezvous.store.requests import RetryPolicy
+from ...threads import Thread
+from ...worker.storage.memory.copy_header import FoundCopy
+from ...worker.storage.memory.slot_folders import SlotFolder
+from ...worker.storage.memory.slots import PIECE_BYTES
+from ...worker.storage.replication.acks import Acks, read_acks, write_acks
+from ...worker.storage.replication.client import CopyGone
+from ...worker.storage.replication.key_file import read_key
+from ...worker.storage.replication.link import Link, connect
+from ...worker.storage.replication.messages import (
+    PUSH_ANSWERS,
+    PUSH_ENDS,
+    Acknowledged,
+    Have,
+    Partner,
+    Piece,
+    Push,
+    Refused,
+    Replicate,
+    Sent,
+    Superseded,
+)
+from ...worker.storage.replication.replica_rules import is_abandoned
+from .copies import MOST_ORDERS, CopyReader, copies_of
 
 SILENCE_S = 10.0
 CONNECT_S = 5.0
@@ -330,3 +341,107 @@ class _Order:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # the agent's console stands still
         print(f"elastic-agent: {text}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------- pushing
+
+LASTING = ("no_room", "abandoned")
+"""Refusals of which the next try would bring another."""
+
+
+class RefusedCopy(Exception):
+    """The other node does not take the copy now."""
+
+    def __init__(self, refusal: Refused) -> None:
+        super().__init__(refusal.reason)
+        self.lasts = refusal.why in LASTING
+
+
+@dataclass(slots=True)
+class Sender:
+    """`node` is the one whose copies are sent. `pause` is called before so many bytes go, `sent` after."""
+
+    node: str
+    pause: Callable[[int], None] = lambda count: None
+    sent: Callable[[int], None] = lambda count: None
+    superseded: Callable[[], bool] = lambda: False
+    """There is a newer copy, which makes this one useless. Looked at before each piece."""
+    sums: dict[int, int] = field(default_factory=dict)
+    """Of pieces that were read, by their number: of one copy, also over several connections."""
+
+    def push(self, link: Link, reader: CopyReader) -> bool:
+        """Whether the other node has acknowledged it; False: superseded.
+
+        Raises OSError, CopyGone, RefusedCopy, and what `pause` and `superseded` raise.
+        """
+        header, sums = reader.header, self.sums
+        count = -(-header.size // PIECE_BYTES)
+        with memoryview(bytearray(min(PIECE_BYTES, header.size))) as buffer:
+
+            def read(index: int) -> memoryview:
+                begin = index * PIECE_BYTES
+                piece = buffer[: min(PIECE_BYTES, header.size - begin)]
+                reader.read(begin, piece)
+                sums[index] = zlib.crc32(piece)
+                return piece
+
+            link.send(Push(self.node, reader.folder, header))
+            answer = link.receive(PUSH_ANSWERS)
+            if isinstance(answer, Have):
+                return True
+            if isinstance(answer, Refused):
+                raise RefusedCopy(answer)
+            try:
+                for index in range(answer.piece):
+                    if index not in sums:
+                        read(index).release()
+                for index in range(answer.piece, count):
+                    if self.superseded():
+                        link.send(Superseded())
+                        return False
+                    with read(index) as piece:
+                        link.send(Piece(index), piece, sums[index], self.pause)
+                        self.sent(len(piece))
+            except CopyGone:
+                link.send(Superseded())
+                raise
+            whole = tuple(sums[index] for index in range(count))
+            link.send(Sent(whole))
+            end = link.receive(PUSH_ENDS)
+            if not isinstance(end, Acknowledged):
+                sums.clear()
+                raise RefusedCopy(end)
+            with contextlib.suppress(OSError):  # no room for the sums: the copy goes without
+                reader.add_sums(whole)
+        return True
+
+
+# ---------------------------------------------------------------- rate
+
+
+class Rate:
+    """At most so many bytes per second, with no saving up for later. For any thread."""
+
+    def __init__(
+        self,
+        bytes_per_s: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """0: no limit."""
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def pause(self, count: int) -> None:
+        """Wait until so many bytes may go."""
+        if not self._bytes_per_s:
+            return
+        with self._lock:
+            now = self._clock()
+            begin = max(now, self._free_at)
+            self._free_at = begin + count / self._bytes_per_s
+        if begin > now:
+            self._sleep(begin - now)

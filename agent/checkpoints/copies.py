@@ -2,21 +2,29 @@
 
 A slot is held only while a stretch of it is read into a buffer: what sends it may wait for a network, and a worker that
 is about to overwrite the slot never waits for that. So each stretch looks anew whether the slot still has the copy.
+
+Beside them lie the orders to replicate, for the next memory server and for a handover. `Seals` tells when a copy was
+sealed: the kernel (inotify) says when a header is renamed into place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
+import struct
 import threading
 import zlib
 from collections.abc import Iterator
 
-from .....worker.storage.memory.copy_header import FoundCopy, Header
-from .....worker.storage.memory.slot_folders import SlotFolder, all_folders_of
-from .....worker.storage.memory.slots import PIECE_BYTES, Slots, header_file
-from .....worker.storage.replication.client import CopyGone
+from ...worker.storage.memory.copy_header import FoundCopy, Header
+from ...worker.storage.memory.slot_folders import SlotFolder, all_folders_of
+from ...worker.storage.memory.slots import PIECE_BYTES, Slots, header_file
+from ...worker.storage.replication.client import CopyGone
+from ...worker.storage.replication.messages import MAX_ORDER_BYTES, ORDERS, Replicate, encode
+from ...worker.wire.files import open_directory, read_whole, replace_file
+from ...worker.wire.messages import SLOT_NAMES
 
 _STRETCH_BYTES = 1 << 20
 
@@ -156,3 +164,99 @@ class CopyReader:
         except OSError:
             return 0, 0
         return found.st_ino, found.st_mtime_ns
+
+
+# ---------------------------------------------------------------- orders to replicate
+
+MOST_ORDERS = 16
+"""Checkpoint directories, of which the newest count."""
+
+_KEPT = ".replicate"
+"""The end of the name of a file with an order."""
+
+
+def keep(memory: str, order: Replicate) -> None:
+    """In the place of the one before for the same checkpoint directory."""
+    name = SlotFolder.of(order.directory).directory + _KEPT
+    with contextlib.suppress(OSError), open_directory(memory) as folder:
+        replace_file(folder, name, encode(order))
+
+
+def kept_orders(memory: str) -> list[Replicate]:
+    """The oldest first."""
+    found = []
+    with contextlib.suppress(OSError), open_directory(memory) as folder:
+        names = [name for name in os.listdir(folder) if name.endswith(_KEPT)]
+        oldest_first = sorted(names, key=lambda name: os.stat(name, dir_fd=folder).st_mtime_ns)
+        for name in oldest_first[-MOST_ORDERS:]:
+            with contextlib.suppress(OSError, ValueError):
+                order = ORDERS.decode(read_whole(folder, name, MAX_ORDER_BYTES))
+                if isinstance(order, Replicate):
+                    found.append(order)
+    return found
+
+
+# ---------------------------------------------------------------- seals
+
+IN_CLOEXEC = os.O_CLOEXEC
+IN_NONBLOCK = os.O_NONBLOCK
+IN_MOVED_TO = 0x80
+IN_CREATE = 0x100
+IN_ONLYDIR = 0x01000000
+IN_ISDIR = 0x40000000
+
+_EVENT = struct.Struct("iIII")
+_BUFFER_BYTES = 65536
+_HEADERS = {header_file(slot).encode() for slot in SLOT_NAMES}
+
+
+class Seals:
+    """Of the slots in all folders of the agent's folder in memory. For one thread.
+
+    Where the kernel gives no more watches (fs.inotify.max_user_instances, max_user_watches), `blind` is true and the
+    user looks now and then.
+    """
+
+    def __init__(self, memory: str) -> None:
+        self._memory = memory
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self.readable: int = self._libc.inotify_init1(IN_CLOEXEC | IN_NONBLOCK)
+        """A descriptor that can be read when something has happened; negative: there is none."""
+        self.blind = self.readable < 0
+        self._watch(memory, IN_CREATE | IN_ONLYDIR)
+        self._watch_folders()
+
+    def close(self) -> None:
+        descriptor, self.readable = self.readable, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def read(self) -> bool:
+        """Whether some copy may have been sealed since the last look."""
+        try:
+            raw = os.read(self.readable, _BUFFER_BYTES)
+        except BlockingIOError:
+            return False
+        sealed, offset = False, 0
+        while offset < len(raw):
+            _, mask, _, length = _EVENT.unpack_from(raw, offset)
+            offset += _EVENT.size
+            name = raw[offset : offset + length].rstrip(b"\0")
+            offset += length
+            if mask & IN_ISDIR or not name:  # a new folder, or events were lost
+                self._watch_folders()
+                sealed = True
+            sealed |= name in _HEADERS
+        return sealed
+
+    def _watch_folders(self) -> None:
+        """All that are there: a folder that is watched already stays so."""
+        with contextlib.suppress(OSError), os.scandir(self._memory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    self._watch(entry.path, IN_MOVED_TO | IN_ONLYDIR)
+
+    def _watch(self, path: str, events: int) -> None:
+        if not self.blind:
+            found = self._libc.inotify_add_watch(self.readable, os.fsencode(path), events)
+            self.blind = found < 0 and os.path.isdir(path)

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from ....codec import Invalid
-from ....worker.wire.channel import Lines, send
-from ....worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
-from ...common.events import Event, WriterEnded, WriterWanted
-from ...common.io_thread import IoThread
-from ..processes.exit_words import describe_exit
-from ..processes.proc import KILL_WAIT_S, process_status, reap_within
-from ..processes.workers import start_helper
+from ...codec import Invalid
+from ...worker.wire.channel import Lines, send
+from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
+from ..common.events import Event, WriterEnded, WriterWanted
+from ..common.io_thread import IoThread
+from ..workers.processes.exit_words import describe_exit
+from ..workers.processes.proc import KILL_WAIT_S, process_status, reap_within
+from ..workers.processes.workers import start_helper
 from .helper_end import HelperEnd
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....worker.storage.memory.available_memory import size_text
+from ...worker.storage.memory.available_memory import size_text
 
 log = logging.getLogger(__name__)
 

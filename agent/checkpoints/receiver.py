@@ -20,13 +20,13 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from .....worker.storage.memory.copy_header import Header
-from .....worker.storage.memory.room import Need, limiting_levels
-from .....worker.storage.memory.slot_folders import SlotFolder, all_folders_of
-from .....worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy, taken_by_slots
-from .....worker.storage.replication.copy_rule import Version
-from .....worker.storage.replication.link import Damaged, Link
-from .....worker.storage.replication.messages import (
+from ...worker.storage.memory.copy_header import Header
+from ...worker.storage.memory.room import Need, limiting_levels
+from ...worker.storage.memory.slot_folders import SlotFolder, all_folders_of
+from ...worker.storage.memory.slots import PIECE_BYTES, NoRoom, OpenSlot, Slots, SlotsBusy, taken_by_slots
+from ...worker.storage.replication.copy_rule import Version
+from ...worker.storage.replication.link import Damaged, Link
+from ...worker.storage.replication.messages import (
     PUSHED,
     AbandonNewer,
     Acknowledged,
@@ -40,7 +40,7 @@ from .....worker.storage.replication.messages import (
     Settled,
     Superseded,
 )
-from .....worker.storage.replication.replica_rules import is_abandoned, is_superfluous, is_twin
+from ...worker.storage.replication.replica_rules import is_abandoned, is_superfluous, is_twin
 from .copies import headers_in
 
 TAKE_OVER_S = 5.0

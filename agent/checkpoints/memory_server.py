@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import random
+import secrets
 import socket
 import subprocess
 import sys
@@ -21,27 +22,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....rendezvous.errors import StoreError, StoreUnavailable
-from ....rendezvous.store.interface import Store
-from ....rendezvous.store.requests import RETRY
-from ....threads import Thread
-from ....worker.storage.replication.key_file import write_key
-from ...common.events import Event, MemoryServerEnded, MemoryServerWanted
-from ...common.io_thread import IoThread
-from ..processes.exit_words import describe_exit
-from ..processes.proc import KILL_WAIT_S, process_status, reap_within
-from ..processes.workers import start_helper
+from ...rendezvous.errors import StoreError, StoreUnavailable
+from ...rendezvous.store.interface import Compare, Put, Store
+from ...rendezvous.store.requests import RETRY
+from ...threads import Thread
+from ...worker.storage.replication.key_file import KEY_BYTES, write_key
+from ..common.events import Event, MemoryServerEnded, MemoryServerWanted
+from ..common.io_thread import IoThread
+from ..workers.processes.exit_words import describe_exit
+from ..workers.processes.proc import KILL_WAIT_S, process_status, reap_within
+from ..workers.processes.workers import start_helper
 from .folder import MemoryFolder
 from .helper_end import HelperEnd
-from .job_key import NoKey, key_of_job
 
 if TYPE_CHECKING:
     from .handover import Handover
 
 log = logging.getLogger(__name__)
 
-_MODULE = f"{__name__.rpartition('.')[0]}.server.process"
-_ROOT = Path(__file__).parents[len(_MODULE.split(".")) - 2]
+_MODULE = f"{__name__.rpartition('.')[0]}.server"
+_ROOT = Path(__file__).parents[len(_MODULE.split(".")) - 1]
 _PROGRAM = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {_MODULE} import main; main(*sys.argv[1:])"
 """Isolated, as the disk writer is."""
 
@@ -213,3 +213,34 @@ def _handover_type() -> type[Handover]:
     from .handover import Handover
 
     return Handover
+
+
+# ---------------------------------------------------------------- the key of the job
+
+KEY = "memory-key"
+"""In the store, beside the job's other keys: 64 hexadecimal digits."""
+
+
+class NoKey(Exception):
+    """What the store holds is no key; the text does not show it."""
+
+
+def key_of_job(store: Store, own: bytes | None = None) -> bytes:
+    """Puts `own`, or a new one, where there is none: of agents that come at the same time one is first.
+
+    Raises StoreError, NoKey.
+    """
+    entries = store.read((KEY,)).entries
+    if not entries:
+        made = own or secrets.token_bytes(KEY_BYTES)
+        outcome = store.transact((Compare(KEY, 0),), (Put(KEY, made.hex()),))
+        if outcome.succeeded:
+            return made
+        entries = tuple(entry for entry in outcome.entries if entry is not None)
+    try:
+        key = bytes.fromhex(entries[0].value)
+    except (IndexError, ValueError):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise NoKey(f"what the store holds under {KEY!r} is no key of this version: delete it")
+    return key
