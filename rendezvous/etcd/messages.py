@@ -23,7 +23,10 @@ message Event {
 }
 message ResponseHeader { uint64 cluster_id = 1; uint64 member_id = 2; int64 revision = 3; uint64 raft_term = 4; }
 message RangeRequest {
-  bytes key = 1; bytes range_end = 2; int64 limit = 3; int64 revision = 4; bool keys_only = 8; bool count_only = 9;
+  enum SortOrder { NONE = 0; ASCEND = 1; DESCEND = 2; }
+  enum SortTarget { KEY = 0; VERSION = 1; CREATE = 2; MOD = 3; VALUE = 4; }
+  bytes key = 1; bytes range_end = 2; int64 limit = 3; int64 revision = 4; SortOrder sort_order = 5;
+  SortTarget sort_target = 6; bool serializable = 7; bool keys_only = 8; bool count_only = 9;
 }
 message RangeResponse { ResponseHeader header = 1; repeated KeyValue kvs = 2; bool more = 3; int64 count = 4; }
 message PutRequest { bytes key = 1; bytes value = 2; int64 lease = 3; }
