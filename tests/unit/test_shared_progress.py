@@ -13,9 +13,9 @@ from types import ModuleType
 
 import pytest
 
+from elastic_agent.agent.checkpoints import handover
 from elastic_agent.agent.main import prepared, run
 from elastic_agent.agent.torchrun import membership
-from elastic_agent.agent.checkpoints import handover
 from elastic_agent.pool import daemon as assembly
 from elastic_agent.worker.storage.disk import commit_permission
 from elastic_agent.worker.wire import shared_progress
