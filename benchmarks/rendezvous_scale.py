@@ -198,7 +198,7 @@ def _pyplot() -> Any:
         from matplotlib import pyplot
 
         return pyplot
-    raise SystemExit("--plot needs matplotlib: pip install 'elastic-agent[report]', or leave --plot out")
+    raise SystemExit("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
 def _arguments() -> argparse.Namespace:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
 from ..health.families import CONTENT_TYPE
-from ..health.http_messages import Page, Probe, Request
+from ..health.http import Page, Probe, Request
 from ..health.pool_metrics import PoolMetrics
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import Endpoint, NodeRecord, node_key

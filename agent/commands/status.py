@@ -35,16 +35,9 @@ from ..configuration.rendezvous import (
     RendezvousConfig,
 )
 from ..configuration.settings import Settings
-from ..observability.status.report import SCHEMA, JobReport, as_json
-from ..observability.status.sources import (
-    AgentsSource,
-    CannotShow,
-    Found,
-    Source,
-    StoreSource,
-)
-from ..observability.status.text import Screen, lines
-from ..observability.status.watch import Watch
+from ..observability.job_report import SCHEMA, JobReport, Watch, as_json
+from ..observability.sources import AgentsSource, CannotShow, Found, Source, StoreSource
+from ..observability.status_text import Screen, lines
 from ..workers.processes.run_files import agents_here, run_directory_parents
 from .store_command import command_help, one_line_errors, pause
 

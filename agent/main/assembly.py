@@ -30,23 +30,18 @@ from ..configuration.parse import ENVIRONMENT
 from ..configuration.stopping import drain_timeout_s
 from ..machine.inventory import Machine, needs_of
 from ..machine.network.discovery import Network
-from ..observability.accounting.step_rate import StepRate
-from ..observability.accounting.training_account import Recovered
-from ..observability.journal.event_file import EventFile
-from ..observability.journal.events import Kind
-from ..observability.journal.journal import Journal
-from ..observability.page.board import Board, Source
-from ..observability.page.overview import overview
-from ..observability.status.pages import StatusPages
-from ..observability.status.report import JobReport
-from ..observability.status.sources import AgentsSource
-from ..observability.status.watch import Watch
-from ..observability.tracing.exporter import SpanSender
-from ..observability.tracing.spans import spans_of
+from ..observability.job_report import JobReport, Watch
+from ..observability.otel import SpanSender, spans_of
+from ..observability.page import Board, Source, overview
+from ..observability.sources import AgentsSource
+from ..observability.status import StatusPages
+from ..observability.steps import StepRate
+from ..observability.training_account import Recovered
 from ..output.console import Console
+from ..output.events import Kind
+from ..output.journal import EventFile, Journal
 from ..output.log_folders import log_directory
 from ..output.masking import masked, secrets_in
-from ..output.secret_digests import SECRET_DIGESTS, digests_of, file_name
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.recheck import Recheck
 from ..workers.failures.causes import CauseTable
@@ -131,13 +126,8 @@ def journal_of(agent: Agent, metrics: Metrics) -> Journal:
 
 
 def about_node(name: str, in_force: Sequence[str], secrets: Collection[str]) -> dict[str, str]:
-    """The files about one node in the folder of a run: its settings, and what its secrets are found by."""
-    files = {}
-    if in_force:
-        files[f"configuration-{name}.toml"] = masked("\n".join(in_force), secrets)
-    if (digests := digests_of(secrets)).values:
-        files[file_name(name)] = SECRET_DIGESTS.encode(digests)
-    return files
+    """The files about one node in the folder of a run: its settings."""
+    return {f"configuration-{name}.toml": masked("\n".join(in_force), secrets)} if in_force else {}
 
 
 def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:

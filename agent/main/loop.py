@@ -49,7 +49,7 @@ from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, co
 from ..common.ports import OfferedPort, PortError, PortLacking
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig, last_saves_s, obeys_before_s
 from ..machine.gpus.memory import GpuMemory
-from ..observability.accounting.observer import Observer
+from ..observability.observer import Observer
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.recheck import Recheck

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from ...health.http_messages import Probe
+from ...health.http import Probe
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Introduction
 from ..output.masking import masked

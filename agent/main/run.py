@@ -47,18 +47,17 @@ from ..machine.network.discovery import Network, wait_for_network
 from ..machine.notices.choice import read_dmi, source_for
 from ..machine.notices.watch import NoticeWatch
 from ..machine.preflight import refuse_bad_syntax
-from ..observability.accounting.measured_store import MeasuredStore
-from ..observability.accounting.observer import Observer
-from ..observability.accounting.step_rate import StepRate
-from ..observability.journal.events import EVENTS_PATH
-from ..observability.journal.journal import Journal
-from ..observability.page.board import STREAM_PATH
-from ..observability.page.html import PAGE_PATH, read_page
-from ..observability.status.pages import JOB_PATH, STATUS_PATH, StatusPages
+from ..observability.observer import Observer
+from ..observability.page import PAGE_PATH, STREAM_PATH, read_page
+from ..observability.status import JOB_PATH, STATUS_PATH, StatusPages
+from ..observability.steps import StepRate
 from ..output.console import take as take_console
+from ..output.events import EVENTS_PATH
+from ..output.journal import Journal
 from ..output.masking import secrets_in
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.join_checks import JoinChecks
+from ..rendezvous_io.measured_store import MeasuredStore
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.recheck import Recheck
 from ..rendezvous_io.store_link import StoreLink

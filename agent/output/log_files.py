@@ -2,8 +2,7 @@
 
 A disk may be full, read-only or gone, which is an error; or it does not answer (a dead NFS, a frozen file system), and
 then its writers stand still for as long as it does. Workers must do neither. What finds no room in the queue is
-dropped and counted, and where the file goes on it has how many bytes are missing. There is one warning of each. Of a
-stream that is in its file alone nothing is dropped: what is not written there goes to its `Spill`.
+dropped and counted, and where the file goes on it has how many bytes are missing. There is one warning of each.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from .backlog import Backlog
-from .lines import LINE_MAX
-from .spill import Spill
 
 QUEUE_MAX = 4 * 1024 * 1024
 """Bytes that may wait for the disk."""
@@ -45,12 +42,6 @@ class LogFile:
     """It is not written any more."""
     lost: int = 0
     """Bytes that are missing behind what was put last. Only who saves touches it."""
-    size: int = 0
-    """All bytes that were to be saved. Only who saves touches it."""
-    spill: Spill | None = None
-    """Takes what is not written, of a stream that is nowhere else."""
-    begun: bytes = b""
-    """The line that was written last and has not ended; for the spill, and only the thread touches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +67,14 @@ class LogFiles(Backlog[_Work]):
         return file
 
     def save(self, file: LogFile, data: bytes) -> None:
-        """May wait, see the module's docstring. What is not written goes to the file's spill, if it has one."""
-        if file.failed and file.spill is None:
+        """May wait, see the module's docstring."""
+        if file.failed:
             return
         if time.monotonic() - self._busy_since > STILL_S:
             self._warn_still(file)
-        at, lost = file.size, file.lost
-        file.size += len(data)
-        work = _Work(partial(self._save, file, data, at, lost), file, len(data))
+        work = _Work(partial(self._save, file, data, file.lost), file, len(data))
         if self.put(work, work.size, QUEUE_MAX, PATIENCE_S):
             file.lost = 0
-            if lost and file.spill is not None:
-                file.spill.end_line()
-        elif file.spill is not None:
-            file.spill.take(at, data)
 
     def finish(self, file: LogFile) -> None:
         """It is closed when all is written."""
@@ -136,36 +121,21 @@ class LogFiles(Backlog[_Work]):
         except OSError as error:
             self._complain(file, error)
 
-    def _save(self, file: LogFile, data: bytes, at: int, missing: int) -> None:
+    def _save(self, file: LogFile, data: bytes, missing: int) -> None:
         mark = b""
         if missing:
             mark = b"\n[elastic-agent: the disk stood still: %d bytes missing here]\n" % missing
-            file.begun = b""
-        unwritten = min(self._write(file, mark + data), len(data))
-        if file.spill is None:
-            return
-        written = len(data) - unwritten
-        file.begun = (file.begun + data[:written]).rpartition(b"\n")[2][-LINE_MAX:]
-        if unwritten:  # with all of the line that is cut
-            back, file.begun = file.begun + data[written:], b""
-            file.spill.take(at + len(data) - len(back), back)
-
-    def _write(self, file: LogFile, data: bytes) -> int:
-        """How many bytes at the end of `data` were not written."""
-        rest = memoryview(data)
+        rest = memoryview(mark + data)
         try:
             while rest and file.fd >= 0:
                 rest = rest[os.write(file.fd, rest) :]
         except OSError as error:
             self._complain(file, error)
             self._close(file)
-        return len(rest)
 
     def _end(self, file: LogFile) -> None:
-        self._save(file, b"", file.size, file.lost)
+        self._save(file, b"", file.lost)
         self._close(file)
-        if file.spill is not None:
-            file.spill.end_line()
 
     def _close(self, file: LogFile) -> None:
         if file.fd >= 0:

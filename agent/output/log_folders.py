@@ -4,7 +4,6 @@
     DIR/<job>-<run>/gen<generation>/{evidence,flight_records}/
     DIR/<job>-<run>/events-<node>.jsonl
     DIR/<job>-<run>/configuration-<node>.toml
-    DIR/<job>-<run>/.digests-<node>.json
 
 All nodes and all lives of a node's agent have one run in common, so that on a shared disk one folder holds all ranks.
 The newest runs and generations are kept. Deleted is only what bears our mark, belongs to the user of this run and is
@@ -22,7 +21,6 @@ import shutil
 from pathlib import Path
 
 from ..common.own_folder import own_path
-from .secret_digests import FILE_NAME as SECRET_DIGESTS
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,7 @@ MARK = ".elastic-agent"
 FLIGHT_RECORDS = "flight_records"
 """Below the folder of a generation: dumps of torch's recorder, binary, with names of groups, sizes and stacks."""
 _GENERATION = re.compile(r"gen([0-9]{1,18})")
-_OF_NODES = re.compile(rf"events-.+\.jsonl(\.1)?|configuration-.+\.toml|{SECRET_DIGESTS.pattern}")
+_OF_NODES = re.compile(r"events-.+\.jsonl(\.1)?|configuration-.+\.toml")
 
 
 def log_directory(given: Path | None, *, own: bool) -> Path | None:

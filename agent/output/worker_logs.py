@@ -3,13 +3,14 @@
 A worker's stdout and stderr are pipes that the thread `worker-logs` reads. The bytes go, as they are, to
 `gen<generation>/rank<rank>/{stdout,stderr}.log` in the folder of the run (`log_folders`, `log_files`); whole lines,
 prefixed, go to the agent's own stdout and stderr; the last lines stay in memory for the failure summary. An
-`OutputRoute` says which of the first two a stream has; what the file does not take of one without a console is shown
-there (`spill`).
+`OutputRoute` says which of the first two a stream has; one whose file cannot be written is on the console in any
+case.
 Pipes, and not files that workers write themselves, because a full, read-only or dead disk must cost the files and
 nothing else: a worker never sees it.
 
-Words: the *console* is the agent's own stdout and stderr (`console`). A *redrawn* line is a progress bar's (`lines`):
-on the console its newest state is a line every few seconds, in memory the next one replaces it.
+Words: the *console* is the agent's own stdout and stderr (`console`). A progress bar that has not ended is shown
+there every few seconds (`lines`).
+
 
 Invariants: neither the reading thread nor the main one writes to a disk or the console. A console or a disk that is
 slow slows the workers, as every terminal does; one that stands still costs them a second, once. Memory is bounded,
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -30,11 +32,11 @@ from pathlib import Path
 
 from ...threads import Thread
 from ..common.io_thread import IoThread
+from . import lines
 from .console import Console
-from .lines import Line, LineSplitter, Redrawn, Tail
+from .lines import LineSplitter, Tail
 from .log_files import LogFile, LogFiles
 from .log_folders import RunFolder, run_folder
-from .spill import Spill
 
 STREAMS = ("stdout", "stderr")
 _READ_MAX = 64 * 1024
@@ -52,8 +54,7 @@ class OutputRoute:
     """The worker's own file, where there are any."""
     console: bool = True
     copied: tuple[str, ...] = ()
-    """Lines, and all states of those that are redrawn, that hold one of these also go to a file of this node, for all
-    of its workers."""
+    """Lines that hold one of these also go to a file of this node, for all of its workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,9 @@ class _Stream:
     copies: LogFile | None
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: Tail = field(default_factory=Tail)
-    redrawn: Redrawn = field(default_factory=Redrawn)
+    bar: bytes = b""
+    """The state of a progress bar that was shown last; empty once its line has ended."""
+    bar_at: float = -math.inf
     timed: bool = False
     """`_redraw` comes."""
     size: int = 0
@@ -214,8 +217,6 @@ class WorkerLogs:
                 self._copies[key] = copies
         needles = tuple(text.encode(errors="surrogateescape") for text in route.copied)
         prefix = route.prefix.encode(errors="surrogateescape")
-        if file is not None and not route.console:
-            file.spill = Spill(partial(self._print, name, prefix), self._misleads)
         return _Stream(name, pipe, prefix, route.console, file, needles, copies)
 
     def _file(self, generation: int, folder: str, name: str) -> LogFile | None:
@@ -223,8 +224,8 @@ class WorkerLogs:
             return None
         return self._files.open(generation, self._run.path / f"gen{generation}" / folder / name)
 
-    def _misleads(self, line: Line) -> bool:
-        return self._left_out is not None and line.text.endswith(self._left_out)
+    def _misleads(self, line: bytes) -> bool:
+        return self._left_out is not None and line.endswith(self._left_out)
 
     def _print(self, name: str, prefix: bytes, texts: list[bytes]) -> None:
         if texts:
@@ -265,8 +266,6 @@ class WorkerLogs:
 
     def _close(self, stream: _Stream) -> None:
         self._show(stream, stream.splitter.flush())
-        if stream.console:
-            self._print(stream.name, stream.prefix, stream.redrawn.end())
         if stream.pipe >= 0:
             self._io.forget(stream.pipe)
             os.close(stream.pipe)
@@ -274,21 +273,27 @@ class WorkerLogs:
             if stream.file is not None:
                 self._files.finish(stream.file)
 
-    def _show(self, stream: _Stream, lines: list[Line]) -> None:
-        if lines:
-            self._count(stream.name, len(lines), 0)
-        lines = [line for line in lines if not self._misleads(line)]
-        if lines:
-            stream.tail.add(lines)
-        texts = stream.redrawn.show(lines, stream.splitter.drawn, time.monotonic())
-        if stream.console:
-            self._print(stream.name, stream.prefix, texts)
-        copied = [line.text for line in lines if any(needle in line.text for needle in stream.copied)]
+    def _show(self, stream: _Stream, ended: list[bytes]) -> None:
+        if ended:
+            self._count(stream.name, len(ended), 0)
+        ended = [line for line in ended if not self._misleads(line)]
+        stream.tail.add(ended)
+        shown = ended[1:] if ended and stream.bar and ended[0] == stream.bar else list(ended)
+        if ended:
+            stream.bar = b""
+        drawn, now = stream.splitter.drawn, time.monotonic()
+        waits = drawn not in (b"", stream.bar)
+        if waits and now >= stream.bar_at + lines.REDRAW_S:
+            shown.append(drawn)
+            stream.bar, stream.bar_at, waits = drawn, now, False
+        if stream.console or (stream.file is not None and stream.file.failed):
+            self._print(stream.name, stream.prefix, shown)
+        copied = [line for line in ended if any(needle in line for needle in stream.copied)]
         if copied and stream.copies is not None:
             self._files.save(stream.copies, b"".join(stream.prefix + text + b"\n" for text in copied))
-        if not stream.timed and (due_at := stream.redrawn.due_at) is not None and stream.pipe >= 0:
+        if waits and not stream.timed and stream.pipe >= 0:
             stream.timed = True
-            self._io.later(max(0.0, due_at - time.monotonic()), partial(self._redraw, stream))
+            self._io.later(max(0.0, stream.bar_at + lines.REDRAW_S - now), partial(self._redraw, stream))
 
     def _redraw(self, stream: _Stream) -> None:
         stream.timed = False

@@ -19,8 +19,7 @@ import pytest
 
 from elastic_agent import threads
 from elastic_agent.health.families import CONTENT_TYPE
-from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits
-from elastic_agent.health.http_messages import Page, Probe, Request
+from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits, Page, Probe, Request
 from elastic_agent.threads import Thread
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs

@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.observability.accounting.step_rate import Rates
-from elastic_agent.agent.observability.journal.events import EVENTS_PATH, Kind
-from elastic_agent.agent.observability.journal.journal import Journal
-from elastic_agent.agent.observability.page.board import MOST_EVENTS, STREAM_PATH, Board, Source
-from elastic_agent.agent.observability.page.html import PAGE_PATH, read_page
-from elastic_agent.agent.observability.page.overview import overview
-from elastic_agent.agent.observability.status.pages import Checkpoint
-from elastic_agent.agent.observability.status.report import CauseReport, JobReport
+from elastic_agent.agent.observability.job_report import CauseReport, JobReport
+from elastic_agent.agent.observability.page import (
+    MOST_EVENTS,
+    PAGE_PATH,
+    STREAM_PATH,
+    Board,
+    Source,
+    overview,
+    read_page,
+)
+from elastic_agent.agent.observability.status import Checkpoint
+from elastic_agent.agent.observability.steps import Rates
+from elastic_agent.agent.output.events import EVENTS_PATH, Kind
+from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
-from elastic_agent.health.http import Answers, HealthServer
-from elastic_agent.health.http_messages import Probe
+from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.threads import Thread

@@ -13,8 +13,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event, Probed
 from elastic_agent.agent.rendezvous_io.peer_link import MAX_ANSWER_BYTES, PeerLink, find
-from elastic_agent.health.http import NODE_PATH, Answers, HealthServer
-from elastic_agent.health.http_messages import Probe
+from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Probe
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint, Introduction
 from elastic_agent.threads import Thread

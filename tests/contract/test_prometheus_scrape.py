@@ -7,8 +7,7 @@ import socket
 import time
 from pathlib import Path
 
-from elastic_agent.health.http import Answers, HealthServer
-from elastic_agent.health.http_messages import Probe
+from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.threads import Thread
 from tests.prometheus_server import prometheus

@@ -15,9 +15,15 @@ import pytest
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
 
 from elastic_agent import threads
-from elastic_agent.agent.observability.tracing import exporter
-from elastic_agent.agent.observability.tracing.exporter import CLOSE_S, MOST_WAITING, SpanSender
-from elastic_agent.agent.observability.tracing.spans import RecoverySpans, Span, trace_id
+from elastic_agent.agent.observability import otel as exporter
+from elastic_agent.agent.observability.otel import (
+    CLOSE_S,
+    MOST_WAITING,
+    RecoverySpans,
+    Span,
+    SpanSender,
+    trace_id,
+)
 from tests.collector import Collector
 
 PATIENCE_S = 30.0
@@ -208,7 +214,7 @@ def test_an_export_that_raises_fails_no_thread_of_the_sdk(
 def test_an_agent_that_sends_spans_can_use_etcd() -> None:
     """Whichever is loaded first."""
     script = """
-from elastic_agent.agent.observability.tracing.exporter import _Tracing
+from elastic_agent.agent.observability.otel import _Tracing
 from elastic_agent.rendezvous.etcd.rpc import load
 first, second = (lambda: _Tracing("http://127.0.0.1:1", {}), load)[::int(__import__("sys").argv[1])]
 first()

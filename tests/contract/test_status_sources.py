@@ -17,17 +17,8 @@ from elastic_agent.agent.commands.nodes.drain import main as drain
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.values import Secret
-from elastic_agent.agent.observability.status import sources as status_sources
-from elastic_agent.agent.observability.status.pages import (
-    JOB_PAGE,
-    JOB_PATH,
-    STATUS_PAGE,
-    STATUS_PATH,
-    JobStatus,
-    NodeStatus,
-    job_page,
-)
-from elastic_agent.agent.observability.status.sources import (
+from elastic_agent.agent.observability import sources as status_sources
+from elastic_agent.agent.observability.sources import (
     AT_ONCE,
     AgentsSource,
     CannotShow,
@@ -36,8 +27,16 @@ from elastic_agent.agent.observability.status.sources import (
     Unreachable,
     ask_nodes,
 )
-from elastic_agent.health.http import Answers, HealthServer
-from elastic_agent.health.http_messages import Probe
+from elastic_agent.agent.observability.status import (
+    JOB_PAGE,
+    JOB_PATH,
+    STATUS_PAGE,
+    STATUS_PATH,
+    JobStatus,
+    NodeStatus,
+    job_page,
+)
+from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store.interface import Put, Store
 from elastic_agent.rendezvous.store.memory import MemoryStore

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
 
-from elastic_agent.agent.observability.tracing.exporter import CLOSE_S
+from elastic_agent.agent.observability.otel import CLOSE_S
 from tests.collector import Collector, Sent
 
 from .harness import RECORDER, Job

@@ -19,10 +19,10 @@ from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.gpus.asked_process import AskedProcess
 from elastic_agent.agent.machine.gpus.health import GpuHealth
 from elastic_agent.agent.machine.inventory import inspect_machine
-from elastic_agent.agent.observability.accounting.observer import Observer
-from elastic_agent.agent.observability.accounting.step_rate import StepRate
-from elastic_agent.agent.observability.journal.journal import Journal
-from elastic_agent.agent.observability.status.pages import StatusPages
+from elastic_agent.agent.observability.observer import Observer
+from elastic_agent.agent.observability.status import StatusPages
+from elastic_agent.agent.observability.steps import StepRate
+from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.evidence.collector import Depth, Target
 from elastic_agent.agent.workers.evidence.keeper import EvidenceKeeper, Look

@@ -96,27 +96,19 @@ machine/notices: common configuration
 workers/preloader/fidelity:
 workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
 rendezvous_io: common configuration machine/network
-observability:
-observability/status: workers/failures observability output common configuration workers/processes rendezvous_io
-observability/journal: output
-observability/accounting: observability output workers/processes observability/status observability/journal
-observability/page: output observability/status observability/journal observability/accounting
-observability/report: observability/status observability/journal observability/accounting
-observability/tracing: output observability/accounting
+observability: common output configuration workers/processes workers/failures rendezvous_io
 workers/supervision: common output configuration machine/gpus machine/memory workers/failures workers/processes \
-    machine workers/environment workers/evidence workers/hangs workers/preloader observability/accounting workers/links
+    machine workers/environment workers/evidence workers/hangs workers/preloader observability workers/links
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
 commands: common output configuration workers/processes machine/network checkpoints machine \
-    workers/environment rendezvous_io observability/status commands/check_nodes
-commands/runs: common output configuration workers/processes observability/journal observability/report \
-    observability/status commands
+    workers/environment rendezvous_io observability commands/check_nodes
+commands/runs: common output configuration workers/processes observability commands
 main: common output configuration workers/processes workers/failures machine/network machine/memory \
     machine/gpus checkpoints machine workers/evidence workers/hangs workers/links workers/environment \
-    machine/notices workers/preloader rendezvous_io observability/status observability/journal \
-    observability/accounting observability/page observability/tracing workers/supervision
+    machine/notices workers/preloader rendezvous_io observability workers/supervision
 pool: worker/wire health/checks health/checks/node health rendezvous/text rendezvous rendezvous/store \
     common output configuration machine/network machine workers/preloader/fidelity rendezvous_io main
-commands/nodes: common configuration workers/processes observability/status commands
+commands/nodes: common configuration workers/processes observability commands
 pool/commands: rendezvous/text rendezvous rendezvous/store common output configuration rendezvous_io \
     commands pool
 torchrun: rendezvous/etcd common configuration machine/network rendezvous_io main

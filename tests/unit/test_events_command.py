@@ -17,12 +17,10 @@ import pytest
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.runs import events as command
 from elastic_agent.agent.common.exits import CommandCode
-from elastic_agent.agent.observability.journal.event_file import EventFile
-from elastic_agent.agent.observability.journal.events import EVENT, EVENTS_PATH, Kind
-from elastic_agent.agent.observability.journal.journal import Journal
-from elastic_agent.agent.observability.page.board import MOST_EVENTS, Board, Source
-from elastic_agent.health.http import Answers, HealthServer
-from elastic_agent.health.http_messages import Probe
+from elastic_agent.agent.observability.page import MOST_EVENTS, Board, Source
+from elastic_agent.agent.output.events import EVENT, EVENTS_PATH, Kind
+from elastic_agent.agent.output.journal import EventFile, Journal
+from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.threads import Thread
 

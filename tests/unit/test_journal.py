@@ -11,23 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.observability.journal import event_file
-from elastic_agent.agent.observability.journal.event_file import (
+from elastic_agent.agent.observability.training_account import SaveEvents
+from elastic_agent.agent.output import journal as event_file
+from elastic_agent.agent.output.events import EVENT, MAX_EVENT_TEXT, JobEvent, Kind, read_events
+from elastic_agent.agent.output.journal import (
     REMADE_AFTER_S,
     EventFile,
+    Journal,
     file_name,
     journals,
     read_file,
 )
-from elastic_agent.agent.observability.journal.events import (
-    EVENT,
-    MAX_EVENT_TEXT,
-    JobEvent,
-    Kind,
-    read_events,
-)
-from elastic_agent.agent.observability.journal.journal import Journal
-from elastic_agent.agent.observability.journal.saves import SaveEvents
 from elastic_agent.agent.output.log_folders import MARK, delete_run
 from elastic_agent.worker.wire.messages import SaveReport
 

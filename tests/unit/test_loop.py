@@ -38,7 +38,7 @@ from elastic_agent.agent.rendezvous_io.join_checks import JoinChecks
 from elastic_agent.agent.rendezvous_io.recheck import Recheck
 from elastic_agent.health.checks.finding import Finding as CheckFinding
 from elastic_agent.health.checks.node.runner import CheckRun
-from elastic_agent.health.http_messages import Probe
+from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError
 from elastic_agent.rendezvous.liveness.failure_detector import Peer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.observability.accounting.measured_store import MeasuredStore
+from elastic_agent.agent.rendezvous_io.measured_store import MeasuredStore
 from elastic_agent.health.metrics import STORE_OPERATIONS, STORE_REQUESTS
 from elastic_agent.rendezvous.errors import (
     Compacted,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.observability.accounting.membership_changes import (
+from elastic_agent.agent.observability.membership import (
     NOTHING,
     MembershipChange,
     MembershipWatch,

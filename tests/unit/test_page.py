@@ -15,17 +15,23 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.common.exits import CommandCode
-from elastic_agent.agent.observability.accounting.step_rate import Rates, StepRate
-from elastic_agent.agent.observability.journal.events import EVENT, Kind
-from elastic_agent.agent.observability.journal.journal import Journal
-from elastic_agent.agent.observability.page.board import MOST_EVENTS, Board, EventStream, Source
-from elastic_agent.agent.observability.page.html import read_page
-from elastic_agent.agent.observability.page.overview import COLUMNS, overview
-from elastic_agent.agent.observability.status.pages import Checkpoint, JobStatus
-from elastic_agent.agent.observability.status.report import JobReport, report
-from elastic_agent.agent.observability.status.sources import CannotShow, Found
+from elastic_agent.agent.observability.job_report import JobReport, report
+from elastic_agent.agent.observability.page import (
+    COLUMNS,
+    MOST_EVENTS,
+    Board,
+    EventStream,
+    Source,
+    overview,
+    read_page,
+)
+from elastic_agent.agent.observability.sources import CannotShow, Found
+from elastic_agent.agent.observability.status import Checkpoint, JobStatus
+from elastic_agent.agent.observability.steps import Rates, StepRate
+from elastic_agent.agent.output.events import EVENT, Kind
+from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
-from elastic_agent.health.http_messages import Request
+from elastic_agent.health.http import Request
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -272,7 +278,7 @@ def test_the_state_is_read_while_a_page_is_open_and_by_one_thread(board: Board, 
 
 
 def test_an_event_asks_for_another_look_at_once(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_agent.agent.observability.page.board.RESTS_S", 3600.0)
+    monkeypatch.setattr("elastic_agent.agent.observability.page.RESTS_S", 3600.0)
     stream = board.begin(Request({}))
     before = wait_for(stream, "state")["look"]
     board.journal.note(Kind.WORLD, "another")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.agent.commands.runs.report import main
 from elastic_agent.agent.common.exits import CommandCode
-from elastic_agent.agent.observability.journal.events import EVENT
+from elastic_agent.agent.output.events import EVENT
 from elastic_agent.agent.output.log_folders import MARK, RunFolder, run_folder
 
 from .test_run_report import Journal, failing_once
@@ -102,14 +100,12 @@ def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> N
     [
         (["--log-dir={tmp}/empty"], CommandCode.NOT_FOUND, "no run is in {tmp}/empty"),
         (["{run}", "{run}"], CommandCode.BAD_CONFIG, "one run"),
-        (["{run}", "--picture", "x.gif"], CommandCode.BAD_CONFIG, "end its name with .png or .svg"),
         (["{run}", "--jsn"], CommandCode.BAD_CONFIG, "--json"),
         (["none", "--log-dir={tmp}"], CommandCode.NOT_FOUND, "has no run of a job of this name"),
         (["none", "--log-dir={tmp}/none"], CommandCode.NOT_FOUND, "No such file or directory"),
         (["{tmp}/empty"], CommandCode.NOT_FOUND, "is no folder of a run"),
         (["{tmp}/early"], CommandCode.NO_JOB, "nothing of how time was spent"),
         (["{tmp}/folder"], CommandCode.NO_JOB, "name the folder of a run"),
-        (["{run}", "--picture={tmp}/none/x.png"], CommandCode.CANNOT, "No such file or directory"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(
@@ -130,23 +126,3 @@ def test_what_cannot_be_is_said_in_one_line(
     assert error.startswith("elastic-agent report: ")
     assert says.format(tmp=tmp_path) in error
     assert "Traceback" not in error
-
-
-@pytest.mark.parametrize("name", ["picture.png", "picture.svg"])
-def test_a_picture_is_drawn(run: Path, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib", reason="pip install 'elastic-agent[report]'")
-    assert main([str(run), f"--picture={tmp_path / name}"]) == CommandCode.DONE
-    content = (tmp_path / name).read_bytes()
-    assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
-    if name.endswith("svg"):
-        assert len(re.findall(rb"<path", content)) > 10
-
-
-def test_without_matplotlib_the_report_is_shown_and_what_to_install(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main([str(run), f"--picture={tmp_path / 'x.png'}"]) == CommandCode.CANNOT
-    shown = capsys.readouterr()
-    assert shown.out.startswith("run job-1:")
-    assert "pip install 'elastic-agent[report]'" in shown.err

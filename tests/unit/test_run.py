@@ -26,11 +26,11 @@ from elastic_agent.agent.main.loop import Ending, Loop
 from elastic_agent.agent.main.prepared import Prepared
 from elastic_agent.agent.main.probes import Probes
 from elastic_agent.agent.main.service_manager import ServiceManager
-from elastic_agent.agent.observability.accounting.observer import Observer
+from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
-from elastic_agent.health.http_messages import Probe
+from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.store.interface import Store
 

@@ -10,12 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.observability.accounting.goodput import Activity
-from elastic_agent.agent.observability.journal.events import JobEvent, Kind
-from elastic_agent.agent.observability.report.job_time import Slice, binned, job_time, until
-from elastic_agent.agent.observability.report.lives import RESTARTING, Stretch, Use, lives_of
-from elastic_agent.agent.observability.report.report import BINS, Formed, Report, ReportError, report_of
-from elastic_agent.agent.observability.report.text import document, lines
+from elastic_agent.agent.commands.runs.lives import (
+    RESTARTING,
+    Slice,
+    Stretch,
+    Use,
+    binned,
+    job_time,
+    lives_of,
+    until,
+)
+from elastic_agent.agent.commands.runs.report import (
+    BINS,
+    Formed,
+    Report,
+    ReportError,
+    document,
+    lines,
+    report_of,
+)
+from elastic_agent.agent.observability.goodput import Activity
+from elastic_agent.agent.output.events import JobEvent, Kind
 
 EPOCH = 1_000_000.0
 

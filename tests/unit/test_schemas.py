@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from elastic_agent.agent.observability.status import pages
-from elastic_agent.agent.output import secret_digests
+from elastic_agent.agent.observability import status as pages
 from elastic_agent.agent.workers.failures import worker_failure
 from elastic_agent.agent.workers.processes import run_files
 from elastic_agent.pool import records as pool_records
@@ -36,7 +35,6 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
     "worker failure": (worker_failure._SCHEMA, (worker_failure.WorkerFailure,)),
     "status pages": (pages.SCHEMA, (pages.NodeStatus, pages.JobStatus)),
     "run file": (run_files.SCHEMA, (run_files.RunFile,)),
-    "secret_digests": (secret_digests.SCHEMA, (secret_digests.SecretDigests,)),
 }
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
@@ -145,13 +143,6 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         {
             "RunFile": "http store",
             "Endpoint": "address port",
-        },
-    ),
-    "secret_digests": (
-        1,
-        {
-            "SecretDigests": "values",
-            "SecretDigest": "chars words digest",
         },
     ),
 }

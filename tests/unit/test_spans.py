@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.observability.accounting.goodput import Activity, Recovery, Stage
-from elastic_agent.agent.observability.accounting.training_account import Recovered
-from elastic_agent.agent.observability.tracing.spans import Span, spans_of, trace_id
+from elastic_agent.agent.observability.goodput import Activity, Recovery, Stage
+from elastic_agent.agent.observability.otel import Span, spans_of, trace_id
+from elastic_agent.agent.observability.training_account import Recovered
 
 EPOCH = 1000.0
 RECOVERY = Recovery(

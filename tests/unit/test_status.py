@@ -14,15 +14,15 @@ from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_so
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.observability.status.pages import JobStatus
-from elastic_agent.agent.observability.status.report import as_json
-from elastic_agent.agent.observability.status.sources import (
+from elastic_agent.agent.observability.job_report import as_json
+from elastic_agent.agent.observability.sources import (
     AgentsSource,
     CannotShow,
     Found,
     Source,
     StoreSource,
 )
+from elastic_agent.agent.observability.status import JobStatus
 from elastic_agent.cli import main
 from elastic_agent.rendezvous.records import Endpoint
 

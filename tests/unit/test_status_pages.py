@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.main.probes import Probes
-from elastic_agent.agent.observability.status import pages as pages_module
-from elastic_agent.agent.observability.status.pages import (
+from elastic_agent.agent.observability import status as pages_module
+from elastic_agent.agent.observability.status import (
     JOB_PAGE,
     MAX_JOB_BYTES,
     MAX_STATUS_BYTES,

@@ -23,7 +23,7 @@ from elastic_agent.agent.common.events import (
     WorkerKept,
 )
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.observability.journal.events import Kind
+from elastic_agent.agent.output.events import Kind
 from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
 from elastic_agent.agent.workers.supervision.failure_handler import SEEN_WITHIN_S
 from elastic_agent.agent.workers.supervision.failure_reports import KNOWN_WITHIN_S

@@ -18,7 +18,7 @@ from ...configuration.derive import resolve_meeting_place
 from ...configuration.load import ENV_PREFIX
 from ...configuration.rendezvous import JOB_ID, RendezvousConfig
 from ...configuration.settings import Settings
-from ...observability.status.sources import HERE_S, AgentsSource, CannotShow
+from ...observability.sources import HERE_S, AgentsSource, CannotShow
 from ...workers.processes.run_files import agents_here, run_directory_parents, stores_here
 from ..store_command import world_of
 

@@ -1,1 +1,1 @@
-"""Sub-commands that read the folder of a run, while it goes on or after its end."""
+"""The commands about runs: `events`, `report` and `diagnose`."""

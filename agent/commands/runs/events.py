@@ -24,13 +24,13 @@ from ...common.http_client import NoAnswer, get
 from ...configuration.config import HELP, SCRIPT, ConfigError
 from ...configuration.load import read_argv
 from ...configuration.parse import Group, Option, duration
-from ...observability.journal.event_file import journals, read_file
-from ...observability.journal.events import EVENT, EVENTS_PATH, JobEvent, Kind
-from ...observability.status.sources import HERE_S
+from ...observability.sources import HERE_S
+from ...output.events import EVENT, EVENTS_PATH, JobEvent, Kind
+from ...output.journal import journals, read_file
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
 from ..store_command import one_line_errors, pause
-from .run_folders import NoRun, find_run, given_log_dir, run_help
+from .diagnose import NoRun, find_run, given_log_dir, run_help
 
 _USAGE = """\
 usage: elastic-agent events [JOB] [--follow] [--json] [--agent HOST:PORT]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Failure
 from ...common.events import Event, WorkersSeen
-from ...observability.accounting.observer import Observer
+from ...observability.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..evidence.collector import QUICK, THOROUGH, Depth
 from ..evidence.keeper import EvidenceKeeper, Look

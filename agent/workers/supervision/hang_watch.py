@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Phase
 from ....rendezvous.statements.inquiry import HANG, Inquiry, Stage, Suspicion, Urgency
-from ...observability.accounting.observer import Observer
+from ...observability.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..hangs.limits import Learned, patience
 from ..hangs.signs import LOOK_EVERY_S, SignReader

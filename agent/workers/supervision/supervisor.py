@@ -41,7 +41,7 @@ from ...common.events import (
 from ...common.exits import lack_in
 from ...configuration.config import Config
 from ...machine.gpus.health import GpuHealth
-from ...observability.accounting.observer import Observer
+from ...observability.observer import Observer
 from ...output.log_folders import FLIGHT_RECORDS
 from ...output.worker_logs import WorkerLogs
 from ..environment.contract import bind_of_rank_0_failed

@@ -12,27 +12,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ....health.checks.finding import Finding
-from ....health.metrics import Metrics
-from ....rendezvous.coordinator.exclusions import in_words, left_out
-from ....rendezvous.node.node_actions import Refusal
-from ....rendezvous.node.participant import Participant
-from ....rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
-from ....rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
-from ....rendezvous.statements.exclusion import Exclusion
-from ....rendezvous.statements.inquiry import Inquiry, Stage, Suspicion
-from ....rendezvous.text import counted
-from ....worker.wire.messages import ReplicationReport
-from ...output.log_folders import run_folder
-from ...workers.processes.workers import WorkerGroup
-from ..journal.events import Kind
-from ..journal.journal import Journal
-from ..status.pages import StatusPages
-from ..world_comparison import WorldComparison
+from ...health.checks.finding import Finding
+from ...health.metrics import Metrics
+from ...rendezvous.coordinator.exclusions import in_words, left_out
+from ...rendezvous.node.node_actions import Refusal
+from ...rendezvous.node.participant import Participant
+from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
+from ...rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
+from ...rendezvous.statements.exclusion import Exclusion
+from ...rendezvous.statements.inquiry import Inquiry, Stage, Suspicion
+from ...rendezvous.text import counted
+from ...worker.wire.messages import ReplicationReport
+from ..output.events import Kind
+from ..output.journal import Journal
+from ..output.log_folders import run_folder
+from ..workers.processes.workers import WorkerGroup
 from .goodput import TrainingEvent
-from .membership_changes import MembershipWatch, because, reason
-from .step_rate import StepRate
-from .stragglers import StragglerWatch
+from .membership import MembershipWatch, StragglerWatch, WorldComparison, because, reason
+from .status import StatusPages
+from .steps import StepRate
 from .training_account import Recovered, TrainingAccount
 
 log = logging.getLogger(__name__)

@@ -15,16 +15,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from ....codec import AtMost, Count, Document, Seconds, Within
-from ....health.checks.finding import Finding, Outcome, worst_first
-from ....rendezvous.node.snapshot import NodeSnapshot
-from ....rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
-from ....rendezvous.statements.exclusion import MAX_EXCLUSION_REASON
-from ....rendezvous.text import Name, line
-from ....worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
-from ...output.masking import masked
-from ...workers.failures.worker_failure import FailureInvalid, WorkerFailure
-from ...workers.processes.workers import WorkerGroup
+from ...codec import AtMost, Count, Document, Seconds, Within
+from ...health.checks.finding import Finding, Outcome, worst_first
+from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
+from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON
+from ...rendezvous.text import Name, line
+from ...worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
+from ..output.masking import masked
+from ..workers.failures.worker_failure import FailureInvalid, WorkerFailure
+from ..workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"

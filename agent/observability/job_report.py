@@ -6,20 +6,20 @@ A pure function, and one plain form in JSON (`docs/status.md`). Ages are counted
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ....rendezvous.coordinator.exclusions import left_out
-from ....rendezvous.coordinator.restarts import RestartPolicy
-from ....rendezvous.coordinator.stragglers import in_force
-from ....rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
-from ....rendezvous.statements.exclusion import Exclusion
-from ....rendezvous.statements.paces import Straggler
-from ..world_comparison import other_limits
-from .pages import Checkpoint, JobStatus, NodeStatus, worker_failure
-from .sources import Found, NodeAnswer, Unreachable
+from ...rendezvous.coordinator.exclusions import left_out
+from ...rendezvous.coordinator.restarts import RestartPolicy
+from ...rendezvous.coordinator.stragglers import in_force
+from ...rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
+from ...rendezvous.statements.exclusion import Exclusion
+from ...rendezvous.statements.paces import Straggler
+from .membership import other_limits
+from .sources import AT_ONCE, Found, NodeAnswer, Source, Unreachable, ask_nodes
+from .status import Checkpoint, JobStatus, NodeStatus, worker_failure
 
 SCHEMA = 1
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
@@ -323,3 +323,36 @@ def _newest(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
     step = max(checkpoint.step for checkpoint in known)
     ages = [checkpoint.age_s for checkpoint in known if checkpoint.step == step]
     return Checkpoint(step, min((age for age in ages if age is not None), default=None))
+
+
+class Watch:
+    """Asks a source for the job and its nodes for their states, and remembers since when a node has not answered."""
+
+    def __init__(
+        self, source: Source, timeout_s: float, clock: Callable[[], float], at_once: int = AT_ONCE
+    ) -> None:
+        """`at_once`: how many threads ask nodes."""
+        self._source = source
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._at_once = at_once
+        self.silent: tuple[str, ...] = ()
+        """Which agents gave the source no answer at the last look, in words."""
+        self._silent_since: dict[str, float] = {}
+
+    def look(self) -> list[JobReport]:
+        """Raises CannotShow."""
+        jobs = [
+            (found, ask_nodes(found.job, self._timeout_s, self._at_once)) for found in self._source.jobs()
+        ]
+        self.silent = self._source.silent
+        now = self._clock()
+        silent = {
+            incarnation
+            for _, answers in jobs
+            for incarnation, answer in answers.items()
+            if isinstance(answer, Unreachable)
+        }
+        self._silent_since = {one: self._silent_since.get(one, now) for one in silent}
+        silent_for = {one: now - since for one, since in self._silent_since.items() if since < now}
+        return [report(found, answers, silent_for) for found, answers in jobs]

@@ -2,7 +2,8 @@
 
 A source lists the nodes. Each node then answers what only it knows, over HTTP, many at once and in bounded time.
 Nothing is written and no lease is taken.
-"""
+
+Reads the state of a job again and again."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from ....codec import Document, Invalid
-from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
-from ....rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
-from ....rendezvous.store.interface import Entry, Store
-from ...common.exits import CommandCode
-from ...common.http_client import NoAnswer, get
-from ...configuration.rendezvous import RendezvousConfig
-from ...rendezvous_io.store_opening import open_to_look
-from .pages import JOB_PAGE, JOB_PATH, STATUS_PAGE, STATUS_PATH, JobStatus, NodeStatus
+from ...codec import Document, Invalid
+from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
+from ...rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
+from ...rendezvous.store.interface import Entry, Store
+from ..common.exits import CommandCode
+from ..common.http_client import NoAnswer, get
+from ..configuration.rendezvous import RendezvousConfig
+from ..rendezvous_io.store_opening import open_to_look
+from .status import JOB_PAGE, JOB_PATH, STATUS_PAGE, STATUS_PATH, JobStatus, NodeStatus
 
 AT_ONCE = 128
 """Questions under way, each in a thread of its own."""

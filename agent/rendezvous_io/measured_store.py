@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ....health.metrics import Metrics
-from ....rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
-from ....rendezvous.store.interface import (
+from ...health.metrics import Metrics
+from ...rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
+from ...rendezvous.store.interface import (
     Change,
     Compare,
     Delete,

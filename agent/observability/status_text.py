@@ -10,10 +10,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ....rendezvous.coordinator import stragglers
-from ....rendezvous.coordinator.exclusions import in_words, left_out
-from ....rendezvous.text import counted, shortened
-from .report import JobReport, NodeReport, RestartReport
+from ...rendezvous.coordinator import stragglers
+from ...rendezvous.coordinator.exclusions import in_words, left_out
+from ...rendezvous.text import counted, shortened
+from .job_report import JobReport, NodeReport, RestartReport
 from .sources import Unreachable
 
 MOST_NOTES = 12

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ....codec import Count, Document, Invalid, Positive, Seconds, Within
-from ....rendezvous.text import Name, line
+from ...codec import Count, Document, Invalid, Positive, Seconds, Within
+from ...rendezvous.text import Name, line
 
 EVENTS_PATH = "/events"
 """The path of an agent's newest events: `{"schema", "job", "node", "incarnation", "newest", "events"}`."""

@@ -1,0 +1,247 @@
+"""The change from one world to the next as this node sees it: nodes that came, went or are left out; the failure.
+
+Reports the ranks that the coordinator finds slower than the others, on every node: log lines, events and metrics.
+
+Differences between the nodes of a world, found before training by comparing their records: of their networks, by the
+rules of `health/checks/comparison.py`, and of the limits that they were started with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ...health.checks.comparison import (
+    ADDRESS_FAMILY,
+    LINK_SPEED,
+    MOST_NAMED,
+    MTU,
+    RDMA_PORTS,
+    NodeValue,
+    address_family,
+    difference,
+)
+from ...health.metrics import Metrics
+from ...rendezvous.coordinator.stragglers import in_words
+from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.records import Cause, CauseKind, Failure, NodeRecord, Phase, World
+from ...rendezvous.statements import terms
+from ...rendezvous.statements.paces import Comparison, Paces, Straggler
+from ..output.events import Kind
+from ..output.journal import Journal
+from .status import worker_failure
+
+_CHANGES = {
+    CauseKind.JOIN: "join",
+    CauseKind.LEAVE: "leave",
+    CauseKind.LOST: "lost",
+    CauseKind.WITHDRAWN: "lost",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """Numbers of nodes; `incident` is the root of the failure that ended a generation."""
+
+    joined: int = 0
+    left: int = 0
+    lost: int = 0
+    excluded: int = 0
+    incident: str | None = None
+
+
+NOTHING = MembershipChange()
+
+
+class MembershipWatch:
+    """Compares the worlds that this node sees; returns each change once. A node that rejoins is another one."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._asked_to_stop: set[str] = set()
+
+    def asked_to_stop(self, incarnations: Iterable[str]) -> None:
+        """When they are gone, they have left, and are not lost."""
+        self._asked_to_stop.update(incarnations)
+
+    def see(self, world: World | None) -> MembershipChange:
+        before = self._world
+        if world is None or world is before:
+            return NOTHING
+        self._world = world
+        if before is None or before.phase is Phase.ENDED or world.generation < before.generation:
+            return NOTHING
+        old, new = ({member.incarnation for member in each.members} for each in (before, world))
+        for each in (before, world):
+            if each.cause.kind is CauseKind.LEAVE:
+                self.asked_to_stop(m.incarnation for m in before.members if m.node == each.cause.node)
+        gone = old - new
+        left = gone & self._asked_to_stop
+        self._asked_to_stop -= gone
+        ended = world.generation > before.generation or world.phase is Phase.ENDED
+        return MembershipChange(
+            joined=len(new - old),
+            left=len(left),
+            lost=len(gone - left),
+            excluded=len(_excluded(world) - _excluded(before)),
+            incident=_incident(world.cause) if ended and not world.stops else None,
+        )
+
+
+def _excluded(world: World) -> set[tuple[str, int]]:
+    """Each excluded node with the number of its exclusion: this node may learn of one only after it is over."""
+    return {(one.node, one.times) for one in world.exclusions}
+
+
+def reason(cause: Cause) -> str:
+    """Why the generation before this one ended: the cause of its root failure, or the kind of change."""
+    change = _CHANGES.get(cause.kind)
+    if change is not None:
+        return change
+    return cause.failure.cause if cause.failure is not None else "unknown"
+
+
+def because(world: World, shown: Failure | None) -> str:
+    """Why the generation before this one ended; `shown` is what the log of this node has in full already."""
+    cause, failure = world.cause, world.cause.failure
+    worker = worker_failure(world)
+    if worker is None or failure is None or cause.detail != failure.summary:
+        return cause.detail
+    named = f"rank {worker.rank} on node {cause.node} failed"
+    return named if failure == shown else f"{named}: {cause.detail}"
+
+
+def _incident(cause: Cause) -> str | None:
+    return reason(cause) if cause.kind in (CauseKind.FAILURE, CauseKind.LOST, CauseKind.WITHDRAWN) else None
+
+
+log = logging.getLogger(__name__)
+
+
+class StragglerWatch:
+    """Reports each rank once when it becomes slow, and once when it no longer is. For the main thread."""
+
+    def __init__(self, metrics: Metrics, journal: Journal) -> None:
+        self._metrics = metrics
+        self._journal = journal
+        self._seen: tuple[World | None, Comparison | None, Paces | None] = (None, None, None)
+        self._named: dict[int, Straggler] = {}
+        """The stragglers at present, by rank."""
+        self._generation = 0
+        self._shown: set[int] = set()
+        """Local ranks whose ratio the metrics have."""
+
+    def update(self, snapshot: NodeSnapshot) -> None:
+        """Call after each turn of the driver."""
+        seen = snapshot.world, snapshot.comparison, snapshot.paces
+        if seen == self._seen:
+            return
+        self._seen = seen
+        world, comparison, paces = seen
+        if world is None or world.generation != self._generation:
+            self._named = {}  # its ranks have ended
+            self._generation = world.generation if world is not None else 0
+        if comparison is not None:
+            self._tell(comparison)
+        self._measure(snapshot, comparison, paces)
+
+    def _tell(self, comparison: Comparison) -> None:
+        before, self._named = self._named, {straggler.rank: straggler for straggler in comparison.stragglers}
+        for rank, straggler in self._named.items():
+            if rank not in before:
+                self._note(straggler, in_words(straggler, comparison.usual_us), slow=True)
+        for rank, straggler in before.items():
+            if rank not in self._named:
+                recovered = f"rank {rank} on node {straggler.node} is as fast as the others again"
+                self._note(straggler, recovered, slow=False)
+
+    def _note(self, straggler: Straggler, text: str, *, slow: bool) -> None:
+        log.log(logging.WARNING if slow else logging.INFO, "%s", text)
+        self._journal.note(
+            Kind.STRAGGLER,
+            text,
+            rank=straggler.rank,
+            about=straggler.node,
+            cause="slow" if slow else "recovered",
+        )
+
+    def _measure(self, snapshot: NodeSnapshot, comparison: Comparison | None, paces: Paces | None) -> None:
+        """Set the metrics of this node's ranks: their own time beside the median."""
+        member = snapshot.world.member(snapshot.incarnation) if snapshot.world is not None else None
+        ratios: dict[int, float] = {}
+        if member is not None and comparison is not None and comparison.usual_us and paces is not None:
+            own = paces.own_us if paces.generation == comparison.generation else ()
+            ratios = {local_rank: own_us / comparison.usual_us for local_rank, own_us in enumerate(own)}
+        first = member.first_rank if member is not None else 0
+        self._metrics.compared(
+            {local_rank: (ratio, first + local_rank in self._named) for local_rank, ratio in ratios.items()},
+            gone=self._shown - ratios.keys(),
+        )
+        self._shown = set(ratios)
+
+
+def differences(nodes: Sequence[NodeRecord]) -> tuple[str, ...]:
+    """A sentence for each trait of the nodes' networks that is not the same on all of them."""
+    found = (
+        difference(trait, [NodeValue(_label(node), value(node)) for node in nodes])
+        for trait, value in _TRAITS
+    )
+    return tuple(one.sentence for one in found if one is not None)
+
+
+def other_limits(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
+    """A sentence for each node that was started with other limits than the job has."""
+    for node in nodes:
+        if others := "; ".join(terms.differences(node.limits, node.program, world.limits, world.program)):
+            yield f"node {node.node} was started with {others}; what the job has is node {world.limits_of}'s"
+
+
+class WorldComparison:
+    """Compares each world once, and returns what differs there and did not in the world before."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._before: tuple[str, ...] = ()
+
+    def news(self, world: World, nodes: Iterable[NodeRecord], me: str) -> tuple[str, ...]:
+        """`nodes` are all that are known, members of the world or not. Node `me` logs its own limits itself."""
+        if not world.trains or world.generation == self._generation:
+            return ()
+        self._generation, before = world.generation, self._before
+        members = {member.incarnation for member in world.members}
+        inside = [node for node in nodes if node.incarnation in members]
+        odd = other_limits(world, (node for node in inside if node.node != me))
+        self._before = (*differences(inside), *_first_few(odd))
+        return tuple(sentence for sentence in self._before if sentence not in before)
+
+
+def _first_few(sentences: Iterator[str]) -> Iterator[str]:
+    yield from islice(sentences, MOST_NAMED)
+    if more := sum(1 for _ in sentences):
+        yield f"{more} more nodes were started with other limits than the job has: see elastic-agent status"
+
+
+def _label(node: NodeRecord) -> str:
+    return f"{node.node} ({node.network.interface})" if node.network is not None else node.node
+
+
+def _mtu(node: NodeRecord) -> str | None:
+    return f"{node.network.mtu}" if node.network is not None else None
+
+
+def _speed(node: NodeRecord) -> str | None:
+    known = node.network is not None and node.network.speed_mbps
+    return f"{known} Mbit/s" if known else None
+
+
+def _rdma(node: NodeRecord) -> str | None:
+    return f"{len(node.network.rdma_ports)}" if node.network is not None else None
+
+
+def _family(node: NodeRecord) -> str | None:
+    return address_family(node.address)
+
+
+_TRAITS = ((MTU, _mtu), (LINK_SPEED, _speed), (RDMA_PORTS, _rdma), (ADDRESS_FAMILY, _family))

@@ -1,0 +1,223 @@
+"""The progress of this node's workers together, from the shared progress of each.
+
+A generation's scripts have begun when the last one has, and the same goes for loading. A step is done when the first
+worker has finished it; one that is still loading then is not waited for.
+
+Counts the steps of this node's workers: which are new, which were lost and are done again.
+
+The *position* is the newest step that the state in the workers' memory contains. It goes up with each step that is
+done, and down when a generation begins at an older checkpoint; what lies between was lost. The *highest* step is the
+highest position that the job has ever had, on any node as far as this one knows; only steps beyond it are new.
+
+A reading shows only the newest of several steps; all since the reading before count as equally long. The workers of
+one node do the same steps: a step counts once.
+
+The rate of steps of this node's workers since the start of the agent, in bounded memory.
+
+Time is cut into slices of equal width; a step that spans several slices counts in each by its share. When there are too
+many slices, each two become one: the whole job is always there, in less detail the longer it lasts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...worker.wire.shared_progress import Reading
+
+
+class Step(NamedTuple):
+    number: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProgress:
+    """Instants are seconds, monotonic. None: not yet."""
+
+    began_at: float | None = None
+    """The script of each worker had begun."""
+    load_at: float | None = None
+    """Each had asked for its checkpoint."""
+    loaded: Step | None = None
+    """Each had loaded this step's checkpoint; step 0 is that there was none."""
+    first: Step | None = None
+    """The first that any worker finished."""
+    newest: Step | None = None
+
+
+def node_progress(readings: Collection[Reading]) -> NodeProgress:
+    firsts = [
+        Step(reading.first_step, reading.first_at)
+        for reading in readings
+        if reading.first_step is not None and reading.first_at is not None
+    ]
+    steps = [
+        Step(reading.step, reading.stepped_at)
+        for reading in readings
+        if reading.step is not None and reading.stepped_at is not None
+    ]
+    first = min(firsts, key=lambda step: step.at, default=None)
+
+    def all_at(instant: Callable[[Reading], float | None]) -> float | None:
+        known = [at for reading in readings if (at := instant(reading)) is not None]
+        if not known or (first is None and len(known) < len(readings)):
+            return None
+        return max(known) if first is None else min(max(known), first.at)
+
+    loaded_at = all_at(lambda reading: reading.loaded_at)
+    loaded_step = max((each.loaded_step for each in readings if each.loaded_step is not None), default=0)
+    return NodeProgress(
+        began_at=all_at(lambda reading: reading.script_at),
+        load_at=all_at(lambda reading: reading.load_at),
+        loaded=Step(loaded_step, loaded_at) if loaded_at is not None else None,
+        first=first,
+        newest=max(steps, key=lambda step: (step.number, -step.at), default=None),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one reading adds."""
+
+    new: int = 0
+    lost: int = 0
+    timed: int = 0
+    """Steps of which it is known how long they took."""
+    mean_s: float = 0.0
+    """Seconds that each of these took."""
+    caught_up_at: float | None = None
+    """The instant, before that of the reading, when the highest step had been done again."""
+
+
+class StepCount:
+    """The position and the highest step of this node. Instants are seconds, monotonic."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+        self.stepped = False
+        """A worker of this generation has finished a step."""
+        self._position: int | None = None
+        self._resumed = False
+        self._seen: tuple[int, float] | None = None
+
+    @property
+    def catching_up(self) -> bool:
+        """The step after the newest one has been done before."""
+        return self._position is not None and self._position < self.highest
+
+    def begin(self, highest: int) -> None:
+        """Another generation starts; `highest` is the highest step that any node had done before."""
+        self.highest = max(self.highest, highest)
+        self.stepped = self._resumed = False
+        self._seen = None
+
+    def resumed(self, step: int) -> Counted:
+        """The generation goes on from here: it has loaded the checkpoint of this step."""
+        if self._resumed:
+            return Counted()
+        self._resumed = True
+        lost = max(0, self._position - step) if self._position is not None else 0
+        self._position = step
+        self.highest = max(self.highest, step)
+        return Counted(lost=lost)
+
+    def done(self, step: int, at: float) -> Counted:
+        """A worker finished this step at `at`. The first step of a generation must be among the calls."""
+        lost = self.resumed(max(0, step - 1)).lost
+        self.stepped = True
+        seen, highest = self._seen, self.highest
+        if seen is not None and step <= seen[0]:
+            return Counted(lost=lost)
+        self._seen = (step, at)
+        new = self._reach(step)
+        if seen is None:
+            return Counted(new, lost)
+        timed = step - seen[0]
+        mean_s = max(0.0, at - seen[1]) / timed
+        caught_up_at = seen[1] + (highest - seen[0]) * mean_s if seen[0] < highest < step else None
+        return Counted(new, lost, timed, mean_s, caught_up_at)
+
+    def saved(self, step: int) -> Counted:
+        """A checkpoint of this step was committed: the step is done, also where no reading has shown it yet."""
+        return Counted(self._reach(step) if self.stepped else 0)
+
+    def _reach(self, step: int) -> int:
+        self._position = max(step, self._position or 0)
+        new = max(0, step - self.highest)
+        self.highest += new
+        return new
+
+
+FIRST_WIDTH_S = 2.0
+MOST_SLICES = 240
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Steps in each slice, the oldest first."""
+
+    width_s: float
+    left_s: float
+    """The time until the last slice ends."""
+    last_s: float | None
+    """Age of the last step."""
+    new: tuple[float, ...] = ()
+    again: tuple[float, ...] = ()
+    """Steps that an earlier generation had done already; not among `new`."""
+
+
+class StepRate:
+    """The main thread adds, any thread reads. Instants are monotonic."""
+
+    def __init__(self, started_at: float, width_s: float = FIRST_WIDTH_S, most: int = MOST_SLICES) -> None:
+        self._lock = threading.Lock()
+        self._started_at = started_at
+        self._width_s = width_s
+        self._most = most
+        self._new: list[float] = [0.0]
+        self._again: list[float] = [0.0]
+        self._last_at: float | None = None
+
+    def add(self, since: float, until: float, new: int, again: int) -> None:
+        """`new` steps were done between these instants, and `again` more that an earlier generation had done."""
+        with self._lock:
+            self._reach(until)
+            self._last_at = until
+            begin, end = max(0.0, since - self._started_at), until - self._started_at
+            first, last = (min(len(self._new) - 1, max(0, int(at // self._width_s))) for at in (begin, end))
+            for place in range(first, last + 1):
+                share = 1.0
+                if last > first and end > begin:
+                    inside = min(end, (place + 1) * self._width_s) - max(begin, place * self._width_s)
+                    share = max(0.0, inside) / (end - begin)
+                self._new[place] += new * share
+                self._again[place] += again * share
+
+    def read(self, now: float) -> Rates:
+        with self._lock:
+            self._reach(now)
+            left_s = self._started_at + len(self._new) * self._width_s - now
+            return Rates(
+                self._width_s,
+                round(left_s, 3),
+                round(max(0.0, now - self._last_at), 3) if self._last_at is not None else None,
+                tuple(round(steps, 3) for steps in self._new),
+                tuple(round(steps, 3) for steps in self._again),
+            )
+
+    def _reach(self, at: float) -> None:
+        """Add slices until there is one for this instant."""
+        while at - self._started_at >= self._most * self._width_s:
+            self._new, self._again = _halved(self._new), _halved(self._again)
+            self._width_s *= 2
+        more = int((at - self._started_at) // self._width_s) + 1 - len(self._new)
+        if more > 0:
+            self._new += [0.0] * more
+            self._again += [0.0] * more
+
+
+def _halved(steps: list[float]) -> list[float]:
+    return [sum(steps[place : place + 2]) for place in range(0, len(steps), 2)]

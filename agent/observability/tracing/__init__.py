@@ -1,1 +1,0 @@
-"""Recoveries as OpenTelemetry spans, and their export to a collector."""
