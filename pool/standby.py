@@ -37,7 +37,7 @@ from .. import __file__ as _package
 from ..agent.common.events import SpareReadable, ThreadFailed
 from ..agent.common.exits import ExitCode
 from ..agent.configuration.values import STORES
-from ..agent.workers.preloader.fidelity import env_rules
+from ..agent.workers.preloader import env_rules
 from ..codec import Codec, Invalid
 from ..worker.wire.shared_progress import clock
 

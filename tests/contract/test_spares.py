@@ -19,7 +19,7 @@ import pytest
 from elastic_agent.agent.workers.preloader import spare_policy
 from elastic_agent.agent.workers.preloader import spares as module
 from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare
-from elastic_agent.agent.workers.preloader.wire import BecomeWorker
+from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker
 from elastic_agent.agent.workers.processes.workers import tied
 from elastic_agent.worker.storage.memory.available_memory import MIB, Memory
 from tests.spare_keeper import PLENTY, SpareKeeper, adopting
@@ -42,7 +42,8 @@ def agent() -> Iterator[SpareKeeper]:
 def run(spare: Spare, script: Path | str, *args: str, **more: Any) -> str:
     """What it prints as a worker, on both streams."""
     cold = tuple(tied([sys.executable, "-u", str(script), *args]))
-    start = BecomeWorker("script", str(script), args, dict(os.environ), os.getcwd(), cold=cold, **more)
+    place = {"cpus": "", "cgroup": "", **more}
+    start = BecomeWorker("script", str(script), args, dict(os.environ), os.getcwd(), cold=cold, **place)
     read, write = os.pipe()
     spare.become(start, [0, write, write])
     os.close(write)
@@ -365,7 +366,7 @@ def test_closing_ends_all_of_them(agent: SpareKeeper) -> None:
 def test_all_of_them_die_with_the_agent_without_any_help(tmp_path: Path) -> None:
     program = f"""
 import os, sys, time
-from elastic_agent.agent.workers.preloader.wire import BecomeWorker
+from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker
 from tests.spare_keeper import SpareKeeper, adopting
 with adopting():
     keeper = SpareKeeper("json").start()
@@ -374,7 +375,7 @@ with adopting():
     worker = keeper.take()
     read, write = os.pipe()
     start = BecomeWorker("script", {str(script(tmp_path, "import time; print(flush=True); time.sleep(600)"))!r},
-        (), dict(os.environ), os.getcwd())
+        (), dict(os.environ), os.getcwd(), "", "", ())
     worker.become(start, [0, write, write])
     os.read(read, 1)
     print(*pids, flush=True)

@@ -1,7 +1,7 @@
-"""A script in a fork of a preloaded process does what it does under a fresh `python -u`: the table of `fresh_cases`.
+"""A script in a fork of the preloaded process does what it does under `python -u`, as far as its user can tell.
 
-Each case is run both ways in the same folder, and exit code, output and files are compared. What is random, or an
-address, is not printed by the cases or made equal here. One preloaded process, which has imported torch, serves all.
+Each case is run both ways in the same folder, and exit code and output are compared; what the case is about must be in
+that output. What a fork cannot be starts cold.
 """
 
 from __future__ import annotations
@@ -9,39 +9,38 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
-from elastic_agent.agent.workers.preloader.fidelity.import_cache import DEFAULT_PRELOAD
-from elastic_agent.agent.workers.preloader.wire import BecomeWorker
+from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker
 from elastic_agent.agent.workers.processes.workers import tied
-from tests.installed import Installed
+from tests.spare_keeper import SpareKeeper, adopting
 
-from .fresh_cases import IMPORTS, LIGHT, TORCH, Case, script
-
-PACKAGE = Path(__file__).resolve().parents[2] / "elastic_agent"
-PRELOADED = Path(__file__).with_name("preloaded.py")
 PATIENCE_S = 60.0
 
-ITS_OWN = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LEFT": "behind"}
-"""What the preloaded process has in its environment; the first two, so that it has one thread."""
 
-
-OF_PYTHON = """
-argparse ast asyncio base64 collections.abc concurrent.futures.process configparser contextlib copy csv ctypes.util
-dataclasses datetime decimal email.message encodings.idna enum functools getpass glob gzip hashlib http.server
-importlib.abc importlib.machinery importlib.metadata importlib.resources importlib.util inspect json.tool logging.config
-logging.handlers multiprocessing.pool multiprocessing.shared_memory ntpath os.path pathlib pdb pickle pkgutil platform
-random re runpy shelve shutil socketserver sqlite3 ssl statistics subprocess tarfile tempfile threading traceback typing
-unittest.mock urllib.request uuid xml.dom.minidom xml.etree.ElementTree zipfile
-"""
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    text: str
+    proof: str = ""
+    """What has to be in the output, so that equal outputs mean something."""
+    args: tuple[str, ...] = ()
+    module: str = ""
+    """To be run with -m, in place of the text."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    signal: signal.Signals | None = None
+    """Sent when the script has said `ready`."""
+    starts_cold: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,215 +48,347 @@ class Outcome:
     code: int
     stdout: str
     stderr: str
-    files: Mapping[str, str]
-
-
-class Preloaded:
-    """Runs scripts, one after the other, in forks of a process that has torch."""
-
-    def __init__(
-        self, installed: Installed, names: Sequence[str], more: Mapping[str, str] | None = None
-    ) -> None:
-        self.python = installed.python
-        self.environment = {**_environment(), **ITS_OWN, **(more or {})}
-        self._process = subprocess.Popen(
-            [self.python, "-u", str(PRELOADED), str(PACKAGE), *names],
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._answer() == "ready"
-
-    def start(self, start: BecomeWorker, stdout: Path, stderr: Path, reported: Path) -> int:
-        asked = {
-            "start": asdict(start),
-            "stdout": str(stdout),
-            "stderr": str(stderr),
-            "reported": str(reported),
-        }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return int(self._answer())
-
-    def wait(self) -> int:
-        return int(self._answer())
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
-@pytest.fixture(scope="module")
-def preloaded(installed: Installed) -> Iterator[Preloaded]:
-    preloaded = Preloaded(installed, DEFAULT_PRELOAD)
-    yield preloaded
-    preloaded.close()
-
-
-@pytest.fixture(scope="module")
-def lightly_preloaded(installed: Installed) -> Iterator[Preloaded]:
-    preloaded = Preloaded(
-        installed,
-        (
-            "numpy",
-            "asyncio",
-            "concurrent.futures.thread",
-            "multiprocessing.pool",
-            "logging.handlers",
-            "runpy",
-        ),
-    )
-    yield preloaded
-    preloaded.close()
 
 
 class Bench:
-    """Where one case is run, both ways."""
+    """Where cases are run, both ways."""
 
-    def __init__(self, folder: Path, preloaded: Preloaded) -> None:
-        folder.mkdir(exist_ok=True)
-        self.work = folder / "work"
-        self._folder = folder
-        self._preloaded = preloaded
-
-    @property
-    def reported(self) -> str:
-        """What the last warm run had to say against itself."""
-        path = self._folder / "reported"
-        return path.read_text() if path.exists() else ""
+    def __init__(self, folder: Path, keeper: SpareKeeper) -> None:
+        self.folder = folder
+        self._keeper = keeper
 
     def cold(self, case: Case) -> Outcome:
-        self._lay_out(case)
-        stdout, stderr = self._folder / "stdout", self._folder / "stderr"
-        with open(stdout, "wb") as out, open(stderr, "wb") as err:
+        start = self._start(case)
+        with open("/dev/null") as nothing, open("out", "wb") as out, open("err", "wb") as err:
             process = subprocess.Popen(
-                # As agents start it: who runs the tests may have us ignore signals.
-                tied([self._preloaded.python, *self._start(case).command]),
-                env=self._environment(case),
-                cwd=self.work,
-                stdin=subprocess.DEVNULL,
+                start.cold,
+                env=start.environment,
+                stdin=nothing,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
             )
-            self._signal(case, process.pid, stdout)
-            return self._outcome(process.wait(PATIENCE_S), stdout, stderr)
+            self._signal(case, process.pid)
+            return self._outcome(process.wait(PATIENCE_S))
 
     def warm(self, case: Case) -> Outcome:
-        self._lay_out(case)
-        stdout, stderr = self._folder / "stdout", self._folder / "stderr"
-        pid = self._preloaded.start(self._start(case), stdout, stderr, self._folder / "reported")
-        self._signal(case, pid, stdout)
-        return self._outcome(self._preloaded.wait(), stdout, stderr)
+        self._keeper.run_until(lambda: self._keeper.prepared(1))
+        spare = self._keeper.take()
+        with open("/dev/null") as nothing, open("out", "wb") as out, open("err", "wb") as err:
+            spare.become(self._start(case), [each.fileno() for each in (nothing, out, err)])
+            self._signal(case, spare.pid)
+            code = spare.wait()
+        self._keeper.run_until(lambda: spare.channel.fileno() == -1)  # all that it reported is logged
+        return self._outcome(code)
 
     def _start(self, case: Case) -> BecomeWorker:
-        return BecomeWorker(case.kind, case.target, case.args, self._environment(case), str(self.work))
-
-    def _environment(self, case: Case) -> dict[str, str]:
-        wanted = {**self._preloaded.environment, **case.environment}
-        return {name: value for name, value in wanted.items() if value is not None}
-
-    def _lay_out(self, case: Case) -> None:
-        for path in (self.work, *(self._folder / name for name in ("stdout", "stderr", "reported"))):
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.exists():
-                path.unlink()
-        self.work.mkdir()
-        for name, text in case.files.items():
-            path = self.work / name
+        for name, text in {"train.py": case.text, **case.files}.items():
+            path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode("utf-8", "surrogateescape"))
-        for name, target in case.links.items():
-            (self.work / name).symlink_to(target)
+            if text:
+                path.write_text(dedent(text))
+        wanted = {**os.environ, **self._keeper.variables, **case.variables}
+        environment = {name: value for name, value in wanted.items() if value is not None}
+        words = ["-m", case.module] if case.module else ["train.py"]
+        cold = tuple(tied([sys.executable, "-u", *words, *case.args]))
+        kind, target = ("module", case.module) if case.module else ("script", "train.py")
+        return BecomeWorker(kind, target, case.args, environment, str(self.folder), "", "", cold)  # type: ignore[arg-type]
 
-    def _signal(self, case: Case, pid: int, stdout: Path) -> None:
+    def _signal(self, case: Case, pid: int) -> None:
         if case.signal is None:
             return
         deadline = time.monotonic() + PATIENCE_S
-        while not (stdout.exists() and b"ready\n" in stdout.read_bytes() and _sleeps(pid)):
+        while "ready\n" not in Path("out").read_text():
             assert time.monotonic() < deadline, "the script never said that it is ready for the signal"
             time.sleep(0.005)
         os.kill(pid, case.signal)
 
-    def _outcome(self, code: int, stdout: Path, stderr: Path) -> Outcome:
-        files = {
-            str(path.relative_to(self.work)): _same_everywhere(path.read_text(errors="surrogateescape"))
-            for path in sorted(self.work.rglob("*"))
-            if path.is_file() and "__pycache__" not in path.parts
-        }
-        out, err = (_same_everywhere(path.read_text(errors="surrogateescape")) for path in (stdout, stderr))
-        return Outcome(code, out, err, files)
+    def _outcome(self, code: int) -> Outcome:
+        out, err = (re.sub(r"0x[0-9a-f]+", "0x..", Path(name).read_text()) for name in ("out", "err"))
+        return Outcome(code, out, err)
 
 
-def _sleeps(pid: int) -> bool:
-    """Where it will be when a signal comes must be the same each time."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+class Keeper(SpareKeeper):
+    def __init__(self, *names: str, **variables: str) -> None:
+        super().__init__(*names, wanted=1, **variables)
+        self.variables = variables
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_"))}
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[Callable[..., Keeper]]:
+    """One for each set of modules and variables; all end with these tests."""
+    made: dict[object, Keeper] = {}
+
+    def keeper(*names: str, **variables: str) -> Keeper:
+        key = names, *variables.items()
+        if key not in made:
+            made[key] = Keeper(*names, **variables)
+            made[key].start()
+        return made[key]
+
+    with adopting():
+        yield keeper
+        for each in made.values():
+            each.spares.close()
 
 
-def _same_everywhere(text: str) -> str:
-    text = re.sub(r"0x[0-9a-f]+", "0x..", text)
-    text = re.sub(r"\[([IWE])\d+ [\d:.]+ ", r"[\1.. ", text)  # of torch's log
-    return re.sub(r'("timestamp": )"?\d+"?', r"\1..", text)
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+LIGHT = (
+    Case(
+        "main module",
+        """
+        '''A docstring.'''
+        import __main__, sys
+        print(__name__, __file__, __doc__, __package__, __spec__, __main__.__dict__ is globals(), type(__builtins__))
+        print(__loader__.get_filename(), sys.argv, sys.orig_argv, sys.path, sys.flags, sys.executable)
+        """,
+        "A docstring.",
+        args=("--lr", "0.1", "a b", ""),
+    ),
+    Case(
+        "what proc tells, and the environment",
+        """
+        import ctypes, os, time
+        def words(name): return open(f"/proc/self/{name}").read().split(chr(0))
+        print([words("cmdline"), sorted(words("environ")), words("comm")], sorted(os.environ.items()))
+        libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p
+        print(libc.getenv(b"A_MARK"), time.tzname, os.getcwd(), os.getpgrp() == os.getsid(0) == os.getpid())
+        """,
+        "of this worker",
+        variables={"A_MARK": "of this worker", "TZ": "Asia/Kolkata"},
+    ),
+    Case(
+        "descriptors and signals",
+        """
+        import os, signal
+        print(sorted(os.listdir("/proc/self/fd"), key=int))
+        print([(number, signal.getsignal(number)) for number in sorted(signal.valid_signals())])
+        print(signal.pthread_sigmask(signal.SIG_BLOCK, ()), [s for s in open("/proc/self/status") if s[:4] == "SigB"])
+        """,
+        "default_int_handler",
+    ),
+    Case(
+        "streams",
+        """
+        import ctypes, os, sys
+        print([stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)], repr(sys.stdin.read()))
+        ctypes.CDLL(None).puts(b"from C")
+        print("no newline, and yet there", end=""); print("error, too", end="", file=sys.stderr)
+        ctypes.CDLL(None).fflush(None); os.kill(os.getpid(), 9)
+        """,
+        "and yet there",
+    ),
+    Case("exception", "def f(n):\n    return 1 / n\nf(0)\n", 'train.py", line 3, in <module>'),
+    Case(
+        "error from another", "try:\n    open('nowhere')\nexcept OSError:\n    undefined\n", "During handling"
+    ),
+    Case("exit with a code", "raise SystemExit(7)"),
+    Case("exit with words", "import sys\nsys.exit('no data')", "no data"),
+    Case(
+        "interrupt", "import time\nprint('ready')\ntime.sleep(60)", "KeyboardInterrupt", signal=signal.SIGINT
+    ),
+    Case("termination", "import time\nprint('ready')\ntime.sleep(60)", "ready", signal=signal.SIGTERM),
+    Case(
+        "hook",
+        "import sys\nsys.excepthook = lambda *e: print('mine', e, e[2].tb_next)\nraise OSError(2)",
+        "mine",
+    ),
+    Case("syntax error", "x = 1\nif x\n    print(x)\n", "SyntaxError", starts_cold=True),
+    Case("missing", "", "No such file", starts_cold=True),
+    Case(
+        "at exit",
+        """
+        import atexit, threading, time, weakref
+        class Kept: pass
+        kept = Kept(); weakref.finalize(kept, print, "finalized")
+        class Last:
+            def __del__(self): print("deleted")
+        last = Last()
+        atexit.register(lambda: print("registered", "kept" in globals()))
+        def later(): time.sleep(0.05); print("thread", threading.main_thread().is_alive())
+        threading.Thread(target=later).start()
+        print("end", threading.active_count())
+        """,
+        "deleted",
+    ),
+    Case(
+        "module",
+        "",
+        "'--lr'",
+        ("--lr", "1"),
+        "job",
+        {
+            "job.py": "import sys\nprint(__name__, __spec__.name, __file__, __package__, sys.argv, sys.path[:2])\n1 / 1"
+        },
+    ),
+    Case(
+        "package",
+        "",
+        "job 3",
+        module="job",
+        files={
+            "job/__init__.py": "import sys\nprint('package', sys.argv)",
+            "job/__main__.py": "from .part import value\nprint(__name__, __package__, value)",
+            "job/part.py": "value = 3",
+        },
+    ),
+    Case(
+        "run-path",
+        "",
+        "__main__ ['lib/job.py', 'x']",
+        ("lib/job.py", "x"),
+        "elastic_agent.run_script",
+        {"lib/job.py": "import sys\nprint(__name__, sys.argv)\nclass A: pass\nprint(A.__module__)"},
+    ),
+    Case(
+        "own module of a known name",
+        "import numpy\nprint(numpy.__file__)",
+        "numpy.py",
+        files={"numpy.py": "print('my own numpy')"},
+        starts_cold=True,
+    ),
+    Case(
+        "own module of another name",
+        "import helper\nprint(helper.__file__)",
+        "helper.py",
+        files={"helper.py": "import json", "data/x.txt": "x", "json.txt": "x"},
+    ),
+    Case("hash seed", "print(hash('a'))", "", variables={"PYTHONHASHSEED": "3"}, starts_cold=True),
+    Case(
+        "language",
+        "import locale\nprint(locale.getlocale())",
+        "",
+        variables={"LC_ALL": "C"},
+        starts_cold=True,
+    ),
+    Case("threads", "import os\nos.environ['OMP_NUM_THREADS'] = '3'\nprint('x')", "x", starts_cold=True),
+    Case(
+        "warnings",
+        """
+        import warnings
+        warnings.warn("plain"); warnings.warn("deprecated", DeprecationWarning); warnings.warn("high", stacklevel=1)
+        def f(): warnings.warn("from below", stacklevel=2)
+        f(); f()
+        """,
+        "train.py:3: DeprecationWarning: deprecated",
+    ),
+    Case(
+        "pickles of main",
+        """
+        import inspect, pickle
+        class Model:
+            def __init__(self, x): self.x = x
+        def loss(model):
+            return model.x  # a comment to find
+        print(pickle.dumps(Model(1)), pickle.loads(pickle.dumps(Model(2))).x, pickle.loads(pickle.dumps(loss)) is loss)
+        print(inspect.getsource(loss), inspect.getfile(Model), Model.__module__)
+        """,
+        "a comment to find",
+    ),
+    Case(
+        "multiprocessing",
+        """
+        import multiprocessing as mp, os, sys
+        class Item:
+            def __init__(self, x): self.x = x
+        def work(item):
+            return item.x * 2, mp.current_process().name, sys.argv[1:], os.environ["A_MARK"]
+        if __name__ == "__main__":
+            for method in "fork", "spawn", "forkserver":
+                context = mp.get_context(method)
+                with context.Pool(1) as pool:
+                    print(method, pool.map(work, [Item(1), Item(2)]))
+                process = context.Process(target=sys.exit, args=(3,), name="P"); process.start(); process.join()
+                print(process.exitcode, mp.active_children(), mp.current_process().name, mp.parent_process())
+        """,
+        "forkserver [(2, ",
+        args=("x",),
+        variables={"A_MARK": "of this worker"},
+    ),
+    Case(
+        "threads and loops",
+        """
+        import asyncio, concurrent.futures, signal, threading, time
+        print(threading.main_thread() is threading.current_thread(), [thread.name for thread in threading.enumerate()])
+        with concurrent.futures.ThreadPoolExecutor(2) as pool: print(list(pool.map(abs, [-1, -2])))
+        async def wait(): await asyncio.sleep(0.01); return "waited"
+        print(asyncio.run(wait()))
+        def ring(*_): raise TimeoutError("rung")
+        signal.signal(signal.SIGALRM, ring); signal.setitimer(signal.ITIMER_REAL, 0.02)
+        try: time.sleep(60)
+        except TimeoutError as error: print(error)
+        """,
+        "rung",
+    ),
+)
+
+TRAINING = Case(
+    "training",
+    """
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, Dataset
+    class Numbers(Dataset):
+        def __len__(self): return 8
+        def __getitem__(self, i): return torch.full((4,), float(i)), torch.utils.data.get_worker_info().id
+    if __name__ == "__main__":
+        print(torch.get_num_threads(), torch.get_num_interop_threads(), torch.cuda.is_initialized())
+        store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        torch.manual_seed(3)
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for method in "fork", "spawn":
+            for data, worker in DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context=method):
+                loss = model(data + torch.rand(4, 4)).sum(); loss.backward()
+                optimizer.step(); optimizer.zero_grad()
+                print(method, worker.tolist(), loss.item().hex())
+        dist.destroy_process_group()
+    """,
+    "spawn [0, 0, 0, 0]",
+    variables={"OMP_NUM_THREADS": None, "OPENBLAS_NUM_THREADS": None},
+)
+
+
+def compare(bench: Bench, case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    cold = bench.cold(case)
+    caplog.clear()
+    assert bench.warm(case) == cold
+    assert case.proof in cold.stdout + cold.stderr, "the case has not shown its point"
+    assert ("is no fork of the preloaded one" in caplog.text) == case.starts_cold, caplog.text
 
 
 @pytest.mark.parametrize("case", LIGHT, ids=lambda case: case.name)
-def test_a_fork_behaves_as_a_fresh_process(tmp_path: Path, lightly_preloaded: Preloaded, case: Case) -> None:
-    compare(Bench(tmp_path, lightly_preloaded), case)
-
-
-@pytest.mark.parametrize("case", [*IMPORTS, *TORCH], ids=lambda case: case.name)
-def test_a_fork_that_has_torch_behaves_so_too(tmp_path: Path, preloaded: Preloaded, case: Case) -> None:
-    compare(Bench(tmp_path, preloaded), case)
-
-
-def compare(bench: Bench, case: Case) -> None:
-    cold, warm = bench.cold(case), bench.warm(case)
-    assert warm == cold
-    assert bool(bench.reported) == case.starts_cold, bench.reported
-    assert case.proof in cold.stdout + cold.stderr + json.dumps(dict(cold.files)), (
-        "the case has not shown its point"
-    )
-
-
-EACH_ALONE = """
-import os, sys
-for name in sys.argv[1:]:
-    sys.stdout.flush()
-    if os.fork() == 0:
-        known = set(sys.modules)
-        __import__(name)
-        for new in sorted(set(sys.modules) - known):
-            parent, _, child = new.rpartition(".")
-            print(name, new, not parent or hasattr(sys.modules[parent], child))
-        sys.exit()
-    os.wait()
-"""
-
-
-def test_each_module_of_python_brings_what_it_brings_to_a_fresh_process(
-    tmp_path: Path, installed: Installed
+def test_a_fork_behaves_as_a_fresh_process(
+    folder: Path, keeper: Callable[..., Keeper], case: Case, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also those that are frozen into Python: `runpy` without `importlib.util` would be of no use."""
-    names = tuple(OF_PYTHON.split())
-    known = Preloaded(installed, names)
-    bench = Bench(tmp_path, known)
-    case = Case("each alone", {"train.py": EACH_ALONE}, args=names)
-    cold, warm = (set(outcome.stdout.splitlines()) for outcome in (bench.cold(case), bench.warm(case)))
-    known.close()
-    assert "runpy importlib.util True" in cold
-    assert sorted(warm ^ cold) == []
+    modules = (
+        "numpy",
+        "asyncio",
+        "concurrent.futures.thread",
+        "multiprocessing.pool",
+        "logging.handlers",
+        "runpy",
+    )
+    compare(Bench(folder, keeper(*modules)), case, caplog)
+
+
+def test_a_fork_that_has_torch_trains_as_a_fresh_process(
+    folder: Path, keeper: Callable[..., Keeper], caplog: pytest.LogCaptureFixture
+) -> None:
+    compare(Bench(folder, keeper("default")), TRAINING, caplog)
+
+
+def test_a_crash_says_where_it_was(folder: Path, keeper: Callable[..., Keeper]) -> None:
+    case = Case("crash", "import ctypes\nctypes.string_at(0)", variables={"PYTHONFAULTHANDLER": "1"})
+    outcome = Bench(folder, keeper("numpy")).warm(case)
+    assert outcome.code == -signal.SIGSEGV
+    assert re.search(r'train.py", line 2 in <module>', outcome.stderr)
 
 
 EACH_ITS_OWN = """
@@ -266,157 +397,49 @@ from numpy.random import default_rng
 print(json.dumps([
     random.random(), numpy.random.rand(), default_rng().random(), torch.rand(1).item(), torch.initial_seed(),
     bytes(multiprocessing.current_process().authkey).hex(), uuid.uuid4().hex, secrets.token_hex(),
-    tempfile.mktemp(), torch.randperm(1000).sum().item() and torch.randperm(1000).tolist(),
+    tempfile.mktemp(), torch.randperm(1000).tolist(),
 ]))
 """
 
 
-def test_what_is_drawn_by_lot_differs_between_two_forks(tmp_path: Path, preloaded: Preloaded) -> None:
-    bench, case = Bench(tmp_path, preloaded), Case("lots", {"train.py": EACH_ITS_OWN})
+def test_what_is_drawn_by_lot_differs_between_two_forks(folder: Path, keeper: Callable[..., Keeper]) -> None:
+    bench, case = Bench(folder, keeper("default")), Case("lots", EACH_ITS_OWN)
     first, second = (json.loads(bench.warm(case).stdout) for _ in range(2))
-    assert [
-        number for number, (one, other) in enumerate(zip(first, second, strict=True)) if one == other
-    ] == []
+    assert [number for number, pair in enumerate(zip(first, second, strict=True)) if pair[0] == pair[1]] == []
 
 
-SET_TOO_LATE = """
-import os
-for name in ["GOMP_CPU_AFFINITY", "TORCHINDUCTOR_MAX_AUTOTUNE"]:
-    os.environ[name] = "0"
-import torch._inductor.config
-print("went on")
-"""
-
-
-def test_what_was_set_too_late_is_reported_to_the_script_and_to_the_agent(
-    tmp_path: Path, preloaded: Preloaded
+def test_what_a_preloaded_library_does_at_the_end_is_done(
+    folder: Path, keeper: Callable[..., Keeper]
 ) -> None:
-    bench = Bench(tmp_path, preloaded)
-    outcome = bench.warm(Case("too late", {"train.py": SET_TOO_LATE}))
-    assert outcome.stdout == "went on\n"
-    for name in ("GOMP_CPU_AFFINITY", "TORCHINDUCTOR_MAX_AUTOTUNE"):
-        assert name in bench.reported
-        assert name in outcome.stderr
+    """A library such as h5py writes what it holds in a handler of Python's or of C's."""
+    site = folder / "site"
+    site.mkdir()
+    (site / "library.py").write_text(
+        "import atexit, ctypes, os\n"
+        "atexit.register(lambda: os.write(1, b'by Python\\n'))\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.strdup.restype = ctypes.c_void_p\n"
+        "text = ctypes.c_void_p(libc.strdup(b'by C'))\n"
+        "libc.on_exit(ctypes.cast(libc.psignal, ctypes.c_void_p), text)\n"
+    )
+    bench = Bench(folder, keeper("library", PYTHONPATH=str(site)))
+    for text, code in (("import library", 0), ("import sys\nsys.exit(3)", 3), ("raise OSError", 1)):
+        outcome = bench.warm(Case("ending", text))
+        assert outcome.code == code
+        assert outcome.stdout == "by Python\n"
+        assert outcome.stderr.splitlines()[-1].startswith("by C")
 
 
-HOLDER = """
-import shutil, tempfile, weakref
-class TempDir:
-    def __init__(self):
-        self.name = tempfile.mkdtemp(dir={folder!r})
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self.name)
-CACHE = TempDir()
-"""
-
-
-def test_a_finalizer_comes_with_the_module_that_made_it(tmp_path: Path, installed: Installed) -> None:
-    package, made = tmp_path / "site", tmp_path / "made"
-    package.mkdir()
-    made.mkdir()
-    (package / "holder.py").write_text(HOLDER.format(folder=str(made)))
-    holding = Preloaded(installed, ("holder",), {"PYTHONPATH": str(package)})
-    try:
-        bench = Bench(tmp_path / "bench", holding)
-        (of_all,) = made.iterdir()
-        compare(bench, script("its function alone", "import shutil\nprint('went on')", "went on"))
-        compare(bench, script("its registry, too", "import weakref, shutil\nprint('went on')", "went on"))
-        assert of_all.is_dir(), (
-            "what belongs to all forks was removed by one that had not imported its module"
-        )
-        bench.warm(script("itself", "import holder"))
-        assert not of_all.exists()
-    finally:
-        holding.close()
-
-
-def test_a_script_that_sets_up_logging_first_does_not_disable_the_loggers_of_what_it_imports(
-    tmp_path: Path, installed: Installed
+def test_a_variable_that_a_module_has_read_and_that_is_another_one_for_a_worker_asks_for_a_cold_start(
+    folder: Path, keeper: Callable[..., Keeper], caplog: pytest.LogCaptureFixture
 ) -> None:
-    package = tmp_path / "site"
-    package.mkdir()
-    (package / "talker.py").write_text(
-        "import logging\nlow, log = logging.getLogger('talker.low'), logging.getLogger('talker')\n"
-        "log.setLevel(logging.INFO)\nlow.isEnabledFor(logging.DEBUG)  # the answer is kept\n"
+    """Such as RANK, in a package that asks for it when it is imported; what modules set themselves is there."""
+    site = folder / "site"
+    site.mkdir()
+    (site / "asking.py").write_text(
+        "import os\nrank = os.environ.get('ASKED_RANK')\nos.environ['SET_BY_IT'] = '1'\n"
     )
-    case = script(
-        "talker",
-        """
-        import logging, logging.config
-        print(sorted(logging.root.manager.loggerDict))
-        logging.config.dictConfig({"version": 1, "handlers": {"all": {"class": "logging.StreamHandler"}},
-                                   "root": {"level": "DEBUG", "handlers": ["all"]}})
-        import talker
-        print(sorted(logging.root.manager.loggerDict), talker.log.disabled, talker.low.parent is talker.log)
-        talker.log.info("a line of the package"); talker.low.info("another"); talker.log.debug("too low")
-        """,
-        "a line of the package",
-    )
-    talking = Preloaded(installed, ("talker",), {"PYTHONPATH": str(package)})
-    try:
-        compare(Bench(tmp_path / "bench", talking), case)
-    finally:
-        talking.close()
-
-
-def test_a_filter_for_warnings_comes_with_the_module_that_set_it(
-    tmp_path: Path, installed: Installed
-) -> None:
-    package = tmp_path / "site"
-    package.mkdir()
-    (package / "filterer.py").write_text(
-        "import warnings\nwarnings.filterwarnings('ignore', 'not this')\n"
-        "warnings.filterwarnings('error', 'nor that')\n"
-    )
-    case = script(
-        "filterer",
-        """
-        import warnings
-        print(warnings.filters); warnings.warn("not this, before")
-        import filterer
-        print(warnings.filters); warnings.warn("not this"); warnings.warn("shown")
-        """,
-        "shown",
-    )
-    filtering = Preloaded(installed, ("filterer",), {"PYTHONPATH": str(package)})
-    try:
-        compare(Bench(tmp_path / "bench", filtering), case)
-    finally:
-        filtering.close()
-
-
-@pytest.mark.parametrize("profiled", [False, True])
-def test_at_its_end_a_fork_does_not_unload_what_was_preloaded(
-    tmp_path: Path, installed: Installed, profiled: bool
-) -> None:
-    package = tmp_path / "site"
-    package.mkdir()
-    (package / "rough.py").write_text(
-        "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)\n"
-    )
-    rough = Preloaded(
-        installed, ("rough",), {"PYTHONPATH": str(package), **({"LD_AUDIT": ""} if profiled else {})}
-    )
-    codes = (-6, -6, -6) if profiled else (0, 83, 1)
-    try:
-        bench = Bench(tmp_path / "bench", rough)
-        for ending, code in zip(
-            ("print('x')", "import sys\nsys.exit(83)", "raise OSError"), codes, strict=True
-        ):
-            assert bench.warm(script("ending", ending)).code == code
-    finally:
-        rough.close()
-
-
-def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:
-    ours = tmp_path / "ours.py"
-    ours.write_text("x = 1")
-    find = (
-        "import sys; known = frozenset(sys.modules)\n"
-        "from elastic_agent.agent.workers.preloader.fidelity import import_cache\n"
-        "found = import_cache.preload(['ours', 'nowhere.to_be_found'], known)\n"
-        "print(list(found.skipped), found.changed()); open(sys.argv[1], 'a').write(' '); print(found.changed())"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", find, str(ours)], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.splitlines() == ["['nowhere.to_be_found'] ()", f"('{ours}',)"]
+    bench = Bench(folder, keeper("asking", PYTHONPATH=str(site)))
+    text = "import asking, os\nprint(asking.rank, os.environ['SET_BY_IT'])"
+    compare(bench, Case("the same", text, "None 1"), caplog)
+    compare(bench, Case("another", text, "3 1", variables={"ASKED_RANK": "3"}, starts_cold=True), caplog)

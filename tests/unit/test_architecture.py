@@ -93,8 +93,7 @@ workers/hangs: common workers/processes
 workers/links: common
 workers/environment: common configuration machine/network checkpoints machine
 machine/notices: common configuration
-workers/preloader/fidelity:
-workers/preloader: common workers/preloader/fidelity workers/processes machine/memory
+workers/preloader: common workers/processes machine/memory
 rendezvous_io: common configuration machine/network
 observability: common output configuration workers/processes workers/failures rendezvous_io
 workers/supervision: common output configuration machine/gpus machine/memory workers/failures workers/processes \
@@ -107,7 +106,7 @@ main: common output configuration workers/processes workers/failures machine/net
     machine/gpus checkpoints machine workers/evidence workers/hangs workers/links workers/environment \
     machine/notices workers/preloader rendezvous_io observability workers/supervision
 pool: worker/wire health/checks health/checks/node health rendezvous/text rendezvous rendezvous/store \
-    common output configuration machine/network machine workers/preloader/fidelity rendezvous_io main
+    common output configuration machine/network machine workers/preloader rendezvous_io main
 commands/nodes: common configuration workers/processes observability commands
 pool/commands: rendezvous/text rendezvous rendezvous/store common output configuration rendezvous_io \
     commands pool

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.workers.preloader.wire import (
+from elastic_agent.agent.workers.processes.spare_wire import (
     CODEC,
     BecomeWorker,
     Fork,
@@ -23,7 +23,7 @@ from elastic_agent.agent.workers.preloader.wire import (
 from elastic_agent.codec import Invalid
 
 START = BecomeWorker(
-    "script", "train.py", ("--lr", "0.1"), {"RANK": "0", "ODD": "\udcff"}, "/work", cold=("python",)
+    "script", "train.py", ("--lr", "0.1"), {"RANK": "0", "ODD": "\udcff"}, "/work", "0,1", "", ("python",)
 )
 
 
@@ -78,7 +78,7 @@ def test_descriptors_of_a_message_that_is_refused_are_closed(
 
 def test_the_command_is_what_python_is_given() -> None:
     assert START.command == ("-u", "train.py", "--lr", "0.1")
-    module = BecomeWorker("module", "package.train", ("1",), {}, "/")
+    module = replace(START, target_kind="module", target="package.train", args=("1",))
     assert module.command == ("-u", "-m", "package.train", "1")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import inspect
 import io
 import math
 import os
@@ -21,7 +19,6 @@ from torch.utils import dlpack
 
 from elastic_agent.agent.workers.evidence import plain_pickle
 from elastic_agent.agent.workers.evidence.flight_records import groups_of
-from elastic_agent.agent.workers.preloader.fidelity.env_rules import RULES
 from elastic_agent.worker.state import layout_cache
 from elastic_agent.worker.state.archive_layout import lay_out
 from elastic_agent.worker.state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, Kind
@@ -105,34 +102,13 @@ def test_what_shards_a_state_has_this_name(kind: Kind) -> None:
     assert isinstance(getattr(importlib.import_module(kind.module), kind.name), type)
 
 
-def test_the_log_level_of_c10_is_read_by_a_function_of_this_name() -> None:
-    """`agent/workers/preloader/fidelity/env_rules.py`: c10::initLogging()."""
-    assert torch.__file__ is not None
-    assert hasattr(
-        ctypes.CDLL(f"{torch.__file__.rpartition('/')[0]}/lib/libc10.so"), "_ZN3c1011initLoggingEv"
-    )
-
-
-def test_the_logs_of_torch_are_set_up_by_a_function_of_this_name() -> None:
-    """`agent/workers/preloader/fidelity/env_rules.py`: TORCH_LOGS."""
-    inspect.signature(importlib.import_module("torch._logging._internal")._init_logs).bind()
-
-
-@pytest.mark.parametrize(
-    "module", sorted({rule.read_by for rule in RULES if rule.read_by.startswith("torch")})
-)
-def test_the_module_that_reads_a_variable_is_there(module: str) -> None:
-    """`agent/workers/preloader/fidelity/env_rules.py`: a rule for a module that is gone would replay nothing."""
-    assert importlib.import_module(module)
-
-
 def test_all_that_is_preloaded_is_there_but_what_some_versions_do_not_have() -> None:
-    """`agent/workers/preloader/fidelity/import_cache.py`: DEFAULT_PRELOAD."""
+    """`agent/workers/preloader/imported.py`: DEFAULT_PRELOAD."""
     program = (
-        "import sys; sys.modules['torch.profiler._cupti_monitor'] = None; fresh = frozenset(sys.modules)\n"
-        "from elastic_agent.agent.workers.preloader.fidelity import import_cache as cache\n"
-        "found = cache.preload([*cache.DEFAULT_PRELOAD, 'torch.no_such_module'], fresh)\n"
-        "assert cache.NOT_IN_EVERY_TORCH < set(cache.DEFAULT_PRELOAD)\n"
+        "import sys; sys.modules['torch.profiler._cupti_monitor'] = None\n"
+        "from elastic_agent.agent.workers.preloader.imported import *\n"
+        "found = Imported([*DEFAULT_PRELOAD, 'torch.no_such_module'])\n"
+        "assert NOT_IN_EVERY_TORCH < set(DEFAULT_PRELOAD)\n"
         "print(*found.skipped)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -47,11 +47,21 @@ def leave_when_failed() -> None:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shown(kind, error, trace)
-        # Below a hook that the interpreter has called there is no frame; a console of the script's calls it, too.
-        if issubclass(kind, Exception) and sys._getframe().f_back is None:
+        # A console of the script's calls the hook, too, and goes on.
+        if issubclass(kind, Exception) and not _script_runs():
             atexit.register(_leave_failed, os.getpid())  # the last to be registered is called first
 
     sys.excepthook = show
+
+
+def _script_runs() -> bool:
+    """Whether code of its module calls this; below a hook that the interpreter has called there is none."""
+    main, frame = vars(sys.modules["__main__"]), sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals is main:
+            return True
+    return False
 
 
 def _leave_failed(pid: int) -> None:

@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +27,11 @@ from ....worker.storage.memory.available_memory import Memory
 from ...common.events import Event, SpareReadable
 from ...common.io_thread import IoThread
 from ...machine.memory.memory_pressure import MemoryPolicy, pressure
+from ..processes import spare_wire as wire
 from ..processes.exit_words import describe_exit
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
-from ..processes.workers import Process, WarmStart, tied
-from . import wire
-from .fidelity import env_rules
+from ..processes.workers import Process, tied
+from . import env_rules
 from .import_profile import ImportProfile
 from .spare_policy import (
     CALM_S,
@@ -59,10 +59,6 @@ OUTPUT_MOST = 16 * 1024
 
 ENDING_S = 0.5
 """How long the end of a process may take whose socket is closed already, before it is helped."""
-
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""For the preloaded process, so that its libraries start no threads: a fork would not have them. MKL does as
-OpenMP."""
 
 
 class Spare:
@@ -173,7 +169,7 @@ class Spares:
         """From now on for workers like these, with what is preloaded already. Why that cannot be; empty if it is so.
 
         The preloaded process was started before its job was known, with `wanted` 0."""
-        preloaded, base = self._preloaded, {**self._interpreter.environment, **ONE_THREAD}
+        preloaded, base = self._preloaded, {**self._interpreter.environment, **env_rules.ONE_THREAD}
         if preloaded is None:
             return self.why_cold
         if tuple(names) != self._names:
@@ -182,7 +178,7 @@ class Spares:
             return f"workers run {interpreter.python}, and not {self._interpreter.python}"
         if preloaded.phase is Phase.LOADING and interpreter.environment != self._interpreter.environment:
             return "the job has variables of its own, and its imports are not done yet"
-        if problem := env_rules.obstacle(base, interpreter.environment, reads=preloaded.reads):
+        if problem := env_rules.obstacle(base, interpreter.environment, preloaded.reads):
             return problem
         self._interpreter, self._wanted = interpreter, wanted
         return ""
@@ -247,8 +243,8 @@ class Spares:
             self._discard(spare)
         return None
 
-    def start_worker(self, start: WarmStart, streams: Sequence[int]) -> Spare | None:
-        return self._hand_out(wire.BecomeWorker(**asdict(start)), streams)
+    def start_worker(self, start: wire.BecomeWorker, streams: Sequence[int]) -> Spare | None:
+        return self._hand_out(start, streams)
 
     def start_store_holder(self, channel: int) -> Spare | None:
         return self._hand_out(wire.ServeStores(), [channel])
@@ -322,7 +318,7 @@ class Spares:
             with theirs, their_output:
                 process = subprocess.Popen(
                     tied([self._interpreter.python, "-u", str(PROCESS), str(os.getpid())]),
-                    env={**self._interpreter.environment, **ONE_THREAD},
+                    env={**self._interpreter.environment, **env_rules.ONE_THREAD},
                     stdin=theirs.fileno(),
                     stdout=their_output.fileno(),
                     stderr=subprocess.STDOUT,

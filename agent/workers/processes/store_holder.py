@@ -25,8 +25,8 @@ CLOSE = b"close"
 LONGEST_MESSAGE = 4096
 
 
-def main(store_kind: Any = None) -> None:
-    """Serves until end-of-file. `store_kind` is TCPStore, if it was imported already."""
+def main() -> None:
+    """Serves until end-of-file."""
     # A service manager may signal all that it started: workers in their grace still need the store.
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -35,22 +35,18 @@ def main(store_kind: Any = None) -> None:
     sys.path[:] = [entry for entry in sys.path if entry != here]
     agent = socket.socket(fileno=0)
     try:
-        _serve(agent, store_kind or _tcp_store())
+        _serve(agent)
     except Exception as error:
         agent.send(f"{type(error).__name__}: {error}".encode()[:LONGEST_MESSAGE])
         raise
 
 
-def _tcp_store() -> Any:
+def _serve(agent: socket.socket) -> None:
     from torch.distributed import TCPStore
 
-    return TCPStore
-
-
-def _serve(agent: socket.socket, store_kind: Any) -> None:
     def store_on(listener: socket.socket) -> Any:
         host, port = listener.getsockname()[:2]
-        return store_kind(
+        return TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 

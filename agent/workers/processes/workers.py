@@ -25,7 +25,7 @@ from typing import Protocol
 from ....rendezvous.text import counted
 from ...common.events import Event, WorkerExited
 from ...common.io_thread import IoThread
-from ...configuration.values import Command, CommandKind
+from ...configuration.values import Command
 from ...output.worker_logs import OutputRoute, WorkerLogs
 from .guard import IGNORED, Guard
 from .proc import (
@@ -38,6 +38,7 @@ from .proc import (
     kill,
     remove_cgroup,
 )
+from .spare_wire import BecomeWorker
 
 log = logging.getLogger(__name__)
 
@@ -64,26 +65,12 @@ class Process(Protocol):
         """Its return code, negative for a signal."""
 
 
-@dataclass(frozen=True, slots=True)
-class WarmStart:
-    """What a spare is to run; `cpus` and `cgroup` are for the shim, `cold` starts the same worker without a spare."""
-
-    target_kind: CommandKind
-    target: str
-    args: tuple[str, ...]
-    environment: dict[str, str]
-    cwd: str
-    cpus: str
-    cgroup: str
-    cold: tuple[str, ...]
-
-
 class Spares(Protocol):
     """Idle processes. Where there is none, a start returns None, for the reason `why_cold`."""
 
     why_cold: str
 
-    def start_worker(self, start: WarmStart, streams: Sequence[int]) -> Process | None: ...
+    def start_worker(self, start: BecomeWorker, streams: Sequence[int]) -> Process | None: ...
 
     def start_store_holder(self, channel: int) -> Process | None: ...
 
@@ -251,8 +238,8 @@ class WorkerGroup:
             pipes += os.pipe()
             out, out_end, err, err_end = pipes
             if not spec.cold:
-                start = WarmStart(
-                    command.kind,
+                start = BecomeWorker(
+                    "module" if command.kind == "module" else "script",
                     command.target,
                     tuple(arguments(command, spec.local_rank)),
                     dict(spec.environment),

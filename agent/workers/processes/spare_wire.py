@@ -75,7 +75,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """From a spare that has become a worker: why it starts cold, or how it differs from a fresh process."""
+    """From a spare that is to become a worker: why it starts cold."""
 
     text: str
 
@@ -92,10 +92,10 @@ class BecomeWorker:
     args: tuple[Word, ...]
     environment: dict[VariableName, Word]
     cwd: Word
-    cpus: str = ""
-    cgroup: str = ""
+    cpus: str
+    cgroup: str
     """For `shim.place`, as `cpus`."""
-    cold: tuple[Word, ...] = ()
+    cold: tuple[Word, ...]
     """The command of the same worker, started cold."""
 
     @property

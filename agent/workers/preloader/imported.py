@@ -1,0 +1,209 @@
+"""What the preloaded process has imported, and whether a fork with it is what a fresh process would be.
+
+A fork has its parent's memory, and of its threads only the one that forked. So before each fork `check` makes sure that
+the process has one thread, no CUDA context and no GPU's driver open, and that what it has imported is what lies on
+disk. It never computes anything: OpenMP's threads do not survive a fork either.
+
+Scripts find the modules in `sys.modules`, as if someone had imported them before. A file beside the script of the same
+name as one of them would not be found, so such a script starts cold (`shadowed`).
+
+In the job's interpreter, which need not know this package: standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+DEFAULT_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data.distributed",
+    # What DistributedDataParallel(...), the first backward pass, and torch.save import when they are first called.
+    "torch._dynamo",
+    "torch._dynamo.polyfills.loader",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "elastic_agent.worker",
+    "elastic_agent.worker.checkpointing.checkpointer",
+)
+"""What makes the construction of DDP, its first steps and checkpoints import nothing."""
+
+NOT_IN_EVERY_TORCH = frozenset({"torch.profiler._cupti_monitor"})  # in 2.13, and gone in 2.14
+"""Of the modules above: the absence of one is no news."""
+
+GPU_DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/dxg")
+"""NVIDIA; AMD; AMD and Intel, to render; other accelerators; any, under Windows' Linux."""
+
+
+class Unfit(Exception):
+    """Why no spares can be forked. `stale`: another process, started now, could."""
+
+    def __init__(self, why: str, *, stale: bool = False) -> None:
+        super().__init__(why)
+        self.stale = stale
+
+
+def expanded(words: Iterable[str]) -> list[str]:
+    """The names of modules that the words of --preload stand for."""
+    several = {"default": DEFAULT_PRELOAD, "auto": ()}
+    return [name for word in words for name in several.get(word, (word,))]
+
+
+class Imported:
+    """Made once, in a process that has one thread and forks others later."""
+
+    def __init__(self, names: Iterable[str], fresh: Collection[str] = (), first_on_path: str = "") -> None:
+        """Imports these modules. `fresh` are those of a process that has just started; `first_on_path` is the folder
+        where workers look first, too."""
+        self.base = dict(os.environ)
+        """The environment that the modules have read."""
+        self.skipped: dict[str, str] = {}
+        """Names that could not be imported, and why."""
+        before = len(sys.modules)
+        with _first(first_on_path), _recorded_reads() as self.reads:
+            for name in names:
+                try:
+                    importlib.import_module(name)
+                except (Exception, SystemExit) as error:
+                    absent = isinstance(error, ModuleNotFoundError) and error.name == name
+                    if not absent or name not in NOT_IN_EVERY_TORCH:
+                        self.skipped[name] = f"{type(error).__name__}: {error}"
+        importlib.invalidate_caches()
+        self.count = len(sys.modules) - before
+        self.variables = {name: value for name, value in os.environ.items() if self.base.get(name) != value}
+        """That modules have set when they were imported: scripts shall have them, too."""
+        self._tops = {name for name in sys.modules if "." not in name}.difference(
+            fresh, sys.builtin_module_names
+        )
+        self._files = _sources(sys.modules.values())
+        installed = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        self._edited = {path: was for path, was in self._files.items() if not path.startswith(installed)}
+
+    def check(self) -> None:
+        """Raises Unfit when a fork would not be like a process that imports all of this now."""
+        threads = os.listdir("/proc/self/task")
+        if len(threads) > 1:
+            names = ", ".join(sorted(_thread_name(thread) for thread in threads))
+            raise Unfit(f"it has {len(threads)} threads ({names}), of which a fork has only one")
+        cuda: Any = sys.modules.get("torch.cuda")
+        if cuda is not None and cuda.is_initialized():
+            raise Unfit("it has a CUDA context, which no fork can use")
+        if driver := gpu_driver_in_use():
+            raise Unfit(
+                f"something that it imports has opened {driver}, a GPU's driver, which no fork can use"
+            )
+        if changed := _changed(self._files):
+            raise Unfit(f"{changed} has changed since it was imported", stale=True)
+
+    def edited(self) -> str:
+        """A file that people edit and that has changed; empty if there is none. What is installed is only checked
+        in the background, and before each fork."""
+        return _changed(self._edited)
+
+    def shadowed(self, folder: str) -> str:
+        """Imported modules in whose place something else is imported, when this folder comes first on sys.path."""
+        try:
+            lying_there = {entry.partition(".")[0] for entry in os.listdir(folder or ".")}
+        except OSError:
+            return ""
+        found = []
+        for name in sorted(self._tops & lying_there):
+            spec = PathFinder.find_spec(name, [folder])
+            # A folder without __init__.py gives way to any module further down the path.
+            if spec is None or spec.loader is None:
+                continue
+            known = sys.modules[name].__spec__
+            if known is None or spec.origin != known.origin:
+                found.append(name)
+        return ", ".join(found)
+
+
+@contextlib.contextmanager
+def _first(folder: str) -> Iterator[None]:
+    """On sys.path, where that has such a place."""
+    if not folder or getattr(sys.flags, "safe_path", False):  # 3.11
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
+
+
+@contextlib.contextmanager
+def _recorded_reads() -> Iterator[set[str]]:
+    """The variables of the environment that Python code reads meanwhile."""
+    kind: Any = type(os.environ)
+    get, reads = kind.__getitem__, set[str]()
+
+    def recorded(environ: Any, key: Any) -> Any:
+        reads.add(os.fsdecode(key))
+        return get(environ, key)
+
+    kind.__getitem__ = recorded
+    try:
+        yield reads
+    finally:
+        kind.__getitem__ = get
+
+
+def gpu_driver_in_use(open_files: str = "/proc/self/fd") -> str:
+    """The first device file of a GPU among the open files of that table; empty if there is none.
+
+    torch knows only of the contexts that it made itself; any library may call the driver (cuInit, NVML, HIP) while it
+    is imported. What they all do is open a device file, and keep it open."""
+    for descriptor in os.listdir(open_files):
+        try:
+            path = os.readlink(os.path.join(open_files, descriptor))
+        except OSError:  # the one that lists them, which is closed again
+            continue
+        if path.startswith(GPU_DEVICE_FILES):
+            return path
+    return ""
+
+
+def _thread_name(thread: str) -> str:
+    try:
+        with open(f"/proc/self/task/{thread}/comm") as file:
+            return file.read().strip()
+    except OSError:  # it has just ended
+        return "?"
+
+
+def _sources(modules: Iterable[ModuleType]) -> dict[str, tuple[int, int]]:
+    """Size and time of change of each file, as it was loaded; not of Python's own."""
+    python = os.path.dirname(os.__file__)
+    found = {}
+    for module in list(modules):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or (path.startswith(python) and "-packages" not in path):
+            continue
+        if (loaded := _version(path)) is not None:
+            found[path] = loaded
+    return found
+
+
+def _changed(files: dict[str, tuple[int, int]]) -> str:
+    """The first file that is no longer what was loaded; empty if there is none."""
+    return next((path for path, known in files.items() if _version(path) != known), "")
+
+
+def _version(path: str) -> tuple[int, int] | None:
+    """Of the file that lies there: it was changed if this has."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
