@@ -63,9 +63,13 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         from .pool.commands import run as run_command
 
         return run_command(words[0], words[1:])
+    if words and words[0] in NODE_COMMANDS:
+        from .agent.commands import nodes
+
+        return nodes.main(words)
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
-        rooms = {"commands.nodes": NODE_COMMANDS, "commands.runs": RUN_COMMANDS}
+        rooms = {"commands.runs": RUN_COMMANDS}
         room = next((room for room, names in rooms.items() if words[0] in names), "commands")
         command = importlib.import_module(f".agent.{room}.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))

@@ -47,7 +47,7 @@ NODE_COMMANDS = {
     "exclude": "keep a node out of its job, without losing a step",
     "readmit": "let an excluded node back into its job",
 }
-"""Commands about one node of a job. `agent/commands/nodes` has a module for each."""
+"""Commands about one node of a job: `agent/commands/nodes.py`."""
 
 COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",

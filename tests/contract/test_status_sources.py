@@ -11,9 +11,7 @@ from typing import cast
 
 import pytest
 
-from elastic_agent.agent.commands import store_command
-from elastic_agent.agent.commands.nodes import job_nodes
-from elastic_agent.agent.commands.nodes.drain import main as drain
+from elastic_agent.agent.commands import nodes, store_command
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.values import Secret
@@ -270,15 +268,15 @@ def test_a_command_about_a_node_finds_its_job_among_all_here(
         asked.append(place.job_id)
         return MemoryStore()
 
-    monkeypatch.setattr(job_nodes, "agents_here", lambda *_: (a.http, c.http, frozen, unused_port()))
-    monkeypatch.setattr(job_nodes, "HERE_S", SHORT_S)
-    monkeypatch.setattr(job_nodes, "stores_here", lambda *_: stores)
+    monkeypatch.setattr(nodes, "agents_here", lambda *_: (a.http, c.http, frozen, unused_port()))
+    monkeypatch.setattr(nodes, "HERE_S", SHORT_S)
+    monkeypatch.setattr(nodes, "stores_here", lambda *_: stores)
     monkeypatch.setattr(store_command, "open_to_look", open_job)
-    assert drain(["b"]) == CommandCode.NO_JOB
+    assert nodes.main(["drain", "b"]) == CommandCode.NO_JOB
     assert asked == ["digits"]
-    assert drain(["a"]) == CommandCode.BAD_CONFIG
+    assert nodes.main(["drain", "a"]) == CommandCode.BAD_CONFIG
     assert "one job with node a, of those here: digits (a, b), words (a)" in capsys.readouterr().err
-    assert drain(["x"]) == CommandCode.BAD_CONFIG
+    assert nodes.main(["drain", "x"]) == CommandCode.BAD_CONFIG
     assert "of those here: digits (a, b), s (no answer), words (a)" in capsys.readouterr().err
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_agent.agent.commands.nodes.exclude import exclude_node
-from elastic_agent.agent.commands.nodes.readmit import readmit_node
+from elastic_agent.agent.commands.nodes import exclude_node, readmit_node
 from elastic_agent.rendezvous.coordinator.blame import MOST_IN_A_ROW
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View

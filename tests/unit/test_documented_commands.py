@@ -13,8 +13,7 @@ from elastic_agent.agent.commands import convert
 from elastic_agent.agent.commands.check import OWN_OPTIONS as CHECK_OPTIONS
 from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
 from elastic_agent.agent.commands.files import KINDS
-from elastic_agent.agent.commands.nodes import exclude
-from elastic_agent.agent.commands.nodes.drain import TIMEOUT
+from elastic_agent.agent.commands.nodes import REASON, TIMEOUT
 from elastic_agent.agent.commands.runs.diagnose import DIAGNOSE_OPTIONS
 from elastic_agent.agent.commands.runs.events import EVENTS_OPTIONS
 from elastic_agent.agent.commands.runs.report import REPORT_OPTIONS
@@ -32,7 +31,7 @@ OF_SUBCOMMANDS = {
     "status": STATUS_OPTIONS,
     "explain-env": EXPLAIN_OPTIONS,
     "drain": [TIMEOUT],
-    "exclude": [exclude.REASON, exclude.TIMEOUT],
+    "exclude": [REASON, TIMEOUT],
     "readmit": [],
     "events": [*EVENTS_OPTIONS, AGENT],
     "report": REPORT_OPTIONS,

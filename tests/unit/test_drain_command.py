@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.commands import store_command
-from elastic_agent.agent.commands.nodes import job_nodes
-from elastic_agent.agent.commands.nodes.drain import drain, main
+from elastic_agent.agent.commands import nodes, store_command
+from elastic_agent.agent.commands.nodes import drain, main
 from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
@@ -182,9 +181,9 @@ def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
         asked.append(place)
         return MemoryStore()
 
-    monkeypatch.setattr(job_nodes, "stores_here", lambda *_: tuple(stores))
+    monkeypatch.setattr(nodes, "stores_here", lambda *_: tuple(stores))
     monkeypatch.setattr(store_command, "open_to_look", open_job)
-    assert main(["b", *words]) == CommandCode.NO_JOB
+    assert main(["drain", "b", *words]) == CommandCode.NO_JOB
     assert [(place.backend, place.job_id) for place in asked] == [(backend, job)]
 
 
@@ -201,13 +200,13 @@ def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
 def test_words_that_cannot_be_meant_are_problems(
     words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job_nodes, "stores_here", lambda *_: ())
-    assert main(words) == CommandCode.BAD_CONFIG
+    monkeypatch.setattr(nodes, "stores_here", lambda *_: ())
+    assert main(["drain", *words]) == CommandCode.BAD_CONFIG
     assert text in capsys.readouterr().err
 
 
 def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert main(["drain", "--help"]) == 0
     told = capsys.readouterr().out
     for code in CommandCode:
         assert f"{int(code):>3}  {code.meaning}" in told

@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_agent.agent.commands import store_command
-from elastic_agent.agent.commands.nodes import exclude, readmit
-from elastic_agent.agent.commands.nodes.exclude import exclude_node, read_reason
-from elastic_agent.agent.commands.nodes.readmit import readmit_node
+from elastic_agent.agent.commands import nodes, store_command
+from elastic_agent.agent.commands.nodes import exclude_node, read_reason, readmit_node
 from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.rendezvous.errors import StoreUnavailable
@@ -240,7 +238,7 @@ def test_the_timeout_is_for_the_whole_command(
     monkeypatch.setattr(store_command, "LATE_S", 0.0)
     words = ["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=0.1"]
     try:
-        assert exclude.main(words) == CommandCode.NO_ANSWER
+        assert nodes.main(["exclude", *words]) == CommandCode.NO_ANSWER
     finally:
         over.set()
         for thread in threading.enumerate():
@@ -257,7 +255,7 @@ def test_a_machine_without_room_for_a_thread_is_said(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     words = ["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=5"]
-    assert exclude.main(words) == CommandCode.NO_ANSWER
+    assert nodes.main(["exclude", *words]) == CommandCode.NO_ANSWER
     assert "no thread could be started: allow more processes" in capsys.readouterr().err
 
 
@@ -272,8 +270,8 @@ def test_what_the_store_takes_to_open_is_part_of_the_timeout(monkeypatch: pytest
     monkeypatch.setattr(store_command, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(store_command, "LATE_S", 60.0)  # torch may have to be imported
     monkeypatch.setattr(store_command, "open_to_look", open_slowly)
-    monkeypatch.setattr(exclude, "exclude_node", lambda *args, **more: left.append(args[4]))
-    assert exclude.main(["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=2m"]) == 0
+    monkeypatch.setattr(nodes, "exclude_node", lambda *args, **more: left.append(args[4]))
+    assert nodes.main(["exclude", "b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=2m"]) == 0
     assert left == [118.5]
 
 
@@ -285,13 +283,13 @@ def test_a_reason_is_a_short_text(text: str) -> None:
 
 
 def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (exclude, readmit):
-        assert command.main(["--help"]) == 0
+    for command in ("exclude", "readmit"):
+        assert nodes.main([command, "--help"]) == 0
         told = capsys.readouterr().out
         for code in CommandCode:
             assert f"{int(code):>3}  {code.meaning}" in told
 
 
 def test_a_command_without_a_node_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exclude.main(["--rdzv-endpoint", "etcd://nowhere:1"]) == CommandCode.BAD_CONFIG
+    assert nodes.main(["exclude", "--rdzv-endpoint", "etcd://nowhere:1"]) == CommandCode.BAD_CONFIG
     assert "elastic-agent exclude NODE" in capsys.readouterr().err
