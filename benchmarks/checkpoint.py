@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
-from elastic_agent.agent.common.events import Event, WriterEnded, WriterWanted
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted
@@ -196,8 +196,8 @@ def world(
             event = events.get(timeout=0.01)
         except queue.Empty:
             continue
-        if isinstance(event, WriterWanted | WriterEnded):
-            writer.handle(event)
+        if callable(event):
+            event()
     told = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit(f"a {role} with {environment['BENCHMARK_SYSTEM']} failed")

@@ -33,10 +33,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic_agent.agent.common.events import Answered, Event, Handlers, Probed, StoreGone, Unanswered
-from elastic_agent.agent.rendezvous_io.store_link import StoreLink, deliver_to
+from elastic_agent.agent.common.events import Event, ThreadFailed
+from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Policy
+from elastic_agent.rendezvous.errors import StoreError
 from elastic_agent.rendezvous.liveness.failure_detector import Peer
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import Action, Start, Stop
@@ -54,7 +55,7 @@ from elastic_agent.rendezvous.store.interface import (
     Store,
     Watch,
 )
-from elastic_agent.rendezvous.store.requests import Request, Subscription
+from elastic_agent.rendezvous.store.requests import Answer, Request, Subscription
 from scale_stores import JOB
 
 LEASE_TTL_S = 300.0
@@ -184,25 +185,51 @@ def _size(entries: Sequence[Entry | None]) -> int:
 class _Node:
     """One agent without workers. Everything here happens in the loop's thread, but for what the link's threads do."""
 
-    def __init__(self, participant: Participant, link: StoreLink, post: Callable[[Probed], None]) -> None:
+    def __init__(self, participant: Participant, post: Callable[[Event], None]) -> None:
         self.participant = participant
         self.generation = 0
         """The one whose workers would run here; the last one if they were stopped."""
         self.started_at = 0.0
         self.asking = False
-        self.link = link
+        self.link: StoreLink
         self._post = post
-        self._handlers = Handlers()
-        deliver_to(participant, self._handlers)
         self._driver = Driver(participant, self, self._probe, self)
         self._port = participant.identity.port
 
-    def hear(self, event: Event, now: float) -> None:
-        if isinstance(event, Answered | Unanswered):
-            self.asking = False
-        if isinstance(event, StoreGone):
+    def hear(self, event: Event) -> None:
+        if isinstance(event, ThreadFailed):
             raise RuntimeError(event.reason)
-        self._handlers.handle(event, now)
+        assert callable(event)
+        event()
+
+    # For the link: all goes to the participant.
+
+    @property
+    def subscription(self) -> Subscription | None:
+        return self.participant.subscription
+
+    def answered(self, request: Request, answer: Answer, now: float) -> None:
+        self.asking = False
+        self.participant.answered(request, answer, now)
+
+    def failed(self, request: Request, error: StoreError, now: float) -> None:
+        self.asking = False
+        self.participant.failed(request, error, now)
+
+    def changed(self, changes: tuple[Change, ...], now: float) -> None:
+        self.participant.changed(changes, now)
+
+    def lost_track(self) -> None:
+        self.participant.lost_track()
+
+    def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None:
+        self.participant.lease_confirmed(lease, asked_at)
+
+    def lease_gone(self, lease: LeaseId | None) -> None:
+        self.participant.lease_gone(lease)
+
+    def store_mismatched(self, reason: str) -> None:
+        self.participant.store_mismatched(reason)
 
     def fail(self, now: float) -> None:
         """A worker has failed here, after some progress, so that nobody backs off."""
@@ -229,7 +256,8 @@ class _Node:
     """Nobody asks a node for its introduction here."""
 
     def _probe(self, peer: Peer) -> None:
-        self._post(Probed(peer, Introduction("alive", peer.incarnation, 0), time.monotonic()))
+        now, alive = time.monotonic(), Introduction("alive", peer.incarnation, 0)
+        self._post(lambda: self.participant.probed(peer, alive, now, time.monotonic()))
 
     def new_port(self) -> int:
         self._port += 1
@@ -288,9 +316,10 @@ class OurNodes:
 
         rng, clock = random.Random(identity.node), time.monotonic
         participant = Participant(identity, policy, lease_ttl_s=LEASE_TTL_S, rng=rng, now=clock())
-        link = StoreLink(store, LEASE_TTL_S, post, clock, rng)
-        link.start()
-        return _Node(participant, link, post)
+        node = _Node(participant, post)
+        node.link = StoreLink(store, node, LEASE_TTL_S, post, clock, rng)
+        node.link.start()
+        return node
 
     def join(self) -> Joined:
         began_s = time.monotonic()
@@ -326,7 +355,7 @@ class OurNodes:
         try:
             number, event = self._events.get(timeout=timeout_s)
             while True:
-                self._nodes[number].hear(event, time.monotonic())
+                self._nodes[number].hear(event)
                 yield number
                 number, event = self._events.get_nowait()
         except queue.Empty:

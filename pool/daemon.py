@@ -107,7 +107,7 @@ def run_daemon(
             now=clock(),
             wall=time.time,
         )
-        link = StoreLink(opened.store, lease_ttl_s, events.put, clock, rng)
+        link = StoreLink(opened.store, member, lease_ttl_s, events.put, clock, rng)
         place = f"{config.rendezvous.job_id} at {opened.options[ENDPOINT.name]}"
         log.info("node %s offers itself to pool %s", name, place)
         standby = Standby(config.preload.words, config.rendezvous.kind.name, environment, clock)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..agent.common.events import Handlers, NodeChecked, Signalled, StoreGone, ThreadFailed
+from ..agent.common.events import Event, Signalled, ThreadFailed, run_next
 from ..agent.common.exits import ENDINGS, ExitCode, code_of_leave
 from ..agent.configuration.values import CheckMode
-from ..agent.rendezvous_io.store_link import StoreLink, deliver_from_store
+from ..agent.rendezvous_io.store_link import StoreLink
 from ..health.checks.finding import Finding
 from ..health.checks.node.background import BackgroundChecks
 from ..health.checks.node.runner import CheckRun
@@ -78,7 +78,6 @@ class DaemonLoop:
         self._tidied = False
         self.snapshot = DaemonSnapshot(clock())
         """Of the newest turn; for any thread."""
-        self._handlers = self._table()
         self._unfinished: tuple[str, ...] = ()
         """Jobs of an earlier daemon that have processes here still."""
         self._report_problem()
@@ -93,7 +92,7 @@ class DaemonLoop:
             if self._leaving is not None and self._has_departed(now):
                 return Ending(self._leaving, "asked to leave the pool")
             timeout_s = TURN_S if wake_at is None else min(TURN_S, max(0.0, wake_at - now))
-            self._handlers.handle_next(self._events, timeout_s, self._clock)
+            run_next(self._events, timeout_s, self._told)
 
     def _has_departed(self, now: float) -> bool:
         if self._agent is not None:
@@ -111,7 +110,7 @@ class DaemonLoop:
 
     def _turn(self, now: float) -> float | None:
         member = self._member
-        if self._unfinished:
+        if self._checks.judge(now) or self._unfinished:
             self._report_problem()
         if member.mismatch is not None and self._fatal is None:
             self._fatal = Ending(ExitCode.STORE_MISMATCH, member.mismatch)
@@ -211,22 +210,20 @@ class DaemonLoop:
 
     # ---------------------------------------------------------------- events
 
-    def _table(self) -> Handlers:
-        handlers = Handlers()
-        deliver_from_store(self._member, handlers)
-        on = handlers.on
-        on(StoreGone, lambda event, _: self._fail(event.code, event.reason))
-        on(ThreadFailed, lambda event, _: self._fail(event.code, event.reason))
-        on(JobAgentEnded, self._ended)
-        on(NotTaken, self._not_taken)
-        on(NodeChecked, self._checked)
-        on(Signalled, self._signalled)
-        return handlers
+    def _told(self, event: object) -> None:
+        if isinstance(event, ThreadFailed):
+            self._fail(event.code, event.reason)
+        elif isinstance(event, JobAgentEnded):
+            self._ended(event)
+        elif isinstance(event, NotTaken):
+            self._not_taken(event)
+        elif isinstance(event, Signalled):
+            self._signalled(event)
 
     def _fail(self, code: ExitCode, reason: str) -> None:
         self._fatal = self._fatal or Ending(code, reason)
 
-    def _ended(self, event: JobAgentEnded, _: float) -> None:
+    def _ended(self, event: JobAgentEnded) -> None:
         assignment = self._assignment
         assert assignment is not None, "only a job that runs here can end"
         end = seat_end(assignment, event.code, event.error)
@@ -245,12 +242,12 @@ class DaemonLoop:
         if self._member.tracks:
             self._tidy()
 
-    def _not_taken(self, event: NotTaken, now: float) -> None:
+    def _not_taken(self, event: NotTaken) -> None:
         agent, assignment = self._agent, self._assignment
         assert agent is not None, "only a job that is to run here can be handed over"
         assert assignment is not None, "it is that of a seat"
         if agent.leaves:
-            self._ended(JobAgentEnded(event.ticket, ExitCode.STOPPED_BY_SIGTERM), now)
+            self._ended(JobAgentEnded(event.ticket, ExitCode.STOPPED_BY_SIGTERM))
             return
         log.warning("job %s: the standby has ended without it; its agent starts cold", assignment.job.job)
         try:
@@ -258,11 +255,7 @@ class DaemonLoop:
         except OSError as error:
             self._cannot_start(assignment, error)
 
-    def _checked(self, event: NodeChecked, now: float) -> None:
-        self._checks.handle(event, now)
-        self._report_problem()
-
-    def _signalled(self, event: Signalled, _: float) -> None:
+    def _signalled(self, event: Signalled) -> None:
         if event.number not in ENDINGS:
             return
         name = signal.Signals(event.number).name
@@ -289,14 +282,16 @@ class IdleChecks:
         self,
         mode: CheckMode,
         new_run: Callable[[], CheckRun],
-        post: Callable[[NodeChecked], object],
+        post: Callable[[Event], object],
         on_findings: Callable[[Sequence[Finding]], None] = lambda findings: None,
     ) -> None:
         """`post` takes events from any thread, `on_findings` gets the findings of each run."""
         self._mode = mode
         self._checks = BackgroundChecks(
-            new_run, lambda findings: post(NodeChecked(findings)), errors=mode == "fail"
+            new_run, lambda findings: post(lambda: self._ended(findings)), errors=mode == "fail"
         )
+        self._found: Sequence[Finding] | None = None
+        """By the run that has ended, as long as `judge` has not been called."""
         self._on_findings = on_findings
         self._due_at = float("-inf") if mode != "off" else float("inf")
         self.problem = NOT_YET if mode == "fail" else ""
@@ -313,13 +308,21 @@ class IdleChecks:
         """A job could not run here: the next run is due."""
         self._due_at = min(self._due_at, now) if self._mode != "off" else self._due_at
 
-    def handle(self, event: NodeChecked, now: float) -> None:
-        failed = self._checks.ended(event.findings)
-        self._on_findings(event.findings)
+    def _ended(self, findings: Sequence[Finding]) -> None:
+        self._found = findings
+
+    def judge(self, now: float) -> bool:
+        """Whether a run has ended since the last turn, so that `problem` may be another."""
+        findings, self._found = self._found, None
+        if findings is None:
+            return False
+        failed = self._checks.ended(findings)
+        self._on_findings(findings)
         if self._mode == "fail":
             self.problem = "; ".join(f"check {finding.check} failed: {finding.summary}" for finding in failed)
             if failed:
                 self._due_at = min(self._due_at, now + AGAIN_S)
+        return True
 
     def close(self) -> None:
         self._checks.close()

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import __file__ as _package
-from ..agent.common.events import SpareReadable, ThreadFailed
+from ..agent.common.events import ThreadFailed
 from ..agent.common.exits import ExitCode
 from ..agent.configuration.values import STORES
 from ..agent.workers.preloader import env_rules
@@ -371,8 +371,8 @@ def _wait(channel: socket.socket, prepared: Prepared) -> None:
             return
         if isinstance(event, ThreadFailed):
             raise SystemExit(event.reason)
-        if isinstance(event, SpareReadable) and spares is not None:
-            spares.handle(event, clock())
+        if callable(event):
+            event()
 
 
 def _tell_once(prepared: Prepared, descriptor: int, spoke: _DaemonSpoke) -> None:

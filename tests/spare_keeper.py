@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_agent.agent.common.events import Event, SpareReadable
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare, Spares
 from elastic_agent.agent.workers.processes.subreaper import PR_SET_CHILD_SUBREAPER, adopt_orphans
 from elastic_agent.worker.storage.memory.available_memory import MIB, Memory
@@ -72,8 +72,8 @@ class SpareKeeper:
                 event = self.events.get(timeout=0.01)
             except queue.Empty:
                 continue
-            assert isinstance(event, SpareReadable)
-            self.spares.handle(event, self.clock())
+            assert callable(event)
+            event()
 
     def run_until_ready(self, count: int = 2) -> None:
         self.run_until(lambda: self.spares.ready == count)

@@ -20,7 +20,7 @@ from pathlib import Path
 from ...codec import Invalid
 from ...worker.wire.channel import Lines, send
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
-from ..common.events import Event, WriterEnded, WriterWanted
+from ..common.events import Event
 from ..common.io_thread import IoThread
 from ..workers.processes.exit_words import describe_exit
 from ..workers.processes.proc import KILL_WAIT_S, process_status, reap_within
@@ -55,10 +55,12 @@ class DiskWriter:
         self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, agent, reports]
         self._environment = environment
         self._io = io
-        self._ends = HelperEnd("disk writer", io, lambda: post(WriterEnded()))
+        self._ends = HelperEnd("disk writer", io, lambda: post(self.ended))
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
+        self.departing = False
+        """`finish` is to come, or at work in another thread: no process is started for what happens meanwhile."""
         self._unsaved: tuple[UnsavedStep, ...] | None = None
         """Of the writer's last message, while it finishes."""
         self._finishing_since = 0.0
@@ -74,10 +76,14 @@ class DiskWriter:
     def pids(self) -> tuple[int, ...]:
         return (self._process.pid,) if self._process is not None else ()
 
-    def handle(self, event: WriterWanted | WriterEnded) -> None:
-        if isinstance(event, WriterWanted):
+    def wanted(self) -> None:
+        """There is an order to write a checkpoint, and no process to do it."""
+        if not self.departing:
             self._launch()
-        elif self._process is not None:
+
+    def ended(self) -> None:
+        """The process has ended."""
+        if self._process is not None and not self.departing:
             code = self._process.wait()
             log.warning("the disk writer has ended: %s; the next save starts another", describe_exit(code))
             self._process = None
@@ -156,7 +162,7 @@ class DiskWriter:
     def _ordered(self, descriptor: int) -> None:
         """In the io thread: the next order is waited for when a writer has ended."""
         self._io.forget(descriptor)
-        self._post(WriterWanted())
+        self._post(self.wanted)
 
 
 def _name(unsaved: UnsavedStep) -> str:

@@ -27,7 +27,7 @@ from ...rendezvous.store.interface import Compare, Put, Store
 from ...rendezvous.store.requests import RETRY
 from ...threads import Thread
 from ...worker.storage.replication.key_file import KEY_BYTES, write_key
-from ..common.events import Event, MemoryServerEnded, MemoryServerWanted
+from ..common.events import Event
 from ..common.io_thread import IoThread
 from ..workers.processes.exit_words import describe_exit
 from ..workers.processes.proc import KILL_WAIT_S, process_status, reap_within
@@ -85,7 +85,7 @@ class MemoryServer:
         self._store = store
         self._environment = environment
         self._io = io
-        self._ends = HelperEnd("memory server", io, lambda: post(MemoryServerEnded()))
+        self._ends = HelperEnd("memory server", io, lambda: post(self.ended))
         self._post = post
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
@@ -104,11 +104,14 @@ class MemoryServer:
     def pids(self) -> tuple[int, ...]:
         return (self._process.pid,) if self._process is not None else ()
 
-    def handle(self, event: MemoryServerWanted | MemoryServerEnded) -> None:
-        if isinstance(event, MemoryServerWanted):
-            if self._process is None and not self._closed.is_set():
-                self._launch()
-        elif self._process is not None:
+    def wanted(self) -> None:
+        """There is something to do for the process, and perhaps no process."""
+        if self._process is None and not self._closed.is_set():
+            self._launch()
+
+    def ended(self) -> None:
+        """The process has ended."""
+        if self._process is not None:
             code = self._process.wait()
             log.warning("the memory server has ended, another is started: %s", describe_exit(code))
             self._process = None
@@ -159,7 +162,7 @@ class MemoryServer:
     def _want(self) -> None:
         """In the io thread."""
         if not self._closed.is_set():
-            self._post(MemoryServerWanted())
+            self._post(self.wanted)
 
     def _await_work(self) -> None:
         descriptors = self._orders.fileno(), self._place.listener.fileno()

@@ -13,7 +13,8 @@ import queue
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop, Testify
@@ -22,29 +23,7 @@ from ...rendezvous.records import Result
 from ...threads import Thread
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.memory_server import MemoryServer
-from ..common.events import (
-    Event,
-    GenerationEvent,
-    GpuHealthMessage,
-    GpuMemoryMessage,
-    HandedOver,
-    Handlers,
-    MemoryServerEnded,
-    MemoryServerWanted,
-    NodeChecked,
-    NodeRechecked,
-    NoticeGiven,
-    NoticeWithdrawn,
-    Replicated,
-    SavesFinished,
-    Signalled,
-    SpareReadable,
-    StoreGone,
-    StoreServerMessage,
-    ThreadFailed,
-    WriterEnded,
-    WriterWanted,
-)
+from ..common.events import Event, Signalled, ThreadFailed, run_next
 from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave, lack_in
 from ..common.ports import OfferedPort, PortError, PortLacking
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig, last_saves_s, obeys_before_s
@@ -53,9 +32,8 @@ from ..observability.observer import Observer
 from ..rendezvous_io.join_checks import JoinChecks
 from ..rendezvous_io.peer_link import PeerLink
 from ..rendezvous_io.recheck import Recheck
-from ..rendezvous_io.store_link import StoreLink, deliver_to
+from ..rendezvous_io.store_link import StoreLink
 from ..workers.failures.worker_failure import WorkerFailure
-from ..workers.preloader.spares import Spares
 from ..workers.supervision.supervisor import Supervisor
 from .heartbeat import Heartbeat
 from .service_manager import ServiceManager
@@ -98,13 +76,21 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """This machine goes away at `deadline`; None: at no known instant, and the node leaves at once, without hurry. The
+    text says who says so."""
+
+    text: str
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Services:
     """What the loop works with besides the workers."""
 
     link: StoreLink
     peers: PeerLink
     gpu_memory: GpuMemory
-    spares: Spares
     disk_writer: DiskWriter
     checks: JoinChecks
     recheck: Recheck
@@ -139,8 +125,6 @@ class Loop:
         self._clock = clock
         self._wall_clock = wall_clock
         self._driver = Driver(participant, services.link, services.peers.ask, self)
-        self.handlers = self._table()
-        """Which part handles which event."""
         self.start_waits_for = ""
         """What keeps the workers of the present world from being started here; empty where nothing does."""
         self._signals: list[signal.Signals] = []
@@ -148,7 +132,7 @@ class Loop:
         """What made this node leave the job, once something has."""
         self._left_with = ExitCode.STOPPED_BY_SIGTERM
         """How this agent ends then."""
-        self._notice: NoticeGiven | None = None
+        self._notice: Notice | None = None
         """This machine goes away, as far as is known now."""
         self._job_ends_at = math.inf
         """By --job-ends-at, on the monotonic clock; known once this node leaves."""
@@ -177,7 +161,7 @@ class Loop:
                 return self._ending
             now = self._clock()
             timeout_s = HEARTBEAT_S if wake_at is None else min(HEARTBEAT_S, max(0.0, wake_at - now))
-            self.handlers.handle_next(self._events, timeout_s, self._clock)
+            run_next(self._events, timeout_s, self._told)
 
     # ---------------------------------------------------------------- one turn
 
@@ -197,6 +181,7 @@ class Loop:
                 "the last saves are cut short: this machine goes away before the time that they were given is over"
             )
             self._ending = self._departing
+        self._take_findings(now)
         observer.compare(participant)
         self._services.recheck.turn(participant, now)
         again_at = self._driver.turn(now)
@@ -337,7 +322,9 @@ class Loop:
         self._handing_since, self._handed_over_from = now, world.generation
         within_s = self._last_saves_s(now, rescues=True)
         kept = participant.keeps(world.generation)
-        self._handover.begin(world, now + within_s, lambda: self._events.put(HandedOver()), kept=kept)
+        self._handover.begin(
+            world, now + within_s, lambda: self._events.put(participant.handed_over), kept=kept
+        )
 
     def _last_saves_s(self, now: float, *, rescues: bool) -> float:
         return last_saves_s(
@@ -348,13 +335,11 @@ class Loop:
             saved_by=self._participant.leave_times.saved_by,
         )
 
-    def _handed_over(self, _: HandedOver, __: float) -> None:
-        self._participant.handed_over()
-
     def _finish_saves(self, action: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
         self._services.observer.left(action.why)
         self._departing = self._end(action)
+        self._services.disk_writer.departing = True
         world = self._participant.world
         rescues = world is not None and world.final_saver == self._participant.incarnation
         now = self._clock()
@@ -376,9 +361,9 @@ class Loop:
                     handover.run(again, deadline, kept=kept)
                 handover.report_lost()
             # The save that came after a refused one may just have been reported.
-            self._supervisor.after_reports(lambda: self._events.put(SavesFinished(lost)))
+            self._supervisor.after_reports(lambda: self._events.put(partial(self._saves_finished, lost)))
 
-        Thread(finish, "last-saves", lambda: self._events.put(SavesFinished())).start()
+        Thread(finish, "last-saves", lambda: self._events.put(partial(self._saves_finished, ""))).start()
 
     def _end(self, action: Leave) -> Ending:
         world = self._participant.world
@@ -391,51 +376,24 @@ class Loop:
 
     # ---------------------------------------------------------------- events
 
-    def _table(self) -> Handlers:
-        supervisor, services, handlers = self._supervisor, self._services, Handlers()
-        deliver_to(self._participant, handlers)
-        on = handlers.on
-        on(StoreGone, self._thread_failed)
-        for kind in get_args(GenerationEvent):
-            on(kind, supervisor.handle)
-        on(GpuHealthMessage, lambda event, _: supervisor.gpu_health_message(event))
-        on(StoreServerMessage, lambda event, _: supervisor.store_server_message(event))
-        on(SpareReadable, services.spares.handle)
-        on(GpuMemoryMessage, services.gpu_memory.handle)
-        on(WriterWanted, self._writer)
-        on(WriterEnded, self._writer)
-        on(MemoryServerWanted, self._memory_server)
-        on(MemoryServerEnded, self._memory_server)
-        on(Replicated, lambda event, _: services.observer.replicated(event.report))
-        on(HandedOver, self._handed_over)
-        on(SavesFinished, self._saves_finished)
-        on(ThreadFailed, self._thread_failed)
-        on(Signalled, self._signalled)
-        on(NoticeGiven, self._notice_given)
-        on(NoticeWithdrawn, self._notice_withdrawn)
-        on(NodeChecked, self._node_checked)
-        on(NodeRechecked, self._node_rechecked)
-        return handlers
+    def _told(self, event: Signalled | ThreadFailed) -> None:
+        if isinstance(event, Signalled):
+            self._signalled(event.number, self._clock())
+        else:
+            self._thread_failed(event)
 
-    def _writer(self, event: WriterWanted | WriterEnded, _: float) -> None:
-        if self._departing is None:
-            self._services.disk_writer.handle(event)
-
-    def _memory_server(self, event: MemoryServerWanted | MemoryServerEnded, _: float) -> None:
-        if self._services.memory_server is not None:
-            self._services.memory_server.handle(event)
-
-    def _saves_finished(self, event: SavesFinished, _: float) -> None:
+    def _saves_finished(self, lost: str) -> None:
+        """The disk writer has done what was ordered, or has had its time. `lost`: why the last save is not on disk."""
         self._ending = departing = self._departing
         if departing is None or departing.code is not ExitCode.SUCCESS:
             return
-        lost, world = event.lost, self._participant.world
+        world = self._participant.world
         if not lost and world is not None:
             lost = self._supervisor.lost_save(world.generation)
         if lost:
             self._ending = Ending(ExitCode.NOT_ON_DISK, f"{departing.reason}, but {lost}")
 
-    def _thread_failed(self, event: ThreadFailed | StoreGone, _: float) -> None:
+    def _thread_failed(self, event: ThreadFailed) -> None:
         """What it did is not done any more, and the others may wait for it: they are better off without this node."""
         if self._fatal is None:
             log.error("this agent ends: %s", event.reason)
@@ -443,16 +401,16 @@ class Loop:
             if self._departing is not None:
                 self._departing = self._fatal  # the last saves may not be on disk
 
-    def _signalled(self, event: Signalled, now: float) -> None:
-        if event.number not in ENDINGS:
-            self._warned(event.number, now)
+    def _signalled(self, number: int, now: float) -> None:
+        if number not in ENDINGS:
+            self._warned(number, now)
             return
-        self._signals.append(signal.Signals(event.number))
+        self._signals.append(signal.Signals(number))
         name = self._signals[-1].name
         if len(self._signals) == 1:
             cut = "" if self._repeated(name) else "; a second signal cuts the workers' grace short"
             log.info("%s: leaving the job%s", name, cut)
-            self._leave(name, now, event.number)
+            self._leave(name, now, number)
         elif self._repeated(name):
             log.info("%s again: leaving the job already", name)
         else:
@@ -476,13 +434,15 @@ class Loop:
         log.info("%s: leaving the job before something ends it", name)
         self._leave(name, now, number)
 
-    def _notice_given(self, event: NoticeGiven, now: float) -> None:
-        self._notice = event
-        self._services.observer.noticed(event.text, event.deadline, now)
-        left = (
-            f"{event.deadline - now:.1f} s are left" if event.deadline is not None else "no deadline is known"
-        )
-        log.warning("%s: %s, %s", event.text, left, self._consequence(now))
+    def noticed(self, text: str | None, deadline: float | None) -> None:
+        """This machine goes away at `deadline`, or earlier than was known, or later: see `NoticeWatch`."""
+        if text is None:
+            self._notice_withdrawn()
+            return
+        now, self._notice = self._clock(), Notice(text, deadline)
+        self._services.observer.noticed(text, deadline, now)
+        left = f"{deadline - now:.1f} s are left" if deadline is not None else "no deadline is known"
+        log.warning("%s: %s, %s", text, left, self._consequence(now))
         if self._left_as:
             self._divide_leave(now)
 
@@ -495,24 +455,18 @@ class Loop:
             "this node leaves the job now" if wait_s <= 0 else f"this node leaves the job in {wait_s:.0f} s"
         )
 
-    def _notice_withdrawn(self, _: NoticeWithdrawn, __: float) -> None:
+    def _notice_withdrawn(self) -> None:
         log.warning(
             "the notice is withdrawn: this node %s", "leaves all the same" if self._left_as else "stays"
         )
         self._notice = None
         self._services.observer.notice_withdrawn()
 
-    def _node_checked(self, event: NodeChecked, now: float) -> None:
-        self._services.checks.handle(event, self._participant, now)
-        self._services.observer.checked(event.findings)
-
-    def _node_rechecked(self, event: NodeRechecked, now: float) -> None:
-        failed = self._services.recheck.handle(event, self._participant, now)
-        if failed:
-            log.warning("this node stays excluded: %d of its checks failed", len(failed))
-        else:
-            log.info("this node has passed its checks after its cool-down, and asks to be readmitted")
-        self._services.observer.checked(event.findings)
+    def _take_findings(self, now: float) -> None:
+        """Of checks that have ended since the last turn."""
+        for checks in (self._services.checks, self._services.recheck):
+            if (findings := checks.take(self._participant, now)) is not None:
+                self._services.observer.checked(findings)
 
     def _obey_at(self) -> float | None:
         """When this node leaves because of the notice; None: there is none, or it leaves already."""

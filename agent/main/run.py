@@ -247,8 +247,8 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
             time.time,
             spans_of_recoveries(agent, parts),
         )
-        _watch_for_notices(agent, parts)
         loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, recheck, *services)
+        _watch_for_notices(agent, loop, parts)
         probes.begin(rendezvous.participant, rendezvous.heartbeat)
         hosts_store = claimed.listeners.store is not None
         return _live(agent, loop, rendezvous, observer, store, hosts_store=hosts_store)
@@ -437,7 +437,7 @@ def _make_rendezvous(
         lambda problem: end_stuck(problem, helpers.guard, agent.console),
         clock,
     )
-    link = StoreLink(store, lease_ttl_s, agent.events.put, clock, rng, lambda: heartbeat.turning)
+    link = StoreLink(store, participant, lease_ttl_s, agent.events.put, clock, rng, lambda: heartbeat.turning)
     return Rendezvous(participant, link, heartbeat)
 
 
@@ -457,11 +457,11 @@ def _serve_workers(
     def latest() -> NodeSnapshot:
         return participant.snapshot
 
-    def new_group(generation: int) -> WorkerGroup:
+    def new_group(generation: int, exited: Callable[[int, int, float], object]) -> WorkerGroup:
         cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
         lasting = GroupHelpers(guard, logs, io)
         return WorkerGroup(
-            generation, node.incarnation, lasting, post, clock, cgroup, subreaper.unknown_children
+            generation, node.incarnation, lasting, exited, post, clock, cgroup, subreaper.unknown_children
         )
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
@@ -475,7 +475,8 @@ def _serve_workers(
     commits = CommitFence(store, latest, clock)
     last_steps = LastSteps(store, latest, post, clock)
     reports = receiver_of(agent, Path(env.reports), metrics)
-    links = _started(parts, WorkerLinks(env, commits, last_steps, reports, io, post))
+    links = WorkerLinks(env, commits, last_steps, reports, io, post)
+    parts.callback(links.close)
     disk_writer = _started(
         parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)
     )
@@ -552,11 +553,11 @@ def _make_loop(
 ) -> Loop:
     config, participant, events, clock = agent.config, rendezvous.participant, agent.events, agent.clock
     supervisor = Supervisor(config, claimed.node, participant, observer, processes, events.put, clock)
+    processes.links.start(supervisor)
     services = Services(
         link=rendezvous.link,
-        peers=PeerLink(events.put, clock),
+        peers=PeerLink(participant.probed, events.put, clock),
         gpu_memory=helpers.gpu_memory,
-        spares=helpers.spares,
         disk_writer=disk_writer,
         checks=checks,
         recheck=recheck,
@@ -569,13 +570,14 @@ def _make_loop(
     return Loop(config.stop, participant, supervisor, services, port, events, clock, time.time)
 
 
-def _watch_for_notices(agent: Agent, parts: contextlib.ExitStack) -> None:
+def _watch_for_notices(agent: Agent, loop: Loop, parts: contextlib.ExitStack) -> None:
     """Not before this node is about to join: until then it has nothing to lose."""
     wanted = agent.config.stop.notice
     source = source_for(wanted, read_dmi(), agent.environment, tied, agent.clock)
     if source is not None:
         expected = wanted.kind != "auto"
-        _started(parts, NoticeWatch(source, agent.events.put, agent.clock, time.time, expected=expected))
+        post, clock = agent.events.put, agent.clock
+        _started(parts, NoticeWatch(source, loop.noticed, post, clock, time.time, expected=expected))
 
 
 def _live(

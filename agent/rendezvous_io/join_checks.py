@@ -9,11 +9,12 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
+from ...health.checks.finding import Finding
 from ...health.checks.node.background import BackgroundChecks
 from ...health.checks.node.runner import CheckRun
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.store.requests import RetryPolicy
-from ..common.events import NodeChecked
+from ..common.events import Event
 from ..configuration.config import CHECK
 from ..configuration.values import CheckMode
 
@@ -26,19 +27,21 @@ CHECKING = f"the checks of this node (--{CHECK.name} fail)"
 
 
 class JoinChecks:
-    """For the main thread. `post` takes a `NodeChecked` from any thread."""
+    """For the main thread."""
 
     def __init__(
         self,
         mode: CheckMode,
         new_run: Callable[[], CheckRun],
-        post: Callable[[NodeChecked], object],
+        post: Callable[[Event], object],
         rng: random.Random,
     ) -> None:
         self._mode, self._rng = mode, rng
         self._checks = BackgroundChecks(
-            new_run, lambda findings: post(NodeChecked(findings)), errors=mode == "fail"
+            new_run, lambda findings: post(lambda: self._ended(findings)), errors=mode == "fail"
         )
+        self._found: Sequence[Finding] | None = None
+        """By the run that has ended, as long as `take` has not been called."""
         self._checked = ""
         """The life of this node that the newest run is for."""
         self._again_at: float | None = None
@@ -55,7 +58,7 @@ class JoinChecks:
         return self._checks.pids
 
     def begin(self, incarnation: str) -> bool:
-        """For a life of the node, which need not have begun. Whether a `NodeChecked` follows."""
+        """For a life of the node, which need not have begun. Whether findings follow."""
         self._checked, self._again_at = incarnation, None
         return self._mode != "off" and self._checks.begin()
 
@@ -69,8 +72,17 @@ class JoinChecks:
             self._again_at = now + self._pause_s()  # what hung still does
         return self._again_at
 
-    def handle(self, event: NodeChecked, participant: Participant, now: float) -> None:
-        failed = self._checks.ended(event.findings)
+    def _ended(self, findings: Sequence[Finding]) -> None:
+        self._found = findings
+
+    def take(self, participant: Participant, now: float) -> Sequence[Finding] | None:
+        """What a run has found that has ended since the last turn; it decides whether the node joins."""
+        findings, self._found = self._found, None
+        if findings is not None:
+            self._judge(self._checks.ended(findings), participant, now)
+        return findings
+
+    def _judge(self, failed: Sequence[Finding], participant: Participant, now: float) -> None:
         if self._mode != "fail" or not failed:
             if self._failures:
                 log.info("no check of this node fails any more: it joins")

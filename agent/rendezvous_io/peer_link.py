@@ -15,7 +15,7 @@ from ...rendezvous.errors import RecordInvalid
 from ...rendezvous.liveness.failure_detector import Absence, Peer, ProbeResult
 from ...rendezvous.records import Endpoint, Introduction
 from ...threads import Thread
-from ..common.events import Event, Probed
+from ..common.events import Event
 from ..common.http_client import NoAnswer, get
 
 TIMEOUT_S = 1.0
@@ -25,18 +25,28 @@ MAX_ANSWER_BYTES = 8 * 1024
 class PeerLink:
     """How many questions are open at once is bounded by the caller (`failure_detector.MOST_AT_ONCE`)."""
 
-    def __init__(self, post: Callable[[Event], None], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        probed: Callable[[Peer, ProbeResult, float, float], object],
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`probed` is the participant's: it gets each finding, in the main loop."""
+        self._probed = probed
         self._post = post
         self._clock = clock
 
     def ask(self, peer: Peer) -> None:
-        """`Probed` follows."""
+        """`probed` follows."""
         asked_at = self._clock()
-        silent = Probed(peer, Absence.SILENT, asked_at)
-        Thread(partial(self._ask, peer, asked_at), "peer", lambda: self._post(silent)).start()
+        silent = partial(self._found, peer, asked_at, Absence.SILENT)
+        Thread(partial(self._ask, peer, asked_at), "peer", partial(self._post, silent)).start()
 
     def _ask(self, peer: Peer, asked_at: float) -> None:
-        self._post(Probed(peer, find(peer.http, self._clock, TIMEOUT_S), asked_at))
+        self._post(partial(self._found, peer, asked_at, find(peer.http, self._clock, TIMEOUT_S)))
+
+    def _found(self, peer: Peer, asked_at: float, finding: ProbeResult) -> None:
+        self._probed(peer, finding, asked_at, self._clock())
 
 
 def find(http: Endpoint, clock: Callable[[], float], timeout_s: float) -> ProbeResult:

@@ -5,6 +5,7 @@ The checks are those before each join, whatever --check says, and two more: devi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from ...health.checks.finding import Finding
@@ -13,23 +14,27 @@ from ...health.checks.node.background import BackgroundChecks
 from ...health.checks.node.runner import CheckRun
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Member, NodeRecord
-from ..common.events import NodeRechecked
+from ..common.events import Event
+
+log = logging.getLogger(__name__)
 
 HANGS = "a check's process from an earlier run still hangs in the kernel"
 
 
 class Recheck:
-    """For the main thread. `post` takes a `NodeRechecked` from any thread."""
+    """For the main thread."""
 
-    def __init__(
-        self, new_run: Callable[[Sequence[str]], CheckRun], post: Callable[[NodeRechecked], object]
-    ) -> None:
+    def __init__(self, new_run: Callable[[Sequence[str]], CheckRun], post: Callable[[Event], object]) -> None:
         """`new_run` gets the addresses of other nodes' agents, HOST:PORT."""
         self._new_run = new_run
         self._peers: Sequence[str] = ()
         self._checks = BackgroundChecks(
-            lambda: self._new_run(self._peers), lambda findings: post(NodeRechecked(findings)), errors=True
+            lambda: self._new_run(self._peers),
+            lambda findings: post(lambda: self._ended(findings)),
+            errors=True,
         )
+        self._found: Sequence[Finding] | None = None
+        """By the run that has ended, as long as `take` has not been called."""
 
     @property
     def pids(self) -> Sequence[int]:
@@ -45,12 +50,22 @@ class Recheck:
         if not self._checks.begin():
             participant.rechecked(now, passed=False, summary=HANGS)
 
-    def handle(self, event: NodeRechecked, participant: Participant, now: float) -> Sequence[Finding]:
-        """Put the result into this node's record; returns the checks that have failed."""
-        failed = self._checks.ended(event.findings)
+    def _ended(self, findings: Sequence[Finding]) -> None:
+        self._found = findings
+
+    def take(self, participant: Participant, now: float) -> Sequence[Finding] | None:
+        """What a run has found that has ended since the last turn; the result is in this node's record."""
+        findings, self._found = self._found, None
+        if findings is None:
+            return None
+        failed = self._checks.ended(findings)
         summary = "; ".join(f"{finding.check}: {finding.summary}" for finding in failed)
         participant.rechecked(now, passed=not failed, summary=summary)
-        return failed
+        if failed:
+            log.warning("this node stays excluded: %d of its checks failed", len(failed))
+        else:
+            log.info("this node has passed its checks after its cool-down, and asks to be readmitted")
+        return findings
 
     def close(self) -> None:
         self._checks.close()

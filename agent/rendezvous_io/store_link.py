@@ -1,6 +1,6 @@
 """The agent's three threads at the store: one asks, one keeps the lease alive, one watches.
 
-Each does one blocking thing and turns what comes back into an event; none of them decides anything. The main
+Each does one blocking thing and posts what comes back to the client; none of them decides anything. The main
 loop gives them work through `ask`, `keep` and `follow`, which never block. A thread that a dead store holds
 for ever is a daemon: it delays no end, and the lease that it no longer confirms ends the workers. The lease speaks for
 the main loop: while that does not turn (`heartbeat`), it is not confirmed.
@@ -26,25 +26,12 @@ from ...rendezvous.errors import (
     StoreMismatch,
     StoreUnavailable,
 )
-from ...rendezvous.node.participant import Participant
 from ...rendezvous.store.interface import Change, LeaseId, Store, Watch
 from ...rendezvous.store.requests import RETRY, Answer, Grant, Read, Request, RetryPolicy, Subscription
 from ...rendezvous.store.store_kind import KEEP_ALIVES_PER_TTL
 from ...threads import Thread
-from ..common.events import (
-    Answered,
-    Changed,
-    Event,
-    Handlers,
-    LeaseConfirmed,
-    LeaseGone,
-    Probed,
-    StoreGone,
-    StoreMismatched,
-    Unanswered,
-    WatchCompacted,
-)
-from ..common.exits import REMEDIES
+from ..common.events import Event, ThreadFailed
+from ..common.exits import REMEDIES, ExitCode
 
 log = logging.getLogger(__name__)
 
@@ -55,23 +42,47 @@ WATCH_TURN_S = 10.0
 """A watch without changes returns this often; the length has no effect on behaviour."""
 
 
+class StoreClient(Protocol):
+    """One node's part in a protocol over the store: a `Participant`, or a `PoolMember`."""
+
+    @property
+    def subscription(self) -> Subscription | None: ...
+
+    def answered(self, request: Request, answer: Answer, now: float) -> None: ...
+
+    def failed(self, request: Request, error: StoreError, now: float) -> None: ...
+
+    def changed(self, changes: tuple[Change, ...], now: float) -> None: ...
+
+    def lost_track(self) -> None: ...
+
+    def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None: ...
+
+    def lease_gone(self, lease: LeaseId | None) -> None: ...
+
+    def store_mismatched(self, reason: str) -> None: ...
+
+
 class StoreLink:
     """Asks the store, keeps the lease alive and watches, each in a thread of its own."""
 
     def __init__(
         self,
         store: Store,
+        client: StoreClient,
         lease_ttl_s: float,
         post: Callable[[Event], None],
         clock: Callable[[], float],
         rng: random.Random,
         turning: Callable[[], bool] = lambda: True,
     ) -> None:
-        """The lease is confirmed only while the main loop is `turning`: a node that does not act must lose it."""
+        """The lease is confirmed only while the main loop is `turning`: a node that does not act must lose it. `client`
+        is the main loop's, which tells it what is posted."""
         self.confirmed_at = -math.inf
         """When the newest confirmed keep-alive was sent; for any thread."""
         self._turning = turning
         self._store = store
+        self._client = client
         self._interval_s = lease_ttl_s / KEEP_ALIVES_PER_TTL
         self._retry = RetryPolicy(max_wait_s=self._interval_s / RETRIES_PER_KEEP_ALIVE)
         self._post = post
@@ -88,12 +99,11 @@ class StoreLink:
 
     def start(self) -> None:
         for name, work in (("requests", self._serve), ("lease", self._keep_alive), ("watch", self._observe)):
-            lack = REMEDIES[errno.EAGAIN]
-            gone = StoreGone(f"the thread store-{name} has failed, or could not be started: {lack}")
+            gone = ThreadFailed(f"store-{name}", REMEDIES[errno.EAGAIN], ExitCode.NOT_HERE)
             Thread(work, f"store-{name}", partial(self._post, gone)).start()
 
     def ask(self, request: Request) -> None:
-        """Carry out one request; `Answered` or `Unanswered` follows."""
+        """Carry out one request; `answered` or `failed` of the client follows."""
         self._requests.put(request)
 
     def keep(self, lease: LeaseId | None) -> None:
@@ -127,9 +137,16 @@ class StoreLink:
     def _serve(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                self._post(Answered(request, self._carry_out(request)))
+                self._post(partial(self._answered, request, self._carry_out(request)))
             except StoreError as error:
-                self._post(Unanswered(request, error))
+                self._post(partial(self._failed, request, error))
+
+    def _answered(self, request: Request, answer: Answer) -> None:
+        """In the main loop, as all that is posted."""
+        self._client.answered(request, answer, self._clock())
+
+    def _failed(self, request: Request, error: StoreError) -> None:
+        self._client.failed(request, error, self._clock())
 
     def _carry_out(self, request: Request) -> Answer:
         if isinstance(request, Grant):
@@ -158,11 +175,11 @@ class StoreLink:
             try:
                 self._store.keep_alive(lease)
             except LeaseExpired:
-                self._post(LeaseGone(lease))
+                self._post(partial(self._client.lease_gone, lease))
                 self._await_another(lease)
                 continue
             except StoreMismatch as error:
-                self._post(StoreMismatched(str(error)))
+                self._post(partial(self._client.store_mismatched, str(error)))
                 return
             except StoreError as error:
                 if attempt == 0:
@@ -175,7 +192,7 @@ class StoreLink:
                 log.info("lease confirmed again, after %d failed tries", attempt)
                 attempt = 0
             self.confirmed_at = asked_at
-            self._post(LeaseConfirmed(lease, asked_at))
+            self._post(partial(self._client.lease_confirmed, lease, asked_at))
             with self._wanted:
                 if self._lease == lease:
                     self._confirm_at = asked_at + self._interval_s
@@ -196,7 +213,7 @@ class StoreLink:
             try:
                 self._observe_one(subscription)
             except StoreMismatch as error:
-                self._post(StoreMismatched(str(error)))
+                self._post(partial(self._client.store_mismatched, str(error)))
                 return
             except StoreClosed:  # as a rule the watch, by `follow`
                 if self._subscription is subscription:
@@ -214,9 +231,9 @@ class StoreLink:
                 changes = watch.next(WATCH_TURN_S)
                 attempt = 0
                 if changes:
-                    self._post(Changed(subscription, changes))
+                    self._post(partial(self._changed, subscription, changes))
             except Compacted:
-                self._post(WatchCompacted(subscription))
+                self._post(partial(self._lost_track, subscription))
                 with self._wanted:
                     self._wanted.wait_for(lambda: self._subscription is not subscription)
             except StoreUnavailable as error:
@@ -225,49 +242,10 @@ class StoreLink:
                 self._closed.wait(RETRY.wait_s(attempt, self._rng))
                 attempt += 1
 
+    def _changed(self, subscription: Subscription, changes: tuple[Change, ...]) -> None:
+        if subscription is self._client.subscription:
+            self._client.changed(changes, self._clock())
 
-class StoreClient(Protocol):
-    """One node's part in a protocol over the store: a `Participant`, or a `PoolMember`."""
-
-    @property
-    def subscription(self) -> Subscription | None: ...
-
-    def answered(self, request: Request, answer: Answer, now: float) -> None: ...
-
-    def failed(self, request: Request, error: StoreError, now: float) -> None: ...
-
-    def changed(self, changes: tuple[Change, ...], now: float) -> None: ...
-
-    def lost_track(self) -> None: ...
-
-    def lease_confirmed(self, lease: LeaseId, asked_at: float) -> None: ...
-
-    def lease_gone(self, lease: LeaseId | None) -> None: ...
-
-    def store_mismatched(self, reason: str) -> None: ...
-
-
-def deliver_to(participant: Participant, handlers: Handlers) -> None:
-    """What the store and peers answer, and what has changed, goes to the participant."""
-    deliver_from_store(participant, handlers)
-    handlers.on(Probed, lambda event, now: participant.probed(event.peer, event.finding, event.asked_at, now))
-
-
-def deliver_from_store(participant: StoreClient, handlers: Handlers) -> None:
-    """What the store answers, and what has changed there, goes to the participant."""
-
-    def changed(event: Changed, now: float) -> None:
-        if event.subscription is participant.subscription:
-            participant.changed(event.changes, now)
-
-    def lost_track(event: WatchCompacted, _: float) -> None:
-        if event.subscription is participant.subscription:
-            participant.lost_track()
-
-    handlers.on(Answered, lambda event, now: participant.answered(event.request, event.answer, now))
-    handlers.on(Unanswered, lambda event, now: participant.failed(event.request, event.error, now))
-    handlers.on(Changed, changed)
-    handlers.on(WatchCompacted, lost_track)
-    handlers.on(LeaseConfirmed, lambda event, _: participant.lease_confirmed(event.lease, event.asked_at))
-    handlers.on(LeaseGone, lambda event, _: participant.lease_gone(event.lease))
-    handlers.on(StoreMismatched, lambda event, _: participant.store_mismatched(event.reason))
+    def _lost_track(self, subscription: Subscription) -> None:
+        if subscription is self._client.subscription:
+            self._client.lost_track()

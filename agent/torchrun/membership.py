@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...rendezvous.coordinator.decide import decide
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S, RestartPolicy
@@ -47,11 +48,11 @@ from ...rendezvous.records import (
 from ...rendezvous.store.interface import Compare, Put, Store
 from ...threads import Thread
 from ...worker.wire.shared_progress import clock
-from ..common.events import Event, Handlers, StoreGone
+from ..common.events import Event, ThreadFailed, run_next
 from ..common.ports import OfferedPort
 from ..main.heartbeat import Heartbeat
 from ..rendezvous_io.peer_link import PeerLink
-from ..rendezvous_io.store_link import StoreLink, deliver_to
+from ..rendezvous_io.store_link import StoreLink
 
 log = logging.getLogger(__name__)
 
@@ -107,22 +108,6 @@ class Status:
     """This thread has ended: by mistake, without a store, or because the node has left."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _GivenBack:
-    place: Place
-    end: End
-
-
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    pass
-
-
 def decide_for_torchrun(view: View, policy: Policy, now: float) -> Decision:
     """As everywhere, but a node that has finished takes no further part: torchrun's agent does not start again."""
     world = view.world
@@ -153,7 +138,7 @@ class Membership:
         self._store = store
         self._port = port
         self._clock = clock
-        self._events: queue.SimpleQueue[Event | _Wanted | _GivenBack | _Closed] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._participant = Participant(
             identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), decision=decide_for_torchrun
         )
@@ -165,10 +150,11 @@ class Membership:
             clock,
             "the rendezvous thread",
         )
-        self._link = StoreLink(store, lease_ttl_s, self._events.put, clock, rng, self._turns)
-        peers = PeerLink(self._events.put, clock)
+        self._link = StoreLink(
+            store, self._participant, lease_ttl_s, self._events.put, clock, rng, self._turns
+        )
+        peers = PeerLink(self._participant.probed, self._events.put, clock)
         self._driver = Driver(self._participant, self._link, peers.ask, self)
-        self._handlers = self._table()
         self._action: Action = Stay()
         """The newest one."""
         self._thread = Thread(self._run, "rendezvous", self._ended)
@@ -204,11 +190,11 @@ class Membership:
             self._changed.notify_all()
 
     def want_place(self) -> None:
-        self._events.put(_Wanted())
+        self._events.put(self._place_wanted)
 
     def give_back(self, place: Place, end: End) -> None:
         """No worker of this place is left here. Returns when that is known to the thread."""
-        self._events.put(_GivenBack(place, end))
+        self._events.put(partial(self._end, place, end))
         self.wait(lambda status: status.place is not place)
 
     def end_job(self, reason: str) -> None:
@@ -229,7 +215,7 @@ class Membership:
 
     def close(self) -> None:
         """Leave at once: the lease is given back, and no node waits for its end."""
-        self._events.put(_Closed())
+        self._events.put(partial(self._give_up, "this node has left the rendezvous"))
         self._thread.join(LONGEST_TURN_S)
         self._heartbeat.close()
         self._link.close()
@@ -248,7 +234,7 @@ class Membership:
         while not self._problem:
             wake_at = self._turn()
             pause_s = math.inf if wake_at is None else max(0.0, wake_at - self._clock())
-            self._handlers.handle_next(self._events, min(TURNS_EVERY_S, pause_s), self._clock)
+            run_next(self._events, min(TURNS_EVERY_S, pause_s), self._thread_failed)
         self._ended()
 
     def _ended(self) -> None:
@@ -332,23 +318,16 @@ class Membership:
             and participant.lease_good(now)
         )
 
-    def _table(self) -> Handlers:
-        handlers = Handlers()
-        deliver_to(self._participant, handlers)
-        handlers.on(_Wanted, self._place_wanted)
-        handlers.on(_GivenBack, self._end)
-        handlers.on(_Closed, lambda event, _: self._give_up("this node has left the rendezvous"))
-        handlers.on(StoreGone, lambda event, _: self._give_up(event.reason))
-        return handlers
-
-    def _place_wanted(self, _: _Wanted, __: float) -> None:
+    def _place_wanted(self) -> None:
         self._wanted = True
+
+    def _thread_failed(self, failure: ThreadFailed) -> None:
+        self._give_up(failure.reason)
 
     def _give_up(self, problem: str) -> None:
         self._problem = problem
 
-    def _end(self, event: _GivenBack, _: float) -> None:
-        place, end = event.place, event.end
+    def _end(self, place: Place, end: End) -> None:
         if place is not self._place:
             return
         participant, generation = self._participant, place.generation

@@ -21,7 +21,7 @@ import torch
 
 from elastic_agent.agent.checkpoints import disk_writer, writer
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
-from elastic_agent.agent.common.events import Event, WriterEnded, WriterWanted
+from elastic_agent.agent.common.events import Event
 from elastic_agent.codec import Invalid
 from elastic_agent.worker import Checkpointer, Fenced, SaveFailed
 from elastic_agent.worker.steps import progress
@@ -108,10 +108,12 @@ class Agent:
         )
         self.writer.start()
 
-    def turn(self, expected: type[Event] = WriterWanted) -> None:
+    def turn(self, expected: Event | None = None) -> None:
+        """The next call, which is `wanted` if no other is expected."""
         event = self._events.get(timeout=PATIENCE_S)
-        assert isinstance(event, expected)
-        self.writer.handle(event)  # type: ignore[arg-type]
+        assert event == (expected or self.writer.wanted)
+        assert callable(event)
+        event()
 
     def heard(self) -> SaveReport:
         while True:
@@ -453,7 +455,7 @@ def test_a_writer_that_dies_makes_rank_0_write_and_the_next_is_written_behind_ag
     agent.turn()
     wait_for(lambda: agent.gate.asked, "the writer to ask")
     os.kill(agent.writer.pids[0], signal.SIGKILL)
-    agent.turn(WriterEnded)
+    agent.turn(agent.writer.ended)
     agent.gate.open.set()
     assert checkpoints.save_to_memory(11)
     assert "this process writes its checkpoint itself: step=10" in caplog.text

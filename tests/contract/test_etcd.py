@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.events import LeaseConfirmed
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.rendezvous.errors import (
     Compacted,
@@ -36,6 +35,7 @@ from elastic_agent.rendezvous.store.interface import Change, Compare, Delete, Pu
 from elastic_agent.rendezvous.store.requests import RETRY, Subscription
 from elastic_agent.rendezvous.store.store_kind import Login, Tls
 from tests.etcd_servers import HOST, Certificates, EtcdCluster, etcd_cluster, make_certificates
+from tests.recorder import Recorder
 
 PATIENCE_S = 30.0
 LONG_TTL_S = 300.0
@@ -294,12 +294,14 @@ def test_while_every_member_is_away_the_agents_threads_hardly_use_the_processor(
     three: EtcdCluster, connect: Connect
 ) -> None:
     store = connect(three, ttl_s=5.0)
-    events: list[object] = []
-    link = StoreLink(store, 5.0, events.append, time.monotonic, random.Random(1))
+    recorder = Recorder()
+    link = StoreLink(
+        store, recorder, 5.0, lambda call: callable(call) and call(), time.monotonic, random.Random(1)
+    )
     link.start()
     link.keep(store.grant(600.0))
     link.follow(Subscription(("k",), store.read(()).revision))
-    eventually(lambda: events, "the lease is confirmed")
+    eventually(lambda: recorder.told, "the lease is confirmed")
     for number in range(3):
         three.kill(number)
     with pytest.raises(StoreUnavailable):
@@ -307,11 +309,11 @@ def test_while_every_member_is_away_the_agents_threads_hardly_use_the_processor(
     began, used = time.monotonic(), time.process_time()
     threading.Event().wait(3.0)
     assert (time.process_time() - used) / (time.monotonic() - began) < 0.25
-    del events[:]
+    del recorder.told[:]
     for number in range(3):
         three.launch(number)
     eventually(
-        lambda: any(isinstance(event, LeaseConfirmed) for event in events), "the lease is confirmed again"
+        lambda: any(told[0] == "lease_confirmed" for told in recorder.told), "the lease is confirmed again"
     )
     link.close()
 

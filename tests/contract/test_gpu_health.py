@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, GpuHealthMessage
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.machine.gpus.health import GpuHealth
 from elastic_agent.health.checks.rules.gpu_faults import Fault
 from tests.io_threads import settle_io, started_io
@@ -28,10 +28,13 @@ class Bench:
         self.gpus = GpuHealth(gpus, environment, started_io(), self.events.put, self.counted.append)
 
     def answer(self) -> bool:
-        """Handle the next message of the reader."""
+        """Handle the next message of the reader. Whether there is a new reading."""
         event = self.events.get(timeout=PATIENCE_S)
-        assert isinstance(event, GpuHealthMessage)
-        return self.gpus.handle(event)
+        assert callable(event)
+        read: list[bool] = []
+        self.gpus.on_reading = lambda: read.append(True)
+        event()
+        return bool(read)
 
     def fail(self) -> None:
         """A worker does, and NVML answers in time."""

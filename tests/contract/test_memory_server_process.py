@@ -15,7 +15,7 @@ import pytest
 from elastic_agent.agent.checkpoints import memory_server
 from elastic_agent.agent.checkpoints.folder import MemoryFolder
 from elastic_agent.agent.checkpoints.memory_server import KEY, MemoryServer, NoKey, ServerPlace, key_of_job
-from elastic_agent.agent.common.events import Event, MemoryServerEnded, MemoryServerWanted
+from elastic_agent.agent.common.events import Event
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Delete, Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
@@ -49,10 +49,11 @@ class Agent:
         self.server = MemoryServer(place, store, dict(os.environ), started_io(), self.events.put)
         self.server.start()
 
-    def turn(self, expected: type[Event]) -> None:
+    def turn(self, expected: Event) -> None:
         event = self.events.get(timeout=PATIENCE_S)
-        assert isinstance(event, expected)
-        self.server.handle(event)  # type: ignore[arg-type]
+        assert event == expected
+        assert callable(event)
+        event()
 
     def close(self) -> None:
         self.server.close()
@@ -78,7 +79,7 @@ def test_a_server_is_there_when_it_is_needed_and_ends_with_the_agent(agent: Agen
     assert agent.server.pids == ()
     with ThreadPoolExecutor() as pool, MemoryClient(agent.address, key, PATIENCE_S) as client:
         found = pool.submit(client.copies, DIRECTORY)
-        agent.turn(MemoryServerWanted)
+        agent.turn(agent.server.wanted)
         assert found.result() == ()
     [pid] = agent.server.pids
     for file in ("cmdline", "environ"):
@@ -98,13 +99,13 @@ def test_a_killed_server_goes_on_with_its_orders(
     partner = Node(tmp_path, "b", key=key)
     try:
         assert order(agent.orders, Replicate(DIRECTORY, 1, (0, 0), (partner.partner,)))
-        agent.turn(MemoryServerWanted)
+        agent.turn(agent.server.wanted)
         kept = agent.memory / f"{SlotFolder.of(DIRECTORY).directory}.replicate"
         wait_for(kept.exists, "the order to be kept")
         [pid] = agent.server.pids
         os.kill(pid, 9)
-        agent.turn(MemoryServerEnded)
-        agent.turn(MemoryServerWanted)
+        agent.turn(agent.server.ended)
+        agent.turn(agent.server.wanted)
         assert agent.server.pids not in ((), (pid,))
         source = Node.__new__(Node)
         source.memory = str(agent.memory)

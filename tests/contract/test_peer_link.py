@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, Probed
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.peer_link import MAX_ANSWER_BYTES, PeerLink, find
 from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Probe
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
@@ -110,5 +110,9 @@ def test_whoever_answers_in_single_bytes_is_silent_when_the_time_is_over() -> No
 def test_a_question_becomes_an_event_with_the_instant_at_which_it_was_asked(agent: Endpoint) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     peer = Peer("a-1", agent)
-    PeerLink(events.put, lambda: 7.0).ask(peer)
-    assert events.get(timeout=PATIENCE_S) == Probed(peer, ME, 7.0)
+    found: list[tuple[object, ...]] = []
+    PeerLink(lambda *one: found.append(one), events.put, lambda: 7.0).ask(peer)
+    event = events.get(timeout=PATIENCE_S)
+    assert callable(event)
+    event()
+    assert found == [(peer, ME, 7.0, 7.0)]

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.checkpoints import disk_writer
-from elastic_agent.agent.common.events import WriterEnded
 from elastic_agent.worker.storage.disk import async_save
 from elastic_agent.worker.storage.disk.checkpoint_files import CheckpointFiles
 from elastic_agent.worker.storage.disk.sharded import shard_saver
@@ -105,7 +104,7 @@ class Node:
 
     def kill_writer(self) -> None:
         os.kill(self.writer, signal.SIGKILL)
-        self.agent.turn(WriterEnded)
+        self.agent.turn(self.agent.writer.ended)
 
     def reports(self, count: int) -> list[tuple[int, int, str, str]]:
         """Local rank, step, result and tier, of what the writer was ordered to do."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_agent.agent.common.events import Event, StoreServerMessage
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.ports import bind_listener
 from elastic_agent.agent.workers.processes.worker_store import HOLDER, WorkerStore
 from tests.io_threads import started_io
@@ -41,6 +41,7 @@ class Node:
         spares = keeper.spares if keeper is not None else NoSpares()
         self.store = WorkerStore(environment, spares, started_io(), self.events.put)
         self.problems: list[str] = []
+        self.store.on_failure = self.problems.append
 
     def serve(self) -> socket.socket:
         """A generation begins."""
@@ -59,9 +60,8 @@ class Node:
                 event = self.events.get(timeout=0.02)
             except queue.Empty:
                 continue
-            assert isinstance(event, StoreServerMessage)
-            if problem := self.store.handle(event):
-                self.problems.append(problem)
+            assert callable(event)
+            event()
 
     def client(self) -> TCPStore:
         """Connected, by which time the holder is ready. The agent hears events meanwhile."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from elastic_agent.agent.common.events import Event, GenerationEvent, GpuHealthMessage, StopRead, WorkerExited
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
@@ -158,7 +158,7 @@ class FakeLastSteps:
         self.looks = 0
         self.asking: set[int] = set()
 
-    def read_stop(self, generation: int) -> None:
+    def read_stop(self, generation: int, then: object) -> None:
         self.looks += 1
 
     def asks(self, generation: int, local_rank: int) -> bool:
@@ -272,10 +272,10 @@ class Supervised:
             self.clock,
         )
 
-    def new_group(self, generation: int) -> FakeWorkers:
+    def new_group(self, generation: int, exited: Callable[[int, int, float], object]) -> FakeWorkers:
         guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, self.logs)
         helpers = workers.GroupHelpers(guard, logs, IoThread())
-        group = FakeWorkers(generation, "a-1", helpers, self.events.append, self.clock)
+        group = FakeWorkers(generation, "a-1", helpers, exited, self.events.append, self.clock)
         group.lacks = self.lacks
         return group
 
@@ -301,7 +301,7 @@ class Supervised:
 
     def nvml_says(self, uncorrected: int) -> None:
         reading = NvmlFacts(gpus=(GpuFacts(name="0000:3b:00.0", uncorrected=uncorrected),))
-        self.supervisor.gpu_health_message(GpuHealthMessage(FakeNvml.pid, GPU_READING.encode(reading)))
+        self.gpus.handle(FakeNvml.pid, GPU_READING.encode(reading))
 
     @property
     def group(self) -> FakeWorkers:
@@ -322,13 +322,14 @@ class Supervised:
         self.now += after_s
         while self.events:
             event = self.events.pop(0)
-            assert isinstance(event, GenerationEvent)
-            self.supervisor.handle(event, self.now)
+            assert callable(event)
+            event()
         return self.supervisor.turn(self.now)
 
     def exit(self, local_rank: int, returncode: int) -> None:
         self.group.codes[local_rank] = returncode
-        self.events.append(WorkerExited(self.group.generation, local_rank, self.now))
+        generation, at = self.group.generation, self.now
+        self.events.append(lambda: self.supervisor.worker_exited(generation, local_rank, at))
 
     def others_succeed(self) -> None:
         generation = self.group.generation
@@ -336,4 +337,5 @@ class Supervised:
         self.participant.others = (replace(other, conditions=frozenset({Condition.SUCCEEDED})),)
 
     def stop_was(self, stop: StopAt | None) -> None:
-        self.events.append(StopRead(self.group.generation, stop))
+        generation = self.group.generation
+        self.events.append(lambda: self.supervisor.stop_read(generation, stop))

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, GpuMemoryMessage
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.gpus import memory as gpu_memory
 from elastic_agent.agent.machine.gpus.memory import ANSWER_S, GpuMemory, watched
@@ -47,8 +47,8 @@ class Bench:
     def answer(self) -> None:
         """Handle the next message of the reader."""
         event = self._events.get(timeout=PATIENCE_S)
-        assert isinstance(event, GpuMemoryMessage)
-        self.memory.handle(event, self.now)
+        assert callable(event)
+        event()
 
     def unheard(self) -> bool:
         return self._events.empty()

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from elastic_agent.agent.common.events import Signs
 from elastic_agent.agent.workers.hangs.detector import (
     ALONE_S,
     VERDICT_S,
@@ -25,6 +24,7 @@ from elastic_agent.agent.workers.hangs.limits import (
     Limits,
     patience,
 )
+from elastic_agent.agent.workers.hangs.signs import Signs
 from elastic_agent.agent.workers.hangs.silence import StepSilence
 from elastic_agent.agent.workers.hangs.stillness import WARM_LOOKS, Stillness
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Stage, Urgency

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, LeaseConfirmed
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.main import heartbeat as heartbeat_module
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S, Heartbeat, Silence, Turned, why_stuck
 from elastic_agent.agent.rendezvous_io.store_link import StoreLink
 from elastic_agent.agent.workers.processes.proc import process_status
 from elastic_agent.agent.workers.processes.unkillable import process_statuses
 from elastic_agent.rendezvous.store.memory import MemoryStore
+from tests.recorder import Recorder
 
 PATIENCE_S = 20.0
 TTL_S = 5.0
@@ -95,7 +96,8 @@ def test_a_lease_is_not_confirmed_while_the_main_loop_does_not_turn() -> None:
         return turning.is_set()
 
     store = MemoryStore()
-    link = StoreLink(store, 0.25, events.put, time.monotonic, random.Random(1), turns)
+    recorder = Recorder()
+    link = StoreLink(store, recorder, 0.25, events.put, time.monotonic, random.Random(1), turns)
     link.start()
     link.keep(store.grant(60.0))
     for _ in range(3):
@@ -103,9 +105,9 @@ def test_a_lease_is_not_confirmed_while_the_main_loop_does_not_turn() -> None:
     assert events.empty()
     assert link.confirmed_at < 0
     turning.set()
-    confirmed = events.get(timeout=PATIENCE_S)
-    assert isinstance(confirmed, LeaseConfirmed)
-    assert link.confirmed_at >= confirmed.asked_at
+    confirmed = recorder.next(events, PATIENCE_S)
+    assert confirmed[0] == "lease_confirmed"
+    assert link.confirmed_at >= confirmed[2]
     link.close()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from elastic_agent.agent.common.events import NodeChecked
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.health.checks.finding import Finding
 from elastic_agent.pool.loop import AGAIN_S, EVERY_S, NOT_YET, IdleChecks
@@ -21,14 +21,17 @@ class Checked:
     def __init__(self, mode: CheckMode, *found: Sequence[Finding]) -> None:
         self.left = list(found)
         self.shown: list[Sequence[Finding]] = []
-        self.events: queue.SimpleQueue[NodeChecked] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.checks = IdleChecks(mode, self.new_run, self.events.put, self.shown.append)
 
     def new_run(self) -> FakeRun:
         return FakeRun(self.left.pop(0))
 
     def hear(self, now: float) -> None:
-        self.checks.handle(self.events.get(timeout=5.0), now)
+        event = self.events.get(timeout=5.0)
+        assert callable(event)
+        event()
+        assert self.checks.judge(now)
 
 
 def test_a_node_that_may_not_fail_takes_no_job_before_its_first_checks() -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, Signalled, SpareReadable
+from elastic_agent.agent.common.events import Event, Signalled
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.interruptible import unless_stopped
 
@@ -25,10 +25,10 @@ def test_events_that_are_no_signals_stay_for_the_main_loop_in_their_order() -> N
         if asked == 3:
             found.set()
 
-    events.put(SpareReadable(4))
-    events.put(SpareReadable(5))
+    events.put(found.clear)
+    events.put(found.is_set)
     assert unless_stopped(lambda: found.wait(30), events, "looking", look)
-    assert [events.get_nowait(), events.get_nowait()] == [SpareReadable(4), SpareReadable(5)]
+    assert [events.get_nowait(), events.get_nowait()] == [found.clear, found.is_set]
 
 
 @pytest.mark.parametrize(("takes_s", "lines"), [(0.0, 0), (1.4, 1)])
@@ -52,7 +52,7 @@ def test_only_what_takes_long_is_announced_and_once(
 )
 def test_a_signal_behind_other_events_ends_the_wait(number: int, requeues: bool, code: ExitCode) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    for event in (SpareReadable(4), Signalled(number)):
+    for event in (threading.Event().set, Signalled(number)):
         events.put(event)
     never = threading.Event()
     with pytest.raises(CannotStart, match="stopped while looking") as refusal:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic_agent.agent.common.events import NodeChecked, Signalled
+from elastic_agent.agent.common.events import Event, Signalled
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.rendezvous_io.join_checks import AGAIN, CHECKING, JoinChecks
@@ -59,7 +59,7 @@ class Scenery:
     mode: CheckMode
     found: list[Sequence[Finding]]
     hangs: bool = False
-    events: queue.SimpleQueue[NodeChecked] = field(default_factory=queue.SimpleQueue)
+    events: queue.SimpleQueue[Event] = field(default_factory=queue.SimpleQueue)
     runs: list[FakeRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,7 +72,10 @@ class Scenery:
         return self.runs[-1]
 
     def hear(self, now: float = 0.0) -> None:
-        self.checks.handle(self.events.get(timeout=5.0), self.part, now)
+        event = self.events.get(timeout=5.0)
+        assert callable(event)
+        event()
+        assert self.checks.take(self.part, now) is not None
 
 
 def test_with_fail_a_node_is_held_back_until_it_is_checked() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, StopRead, WorkerAnswered, WorkerKept
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.workers.links import last_steps
 from elastic_agent.agent.workers.links.last_steps import LastSteps
 from elastic_agent.rendezvous.errors import StoreUnavailable
@@ -29,6 +29,7 @@ from elastic_agent.rendezvous.records import (
 from elastic_agent.rendezvous.store.interface import Outcome, Put, Snapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.worker.wire.messages import StepEnded, StepStatus, Verdict
+from tests.recorder import Recorder
 
 DRAINED = World(
     job="job",
@@ -47,6 +48,7 @@ class Scene:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.now = 100.0
         self.steps = LastSteps(self.store, lambda: self.latest, self.events.put, lambda: self.now)
+        self.recorder = Recorder()
         self.publish(DRAINED)
 
     def publish(self, world: World) -> None:
@@ -57,14 +59,14 @@ class Scene:
     def stop(self) -> StopAt | None:
         return next((StopAt.from_json(entry.value) for entry in self.store.read((STOP_KEY,)).entries), None)
 
-    def heard(self) -> list[Event]:
+    def heard(self) -> list[tuple[object, ...]]:
         found = []
         while not self.events.empty():
-            found.append(self.events.get())
+            found.append(self.recorder.next(self.events, 0.0))
         return found
 
     def report(self, status: StepStatus, rank: int, step: int) -> Verdict:
-        return self.steps.answer(StepEnded(7, rank, rank, step, status)).verdict
+        return self.steps.answer(StepEnded(7, rank, rank, step, status), self.recorder).verdict
 
 
 @pytest.fixture
@@ -105,17 +107,17 @@ def test_an_end_is_posted_to_the_main_loop_before_it_is_sent_to_the_worker(scene
     assert scene.report(StepStatus.FINISHED, 0, 20) is Verdict.GO_ON
     assert scene.heard() == []
     assert scene.report(StepStatus.FINISHED, 1, 21) is Verdict.END
-    assert scene.heard() == [WorkerAnswered(7, 1, 21, End(21))]
+    assert scene.heard() == [("worker_answered", 7, 1, 21, End(21))]
     assert scene.report(StepStatus.KEPT, 1, 21) is Verdict.GO_ON
-    assert scene.heard() == [WorkerKept(7, 1)]
+    assert scene.heard() == [("worker_kept", 7, 1)]
     assert scene.report(StepStatus.FINISHED, 1, 30) is Verdict.GO_ON
-    assert scene.heard() == [WorkerAnswered(7, 1, 30, Beyond(21))]
+    assert scene.heard() == [("worker_answered", 7, 1, 30, Beyond(21))]
 
 
 @pytest.mark.parametrize("leaving", [True, False])
 def test_a_worker_is_answered_whether_its_node_leaves(scene: Scene, leaving: bool) -> None:
     scene.latest = replace(scene.latest, leaving=leaving)
-    assert scene.steps.answer(StepEnded(7, 0, 0, 20, StepStatus.FINISHED)).leaves is leaving
+    assert scene.steps.answer(StepEnded(7, 0, 0, 20, StepStatus.FINISHED), scene.recorder).leaves is leaving
 
 
 def test_between_steps_rank_0_ends_at_once_and_others_need_not_come(scene: Scene) -> None:
@@ -188,11 +190,11 @@ def test_who_waits_for_an_answer_is_known(scene: Scene) -> None:
 
 
 def test_the_stop_is_read_as_the_store_has_it_or_as_unknown(scene: Scene) -> None:
-    scene.steps.read_stop(7)
-    assert scene.events.get(timeout=10) == StopRead(7, None)
+    scene.steps.read_stop(7, scene.recorder.stop_read)
+    assert scene.recorder.next(scene.events, 10) == ("stop_read", 7, None)
     scene.steps.judge(ZERO)
-    scene.steps.read_stop(7)
-    assert scene.events.get(timeout=10) == StopRead(7, StopAt(7, 21))
+    scene.steps.read_stop(7, scene.recorder.stop_read)
+    assert scene.recorder.next(scene.events, 10) == ("stop_read", 7, StopAt(7, 21))
     scene.steps._store = Away(9, does=False)
-    scene.steps.read_stop(7)
-    assert scene.events.get(timeout=10) == StopRead(7, None)
+    scene.steps.read_stop(7, scene.recorder.stop_read)
+    assert scene.recorder.next(scene.events, 10) == ("stop_read", 7, None)

@@ -14,20 +14,11 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from elastic_agent.agent.common.events import (
-    Answered,
-    Event,
-    NoticeGiven,
-    NoticeWithdrawn,
-    SavesFinished,
-    Signalled,
-    ThreadFailed,
-    Unanswered,
-)
+from elastic_agent.agent.common.events import Event, Signalled, ThreadFailed
 from elastic_agent.agent.common.exits import GIVES_UP_S, ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig
@@ -183,10 +174,13 @@ class Store:
         self.scene.read()
         if self.away:
             return
+        part = self.scene.participant
         try:
-            self.scene.events.put(Answered(request, self._serve(request)))
-        except StoreError as error:
-            self.scene.events.put(Unanswered(request, error))
+            answer = self._serve(request)
+            self.scene.events.put(lambda: part.answered(request, answer, self.scene.now))
+        except StoreError as refusal:
+            error = refusal
+            self.scene.events.put(lambda: part.failed(request, error, self.scene.now))
 
     def _serve(self, request: Request) -> Answer:
         kv, now = self.scene.kv, self.scene.now
@@ -266,9 +260,7 @@ class Scene:
         self.training = Training(self)
         self.store = Store(self)
         self.ports = iter(range(2, 100))
-        self.gpus = SimpleNamespace(
-            waiting=False, turn=lambda now: None, workers_gone=lambda now: None, handle=lambda *_: None
-        )
+        self.gpus = SimpleNamespace(waiting=False, turn=lambda now: None, workers_gone=lambda now: None)
         self.said: list[str] = []
         self.due: list[float | None] = []
         """What the heartbeat was told: when the loop is to do the next thing to end its workers."""
@@ -283,8 +275,7 @@ class Scene:
             self.store,  # type: ignore[arg-type]
             SimpleNamespace(ask=self.probe),  # type: ignore[arg-type]
             self.gpus,  # type: ignore[arg-type]
-            SimpleNamespace(handle=lambda event, now: None),  # type: ignore[arg-type]
-            SimpleNamespace(finish=self.finish, handle=lambda event: None),  # type: ignore[arg-type]
+            SimpleNamespace(finish=self.finish, departing=False),  # type: ignore[arg-type]
             self.checks,
             Recheck(lambda peers: self.new_run(), self.events.put),
             self.observer(),  # type: ignore[arg-type]
@@ -416,7 +407,8 @@ def test_a_second_signal_cuts_a_handover_short() -> None:
 def test_a_notice_leaves_a_handover_no_more_time_than_there_is() -> None:
     scene = Scene(hands_over_in_s=3.0)
     scene.at(10.0, Signalled(signal.SIGTERM))
-    scene.at(15.0, NoticeGiven("the cloud ends it", scene.now + 30.0))
+    ends_at = scene.now + 30.0
+    scene.at(15.0, lambda: scene.loop.noticed("the cloud ends it", ends_at))
     scene.loop.run()
     assert scene.handing is not None
     assert scene.participant.leave_times.saved_by in scene.handing.told
@@ -472,7 +464,8 @@ def test_under_slurm_sigterm_may_be_repeated() -> None:
 
 
 def noticed(scene: Scene, left_s: float, after_s: float = 10.0) -> None:
-    scene.at(after_s, NoticeGiven("the cloud", scene.now + after_s + left_s))
+    ends_at = scene.now + after_s + left_s
+    scene.at(after_s, lambda: scene.loop.noticed("the cloud", ends_at))
 
 
 def test_a_notice_is_a_leave_with_the_exit_code_of_a_warning() -> None:
@@ -500,7 +493,7 @@ def test_a_notice_bounds_each_part_of_the_leave(left_s: float) -> None:
 
 def test_a_notice_without_a_deadline_is_a_leave_without_hurry() -> None:
     scene = Scene()
-    scene.at(10.0, NoticeGiven("the cloud", None))
+    scene.at(10.0, lambda: scene.loop.noticed("the cloud", None))
     assert killed_at(scene) >= 110.0 + 600.0
     assert scene.finished == [LAST_SAVE_S]
 
@@ -516,7 +509,7 @@ def test_a_notice_long_before_is_obeyed_two_minutes_before() -> None:
 def test_a_notice_that_is_withdrawn_in_time_is_none() -> None:
     scene = Scene()
     noticed(scene, 150.0)
-    scene.at(30.0, NoticeWithdrawn())
+    scene.at(30.0, lambda: scene.loop.noticed(None, None))
     scene.at(60.0, Signalled(signal.SIGTERM))
     assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
     assert scene.now >= 160.0
@@ -876,13 +869,9 @@ def test_only_a_node_outside_the_running_world_stands_by(
     assert scene.probes.readiness() == answer
 
 
-def test_every_event_has_its_place_in_the_table() -> None:
-    assert set(Scene().loop.handlers.by_type) == set(get_args(Event))
-
-
 def test_saves_that_are_finished_are_no_end_by_themselves() -> None:
     scene = Scene()
-    scene.at(5.0, SavesFinished())
+    scene.at(5.0, lambda: scene.loop._saves_finished(""))
     scene.at(10.0, Signalled(signal.SIGTERM))
     assert scene.loop.run().code is ExitCode.STOPPED_BY_SIGTERM
     assert scene.training.started == [1]

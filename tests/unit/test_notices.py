@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, NoticeGiven, NoticeWithdrawn
 from elastic_agent.agent.common.http_client import Reply
 from elastic_agent.agent.configuration.values import NoticeSource
 from elastic_agent.agent.machine.notices import aws, azure, gcp
@@ -590,8 +589,13 @@ class Scene:
 
     def __init__(self, *, expected: bool = False) -> None:
         self.news: Notice | Hint | Exception | None = None
-        self.events: list[Event] = []
-        self.watch = NoticeWatch(self, self.events.append, lambda: 10.0, lambda: 1000.0, expected=expected)
+        self.told: list[tuple[str | None, float | None]] = []
+        self.watch = NoticeWatch(
+            self, self.hear, lambda call: call(), lambda: 10.0, lambda: 1000.0, expected=expected
+        )
+
+    def hear(self, text: str | None, deadline: float | None) -> None:
+        self.told.append((text, deadline))
 
     interval_s = 0.5
 
@@ -600,30 +604,30 @@ class Scene:
             raise self.news
         return self.news
 
-    def turns(self, *news: Notice | Hint | Exception | None) -> list[Event]:
-        self.events.clear()
+    def turns(self, *news: Notice | Hint | Exception | None) -> list[tuple[str | None, float | None]]:
+        self.told.clear()
         for one in news:
             self.news = one
             self.watch.turn()
-        return self.events
+        return self.told
 
 
 def test_a_notice_is_given_once_with_a_monotonic_deadline() -> None:
     scene, notice = Scene(), Notice("x", 1030.0)
-    assert scene.turns(None, notice, notice, SourceUnreachable("gone"), notice) == [NoticeGiven("x", 40.0)]
+    assert scene.turns(None, notice, notice, SourceUnreachable("gone"), notice) == [("x", 40.0)]
     assert scene.turns(Notice("x", 1030.9)) == []
-    assert scene.turns(Notice("x", 1005.0)) == [NoticeGiven("x", 15.0)]
-    assert scene.turns(None, None) == [NoticeWithdrawn()]
-    assert scene.turns(Notice("x", None, 30.0), Notice("x", None, 30.0)) == [NoticeGiven("x", 40.0)]
+    assert scene.turns(Notice("x", 1005.0)) == [("x", 15.0)]
+    assert scene.turns(None, None) == [(None, None)]
+    assert scene.turns(Notice("x", None, 30.0), Notice("x", None, 30.0)) == [("x", 40.0)]
     assert scene.turns(*[Notice("x", within_s=None)] * 2, notice) == [
-        NoticeGiven("x", None),
-        NoticeGiven("x", 40.0),
+        ("x", None),
+        ("x", 40.0),
     ]
 
 
 @pytest.mark.parametrize("ends_at", [-62135596800.0, 0.0, 999.0, 1001.9])
 def test_an_instant_that_has_passed_leaves_some_time(ends_at: float) -> None:
-    assert Scene().turns(Notice("x", ends_at)) == [NoticeGiven("x", 10.0 + MIN_LEFT_S)]
+    assert Scene().turns(Notice("x", ends_at)) == [("x", 10.0 + MIN_LEFT_S)]
 
 
 @pytest.mark.parametrize(("expected", "level"), [(True, logging.WARNING), (False, logging.DEBUG)])
@@ -642,14 +646,14 @@ def test_a_defect_of_a_source_is_one_warning_and_withdraws_nothing(caplog: pytes
     logging.getLogger("elastic_agent").propagate = True
     scene = Scene()
     given = scene.turns(Notice("x", 1030.0), *[AttributeError("of None")] * 3, Notice("x", 1005.0))
-    assert given == [NoticeGiven("x", 40.0), NoticeGiven("x", 15.0)]
+    assert given == [("x", 40.0), ("x", 15.0)]
     [record] = caplog.records
     assert (record.levelname, "AttributeError('of None')" in record.message) == ("WARNING", True)
 
 
 def test_a_file_that_cannot_be_read_is_looked_at_again_as_soon_as_another(tmp_path: Path) -> None:
     source = WatchedFile(str(tmp_path), Clock())
-    watch = NoticeWatch(source, lambda event: None, Clock(), Clock(), expected=True)
+    watch = NoticeWatch(source, lambda *_: None, lambda call: None, Clock(), Clock(), expected=True)
     assert watch.turn() == source.interval_s == FILE_INTERVAL_S
 
 
@@ -659,7 +663,7 @@ def test_what_is_not_understood_is_one_warning_and_withdraws_nothing(
     logging.getLogger("elastic_agent").propagate = True
     scene = Scene()
     given = scene.turns(Notice("x", 1030.0), *[BadResponse("rubbish")] * 3)
-    assert given == [NoticeGiven("x", 40.0)]
+    assert given == [("x", 40.0)]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 

@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.common.events import Handlers, StoreMismatched
-from elastic_agent.agent.rendezvous_io.store_link import deliver_to
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Publish
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreMismatch, StoreUnavailable
@@ -617,9 +615,7 @@ def test_another_jobs_store_in_the_place_of_ours_is_refused_and_the_workers_end(
     request = a.part.request(bench.now)
     assert request is not None
     a.part.failed(request, error, bench.now)
-    handlers = Handlers()
-    deliver_to(b.part, handlers)
-    handlers.handle(StoreMismatched(str(error)), bench.now)
+    b.part.store_mismatched(str(error))
     for peer in (a, b):
         assert peer.part.action(bench.now) == Stop(1, False, str(error))
         assert peer.part.request(bench.now) is None

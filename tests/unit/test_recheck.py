@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from elastic_agent.agent.common.events import NodeRechecked
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.recheck import HANGS, Recheck, peers_of
 from elastic_agent.health.checks.finding import Outcome
 from elastic_agent.health.checks.needs import NodeNeeds
@@ -41,7 +41,7 @@ class Scenery:
 
     def __init__(self, *found: Sequence[object], hangs: bool = False) -> None:
         self.found, self.hangs = list(found), hangs
-        self.events: queue.SimpleQueue[NodeRechecked] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.asked: list[Sequence[str]] = []
         self.recheck = Recheck(self.new_run, self.events.put)
         self.bench = Bench()
@@ -63,7 +63,10 @@ class Scenery:
         self.recheck.turn(self.bad.part, self.bench.now)
 
     def hear(self) -> None:
-        self.recheck.handle(self.events.get(timeout=5.0), self.bad.part, self.bench.now)
+        event = self.events.get(timeout=5.0)
+        assert callable(event)
+        event()
+        assert self.recheck.take(self.bad.part, self.bench.now) is not None
         self.bench.settle()
 
 

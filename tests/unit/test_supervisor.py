@@ -11,20 +11,10 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.common.events import (
-    JustInTimeMessage,
-    Reported,
-    Signs,
-    SignsRead,
-    StopRead,
-    TailReady,
-    WorkerAnswered,
-    WorkerExited,
-    WorkerKept,
-)
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.output.events import Kind
 from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
+from elastic_agent.agent.workers.hangs.signs import Signs
 from elastic_agent.agent.workers.supervision.failure_handler import SEEN_WITHIN_S
 from elastic_agent.agent.workers.supervision.failure_reports import KNOWN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
@@ -154,7 +144,10 @@ def test_log_disk_and_nvml_that_hang_hold_up_all_failures_together_within_the_bo
     node.exit(3, 7)
     node.exit(4, 7)
     node.turn()
-    node.supervisor.handle(TailReady(1, 3), node.now)
+    rank, read = node.logs.asked[0]
+    assert rank == 3
+    read()
+    node.turn()
     assert not node.failures
     node.turn(KNOWN_WITHIN_S)
     assert len(node.failures) == 2
@@ -205,9 +198,9 @@ def test_an_error_after_the_last_step_is_named(
 ) -> None:
     """Without a Checkpointer it is the script's own save, as far as the agent knows, and so a failure."""
     node.supervisor.drain(Drain(1, True, "a node joins"))
-    node.supervisor.handle(WorkerAnswered(1, 3, 5, End(5)), node.now)
+    node.supervisor.worker_answered(1, 3, 5, End(5))
     if kept:
-        node.supervisor.handle(WorkerKept(1, 3), node.now)
+        node.supervisor.worker_kept(1, 3)
     node.exit(3, 1)
     node.turn()
     node.logs.lines = TRACEBACK
@@ -217,23 +210,19 @@ def test_an_error_after_the_last_step_is_named(
         "exit code 1: ValueError: the loss is not a number; in its drain: no Checkpointer has kept the state"
     )
     assert node.reported == ([] if kept else [f"{cause} after its last step"])
-    warned = "rank 3 has ended in its drain by an error of the script: exit code 1; the state" in caplog.text
+    warned = "rank 3 exited with an error while it was draining: exit code 1; the state" in caplog.text
     assert warned is kept
 
 
 def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
     node.group.codes[0] = 1
     saved = SaveReport(9, 0, 5, "ok", 1.0, 10)
-    for event in (
-        WorkerExited(9, 0, node.now),
-        TailReady(9, 0),
-        JustInTimeMessage(9, 0, Guarding(9, 0)),
-        WorkerAnswered(9, 0, 5, End(5)),
-        WorkerKept(9, 0),
-        StopRead(9, None),
-        Reported(saved, node.now),
-    ):
-        node.supervisor.handle(event, node.now)
+    node.supervisor.worker_exited(9, 0, node.now)
+    node.supervisor.guard_sent(9, 0, Guarding(9, 0))
+    node.supervisor.worker_answered(9, 0, 5, End(5))
+    node.supervisor.worker_kept(9, 0)
+    node.supervisor.stop_read(9, None)
+    node.supervisor.reported(saved, node.now)
     generation = node.supervisor._generation
     assert generation is not None
     assert not node.group.returncodes
@@ -246,7 +235,7 @@ def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
 def test_a_save_that_the_disk_refused_is_remembered_until_a_later_one_is_there(node: Supervised) -> None:
     def report(step: int, result: Any) -> None:
         saved = SaveReport(1, 0, step, result, 1.0, 10, directory="/runs/x")
-        node.supervisor.handle(Reported(saved, node.now), node.now)
+        node.supervisor.reported(saved, node.now)
 
     report(5, "error")
     assert node.supervisor.lost_save(1).startswith("step 5 is NOT on disk in /runs/x")
@@ -281,7 +270,7 @@ def test_each_generation_begins_with_nothing_of_the_one_before(node: Supervised)
 
 
 def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kept(node: Supervised) -> None:
-    node.supervisor.handle(JustInTimeMessage(1, 1, Guarding(1, 1)), node.now)
+    node.supervisor.guard_sent(1, 1, Guarding(1, 1))
     node.exit(0, 1)
     node.turn()
     node.logs.answer()
@@ -289,24 +278,24 @@ def test_survivors_that_guard_their_last_step_are_not_signalled_before_it_is_kep
     assert node.group.stopping
     assert not node.group.signals
     assert node.links.sent == [(1, Hold(1.0))]
-    node.supervisor.handle(JustInTimeMessage(1, 1, Held(7)), node.now)
+    node.supervisor.guard_sent(1, 1, Held(7))
     assert node.links.sent[1:] == [(1, Keep(2.0))]
-    node.supervisor.handle(JustInTimeMessage(1, 1, Kept(7)), node.now)
+    node.supervisor.guard_sent(1, 1, Kept(7))
     node.turn()
     assert node.links.sent[2:] == [(1, Go())]
     assert [rank for rank, _ in node.group.signals] == list(range(1, 8))
 
 
 def test_a_planned_stop_keeps_the_last_step_too_and_takes_no_longer_for_it(node: Supervised) -> None:
-    node.supervisor.handle(JustInTimeMessage(1, 1, Guarding(1, 1)), node.now)
+    node.supervisor.guard_sent(1, 1, Guarding(1, 1))
     asked_at = node.now
     node.supervisor.stop(1.5, gently=True, reason="a planned change")
     assert not node.group.signals
     assert node.links.sent == [(1, Hold(0.75))]
-    node.supervisor.handle(JustInTimeMessage(1, 1, Held(7)), node.now)
+    node.supervisor.guard_sent(1, 1, Held(7))
     node.turn(1.0)
     node.supervisor.stop(1.5, gently=True, reason="a planned change")
-    node.supervisor.handle(JustInTimeMessage(1, 1, Kept(7)), node.now)
+    node.supervisor.guard_sent(1, 1, Kept(7))
     node.turn()
     assert [rank for rank, _ in node.group.signals] == list(range(8))
     assert node.group.kill_at == asked_at + 1.5
@@ -327,8 +316,8 @@ def test_a_crash_in_a_planned_change_counts_by_what_the_store_holds(node: Superv
 def test_workers_that_drain_are_no_failure(node: Supervised) -> None:
     node.supervisor.drain(Drain(1, True, "a node joins"))
     for rank in range(8):
-        node.supervisor.handle(WorkerAnswered(1, rank, 5, End(5)), node.now)
-        node.supervisor.handle(WorkerKept(1, rank), node.now)
+        node.supervisor.worker_answered(1, rank, 5, End(5))
+        node.supervisor.worker_kept(1, rank)
         node.exit(rank, DRAINED)
     signals = node.group.signals
     assert node.turn()
@@ -387,7 +376,7 @@ def test_while_a_debugger_holds_a_worker_nothing_is_suspected_and_the_log_says_w
     for _ in range(10):
         node.turn(2.0)
         seen = {0: Signs(1.0, 0, 0), 1: Signs(1.0, 0, 0, 0, "process 7 (gdb)")}
-        node.supervisor.handle(SignsRead(1, node.now, seen), node.now)
+        generation.signs(node.now, seen)
     assert node.participant._session.record.suspicion is None
     assert [record.message for record in caplog.records if "debugged" in record.message] == [
         "debugged: rank 1 by process 7 (gdb); while that lasts no hang is looked for here (said once)"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent import threads
-from elastic_agent.agent.common.events import Event, Probed, StopRead, StoreGone, ThreadFailed
+from elastic_agent.agent.common.events import Event, ThreadFailed
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.interruptible import unless_stopped
 from elastic_agent.agent.main.process import thread_failed
@@ -43,6 +43,7 @@ from elastic_agent.worker.wire.messages import (
     encode,
 )
 from tests.io_threads import started_io
+from tests.recorder import Recorder
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0
@@ -161,29 +162,31 @@ def test_a_thread_that_does_its_work_reports_nothing(failed: Failed) -> None:
 # --- Those who wait for an answer get one
 
 
-def _peer(post: Callable[[Event], None]) -> None:
-    PeerLink(post, time.monotonic).ask(Peer("b-1", Endpoint("127.0.0.1", 9)))
+def _peer(post: Callable[[Event], None], told: Recorder) -> None:
+    PeerLink(told.probed, post, time.monotonic).ask(Peer("b-1", Endpoint("127.0.0.1", 9)))
 
 
-def _drain_look(post: Callable[[Event], None], folder: Path) -> None:
-    LastSteps(MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic).read_stop(3)
+def _drain_look(post: Callable[[Event], None], told: Recorder) -> None:
+    steps = LastSteps(MemoryStore(), lambda: NodeSnapshot("a", "a-1"), post, time.monotonic)
+    steps.read_stop(3, told.stop_read)
 
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_a_short_lived_thread_that_fails_has_answered(
-    monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
+    monkeypatch: pytest.MonkeyPatch, failed: Failed, how: str
 ) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    for name, begin in (("peer", _peer), ("drain-look", lambda post: _drain_look(post, tmp_path))):
+    told = Recorder()
+    for name, begin in (("peer", _peer), ("drain-look", _drain_look)):
         with monkeypatch.context() as patch:
             fail(patch, how, name)
-            begin(events.put)
-            answer = events.get(timeout=PATIENCE_S)
+            begin(events.put, told)
+            answer = told.next(events, PATIENCE_S)
         assert failed.has(name, how)
-        if isinstance(answer, Probed):
-            assert answer.finding is Absence.SILENT
+        if name == "peer":
+            assert answer[2] is Absence.SILENT
         else:
-            assert answer == StopRead(3, None)
+            assert answer == ("stop_read", 3, None)
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -197,7 +200,7 @@ def test_a_worker_whose_answering_thread_fails_loses_its_connection_and_the_next
     fence = CommitFence(store, lambda: latest, time.monotonic)
     steps = LastSteps(store, lambda: latest, events.put, time.monotonic)
     links = WorkerLinks(env, fence, steps, reports, started_io(), events.put)
-    links.start()
+    links.start(Recorder())
 
     def asked() -> CommitAnswer:
         return ask(env.socket, CommitQuestion(1), COMMIT_ANSWERS, PATIENCE_S)
@@ -221,7 +224,7 @@ def test_the_thread_that_keeps_lent_locks_is_missed(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
         for _ in range(2):
             worker.sendto(encode(LentLock(1, 0, "run")), str(receiver.path))
-    receiver.read()
+    receiver.read(Recorder())
     receiver.socket.close()
     assert failed.next() == "directory-locks"
 
@@ -233,9 +236,11 @@ def test_a_failed_thread_at_the_store_is_posted(
 ) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     fail(monkeypatch, how, name)
-    link = StoreLink(MemoryStore(), 5.0, events.put, time.monotonic, random.Random(1))
+    link = StoreLink(MemoryStore(), Recorder(), 5.0, events.put, time.monotonic, random.Random(1))
     link.start()
-    assert isinstance(events.get(timeout=PATIENCE_S), StoreGone)
+    gone = events.get(timeout=PATIENCE_S)
+    assert isinstance(gone, ThreadFailed)
+    assert gone.code is ExitCode.NOT_HERE
     assert failed.has(name, how)
     link.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, JustInTimeMessage, Reported, WorkerKept
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.workers.links import reports as reports_module
 from elastic_agent.agent.workers.links import server
@@ -54,6 +54,7 @@ from elastic_agent.worker.wire.messages import (
     encode,
 )
 from tests.io_threads import settle_io, started_io
+from tests.recorder import Recorder
 
 PATIENCE_S = 20.0
 WORLD = World(
@@ -98,7 +99,8 @@ class Scene:
         )
         self.links = WorkerLinks(self.env, fence, steps, reports, started_io(), self.events.put)
         self.reporter = Reporter(self.env.variables())
-        self.links.start()
+        self.recorder = Recorder()
+        self.links.start(self.recorder)
 
     def connect(self, *said: bytes) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -110,11 +112,11 @@ class Scene:
 
     def guard(self, local_rank: int, *more: bytes) -> socket.socket:
         connection = self.connect(encode(Guarding(7, local_rank)), *more)
-        self.expect(JustInTimeMessage(7, local_rank, Guarding(7, local_rank)))
+        self.expect(("guard_sent", 7, local_rank, Guarding(7, local_rank)))
         return connection
 
-    def expect(self, *events: Event) -> None:
-        assert [self.events.get(timeout=PATIENCE_S) for _ in events] == list(events)
+    def expect(self, *told: tuple[object, ...]) -> None:
+        assert [self.recorder.next(self.events, PATIENCE_S) for _ in told] == list(told)
 
     def may_commit(self) -> None:
         CommitPermission(self.env.socket, 7, answer_s=PATIENCE_S).check()
@@ -146,7 +148,7 @@ def test_questions_are_answered_by_what_the_store_holds(scene: Scene) -> None:
         CommitPermission(scene.env.socket, 8, answer_s=PATIENCE_S).check()
     kept = StepEnded(7, 0, 0, 20, StepStatus.KEPT)
     assert ask(scene.env.socket, kept, STEP_ANSWERS, PATIENCE_S) == StepAnswer(Verdict.GO_ON, leaves=False)
-    scene.expect(WorkerKept(7, 0))
+    scene.expect(("worker_kept", 7, 0))
 
 
 def test_a_question_may_come_in_pieces(scene: Scene) -> None:
@@ -241,9 +243,9 @@ def test_without_descriptors_guards_and_reports_are_read(
         eventually(lambda: "cannot accept a worker's connection" in caplog.text)
         for _ in range(3):
             reporting.sendto(encode(LOADED), scene.env.reports)
-            scene.expect(Reported(LOADED, at=12.5))
+            scene.expect(("reported", LOADED, 12.5))
         guard.sendall(encode(Broken()))
-        scene.expect(JustInTimeMessage(7, 1, Broken()))
+        scene.expect(("guard_sent", 7, 1, Broken()))
 
 
 def test_with_descriptors_again_the_connection_that_waited_is_answered(
@@ -268,7 +270,7 @@ def test_while_the_store_is_slow_guards_and_reports_are_read(scene: Scene) -> No
     scene.store.open.clear()
     with scene.connect(encode(CommitQuestion(7))), scene.guard(1):
         assert scene.reporter.send(lambda g, r: LOADED)
-        scene.expect(Reported(LOADED, at=12.5))
+        scene.expect(("reported", LOADED, 12.5))
 
 
 GARBAGE = [
@@ -333,7 +335,7 @@ def test_closed_after_the_io_threads_end_it_leaves_no_socket(scene: Scene, tmp_p
     env = replace(scene.env, socket=str(tmp_path / "other"))
     reports = ReportReceiver(tmp_path / "others", scene.events.put, lambda: True, lambda: 1.0, lambda: None)
     links = WorkerLinks(env, scene.links._commits, scene.links._steps, reports, io, scene.events.put)
-    links.start()
+    links.start(Recorder())
     io.close()
     links.close()
     assert (links._listener.fileno(), reports.socket.fileno()) == (-1, -1)
@@ -345,14 +347,14 @@ def test_closed_after_the_io_threads_end_it_leaves_no_socket(scene: Scene, tmp_p
 def test_messages_of_guards_are_posted_and_each_is_sent_its_own(scene: Scene) -> None:
     guards = [scene.guard(number) for number in range(2)]
     guards[1].sendall(encode(Broken()) + encode(Held(3)))
-    scene.expect(JustInTimeMessage(7, 1, Broken()), JustInTimeMessage(7, 1, Held(3)))
+    scene.expect(("guard_sent", 7, 1, Broken()), ("guard_sent", 7, 1, Held(3)))
     scene.links.send(7, 1, Keep(1.0))
     scene.links.send(7, 0, Go())
     scene.links.send(8, 0, Hold(1.0))  # no worker of that generation is here
     assert Lines(TO_GUARDS).add(guards[1].recv(4096)) == [Keep(1.0)]
     assert Lines(TO_GUARDS).add(guards[0].recv(4096)) == [Go()]
     guards[0].close()
-    scene.expect(JustInTimeMessage(7, 0, None))
+    scene.expect(("guard_sent", 7, 0, None))
     scene.links.send(7, 0, Go())
     guards[1].close()
 
@@ -362,9 +364,9 @@ def test_a_connection_of_another_language_is_ended(scene: Scene, data: bytes) ->
     with scene.connect(data) as connection:
         assert connection.recv(4096) == b""
     other = scene.connect(encode(Guarding(7, 5)))
-    heard: list[Event] = []
-    while not heard or heard[-1] != JustInTimeMessage(7, 5, Guarding(7, 5)):
-        heard.append(scene.events.get(timeout=PATIENCE_S))
+    heard: list[tuple[object, ...]] = []
+    while not heard or heard[-1] != ("guard_sent", 7, 5, Guarding(7, 5)):
+        heard.append(scene.recorder.next(scene.events, PATIENCE_S))
     assert len(heard) <= 3
     other.close()
 
@@ -373,7 +375,7 @@ def test_a_guard_that_names_itself_again_is_hung_up_on_and_nothing_of_it_is_left
     with scene.guard(0) as guard:
         guard.sendall(encode(Guarding(7, 1)))
         assert guard.recv(4096) == b""
-        scene.expect(JustInTimeMessage(7, 0, None))
+        scene.expect(("guard_sent", 7, 0, None))
         settle_io()
         assert scene.links._guards == {}
 
@@ -383,7 +385,7 @@ def test_a_guard_that_names_itself_again_is_hung_up_on_and_nothing_of_it_is_left
 
 def test_what_cannot_be_read_or_has_no_room_is_counted(scene: Scene) -> None:
     scene.reporter.send(lambda g, r: LOADED)
-    scene.expect(Reported(LOADED, at=12.5))
+    scene.expect(("reported", LOADED, 12.5))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         for garbage in (b"not a report", b"", b"[" * 4000, encode(CommitQuestion(7)), b"x" * 20_000):
             stranger.sendto(garbage, scene.env.reports)
@@ -405,7 +407,7 @@ def test_reports_are_read_together_and_not_without_end(
             worker.sendto(encode(LOADED), str(tmp_path / "alone"))
     counts = []
     for _ in range(3):
-        receiver.read()
+        receiver.read(Recorder())
         counts.append(len(posted))
     receiver.socket.close()
     assert counts == [2, 3, 3]
@@ -421,9 +423,9 @@ def test_what_waits_for_reports_comes_after_all_that_were_sent(
     assert busy.wait(PATIENCE_S)
     for _ in range(5):
         assert scene.reporter.send(lambda g, r: LOADED)
-    scene.links.after_reports(lambda: scene.events.put(WorkerKept(7, 0)))
+    scene.links.after_reports(lambda: scene.events.put(scene.recorder.all_read))
     free.set()
-    scene.expect(*[Reported(LOADED, 12.5)] * 5, WorkerKept(7, 0))
+    scene.expect(*[("reported", LOADED, 12.5)] * 5, ("all_read",))
 
 
 def test_what_waits_for_reports_comes_also_if_none_can_be_read(
@@ -432,7 +434,7 @@ def test_what_waits_for_reports_comes_also_if_none_can_be_read(
     """The agent's end waits for it, also when the thread that reads has failed in it."""
     called: list[bool] = []
 
-    def fail() -> bool:
+    def fail(_: object) -> bool:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(scene.links._reports, "read", fail)
@@ -456,7 +458,7 @@ def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene
             fcntl.flock(lock, fcntl.LOCK_SH)
             assert scene.reporter.send(lambda g, r: LentLock(g, r, "a"), lock.fileno())
             assert scene.reporter.send(lambda g, r: LOADED, lock.fileno()), "which does not keep it"
-            scene.expect(Reported(LOADED, at=12.5))
+            scene.expect(("reported", LOADED, 12.5))
     eventually(lambda: len(opened()) == 1)
     assert not os.get_inheritable(opened()[0])
     with open(path) as other, pytest.raises(BlockingIOError):

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, WorkerExited
+from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.workers.processes import workers
@@ -58,9 +58,11 @@ def group_of(
     post: Callable[[Event], None] = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
     cgroup: Path | None = None,
+    exited: Callable[[int, int, float], object] = lambda *_: None,
 ) -> WorkerGroup:
     guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
-    return WorkerGroup(1, "an-incarnation", GroupHelpers(guard, logs, started_io()), post, clock, cgroup)
+    helpers = GroupHelpers(guard, logs, started_io())
+    return WorkerGroup(1, "an-incarnation", helpers, exited, post, clock, cgroup)
 
 
 def specs(count: int = 3) -> list[WorkerSpec]:
@@ -123,7 +125,7 @@ def test_a_start_that_fails_for_want_of_descriptors_gives_back_its_own(
 def test_a_start_that_fails_waits_for_no_worker_that_does_not_die(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signals reach nothing, as those to a process in uninterruptible sleep."""
     events: list[Event] = []
-    group = group_of(events.append)
+    group = group_of(events.append, exited=lambda _, local_rank, at: group.reap(local_rank))
     with monkeypatch.context() as patch:
         patch.setattr(WorkerGroup, "_signal", lambda *args, **kwargs: None)
         scarce(patch, "pidfd_open", 0)
@@ -143,8 +145,8 @@ def test_a_start_that_fails_waits_for_no_worker_that_does_not_die(monkeypatch: p
     while not group.gone():
         assert time.monotonic() < deadline
         for event in events:
-            assert isinstance(event, WorkerExited)
-            group.reap(event.local_rank)
+            assert callable(event)
+            event()
         events.clear()
         time.sleep(0.01)
     assert set(group.returncodes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}

@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from ....codec import Invalid
 from ....health.checks.probe_process import ISOLATED, probe_command
 from ....health.checks.rules.gpu_faults import GpuFault, described, faults_since, moved_on
 from ....health.checks.rules.gpus import GPU_READING, NvmlFacts
-from ...common.events import Event, GpuHealthMessage
+from ...common.events import Event
 from ...common.io_thread import IoThread
 from .asked_process import AskedProcess
 
@@ -39,8 +40,8 @@ class GpuHealth:
         post: Callable[[Event], None],
         count: Callable[[str], None] = lambda result: None,
     ) -> None:
-        """`gpus` as NVML knows them; without any, nothing is ever asked. The reader's messages are posted; give them
-        to `handle`. `count` takes the result of each question after the first: "ok", "late", "failed"."""
+        """`gpus` as NVML knows them; without any, nothing is ever asked. `count` takes the result of each question
+        after the first: "ok", "late", "failed"."""
         self._gpus = gpus
         self._environment = environment
         self._io = io
@@ -56,6 +57,8 @@ class GpuHealth:
         self._late = False
         """It has not come in time."""
         self._next_baseline: NvmlFacts | None = None
+        self.on_reading: Callable[[], object] = lambda: None
+        """Called when there is a new reading."""
         self._said = False
 
     def start(self) -> None:
@@ -67,7 +70,7 @@ class GpuHealth:
             command,
             self._environment,
             self._io,
-            lambda pid, message: self._post(GpuHealthMessage(pid, message)),
+            lambda pid, message: self._post(partial(self.handle, pid, message)),
         )
         self.pids = (self._reader.pid,)
         self._ask()
@@ -96,25 +99,28 @@ class GpuHealth:
             self._count("late")
             self._say("NVML does not answer in time")
 
-    def handle(self, event: GpuHealthMessage) -> bool:
-        """An answer of the reader, or its end. Whether there is a new reading."""
-        if self._reader is None or event.pid != self._reader.pid:
-            return False
-        if not event.message:
-            return self._dismiss("the process that asks NVML has ended")
+    def handle(self, pid: int, message: bytes) -> None:
+        """An answer of the reader, or its end: that is empty."""
+        if self._reader is None or pid != self._reader.pid:
+            return
+        if not message:
+            self._dismiss("the process that asks NVML has ended")
+            return
         try:
-            reading = GPU_READING.decode(event.message)
+            reading = GPU_READING.decode(message)
         except Invalid as error:
-            return self._dismiss(f"the process that asks NVML gives no usable answer: {error}")
+            self._dismiss(f"the process that asks NVML gives no usable answer: {error}")
+            return
         if reading.absent or reading.problem:
-            return self._dismiss(reading.problem)
+            self._dismiss(reading.problem)
+            return
         if self._baseline is not None:
             self._count("ok")
         else:
             self._baseline = self._next_baseline = reading
         self._asked = self._late = False
         self._reading = reading
-        return True
+        self.on_reading()
 
     def told(self, gpus: Collection[str]) -> None:
         """The failure of a worker of these GPUs tells of their faults: these are none in later generations."""
@@ -147,14 +153,13 @@ class GpuHealth:
             self._asked = True
             self._reader.ask()
 
-    def _dismiss(self, problem: str) -> bool:
+    def _dismiss(self, problem: str) -> None:
         """Without the driver's library there is no problem to speak of: the check `gpu-visible` names it."""
         if self._baseline is not None:
             self._count("failed")
         if problem:
             self._say(problem)
         self.close()
-        return False
 
     def _say(self, problem: str) -> None:
         if not self._said:

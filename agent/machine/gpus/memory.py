@@ -17,10 +17,11 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...common.events import Event, GpuMemoryMessage
+from ...common.events import Event
 from ...common.io_thread import IoThread
 from .asked_process import AskedProcess
 
@@ -61,7 +62,7 @@ class GpuMemory:
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
-        """Without `devices` there is never a wait. The reader's messages are posted; give them to `handle`."""
+        """Without `devices` there is never a wait."""
         self._devices = devices
         self._wait_s = wait_s
         self._environment = environment
@@ -90,7 +91,7 @@ class GpuMemory:
             command,
             self._environment,
             self._io,
-            lambda pid, message: self._post(GpuMemoryMessage(pid, message)),
+            lambda pid, message: self._post(partial(self.handle, pid, message)),
         )
         self.pids = (self._reader.pid,)
         self.workers_gone(self._clock())
@@ -121,14 +122,15 @@ class GpuMemory:
             self._ask(now)
         return min(at for at in (self._until, silent_at, self._look_at) if at is not None)
 
-    def handle(self, event: GpuMemoryMessage, now: float) -> None:
-        """An answer of the reader, or its end."""
-        if self._reader is None or event.pid != self._reader.pid:
+    def handle(self, pid: int, message: bytes) -> None:
+        """An answer of the reader, or its end: that is empty."""
+        if self._reader is None or pid != self._reader.pid:
             return
+        now = self._clock()
         try:
-            reading = json.loads(event.message) if event.message else "the process that reads it has ended"
+            reading = json.loads(message) if message else "the process that reads it has ended"
         except ValueError:
-            reading = f"the process that reads it says {event.message[:200]!r}"
+            reading = f"the process that reads it says {message[:200]!r}"
         if not isinstance(reading, list):
             self._dismiss(str(reading))
             return

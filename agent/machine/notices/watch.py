@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from ....threads import Thread
-from ...common.events import Event, NoticeGiven, NoticeWithdrawn
+from ...common.events import Event
 from .notice import RETRY_S, BadResponse, Hint, Notice, Source, SourceUnreachable
 
 log = logging.getLogger(__name__)
@@ -25,14 +26,20 @@ class NoticeWatch:
     def __init__(
         self,
         source: Source,
+        noticed: Callable[[str | None, float | None], object],
         post: Callable[[Event], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         *,
         expected: bool,
     ) -> None:
-        """`expected`: the user has named the source, and reads in the log that it gives no answer."""
+        """`noticed` is called in the main loop: with the text, which says who says so, and the deadline, which is None
+        where no instant is known; with None and None when the notice is withdrawn.
+
+        `expected`: the user has named the source, and reads in the log that it gives no answer.
+        """
         self._source = source
+        self._noticed = noticed
         self._post = post
         self._clock = clock
         self._wall_clock = wall_clock
@@ -78,11 +85,11 @@ class NoticeWatch:
         known, self._known = self._known, notice
         if notice is None:
             if known is not None:
-                self._post(NoticeWithdrawn())
+                self._post(partial(self._noticed, None, None))
         elif known is None or not _same(known, notice):
             left_s = notice.ends_at - self._wall_clock() if notice.ends_at is not None else notice.within_s
             deadline = self._clock() + max(MIN_LEFT_S, left_s) if left_s is not None else None
-            self._post(NoticeGiven(notice.text, deadline))
+            self._post(partial(self._noticed, notice.text, deadline))
 
     def _warn(self, error: Exception, level: int, *, defect: bool = False) -> None:
         """Once for all troubles of a kind in a row."""

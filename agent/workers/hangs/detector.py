@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ....rendezvous.statements.inquiry import ANSWER_S, Finding, Inquiry, Stage, Urgency
-from ...common.events import Signs
 from .limits import RULES, Learned, Limits
+from .signs import Signs
 from .silence import StepSilence
 from .stillness import Stillness
 

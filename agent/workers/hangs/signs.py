@@ -10,10 +10,12 @@ import os
 import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 from ....rendezvous.text import clean
 from ....threads import Thread
-from ...common.events import Signs, SignsRead
+from ...common.events import Event
 from ...common.kernel_files import read
 from ..processes.proc import all_stats, debugger_of, sleeps_of, stat_of, thread_sleeps
 
@@ -31,8 +33,28 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
+class Signs:
+    """What one worker and its descendants have used since they began, and the length of its output."""
+
+    processor_s: float
+    moved_bytes: int
+    """Bytes read and written through files, pipes and most sockets."""
+    output_bytes: int
+    wakes: int = 0
+    """How often its main thread has waited for something, and gone on."""
+    debugger: str = ""
+    """What traces the worker now, for people; empty: nothing does."""
+    stirs: bool = False
+    """One of its threads, or of its children's, does so again and again. Looked for while nothing else moves."""
+
+
+SignsTaker: TypeAlias = Callable[[float, Mapping[int, Signs]], object]
+"""In the main loop: it gets the instant, and what the workers here had used then, by local rank."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Order:
-    generation: int
+    then: SignsTaker
     pids: Mapping[int, int]
     """Of the workers, by local rank."""
     printed: Mapping[int, int]
@@ -43,7 +65,7 @@ class SignReader:
     """`look` is for the main thread."""
 
     def __init__(
-        self, post: Callable[[SignsRead], object], clock: Callable[[], float], proc: str = "/proc"
+        self, post: Callable[[Event], object], clock: Callable[[], float], proc: str = "/proc"
     ) -> None:
         self._post = post
         self._clock = clock
@@ -64,14 +86,14 @@ class SignReader:
         self._thread.join(1.0)
 
     def look(
-        self, generation: int, pids: Mapping[int, int], printed: Mapping[int, int], *, threads: bool
+        self, then: SignsTaker, pids: Mapping[int, int], printed: Mapping[int, int], *, threads: bool
     ) -> None:
-        """`SignsRead` follows. While a look does not come to its end no other begins.
+        """`then` is posted. While a look does not come to its end no other begins.
 
         `threads`: whether any thread of their families stirs, which two such looks in a row show.
         """
         if self._orders.empty():
-            self._orders.put(_Order(generation, pids, printed, threads))
+            self._orders.put(_Order(then, pids, printed, threads))
 
     # Everything below runs in the thread.
 
@@ -82,7 +104,7 @@ class SignReader:
                 local_rank: self._signs(pid, order.printed.get(local_rank, 0), threads=order.threads)
                 for local_rank, pid in order.pids.items()
             }
-            self._post(SignsRead(order.generation, self._clock(), seen))
+            self._post(partial(order.then, self._clock(), seen))
 
     def _search(self, workers: tuple[int, ...]) -> None:
         now = self._clock()

@@ -14,8 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from ...common.events import Signs
-from .signs import WAKES_PER_S
+from .signs import WAKES_PER_S, Signs
 
 ACTIVE_SHARE = 0.01
 """Of one processor's time, from which on a worker is active, whatever it uses otherwise."""

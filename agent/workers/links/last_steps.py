@@ -22,7 +22,8 @@ from ....rendezvous.records import StopAt
 from ....rendezvous.store.interface import Store
 from ....threads import Thread
 from ....worker.wire.messages import StepAnswer, StepEnded, StepStatus, Verdict
-from ...common.events import Event, StopRead, WorkerAnswered, WorkerKept
+from ...common.events import Event
+from .receiver import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +54,12 @@ class LastSteps:
         """This worker waits for an answer now."""
         return self._asking.get((generation, local_rank), 0) > 0
 
-    def read_stop(self, generation: int) -> None:
-        """Find out where the workers of this generation are to end; `StopRead` follows."""
-        unknown = StopRead(generation, None)
-        Thread(partial(self._read_stop, generation), "drain-look", lambda: self._post(unknown)).start()
+    def read_stop(self, generation: int, then: Callable[[int, StopAt | None], object]) -> None:
+        """Find out where the workers of this generation are to end; `then` is posted. None: the store does not have it,
+        or did not answer."""
+        unknown = partial(then, generation, None)
+        work = partial(self._read_stop, generation, then)
+        Thread(work, "drain-look", partial(self._post, unknown)).start()
 
     def judge(self, ask: Ask) -> Answer:
         """From the store, or GoOn when that gives no answer."""
@@ -83,16 +86,17 @@ class LastSteps:
     def _write(self, verdict: WriteStop) -> bool:
         return self._store.transact(verdict.compares, verdict.writes).succeeded
 
-    def answer(self, word: StepEnded) -> StepAnswer:
+    def answer(self, word: StepEnded, receiver: Receiver) -> StepAnswer:
         if word.status is StepStatus.KEPT:
-            self._post(WorkerKept(word.generation, word.local_rank))
+            self._post(partial(receiver.worker_kept, word.generation, word.local_rank))
             return StepAnswer(Verdict.GO_ON, leaves=False)
         key = word.generation, word.local_rank
         self._count(key, 1)
         try:
             answer = self.judge(Ask(word.generation, word.rank, word.step, word.status is StepStatus.PAUSING))
             if not isinstance(answer, GoOn):
-                self._post(WorkerAnswered(word.generation, word.local_rank, word.step, answer))
+                ended = partial(receiver.worker_answered, word.generation, word.local_rank, word.step, answer)
+                self._post(ended)
         finally:
             self._count(key, -1)
         return StepAnswer(_verdict(answer), self._latest().leaving)
@@ -103,14 +107,14 @@ class LastSteps:
             if not self._asking[key]:
                 del self._asking[key]
 
-    def _read_stop(self, generation: int) -> None:
+    def _read_stop(self, generation: int, then: Callable[[int, StopAt | None], object]) -> None:
         stop: StopAt | None = None
         try:
             entries = self._store.read(WHAT_STANDS.scopes).entries
             stop = next((StopAt.from_json(entry.value) for entry in entries), None)
         except (StoreError, RecordInvalid) as error:
             log.warning("where the workers of generation %d are to end is not known: %s", generation, error)
-        self._post(StopRead(generation, stop))
+        self._post(partial(then, generation, stop))
 
 
 def _verdict(answer: Answer) -> Verdict:

@@ -17,12 +17,14 @@ import queue
 import socket
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ....codec import Invalid
 from ....threads import Thread
 from ....worker.wire.messages import MAX_BYTES, REPORTS, LentLock, ReplicationReport
-from ...common.events import Event, Replicated, Reported
+from ...common.events import Event
+from .receiver import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ MAX_AT_ONCE = 64
 
 
 class ReportReceiver:
-    """Turns datagrams into events; a thread keeps locks."""
+    """Posts what datagrams say; a thread keeps locks."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class ReportReceiver:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
 
-    def read(self) -> bool:
+    def read(self, receiver: Receiver) -> bool:
         """The datagrams that have come, `MAX_AT_ONCE` at most. Whether there may be more. Raises OSError."""
         for _ in range(MAX_AT_ONCE):
             try:
@@ -65,10 +67,12 @@ class ReportReceiver:
                 )
             except BlockingIOError:
                 return False
-            self._take(datagram, lent, flags)
+            self._take(receiver, datagram, lent, flags)
         return True
 
-    def _take(self, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int) -> None:
+    def _take(
+        self, receiver: Receiver, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int
+    ) -> None:
         descriptors = [number for _, _, raw in lent for number in array("i", raw)]
         if flags & socket.MSG_CTRUNC:
             self._drop("the lock of a checkpoint directory: this agent has no descriptors left")
@@ -83,9 +87,9 @@ class ReportReceiver:
         if report is None or isinstance(report, LentLock):
             return
         if isinstance(report, ReplicationReport):
-            self._post(Replicated(report))
+            self._post(partial(receiver.replicated, report))
         elif self._has_room():
-            self._post(Reported(report, self._clock()))
+            self._post(partial(receiver.reported, report, self._clock()))
         else:
             self._drop("reports: the agent is too busy")
 

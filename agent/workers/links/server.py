@@ -32,10 +32,11 @@ from ....worker.wire.messages import (
     ToGuard,
     encode,
 )
-from ...common.events import Event, JustInTimeMessage
+from ...common.events import Event
 from ...common.io_thread import IoThread
 from .commit_fence import CommitFence
 from .last_steps import LastSteps
+from .receiver import Receiver
 from .reports import ReportReceiver
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class WorkerLinks:
         self._reports = reports
         self._io = io
         self._post = post
+        self._receiver: Receiver | None = None
+        """Since `start`."""
         self._clients: dict[socket.socket, _Client] = {}
         """Those that have not asked yet, and those that guard. For the io thread."""
         self._guards: dict[tuple[int, int], socket.socket] = {}
@@ -90,8 +93,10 @@ class WorkerLinks:
         self._listener.listen(MAX_CLIENTS)
         self._listener.setblocking(False)
 
-    def start(self) -> None:
-        self._io.watch(self._reports.socket.fileno(), self._reports.read)
+    def start(self, receiver: Receiver) -> None:
+        """`receiver` is told what workers send, in the main loop."""
+        self._receiver = receiver
+        self._io.watch(self._reports.socket.fileno(), partial(self._reports.read, receiver))
         self._listen()
 
     def close(self) -> None:
@@ -106,8 +111,8 @@ class WorkerLinks:
 
         def read() -> None:
             try:
-                if self._reports.socket.fileno() >= 0:
-                    while self._reports.read():
+                if self._reports.socket.fileno() >= 0 and self._receiver is not None:
+                    while self._reports.read(self._receiver):
                         pass  # the kernel queues few, and no worker is left that sends more
             finally:
                 then()  # the agent's end waits for it
@@ -175,7 +180,11 @@ class WorkerLinks:
             self._guards[client.guards] = client.connection
         if client.guards is None:
             raise Invalid(f"{kind_of(type(message))} from a worker that has sent no Guarding")
-        self._post(JustInTimeMessage(*client.guards, message))
+        self._post_of_guard(client.guards, message)
+
+    def _post_of_guard(self, guard: tuple[int, int], message: FromGuard | None) -> None:
+        assert self._receiver is not None, "nobody connects before `start`"
+        self._post(partial(self._receiver.guard_sent, *guard, message))
 
     def _send(self, guard: tuple[int, int], message: ToGuard) -> None:
         connection = self._guards.get(guard)
@@ -190,7 +199,7 @@ class WorkerLinks:
         del self._clients[client.connection]
         if client.guards is not None and self._guards.get(client.guards) is client.connection:
             del self._guards[client.guards]
-            self._post(JustInTimeMessage(*client.guards, None))
+            self._post_of_guard(client.guards, None)
 
     def _drop(self, client: _Client) -> None:
         self._forget(client)
@@ -227,7 +236,8 @@ class WorkerLinks:
         if isinstance(question, CommitQuestion):
             answer = self._commits.answer(question)
         else:
-            answer = self._steps.answer(question)
+            assert self._receiver is not None, "nobody asks before `start`"
+            answer = self._steps.answer(question, self._receiver)
         try:
             send_answer(connection, answer, ANSWER_S)
         except OSError as error:

@@ -4,7 +4,7 @@ The preloaded process (`process`) is started with the agent, imports in the back
 has its own socket to the agent and is the agent's child. `spare_policy` decides how many spares are wanted and how long
 a start waits for them; here it is done. Without a spare workers start cold, for the reason `why_cold`.
 
-The io thread waits for all sockets and posts `SpareReadable`; the main thread, which has all state, reads them.
+The io thread waits for all sockets and posts `read`; the main thread, which has all state, reads them.
 
 Invariants: a spare that was taken is never offered again, and one that was not taken receives nothing. Spares that were
 forked live on when the preloaded process ends, and are dropped when what they have imported is out of date.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ....codec import Invalid
 from ....worker.storage.memory.available_memory import Memory
-from ...common.events import Event, SpareReadable
+from ...common.events import Event
 from ...common.io_thread import IoThread
 from ...machine.memory.memory_pressure import MemoryPolicy, pressure
 from ..processes import spare_wire as wire
@@ -286,24 +286,25 @@ class Spares:
             instants.append(self._calm_at)
         return min((at for at in instants if at is not None), default=None)
 
-    def handle(self, event: SpareReadable, now: float) -> None:
-        owner = self._owners.get(event.descriptor)
+    def read(self, descriptor: int) -> None:
+        """The socket of the preloaded process, or of a spare, can be read: a message, or its end."""
+        now, owner = self._clock(), self._owners.get(descriptor)
         if owner is None:
             return  # it was closed meanwhile
-        if isinstance(owner, _Preloaded) and event.descriptor == owner.output.fileno():
+        if isinstance(owner, _Preloaded) and descriptor == owner.output.fileno():
             self._on_output(owner)
             return
         try:
             received = wire.receive(owner.channel)
         except BlockingIOError:
-            self._await(event.descriptor)
+            self._await(descriptor)
             return
         except (OSError, Invalid) as error:
             log.warning("a spare or the preloaded process has sent an invalid message: %s", error)
             received = None
         message = received[0] if received is not None else None
         if message is not None:
-            self._await(event.descriptor)
+            self._await(descriptor)
         if isinstance(owner, Spare):
             self._on_spare_message(owner, message, now)
         else:
@@ -409,7 +410,7 @@ class Spares:
         if overdue(self._stock(), now):
             # Its messages may have come long ago, while this process stood still or had not begun to read.
             for descriptor in list(self._owners):
-                self.handle(SpareReadable(descriptor), now)
+                self.read(descriptor)
         if self._preloaded is None:
             return
         if problem := overdue(self._stock(), now):
@@ -508,4 +509,4 @@ class Spares:
     def _readable(self, descriptor: int) -> None:
         """In the io thread: once, until the main thread has read."""
         self._io.forget(descriptor)
-        self._post(SpareReadable(descriptor))
+        self._post(partial(self.read, descriptor))

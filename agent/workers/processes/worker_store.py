@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ...common.events import Event, StoreServerMessage
+from ...common.events import Event
 from ...common.io_thread import IoThread
 from .exit_words import describe_exit
 from .proc import KILL_WAIT_S, ends_within
@@ -56,7 +56,7 @@ class WorkerStore:
     def __init__(
         self, environment: Mapping[str, str], spares: Spares, io: IoThread, post: Callable[[Event], None]
     ) -> None:
-        """`environment` is what the workers inherit. The holder's messages are posted; give them to `handle`."""
+        """`environment` is what the workers inherit."""
         # It computes nothing, and of a client that is cut off torch would write pages of C++ frames.
         self._environment = {**environment, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self._spares = spares
@@ -65,6 +65,8 @@ class WorkerStore:
         self._holder: _Holder | None = None
         self._unkillable: list[Process] = []
         """Killed, and never seen to end."""
+        self.on_failure: Callable[[str], object] = lambda problem: None
+        """Called with the reason when the store that is to be served is not."""
         self._serving = False
         self._listener: socket.socket | None = None
         """The served generation's socket until it is handed over."""
@@ -92,24 +94,25 @@ class WorkerStore:
         if self._holder is None:
             self._start_holder()
 
-    def handle(self, event: StoreServerMessage) -> str:
-        """Why the store that is to be served is not; empty if nothing is wrong."""
+    def handle(self, pid: int, message: bytes) -> None:
+        """A message of the holder, or its end: that is empty."""
         holder = self._holder
-        if holder is None or holder.pid != event.pid:
-            return ""
-        if event.message == READY:
+        if holder is None or holder.pid != pid:
+            return
+        if message == READY:
             holder.ready = True
             if self._listener is not None:
                 self._hand_over(holder)  # if it has ended meanwhile, that is the next message
-            return ""
-        if event.message:
-            holder.last_words = event.message.decode(errors="replace")
-            return ""
+            return
+        if message:
+            holder.last_words = message.decode(errors="replace")
+            return
         returncode = self._end_holder()
         ended = describe_exit(returncode) if returncode is not None else "it hangs in the kernel"
         self._close_listener()
-        words = holder.last_words or f"the process {event.pid} that served it ended: {ended}"
-        return f"the workers' store is gone: {words}" if self._serving else ""
+        words = holder.last_words or f"the process {pid} that served it ended: {ended}"
+        if self._serving:
+            self.on_failure(f"the workers' store is gone: {words}")
 
     def close(self) -> None:
         """The generation is over: its store's keys are forgotten, and its port is free."""
@@ -151,7 +154,7 @@ class WorkerStore:
             message = b""
         if not message:
             self._io.forget(descriptor)
-        self._post(StoreServerMessage(pid, message))
+        self._post(partial(self.handle, pid, message))
 
     def _hand_over(self, holder: _Holder) -> bool:
         """False when the holder has ended."""

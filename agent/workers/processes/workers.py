@@ -2,7 +2,7 @@
 
 A worker is a *spare* that becomes one (`preloader`), which takes milliseconds, or starts *cold*, through `shim`. Either
 way it has its own session and group, dies with the agent and can be stopped with its children. The io thread waits on
-the workers' pidfds and posts `WorkerExited` within a millisecond of an exit; reaping, signals and all state belong to
+the workers' pidfds and posts that within a millisecond of an exit; reaping, signals and all state belong to
 the main thread.
 
 A group is *gone* only when every worker is reaped and no process that they started is left, nor any in the cgroup that
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ....rendezvous.text import counted
-from ...common.events import Event, WorkerExited
+from ...common.events import Event
 from ...common.io_thread import IoThread
 from ...configuration.values import Command
 from ...output.worker_logs import OutputRoute, WorkerLogs
@@ -180,13 +180,17 @@ class WorkerGroup:
         generation: int,
         incarnation: str,
         helpers: GroupHelpers,
+        exited: Callable[[int, int, float], object],
         post: Callable[[Event], None],
         clock: Callable[[], float],
         cgroup: Path | None = None,
         unknown_children: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """`incarnation` is the agent's, by which every process of its workers is known from others. `cgroup` is
-        made by `start`, for this group alone. `unknown_children()` are orphans of its workers, adopted by the agent."""
+        made by `start`, for this group alone. `unknown_children()` are orphans of its workers, adopted by the agent.
+
+        `exited` gets generation, local rank and instant, in the main loop, when a process has ended and can be reaped.
+        """
         self.generation = generation
         self.returncodes: dict[int, int] = {}
         self.ranks: dict[int, int] = {}
@@ -199,6 +203,7 @@ class WorkerGroup:
         self._guard = helpers.guard
         self._logs = helpers.logs
         self._io = helpers.io
+        self._on_exit = exited
         self._post = post
         self._clock = clock
         self._cgroup = cgroup
@@ -284,7 +289,7 @@ class WorkerGroup:
 
     def _exited(self, pidfd: int, local_rank: int) -> None:
         """In the io thread."""
-        self._post(WorkerExited(self.generation, local_rank, self._clock()))
+        self._post(partial(self._on_exit, self.generation, local_rank, self._clock()))
         self._io.forget(pidfd)
         os.close(pidfd)
 
@@ -407,7 +412,7 @@ class WorkerGroup:
         """What was killed a second ago has ended; the thread that posts it may be missing."""
         for local_rank, process in self._processes.items():
             if local_rank not in self.returncodes and has_ended(process.pid):
-                self._post(WorkerExited(self.generation, local_rank, self._clock()))
+                self._post(partial(self._on_exit, self.generation, local_rank, self._clock()))
 
     def _unreaped(self) -> list[Process]:
         return [process for local, process in self._processes.items() if local not in self.returncodes]

@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from functools import partial
 
 from ....rendezvous.node.participant import Participant
 from ....rendezvous.records import Failure
-from ...common.events import Event, WorkersSeen
+from ...common.events import Event
 from ...observability.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..evidence.collector import QUICK, THOROUGH, Depth
@@ -32,6 +33,10 @@ log = logging.getLogger(__name__)
 
 SEEN_WITHIN_S = 2.0
 """Workers that hang are ended when the look at them is over, or when it takes longer than this."""
+
+
+def _wake() -> None:
+    """The main loop turns, and looks at the `Look` itself."""
 
 
 class EvidenceLooks:
@@ -61,12 +66,11 @@ class EvidenceLooks:
     ) -> Look:
         """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
         targets = generation.targets(self._logs.tail, self._clock())
-        seen = WorkersSeen(generation.number)
         return self._keeper.look(
             why,
             targets,
             depth,
-            then or (lambda look: self._post(seen)),
+            then or (lambda look: self._post(_wake)),
             lambda path: self._observer.evidence_kept(str(path), generation.number),
         )
 
@@ -126,10 +130,17 @@ class FailureHandler:
         self, generation: Generation, local_rank: int, returncode: int, at: float, *, asked: bool = False
     ) -> None:
         """A worker has ended as it should not: its last lines have the reason, and are on their way here."""
-        self._examiner.prepare(generation.group, local_rank)
+        ready = partial(self._tail_ready, generation, local_rank)
+        self._examiner.prepare(generation.group, local_rank, ready)
         generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + KNOWN_WITHIN_S, asked))
         if not generation.stopping:
             self._looks.before_end(generation, "failure", QUICK)
+
+    def _tail_ready(self, generation: Generation, local_rank: int) -> None:
+        self._examiner.log_disk_answers()
+        if not generation.over:
+            generation.crashes.read(local_rank)
+            self.examine(generation, self._clock())
 
     def ended_as_asked(self, generation: Generation, local_rank: int, returncode: int, at: float) -> None:
         """A worker has ended as it was asked to; while the root of a failure is sought it is examined all the same."""

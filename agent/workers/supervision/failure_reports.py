@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ....rendezvous.records import Failure
-from ...common.events import Event, TailReady
+from ...common.events import Event
 from ...common.ports import find_owner
 from ...machine.gpus.health import GpuHealth
 from ...machine.memory.oom import OomKills, find_counter
@@ -109,15 +109,14 @@ class Examiner:
         self._kernel_log.forget()
         self._gpus.generation_begins()
 
-    def prepare(self, group: WorkerGroup, local_rank: int) -> None:
-        """Ask for what is to come of a worker that has ended: its last lines, with the event `TailReady`, and what NVML
-        says."""
-        ready = TailReady(group.generation, local_rank)
+    def prepare(self, group: WorkerGroup, local_rank: int, ready: Callable[[], object]) -> None:
+        """Ask for what is to come of a worker that has ended: its last lines, and what NVML says. `ready` is posted
+        when all that it has printed is read, and is in its log files."""
         self._logs.drain(group.generation, group.ranks[local_rank], lambda: self._post(ready))
         self._gpus.worker_failed()
 
     def log_disk_answers(self) -> None:
-        """Call it at each `TailReady`, of earlier generations too."""
+        """Call it at each `ready`, of earlier generations too."""
         self._tail_late = False
 
     def ready(self, crashes: Crashes, now: float) -> Iterator[Crash]:

@@ -18,13 +18,13 @@ from ....rendezvous.records import World
 from ....rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimony, Urgency
 from ....rendezvous.text import counted
 from ....worker.wire.shared_progress import Reading
-from ...common.events import Signs
 from ...configuration.config import Config
 from ...configuration.stopping import drain_timeout_s
 from ..evidence.collector import Target
 from ..evidence.stacks import WorkerStacks
 from ..hangs.detector import HangDetector, Stall, ends_alone
 from ..hangs.limits import Learned
+from ..hangs.signs import Signs
 from ..links.paces import PaceWatch
 from ..links.pages import WorkerPages
 from ..processes.unkillable import process_statuses

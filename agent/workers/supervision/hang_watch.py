@@ -8,7 +8,7 @@ main thread; instants are monotonic.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ....rendezvous.node.participant import Participant
@@ -17,7 +17,7 @@ from ....rendezvous.statements.inquiry import HANG, Inquiry, Stage, Suspicion, U
 from ...observability.observer import Observer
 from ...output.worker_logs import WorkerLogs
 from ..hangs.limits import Learned, patience
-from ..hangs.signs import LOOK_EVERY_S, SignReader
+from ..hangs.signs import LOOK_EVERY_S, SignReader, Signs
 from .generation import Generation
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,12 @@ class HangWatch:
         pids = {local_rank: group.pid(local_rank) for local_rank in generation.running}
         printed = {local_rank: self._logs.printed(number, group.ranks[local_rank]) for local_rank in pids}
         stalled_s = generation.hang.stalled_s(generation.running, now)
-        self._signs.look(number, pids, printed, threads=stalled_s >= STILL_FOR_S)
+
+        def read(at: float, seen: Mapping[int, Signs]) -> None:
+            if not generation.over:
+                generation.signs(at, seen)
+
+        self._signs.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
 
     def _inquiry(self, generation: int) -> Inquiry | None:
         world = self._participant.world

@@ -15,29 +15,16 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
-from ....rendezvous.node.drain import Beyond
+from ....rendezvous.node.drain import Beyond, End
 from ....rendezvous.node.node_actions import Drain, Testify
 from ....rendezvous.node.participant import Participant
-from ....rendezvous.records import Condition, Failure, Member, World
+from ....rendezvous.records import Condition, Failure, Member, StopAt, World
 from ....rendezvous.statements.inquiry import HANG, Testimony, telling
-from ....worker.wire.messages import SaveReport
-from ...common.events import (
-    Event,
-    GenerationEvent,
-    GpuHealthMessage,
-    JustInTimeMessage,
-    Reported,
-    SignsRead,
-    StopRead,
-    StoreServerMessage,
-    TailReady,
-    Testified,
-    WorkerAnswered,
-    WorkerExited,
-    WorkerKept,
-)
+from ....worker.wire.messages import FromGuard, ReplicationReport, Report, SaveReport
+from ...common.events import Event
 from ...common.exits import lack_in
 from ...configuration.config import Config
 from ...machine.gpus.health import GpuHealth
@@ -74,8 +61,8 @@ log = logging.getLogger(__name__)
 class Processes:
     """What starts the processes of this node, reads what they print, answers them, and misses none of them."""
 
-    new_group: Callable[[int], WorkerGroup]
-    """The workers of this generation, which `start` starts."""
+    new_group: Callable[[int, Callable[[int, int, float], object]], WorkerGroup]
+    """The workers of this generation, which `start` starts, and what is called when one of them has ended."""
     guard: Guard
     subreaper: Subreaper
     spares: Spares
@@ -119,6 +106,8 @@ class Supervisor:
         self._failures = FailureHandler(
             self._examiner, self._looks, participant, observer, self._hangs, self._stop_failed, clock
         )
+        processes.gpus.on_reading = self._gpus_read
+        processes.worker_store.on_failure = self._store_failed
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
     @property
@@ -161,7 +150,7 @@ class Supervisor:
         again = self._generation is not None and self._generation.number == world.generation
         self._hangs.generation_begins()
         log_bad_state(world)
-        group = self._processes.new_group(world.generation)
+        group = self._processes.new_group(world.generation, self.worker_exited)
         generation = self._generation = Generation(
             self._config, world, group, now, self._hangs.learned, self._hangs.patience(now)
         )
@@ -238,7 +227,7 @@ class Supervisor:
 
         def say(look: Look) -> None:
             if look.states:
-                self._post(Testified(Testimony(number, inquiry, telling(look.states))))
+                self._post(partial(self._looked_at, Testimony(number, inquiry, telling(look.states))))
 
         self._looks.begin(generation, f"inquiry-{inquiry}", THOROUGH, say)
 
@@ -304,108 +293,112 @@ class Supervisor:
 
     # ---------------------------------------------------------------- events
 
-    def handle(self, event: GenerationEvent, now: float) -> None:
-        """Of the workers that run here. Those of other generations are refused, but for what the disk writer saves."""
-        if isinstance(event, TailReady):
-            self._examiner.log_disk_answers()
-        if isinstance(event, Reported) and isinstance(event.report, SaveReport):
-            self._refused_saves.add(event.report)
+    # Of the workers that run here: those of another generation come too late.
+
+    def _of(self, number: int) -> Generation | None:
+        """The generation that runs here, if it is this one."""
         generation = self._running
-        if generation is None or event.generation != generation.number:
-            if isinstance(event, Reported) and isinstance(event.report, SaveReport):
-                self._observer.training.saved_later(event.report, event.at)
-        elif isinstance(event, WorkerExited):
-            self._exited(generation, event)
-        elif isinstance(event, TailReady):
-            generation.crashes.read(event.local_rank)
-            self._failures.examine(generation, now)
-        elif isinstance(event, Reported):
-            self._reported(generation, event)
-        elif isinstance(event, JustInTimeMessage):
-            self._just_in_time_message(generation, event, now)
-        elif isinstance(event, SignsRead):
-            generation.signs(event.at, event.seen)
-        elif isinstance(event, Testified):
-            self._look(generation)
-            self._participant.workers_looked_at(generation.looked_at(event.testimony))
-        elif isinstance(event, WorkerKept):
-            generation.drain.kept.add(event.local_rank)
-        elif generation.stopping:
-            pass  # the rest is of planned changes, and this generation ends otherwise
-        elif isinstance(event, WorkerAnswered):
-            self._answered(generation, event)
-        elif isinstance(event, StopRead):
-            self._stop_read(generation, event)
+        return generation if generation is not None and generation.number == number else None
 
-    def gpu_health_message(self, event: GpuHealthMessage) -> None:
-        if self._processes.gpus.handle(event) and self._running is not None:
-            self._looks.add("nvml.txt", self._processes.gpus.text)
-
-    def store_server_message(self, event: StoreServerMessage) -> None:
-        problem = self._processes.worker_store.handle(event)
-        generation = self._running
-        if problem and generation is not None and not generation.stopping:
-            self._failures.fail(generation, STORE_SERVER, problem)
-
-    def _exited(self, generation: Generation, event: WorkerExited) -> None:
-        group, local_rank = generation.group, event.local_rank
-        if local_rank in group.returncodes:
+    def worker_exited(self, number: int, local_rank: int, at: float) -> None:
+        """The process of this worker has ended, which was seen at that instant, and can be reaped."""
+        generation = self._of(number)
+        if generation is None or local_rank in generation.group.returncodes:
             return
+        group = generation.group
         returncode = group.reap(local_rank)
-        self._send(generation, generation.just_in_time.gone(local_rank, event.at))
+        self._send(generation, generation.just_in_time.gone(local_rank, at))
         self._look(generation)
-        self._observer.exited(local_rank, returncode, event.at, killed=group.killed)
-        kind = generation.exited(local_rank, returncode, event.at)
+        self._observer.exited(local_rank, returncode, at, killed=group.killed)
+        kind = generation.exited(local_rank, returncode, at)
         if kind is Exit.ENDED:
-            self._observer.ended(local_rank, "ok", event.at)
+            self._observer.ended(local_rank, "ok", at)
         elif kind is Exit.HUNG:
-            self._observer.ended(local_rank, HANG, event.at)
+            self._observer.ended(local_rank, HANG, at)
         elif kind is Exit.DRAINED and returncode not in LEAVING:
             log.warning(
-                "rank %d has ended in its drain by an error of the script: %s; the state after its last step is kept",
+                "rank %d exited with an error while it was draining: %s; the state after its last step is kept",
                 group.ranks[local_rank],
                 describe_exit(returncode),
             )
         elif kind is Exit.DOUBTFUL:
-            self._processes.last_steps.read_stop(generation.number)
+            self._processes.last_steps.read_stop(number, self.stop_read)
         elif kind is Exit.FAILED:
-            self._failures.crashed(generation, local_rank, returncode, event.at)
+            self._failures.crashed(generation, local_rank, returncode, at)
         elif kind is Exit.AS_ASKED:
-            self._failures.ended_as_asked(generation, local_rank, returncode, event.at)
+            self._failures.ended_as_asked(generation, local_rank, returncode, at)
 
-    def _just_in_time_message(self, generation: Generation, event: JustInTimeMessage, now: float) -> None:
-        if event.message is None:
-            self._send(generation, generation.just_in_time.gone(event.local_rank, now))
+    def guard_sent(self, number: int, local_rank: int, message: FromGuard | None) -> None:
+        generation, now = self._of(number), self._clock()
+        if generation is None:
+            return
+        if message is None:
+            self._send(generation, generation.just_in_time.gone(local_rank, now))
         else:
-            self._send(generation, generation.just_in_time.received(event.local_rank, event.message, now))
+            self._send(generation, generation.just_in_time.received(local_rank, message, now))
 
-    def _answered(self, generation: Generation, event: WorkerAnswered) -> None:
+    def worker_answered(self, number: int, local_rank: int, step: int, answer: End | Beyond) -> None:
         """The step that a worker has finished was the last one, or one before it should have been."""
-        if isinstance(event.answer, Beyond):
+        generation = self._of(number)
+        if generation is None or generation.stopping:
+            return
+        if isinstance(answer, Beyond):
             reason = (
-                f"rank {generation.group.ranks[event.local_rank]} has finished step {event.step}, and all were to end "
-                f"after step {event.answer.step}: this training is not synchronous, its workers cannot end at the "
-                "same step"
+                f"rank {generation.group.ranks[local_rank]} has finished step {step}, and all were to end after step "
+                f"{answer.step}: this training is not synchronous, its workers cannot end at the same step"
             )
             log.warning("%s", reason)
             self.stop(self.planned_grace_s(), gently=True, reason=reason)
             return
         if not generation.drain.finished:
-            log.info("step %d is the last one of generation %d", event.step, generation.number)
+            log.info("step %d is the last one of generation %d", step, number)
             self._observer.stopping(self._clock())
-        generation.drain.finished.add(event.local_rank)
+        generation.drain.finished.add(local_rank)
 
-    def _stop_read(self, generation: Generation, event: StopRead) -> None:
+    def worker_kept(self, number: int, local_rank: int) -> None:
+        if (generation := self._of(number)) is not None:
+            generation.drain.kept.add(local_rank)
+
+    def stop_read(self, number: int, stop: StopAt | None) -> None:
+        """Where the workers of a draining generation are to end; None: the store gave no answer, or none."""
+        generation = self._of(number)
+        if generation is None or generation.stopping:
+            return
         self._look(generation)
-        for local_rank, (returncode, at) in generation.drain.looked(event.stop, generation.read).items():
+        for local_rank, (returncode, at) in generation.drain.looked(stop, generation.read).items():
             self._failures.crashed(generation, local_rank, returncode, at)
 
-    def _reported(self, generation: Generation, event: Reported) -> None:
+    def reported(self, report: Report, at: float) -> None:
+        if isinstance(report, SaveReport):
+            self._refused_saves.add(report)
+        generation = self._of(report.generation)
+        if generation is None:
+            if isinstance(report, SaveReport):  # the disk writer has its time
+                self._observer.training.saved_later(report, at)
+            return
         self._look(generation)
-        self._observer.training.reported(event.report, event.at)
-        generation.reported(event.at, saved=isinstance(event.report, SaveReport))
-        if event.report.result == "ok":
-            self._participant.workers_advanced(event.report.step)
+        self._observer.training.reported(report, at)
+        generation.reported(at, saved=isinstance(report, SaveReport))
+        if report.result == "ok":
+            self._participant.workers_advanced(report.step)
+
+    def replicated(self, report: ReplicationReport) -> None:
+        self._observer.replicated(report)
+
+    def _looked_at(self, testimony: Testimony) -> None:
+        """The answer to an inquiry: what the workers here do."""
+        if (generation := self._of(testimony.generation)) is not None:
+            self._look(generation)
+            self._participant.workers_looked_at(generation.looked_at(testimony))
+
+    def _gpus_read(self) -> None:
+        if self._running is not None:
+            self._looks.add("nvml.txt", self._processes.gpus.text)
+
+    def _store_failed(self, problem: str) -> None:
+        generation = self._running
+        if generation is not None and not generation.stopping:
+            self._failures.fail(generation, STORE_SERVER, problem)
 
     # ---------------------------------------------------------------- parts of a turn
 
@@ -439,7 +432,7 @@ class Supervisor:
         """In a planned change: workers that wait in a step for ranks which have ended."""
         drain, steps, running = generation.drain, self._processes.last_steps, generation.running
         if drain.wants_look(now, running):
-            steps.read_stop(generation.number)
+            steps.read_stop(generation.number, self.stop_read)
         asking = [rank for rank in running if steps.asks(generation.number, rank)]
         if drain.left_behind(now, running, generation.read, asking):
             drain.excused.update(running)
