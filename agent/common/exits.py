@@ -51,8 +51,7 @@ class ExitCode(Code):
     )
     UNLIKE_THE_JOB = (
         65,
-        "this node has another --lease-ttl or --store-outage-grace than the job's nodes, or another script without"
-        " --allow-other-script",
+        "this node has another --lease-ttl or --store-outage-grace than the job's nodes, or another script",
     )
     STORE_LOST = 69, "the rendezvous store went away and did not come back in time; workers were stopped"
     AGENT_FAILED = (

@@ -154,11 +154,6 @@ LOG_FORMAT: Option[LogFormat] = LOGS.option(
     metavar="FORMAT",
     default="text",
 )
-QUIET = LOGS.flag(
-    "quiet",
-    "short for --log-level warning: the workers' own output, and of the agent only warnings and errors",
-    shorthand=True,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +241,6 @@ RUN_PATH = RUNNING.flag(
     "run the script by runpy.run_path, after an import of torch: Python looks first in the current folder, and not in"
     " the script's, and any error of the script is in its error file",
     torchrun="run-path",
-)
-ALLOW_OTHER_SCRIPT = RUNNING.flag(
-    "allow-other-script",
-    "let this node join though its script is not, byte for byte, that of the job's other nodes; without, it says which"
-    " differ and leaves with exit code 65. Only the script's own file is compared, not what it imports; of -m and"
-    " --no-python only the name",
 )
 
 NODES = Group("Nodes and workers")
@@ -468,7 +457,6 @@ class Config:
     network_interface: str | None = NETWORK_INTERFACE.field()  # None: the one that leads to the other nodes
     network_wait_s: float = NETWORK_WAIT.field()  # for an interface, a route or a name that is not there yet
     port_range: PortRange | None = PORT_RANGE.field()  # None: any free port
-    allow_other_script: bool = ALLOW_OTHER_SCRIPT.field()  # than the job's other nodes
     run_again: bool = RUN_AGAIN.field()
     max_restarts: int | None = MAX_RESTARTS.field()
     """None: no limit while generations make progress, 3 in a row without."""

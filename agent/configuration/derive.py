@@ -10,7 +10,7 @@ that a stronger one replaces. Nothing is started, written or opened but the conf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -376,9 +376,10 @@ def _filled(part: type[T], settings: Settings, **known: object) -> T:
     for field in fields(cast(Any, part)):
         if field.name not in known:
             option = field.metadata.get("option")
-            values[field.name] = (
-                _filled(type(field.default), settings) if option is None else settings[option].value
-            )
+            if option is not None:
+                values[field.name] = settings[option].value
+            elif is_dataclass(field.default):
+                values[field.name] = _filled(type(field.default), settings)
     return part(**values)
 
 

@@ -10,6 +10,7 @@ from .config import (
     HELP_ALL,
     ITSELF,
     LOG_DIR,
+    LOG_LEVEL,
     LOGS,
     MAX_NODES,
     MIN_NODES,
@@ -18,7 +19,6 @@ from .config import (
     NO_PYTHON,
     NODES,
     NPROC_PER_NODE,
-    QUIET,
     RUNNING,
     SCRIPT,
 )
@@ -90,7 +90,7 @@ SECRET_VARIABLES = frozenset({"ELASTIC_AGENT_ETCD_PASSWORD"})
 
 
 FIRST: tuple[Option[object], ...] = (
-    *(MIN_NODES, MAX_NODES, NPROC_PER_NODE, ENDPOINT, JOB_ID, MODULE, MAX_RESTARTS, LOG_DIR, QUIET),
+    *(MIN_NODES, MAX_NODES, NPROC_PER_NODE, ENDPOINT, JOB_ID, MODULE, MAX_RESTARTS, LOG_DIR, LOG_LEVEL),
     *(CONFIG_FILE, CHECK_CONFIG, HELP_ALL),
 )
 """What most people need first."""

@@ -24,7 +24,6 @@ from .config import (
     NNODES,
     NO_PYTHON,
     PREFIX_TEMPLATE,
-    QUIET,
     SCRIPT,
     VIRTUAL_LOCAL_RANK,
     Problem,
@@ -39,9 +38,16 @@ T = TypeVar("T")
 
 SWITCHES: dict[str, tuple[Option[object], str]] = {
     VIRTUAL_LOCAL_RANK.name: (DEVICE_PINNING, "mask"),
-    QUIET.name: (LOG_LEVEL, "warning"),
 }
 """Shorthands without a value: the option and the value that each stands for."""
+
+
+REMOVED = {
+    "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
+    "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
+    "quiet": "write --log-level warning",
+}
+"""Options of earlier versions: what to write instead, or why nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,9 @@ class Settings:
             self.unknown(origin, key, RDZV_CONF_KEYS, "one of " + ", ".join(RDZV_CONF_KEYS))
 
     def unknown(self, origin: str, name: str, known: Iterable[str], expected: str) -> None:
+        if advice := REMOVED.get(name.removeprefix("ELASTIC_AGENT_").lower().replace("_", "-").strip("-")):
+            self.problems.append(Problem(origin, None, "no such option any more", advice))
+            return
         guess = closest(name, known)
         advice = f"did you mean {guess}?" if guess else "see elastic-agent --help-all"
         self.problems.append(Problem(origin, None, expected, advice))

@@ -71,12 +71,6 @@ DRAIN_TIMEOUT: Option[float | None] = STOPPING.option(
     " it and end by themselves; longer than the longest step, 0 signals them at once (default: two thirds of"
     " --stop-grace)",
 )
-FAILURE_GRACE: Option[float] = STOPPING.option(
-    "failure-grace",
-    duration(0.0),
-    "another worker failed: from SIGTERM to SIGKILL, 0 kills at once",
-    default="1s",
-)
 KILL_TIMEOUT: Option[float] = STOPPING.option(
     "kill-timeout",
     duration(1.0),
@@ -89,7 +83,7 @@ JUST_IN_TIME_GRACE: Option[float] = STOPPING.option(
     "just-in-time-grace",
     duration(0.0),
     "another worker failed: how long workers that guard their last step (Checkpointer.just_in_time) may take to"
-    " keep it before --failure-grace begins; 0 keeps nothing",
+    " keep it before they get SIGTERM, and a second later SIGKILL; 0 keeps nothing",
     default="2s",
 )
 MEMORY_CHECKPOINTS: Option[int | None] = STOPPING.option(
@@ -197,7 +191,8 @@ class StopConfig:
     """Seconds until SIGKILL: from the beginning of a planned stop, and from SIGTERM after another worker failed."""
 
     grace_s: float = STOP_GRACE.field()
-    failure_grace_s: float = FAILURE_GRACE.field()
+    failure_grace_s: float = 1.0
+    """Another worker failed: from SIGTERM to SIGKILL."""
     kill_timeout_s: float = KILL_TIMEOUT.field()
     """From SIGKILL until what does not end costs this node its place."""
     just_in_time_grace_s: float = JUST_IN_TIME_GRACE.field()

@@ -32,7 +32,6 @@ def program_of(config: Config, outage_grace_s: float) -> Program:
         words=tuple(_first_few(_shown(command.args, job_id))),
         lease_ttl_s=config.rendezvous.lease_ttl_s,
         outage_grace_s=outage_grace_s,
-        any_script=config.allow_other_script,
     )
 
 

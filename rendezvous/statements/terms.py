@@ -49,15 +49,13 @@ class Program:
     lease_ttl_s: Age = 0.0
     outage_grace_s: Age = 0.0
     """How long a world may outlive its leases while the store is away."""
-    any_script: bool = False
-    """The operator allows this node to run another script than the others."""
 
 
 def fits(mine: Program | None, others: Program | None) -> bool:
     """May a node that would run `mine` train with those that run `others`?"""
     if mine is None or others is None:
         return True
-    return (mine.any_script or not _other_script(mine, others)) and not any(_other_times(mine, others))
+    return not _other_script(mine, others) and not any(_other_times(mine, others))
 
 
 def why_not(mine: Program, others: Program, of: str) -> str:
@@ -70,8 +68,8 @@ def why_not(mine: Program, others: Program, of: str) -> str:
         )
     return (
         f"this node would run {mine.name} (content {mine.digest[:12]}), and the job runs {others.name} "
-        f"({others.digest[:12]}) as node {of} does: give all nodes the same script, or start this one with "
-        "--allow-other-script if that is meant. A new version of it gets in when all nodes of the old one have left"
+        f"({others.digest[:12]}) as node {of} does: give all nodes the same script. A new version of it gets in when "
+        "all nodes of the old one have left"
     )
 
 

@@ -53,7 +53,7 @@ class Past:
 
 def freeze_rank_0_in_a_save(job: Job, where: str) -> Past:
     # With no restart to spare: what the past does when it wakes must not count as a failure of the present.
-    options = ("--nnodes=1:2", "--last-call=60s", "--lease-ttl=4", "--max-restarts=0", "--failure-grace=20s")
+    options = ("--nnodes=1:2", "--last-call=60s", "--lease-ttl=4", "--max-restarts=0")
     agents = {name: job.join(name, *options, script=(SCRIPT, job.folder, where)) for name in ("a", "b")}
     two = job.wait_for_training(world=2)
     (job.folder / "stall").touch()

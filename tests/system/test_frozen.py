@@ -69,7 +69,7 @@ def test_a_short_freeze_disturbs_nobody(job: Job) -> None:
 
 @pytest.mark.usefixtures("in_etcd")
 def test_a_frozen_worker_is_killed_when_its_generation_ends(job: Job) -> None:
-    job.start("a", "--nproc-per-node=2", "--failure-grace=200ms", script=(RECORDER, "--fault=1:0:20:1"))
+    job.start("a", "--nproc-per-node=2", script=(RECORDER, "--fault=1:0:20:1"))
     old = job.wait_for_training(world=2)
     os.kill(old.pid(1), signal.SIGSTOP)
     job.wait_for_training(world=2, after=1)

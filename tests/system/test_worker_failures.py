@@ -52,7 +52,7 @@ def test_a_failure_on_one_node_restarts_all_nodes_and_counts_once_everywhere(job
 
 def test_a_survivor_that_ignores_sigterm_is_killed_after_the_failure_grace(job: Job) -> None:
     script = (RECORDER, "--ignore-sigterm", "--fault=1:0:5:1")
-    job.start("a", "--nproc-per-node=2", "--failure-grace=200ms", script=script)
+    job.start("a", "--nproc-per-node=2", script=script)
     job.wait_for_training(world=2, after=1)
     asked = job.history(what="sigterm", generation=1, rank=1)[0]["at"]
     last = job.history(what="step", generation=1, rank=1)[-1]["at"]

@@ -222,13 +222,9 @@ def test_what_does_not_fit_this_machine_is_refused_like_any_other_problem() -> N
         ({"LOGLEVEL": " Debug "}, [], 10),
         ({"LOGLEVEL": "7"}, [], 7),
         ({"LOGLEVEL": "error", "ELASTIC_AGENT_LOG_LEVEL": "info"}, [], 20),
-        ({"LOGLEVEL": "DEBUG"}, ["--quiet"], 30),
-        ({"LOGLEVEL": "debug", "ELASTIC_AGENT_QUIET": "true"}, [], 30),
-        ({"ELASTIC_AGENT_LOG_LEVEL": "error", "ELASTIC_AGENT_QUIET": "true"}, [], 40),
-        ({"ELASTIC_AGENT_QUIET": "true"}, ["--log-level=warn"], 30),
-        ({"ELASTIC_AGENT_QUIET": "true"}, ["--log-level=debug"], 10),
-        ({}, ["--log-level=debug", "--quiet"], 30),
-        ({}, ["--quiet", "--log-level=debug"], 10),
+        ({"LOGLEVEL": "DEBUG"}, ["--log-level=warn"], 30),
+        ({"ELASTIC_AGENT_LOG_LEVEL": "error"}, ["--log-level=debug"], 10),
+        ({}, ["--log-level=debug", "--log-level=warning"], 30),
     ],
 )
 def test_the_log_level_is_that_of_the_strongest_source_and_of_two_the_last(

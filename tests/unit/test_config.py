@@ -26,6 +26,7 @@ from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfi
 from elastic_agent.agent.configuration.settings import (
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
+    REMOVED,
 )
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.agent.configuration.values import (
@@ -53,7 +54,6 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "nproc-per-node": ("8", "nproc_per_node", 8),
     "devices-per-worker": ("2", "devices_per_worker", 2),
     "device-pinning": ("mask", "device_pinning", "mask"),
-    "allow-other-script": ("true", "allow_other_script", True),
     "run-path": ("true", "command.kind", "run-path"),
     "virtual-local-rank": ("true", "device_pinning", "mask"),
     "affinity": ("exclusive", "affinity", "cores"),
@@ -79,7 +79,6 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "run-again": ("true", "run_again", True),
     "stop-grace": ("1h", "stop.grace_s", 3600.0),
     "drain-timeout": ("25", "stop.drain_timeout_s", 25.0),
-    "failure-grace": ("0", "stop.failure_grace_s", 0.0),
     "kill-timeout": ("5m", "stop.kill_timeout_s", 300.0),
     "just-in-time-grace": ("0", "stop.just_in_time_grace_s", 0.0),
     "signals-to-handle": ("SIGTERM, SIGXCPU", "stop.more_signals", Signals(("SIGTERM", "SIGXCPU"))),
@@ -109,7 +108,6 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "log-line-prefix-template": ("${hostname}:${rank}: ", "logs.prefix_template", "${hostname}:${rank}: "),
     "log-level": ("error", "logs.level", LogLevel(40)),
     "log-format": ("json", "logs.format", "json"),
-    "quiet": ("true", "logs.level", LogLevel(30)),
 }
 
 # option: texts that must be refused
@@ -121,7 +119,6 @@ REFUSED: dict[str, Sequence[str]] = {
     "nproc-per-node": ["0", "-2", "all", "4097"],
     "devices-per-worker": ["0", "-1", "1.5", "gpu", "4097"],
     "device-pinning": ["masked", "Index"],
-    "allow-other-script": ["perhaps"],
     "run-path": ["perhaps"],
     "signals-to-handle": ["TERM", "SIGKILL", "SIGSEGV", "SIGTERM,", "15"],
     "virtual-local-rank": ["maybe"],
@@ -151,7 +148,6 @@ REFUSED: dict[str, Sequence[str]] = {
     "run-again": ["once"],
     "stop-grace": ["-0.1", "5 parsecs"],
     "drain-timeout": ["-1"],
-    "failure-grace": ["-1"],
     "kill-timeout": ["0", "never"],
     "just-in-time-grace": ["-1"],
     "memory-checkpoints": ["2 GB", "-1GiB", "most", "9999999TiB"],
@@ -190,7 +186,6 @@ REFUSED: dict[str, Sequence[str]] = {
     "log-line-prefix-template": ["a\0b"],
     "log-level": ["", "verbose", "trace", "1.5", "Level 20", "-1"],
     "log-format": ["", "JSON", "yaml"],
-    "quiet": ["very"],
     "script": ["", "a\0b", "no/such/file.py"],
     "module": [""],
     "no-python": [""],
@@ -639,6 +634,15 @@ def test_file_or_environment_can_make_a_complete_daemon_command_line(script: str
     assert problem.startswith("command line: expected a script to run; write it after the options")
 
 
+@pytest.mark.parametrize("name", REMOVED)
+def test_an_option_of_an_earlier_version_says_what_to_write(
+    name: str, source: str, script: str, tmp_path: Path
+) -> None:
+    argv, environ = written(source, tmp_path, {name: "1"})
+    [problem] = problems_of([*argv, script], environ)
+    assert problem.endswith(f"expected no such option any more; {REMOVED[name]}")
+
+
 def test_two_things_to_run_in_one_source_are_refused(script: str) -> None:
     (problem,) = problems_of([], {"ELASTIC_AGENT_SCRIPT": script, "ELASTIC_AGENT_MODULE": "m"})
     assert problem == (
@@ -653,9 +657,9 @@ def test_a_script_that_cannot_be_read_is_refused(script: str, monkeypatch: pytes
 
 def test_numbers_in_a_file_may_be_small(script: str, tmp_path: Path) -> None:
     file = tmp_path / "agent.toml"
-    file.write_text("last-call = 0.00001\nstop-grace = 0\nfailure-grace = 2.0\n")
+    file.write_text("last-call = 0.00001\nstop-grace = 0\nkill-timeout = 2.0\n")
     config = parse(["--config", str(file), script], {})
-    assert (config.rendezvous.last_call_s, config.stop) == (0.00001, StopConfig(0.0, 2.0))
+    assert (config.rendezvous.last_call_s, config.stop) == (0.00001, StopConfig(0.0, kill_timeout_s=2.0))
 
 
 @pytest.mark.parametrize(

@@ -876,20 +876,15 @@ def runs(program: Program | None, *nodes: NodeRecord) -> tuple[NodeRecord, ...]:
     [
         (view(replace(AB, program=OURS), *runs(OURS, A, B), *runs(THEIRS, C)), "wait"),
         (view(replace(AB, program=OURS), *runs(OURS, A, B), *runs(OURS, C)), "draining 4 [a b] join c"),
-        # it is allowed to, or says nothing of its script
-        (
-            view(replace(AB, program=OURS), A, B, *runs(replace(THEIRS, any_script=True), C)),
-            "draining 4 [a b] join c",
-        ),
+        # it says nothing of its script
         (view(replace(AB, program=OURS), A, B, C), "draining 4 [a b] join c"),
         (
             view(replace(AB, program=OURS), A, B, *runs(replace(THEIRS, digest=""), C)),
             "draining 4 [a b] join c",
         ),
-        # other times by which to judge who is gone: no flag allows them
+        # other times by which to judge who is gone
         (view(replace(AB, program=OURS), *runs(OURS, A, B), *runs(SLOW, C)), "wait"),
         (view(replace(AB, program=OURS), *runs(OURS, A, B), *runs(PATIENT, C)), "wait"),
-        (view(replace(AB, program=OURS), A, B, *runs(replace(SLOW, any_script=True), C)), "wait"),
         # arguments may be a node's own
         (
             view(replace(AB, program=OURS), A, B, *runs(replace(OURS, arguments="x"), C)),
@@ -914,7 +909,6 @@ def test_a_node_that_does_not_fit_is_in_no_world(seen: View, decision: str) -> N
         (None, *runs(OURS, A), *runs(THEIRS, C), True),
         (None, *runs(OURS, A), *runs(OURS, C), False),
         (None, *runs(OURS, A), C, False),
-        (None, *runs(OURS, A), *runs(replace(THEIRS, any_script=True), C), False),
         (replace(AB, program=OURS), *runs(OURS, A), *runs(THEIRS, C), True),
         (replace(AB, program=OURS), *runs(THEIRS, A), *runs(THEIRS, C), True),
         # the coordinator is not of that world: perhaps no node is

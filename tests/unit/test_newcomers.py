@@ -116,7 +116,7 @@ def test_a_node_with_another_script_leaves_before_it_is_in_any_world(bench: Benc
     [
         (replace(OURS, lease_ttl_s=9.0), "--lease-ttl 9s, where the job has 5s, as node a was started"),
         (
-            replace(OURS, outage_grace_s=60.0, any_script=True),
+            replace(OURS, outage_grace_s=60.0),
             "--store-outage-grace 60s, where the job has 0s",
         ),
     ],
@@ -134,15 +134,6 @@ def test_a_node_that_judges_by_other_times_leaves_before_it_is_in_any_world(
     refusal = stranger.left()
     assert refusal.why is Refusal.UNLIKE_THE_JOB
     assert said in refusal.reason
-
-
-def test_a_node_that_may_have_another_script_joins(bench: Bench) -> None:
-    bench.join("a", program=OURS)
-    bench.join("b", program=OURS)
-    bench.settle()
-    odd = bench.join("c", program=replace(THEIRS, any_script=True))
-    bench.settle()
-    assert odd.generation == 2
 
 
 def test_a_coordinator_with_other_limits_says_so_and_does_not_apply_them(bench: Bench) -> None:

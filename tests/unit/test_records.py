@@ -76,7 +76,7 @@ NODE = NodeRecord(
     http=Endpoint("10.0.0.1", 9100),
     network=NetworkFacts("eth0", 100_000, 9000, ("mlx5_0:1", "mlx5_1:1")),
     limits=Limits(2, 4, 1.5, 3),
-    program=Program("train.py", "ab12", "cd34", ("--lr", "0.1"), 5.0, 60.0, any_script=True),
+    program=Program("train.py", "ab12", "cd34", ("--lr", "0.1"), 5.0, 60.0),
     node_rank=1,
     hosts_store=True,
     leaving=True,
@@ -224,7 +224,6 @@ programs = st.builds(
     st.lists(texts(64), max_size=4).map(tuple),
     st.floats(0, 1e12),
     st.floats(0, 1e12),
-    st.booleans(),
 )
 progress = st.builds(GenerationProgress, counts, st.none() | numbers, st.none() | numbers)
 exclusions = st.builds(
@@ -395,7 +394,6 @@ PROGRAM_FIELDS: dict[Path, list[Any]] = {
     ("program", "words"): [None, 1, "x", {}, [1], [None], [["x"]], ["x" * 65], ["x"] * 65],
     ("program", "lease_ttl_s"): SECONDS,
     ("program", "outage_grace_s"): SECONDS,
-    ("program", "any_script"): FLAG,
 }
 WRONG: dict[str, dict[Path, list[Any]]] = {
     "node": {
@@ -588,7 +586,7 @@ def test_the_largest_values_pass() -> None:
         endpoint,
         network,
         Limits(BIG, BIG, 1e9, BIG),
-        Program("x" * 256, "x" * 64, "x" * 64, ("x" * 64,) * 64, 1e9, 1e9, any_script=True),
+        Program("x" * 256, "x" * 64, "x" * 64, ("x" * 64,) * 64, 1e9, 1e9),
         BIG,
         True,
         True,
