@@ -1,4 +1,4 @@
-"""The relations that must hold between settings, this machine's files, and the user's variables for torch.
+"""The relations that must hold between settings, and with this machine's files.
 
 Every rule names the options it involves: where one of them could not be read, the rule is not judged, so that one
 mistake is one problem.
@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import re
 import stat
-from collections import Counter
-from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.store_kind import StoreKind
 from .config import (
-    HTTP_ADDRESS,
     MAX_NODES,
     MIN_NODES,
     MODULE,
@@ -49,35 +45,29 @@ from .rendezvous import (
     LAST_CALL,
     LEASE_TTL,
     POOL,
-    STORE_OUTAGE_GRACE,
 )
 from .settings import Setting, Settings
 from .stopping import (
     DRAIN_TIMEOUT,
     HANG_TIMEOUT,
-    HEARTBEAT_VARIABLE,
     LAST_SAVE_S,
     LEAVING_S,
     PROCESS_GROUP_TIMEOUT,
     SERVICE_STOP_LIMIT,
     STOP_GRACE,
-    TimeoutConfig,
-    process_group_s,
     whole_stop_s,
 )
 from .values import CLUSTERS, SHARED, STORES, in_words
 
 
-def check_relations(
-    settings: Settings, environ: Mapping[str, str], *, of_pool: bool = False
-) -> list[tuple[set[str], Problem]]:
+def check_relations(settings: Settings, *, of_pool: bool = False) -> list[tuple[set[str], Problem]]:
     """The broken rules, each with the names of the options that it involves; none where one of them is unreadable.
 
     `of_pool`: the store is a pool's own, and no job's in it.
     """
     rules = _Rules(settings)
     _check_nodes_and_times(rules)
-    _check_training_timeouts(rules, environ)
+    _check_training_timeouts(rules)
     _check_meeting_place(rules, of_pool=of_pool)
     if settings[BACKEND].value == ETCD.name:
         _check_etcd_endpoints(rules)
@@ -215,8 +205,7 @@ def _check_multiple(rules: _Rules, option: Option[int] | Option[int | None]) -> 
     )
 
 
-def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
-    """The ladder of `timeouts`, of which the user may have set the last rung in torch's own words."""
+def _check_training_timeouts(rules: _Rules) -> None:
     hang, group = rules.settings[HANG_TIMEOUT], rules.settings[PROCESS_GROUP_TIMEOUT]
     if isinstance(hang.value, float) and group.value is not None:
         rules.expect(
@@ -226,16 +215,6 @@ def _check_training_timeouts(rules: _Rules, environ: Mapping[str, str]) -> None:
             "raise --process-group-timeout, or leave it out and it is twice --hang-timeout",
             HANG_TIMEOUT,
         )
-    heartbeat = environ.get(HEARTBEAT_VARIABLE)
-    group_s = process_group_s(TimeoutConfig(hang.value, group.value))
-    if heartbeat is None or group_s is None:
-        return
-    origin = group.origin if group.value is not None else f"twice hang-timeout, {hang.origin}"
-    if not re.fullmatch("[0-9]{1,9}", heartbeat) or int(heartbeat) <= group_s:
-        expected = f"whole seconds, more than process-group-timeout, which is {group_s:g} s ({origin})"
-        advice = f"unset {HEARTBEAT_VARIABLE}, and it follows from the others, or set it to 1.5 times as much"
-        problem = Problem(HEARTBEAT_VARIABLE, heartbeat, expected, advice)
-        rules.broken.append(({HANG_TIMEOUT.name, PROCESS_GROUP_TIMEOUT.name}, problem))
 
 
 def _check_meeting_place(rules: _Rules, *, of_pool: bool) -> None:
@@ -353,13 +332,6 @@ def _check_etcd_endpoints(rules: _Rules) -> None:
         "ports from 1 to 65535",
         "name the port that etcd's clients use, 2379 unless you chose another",
     )
-    twice = [str(endpoint) for endpoint, times in Counter(endpoints).items() if times > 1]
-    rules.expect_of_etcd(
-        not twice,
-        ENDPOINT,
-        "each member once",
-        f"write {', '.join(twice)} only once: nothing is gained by more",
-    )
     rules.expect(
         settings[JOB_ID].value is not None,
         JOB_ID,
@@ -381,20 +353,6 @@ def _check_etcd_endpoints(rules: _Rules) -> None:
         ETCD_INSECURE,
         "no TLS with it, which --etcd-ca, --etcd-cert and --etcd-key ask for",
         "leave out --etcd-insecure, and TLS is used",
-    )
-    http = settings[HTTP_ADDRESS]
-    rules.expect(
-        http.value is None
-        or not _is_loopback(http.value)
-        or settings[STORE_OUTAGE_GRACE].is_default
-        or not settings[STORE_OUTAGE_GRACE].value
-        or not distant,
-        HTTP_ADDRESS,
-        "an address that the other nodes reach, because store-outage-grace asks them there",
-        "leave out --http-address or --store-outage-grace",
-        BACKEND,
-        ENDPOINT,
-        STORE_OUTAGE_GRACE,
     )
 
 

@@ -9,7 +9,7 @@ Durations are seconds; `None` has the meaning written beside the field.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,21 +173,6 @@ class LogConfig:
     prefix_template: str = PREFIX_TEMPLATE.field()
     level: LogLevel = LOG_LEVEL.field()
     format: LogFormat = LOG_FORMAT.field()
-
-    def without_worker(self, workers: int) -> Iterator[str]:
-        """Warnings of local ranks that a node with so many workers does not have."""
-        named = {
-            LOCAL_RANKS_FILTER.name: self.local_ranks.ranks if self.local_ranks is not None else (),
-            REDIRECTS.name: [rank for rank, _ in self.redirects.by_local_rank]
-            if self.redirects is not None
-            else (),
-            TEE.name: [rank for rank, _ in self.tee.by_local_rank] if self.tee is not None else (),
-        }
-        for option, ranks in named.items():
-            absent = ", ".join(str(rank) for rank in ranks if rank >= workers)
-            if absent:
-                here = "only local rank 0" if workers == 1 else f"the local ranks 0 to {workers - 1}"
-                yield f"--{option}: this node has no local rank {absent}, but {here}"
 
     @property
     def given_directory(self) -> Path | None:

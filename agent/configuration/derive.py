@@ -34,12 +34,8 @@ from .config import (
     NO_PYTHON,
     NODES_MULTIPLE_OF,
     NPROC_PER_NODE,
-    REDIRECTS,
     RUN_PATH,
     SCRIPT,
-    STDERR_FILTERS,
-    STDOUT_FILTERS,
-    TEE,
     Config,
     ConfigError,
     Problem,
@@ -138,7 +134,7 @@ def resolve_check(
 def resolve_pool(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
     """Where a pool's store is, for commands; that of this machine where none is named. Raises `ConfigError`."""
     settings = _merged(command_line, environ, lambda: "", of_pool=True)
-    rules = check_relations(settings, environ, of_pool=True)
+    rules = check_relations(settings, of_pool=True)
     problems = [*settings.problems, *(problem for involved, problem in rules if involved & _MEETING)]
     if problems:
         raise ConfigError(problems)
@@ -148,7 +144,7 @@ def resolve_pool(command_line: Settings, environ: Mapping[str, str]) -> Rendezvo
 def job_problems(command_line: Settings) -> list[Problem]:
     """What contradicts itself in the options of a job for a pool, whatever its nodes are like."""
     settings = _merged(command_line, {}, lambda: "", of_pool=True)
-    rules = check_relations(settings, {}, of_pool=True)
+    rules = check_relations(settings, of_pool=True)
     elsewhere = _MEETING | {target.name for target in TARGETS}
     return [problem for involved, problem in rules if not involved & elsewhere]
 
@@ -162,7 +158,7 @@ def _resolved(
     settings: Settings, environ: Mapping[str, str], command: Command | None = None, *, of_pool: bool = False
 ) -> Resolved:
     """`command`: what stands for one where there is none to run. `of_pool`: of a daemon that waits for jobs."""
-    rules = check_relations(settings, environ, of_pool=of_pool)
+    rules = check_relations(settings, of_pool=of_pool)
     problems = [*settings.problems, *(problem for _, problem in rules)]
     command = command or _command(settings)
     if command is None and not settings.broken & {target.name for target in TARGETS}:
@@ -174,7 +170,7 @@ def _resolved(
         unclear = settings.broken.union(*(involved for involved, _ in rules))
         raise ConfigError(problems, _what_is_clear(settings, command, unclear))
     assert command is not None, "else it is a problem"
-    found = (_copies_nothing(settings), _misplaced(command), _alone_under_srun(settings, environ))
+    found = (_misplaced(command), _alone_under_srun(settings, environ))
     warnings = (*settings.warnings, *chain.from_iterable(found))
     return Resolved(_config(settings, command), settings, warnings)
 
@@ -185,7 +181,7 @@ def resolve_meeting_place(command_line: Settings, environ: Mapping[str, str]) ->
     Raises `ConfigError` with all problems of all sources but those of relations that concern only running.
     """
     settings = _merged(command_line, environ, lambda: "")
-    rules = check_relations(settings, environ)
+    rules = check_relations(settings)
     problems = [*settings.problems, *(problem for involved, problem in rules if involved & _MEETING)]
     if problems:
         raise ConfigError(problems)
@@ -329,15 +325,6 @@ def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str], folde
             settings.derive(JOB_ID, fresh_id(), "default: new for every start")
         else:
             settings.derive(JOB_ID, "default", "default: the store belongs to one job")
-
-
-def _copies_nothing(settings: Settings) -> Iterator[str]:
-    """Warnings of filters without any line to copy: they are for what goes to a file and to the console."""
-    redirects, tee = settings[REDIRECTS].value, settings[TEE].value
-    for option, stream in ((STDOUT_FILTERS, 1), (STDERR_FILTERS, 2)):
-        teed = redirects is None if tee is None else tee.of_any(stream)
-        if settings[option].value.texts and not teed:
-            yield f"--{option.name} copies nothing: add --tee {stream} for lines to copy"
 
 
 def _misplaced(command: Command) -> Iterator[str]:

@@ -11,7 +11,7 @@ Invariant: nothing is started, opened or changed here; two calls on the same mac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ...health.checks.needs import NodeNeeds
@@ -84,9 +84,7 @@ def prepare(
         if config is not None:
             _ask(lambda: inspect_machine(config, environ), problems)
         raise ConfigError(problems) from None
-    machine = inspect_machine(resolved.config, environ)
-    warnings = (*resolved.warnings, *resolved.config.logs.without_worker(machine.workers))
-    return replace(resolved, warnings=warnings), machine
+    return resolved, inspect_machine(resolved.config, environ)
 
 
 def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bool = True) -> Machine:

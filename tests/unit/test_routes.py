@@ -105,23 +105,3 @@ def test_files_are_wanted_also_without_a_directory(line: str, wants: bool) -> No
 def test_the_prefix_is_torchruns_template(template: str, prefix: str) -> None:
     out, err = output_routes(replace(config(""), prefix_template=template), 1, WORDS)
     assert (out.prefix, err.prefix) == (prefix, prefix)
-
-
-@pytest.mark.parametrize(
-    ("line", "workers", "warned"),
-    [
-        ("ranks=0,1 -r 0:3,1:1 -t 3", 2, []),
-        ("ranks=9", 1, ["--local-ranks-filter: this node has no local rank 9, but only local rank 0"]),
-        (
-            "-r 1:3,4:1,5:2 -t 4:0",
-            4,
-            [
-                "--redirects: this node has no local rank 4, 5, but the local ranks 0 to 3",
-                "--tee: this node has no local rank 4, but the local ranks 0 to 3",
-            ],
-        ),
-    ],
-)
-def test_local_ranks_that_a_node_does_not_have_are_named(line: str, workers: int, warned: list[str]) -> None:
-    given = line.replace("-r ", "-r=").replace("-t ", "-t=")
-    assert list(config(given).without_worker(workers)) == warned

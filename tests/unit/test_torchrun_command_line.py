@@ -134,21 +134,6 @@ def test_torchruns_variable_of_the_shutdown_is_read(line: str, grace_s: float, s
 
 
 @pytest.mark.parametrize(
-    ("line", "warnings"),
-    [
-        ("--duplicate-stdout-filters=a", 0),
-        ("--duplicate-stdout-filters=a -t 0:1", 0),
-        ("--duplicate-stderr-filters=a -t 1", 1),
-        ("--duplicate-stdout-filters=a --duplicate-stderr-filters=b -r 3", 2),
-    ],
-)
-def test_filters_that_copy_nothing_say_so(line: str, warnings: int, script: str) -> None:
-    found = run(line, script).warnings
-    assert len(found) == warnings
-    assert all("copies nothing: add --tee" in warning for warning in found)
-
-
-@pytest.mark.parametrize(
     ("line", "backend", "warnings"),
     [
         (
