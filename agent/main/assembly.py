@@ -31,12 +31,11 @@ from ..configuration.stopping import drain_timeout_s
 from ..machine.inventory import Machine, needs_of
 from ..machine.network.discovery import Network
 from ..observability.job_report import JobReport, Watch
-from ..observability.otel import SpanSender, spans_of
+from ..observability.otel import SpanSender
 from ..observability.page import Board, Source, overview
 from ..observability.sources import AgentsSource
 from ..observability.status import StatusPages
 from ..observability.steps import StepRate
-from ..observability.training_account import Recovered
 from ..output.console import Console
 from ..output.events import Kind
 from ..output.journal import EventFile, Journal
@@ -168,11 +167,11 @@ def checks_of(agent: Agent, machine: Machine) -> JoinChecks:
     )
 
 
-def spans_of_recoveries(agent: Agent, parts: contextlib.ExitStack) -> Callable[[Recovered], None]:
-    """The function to call with each recovery: it sends the spans, if a collector is configured."""
+def send_spans(agent: Agent, journal: Journal, parts: contextlib.ExitStack) -> None:
+    """The spans of each recovery that the journal has from now on, if a collector is configured."""
     endpoint = agent.config.otlp_endpoint
     if endpoint is None:
-        return lambda _: None
+        return
     resource = {
         "service.name": "elastic-agent",
         "service.version": __version__,
@@ -180,16 +179,9 @@ def spans_of_recoveries(agent: Agent, parts: contextlib.ExitStack) -> Callable[[
         "elastic_agent.job": agent.config.rendezvous.job_id,
         "elastic_agent.node": agent.name,
     }
-    sender = SpanSender(None if endpoint == ENVIRONMENT else endpoint, resource)
+    sender = SpanSender(None if endpoint == ENVIRONMENT else endpoint, resource, journal)
     sender.start()
     parts.callback(sender.close)
-    secrets = secrets_in(agent.environment)
-
-    def tell(recovered: Recovered) -> None:
-        if spans := spans_of(recovered, time.time() - agent.clock(), secrets):
-            sender.send(spans)
-
-    return tell
 
 
 def recheck_of(agent: Agent, machine: Machine) -> Recheck:

@@ -96,7 +96,7 @@ from .assembly import (
     policy_of,
     receiver_of,
     recheck_of,
-    spans_of_recoveries,
+    send_spans,
     spares_of,
 )
 from .error_file import write_error_file
@@ -245,8 +245,8 @@ def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
             agent.config.max_restarts,
             agent.started_at,
             time.time,
-            spans_of_recoveries(agent, parts),
         )
+        send_spans(agent, journal, parts)
         loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, recheck, *services)
         _watch_for_notices(agent, loop, parts)
         probes.begin(rendezvous.participant, rendezvous.heartbeat)

@@ -18,9 +18,8 @@ while workers are being stopped, a second worker that fails because the first on
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 class Activity(enum.Enum):
@@ -120,27 +119,12 @@ NEXT: Mapping[TrainingEvent, Mapping[Activity, Activity]] = {
 }
 
 
-MOST_STAGES = 256
-"""The most stages of one recovery that are kept. A recovery over 30 failed generations has fewer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One uninterrupted stretch of a phase. Instants are seconds, monotonic."""
-
-    phase: Activity
-    began_at: float
-    ended_at: float
-
-
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """Seconds of each of PHASES that there was, in their order. Those of STARTUP depend on what the workers report:
     without steps a recovery is over when their scripts begin; without a load all until the first step is INIT."""
 
     phases: Mapping[Activity, float]
-    stages: tuple[Stage, ...] = ()
-    """The stages in their order, without those of no length; at most the last MOST_STAGES."""
 
     @property
     def duration_s(self) -> float:
@@ -158,8 +142,6 @@ class GoodputAccount:
         self._before_recovery: Mapping[Activity, float] | None = None
         self._passed: set[Activity] = set()
         """What this recovery has left behind."""
-        self._stages: deque[Stage] = deque(maxlen=MOST_STAGES)
-        """The stages of the present recovery."""
 
     @property
     def recovering(self) -> bool:
@@ -185,7 +167,6 @@ class GoodputAccount:
         if self.activity in (Activity.DETECT, Activity.STOP):
             if self._before_recovery is None:
                 self._before_recovery, self._passed = dict(self.seconds), set()
-                self._stages.clear()
         elif self.activity is Activity.WAITING:
             self._before_recovery = None
         elif self.activity in (STEPPING if self.reports_steps else (*BEGUN, *STEPPING)):
@@ -195,20 +176,12 @@ class GoodputAccount:
     def _book(self, activity: Activity, until: float) -> None:
         """An instant that is booked already stays booked: events of several threads overtake each other."""
         if until > self.booked_until:
-            if self.recovering:
-                self._keep(Stage(activity, self.booked_until, until))
             self.seconds[activity] += until - self.booked_until
             self.booked_until = until
-
-    def _keep(self, stage: Stage) -> None:
-        """Append a stage of this recovery, or extend the last one if it is of the same phase."""
-        if self._stages and self._stages[-1].phase is stage.phase:
-            stage = replace(stage, began_at=self._stages.pop().began_at)
-        self._stages.append(stage)
 
     def _recovered(self) -> Recovery | None:
         before, self._before_recovery = self._before_recovery, None
         if before is None:
             return None
         there = (phase for phase in PHASES if phase in STANDSTILL or phase in self._passed)
-        return Recovery({phase: self.seconds[phase] - before[phase] for phase in there}, tuple(self._stages))
+        return Recovery({phase: self.seconds[phase] - before[phase] for phase in there})

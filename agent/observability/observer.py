@@ -31,7 +31,7 @@ from .goodput import TrainingEvent
 from .membership import MembershipWatch, StragglerWatch, WorldComparison, because, reason
 from .status import StatusPages
 from .steps import StepRate
-from .training_account import Recovered, TrainingAccount
+from .training_account import TrainingAccount
 
 log = logging.getLogger(__name__)
 
@@ -74,17 +74,16 @@ class Observer:
         max_failures: int | None,
         started_at: float,
         wall_clock: Callable[[], float],
-        tell: Callable[[Recovered], None] = lambda _: None,
     ) -> None:
         """`started_at`: when the agent started. `run_directory`: the folder of runs, for the journal's file; None: the
-        journal has no file. `tell` is called at the end of each recovery; it must not wait."""
+        journal has no file."""
         self.journal = journal
         self._run_directory = run_directory
         self._metrics = metrics
         self._pages = pages
         self._max_failures = max_failures
         self._wall_clock = wall_clock
-        self.training = TrainingAccount(metrics, pages, journal, rate, started_at, wall_clock, tell)
+        self.training = TrainingAccount(metrics, pages, journal, rate, started_at, wall_clock)
         self._worlds = MembershipWatch()
         self._noted: World | None = None
         self._excluded: Mapping[str, Exclusion] = {}
@@ -165,6 +164,7 @@ class Observer:
         before, self._noted = self._noted, world
         if world is None or world is before:
             return
+        self.journal.run = world.run or self.journal.run
         if self._run_directory is not None and world.run:
             self.journal.begin(run_folder(self._run_directory, world.job, world.run))
         number, counts = world.generation, {"nodes": len(world.members), "workers": world.size}

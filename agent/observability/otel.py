@@ -1,51 +1,34 @@
-"""The spans of a recovery: one for the whole recovery on this node, and in it one for each phase.
+"""Recoveries as OpenTelemetry spans (extra `otel`), from the events of the journal.
 
-The nodes of a job recover at the same time. Without asking each other they compute the same trace id, from the run and
-the generation in which training goes on. So the spans of all nodes for one recovery are one trace.
+There is one span for the whole recovery on this node, and in it one for each phase. The nodes of a job recover at the
+same time. Without asking each other they compute the same trace id, from the run and the generation in which training
+resumes: the spans of all nodes for one recovery are one trace.
 
-Sends the spans of recoveries to a collector, over OTLP/HTTP, by OpenTelemetry's SDK (extra `otel`).
-
-One thread imports, sets up and calls the SDK, whose own thread sends. Neither can delay or end the agent: spans that
-find no room are dropped, errors are logged once, and the end of the agent waits at most CLOSE_S for the last spans.
+One thread makes the spans and waits for the collector, by OTLP/HTTP. It can neither delay nor end the agent: recoveries
+that find no room are dropped, errors are logged once, and the end of the agent waits at most CLOSE_S for the last ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import queue
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Mapping
+from typing import Any
 
 from ...threads import Thread
-from ..output.masking import masked
-from .goodput import Activity
-from .training_account import Recovered
+from ..output.events import JobEvent, Kind
+from ..output.journal import Journal
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+log = logging.getLogger(__name__)
 
-_NAMES = {Activity.FIRST_STEP: "first step"}
-"""The phases whose spans have another name than in the metrics."""
-
-
-@dataclass(frozen=True, slots=True)
-class RecoverySpans:
-    """The spans of one recovery. Instants are seconds since the epoch."""
-
-    trace_id: int
-    spans: tuple[Span, ...]
-    """The first is the whole recovery; the others are parts of it."""
-    attributes: Mapping[str, str | int]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    name: str
-    began_at: float
-    ended_at: float
+CLOSE_S = 2.0
+"""How long the end of the agent waits for the last spans."""
+MOST_WAITING = 64
+"""Recoveries that wait for the thread."""
+_OF_LIBRARIES = ("opentelemetry", "requests", "urllib3")
 
 
 def trace_id(run: str, generation: int) -> int:
@@ -54,57 +37,40 @@ def trace_id(run: str, generation: int) -> int:
     return int.from_bytes(digest[:16], "big") or 1
 
 
-def spans_of(recovered: Recovered, epoch: float, secrets: Collection[str]) -> RecoverySpans | None:
-    """`epoch`: the wall clock's time when the monotonic clock was 0. `secrets` are masked in texts that a worker may
-    have printed: they must not leave this node. None: the recovery took no time."""
-    recovery = recovered.recovery
-    if not recovery.stages:
-        return None
-    ended_at = recovery.stages[-1].ended_at
-    whole = Span("recovery", epoch + ended_at - recovery.duration_s, epoch + ended_at)
-    phases = (
-        Span(_NAMES.get(stage.phase, stage.phase.value), epoch + stage.began_at, epoch + stage.ended_at)
-        for stage in recovery.stages
-    )
-    attributes: dict[str, str | int] = {
-        "elastic_agent.run": recovered.run,
-        "elastic_agent.generation": recovered.generation,
-        "elastic_agent.cause": recovered.cause,
-    }
-    if recovered.because:
-        attributes["elastic_agent.because"] = masked(recovered.because, secrets)
-    return RecoverySpans(trace_id(recovered.run, recovered.generation), (whole, *phases), attributes)
-
-
-log = logging.getLogger(__name__)
-
-CLOSE_S = 2.0
-"""How long the end of the agent waits for the last spans."""
-MOST_WAITING = 64
-"""Recoveries that wait for the thread."""
-
-_OF_LIBRARIES = ("opentelemetry", "requests", "urllib3")
-
-
 class SpanSender:
-    """`send` is for any thread, and never waits."""
+    """Sends a span for each recovery of which the journal tells. `heard` is for any thread, and never waits."""
 
-    def __init__(self, endpoint: str | None, resource: Mapping[str, str]) -> None:
+    def __init__(self, endpoint: str | None, resource: Mapping[str, str], journal: Journal) -> None:
         """`endpoint`: the collector's URL without /v1/traces; None: from OpenTelemetry's variables. `resource`: the
         attributes of this node; OpenTelemetry's variables override them."""
         self._endpoint = endpoint
         self._resource = resource
-        self._waiting: queue.Queue[RecoverySpans | None] = queue.Queue(MOST_WAITING)
+        self._journal = journal
+        self._because = ""
+        self._waiting: queue.Queue[tuple[JobEvent, Mapping[str, str | int]] | None] = queue.Queue(
+            MOST_WAITING
+        )
         self._thread = Thread(self._work, "spans")
-        self._sends = False
+        self._sends = self._failing = False
+        journal.listen(self.heard)
 
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, spans: RecoverySpans) -> None:
+    def heard(self, event: JobEvent) -> None:
+        if event.kind is Kind.WORLD:
+            self._because = event.text
+        if event.kind is not Kind.RECOVERY or not any(event.seconds.values()):
+            return
         self._sends = True
+        attributes: dict[str, str | int] = {
+            "elastic_agent.run": self._journal.run,
+            "elastic_agent.generation": event.generation,
+            "elastic_agent.cause": event.cause,
+            "elastic_agent.because": self._because,
+        }
         try:
-            self._waiting.put_nowait(spans)
+            self._waiting.put_nowait((event, attributes))
         except queue.Full:
             log.warning("the spans of a recovery are not sent: those of %d wait already", MOST_WAITING)
 
@@ -123,60 +89,63 @@ class SpanSender:
 
     def _work(self) -> None:
         try:
-            tracing = _Tracing(self._endpoint, self._resource)
-            while (spans := self._waiting.get()) is not None:
-                tracing.record(spans)
-            tracing.end()
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+            heard = _LastWords()
+            for name in _OF_LIBRARIES:  # they log each attempt, and this module once
+                logging.getLogger(name).addHandler(heard)
+            exporter: Any = OTLPSpanExporter(
+                None if self._endpoint is None else f"{self._endpoint}/v1/traces"
+            )
+            resource = Resource.create(self._resource).merge(OTELResourceDetector().detect())
+            while (recovery := self._waiting.get()) is not None:
+                self._export(exporter, _spans(*recovery, resource), heard)
+            exporter.shutdown()
         except Exception as error:  # of a library that the job does not need
             log.warning("no spans are sent: %r. The job goes on", error)
 
+    def _export(self, exporter: Any, spans: list[Any], heard: _LastWords) -> None:
+        """Log when it begins to fail, and when it works again."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
 
-class _Tracing:
-    """The SDK, set up for one collector."""
+        if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+            return
+        try:
+            why = (
+                ""
+                if exporter.export(spans) is SpanExportResult.SUCCESS
+                else heard.text or "no reason is known"
+            )
+        except Exception as error:
+            why = repr(error)
+        if why and not self._failing:
+            log.warning("spans are not sent: %.300s. The job goes on; check --otlp-endpoint", why)
+        elif self._failing and not why:
+            log.info("spans are sent again")
+        self._failing = bool(why)
 
-    def __init__(self, endpoint: str | None, resource: Mapping[str, str]) -> None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-        class Ids(RandomIdGenerator):
-            trace_id = 0
+def _spans(event: JobEvent, attributes: Mapping[str, str | int], resource: Any) -> list[Any]:
+    """The whole recovery, which ended with the event, and its phases one after another; what took no time has none."""
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import SpanContext, TraceFlags
 
-            def generate_trace_id(self) -> int:
-                return self.trace_id
+    def context() -> SpanContext:
+        trace = trace_id(str(attributes["elastic_agent.run"]), event.generation)
+        return SpanContext(trace, random.getrandbits(64) or 1, is_remote=False, trace_flags=TraceFlags(1))
 
-        heard = _LastWords()
-        for name in _OF_LIBRARIES:  # they log each attempt, and ours once
-            logging.getLogger(name).addHandler(heard)
-        self._ids = Ids()
-        exporter = OTLPSpanExporter(None if endpoint is None else f"{endpoint}/v1/traces")
-        self._provider = TracerProvider(
-            resource=Resource.create(resource).merge(OTELResourceDetector().detect()),
-            id_generator=self._ids,
-            shutdown_on_exit=False,
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(_told_once(exporter, heard)))
-        self._tracer = self._provider.get_tracer("elastic_agent")
+    def span(name: str, began: float, ended: float, **more: Any) -> ReadableSpan:
+        return ReadableSpan(name, resource=resource, start_time=_ns(began), end_time=_ns(ended), **more)
 
-    def record(self, spans: RecoverySpans) -> None:
-        from opentelemetry.context import Context
-        from opentelemetry.trace import set_span_in_context
-
-        self._ids.trace_id = spans.trace_id
-        first, *parts = spans.spans
-        whole = self._tracer.start_span(
-            first.name, Context(), start_time=_ns(first.began_at), attributes=spans.attributes
-        )
-        inside = set_span_in_context(whole, Context())
-        for part in parts:
-            self._tracer.start_span(part.name, inside, start_time=_ns(part.began_at)).end(_ns(part.ended_at))
-        whole.end(_ns(first.ended_at))
-
-    def end(self) -> None:
-        """Sends the spans that wait, for as long as the SDK tries."""
-        self._provider.shutdown()
+    whole, at = context(), event.at - sum(event.seconds.values())
+    spans = [span("recovery", at, event.at, context=whole, attributes=attributes)]
+    for phase, seconds in event.seconds.items():
+        if seconds:
+            name = "first step" if phase == "step" else phase
+            spans.append(span(name, at, at + seconds, context=context(), parent=whole))
+            at += seconds
+    return spans
 
 
 def _ns(at: float) -> int:
@@ -190,35 +159,3 @@ class _LastWords(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text = record.getMessage()
-
-
-def _told_once(exporter: SpanExporter, heard: _LastWords) -> SpanExporter:
-    """The exporter with one log line when it begins to fail, and one when it works again. It raises nothing: an error
-    in any thread ends the agent."""
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-    class ToldOnce(SpanExporter):
-        failing = False
-
-        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-            try:
-                result = exporter.export(spans)
-            except Exception as error:
-                return self._failed(repr(error))
-            if result is not SpanExportResult.SUCCESS:
-                return self._failed(heard.text)
-            if self.failing:
-                self.failing = False
-                log.info("spans are sent again")
-            return result
-
-        def _failed(self, why: str) -> SpanExportResult:
-            if not self.failing:
-                self.failing = True
-                log.warning("spans are not sent: %.300s. The job goes on; check --otlp-endpoint", why)
-            return SpanExportResult.FAILURE
-
-        def shutdown(self) -> None:
-            exporter.shutdown()
-
-    return ToldOnce()

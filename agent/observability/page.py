@@ -33,7 +33,7 @@ from ...health.http import JSON, TEXT, Page, Request
 from ...rendezvous.coordinator.exclusions import in_words, left_out
 from ...rendezvous.records import Failure
 from ...threads import Thread
-from ..output.events import EVENT, SCHEMA
+from ..output.events import EVENT, SCHEMA, JobEvent
 from ..output.journal import Journal
 from ..output.masking import masked
 from .job_report import JobReport, NodeReport, as_json
@@ -169,7 +169,7 @@ class Board:
             self._watchers -= 1
             self._changed.notify_all()
 
-    def _noted(self) -> None:
+    def _noted(self, _: JobEvent) -> None:
         if self._watchers:
             with self._changed:
                 self._hurry = True

@@ -40,19 +40,6 @@ _RECOVERIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """Training goes on in a new generation."""
-
-    recovery: Recovery
-    run: str
-    generation: int
-    cause: str
-    """The kind of change that ended the last generation that had trained."""
-    because: str
-    """Why the generation before this one ended, in words."""
-
-
 class TrainingAccount:
     """For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
 
@@ -64,10 +51,7 @@ class TrainingAccount:
         rate: StepRate,
         started_at: float,
         wall_clock: Callable[[], float],
-        tell: Callable[[Recovered], None],
     ) -> None:
-        """`tell` is called at the end of each recovery; it must not wait."""
-        self._tell = tell
         self._metrics = metrics
         self._pages = pages
         self._journal = journal
@@ -81,10 +65,10 @@ class TrainingAccount:
         self._steps = StepCount()
         self._recovers_from: CauseKind | None = None
         self._saved_at: float | None = None
-        self._begin(0, "", "")
+        self._begin(0, "")
 
-    def _begin(self, generation: int, run: str, because: str) -> None:
-        self._generation, self._run, self._because = generation, run, because
+    def _begin(self, generation: int, because: str) -> None:
+        self._generation, self._because = generation, because
         self._progress = NodeProgress()
         self._load_noted: tuple[str, int] | None = None
         self._damaged: int | None = None
@@ -101,7 +85,7 @@ class TrainingAccount:
 
     def started(self, world: World, because: str, now: float) -> None:
         """Workers are to run; `because` says what ended the generation before."""
-        self._begin(world.generation, world.run, because)
+        self._begin(world.generation, because)
         self._steps.begin(world.step)
         if self._goodput.recovering and self._recovers_from is None:
             self._recovers_from = world.cause.kind
@@ -115,7 +99,7 @@ class TrainingAccount:
         if recovery is not None and self._recovers_from in _RECOVERIES:
             phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
             self._metrics.recovered(_RECOVERIES[self._recovers_from], phases_s)
-            text = f"training again after {recovery.duration_s:.3g} s"
+            text = f"training resumed after {recovery.duration_s:.3g} s"
             if not self._goodput.reports_steps:
                 text = f"workers started again after {recovery.duration_s:.3g} s (no steps reported)"
                 log.info("generation %d: %s", self._generation, text)
@@ -125,8 +109,6 @@ class TrainingAccount:
                 cause=_RECOVERIES[self._recovers_from],
                 seconds=phases_s,
             )
-            cause = self._recovers_from.value
-            self._tell(Recovered(recovery, self._run, self._generation, cause, self._because))
         if not self._goodput.recovering:
             self._recovers_from = None
         return recovery

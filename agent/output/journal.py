@@ -240,10 +240,12 @@ class Journal:
         self._number = 0
         self._generation = 0
         self._folder: Path | None = None
-        self._heard: tuple[Callable[[], None], ...] = ()
+        self._heard: tuple[Callable[[JobEvent], None], ...] = ()
+        self.run = ""
+        """The job's run, once it is known."""
 
-    def listen(self, heard: Callable[[], None]) -> None:
-        """`heard` is called after each event, in the thread that notes it: it must not wait."""
+    def listen(self, heard: Callable[[JobEvent], None]) -> None:
+        """`heard` is called with each event, in the thread that notes it: it must not wait."""
         self._heard = (*self._heard, heard)
 
     def start(self) -> None:
@@ -301,7 +303,7 @@ class Journal:
             if self._file is not None and self._folder is not None:
                 self._file.write(EVENT.encode(event))
         for heard in self._heard:
-            heard()
+            heard(event)
 
     @property
     def generation(self) -> int:

@@ -123,7 +123,7 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
     agent.job = job_of(3, checkpoint=Checkpoint(12, 3.0), memory=Checkpoint(17, 0.5), step=17)
     agent.journal.note(Kind.WORLD, "the job starts", generation=1, cause="start", counts={"nodes": 3})
     agent.journal.note(Kind.WORLD, "rank 3 failed", generation=2, cause="exception", counts={"nodes": 3})
-    agent.journal.note(Kind.RECOVERY, "training again after 0.5 s", seconds={"stop": 0.2, "init": 0.3})
+    agent.journal.note(Kind.RECOVERY, "training resumed after 0.5 s", seconds={"stop": 0.2, "init": 0.3})
     worker = WorkerFailure(
         3, 1, "n1", 2, 1, "exception", "ValueError: lr < 0", None, "Traceback ...", (), "/l"
     )
@@ -145,7 +145,7 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
             "hidden",
             "0\u20137",
         ),
-        *("step 17", " s ago", "step 12", "rank 3 failed", "training again after 0.5 s", "Traceback ..."),
+        *("step 17", " s ago", "step 12", "rank 3 failed", "training resumed after 0.5 s", "Traceback ..."),
         *("rank 3 on node n1, generation 2", "all that it printed: /l", "live"),
     ):
         assert words in text, words

@@ -15,29 +15,15 @@ import pytest
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'elastic-agent[otel]'")
 
 from elastic_agent import threads
-from elastic_agent.agent.observability import otel as exporter
-from elastic_agent.agent.observability.otel import (
-    CLOSE_S,
-    MOST_WAITING,
-    RecoverySpans,
-    Span,
-    SpanSender,
-    trace_id,
-)
+from elastic_agent.agent.observability import otel
+from elastic_agent.agent.observability.otel import CLOSE_S, MOST_WAITING, SpanSender, trace_id
+from elastic_agent.agent.output.events import Kind
+from elastic_agent.agent.output.journal import Journal
 from tests.collector import Collector
 
 PATIENCE_S = 30.0
-SPANS = RecoverySpans(
-    trace_id("run", 2),
-    (Span("recovery", 1000.0, 1002.0), Span("detect", 1000.0, 1000.5), Span("stop", 1000.5, 1002.0)),
-    {"elastic_agent.run": "run", "elastic_agent.generation": 2},
-)
+SECRET = "c4n4ry-Value9"
 RESOURCE = {"service.name": "elastic-agent", "elastic_agent.node": "a"}
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +43,21 @@ def collector() -> Iterator[Collector]:
     collector.close()
 
 
+class Sender(SpanSender):
+    """With a journal of its own, whose clock stands still."""
+
+    def __init__(self, endpoint: str | None, resource: dict[str, str]) -> None:
+        self.journal = Journal("a", lambda: 1002.0, secrets=[SECRET])
+        super().__init__(endpoint, resource, self.journal)
+
+    def recovery(self) -> None:
+        self.journal.run = "run"
+        why = f"rank 1 failed: --api-key abc123 {SECRET}"
+        self.journal.note(Kind.WORLD, why, generation=2, cause="exit_code")
+        seconds = {"detect": 0.5, "stop": 1.25, "backoff": 0.0, "step": 0.25}
+        self.journal.note(Kind.RECOVERY, "training resumed after 2 s", cause="process", seconds=seconds)
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -65,30 +66,38 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_the_spans_of_a_recovery_are_one_trace(collector: Collector) -> None:
-    sender = SpanSender(collector.url, RESOURCE)
+    sender = Sender(collector.url, RESOURCE)
     sender.start()
-    sender.send(SPANS)
-    wait_for(lambda: len(collector.spans) == 3)
+    sender.recovery()
+    wait_for(lambda: len(collector.spans) == 4)
     sender.close()
     spans = {span.name: span for span in collector.spans}
     assert {span.trace for span in spans.values()} == {f"{trace_id('run', 2):032x}"}
     whole = spans["recovery"]
     assert whole.parent == ""
-    assert (spans["detect"].parent, spans["stop"].parent) == (whole.id, whole.id)
+    assert {spans[name].parent for name in ("detect", "stop", "first step")} == {whole.id}
     assert (whole.began_at, whole.ended_at) == (1000 * 10**9, 1002 * 10**9)
     assert (spans["detect"].began_at, spans["detect"].ended_at) == (1000 * 10**9, 1000 * 10**9 + 5 * 10**8)
-    assert whole.attributes == SPANS.attributes
+    assert (spans["stop"].began_at, spans["first step"].ended_at) == (1000 * 10**9 + 5 * 10**8, 1002 * 10**9)
+    because = whole.attributes.pop("elastic_agent.because")
+    assert whole.attributes == {
+        "elastic_agent.run": "run",
+        "elastic_agent.generation": 2,
+        "elastic_agent.cause": "process",
+    }
+    assert str(because).startswith("rank 1 failed: --api-key ")
+    assert "abc123" not in str(because)
+    assert SECRET not in str(because), "what a worker printed leaves the node without secrets"
     assert whole.resource.items() >= RESOURCE.items()
     assert {path for path, _ in collector.requests} == {"/v1/traces"}
 
 
-def test_what_waits_at_the_end_is_sent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
-    sender = SpanSender(collector.url, RESOURCE)
+def test_what_waits_at_the_end_is_sent(collector: Collector) -> None:
+    sender = Sender(collector.url, RESOURCE)
     sender.start()
-    sender.send(SPANS)
+    sender.recovery()
     sender.close()
-    assert len(collector.spans) == 3
+    assert len(collector.spans) == 4
 
 
 def test_the_variables_of_opentelemetry_are_respected(
@@ -99,10 +108,10 @@ def test_the_variables_of_opentelemetry_are_respected(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "rack=7")
-    sender = SpanSender(None, RESOURCE)
+    sender = Sender(None, RESOURCE)
     sender.start()
-    sender.send(SPANS)
-    wait_for(lambda: len(collector.spans) == 3)
+    sender.recovery()
+    wait_for(lambda: len(collector.spans) == 4)
     sender.close()
     [(path, headers)] = collector.requests
     assert (path, headers["x-token"], headers["content-encoding"]) == ("/v1/traces", "abc", "gzip")
@@ -112,9 +121,9 @@ def test_the_variables_of_opentelemetry_are_respected(
 
 def test_a_disabled_sdk_sends_nothing(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    sender = SpanSender(collector.url, RESOURCE)
+    sender = Sender(collector.url, RESOURCE)
     sender.start()
-    sender.send(SPANS)
+    sender.recovery()
     sender.close()
     assert collector.requests == []
 
@@ -124,13 +133,13 @@ def test_a_collector_that_refuses_is_told_once_and_again_when_it_takes_them(
 ) -> None:
     caplog.set_level(logging.INFO)
     collector.status = 400
-    sender = SpanSender(collector.url, RESOURCE)
+    sender = Sender(collector.url, RESOURCE)
     sender.start()
     for asked in (1, 2):
-        sender.send(SPANS)
+        sender.recovery()
         wait_for(lambda asked=asked: len(collector.requests) == asked)  # type: ignore[misc]
     collector.status = 200
-    sender.send(SPANS)
+    sender.recovery()
     wait_for(lambda: "again" in caplog.text)
     sender.close()
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("elastic_agent")]
@@ -148,11 +157,11 @@ def test_no_collector_holds_up_the_agent(collector_is: str) -> None:
     else:
         stub = Collector(503, answers=collector_is != "hanging")
         url = stub.url
-    sender = SpanSender(url, RESOURCE)
+    sender = Sender(url, RESOURCE)
     sender.start()
     began = time.monotonic()
     for _ in range(3 * MOST_WAITING):
-        sender.send(SPANS)
+        sender.recovery()
     sent = time.monotonic()
     assert sent - began < 5.0, "it does not wait for the collector's 10 s"
     if stub is not None:
@@ -165,11 +174,11 @@ def test_no_collector_holds_up_the_agent(collector_is: str) -> None:
 
 
 def test_a_thread_that_stands_still_holds_up_no_other() -> None:
-    sender = SpanSender("http://127.0.0.1:9", RESOURCE)  # and is never started
+    sender = Sender("http://127.0.0.1:9", RESOURCE)  # and is never started
 
     def send_and_close() -> None:
         for _ in range(2 * MOST_WAITING):
-            sender.send(SPANS)
+            sender.recovery()
         sender.close()
 
     caller = threading.Thread(target=send_and_close, daemon=True)
@@ -178,18 +187,16 @@ def test_a_thread_that_stands_still_holds_up_no_other() -> None:
     assert not caller.is_alive()
 
 
-@pytest.mark.parametrize("fails", ["_Tracing", "record"])
 def test_what_the_library_raises_ends_no_thread_as_failed(
-    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failed: list[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failed: list[str]
 ) -> None:
     def raises(*_: object) -> None:
         raise RuntimeError("of a library")
 
-    owner = exporter if fails == "_Tracing" else exporter._Tracing
-    monkeypatch.setattr(owner, fails, raises)
-    sender = SpanSender("http://127.0.0.1:9", RESOURCE)
+    monkeypatch.setattr(otel, "_spans", raises)
+    sender = Sender("http://127.0.0.1:9", RESOURCE)
     sender.start()
-    sender.send(SPANS)
+    sender.recovery()
     sender.close()
     assert "no spans are sent" in caplog.text
     assert failed == []
@@ -204,9 +211,9 @@ def test_an_export_that_raises_fails_no_thread_of_the_sdk(
         raise SystemError("of a library")
 
     monkeypatch.setattr(OTLPSpanExporter, "export", raises)
-    sender = SpanSender("http://127.0.0.1:9", RESOURCE)
+    sender = Sender("http://127.0.0.1:9", RESOURCE)
     sender.start()
-    sender.send(SPANS)
+    sender.recovery()
     sender.close()
     assert "spans are not sent: SystemError('of a library')" in caplog.text
 
@@ -214,9 +221,9 @@ def test_an_export_that_raises_fails_no_thread_of_the_sdk(
 def test_an_agent_that_sends_spans_can_use_etcd() -> None:
     """Whichever is loaded first."""
     script = """
-from elastic_agent.agent.observability.otel import _Tracing
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from elastic_agent.rendezvous.etcd.rpc import load
-first, second = (lambda: _Tracing("http://127.0.0.1:1", {}), load)[::int(__import__("sys").argv[1])]
+first, second = (lambda: OTLPSpanExporter("http://127.0.0.1:1"), load)[::int(__import__("sys").argv[1])]
 first()
 second()
 """

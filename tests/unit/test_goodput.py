@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_agent.agent.observability.goodput import (
-    MOST_STAGES,
     NEXT,
     PHASES,
     STARTUP,
@@ -17,7 +16,6 @@ from elastic_agent.agent.observability.goodput import (
     Activity,
     GoodputAccount,
     Recovery,
-    Stage,
     TrainingEvent,
 )
 from elastic_agent.health.metrics import LOST_TIME_CAUSES, RECOVERY_PHASES
@@ -234,39 +232,6 @@ def test_generations_tried_in_vain_belong_to_the_recovery() -> None:
     assert recovery.duration_s == 10.0
 
 
-def test_the_stages_of_a_recovery_are_its_phases_as_they_went() -> None:
-    account = GoodputAccount(4.0)
-    record(account, *FAILURE_HERE[:7])
-    account.advance(41.0)  # a turn of the main loop begins no stage
-    [recovery] = record(account, *FAILURE_HERE[7:])
-    assert recovery.stages == (
-        Stage(DETECT, 40.0, 40.5),
-        Stage(STOP, 40.5, 41.5),
-        Stage(RENDEZVOUS, 41.5, 42.0),
-        Stage(BACKOFF, 42.0, 45.0),
-        Stage(RENDEZVOUS, 45.0, 45.25),
-        Stage(START, 45.25, 45.5),
-        Stage(INIT, 45.5, 46.5),
-        Stage(LOAD, 46.5, 48.0),
-        Stage(FIRST_STEP, 48.0, 48.25),
-    )
-
-
-def test_the_stages_of_a_recovery_without_end_are_bounded() -> None:
-    account = GoodputAccount(4.0)
-    record(account, *FAILURE_HERE[:7])
-    for at in range(50, 50 + 2 * MOST_STAGES, 2):
-        record(
-            account, (at, TrainingEvent.GONE), (at, TrainingEvent.STARTED), (at + 1, TrainingEvent.STOPPING)
-        )
-    [recovery] = record(
-        account, (2000, TrainingEvent.GONE), (2001, TrainingEvent.STARTED), (2002, TrainingEvent.STEPPED)
-    )
-    assert len(recovery.stages) == MOST_STAGES
-    assert recovery.stages[-1] == Stage(START, 2001, 2002)
-    assert recovery.duration_s == 2002 - 40.0
-
-
 def test_without_steps_a_recovery_ends_when_the_scripts_begin() -> None:
     account = GoodputAccount(0.0)
     story = [
@@ -285,7 +250,6 @@ def test_without_steps_a_recovery_ends_when_the_scripts_begin() -> None:
         5.5,
         {DETECT: 0.0, STOP: 1.5, RENDEZVOUS: 3.0, BACKOFF: 0.0, START: 1.0},
     )
-    assert recovery.stages[-1] == Stage(START, 10.0, 10.5)
     assert account.activity is STOP
     assert account.recovering
 
@@ -333,7 +297,6 @@ def test_the_seconds_add_up_and_never_fall(story: list[tuple[TrainingEvent | Non
         if recovery is not None:
             assert standing_still_since is not None
             assert recovery.duration_s == account.booked_until - standing_still_since
-            _check_stages(recovery, standing_still_since, account.booked_until)
         assert sum(account.seconds.values()) == account.booked_until - 100.0  # eighths: exact
         assert all(account.seconds[activity] >= before[activity] for activity in Activity)
         assert account.booked_until in (booked, now)
@@ -343,11 +306,3 @@ def test_the_seconds_add_up_and_never_fall(story: list[tuple[TrainingEvent | Non
         elif standing_still_since is None:
             standing_still_since = account.booked_until
         assert not (account.recovering and account.activity in (WAITING, *STEPPING))
-
-
-def _check_stages(recovery: Recovery, began_at: float, ended_at: float) -> None:
-    instants = [began_at, *(stage.ended_at for stage in recovery.stages)]
-    assert [stage.began_at for stage in recovery.stages] == instants[:-1]
-    assert instants[-1] == ended_at
-    for phase, seconds in recovery.phases.items():
-        assert sum(s.ended_at - s.began_at for s in recovery.stages if s.phase is phase) == seconds

@@ -187,7 +187,7 @@ def test_what_all_seconds_went_into_is_an_event_a_minute(observer: Observer, jou
 @pytest.mark.parametrize(
     ("steps", "text"),
     [
-        (True, "training again after 3.5 s"),
+        (True, "training resumed after 3.5 s"),
         (False, "workers started again after 2 s (no steps reported)"),
     ],
 )
