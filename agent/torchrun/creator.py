@@ -22,8 +22,7 @@ def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Raises ValueError with everything that is wrong in `params`. Contacts no store yet."""
     from ..configuration.options import SECRET_VARIABLES
-    from .handler import EtcdV3Handler
-    from .parameters import read_parameters
+    from .handler import EtcdV3Handler, read_parameters
 
     # No worker may inherit a secret (I15).
     secrets = {name: os.environ.pop(name) for name in SECRET_VARIABLES if name in os.environ}

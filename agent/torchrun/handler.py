@@ -8,16 +8,20 @@ shuts down without an error has finished.
 Each world gets a `TCPStore` of its own, served by the agent of its first node on a socket that was bound before the
 world was made, so that no key and no address of an earlier world is ever seen. A place counts as taken when all nodes
 have met there: until then the death of one brings the next world, afterwards torchrun's own exchange follows at once.
+
+Its parameters become a `Config`, read and checked by the code that reads our own options. Errors about them are put
+into torchrun's words, so that advice can be followed.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import re
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -28,6 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
@@ -35,19 +40,24 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from ...rendezvous.coordinator.view import Policy
 from ...rendezvous.errors import RendezvousError, StoreError
+from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.node.node_actions import Refusal
 from ...rendezvous.records import NodeRecord, Phase, Result
 from ...rendezvous.store.interface import Store
 from ...threads import Thread
 from ..common.exits import CannotStart
 from ..common.ports import OfferedPort, PortError, bind_listener
-from ..configuration.config import Config
+from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
+from ..configuration.derive import resolve
+from ..configuration.parse import Option
+from ..configuration.rendezvous import BACKEND as BACKEND_OPTION
+from ..configuration.rendezvous import ENDPOINT, JOB_ID
+from ..configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS, Settings
 from ..configuration.stopping import drain_timeout_s
 from ..machine.network.addresses import unique_node_id
 from ..machine.network.discovery import wait_for_network
 from ..rendezvous_io.store_opening import connect_to_store
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
-from .parameters import in_torchruns_words
 
 log = logging.getLogger(__name__)
 
@@ -313,3 +323,72 @@ def _refusal(status: Status) -> Exception:
     if isinstance(why, Result):
         return RendezvousClosedError(f"the job has ended: {text}")
     return RendezvousStateError(text)
+
+
+# ---------------------------------------------------------------- torchrun's parameters
+
+PREFIX = "prefix"
+"""A key of `--rdzv-conf` for what our own program takes from the endpoint's URL only."""
+
+KEYS = (*RDZV_CONF_KEYS, PREFIX)
+
+
+def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) -> Config:
+    """`secrets` are the variables that hold one. Raises ValueError with all problems."""
+    settings = Settings()
+    settings.put(BACKEND_OPTION, ETCD.name, "--rdzv-backend")
+    settings.put(JOB_ID, params.run_id, "--rdzv-id")
+    settings.put(MIN_NODES, str(params.min_nodes), "--nnodes")
+    settings.put(MAX_NODES, str(params.max_nodes), "--nnodes")
+    settings.put(NO_PYTHON, "torchrun", "torchrun")  # it starts the workers, and knows what they are
+    if params.local_addr is not None:
+        settings.put(LOCAL_ADDR, params.local_addr, "--local-addr")
+    conf = {key.replace("-", "_"): str(value) for key, value in params.config.items()}
+    _put_endpoint(settings, params.endpoint, conf.pop(PREFIX, None))
+    for key, text in conf.items():
+        if key in RDZV_CONF_KEYS:
+            settings.put(RDZV_CONF_KEYS[key], text, f"--rdzv-conf {key}")
+        elif key not in IGNORED_RDZV_CONF_KEYS:
+            expected = f"a key of {', '.join(KEYS)}"
+            settings.problems.append(
+                Problem(f"--rdzv-conf {key}", None, expected, "correct it, or leave it out")
+            )
+    try:
+        return resolve(settings, secrets, lambda: uuid.uuid4().hex).config
+    except ConfigError as error:
+        raise ValueError(in_torchruns_words(str(error))) from None
+
+
+def _put_endpoint(settings: Settings, endpoint: str, prefix: str | None) -> None:
+    if prefix is None:
+        settings.put(ENDPOINT, endpoint, "--rdzv-endpoint")
+    elif "/" in endpoint.removeprefix("etcd://"):
+        problem = Problem(
+            f"--rdzv-conf {PREFIX}", prefix, "no other prefix in --rdzv-endpoint", "keep one of the two"
+        )
+        settings.problems.append(problem)
+        settings.broken.add(ENDPOINT.name)
+    else:
+        hosts = endpoint.removeprefix("etcd://")
+        settings.put(ENDPOINT, f"etcd://{hosts}/{prefix.strip('/')}", "--rdzv-endpoint")
+
+
+_WORDS: dict[str, tuple[str, Option[object]]] = {}
+for _key, _option in RDZV_CONF_KEYS.items():
+    _WORDS.setdefault(_option.name, (_key, _option))
+
+
+def in_torchruns_words(text: str) -> str:
+    """Our options as torchrun's user writes them: `--etcd-ca FILE` is `--rdzv-conf ca=FILE`."""
+
+    def reword(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if name in (MIN_NODES.name, MAX_NODES.name):
+            return "--nnodes"
+        if name not in _WORDS:
+            return match[0]
+        key, option = _WORDS[name]
+        value = "true" if option.flag else value
+        return f"--rdzv-conf {key}={value}" if value else f"--rdzv-conf {key}"
+
+    return re.sub(r"--([a-z-]+)(?: ([A-Z]+)\b)?", reword, text)

@@ -28,9 +28,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elastic_agent.agent.torchrun.creator import create_handler, creator
-from elastic_agent.agent.torchrun.handler import BACKEND, EtcdV3Handler
+from elastic_agent.agent.torchrun.handler import BACKEND, EtcdV3Handler, read_parameters
 from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S
-from elastic_agent.agent.torchrun.parameters import read_parameters
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,

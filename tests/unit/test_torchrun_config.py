@@ -11,7 +11,7 @@ from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig
 from elastic_agent.agent.configuration.settings import IGNORED_RDZV_CONF_KEYS
 from elastic_agent.agent.configuration.values import NodeCounts
-from elastic_agent.agent.torchrun.parameters import KEYS, in_torchruns_words, read_parameters
+from elastic_agent.agent.torchrun.handler import KEYS, in_torchruns_words, read_parameters
 from elastic_agent.rendezvous.records import Endpoint
 
 SECRET = {"ELASTIC_AGENT_ETCD_PASSWORD": "canary"}
