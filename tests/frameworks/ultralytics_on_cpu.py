@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import torch.distributed as dist
 from recorded import record, stepped
 from torch import nn
+from trainer_start import start_file
 from ultralytics.models.yolo import detect
 from ultralytics.utils import DEFAULT_CFG_DICT
 
-from elastic_agent.launcher import LaunchConfig
-from elastic_agent.trainer_start import StartFile
+from elastic_agent.launcher import LaunchConfig, run_agent, words_of
 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -84,8 +84,8 @@ def start(workers: int) -> None:
     last = example.FOLDER / "train" / "weights" / "last.pt"
     arguments = {"cfg": {**DEFAULT_CFG_DICT, "save_dir": ""}, "overrides": overrides}
     resume = {"overrides": {"resume": str(last)}}
-    with StartFile(Recorded, arguments, on_restart=resume, if_exists=last) as file:
-        file.run(LaunchConfig(nproc_per_node=workers))
+    with start_file(Recorded, arguments, on_restart=resume, if_exists=last) as path:
+        run_agent([*words_of(LaunchConfig(nproc_per_node=workers)), str(path)])
 
 
 if __name__ == "__main__":

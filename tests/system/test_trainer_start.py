@@ -1,27 +1,22 @@
-"""Jobs of trainers that are started by a file: the class, its arguments, and what is left of the files."""
+"""A trainer that is started by a file (`examples/trainer_start.py`): its arguments, a kill, what is left of files."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-import re
-import shutil
 import stat
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
 
-from elastic_agent import trainer_start
-from elastic_agent.launcher import LaunchConfig
-from elastic_agent.trainer_start import FOLDER, StartFile, _arguments, _class_at, absolute_entries
-
-SCRIPT = """
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = f"""
 import json, os, pathlib, signal, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
 
 class Trainer:
     assert len(sys.argv) == 3, "of the script that has written the start file"
@@ -34,27 +29,27 @@ class Trainer:
         generation = os.environ["ELASTIC_AGENT_GENERATION"]
         if generation == "1" and self.overrides["kill"]:
             os.kill(os.getpid(), signal.SIGKILL)
-        seen = {
+        seen = {{
             "name": __name__,
             "main": sys.modules["__main__"].Trainer is type(self),
             "argv": sys.argv,
-            "types": {key: type(value).__name__ for key, value in self.overrides.items()},
-            "overrides": {key: repr(value) for key, value in self.overrides.items()},
-        }
-        (self.save_dir / f"seen-{generation}.json").write_text(json.dumps(seen))
+            "types": {{key: type(value).__name__ for key, value in self.overrides.items()}},
+            "overrides": {{key: repr(value) for key, value in self.overrides.items()}},
+        }}
+        (self.save_dir / f"seen-{{generation}}.json").write_text(json.dumps(seen))
 
 if __name__ == "__main__":
-    from elastic_agent.launcher import LaunchConfig
-    from elastic_agent.trainer_start import StartFile
+    from elastic_agent.launcher import LaunchConfig, run_agent, words_of
+    from trainer_start import start_file
 
     save_dir = pathlib.Path(sys.argv[1])
-    overrides = {
-        "save_dir": save_dir, "name": "it's \\"quoted\\"; $(touch no) {x}", "names": {0: "a", 1: "b"},
-        "size": (640, 480.5), "freeze": None, "kill": True, "resume": False,
-    }
-    with StartFile(Trainer(overrides=overrides), {"overrides": overrides},
-                   on_restart={"overrides": {"resume": True}}, if_exists=save_dir / sys.argv[2]) as start:
-        start.run(LaunchConfig(options={"preload": "none"}))
+    overrides = {{
+        "save_dir": save_dir, "name": "it's \\"quoted\\"; $(touch no) {{x}}", "names": {{0: "a", 1: "b"}},
+        "size": (640, 480.5), "freeze": None, "kill": True, "resume": False, "most": float("inf"),
+    }}
+    with start_file(Trainer(overrides=overrides), {{"overrides": overrides}},
+                    on_restart={{"overrides": {{"resume": True}}}}, if_exists=save_dir / sys.argv[2]) as path:
+        run_agent([*words_of(LaunchConfig(options={{"preload": "none"}})), str(path)])
 """
 
 
@@ -66,17 +61,27 @@ class OfThisModule:
         pass
 
 
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import trainer_start
+
+    yield trainer_start
+    sys.modules.pop("trainer_start", None)
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the start files of a test are, and of no other one."""
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setenv("TMPDIR", str(place))
-    return place / f"{FOLDER}{os.getuid()}"
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return place
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("start-*"))
+    return sorted(folder.glob("trainer-start-*"))
 
 
 def test_a_trainer_of_the_script_itself_after_a_kill(tmp_path: Path, folder: Path) -> None:
@@ -100,78 +105,55 @@ def test_a_trainer_of_the_script_itself_after_a_kill(tmp_path: Path, folder: Pat
         "freeze": "None",
         "kill": "True",
         "resume": "True",
+        "most": "inf",
     }
     assert {file.name for file in save_dir.iterdir()} == {"last.pt", "seen-2.json"}
     assert not files(folder)
 
 
-def test_the_file_is_private_and_the_command_a_list(folder: Path) -> None:
-    with StartFile(OfThisModule, {"lr": 0.1}) as start:
-        assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, start.path)] == [0o700, 0o600]
-        python, *words = start.command(LaunchConfig(nproc_per_node=2, run_id="it's mine"))
-        assert (python, words[:2], words[-1]) == (sys.executable, ["-m", "elastic_agent"], str(start.path))
-        assert "--rdzv-id=it's mine" in words
+def test_the_example_as_it_stands(tmp_path: Path, folder: Path) -> None:
+    command = [sys.executable, EXAMPLES / "trainer_start.py", tmp_path / "run"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert "epoch 5 of 5" in done.stdout + done.stderr
+    assert (tmp_path / "run" / "last.txt").read_text() == "5"
     assert not files(folder)
 
 
-def test_two_at_once_and_what_others_have_put_there_stay(folder: Path) -> None:
-    with StartFile(OfThisModule) as one, StartFile(OfThisModule) as two:
-        (folder / "mine.py").touch()
-        one.remove()
-        one.remove()
-        with StartFile(OfThisModule):
-            assert two.path.exists()
-    assert [path.name for path in sorted(folder.iterdir())] == ["lock", "mine.py"]
+def test_the_file_is_private_and_goes_and_what_others_have_put_there_stays(
+    example: Any, folder: Path
+) -> None:
+    (folder / "mine.py").touch()
+    with example.start_file(OfThisModule, {"lr": 0.1}) as one, example.start_file(OfThisModule, {}) as two:
+        assert stat.S_IMODE(one.parent.stat().st_mode) == 0o700
+        assert one.exists()
+        assert two.exists()
+    assert [path.name for path in folder.iterdir()] == ["mine.py"]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_removes_nothing() -> None:
-    with StartFile(OfThisModule) as start:
-        if (child := os.fork()) == 0:
-            start.remove()
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert start.path.exists()
-
-
-KILLED = """
-import sys, time
-import argparse
-from elastic_agent.trainer_start import StartFile
-start = StartFile(argparse.ArgumentParser, method="parse_args")
-print(start.path, flush=True)
-time.sleep(600)
+KILLED = f"""
+import argparse, sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
+from trainer_start import start_file
+with start_file(argparse.ArgumentParser, {{}}, method="parse_args") as path:
+    print(path, flush=True)
+    time.sleep(600)
 """
 
 
-def test_the_next_start_removes_what_a_killed_one_has_left(folder: Path) -> None:
+def test_the_next_start_removes_what_a_killed_one_has_left(
+    example: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example, "YOUNG_S", 0.0)
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        left = Path(owner.stdout.readline().strip())
-        with StartFile(OfThisModule):
-            assert left.exists(), "its owner lives"
-        owner.kill()
-    # An agent that goes on without the owner would start workers with it.
-    waiting = [sys.executable, "-c", "input('begun\\n')", left]
-    with subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
-        assert agent.stdout is not None
-        assert agent.stdout.readline() == b"begun\n"
-        with StartFile(OfThisModule):
-            assert left.exists(), "a process has it in its command"
-        agent.kill()
-    with StartFile(OfThisModule) as start:
-        assert files(folder) == [start.path]
-
-
-def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
-        StartFile(OfThisModule)
-    folder.rmdir()
-    folder.symlink_to("/")
-    with pytest.raises(PermissionError, match="name another place in TMPDIR"):
-        StartFile(OfThisModule)
+        try:
+            assert owner.stdout is not None
+            left = Path(owner.stdout.readline().strip())
+            with example.start_file(OfThisModule, {}):
+                assert left.exists(), "its owner lives"
+        finally:
+            owner.kill()
+    with example.start_file(OfThisModule, {}) as path:
+        assert files(folder) == [path.parent]
 
 
 @pytest.mark.parametrize(
@@ -182,104 +164,30 @@ def test_a_folder_that_others_may_write_to_is_refused(folder: Path) -> None:
         (OfThisModule, {"on_restart": {"resume": True}}, "on_restart needs if_exists"),
         (OfThisModule, {"method": "fit"}, r"trainer is <class .*OfThisModule'>, which has no method 'fit'"),
         (OfThisModule.Inner, {}, "which has no method 'train'"),
-        (5, {}, "trainer is 5, which has no method 'train'"),
+        (type("Local", (OfThisModule,), {}), {}, "define the class at the top of a module"),
     ],
 )
 def test_what_no_worker_could_start_is_named(
-    trainer: Any, more: dict[str, Any], told: str, folder: Path
+    trainer: Any, more: dict[str, Any], told: str, example: Any, folder: Path
 ) -> None:
-    with pytest.raises(TypeError, match=told):
-        StartFile(trainer, **more)
-    assert not folder.exists()
-
-
-def test_a_class_that_no_worker_could_import_is_refused() -> None:
-    class Local:
-        def train(self) -> None:
-            pass
-
-    for kind in (Local, Local()):
-        with pytest.raises(TypeError, match=r"<locals>.Local: define the class at the top of a module"):
-            StartFile(kind)
-
-
-def test_a_class_within_a_class_is_found() -> None:
-    place = {"module": __name__, "name": "OfThisModule.Inner"}
-    assert _class_at(place) is OfThisModule.Inner
-
-
-def test_a_trainer_resumes_only_after_its_first_checkpoint(tmp_path: Path) -> None:
-    last = tmp_path / "last.pt"
-    more = {"overrides": {"resume": True}}
-    with StartFile(OfThisModule, {"overrides": {"resume": False}}, on_restart=more, if_exists=last) as start:
-        words = ast.literal_eval(re.search(r"json.loads\((.*)\)", start.path.read_text())[1])  # type: ignore[index]
-        given = json.loads(words)
-    seen = [_arguments(given, generation)["overrides"]["resume"] for generation in (1, 2)]
-    last.touch()
-    seen += [_arguments(given, generation)["overrides"]["resume"] for generation in (1, 2)]
-    assert seen == [False, False, False, True]
-
-
-def test_relative_entries_of_the_path_are_those_of_both_folders() -> None:
-    """A script that has changed its folder: where it began, and where it is."""
-    entries = absolute_entries(["", "lib", "/abs", Path("/not/looked/at"), "/abs"], ("/began", "/is"))
-    assert entries == ["/began", "/is", "/began/lib", "/is/lib", "/abs"]
-    assert absolute_entries(["lib"], (None, "/is")) == ["/is/lib"]
-
-
-def test_a_file_that_a_cleaner_has_removed_is_written_again(folder: Path) -> None:
-    with StartFile(OfThisModule) as start:
-        text, now = start.path.read_text(), time.time()
-        os.utime(start.path, (0, 0))
-        start.keep(now)
-        assert start.path.stat().st_mtime > now - 60, "else a cleaner would take it for old"
-        shutil.rmtree(folder)
-        start.keep(now)
-        assert start.path.read_text() == text
-        assert stat.S_IMODE(start.path.stat().st_mode) == 0o600
-        with StartFile(OfThisModule) as other:
-            assert files(folder) == sorted([start.path, other.path]), "it is locked, too"
-    start.keep(now)
+    with pytest.raises(TypeError, match=told), example.start_file(trainer, **{"arguments": {}, **more}):
+        pass
     assert not files(folder)
 
 
-def test_a_thread_looks_whether_the_file_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_start, "KEEP_EVERY_S", 0.01)
-    with StartFile(OfThisModule) as start:
-        start.path.unlink()
-        deadline = time.monotonic() + 10.0
-        while not start.path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert start.path.exists()
+def test_a_trainer_resumes_only_after_its_first_checkpoint(example: Any, tmp_path: Path) -> None:
+    last = tmp_path / "last.pt"
+    start = {
+        "arguments": {"overrides": {"resume": False, "lr": 0.1}},
+        "on_restart": {"overrides": {"resume": True}},
+        "if_exists": os.fspath(last),
+    }
+    seen = [example.arguments_of(start, generation)["overrides"] for generation in (1, 2)]
+    last.touch()
+    seen += [example.arguments_of(start, generation)["overrides"] for generation in (1, 2)]
+    assert [each["resume"] for each in seen] == [False, False, False, True]
+    assert {each["lr"] for each in seen} == {0.1}
 
 
-def test_what_is_no_file_is_left_alone(folder: Path) -> None:
-    folder.mkdir(mode=0o700)
-    (folder / "start-folder.py").mkdir()
-    os.mkfifo(folder / "start-fifo.py")
-    with StartFile(OfThisModule):
-        pass
-    assert {path.name for path in files(folder)} == {"start-folder.py", "start-fifo.py"}
-
-
-def test_a_class_of_a_module_that_python_runs_by_name_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "trains.py").write_text(
-        "import json\n"
-        "class Trainer:\n"
-        "    pass\n"
-        "if __name__ == '__main__':\n"
-        "    from elastic_agent.trainer_start import _place_of\n"
-        "    print(json.dumps(_place_of(Trainer)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "trains"], cwd=tmp_path, check=True, capture_output=True, text=True
-    )
-    place = json.loads(done.stdout)
-    assert place == {"main_module": "trains", "name": "Trainer"}
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("__main__", "__mp_main__"):
-        monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
-    found: Any = _class_at(place)
-    assert (found.__module__, found is sys.modules["__main__"].Trainer) == ("__mp_main__", True)  # type: ignore[attr-defined]
+def test_a_class_within_a_class_is_found(example: Any) -> None:
+    assert example.class_at({"module": __name__, "name": "OfThisModule.Inner"}) is OfThisModule.Inner

@@ -110,8 +110,7 @@ pool: worker/wire health/checks health/checks/node health rendezvous/text rendez
 pool/commands: rendezvous/text rendezvous rendezvous/store common output configuration rendezvous_io \
     commands pool
 torchrun: rendezvous/etcd common configuration machine/network rendezvous_io main
-start: worker/wire common output configuration workers/processes checkpoints machine commands main pool \
-    pool/commands
+start: common output configuration workers/processes checkpoints machine commands main pool pool/commands
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec` and
 `threads` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES`
