@@ -30,7 +30,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .agent.common.exits import ExitCode
-from .agent.configuration.values import Texts
+from .agent.configuration.parse import join_texts
 from .agent.workers.processes.workers import tied
 
 _log = logging.getLogger(__name__)
@@ -192,8 +192,8 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[Any], str | None]]] = {
     "role": ("role", _role),
     "log_line_prefix_template": ("log-line-prefix-template", lambda text: text.replace("\0", " ")),
     "signals_to_handle": ("signals-to-handle", str),
-    "duplicate_stdout_filters": ("duplicate-stdout-filters", lambda texts: str(Texts(tuple(texts)))),
-    "duplicate_stderr_filters": ("duplicate-stderr-filters", lambda texts: str(Texts(tuple(texts)))),
+    "duplicate_stdout_filters": ("duplicate-stdout-filters", join_texts),
+    "duplicate_stderr_filters": ("duplicate-stderr-filters", join_texts),
     "virtual_local_rank": ("virtual-local-rank", lambda value: str(value).lower()),
     "shutdown_timeout": ("shutdown-timeout", str),
     "numa_options": ("numa-binding", _numa_binding),

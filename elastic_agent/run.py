@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .agent.configuration.values import Texts
+from .agent.configuration.parse import join_texts
 from .launcher import run_agent
 
 _ELSEWHERE = ("help", "module", "no_python")
@@ -46,7 +46,7 @@ def words_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[
             continue
         name = max(action.option_strings, key=len).replace("_", "-")
         if isinstance(value, list):  # of texts to look for
-            value = str(Texts(tuple(value)))
+            value = join_texts(value)
         words += [name] if value is True else [f"{name}={value}"]
     switch = (
         "-m" if getattr(args, "module", False) else "--no-python" if getattr(args, "no_python", False) else ""

@@ -110,7 +110,7 @@ def run_daemon(
         link = StoreLink(opened.store, member, lease_ttl_s, events.put, clock, rng)
         place = f"{config.rendezvous.job_id} at {opened.options[ENDPOINT.name]}"
         log.info("node %s offers itself to pool %s", name, place)
-        standby = Standby(config.preload.words, config.rendezvous.kind.name, environment, clock)
+        standby = Standby(config.preload, config.rendezvous.kind.name, environment, clock)
         parts.callback(standby.close)
 
         def checked(findings: Sequence[Finding]) -> None:
@@ -294,7 +294,7 @@ def run(resolved: Resolved) -> int:
     log_to(console, name, config.logs)
     manager = ServiceManager.take(os.environ, os.getpid(), clock)
     environment = take_environment()
-    catch_signals(events, config.stop.more_signals.numbers)
+    catch_signals(events, config.stop.more_signals)
     manager.ready()
     ending = run_daemon(config, name, resolved.settings, environment, events, manager.turn)
     level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR

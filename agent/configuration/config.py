@@ -62,15 +62,11 @@ from .values import (
     CheckMode,
     Command,
     DevicePinning,
-    LocalRanks,
     LogFormat,
-    LogLevel,
     NetworkProfile,
     NodeCounts,
-    Preload,
     Shell,
     Streams,
-    Texts,
     UserCause,
     WorkerCount,
 )
@@ -105,7 +101,7 @@ TEE: Option[Streams | None] = LOGS.option(
     short="-t",
     torchrun="tee",
 )
-LOCAL_RANKS_FILTER: Option[LocalRanks | None] = LOGS.option(
+LOCAL_RANKS_FILTER: Option[tuple[int, ...] | None] = LOGS.option(
     "local-ranks-filter",
     Parser("local ranks with commas between, like 0,2", read_local_ranks),
     "only these workers of the node are on the console; files are as without it (default: all)",
@@ -113,7 +109,7 @@ LOCAL_RANKS_FILTER: Option[LocalRanks | None] = LOGS.option(
     torchrun="local-ranks-filter",
 )
 _TEXTS = Parser("texts with commas between; two commas stand for one in a text", read_texts)
-STDOUT_FILTERS: Option[Texts] = LOGS.option(
+STDOUT_FILTERS: Option[tuple[str, ...]] = LOGS.option(
     "duplicate-stdout-filters",
     _TEXTS,
     "lines of stdout that hold one of these texts, and go to files and to the console, are also copied to"
@@ -122,7 +118,7 @@ STDOUT_FILTERS: Option[Texts] = LOGS.option(
     default="",
     torchrun="duplicate-stdout-filters",
 )
-STDERR_FILTERS: Option[Texts] = LOGS.option(
+STDERR_FILTERS: Option[tuple[str, ...]] = LOGS.option(
     "duplicate-stderr-filters",
     _TEXTS,
     "the same for stderr and filtered_stderr.log",
@@ -139,7 +135,7 @@ PREFIX_TEMPLATE: Option[str] = LOGS.option(
     default="[${node}/${rank}] ",
     torchrun="log-line-prefix-template",
 )
-LOG_LEVEL: Option[LogLevel] = LOGS.option(
+LOG_LEVEL: Option[int] = LOGS.option(
     "log-level",
     Parser("debug, info, warning, error or critical, in any case, or a number", read_log_level),
     "the agent's own lines on stderr, from this level on; also in the variable LOGLEVEL, as torchrun has it. Output of"
@@ -166,12 +162,13 @@ class LogConfig:
     redirects: Streams | None = REDIRECTS.field()
     tee: Streams | None = TEE.field()
     """Both None: all streams go to the console and, with a directory, to files."""
-    local_ranks: LocalRanks | None = LOCAL_RANKS_FILTER.field()
+    local_ranks: tuple[int, ...] | None = LOCAL_RANKS_FILTER.field()
     """None: all."""
-    stdout_filters: Texts = STDOUT_FILTERS.field()
-    stderr_filters: Texts = STDERR_FILTERS.field()
+    stdout_filters: tuple[str, ...] = STDOUT_FILTERS.field()
+    stderr_filters: tuple[str, ...] = STDERR_FILTERS.field()
     prefix_template: str = PREFIX_TEMPLATE.field()
-    level: LogLevel = LOG_LEVEL.field()
+    level: int = LOG_LEVEL.field()
+    """Of Python's logging."""
     format: LogFormat = LOG_FORMAT.field()
 
     @property
@@ -188,7 +185,7 @@ class LogConfig:
     def wants_files(self) -> bool:
         """Also without a directory."""
         asked = any(streams is not None and streams.of_any(3) for streams in (self.redirects, self.tee))
-        return asked or bool(self.stdout_filters.texts or self.stderr_filters.texts)
+        return asked or bool(self.stdout_filters or self.stderr_filters)
 
 
 RUNNING = Group("What to run")
@@ -307,7 +304,7 @@ GPU_MEMORY_WAIT: Option[float] = NODES.option(
     "a restart waits at most this long until killed workers' GPU memory is free again, 0 is off; needs nvidia-ml-py",
     default="30s",
 )
-PRELOAD: Option[Preload] = NODES.option(
+PRELOAD: Option[tuple[str, ...]] = NODES.option(
     "preload",
     Parser(
         "names of modules with commas between, default or auto among them or alone, or none", read_preload
@@ -432,7 +429,8 @@ class Config:
     device_pinning: DevicePinning = DEVICE_PINNING.field()
     affinity: Affinity = AFFINITY.field()
     gpu_memory_wait_s: float = GPU_MEMORY_WAIT.field()  # 0: a restart does not wait for it
-    preload: Preload = PRELOAD.field()
+    preload: tuple[str, ...] = PRELOAD.field()
+    """What the fork server imports, see `--preload`; none: there is no such process."""
     role: str = ROLE.field()
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = NODE_ID.field()  # None: the agent makes one that no other agent has

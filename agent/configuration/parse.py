@@ -19,7 +19,7 @@ import re
 import shlex
 import signal
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Flag
 from pathlib import Path
@@ -32,15 +32,10 @@ from .values import (
     MASK,
     STORES,
     Affinity,
-    LocalRanks,
-    LogLevel,
     NodeCounts,
     NoticeSource,
-    Preload,
     Secret,
-    Signals,
     Streams,
-    Texts,
     WorkerCount,
     in_words,
 )
@@ -224,17 +219,17 @@ def read_affinity(text: str) -> Affinity:
     return cast(Affinity, one_of(Affinity).parse(_TORCHRUNS_AFFINITY.get(text, text)))
 
 
-def read_preload(text: str) -> Preload:
+def read_preload(text: str) -> tuple[str, ...]:
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if words == ("none",):
-        return Preload(())
+        return ()
     if words == ("auto",):
-        return Preload(("default", "auto"))
+        return ("default", "auto")
     if not all(part.isidentifier() for word in words for part in word.split(".")):
         raise ValueError
     if "none" in words:
         raise ValueError("none stands alone")
-    return Preload(words)
+    return words
 
 
 def read_backend(text: str) -> str:
@@ -361,33 +356,36 @@ def read_streams(text: str) -> Streams:
     return Streams(by_local_rank=tuple(sorted(by_local_rank.items())))
 
 
-def read_local_ranks(text: str) -> LocalRanks:
-    return LocalRanks(
-        tuple(sorted({int(_matched("[0-9]{1,4}", part.strip())[0]) for part in text.split(",")}))
-    )
+def read_local_ranks(text: str) -> tuple[int, ...]:
+    return tuple(sorted({int(_matched("[0-9]{1,4}", part.strip())[0]) for part in text.split(",")}))
 
 
-def read_log_level(text: str) -> LogLevel:
+def read_log_level(text: str) -> int:
     """
-    >>> [str(read_log_level(text)) for text in ("Debug", " warn ", "20", "15", "notset")]
-    ['debug', 'warning', 'info', '15', '1']
+    >>> [read_log_level(text) for text in ("Debug", " warn ", "20", "15", "notset")]
+    [10, 30, 20, 15, 1]
     """
     word = text.strip().upper()
     level = int(word) if re.fullmatch("[0-9]{1,9}", word) else logging.getLevelName(word)
     if not isinstance(level, int):
         raise ValueError
-    return LogLevel(max(level, 1))  # 0 would be the level of another logger
+    return max(level, 1)  # 0 would be the level of another logger
 
 
-def read_texts(text: str) -> Texts:
+def read_texts(text: str) -> tuple[str, ...]:
     """
-    >>> read_texts("loss,a,,b").texts
+    >>> read_texts("loss,a,,b")
     ('loss', 'a,b')
     """
     if "\0" in text:
         raise ValueError
     texts = (part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
-    return Texts(tuple(filter(None, texts)))
+    return tuple(filter(None, texts))
+
+
+def join_texts(texts: Iterable[str]) -> str:
+    """As `read_texts` reads them."""
+    return ",".join(text.replace(",", ",,") for text in texts)
 
 
 _NO_REQUESTS = frozenset(
@@ -397,11 +395,11 @@ _NO_REQUESTS = frozenset(
 """Those that cannot be handled, tell of a fault, or come by themselves."""
 
 
-def read_signals(text: str) -> Signals:
+def read_signals(text: str) -> tuple[signal.Signals, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text else ()
     if not all(name in signal.Signals.__members__ and name not in _NO_REQUESTS for name in names):
         raise ValueError
-    return Signals(names)
+    return tuple(signal.Signals[name] for name in names)
 
 
 def read_notice(text: str) -> NoticeSource:

@@ -151,7 +151,9 @@ class Settings:
             elif isinstance(setting.value, Secret):
                 written = f"# {option.name}: {setting.value}"
             else:
-                written = f"{option.name} = {_toml(setting.value)}"
+                # Of what has a form of its own for people, that form.
+                as_text = option is LOG_LEVEL or (isinstance(setting.value, tuple) and option is not ARGS)
+                written = f"{option.name} = {_quoted(setting.text) if as_text else _toml(setting.value)}"
             rows.append((written, setting.origin))
         if self.causes.value:
             rows.append((f"cause = {_tables(self.causes.value)}", self.causes.origin))

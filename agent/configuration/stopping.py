@@ -17,6 +17,7 @@ unless the user has chosen it.
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -39,7 +40,7 @@ from .parse import (
     whole_number,
 )
 from .rendezvous import SLURM
-from .values import NoticeSource, Signals
+from .values import NoticeSource
 
 STOPPING = Group("Restarts and stopping")
 MAX_RESTARTS: Option[int | None] = STOPPING.option(
@@ -115,7 +116,7 @@ FAILURE_DOMAIN: Option[str | None] = STOPPING.option(
     " some (default: not known)",
     metavar="LABEL",
 )
-SIGNALS_TO_HANDLE: Option[Signals] = STOPPING.option(
+SIGNALS_TO_HANDLE: Option[tuple[signal.Signals, ...]] = STOPPING.option(
     "signals-to-handle",
     Parser(
         "names of signals with commas between, like SIGTERM,SIGXCPU, that a process may handle", read_signals
@@ -199,7 +200,7 @@ class StopConfig:
     """Before `failure_grace_s`, for workers that guard their last step."""
     drain_timeout_s: float | None = DRAIN_TIMEOUT.field()
     """Of `grace_s`: workers end by themselves. None: `timeouts` knows."""
-    more_signals: Signals = SIGNALS_TO_HANDLE.field()
+    more_signals: tuple[signal.Signals, ...] = SIGNALS_TO_HANDLE.field()
     """Besides those that the agent handles in any case, of which some may be named here, too."""
     job_ends_at: int | None = JOB_ENDS_AT.field()
     """Unix time; the only instant here that is not monotonic: another machine has named it."""

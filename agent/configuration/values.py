@@ -5,8 +5,6 @@ A new kind of store is a folder in `rendezvous`, and a name in `STORES`.
 
 from __future__ import annotations
 
-import logging
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -52,20 +50,6 @@ class Secret:
 
 
 @dataclass(frozen=True, slots=True)
-class Preload:
-    """What the preloaded process imports, which workers are forked from; without any word there is none."""
-
-    words: tuple[str, ...]
-    """Names of modules; default: torch, and what DDP imports at its first use; auto: what workers import."""
-
-    def __str__(self) -> str:
-        return ",".join(self.words) or "none"
-
-    def __bool__(self) -> bool:
-        return bool(self.words)
-
-
-@dataclass(frozen=True, slots=True)
 class Streams:
     """Some of the standard streams of a node's workers: each set is 1 for stdout, 2 for stderr, 3 for both or 0."""
 
@@ -85,38 +69,7 @@ class Streams:
         return ",".join(f"{rank}:{streams}" for rank, streams in self.by_local_rank) or str(self.default)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRanks:
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.ranks))
-
-
-@dataclass(frozen=True, slots=True)
-class Signals:
-    names: tuple[str, ...]
-
-    @property
-    def numbers(self) -> tuple[signal.Signals, ...]:
-        return tuple(signal.Signals[name] for name in self.names)
-
-    def __str__(self) -> str:
-        return ",".join(self.names)
-
-
 LogFormat = Literal["text", "json"]
-
-
-@dataclass(frozen=True, slots=True)
-class LogLevel:
-    """A level of Python's logging."""
-
-    number: int
-
-    def __str__(self) -> str:
-        name = logging.getLevelName(self.number)
-        return str(self.number) if " " in name else name.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +115,6 @@ class UserCause:
         action = self.action.value if self.action is not None else ""
         parts = {"name": self.name, "contains": self.contains, "action": action}
         return {key: text for key, text in parts.items() if text}
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    texts: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return ",".join(text.replace(",", ",,") for text in self.texts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ def recheck_of(agent: Agent, machine: Machine) -> Recheck:
 
 def spares_of(agent: Agent, machine: Machine, prepared: Prepared) -> Spares:
     """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
-    command, words, wanted = agent.config.command, agent.config.preload.words, machine.workers + 1
+    command, words, wanted = agent.config.command, agent.config.preload, machine.workers + 1
     interpreter = interpreter_of(prepared, agent.environment, first_on_path(command.started, os.getcwd()))
     forks = bool(words) and command.kind != "binary" and not prepared.adoption_error
     if prepared.spares is not None:

@@ -40,7 +40,7 @@ def log_to(console: Console, name: str, logs: LogConfig, generation: Callable[[]
     handler.setFormatter(JsonLines(name, generation) if logs.format == "json" else TextLines(name))
     root = logging.getLogger("elastic_agent")
     root.handlers[:] = [handler]
-    root.setLevel(logs.level.number)
+    root.setLevel(logs.level)
     root.propagate = False
 
 

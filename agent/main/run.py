@@ -212,7 +212,7 @@ class Rendezvous:
 
 def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
     """In the order that the module's docstring explains."""
-    catch_signals(agent.events, agent.config.stop.more_signals.numbers)
+    catch_signals(agent.events, agent.config.stop.more_signals)
     end_in_time(agent.config.stop)
     if prepared.adoption_error:
         log.warning("what workers leave behind is not adopted: %s", prepared.adoption_error)

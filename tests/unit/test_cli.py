@@ -238,7 +238,7 @@ def test_the_log_level_is_that_of_the_strongest_source_and_of_two_the_last(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     main([*words, script])
-    assert [config.logs.level.number for config in started] == [level]
+    assert [config.logs.level for config in started] == [level]
 
 
 def test_a_log_level_that_logging_does_not_know_is_refused_by_name(

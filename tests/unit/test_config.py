@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -31,14 +32,9 @@ from elastic_agent.agent.configuration.settings import (
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.agent.configuration.values import (
     Command,
-    LocalRanks,
-    LogLevel,
     NodeCounts,
     NoticeSource,
-    Preload,
-    Signals,
     Streams,
-    Texts,
 )
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.worker.wire.environment import WORKER_VARIABLES
@@ -58,7 +54,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "virtual-local-rank": ("true", "device_pinning", "mask"),
     "affinity": ("exclusive", "affinity", "cores"),
     "gpu-memory-wait": ("1m", "gpu_memory_wait_s", 60.0),
-    "preload": ("default, my.own_package,default", "preload", Preload(("default", "my.own_package"))),
+    "preload": ("default, my.own_package,default", "preload", ("default", "my.own_package")),
     "node-id": ("rack-1.node_2", "node_id", "rack-1.node_2"),
     "check": ("fail", "check", "fail"),
     "check-directory": ("/nfs/job", "check_directory", "/nfs/job"),
@@ -81,7 +77,7 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "drain-timeout": ("25", "stop.drain_timeout_s", 25.0),
     "kill-timeout": ("5m", "stop.kill_timeout_s", 300.0),
     "just-in-time-grace": ("0", "stop.just_in_time_grace_s", 0.0),
-    "signals-to-handle": ("SIGTERM, SIGXCPU", "stop.more_signals", Signals(("SIGTERM", "SIGXCPU"))),
+    "signals-to-handle": ("SIGTERM, SIGXCPU", "stop.more_signals", (signal.SIGTERM, signal.SIGXCPU)),
     "job-ends-at": ("1900000000", "stop.job_ends_at", 1900000000),
     "notice": ("file:/run/leave", "stop.notice", NoticeSource("file", "/run/leave")),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
@@ -102,11 +98,11 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "log-dir": ("/var/log/x", "logs.directory", Path("/var/log/x")),
     "redirects": ("10:1,2:3", "logs.redirects", Streams(0, ((2, 3), (10, 1)))),
     "tee": ("3", "logs.tee", Streams(3)),
-    "local-ranks-filter": ("2,0", "logs.local_ranks", LocalRanks((0, 2))),
-    "duplicate-stdout-filters": ("loss,a,,b", "logs.stdout_filters", Texts(("loss", "a,b"))),
-    "duplicate-stderr-filters": ("Error", "logs.stderr_filters", Texts(("Error",))),
+    "local-ranks-filter": ("2,0", "logs.local_ranks", (0, 2)),
+    "duplicate-stdout-filters": ("loss,a,,b", "logs.stdout_filters", ("loss", "a,b")),
+    "duplicate-stderr-filters": ("Error", "logs.stderr_filters", ("Error",)),
     "log-line-prefix-template": ("${hostname}:${rank}: ", "logs.prefix_template", "${hostname}:${rank}: "),
-    "log-level": ("error", "logs.level", LogLevel(40)),
+    "log-level": ("error", "logs.level", 40),
     "log-format": ("json", "logs.format", "json"),
 }
 
@@ -237,9 +233,9 @@ def problems_of(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
 
 
 def test_auto_alone_is_preloaded_with_the_default(script: str) -> None:
-    assert run_resolve(["--preload=auto", script]).config.preload == Preload(("default", "auto"))
-    assert run_resolve(["--preload=json,auto", script]).config.preload == Preload(("json", "auto"))
-    assert run_resolve(["--preload=none", script]).config.preload == Preload(())
+    assert run_resolve(["--preload=auto", script]).config.preload == ("default", "auto")
+    assert run_resolve(["--preload=json,auto", script]).config.preload == ("json", "auto")
+    assert run_resolve(["--preload=none", script]).config.preload == ()
 
 
 def test_the_tables_of_this_test_know_every_option() -> None:
@@ -288,7 +284,7 @@ def test_defaults(script: str) -> None:
         stop=StopConfig(30.0, 1.0),
         timeouts=TimeoutConfig("auto", None, 300.0),
         network_profile="auto",
-        logs=LogConfig(None, None, None, None, Texts(()), Texts(()), "[${node}/${rank}] "),
+        logs=LogConfig(None, None, None, None, (), (), "[${node}/${rank}] "),
         http_address=None,
     )
 

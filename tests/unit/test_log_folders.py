@@ -13,7 +13,7 @@ from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.own_folder import NoTemporaryDirectory, make_own
 from elastic_agent.agent.common.pool_folder import pool_folder_here
 from elastic_agent.agent.configuration.config import LogConfig
-from elastic_agent.agent.configuration.values import Streams, Texts
+from elastic_agent.agent.configuration.values import Streams
 from elastic_agent.agent.main.assembly import choose_log_directory
 from elastic_agent.agent.output.log_folders import (
     KEPT_GENERATIONS,
@@ -182,7 +182,7 @@ def test_a_full_temporary_directory_is_not_taken_but_looked_at(
 
 def test_dev_null_as_the_log_directory_means_no_files() -> None:
     """As under torchrun, whose --redirects have no effect then."""
-    logs = LogConfig(Path("/dev/null"), redirects=Streams(3), stdout_filters=Texts(("loss",)))
+    logs = LogConfig(Path("/dev/null"), redirects=Streams(3), stdout_filters=("loss",))
     chosen = choose_log_directory(logs)
     assert chosen.directory is None
     for route in output_routes(chosen, 0, {}):

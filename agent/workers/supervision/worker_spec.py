@@ -98,14 +98,14 @@ def output_routes(
     tee = logs.tee.of(local_rank) if logs.tee is not None else 0
     chosen = logs.redirects is not None or logs.tee is not None
     files = logs.directory is not None
-    seen = logs.local_ranks is None or local_rank in logs.local_ranks.ranks
+    seen = logs.local_ranks is None or local_rank in logs.local_ranks
 
     def route(stream: int, filters: tuple[str, ...]) -> OutputRoute:
         file = files and (not chosen or bool((redirects | tee) & stream))
         console = seen and (not files or bool(tee & stream) or not redirects & stream)
         return OutputRoute(prefix, file, console, filters if file and console else ())
 
-    return route(1, logs.stdout_filters.texts), route(2, logs.stderr_filters.texts)
+    return route(1, logs.stdout_filters), route(2, logs.stderr_filters)
 
 
 def make_directory(node: Node, generation: int) -> None:
