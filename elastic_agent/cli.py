@@ -43,7 +43,7 @@ from .agent.configuration.options import (
     short_help,
 )
 from .agent.configuration.settings import comment
-from .agent.main.error_file import write_error_file
+from .agent.main.process import write_error_file
 from .agent.output.log_folders import log_directory
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from ..agent.configuration.options import OPTIONS
 from ..agent.configuration.rendezvous import ETCD_OPTIONS, EXPECTED_NODES, JOB_ID, MEETING, POOL
 from ..agent.configuration.settings import Settings
 from ..agent.configuration.stopping import RUN_AGAIN
-from ..agent.main.error_file import VARIABLE as ERROR_FILE
+from ..agent.main.process import ERROR_FILE
 from ..agent.output.masking import masked, secrets_in
 from ..threads import Thread
 from .job_logs import hold

@@ -32,7 +32,7 @@ from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
 from ..machine.network.choice import NotReady
 from ..output.log_folders import FLIGHT_RECORDS, log_directory, run_folder
-from ..workers.environment.contract import WorkerPlace, chosen_variables, worker_env
+from ..workers.environment import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]

@@ -29,12 +29,10 @@ from ..common.ports import OfferedPort, PortError, PortLacking
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig, last_saves_s, obeys_before_s
 from ..machine.gpus.memory import GpuMemory
 from ..observability.observer import Observer
-from ..rendezvous_io.join_checks import JoinChecks
-from ..rendezvous_io.peer_link import PeerLink
-from ..rendezvous_io.recheck import Recheck
-from ..rendezvous_io.store_link import StoreLink
+from ..rendezvous_io.node_checks import JoinChecks, Recheck
+from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..workers.failures.worker_failure import WorkerFailure
-from ..workers.supervision.supervisor import Supervisor
+from ..workers.supervisor import Supervisor
 from .heartbeat import Heartbeat
 from .service_manager import ServiceManager
 

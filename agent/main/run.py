@@ -56,19 +56,17 @@ from ..output.events import EVENTS_PATH
 from ..output.journal import Journal
 from ..output.masking import secrets_in
 from ..output.worker_logs import WorkerLogs
-from ..rendezvous_io.join_checks import JoinChecks
+from ..rendezvous_io.commit_fence import CommitFence
+from ..rendezvous_io.last_steps import LastSteps
 from ..rendezvous_io.measured_store import MeasuredStore
-from ..rendezvous_io.peer_link import PeerLink
-from ..rendezvous_io.recheck import Recheck
-from ..rendezvous_io.store_link import StoreLink
+from ..rendezvous_io.node_checks import JoinChecks, Recheck
+from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
-from ..workers.environment.contract import worker_env
+from ..rendezvous_io.worker_links import WorkerLinks
+from ..workers.environment import Node, worker_env
 from ..workers.evidence import ras
 from ..workers.evidence.keeper import EvidenceKeeper
 from ..workers.hangs.signs import SignReader
-from ..workers.links.commit_fence import CommitFence
-from ..workers.links.last_steps import LastSteps
-from ..workers.links.server import WorkerLinks
 from ..workers.preloader.spares import Spares
 from ..workers.processes.guard import Guard
 from ..workers.processes.run_files import (
@@ -82,8 +80,7 @@ from ..workers.processes.subreaper import Subreaper
 from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import GroupHelpers, WorkerGroup, tied
-from ..workers.supervision.supervisor import Processes, Supervisor
-from ..workers.supervision.worker_spec import Node
+from ..workers.supervisor import Processes, Supervisor
 from .assembly import (
     Agent,
     board_of,
@@ -94,19 +91,17 @@ from .assembly import (
     metrics_of,
     pages_of,
     policy_of,
+    program_of,
     receiver_of,
     recheck_of,
     send_spans,
     spares_of,
 )
-from .error_file import write_error_file
-from .heartbeat import Heartbeat
+from .heartbeat import Heartbeat, Probes
 from .listeners import Listeners, bind_all, binder
 from .loop import Ending, Loop, Services
 from .prepared import Prepared, prepare_process
-from .probes import Probes
-from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment
-from .program import program_of
+from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment, write_error_file
 from .service_manager import ServiceManager
 
 log = logging.getLogger(__name__)

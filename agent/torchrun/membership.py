@@ -51,8 +51,7 @@ from ...worker.wire.shared_progress import clock
 from ..common.events import Event, ThreadFailed, run_next
 from ..common.ports import OfferedPort
 from ..main.heartbeat import Heartbeat
-from ..rendezvous_io.peer_link import PeerLink
-from ..rendezvous_io.store_link import StoreLink
+from ..rendezvous_io.store_link import PeerLink, StoreLink
 
 log = logging.getLogger(__name__)
 

@@ -24,20 +24,20 @@ from elastic_agent.agent.observability.status import StatusPages
 from elastic_agent.agent.observability.steps import StepRate
 from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.output.worker_logs import WorkerLogs
+from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
+from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
+from elastic_agent.agent.workers.environment import Node
 from elastic_agent.agent.workers.evidence.collector import Depth, Target
 from elastic_agent.agent.workers.evidence.keeper import EvidenceKeeper, Look
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.agent.workers.hangs.signs import SignReader
-from elastic_agent.agent.workers.links.last_steps import LastSteps
-from elastic_agent.agent.workers.links.server import WorkerLinks
 from elastic_agent.agent.workers.preloader.spares import Spares
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore
-from elastic_agent.agent.workers.supervision.supervisor import Processes, Supervisor
-from elastic_agent.agent.workers.supervision.worker_spec import Node
+from elastic_agent.agent.workers.supervisor import Processes, Supervisor
 from elastic_agent.health.checks.rules.gpus import GPU_READING, GpuFacts, NvmlFacts
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.participant import Participant

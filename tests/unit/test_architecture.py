@@ -90,21 +90,19 @@ checkpoints: common workers/processes
 machine: common configuration workers/processes machine/network machine/gpus checkpoints
 workers/evidence: common output workers/processes
 workers/hangs: common workers/processes
-workers/links: common
-workers/environment: common configuration machine/network checkpoints machine
 machine/notices: common configuration
 workers/preloader: common workers/processes machine/memory
 rendezvous_io: common configuration machine/network
 observability: common output configuration workers/processes workers/failures rendezvous_io
-workers/supervision: common output configuration machine/gpus machine/memory workers/failures workers/processes \
-    machine workers/environment workers/evidence workers/hangs workers/preloader observability workers/links
+workers: common output configuration checkpoints machine/network rendezvous_io machine/gpus machine/memory \
+    workers/failures workers/processes machine workers/evidence workers/hangs workers/preloader observability
 commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
-commands: common output configuration workers/processes machine/network checkpoints machine \
-    workers/environment rendezvous_io observability commands/check_nodes
+commands: common output configuration workers/processes machine/network checkpoints machine workers \
+    rendezvous_io observability commands/check_nodes
 commands/runs: common output configuration workers/processes observability commands
 main: common output configuration workers/processes workers/failures machine/network machine/memory \
-    machine/gpus checkpoints machine workers/evidence workers/hangs workers/links workers/environment \
-    machine/notices workers/preloader rendezvous_io observability workers/supervision
+    machine/gpus checkpoints machine workers/evidence workers/hangs machine/notices workers/preloader \
+    rendezvous_io observability workers
 pool: worker/wire health/checks health/checks/node health rendezvous/text rendezvous rendezvous/store \
     common output configuration machine/network machine workers/preloader rendezvous_io main
 pool/commands: rendezvous/text rendezvous rendezvous/store common output configuration rendezvous_io \
@@ -298,9 +296,9 @@ def test_no_module_imports_itself_through_others() -> None:
         ),
         (
             "agent/machine/planted.py",
-            "if TYPE_CHECKING:\n    from ..workers.environment.contract import Variable\n",
-            "agent/machine/planted.py:2 (for types only): from ..workers.environment.contract import Variable\n"
-            "    machine may not import workers/environment",
+            "if TYPE_CHECKING:\n    from ..workers.environment import Variable\n",
+            "agent/machine/planted.py:2 (for types only): from ..workers.environment import Variable\n"
+            "    machine may not import workers",
         ),
         (
             "agent/output/planted.py",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.workers.links.commit_fence import LONGEST_GRANT_S, CommitFence, judge
+from elastic_agent.agent.rendezvous_io.commit_fence import LONGEST_GRANT_S, CommitFence, judge
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (

@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from elastic_agent.agent.workers.supervision.drain_state import LOOK_AGAIN_S, STRANDED_S, DrainState
-from elastic_agent.agent.workers.supervision.exits import Exit
+from elastic_agent.agent.workers.stopping import LOOK_AGAIN_S, STRANDED_S, DrainState, Exit
 from elastic_agent.rendezvous.records import StopAt
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.shared_progress import Reading

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_agent.agent.main import error_file
-from elastic_agent.agent.main.error_file import VARIABLE, write_error_file
+from elastic_agent.agent.main import process
+from elastic_agent.agent.main.process import ERROR_FILE, write_error_file
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 
 PATIENCE_S = 20.0
@@ -31,7 +31,7 @@ FAILURE = WorkerFailure(
 
 
 def written(path: Path, failure: WorkerFailure | None = None) -> dict[str, object]:
-    write_error_file({VARIABLE: str(path)}, 3, "crash loop", failure, 1700000000.9)
+    write_error_file({ERROR_FILE: str(path)}, 3, "crash loop", failure, 1700000000.9)
     document: dict[str, object] = json.loads(path.read_text())
     return document
 
@@ -82,7 +82,7 @@ def test_an_older_file_is_replaced_and_no_scratch_file_stays(tmp_path: Path) -> 
 def test_it_is_no_reason_to_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_error_file({}, 1, "failed", None, 0.0)
     assert not caplog.messages
-    write_error_file({VARIABLE: str(tmp_path / "none" / "error.json")}, 1, "failed", None, 0.0)
+    write_error_file({ERROR_FILE: str(tmp_path / "none" / "error.json")}, 1, "failed", None, 0.0)
     assert "is not written" in caplog.text
 
 
@@ -90,7 +90,7 @@ def test_a_directory_in_its_place_is_logged_and_no_scratch_file_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "error.json").mkdir()
-    write_error_file({VARIABLE: str(tmp_path / "error.json")}, 1, "failed", None, 0.0)
+    write_error_file({ERROR_FILE: str(tmp_path / "error.json")}, 1, "failed", None, 0.0)
     assert "is not written" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
@@ -98,11 +98,11 @@ def test_a_directory_in_its_place_is_logged_and_no_scratch_file_stays(
 def test_a_disk_that_does_not_answer_delays_the_end_no_longer_than_is_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(error_file, "WITHIN_S", 0.1)
+    monkeypatch.setattr(process, "WITHIN_S", 0.1)
     path = tmp_path / "error.json"
     unanswered = Path(f"{path}.{os.getpid()}")
     os.mkfifo(unanswered)  # who opens it to write waits for a reader
-    ends = threading.Thread(target=write_error_file, args=({VARIABLE: str(path)}, 1, "failed", None, 0.0))
+    ends = threading.Thread(target=write_error_file, args=({ERROR_FILE: str(path)}, 1, "failed", None, 0.0))
     ends.start()
     ends.join(PATIENCE_S)
     ended = not ends.is_alive()

@@ -18,7 +18,7 @@ from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network.profiles import TCP
 from elastic_agent.agent.machine.software import Software
-from elastic_agent.agent.workers.environment.contract import WorkerPlace, contract, worker_env
+from elastic_agent.agent.workers.environment import WorkerPlace, contract, worker_env
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 
 CONFIG = Config(Command("script", "train.py"), nproc_per_node=2, timeouts=TimeoutConfig(60.0))

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elastic_agent.agent.common.ports import find_owner
+from elastic_agent.agent.workers.failure_reports import report_of, show
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
 from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
@@ -34,7 +35,6 @@ from elastic_agent.agent.workers.failures.worker_failure import (
     fingerprint,
 )
 from elastic_agent.agent.workers.processes.exit_words import describe_exit
-from elastic_agent.agent.workers.supervision.failure_reports import report_of, show
 from elastic_agent.rendezvous.records import Action, Failure
 from elastic_agent.worker.errors import (
     CheckpointError,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_agent.agent.workers.supervision.just_in_time_state import JustInTimeState, Orders
+from elastic_agent.agent.workers.stopping import JustInTimeState, Orders
 from elastic_agent.worker.wire.messages import (
     Broken,
     FromGuard,

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.workers.links import last_steps
-from elastic_agent.agent.workers.links.last_steps import LastSteps
+from elastic_agent.agent.rendezvous_io import last_steps
+from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.node.drain import Ask, Beyond, End, GoOn
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot

@@ -7,9 +7,9 @@ from collections.abc import Collection
 
 import pytest
 
-from elastic_agent.agent.workers.supervision.late_exits import (
+from elastic_agent.agent.workers.stopping import (
     AT_WORK,
-    LOOK_EVERY_S,
+    EXIT_LOOK_EVERY_S,
     ExitWatch,
     LateExits,
     session_processor_time,
@@ -112,7 +112,7 @@ def test_a_worker_that_reports_no_steps_is_at_work_while_it_uses_the_processor()
         bench.late_exits.ended(1, 0.0)
     assert busy.until(1000, mute=True, each_second_s=2 * AT_WORK)[0] == 1000
     at, _ = idle.until(1000, mute=True, each_second_s=AT_WORK / 2)
-    assert 300 <= at <= 300 + LOOK_EVERY_S
+    assert 300 <= at <= 300 + EXIT_LOOK_EVERY_S
 
 
 def test_who_has_reported_steps_is_judged_by_them_alone() -> None:
@@ -140,7 +140,7 @@ def test_all_processes_are_looked_through_only_now_and_then() -> None:
     late_exits.ended(1, 0.0)
     for tenth in range(200):
         late_exits.turn(tenth / 10, [0], [4711])
-    assert len(looks) == 20 / LOOK_EVERY_S
+    assert len(looks) == 20 / EXIT_LOOK_EVERY_S
 
 
 def test_processor_time_is_that_of_the_whole_session() -> None:

@@ -23,7 +23,7 @@ from elastic_agent.agent.output.log_folders import (
     log_directory,
     run_folder,
 )
-from elastic_agent.agent.workers.supervision.worker_spec import output_routes
+from elastic_agent.agent.workers.environment import output_routes
 
 
 def a_run(directory: Path, number: int) -> RunFolder:

@@ -23,10 +23,9 @@ from elastic_agent.agent.common.exits import GIVES_UP_S, ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig
 from elastic_agent.agent.configuration.values import CheckMode
+from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop, Services
-from elastic_agent.agent.main.probes import Probes
-from elastic_agent.agent.rendezvous_io.join_checks import JoinChecks
-from elastic_agent.agent.rendezvous_io.recheck import Recheck
+from elastic_agent.agent.rendezvous_io.node_checks import JoinChecks, Recheck
 from elastic_agent.health.checks.finding import Finding as CheckFinding
 from elastic_agent.health.checks.node.runner import CheckRun
 from elastic_agent.health.http import Probe

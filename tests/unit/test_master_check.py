@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.supervision import generation, master_check
-from elastic_agent.agent.workers.supervision.master_check import (
+from elastic_agent.agent.workers import generation
+from elastic_agent.agent.workers.generation import (
     PAUSE_S,
     WARN_AFTER_S,
     MasterCheck,
@@ -99,7 +99,7 @@ def test_an_end_in_the_last_pause_leaves_no_warning() -> None:
 def test_the_warning_names_both_nodes_and_who_need_not_care(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(master_check, "find_obstacle", lambda master, over: "no answer")
+    monkeypatch.setattr(generation, "find_obstacle", lambda master, over: "no answer")
     check = MasterCheck(WORLD, "a")
     with caplog.at_level(logging.WARNING):
         check._run()

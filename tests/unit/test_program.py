@@ -9,7 +9,7 @@ import pytest
 
 from elastic_agent.agent.configuration.derive import resolve
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.main.program import SHOWN_CHARACTERS, program_of
+from elastic_agent.agent.main.assembly import SHOWN_CHARACTERS, program_of
 from elastic_agent.rendezvous.statements.terms import MOST_WORDS, WORD_CHARACTERS, Program
 
 

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.rendezvous_io.recheck import HANGS, Recheck, peers_of
+from elastic_agent.agent.rendezvous_io.node_checks import HANGS, Recheck, peers_of
 from elastic_agent.health.checks.finding import Outcome
 from elastic_agent.health.checks.needs import NodeNeeds
 from elastic_agent.health.checks.node.runner import run_checks

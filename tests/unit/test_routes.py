@@ -10,7 +10,7 @@ import pytest
 from elastic_agent.agent.configuration.config import LogConfig
 from elastic_agent.agent.configuration.parse import read_local_ranks, read_streams, read_texts
 from elastic_agent.agent.output.worker_logs import OutputRoute
-from elastic_agent.agent.workers.supervision.worker_spec import output_routes
+from elastic_agent.agent.workers.environment import output_routes
 
 FOLDER = Path("logs")
 WORDS = {"role_name": "trainer", "rank": 9, "local_rank": 1, "hostname": "h", "node": "n", "generation": 3}

@@ -22,9 +22,9 @@ from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network.discovery import Network
 from elastic_agent.agent.main import run as life
 from elastic_agent.agent.main.assembly import Agent, policy_of
+from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.main.loop import Ending, Loop
 from elastic_agent.agent.main.prepared import Prepared
-from elastic_agent.agent.main.probes import Probes
 from elastic_agent.agent.main.service_manager import ServiceManager
 from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.output.console import Console

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.main.probes import Probes
+from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.observability import status as pages_module
 from elastic_agent.agent.observability.status import (
     JOB_PAGE,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.rendezvous_io.store_memory import StoreMemory
+from elastic_agent.agent.rendezvous_io.store_opening import StoreMemory
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, Result, World
 
 WORLD = World("job", 7, Phase.RUNNING, (Member("a", "a-1", 2, 0),), Endpoint("h", 1), Cause(CauseKind.START))

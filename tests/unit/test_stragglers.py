@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from elastic_agent.agent.main.loop import HEARTBEAT_S
-from elastic_agent.agent.workers.links.paces import OFTEN_S, SELDOM, PaceWatch
-from elastic_agent.agent.workers.links.pages import WorkerPages
+from elastic_agent.agent.rendezvous_io.worker_pages import OFTEN_S, SELDOM, PaceWatch, WorkerPages
 from elastic_agent.rendezvous.coordinator.stragglers import Watched, compare
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 from elastic_agent.rendezvous.statements.paces import Paces

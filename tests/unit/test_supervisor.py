@@ -13,10 +13,10 @@ import pytest
 
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.output.events import Kind
+from elastic_agent.agent.workers.failure_handler import SEEN_WITHIN_S
+from elastic_agent.agent.workers.failure_reports import KNOWN_WITHIN_S
 from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
 from elastic_agent.agent.workers.hangs.signs import Signs
-from elastic_agent.agent.workers.supervision.failure_handler import SEEN_WITHIN_S
-from elastic_agent.agent.workers.supervision.failure_reports import KNOWN_WITHIN_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
 from elastic_agent.rendezvous.records import Failure, Phase

@@ -18,12 +18,11 @@ from elastic_agent.agent.common.events import Event, ThreadFailed
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.interruptible import unless_stopped
 from elastic_agent.agent.main.process import thread_failed
-from elastic_agent.agent.rendezvous_io.peer_link import PeerLink
-from elastic_agent.agent.rendezvous_io.store_link import StoreLink
-from elastic_agent.agent.workers.links.commit_fence import CommitFence
-from elastic_agent.agent.workers.links.last_steps import LastSteps
-from elastic_agent.agent.workers.links.reports import ReportReceiver
-from elastic_agent.agent.workers.links.server import WorkerLinks
+from elastic_agent.agent.rendezvous_io.commit_fence import CommitFence
+from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
+from elastic_agent.agent.rendezvous_io.store_link import PeerLink, StoreLink
+from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
+from elastic_agent.agent.rendezvous_io.worker_reports import ReportReceiver
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.etcd.addresses import Addresses

@@ -16,7 +16,7 @@ from elastic_agent.agent.configuration.values import NetworkProfile
 from elastic_agent.agent.machine.network.interfaces import RdmaPort
 from elastic_agent.agent.machine.network.profiles import TCP, Profile, choose_profile
 from elastic_agent.agent.machine.software import CURRENT, Range, Software, find_software
-from elastic_agent.agent.workers.environment.torch_settings import Facts, torch_settings
+from elastic_agent.agent.workers.environment import Facts, torch_settings
 
 GPU = Software("2.13.0+cu130", "2.30.7")
 CPU = Software("2.13.0+cpu")

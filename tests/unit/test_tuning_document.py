@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_agent.agent.workers.environment.torch_settings import DEBUG, DEFAULTS, PROFILES, Row
+from elastic_agent.agent.workers.environment import DEBUG, DEFAULTS, PROFILES, Row
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tuning.md"
 HEADING = "| variable | value | when | why |\n|---|---|---|---|"

@@ -18,12 +18,12 @@ import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.io_thread import IoThread
-from elastic_agent.agent.workers.links import reports as reports_module
-from elastic_agent.agent.workers.links import server
-from elastic_agent.agent.workers.links.commit_fence import CommitFence
-from elastic_agent.agent.workers.links.last_steps import LastSteps
-from elastic_agent.agent.workers.links.reports import ReportReceiver
-from elastic_agent.agent.workers.links.server import WorkerLinks
+from elastic_agent.agent.rendezvous_io import worker_links as server
+from elastic_agent.agent.rendezvous_io import worker_reports as reports_module
+from elastic_agent.agent.rendezvous_io.commit_fence import CommitFence
+from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
+from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
+from elastic_agent.agent.rendezvous_io.worker_reports import ReportReceiver
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store.interface import Put, Snapshot

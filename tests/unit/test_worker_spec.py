@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import Mock
 
-from elastic_agent.agent.workers.supervision.worker_spec import KEPT_GENERATIONS, make_directory
+from elastic_agent.agent.workers.environment import KEPT_GENERATIONS, make_directory
 
 
 def test_the_run_directory_does_not_grow_with_each_generation(tmp_path: Path) -> None:

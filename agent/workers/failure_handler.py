@@ -16,16 +16,16 @@ import signal
 from collections.abc import Callable
 from functools import partial
 
-from ....rendezvous.node.participant import Participant
-from ....rendezvous.records import Failure
-from ...common.events import Event
-from ...observability.observer import Observer
-from ...output.worker_logs import WorkerLogs
-from ..evidence.collector import QUICK, THOROUGH, Depth
-from ..evidence.keeper import EvidenceKeeper, Look
-from ..failures.causes import Cause
-from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
+from ...rendezvous.node.participant import Participant
+from ...rendezvous.records import Failure
+from ..common.events import Event
+from ..observability.observer import Observer
+from ..output.worker_logs import WorkerLogs
+from .evidence.collector import QUICK, THOROUGH, Depth
+from .evidence.keeper import EvidenceKeeper, Look
 from .failure_reports import KNOWN_WITHIN_S, Crash, Examiner, report_of, show
+from .failures.causes import Cause
+from .failures.worker_failure import HANG_SIGNAL, WorkerFailure
 from .generation import Generation
 from .hang_watch import HangWatch
 

@@ -1,8 +1,8 @@
 """Watches the workers here for hangs: tells the other nodes of a stall, hears their verdict, and finds when this node
 has to end its workers without one.
 
-The detector (`agent/workers/hangs/detector.py`) decides what a stall is, and the coordinator whose fault it is. For the
-main thread; instants are monotonic.
+The detector (`agent/workers/hangs/detector.py`) decides what a stall is, and the coordinator whose fault it is. For
+the main thread; instants are monotonic.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ....rendezvous.node.participant import Participant
-from ....rendezvous.records import Phase
-from ....rendezvous.statements.inquiry import HANG, Inquiry, Stage, Suspicion, Urgency
-from ...observability.observer import Observer
-from ...output.worker_logs import WorkerLogs
-from ..hangs.limits import Learned, patience
-from ..hangs.signs import LOOK_EVERY_S, SignReader, Signs
+from ...rendezvous.node.participant import Participant
+from ...rendezvous.records import Phase
+from ...rendezvous.statements.inquiry import HANG, Inquiry, Stage, Suspicion, Urgency
+from ..observability.observer import Observer
+from ..output.worker_logs import WorkerLogs
 from .generation import Generation
+from .hangs.limits import Learned, patience
+from .hangs.signs import LOOK_EVERY_S, SignReader, Signs
 
 log = logging.getLogger(__name__)
 

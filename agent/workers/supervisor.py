@@ -17,42 +17,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ....rendezvous.coordinator.restarts import STABLE_AFTER_S
-from ....rendezvous.node.drain import Beyond, End
-from ....rendezvous.node.node_actions import Drain, Testify
-from ....rendezvous.node.participant import Participant
-from ....rendezvous.records import Condition, Failure, Member, StopAt, World
-from ....rendezvous.statements.inquiry import HANG, Testimony, telling
-from ....worker.wire.messages import FromGuard, ReplicationReport, Report, SaveReport
-from ...common.events import Event
-from ...common.exits import lack_in
-from ...configuration.config import Config
-from ...machine.gpus.health import GpuHealth
-from ...observability.observer import Observer
-from ...output.log_folders import FLIGHT_RECORDS
-from ...output.worker_logs import WorkerLogs
-from ..environment.contract import bind_of_rank_0_failed
-from ..evidence.collector import THOROUGH
-from ..evidence.keeper import EvidenceKeeper, Look
-from ..failures.causes import NOT_STARTED, STORE_SERVER, CauseTable
-from ..failures.worker_failure import HANG_SIGNAL, WorkerFailure
-from ..hangs.signs import SignReader
-from ..links.last_steps import LastSteps
-from ..links.refused_saves import RefusedSaves
-from ..links.server import WorkerLinks
-from ..preloader.spares import Spares
-from ..processes.exit_words import describe_exit
-from ..processes.guard import Guard
-from ..processes.subreaper import Subreaper
-from ..processes.worker_store import WorkerStore
-from ..processes.workers import WorkerGroup
-from .exits import LEAVING, Exit
+from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
+from ...rendezvous.node.drain import Beyond, End
+from ...rendezvous.node.node_actions import Drain, Testify
+from ...rendezvous.node.participant import Participant
+from ...rendezvous.records import Condition, Failure, Member, StopAt, World
+from ...rendezvous.statements.inquiry import HANG, Testimony, telling
+from ...worker.wire.messages import FromGuard, ReplicationReport, Report, SaveReport
+from ..common.events import Event
+from ..common.exits import lack_in
+from ..configuration.config import Config
+from ..machine.gpus.health import GpuHealth
+from ..observability.observer import Observer
+from ..output.log_folders import FLIGHT_RECORDS
+from ..output.worker_logs import WorkerLogs
+from ..rendezvous_io.last_steps import LastSteps
+from ..rendezvous_io.worker_links import WorkerLinks
+from ..rendezvous_io.worker_reports import RefusedSaves
+from .environment import Node, bind_of_rank_0_failed, make_directory, worker_spec
+from .evidence.collector import THOROUGH
+from .evidence.keeper import EvidenceKeeper, Look
 from .failure_handler import EvidenceLooks, FailureHandler
 from .failure_reports import Examiner
+from .failures.causes import NOT_STARTED, STORE_SERVER, CauseTable
+from .failures.worker_failure import HANG_SIGNAL, WorkerFailure
 from .generation import Generation, HowToStop, log_bad_state
 from .hang_watch import HangWatch
-from .just_in_time_state import Orders
-from .worker_spec import Node, make_directory, worker_spec
+from .hangs.signs import SignReader
+from .preloader.spares import Spares
+from .processes.exit_words import describe_exit
+from .processes.guard import Guard
+from .processes.subreaper import Subreaper
+from .processes.worker_store import WorkerStore
+from .processes.workers import WorkerGroup
+from .stopping import LEAVING, Exit, Orders
 
 log = logging.getLogger(__name__)
 

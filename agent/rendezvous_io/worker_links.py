@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from ....codec import Invalid, kind_of
-from ....threads import Thread
-from ....worker.wire.channel import Lines
-from ....worker.wire.channel import send as send_answer
-from ....worker.wire.environment import WorkerEnv
-from ....worker.wire.messages import (
+from ...codec import Invalid, kind_of
+from ...threads import Thread
+from ...worker.wire.channel import Lines
+from ...worker.wire.channel import send as send_answer
+from ...worker.wire.environment import WorkerEnv
+from ...worker.wire.messages import (
     FROM_WORKERS,
     MAX_BYTES,
     CommitAnswer,
@@ -32,12 +32,11 @@ from ....worker.wire.messages import (
     ToGuard,
     encode,
 )
-from ...common.events import Event
-from ...common.io_thread import IoThread
+from ..common.events import Event
+from ..common.io_thread import IoThread
 from .commit_fence import CommitFence
-from .last_steps import LastSteps
-from .receiver import Receiver
-from .reports import ReportReceiver
+from .last_steps import LastSteps, Receiver
+from .worker_reports import ReportReceiver
 
 log = logging.getLogger(__name__)
 

@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ....rendezvous.records import Failure
-from ...common.events import Event
-from ...common.ports import find_owner
-from ...machine.gpus.health import GpuHealth
-from ...machine.memory.oom import OomKills, find_counter
-from ...output.worker_logs import WorkerLogs
-from ..failures.causes import Cause, CauseTable
-from ..failures.examination import FailedWorker, Remains, describe_failure, hang_failure
-from ..failures.gpu_news import gpu_news
-from ..failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
-from ..failures.summary import summarize
-from ..failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
-from ..processes.workers import WorkerGroup
-from .worker_spec import Node, error_file
+from ...rendezvous.records import Failure
+from ..common.events import Event
+from ..common.ports import find_owner
+from ..machine.gpus.health import GpuHealth
+from ..machine.memory.oom import OomKills, find_counter
+from ..output.worker_logs import WorkerLogs
+from .environment import Node, error_file
+from .failures.causes import Cause, CauseTable
+from .failures.examination import FailedWorker, Remains, describe_failure, hang_failure
+from .failures.gpu_news import gpu_news
+from .failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
+from .failures.summary import summarize
+from .failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
+from .processes.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
 

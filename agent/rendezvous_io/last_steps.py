@@ -5,6 +5,8 @@ it. The store itself is asked for each answer, never what a watch has delivered.
 worker goes on, and asks again after its next step: the time of the drain ends that.
 
 Every answer that ends a worker is posted before it is sent, so that the main loop knows why that worker ends.
+
+`Receiver` is what the main loop does with the messages of workers: the calls that the links post.
 """
 
 from __future__ import annotations
@@ -13,17 +15,25 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
-from ....rendezvous.errors import RecordInvalid, StoreError
-from ....rendezvous.node.drain import WHAT_STANDS, Answer, Ask, End, GoOn, concerns, judge, written
-from ....rendezvous.node.snapshot import NodeSnapshot
-from ....rendezvous.node.transactions import WriteStop
-from ....rendezvous.records import StopAt
-from ....rendezvous.store.interface import Store
-from ....threads import Thread
-from ....worker.wire.messages import StepAnswer, StepEnded, StepStatus, Verdict
-from ...common.events import Event
-from .receiver import Receiver
+from ...rendezvous.errors import RecordInvalid, StoreError
+from ...rendezvous.node.drain import WHAT_STANDS, Answer, Ask, Beyond, End, GoOn, concerns, judge, written
+from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.node.transactions import WriteStop
+from ...rendezvous.records import StopAt
+from ...rendezvous.store.interface import Store
+from ...threads import Thread
+from ...worker.wire.messages import (
+    FromGuard,
+    ReplicationReport,
+    Report,
+    StepAnswer,
+    StepEnded,
+    StepStatus,
+    Verdict,
+)
+from ..common.events import Event
 
 log = logging.getLogger(__name__)
 
@@ -121,3 +131,22 @@ def _verdict(answer: Answer) -> Verdict:
     if isinstance(answer, End):
         return Verdict.END_ALONE if answer.alone else Verdict.END
     return Verdict.GO_ON
+
+
+class Receiver(Protocol):
+    """The supervisor. All of it is called in the main loop."""
+
+    def reported(self, report: Report, at: float) -> None:
+        """A worker's report, and when it was received."""
+
+    def replicated(self, report: ReplicationReport) -> None:
+        """What the memory server says of the replicas."""
+
+    def guard_sent(self, generation: int, local_rank: int, message: FromGuard | None) -> None:
+        """A message of a worker that takes part in just-in-time saves. None: it no longer does."""
+
+    def worker_answered(self, generation: int, local_rank: int, step: int, answer: End | Beyond) -> None:
+        """A worker that asked after `step` whether a planned change lets it go on got this answer."""
+
+    def worker_kept(self, generation: int, local_rank: int) -> None:
+        """A worker that was to end has kept the state after its last step, and ends now."""

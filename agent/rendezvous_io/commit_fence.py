@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ....codec import kind_of
-from ....rendezvous.errors import RecordInvalid, StoreError
-from ....rendezvous.node.snapshot import NodeSnapshot
-from ....rendezvous.records import WORLD_KEY, World
-from ....rendezvous.store.interface import Store
-from ....worker.wire.messages import (
+from ...codec import kind_of
+from ...rendezvous.errors import RecordInvalid, StoreError
+from ...rendezvous.node.snapshot import NodeSnapshot
+from ...rendezvous.records import WORLD_KEY, World
+from ...rendezvous.store.interface import Store
+from ...worker.wire.messages import (
     MAX_REASON_CHARS,
     CommitAnswer,
     CommitGranted,

@@ -6,6 +6,15 @@ loop has too much to do: training never waits for us.
 With one kind comes an open file: the lock of a checkpoint directory (see `worker/storage/disk/ownership.py`), which
 stays locked between two generations, until this process ends or the job begins another run. A thread of its own has
 these files, because to close one may take as long as a disk does not answer.
+
+`RefusedSaves` remembers which saves the disk has refused, so that a job whose last state is on no disk does not end
+with success. The disk writer says by itself what it has not written (`UnsavedSteps`). A save that a worker writes
+while training waits, as without copies in memory, is known from that worker's reports alone. They are hints: one that
+was lost is not known here, and what is known changes nothing but the exit code.
+
+One Checkpointer is told from another by its directory, and by the rank that reports: an error counts until the same
+rank has brought that step, or a later one, to the same directory. Where a script reports saves of its own, which name
+no directory, all of them are taken for those of one Checkpointer.
 """
 
 from __future__ import annotations
@@ -20,11 +29,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ....codec import Invalid
-from ....threads import Thread
-from ....worker.wire.messages import MAX_BYTES, REPORTS, LentLock, ReplicationReport
-from ...common.events import Event
-from .receiver import Receiver
+from ...codec import Invalid
+from ...threads import Thread
+from ...worker.wire.messages import MAX_BYTES, REPORTS, LentLock, ReplicationReport, SaveReport
+from ..common.events import Event
+from .last_steps import Receiver
 
 log = logging.getLogger(__name__)
 
@@ -136,3 +145,37 @@ def _place_of(descriptor: int) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+class RefusedSaves:
+    """Of the newest generation that has reported: what an earlier one could not save is done again by the next."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._saved: dict[tuple[int, str], int] = {}
+        """The newest step that is on disk, by local rank and directory."""
+        self._refused: dict[tuple[int, str], int] = {}
+        """The newest that was refused since."""
+
+    def add(self, report: SaveReport) -> None:
+        """A report of any generation. Only those of a whole checkpoint on disk count."""
+        if report.tier != "local" or report.generation < self._generation:
+            return
+        if report.generation > self._generation:
+            self._generation, self._saved, self._refused = report.generation, {}, {}
+        where, step = (report.local_rank, report.directory), report.step
+        if report.result == "ok":
+            self._saved[where] = max(step, self._saved.get(where, step))
+            if self._refused.get(where, step + 1) <= step:
+                del self._refused[where]
+        elif where not in self._saved or step > self._saved[where]:
+            # A step that is there already may be refused too: it does not grow, or its writer was told to leave it.
+            self._refused[where] = max(step, self._refused.get(where, step))
+
+    def lost_in(self, generation: int) -> str:
+        """What of this generation, which has ended with success, is not on disk; empty: nothing that is known."""
+        if generation != self._generation or not self._refused:
+            return ""
+        (_, directory), step = max(self._refused.items(), key=lambda one: one[1])
+        place = f" in {directory}" if directory else ""
+        return f"step {step} is NOT on disk{place}: its save was refused, a warning of its worker says why"

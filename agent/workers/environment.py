@@ -1,0 +1,436 @@
+"""The variables of a worker: its place, which is torchrun's contract in full, and settings of torch and NCCL.
+
+Pure functions, so that what a script will see can be read, tested and printed. Every name that torchrun sets is
+set here with the same spelling and meaning, except that TORCHELASTIC_RESTART_COUNT is one number for the whole job
+(generation - 1), the same on all nodes, where torchrun counts each agent's own.
+
+The settings of NCCL and torch where the user has set none are a table. A row's value may name *facts* in braces: it
+holds only where these are known, its condition is met, and the versions are in its ranges. Of two rows with one name
+the later wins, so a profile is stronger than the defaults. docs/tuning.md shows the same rows.
+
+A value that is torch's or NCCL's own default is here only where that differs between versions. What costs speed, or
+has been seen to hang (timing, desync debugging, stack traces from the watchdog's thread), is not switched on.
+
+`Node` is this node as it was found at the start; from it and the rest follows the `WorkerSpec` of one worker. Nothing
+is started here, and nothing written but the folder of a generation.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from string import Formatter, Template
+
+from ...rendezvous.records import Member, World
+from ...worker.wire.environment import PROCESS_GROUP_TIMEOUT, WorkerEnv
+from ..checkpoints.folder import MemoryFolder
+from ..common.own_folder import NoTemporaryDirectory
+from ..common.variables import Variable, compose
+from ..configuration.config import Config, LogConfig
+from ..configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, process_group_s, watchdog_s
+from ..machine.inventory import Machine
+from ..machine.network.choice import network_variables
+from ..machine.network.discovery import Network
+from ..machine.network.profiles import Profile, Transport
+from ..machine.software import ANY, Range, Software
+from ..output.worker_logs import OutputRoute
+from .processes.workers import WorkerSpec
+
+USES_AGENT_STORE = 1
+"""Rank 0's torch hosts each store that its script asks for, and MASTER_PORT's is the agent's all the same.
+
+torchrun writes "True", and up to 2.13 torch's Python code takes that to mean that the agent hosts *every* store:
+`tcp://` at another port, or a MASTER_PORT of the script's own, and all ranks wait for a server that is not there. With
+another word for true rank 0 tries to host, and where the agent already does, at MASTER_PORT, torch's C++ code, which
+knows this word, too, makes it a client: after a line that `bind_of_rank_0_failed` has.
+"""
+
+UNLIMITED_RESTARTS = 2**31 - 1
+"""TORCHELASTIC_MAX_RESTARTS is read as a number; this one is never reached."""
+
+
+def bind_of_rank_0_failed(master_port: int) -> bytes:
+    """What torch writes, in rank 0's stderr, of the store that the agent hosts. It is no error, and looks like one."""
+    what = f"The server socket on {master_port} has failed to bind."
+    return f"{what} TORCHELASTIC_USE_AGENT_STORE is enabled so ignoring the error.".encode()
+
+
+def worker_env(
+    incarnation: str,
+    run_dir: Path,
+    memory: MemoryFolder | None,
+    config: Config,
+    memory_address: str = "",
+) -> WorkerEnv:
+    """What all workers of this agent are given; `run_dir` has the sockets at which it answers them.
+
+    `memory_address` is the memory server's, HOST:PORT; empty: there is none.
+    """
+    env = WorkerEnv(
+        incarnation=incarnation,
+        devices=config.devices_per_worker,
+        socket=str(run_dir / "socket"),
+        reports=str(run_dir / "reports"),
+    )
+    if memory is None:
+        return env
+    env = replace(env, memory=str(memory.path), memory_bytes=memory.limit, writes=str(run_dir / "writes"))
+    if not memory_address:
+        return env
+    return replace(
+        env,
+        memory_server=str(run_dir / "memory"),
+        memory_address=memory_address,
+        memory_replicas=min(config.memory_replicas, config.nodes.max - 1),
+        failure_domain=config.failure_domain or "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where one worker stands in its world, and the files that are its own."""
+
+    world: World
+    member: Member
+    local_rank: int
+    error_file: Path
+    env: WorkerEnv
+    """What it is given whatever its world: `contract` adds its place."""
+    flight_records: Path | None = None
+    """Where torch's flight recorder writes what it knows of this generation's collectives."""
+
+    @property
+    def rank(self) -> int:
+        return self.member.first_rank + self.local_rank
+
+
+def chosen_variables(config: Config, machine: Machine, place: WorkerPlace) -> tuple[Variable, ...]:
+    """All variables of one worker that the user has not set; of two with one name the later counts."""
+    facts = Facts(
+        machine.software,
+        machine.profile,
+        config.timeouts,
+        workers=place.member.slots,
+        flight_records=place.flight_records,
+    )
+    return (
+        *torch_settings(facts),
+        *(network_variables(machine.network.choice) if isinstance(machine.network, Network) else ()),
+        *contract(place, config.max_restarts),
+        *machine.variables(place.local_rank),
+    )
+
+
+def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ...]:
+    """Where the worker stands and whom it meets: only the agent chooses these."""
+    world, member = place.world, place.member
+    node_rank = str(world.members.index(member))
+    limit = world.max_restarts(max_restarts)
+    restarts = UNLIMITED_RESTARTS if limit is None else limit
+    role = world.in_role(member.role)
+    torchrun = {
+        "RANK": place.rank,
+        "LOCAL_RANK": place.local_rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": member.slots,
+        "NODE_RANK": node_rank,
+        "GROUP_RANK": node_rank,
+        "GROUP_WORLD_SIZE": len(world.members),
+        "ROLE_NAME": member.role,
+        "ROLE_RANK": sum(each.slots for each in role[: role.index(member)]) + place.local_rank,
+        "ROLE_WORLD_SIZE": sum(each.slots for each in role),
+        "MASTER_ADDR": world.master.address,
+        "MASTER_PORT": world.master.port,
+        "TORCHELASTIC_RUN_ID": world.job,
+        "TORCHELASTIC_RESTART_COUNT": world.generation - 1,
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": USES_AGENT_STORE,
+        "TORCHELASTIC_ERROR_FILE": place.error_file,
+    }
+    bad = world.restarts.bad_state
+    ours = replace(
+        place.env,
+        generation=world.generation,
+        run=world.run,
+        node=member.node,
+        local_rank=place.local_rank,
+        master_port=world.master.port,
+        memory_standbys=" ".join(f"{one.node}={one.memory}" for one in world.standbys),
+        bad_state=f"{bad.generation}:{bad.step}" if bad is not None else "",
+    ).variables()
+    return tuple(
+        Variable(name, str(value), reason, yielding=False, by=room)
+        for room, reason, group in (
+            ("torchrun", "its contract: where a worker stands and whom it meets", torchrun),
+            ("elastic-agent", "for the worker library", ours),
+        )
+        for name, value in group.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the table depends on."""
+
+    software: Software
+    profile: Profile
+    timeouts: TimeoutConfig
+    workers: int = 1
+    flight_records: Path | None = None
+    """Where the flight recorder's dumps of this generation belong; None where they would not be found."""
+
+    @property
+    def known(self) -> dict[str, str]:
+        """What the value of a row may name."""
+        group_s = process_group_s(self.timeouts)
+        facts: dict[str, object] = {"flight_records": self.flight_records}
+        if self.profile.foreign_ports:
+            facts["ports"] = ",".join(self.profile.ports)
+        if group_s is not None:
+            facts |= {"process_group_timeout": group_s, "heartbeat": watchdog_s(group_s)}
+        return {
+            name: f"{fact:g}" if isinstance(fact, float) else str(fact)
+            for name, fact in facts.items()
+            if fact
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    text: str
+    holds: Callable[[Facts], bool]
+
+
+ALWAYS = Condition("", lambda facts: True)
+SEVERAL_WORKERS = Condition("several workers on the node", lambda facts: facts.workers > 1)
+WITH_NCCL = Condition("torch is not a CPU build", lambda facts: facts.software.has_nccl)
+BY_NAME = Condition("the profile was chosen by name", lambda facts: facts.profile.by_name)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting. `aliases` are its other names, under which the user may have set it."""
+
+    name: str
+    value: str
+    reason: str
+    when: Condition = ALWAYS
+    torch: Range = ANY
+    nccl: Range = ANY
+    aliases: tuple[str, ...] = ()
+    yielding: bool = True
+
+
+def _renamed(new: str, old: str, value: str, reason: str) -> tuple[Row, Row]:
+    """The flight recorder's own names, which torch has from 2.8 on: the old ones are still read, with a warning."""
+    return (
+        Row(new, value, reason, WITH_NCCL, torch=Range(since="2.8"), aliases=(old,)),
+        Row(old, value, reason, WITH_NCCL, torch=Range(below="2.8"), aliases=(new,)),
+    )
+
+
+_PLACE = "below --log-dir, a folder for each generation; without --log-dir torch's own place is kept"
+_DUMP = "the flight recorder writes that down when a collective does not end"
+_PIPE = "through it the agent asks for the flight recorder's dump when workers seem to hang"
+_HEARTBEAT = (
+    "1.5 times the process-group timeout, so that it does not end a process before that has named the "
+    "collective"
+)
+_STACKS = "to collect stacks a dump waits for Python's lock, which a hung process may never release"
+_ERRORS = (
+    "a failed collective ends its process; torchrun's 1 also tries to abort the communicator, which can hang"
+)
+_DEAD_PATH = "30 s until a path counts as dead, as newer NCCL has it: older ones give up after 8 s"
+
+DEFAULTS = (
+    Row("OMP_NUM_THREADS", "1", "a thread per core in each of several workers is too many", SEVERAL_WORKERS),
+    Row("PYTHONUNBUFFERED", "1", "a killed worker's last words are not lost in a buffer"),
+    Row("PYTHONFAULTHANDLER", "1", "a worker that dies by a signal says where it was"),
+    Row("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", _ERRORS, aliases=("NCCL_ASYNC_ERROR_HANDLING",)),
+    Row("NCCL_DEBUG", "WARN", "NCCL says which call failed, and nothing else", WITH_NCCL),
+    *_renamed(
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE",
+        "2000",
+        "the flight recorder keeps the last collectives of each rank",
+    ),
+    Row("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", _DUMP, WITH_NCCL),
+    *_renamed("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{flight_records}/rank_", _PLACE),
+    Row("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "{flight_records}/pipe_", _PIPE, WITH_NCCL),
+    Row("TORCH_INCLUDE_STACK_TRACE", "0", _STACKS, WITH_NCCL),
+    Row(
+        PROCESS_GROUP_TIMEOUT,
+        "{process_group_timeout}",
+        "applied by elastic_agent.worker.init_process_group",
+        yielding=False,
+    ),
+    Row(HEARTBEAT_VARIABLE, "{heartbeat}", _HEARTBEAT, WITH_NCCL),
+)
+
+_OVER_VERBS = (
+    Row(
+        "NCCL_IB_HCA",
+        "={ports}",
+        "there are other active RDMA ports, which NCCL would use as well",
+        WITH_NCCL,
+    ),
+    Row("NCCL_IB_TIMEOUT", "20", _DEAD_PATH, WITH_NCCL, nccl=Range(below="2.23")),
+)
+_GID_INDEX = "RoCE v2 in most set-ups; newer NCCL finds the index by itself"
+_LIBFABRIC = "else libfabric may offer another provider, such as TCP, without an error"
+
+PROFILES: dict[Transport, tuple[Row, ...]] = {
+    "ethernet": (Row("NCCL_IB_DISABLE", "1", "TCP, although there may be RDMA ports", BY_NAME),),
+    "infiniband": _OVER_VERBS,
+    "roce": (
+        *_OVER_VERBS,
+        Row("NCCL_IB_GID_INDEX", "3", _GID_INDEX, WITH_NCCL, nccl=Range(below="2.21")),
+    ),
+    "efa": (Row("FI_PROVIDER", "efa", _LIBFABRIC, WITH_NCCL),),
+}
+
+DEBUG = (
+    Row("NCCL_DEBUG", "INFO", "which transports, interfaces and settings NCCL has chosen"),
+    Row("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", "NCCL reports these parts, not every collective"),
+    Row("TORCH_DISTRIBUTED_DEBUG", "INFO", "what torch knows about a process group and DDP"),
+    Row("TORCH_CPP_LOG_LEVEL", "INFO", "also what torch's C++ part has to say"),
+)
+
+
+def torch_settings(facts: Facts) -> tuple[Variable, ...]:
+    """The rows that hold, in the order in which they overrule each other."""
+    known = facts.known
+    return tuple(
+        Variable(row.name, row.value.format(**known), row.reason, row.yielding, room, row.aliases)
+        for room, row in _rows(facts.profile)
+        if _holds(row, facts, known)
+    )
+
+
+def _rows(profile: Profile) -> Iterator[tuple[str, Row]]:
+    yield from (("default", row) for row in DEFAULTS)
+    yield from ((f"profile {profile.transport}", row) for row in PROFILES[profile.transport])
+    if profile.debug:
+        yield from (("profile debug", row) for row in DEBUG)
+
+
+def _holds(row: Row, facts: Facts, known: dict[str, str]) -> bool:
+    named = (name for _, name, _, _ in Formatter().parse(row.value) if name is not None)
+    return (
+        row.when.holds(facts)
+        and facts.software.torch in row.torch
+        and facts.software.nccl in row.nccl
+        and all(name in known for name in named)
+    )
+
+
+KEPT_GENERATIONS = 3
+"""In the run directory, for a person who looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """This node as found at the start: it does not change while the agent lives."""
+
+    name: str
+    incarnation: str
+    machine: Machine
+    run_dir: Path
+    env: WorkerEnv
+    """What every worker here is given."""
+    cgroup: Path | None
+    """Below it each generation's workers have one of their own."""
+    environment: Mapping[str, str]
+    """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
+    hostname: str = field(default_factory=socket.gethostname)
+
+
+def worker_spec(
+    config: Config,
+    node: Node,
+    world: World,
+    member: Member,
+    local_rank: int,
+    page: str,
+    stacks: str,
+    flight_records: Path | None,
+) -> WorkerSpec:
+    """The worker at `local_rank` of `member`, which is this node; `page` and `stacks` name what it shares with the
+    agent."""
+    place = WorkerPlace(
+        world,
+        member,
+        local_rank,
+        error_file=error_file(node, world.generation, local_rank),
+        env=replace(node.env, page=page, stacks=stacks),
+        flight_records=flight_records,
+    )
+    chosen = chosen_variables(config, node.machine, place)
+    obstacle = "the command is a program of its own" if config.command.kind == "binary" else ""
+    words = {
+        "role_name": member.role,
+        "rank": place.rank,
+        "local_rank": local_rank,
+        "hostname": node.hostname,
+        "node": node.name,
+        "generation": world.generation,
+    }
+    return WorkerSpec(
+        place.rank,
+        local_rank,
+        compose(node.environment, chosen),
+        node.machine.shares[local_rank].cpus,
+        obstacle,
+        output_routes(config.logs, local_rank, words),
+    )
+
+
+def output_routes(
+    logs: LogConfig, local_rank: int, words: Mapping[str, object]
+) -> tuple[OutputRoute, OutputRoute]:
+    """Of stdout and stderr, by torchrun's rules for `--redirects`, `--tee` and `--local-ranks-filter`.
+
+    A stream that neither of the first two names is on the console alone, as soon as one of them is given. What goes to
+    a file and to the console is *tee'd*: of such lines `--duplicate-stdout-filters` makes copies. `words` are those
+    that the template of the prefix may have.
+    """
+    prefix = Template(logs.prefix_template).safe_substitute(words)
+    redirects = logs.redirects.of(local_rank) if logs.redirects is not None else 0
+    tee = logs.tee.of(local_rank) if logs.tee is not None else 0
+    chosen = logs.redirects is not None or logs.tee is not None
+    files = logs.directory is not None
+    seen = logs.local_ranks is None or local_rank in logs.local_ranks
+
+    def route(stream: int, filters: tuple[str, ...]) -> OutputRoute:
+        file = files and (not chosen or bool((redirects | tee) & stream))
+        console = seen and (not files or bool(tee & stream) or not redirects & stream)
+        return OutputRoute(prefix, file, console, filters if file and console else ())
+
+    return route(1, logs.stdout_filters), route(2, logs.stderr_filters)
+
+
+def make_directory(node: Node, generation: int) -> None:
+    """For files of the workers of one generation. Of those of older ones a few stay. Raises OSError; also where the
+    agent's own folder is gone: in a new one, workers could neither ask whether to commit a save nor report."""
+    if not os.path.exists(node.env.socket):
+        raise NoTemporaryDirectory(
+            f"the agent's folder {node.run_dir} was removed, or the sockets in it, at which workers reach this agent: "
+            "start it again, and let nothing clean that folder, or name another one in TMPDIR"
+        )
+    _directory(node, generation).mkdir(exist_ok=True)
+    for folder in node.run_dir.glob("gen*"):
+        if int(folder.name.removeprefix("gen")) <= generation - KEPT_GENERATIONS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _directory(node: Node, generation: int) -> Path:
+    return node.run_dir / f"gen{generation}"
+
+
+def error_file(node: Node, generation: int, local_rank: int) -> Path:
+    """Where torch writes why the worker failed, in the form that torchrun reads."""
+    return _directory(node, generation) / f"error-{local_rank}.json"

@@ -1,0 +1,431 @@
+"""How workers end: in a planned change, as their return codes say, and with their last step kept.
+
+`DrainState` is a planned change as this node's workers go through it: which end, which have, and which need no wait.
+Without I/O: the `Supervisor` reports what happens, and does what is asked for. A worker that has done its last step
+ends by itself, and is no failure then. It is one if it crashes on the way to its last step. Between the two are
+workers that wait in a step for ranks that have ended already (`rendezvous.node.drain`): their collective may break, or
+never return. So before a crash counts in a drain, and when a worker takes long, the store is asked where all were to
+end.
+
+`classify_exit` says what the end of a worker means: a pure function of its return code and of what was asked of it.
+
+`JustInTimeState` chooses which worker keeps the last finished step of a failed generation, and for how long the others
+are left alone. Workers that *guard* (`worker/checkpointing/replicated/just_in_time.py`) are asked to hold, if they can
+after the newest step that any worker of this node has finished. When all have answered, or half of the time is over,
+one whose boundary is the newest is asked to keep its state, and another one when it fails or dies over it. Then, or
+when the time is over, all are let go, and the generation is stopped as if none guarded.
+
+No I/O: the messages to send are returned. Owned by the main thread; instants are seconds on the monotonic clock.
+
+`LateExits` watches the workers of one generation that live on after others have ended with success: are they at work,
+or stuck? A job is over only when all of its workers have ended. One that is stuck after its script's last line, in the
+end of the interpreter or of a library, would keep all nodes for ever. One that writes the final model is at work. So
+what counts is the time since the last sign of life: a step, a checkpoint, the end of a rank.
+
+A worker that reports steps is at work while it reports steps or checkpoints. One that reports none can only be watched
+from outside: it is at work while its processes use the processor. So a script without the worker library may do what
+it likes on rank 0 after the others have ended, and a library that sleeps for ever at the end of it is found all the
+same.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import os
+import signal
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...rendezvous.node.drain import stranded
+from ...rendezvous.records import StopAt
+from ...rendezvous.text import counted, shortened
+from ...worker.steps.drain import DRAINED
+from ...worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, Kept, ToGuard
+from ...worker.wire.shared_progress import Reading
+from .failures.worker_failure import HANG_SIGNAL
+from .processes.proc import all_stats
+
+log = logging.getLogger(__name__)
+
+STRANDED_S = 2.0
+"""A worker that has neither finished a step nor asked for so long, after the last one, waits for others or is busy."""
+
+LOOK_AGAIN_S = 1.0
+
+
+@dataclass(slots=True)
+class DrainState:
+    """Of one generation."""
+
+    generation: int
+    since: float | None = None
+    """When the change was first announced to this node."""
+    stopping: bool = False
+    """All workers of the world know of it, and are about to end."""
+    finished: set[int] = field(default_factory=set)
+    """Local ranks that have done their last step, as their agent has answered."""
+    kept: set[int] = field(default_factory=set)
+    """Those of them that have kept the state after it."""
+    ended: set[int] = field(default_factory=set)
+    """Those of them that have ended by themselves."""
+    excused: set[int] = field(default_factory=set)
+    """Local ranks that the next generation can do without."""
+    doubtful: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Local ranks that have crashed, with return code and instant: it is not known yet whether that matters."""
+    stop: StopAt | None = None
+    _look_at: float | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return self.since is not None
+
+    def begin(self, now: float, *, stopping: bool) -> bool:
+        """The change is announced, or all know of it. True for the first time."""
+        first, self.since = self.since is None, self.since if self.since is not None else now
+        if stopping and not self.stopping:
+            self.stopping, self._look_at = True, now + STRANDED_S
+        return first
+
+    def exited(
+        self, local_rank: int, returncode: int, at: float, *, stopping: bool = False, hung: bool = False
+    ) -> Exit:
+        """`stopping` and `hung`: see `classify_exit`. What is DOUBTFUL waits for a look."""
+        kind = classify_exit(
+            returncode,
+            stopping=stopping,
+            hung=hung,
+            draining=self.under_way,
+            finished=local_rank in self.finished,
+            kept=local_rank in self.kept,
+        )
+        if kind is Exit.DRAINED:
+            self.ended.add(local_rank)
+        elif kind is Exit.DOUBTFUL:
+            self.doubtful[local_rank] = returncode, at
+        return kind
+
+    def looked(self, stop: StopAt | None, read: Mapping[int, Reading]) -> dict[int, tuple[int, float]]:
+        """Where all were to end is known now, or cannot be. Returns those whose crash was a failure."""
+        self.stop = stop if stop is not None and stop.generation == self.generation else None
+        judged, self.doubtful = self.doubtful, {}
+        fine = {rank for rank in judged if stranded(_step(read, rank), self.stop, self.generation)}
+        self.excused |= fine
+        return {rank: crash for rank, crash in judged.items() if rank not in fine}
+
+    def wants_look(self, now: float, running: Collection[int]) -> bool:
+        """True once each time: the store is to be asked where all were to end."""
+        waits = self.stopping and any(rank not in self.finished for rank in running)
+        if not waits or self._look_at is None or now < self._look_at:
+            return False
+        self._look_at = now + LOOK_AGAIN_S
+        return True
+
+    def look_at(self) -> float | None:
+        return self._look_at if self.stopping else None
+
+    def left_behind(
+        self, now: float, running: Collection[int], read: Mapping[int, Reading], asking: Collection[int]
+    ) -> bool:
+        """Whether all workers that are left here wait for others that have ended."""
+        return bool(running) and all(
+            rank not in self.finished and rank not in asking and self._waits(now, read.get(rank))
+            for rank in running
+        )
+
+    def _waits(self, now: float, reading: Reading | None) -> bool:
+        if reading is None or reading.stepped_at is None:
+            return False
+        return now >= reading.stepped_at + STRANDED_S and stranded(reading.step, self.stop, self.generation)
+
+    def complete(self, returncodes: Mapping[int, int]) -> bool:
+        """All these workers have ended, and not all of them because the training is over."""
+        ended = self.kept | self.ended | self.excused
+        return bool(ended) and all(rank in ended or code == 0 for rank, code in returncodes.items())
+
+    def keeps_all(self, returncodes: Mapping[int, int]) -> bool:
+        """This node has the state after the last step."""
+        return all(rank in self.kept for rank in returncodes)
+
+
+def _step(read: Mapping[int, Reading], local_rank: int) -> int | None:
+    reading = read.get(local_rank)
+    return reading.step if reading is not None else None
+
+
+LEAVING = (DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""How a worker ends after its last step in a planned change: as `Drained` does, or as a script does that has kept its
+state by itself."""
+
+AS_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, DRAINED)
+"""How a worker ends that was asked to: by the signal, by a handler or shell in its place, when its grace is over, or
+because a planned change was under way."""
+
+
+class Exit(enum.Enum):
+    ENDED = enum.auto()
+    """With success."""
+    DRAINED = enum.auto()
+    """After the last step of a planned change."""
+    DOUBTFUL = enum.auto()
+    """It crashed in a planned change: a failure, unless it waited in a step for ranks that had ended already."""
+    AS_ASKED = enum.auto()
+    """Because its generation is stopped."""
+    HUNG = enum.auto()
+    """By the signal that the agent sends to workers that do not move."""
+    FAILED = enum.auto()
+
+
+def classify_exit(
+    returncode: int, *, stopping: bool, hung: bool, draining: bool, finished: bool, kept: bool
+) -> Exit:
+    """`stopping`: its generation is asked to end; `hung`: because it did not move. In a planned change (`draining`)
+    this worker has `finished` its last step, and has `kept` the state after it."""
+    if stopping:
+        if hung and returncode == -HANG_SIGNAL:
+            return Exit.HUNG
+        if returncode in AS_ASKED:
+            return Exit.AS_ASKED
+    elif kept or (finished and returncode in LEAVING):
+        return Exit.DRAINED
+    if returncode == 0:
+        return Exit.ENDED
+    return Exit.DOUBTFUL if draining and not finished and not stopping else Exit.FAILED
+
+
+Orders = list[tuple[int, ToGuard]]
+"""By local rank."""
+
+
+@dataclass(slots=True)
+class _Guard:
+    answered: bool = False
+    step: int | None = None
+    tried: bool = False
+
+
+class JustInTimeState:
+    """One generation's. Until `begin` it only learns who guards."""
+
+    def __init__(self, generation: int, grace_s: float, finished: Callable[[], int | None]) -> None:
+        """`finished()`: the newest step that a worker of this node has finished, dead or alive."""
+        self.generation = generation
+        self._grace_s = grace_s
+        self._finished = finished
+        self._guards: dict[int, _Guard] = {}
+        self._until: float | None = None
+        self._keeping: int | None = None
+        self.over = False
+
+    @property
+    def under_way(self) -> bool:
+        """The workers must not be signalled now."""
+        return self._until is not None and not self.over
+
+    def wake_at(self) -> float | None:
+        if not self.under_way or self._until is None:
+            return None
+        return self._until if self._keeping is not None else self._choose_at(self._until)
+
+    def begin(self, now: float, within_s: float = math.inf) -> Orders:
+        """The generation has failed, or is stopped before its workers could come to a common last step: then there are
+        `within_s` for all. Does nothing when that is known."""
+        if self._until is not None or self.over:
+            return []
+        self._grace_s = min(self._grace_s, within_s)
+        if not self._guards or self._grace_s == 0:
+            return self._end()
+        self._until = now + self._grace_s
+        log.info(
+            "generation %d: %s may hold its last step", self.generation, counted(len(self._guards), "worker")
+        )
+        hold = Hold(self._grace_s / 2, self._finished())
+        return [(local_rank, hold) for local_rank in sorted(self._guards)]
+
+    def received(self, local_rank: int, message: FromGuard, now: float) -> Orders:
+        if isinstance(message, Guarding):
+            self._guards[local_rank] = _Guard()
+            return [(local_rank, Go())] if self.over else []
+        guard = self._guards.get(local_rank)
+        if guard is None:
+            return []
+        if isinstance(message, Broken):
+            return [(local_rank, Go())] if self.over else self.begin(now)
+        if isinstance(message, Held):
+            guard.answered, guard.step = True, message.step
+        elif isinstance(message, Kept) and local_rank == self._keeping:
+            self._keeping = None
+            if message.step is not None:
+                log.info("generation %d: step %d is in memory", self.generation, message.step)
+                return self._end()
+        return self.turn(now)
+
+    def gone(self, local_rank: int, now: float) -> Orders:
+        """That worker has ended, or guards no more."""
+        self._guards.pop(local_rank, None)
+        if local_rank == self._keeping:
+            self._keeping = None
+        return self.turn(now)
+
+    def turn(self, now: float) -> Orders:
+        """What is due."""
+        if not self.under_way or self._until is None:
+            return []
+        if now >= self._until:
+            log.warning(
+                "generation %d: its last step was not kept within %g s", self.generation, self._grace_s
+            )
+            return self._end()
+        waiting = not all(guard.answered for guard in self._guards.values())
+        if self._keeping is not None or (waiting and now < self._choose_at(self._until)):
+            return []
+        able = [
+            (guard.step, -local_rank)
+            for local_rank, guard in self._guards.items()
+            if guard.step is not None and not guard.tried
+        ]
+        if not able:
+            log.info("generation %d: no worker of this node could save its last step", self.generation)
+            return self._end()
+        self._keeping = -max(able)[1]
+        self._guards[self._keeping].tried = True
+        return [(self._keeping, Keep(self._until - now))]
+
+    def _choose_at(self, until: float) -> float:
+        return until - self._grace_s / 2
+
+    def _end(self) -> Orders:
+        self.over = True
+        return [(local_rank, Go()) for local_rank in sorted(self._guards)]
+
+
+EXIT_LOOK_EVERY_S = 5.0
+"""Between two looks at the processor time of workers that report no steps."""
+
+AT_WORK = 0.01
+"""The share of one processor's time, between two looks, from which on such a worker is at work."""
+
+FIRST_WARNING_S = 10.0
+"""The ranks of a job end within seconds of each other; more is worth a line in the log."""
+
+SECOND_WARNING_S = 60.0
+"""From then on, twice as long each time."""
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class ExitWatch:
+    """`limit_s` None: nothing is ever due."""
+
+    limit_s: float | None
+    _alive_at: float | None = None
+    """None: no rank has ended."""
+    _next_warning_s: float = FIRST_WARNING_S
+
+    def ended(self, at: float) -> None:
+        """A rank has ended with success."""
+        self._alive_at = at if self._alive_at is None else max(self._alive_at, at)
+
+    def alive(self, at: float) -> None:
+        """One of those that live on is at work."""
+        if self._alive_at is not None:
+            self._alive_at = max(self._alive_at, at)
+
+    @property
+    def watching(self) -> bool:
+        return self._alive_at is not None
+
+    def silence_s(self, now: float) -> float:
+        return max(0.0, now - self._alive_at) if self._alive_at is not None else 0.0
+
+    def due(self, now: float) -> bool:
+        """The silence is a hang."""
+        return self.watching and self.limit_s is not None and self.limit_s <= self.silence_s(now)
+
+    def warning_due(self, now: float) -> bool:
+        """A line in the log is due; True once each time."""
+        if not self.watching or self.silence_s(now) < self._next_warning_s:
+            return False
+        self._next_warning_s = max(SECOND_WARNING_S, 2 * self._next_warning_s)
+        return True
+
+
+class LateExits:
+    """Of one generation, on this node."""
+
+    def __init__(
+        self, limit_s: float | None, processor_time: Callable[[Collection[int]], float] | None = None
+    ) -> None:
+        """`processor_time` of all processes in these sessions, in seconds."""
+        self.watch = ExitWatch(limit_s)
+        self._processor_time = processor_time or session_processor_time
+        self._ended: list[int] = []
+        self._elsewhere = False
+        self._looked: tuple[float, float] | None = None
+        """When, and the processor time used until then."""
+
+    def ended(self, rank: int, at: float) -> None:
+        """A rank of this node has ended with success."""
+        self._ended.append(rank)
+        self.watch.ended(at)
+
+    def others_ended(self, now: float) -> None:
+        """Ranks of other nodes have ended with success."""
+        if not self._elsewhere:
+            self._elsewhere = True
+            self.watch.ended(now)
+
+    def turn(self, now: float, running: Collection[int], mute: Collection[int]) -> str:
+        """Log which ranks live on, when it is due. `running` are ranks; `mute` the sessions of those that have reported
+        no step. Returns why this is a hang; empty if it is not."""
+        if not self.watch.watching or not running:
+            return ""
+        if mute:
+            self._look(now, mute)
+        due = self.watch.due(now)
+        if not due and not self.watch.warning_due(now):
+            return ""
+        silence_s, still = self.watch.silence_s(now), "lives" if len(running) == 1 else "live"
+        state = (
+            f"{self._ended_ranks()} with success; {_ranks(running)} still {still}, "
+            f"without a step or checkpoint for {silence_s:.0f} s"
+        )
+        limit = self.watch.limit_s
+        if due:
+            return f"hang after the end of other ranks: {state} (--exit-timeout)"
+        bound = (
+            f"a hang after {limit:g} s (--exit-timeout)"
+            if limit is not None
+            else "waiting without a limit (--exit-timeout)"
+        )
+        log.warning("%s: %s", state, bound)
+        return ""
+
+    def _look(self, now: float, mute: Collection[int]) -> None:
+        if self._looked is not None and now < self._looked[0] + EXIT_LOOK_EVERY_S:
+            return
+        used_s = self._processor_time(mute)
+        if self._looked is not None and used_s - self._looked[1] >= AT_WORK * (now - self._looked[0]):
+            self.watch.alive(now)
+        self._looked = now, used_s
+
+    def _ended_ranks(self) -> str:
+        if not self._ended:
+            return "ranks of other nodes have ended"
+        ended = _ranks(self._ended)
+        if self._elsewhere:
+            return f"{ended} and ranks of other nodes have ended"
+        return f"{ended} {'has' if len(self._ended) == 1 else 'have'} ended"
+
+
+def session_processor_time(sessions: Collection[int]) -> float:
+    """Seconds, of all processes in these sessions and of their children that have ended."""
+    return sum(stat.ticks for stat in all_stats().values() if stat.session in sessions) / _TICKS_PER_S
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    names = sorted(ranks)
+    shown = shortened(map(str, names))
+    return f"rank {shown}" if len(names) == 1 else f"ranks {shown}"
