@@ -39,7 +39,7 @@ from ..machine.inventory import Machine, needs_of
 from ..machine.network.discovery import Network
 from ..observability.job_report import JobReport, Watch
 from ..observability.otel import SpanSender
-from ..observability.page import Board, Source, overview
+from ..observability.page import Board, overview
 from ..observability.sources import AgentsSource
 from ..observability.status import StatusPages
 from ..observability.steps import StepRate
@@ -254,7 +254,7 @@ def board_of(
         "incarnation": agent.incarnation,
         "version": __version__,
     }
-    return Board(journal, about, Source(watch.look, describe), agent.clock)
+    return Board(journal, about, watch.look, describe, agent.clock)
 
 
 def receiver_of(agent: Agent, path: Path, metrics: Metrics) -> ReportReceiver:

@@ -48,7 +48,7 @@ from ..machine.notices.choice import read_dmi, source_for
 from ..machine.notices.watch import NoticeWatch
 from ..machine.preflight import refuse_bad_syntax
 from ..observability.observer import Observer
-from ..observability.page import PAGE_PATH, STREAM_PATH, read_page
+from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
 from ..observability.status import JOB_PATH, STATUS_PATH, StatusPages
 from ..observability.steps import StepRate
 from ..output.console import take as take_console
@@ -362,17 +362,16 @@ def _serve_http(
     parts: contextlib.ExitStack,
 ) -> tuple[str, int]:
     own = claimed.listeners.http.getsockname()[:2]
-    page, board = read_page(), _started(parts, board_of(agent, own, journal, pages, rate))
+    page, board = read_page(), board_of(agent, own, journal, pages, rate)
     answers = Answers(
         metrics.render,
         probes.liveness,
         probes.readiness,
         {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job},
         queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
-        streams={STREAM_PATH: board.begin},
+        slow={OVERVIEW_PATH: board.state},
     )
     server = _started(parts, HealthServer(claimed.listeners.http, answers, Thread))
-    board.wake = server.wake
     log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
     options = store_options(agent.config, claimed.network.endpoint, claimed.listeners.store)
     announce(claimed.node.run_dir, server.address, options)

@@ -4,15 +4,8 @@ Its content security policy allows only the file's own script and style, by thei
 that served it. Texts of other nodes are inserted as text, never as markup: the script does so, and the policy enforces
 it (trusted types). Even injected markup could neither run nor send anything.
 
-Feeds the pages that are open: the journal's events as they come, and the state of the job.
-
-While a page is open, a thread reads the state as `elastic-agent status` does, at most every 2 s, after an event every
-0.3 s; it rests nine times (after an event three times) as long as a look takes. While no page is open, it costs
-nothing. All pages get the same text.
-
-The state of a job for the page: the report of `elastic-agent status`, small enough to be sent often.
-
-A pure function. A node is a row of values, so that a thousand nodes take a tenth of a megabyte.
+It asks every few seconds for the journal's events and for the state of the job: the report of `elastic-agent status`,
+small enough to be sent often. A node is a row of values, so that a thousand nodes take a tenth of a megabyte.
 """
 
 from __future__ import annotations
@@ -21,10 +14,10 @@ import base64
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -32,8 +25,7 @@ from typing import Any
 from ...health.http import JSON, TEXT, Page, Request
 from ...rendezvous.coordinator.exclusions import in_words, left_out
 from ...rendezvous.records import Failure
-from ...threads import Thread
-from ..output.events import EVENT, SCHEMA, JobEvent
+from ..output.events import EVENT, SCHEMA
 from ..output.journal import Journal
 from ..output.masking import masked
 from .job_report import JobReport, NodeReport, as_json
@@ -82,64 +74,43 @@ def read_page() -> Page:
 
 log = logging.getLogger(__name__)
 
-STREAM_PATH = "/events/stream"
-
+OVERVIEW_PATH = "/overview"
+"""The state of the job, as `overview` has it, with its `schema` and who answers."""
 MOST_EVENTS = 500
-"""The most events in one answer, and at the begin of a stream."""
-MOST_ROUTINE = 50
-"""The most events of `ROUTINE` kinds at the begin of a stream."""
-RESTS_S = 2.0
-"""The least pause between two looks without a new event."""
-HURRIES_S = 0.3
-"""The least pause before a look for a new event."""
+"""The most events in one answer."""
+RESTS_S = 1.0
+"""The least pause between two looks."""
 RESTS = 9.0
-"""The least pause, in durations of the last look; before a look for a new event a third of that: the thread takes at
-most a tenth of a processor, a quarter while events come."""
-
+"""The least pause, in durations of the last look: looks take at most a tenth of a processor."""
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """How the state is read and written."""
-
-    look: Callable[[], list[JobReport]]
-    """Raises CannotShow."""
-    describe: Callable[[JobReport | None, str], dict[str, Any]]
-    """The JSON document of a report, or of the reason why there is none."""
-
-
 class Board:
+    """What the page asks for: the journal's events, and the state of the job, read as `elastic-agent status` does.
+
+    It is read when it is asked for, and all pages get the same text until the next look is due. While no page is open,
+    it costs nothing. For any thread.
+    """
+
     def __init__(
-        self, journal: Journal, about: dict[str, str], source: Source, clock: Callable[[], float]
+        self,
+        journal: Journal,
+        about: dict[str, str],
+        look: Callable[[], list[JobReport]],
+        describe: Callable[[JobReport | None, str], dict[str, Any]],
+        clock: Callable[[], float],
     ) -> None:
-        """`about`: job, node, incarnation and version of this agent."""
-        self.journal = journal
-        self.about = about
-        self._source = source
+        """`about`: job, node, incarnation and version of this agent. `look` raises CannotShow. `describe`: the JSON
+        document of a report, or of the reason why there is none."""
+        self._journal = journal
+        self._about = about
+        self._read = look
+        self._describe = describe
         self._clock = clock
-        self._changed = threading.Condition()
-        self._watchers = 0
-        self._closing = False
-        self._thread = Thread(self._serve, "page")
-        self._hurry = False
-        self.state = ""
-        """The newest state, as JSON."""
-        self.looks = 0
-        """How often the state was read."""
-        self.wake: Callable[[], None] = lambda: None
-        """Called after each new state or event."""
-        journal.listen(self._noted)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """The thread ends after its present look."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._lock = threading.Lock()
+        self._state = b""
+        self._due_at = -math.inf
 
     def events(self, request: Request) -> Page:
         """`/events?since=N`: the events with a number above N, at most `MOST_EVENTS`."""
@@ -147,103 +118,30 @@ class Board:
         if not _NUMBER.fullmatch(since):
             text = f"since is {since[:80]!r}, expected a whole number: that of the last event that you have\n"
             return Page(HTTPStatus.BAD_REQUEST, TEXT, text.encode(errors="replace"))
-        found = self.journal.since(int(since), MOST_EVENTS)
-        head = json.dumps({"schema": SCHEMA, **self.about, "newest": self.journal.newest})
+        found = self._journal.since(int(since), MOST_EVENTS)
+        head = json.dumps({"schema": SCHEMA, **self._about, "newest": self._journal.newest})
         body = ",".join(EVENT.encode(event) for event in found)
         return Page(HTTPStatus.OK, JSON, f'{head[:-1]}, "events": [{body}]}}'.encode())
 
-    def begin(self, request: Request) -> EventStream:
-        """`/events/stream`: the events after the client's last one; for a new client the newest few hundred."""
-        with self._changed:
-            if not self._watchers:
-                self.state, self._hurry = "", True  # the last state may be old
-            self._watchers += 1
-            self._changed.notify_all()
-        life, _, number = request.last_event.rpartition(":")
-        known = life == self.about["incarnation"] and _NUMBER.fullmatch(number)
-        return EventStream(self, int(number) if known else None)
-
-    def leave(self) -> None:
-        """A stream has ended."""
-        with self._changed:
-            self._watchers -= 1
-            self._changed.notify_all()
-
-    def _noted(self, _: JobEvent) -> None:
-        if self._watchers:
-            with self._changed:
-                self._hurry = True
-                self._changed.notify_all()
-        self.wake()
-
-    # In the thread.
-
-    def _serve(self) -> None:
-        """Read the state again and again while a page is open."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._watchers or self._closing)
-                if self._closing:
-                    return
-                self._hurry = False
+    def state(self, _: Request) -> Page:
+        """`/overview`. It may take as long as other nodes do."""
+        with self._lock:
             began_at = self._clock()
-            self.state = json.dumps(self._look(), separators=(",", ":"))
-            self.looks += 1
-            self.wake()
-            took_s = self._clock() - began_at
-            hurries_s, rests_s = max(HURRIES_S, RESTS / 3 * took_s), max(RESTS_S, RESTS * took_s)
-            with self._changed:
-                self._changed.wait_for(self._unwatched, hurries_s)
-                self._changed.wait_for(lambda: self._hurry or self._unwatched(), rests_s - hurries_s)
-
-    def _unwatched(self) -> bool:
-        return self._closing or not self._watchers
+            if began_at >= self._due_at:
+                self._state = json.dumps(self._look(), separators=(",", ":")).encode()
+                now = self._clock()
+                self._due_at = now + max(RESTS_S, RESTS * (now - began_at))
+            return Page(HTTPStatus.OK, JSON, self._state)
 
     def _look(self) -> dict[str, Any]:
-        """The state as a document. An error is shown on the page, and does not end the agent."""
+        """An error is shown on the page."""
         try:
-            return self._source.describe(self._source.look()[0], "")
+            return self._describe(self._read()[0], "")
         except CannotShow as nothing:
-            return self._source.describe(None, str(nothing))
+            return self._describe(None, str(nothing))
         except Exception as error:
             log.exception("the state of the job cannot be shown")
-            return self._source.describe(None, f"the agent could not look: {error!r}")
-
-
-class EventStream:
-    """One page's events and states; a `health.http.Stream`."""
-
-    def __init__(self, board: Board, number: int | None) -> None:
-        """`number`: of the last event that the client has; None: a new client."""
-        self._board = board
-        self._number = number
-        self._looks = -1
-        self._greeting = _event("hello", json.dumps({"schema": SCHEMA, **board.about}))
-
-    def next(self) -> bytes:
-        board = self._board
-        parts, self._greeting = [self._greeting], ""
-        life = board.about["incarnation"]
-        if self._number is None:
-            events = board.journal.newest_of(MOST_EVENTS, MOST_ROUTINE)
-            self._number = 0
-        else:
-            events = board.journal.since(self._number, MOST_EVENTS)
-        for event in events:
-            self._number = event.number
-            parts.append(_event("job", EVENT.encode(event), f"{life}:{event.number}"))
-        if board.looks != self._looks and board.state:
-            self._looks = board.looks
-            parts.append(_event("state", board.state))
-        return "".join(parts).encode(errors="replace")
-
-    def close(self) -> None:
-        self._board.leave()
-
-
-def _event(kind: str, data: str, number: str = "") -> str:
-    """One server-sent event. `data` is JSON, which has no line breaks."""
-    return f"{f'id: {number}' + chr(10) if number else ''}event: {kind}\ndata: {data}\n\n"
+            return self._describe(None, f"the agent could not look: {error!r}")
 
 
 OVERVIEW_SCHEMA = 1

@@ -11,6 +11,7 @@ people read these pages than the store.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -224,6 +225,7 @@ class StatusPages:
         self._clock = clock
         self._started_at = clock()
         self._seen = _Seen(NodeSnapshot(node, incarnation, waiting_for="the rendezvous store"))
+        self._job_page_lock = threading.Lock()
         self._job_page = ""
         self._job_page_due_at = clock()
 
@@ -335,15 +337,20 @@ class StatusPages:
         return STATUS_PAGE.encode(status)
 
     def job(self) -> str:
-        """Of the last moment or two, where there are many nodes. Called by one thread."""
-        now = self._clock()
-        if now >= self._job_page_due_at:
-            seen = self._seen.snapshot
-            self._job_page = job_page(
-                JobStatus(
-                    self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
-                ),
-                self._secrets,
-            )
-            self._job_page_due_at = now + PAGE_RESTS * (self._clock() - now)
-        return self._job_page
+        """Of the last moment or two, where there are many nodes."""
+        with self._job_page_lock:
+            now = self._clock()
+            if now >= self._job_page_due_at:
+                seen = self._seen.snapshot
+                self._job_page = job_page(
+                    JobStatus(
+                        self._job_name,
+                        seen.world,
+                        seen.known_nodes,
+                        seen.coordinator,
+                        complete=seen.coordinates,
+                    ),
+                    self._secrets,
+                )
+                self._job_page_due_at = now + PAGE_RESTS * (self._clock() - now)
+            return self._job_page

@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 
 from ...rendezvous.text import clean
@@ -321,12 +321,6 @@ class Journal:
             return tuple(
                 sorted((*_above(self._changes, number), *_above(self._routine, number)), key=_number)[:most]
             )
-
-    def newest_of(self, changes: int, routine: int) -> tuple[JobEvent, ...]:
-        """The newest events in memory, in order: at most `routine` of `ROUTINE` kinds and `changes` of the others."""
-        with self._lock:
-            kept = (list(self._changes)[-changes:], list(self._routine)[-routine:])
-        return tuple(sorted(chain(*kept), key=_number))
 
 
 def _number(event: JobEvent) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,10 +14,9 @@ import pytest
 from elastic_agent.agent.observability.job_report import CauseReport, JobReport
 from elastic_agent.agent.observability.page import (
     MOST_EVENTS,
+    OVERVIEW_PATH,
     PAGE_PATH,
-    STREAM_PATH,
     Board,
-    Source,
     overview,
     read_page,
 )
@@ -68,15 +67,14 @@ class Agent:
     rates: Rates = RATES
     journal: Journal = field(default_factory=lambda: Journal("n0", time.time))
     server: HealthServer | None = None
-    close_board: Callable[[], None] = lambda: None
     port: int = 0
 
     def serve(self) -> None:
         """Begins, or begins again, another life on the same port."""
         life = "n0-1" if self.server is None else "n0-2"
         about = {"job": "digits", "node": "n0", "incarnation": life, "version": "1"}
-        source = Source(lambda: [self.job] if self.job is not None else [], self.describe)
-        board = Board(self.journal, about, source, time.monotonic)
+        look = lambda: [self.job] if self.job is not None else []  # noqa: E731
+        board = Board(self.journal, about, look, self.describe, time.monotonic)
         page = read_page()
         bind = socket.create_server(("127.0.0.1", self.port), reuse_port=False, backlog=64)
         self.port = bind.getsockname()[1]
@@ -86,18 +84,14 @@ class Agent:
             lambda: probe,
             lambda: probe,
             queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
-            streams={STREAM_PATH: board.begin},
+            slow={OVERVIEW_PATH: board.state},
         )
         self.server = HealthServer(bind, answers, Thread)
-        board.wake = self.server.wake
-        board.start()
         self.server.start()
-        self.close_board = board.close
 
     def end(self) -> None:
         assert self.server is not None
         self.server.close()
-        self.close_board()
 
     def describe(self, job: JobReport | None, problem: str) -> dict[str, Any]:
         return overview(job, self.problem or problem, self.failure, self.rates, time.time())
@@ -183,7 +177,8 @@ def test_it_asks_its_own_agent_alone(agent: Agent, browser: Browser) -> None:
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
     asked = [url for url in browser.requested if not url.startswith(("data:", "about:"))]
-    assert asked == [agent.url, f"{agent.url}events/stream"]
+    assert asked[:3] == [agent.url, f"{agent.url}events?since=0", f"{agent.url}overview"]
+    assert all(url.startswith(agent.url) for url in asked)
     assert browser.problems == []
 
 

@@ -17,7 +17,7 @@ import pytest
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.runs import events as command
 from elastic_agent.agent.common.exits import CommandCode
-from elastic_agent.agent.observability.page import MOST_EVENTS, Board, Source
+from elastic_agent.agent.observability.page import MOST_EVENTS, Board
 from elastic_agent.agent.output.events import EVENT, EVENTS_PATH, Kind
 from elastic_agent.agent.output.journal import EventFile, Journal
 from elastic_agent.health.http import Answers, HealthServer, Probe
@@ -30,7 +30,7 @@ PATIENCE_S = 20.0
 @contextmanager
 def serving(journal: Journal, life: str, port: int = 0, job: str = "digits") -> Iterator[Endpoint]:
     about = {"job": job, "node": journal.node, "incarnation": life, "version": "1"}
-    board = Board(journal, about, Source(list, lambda job, problem: {}), lambda: 0.0)
+    board = Board(journal, about, list, lambda job, problem: {}, lambda: 0.0)
     probe = Probe(True, "")
     server = HealthServer(
         socket.create_server(("127.0.0.1", port)),

@@ -145,8 +145,6 @@ def test_what_comes_again_and_again_pushes_nothing_else_out() -> None:
     assert texts(journal.since(0, 10)) == ["world 1", "save 998", "save 999", "world 1000"]
     assert texts(journal.since(0, 2)) == ["world 1", "save 998"]
     assert texts(journal.since(998, 10)) == ["save 999", "world 1000"]
-    assert texts(journal.newest_of(1, 1)) == ["save 999", "world 1000"]
-    assert texts(journal.newest_of(5, 1)) == ["world 1", "save 999", "world 1000"]
 
 
 def test_a_listener_hears_of_each_event() -> None:

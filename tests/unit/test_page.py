@@ -6,8 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -19,9 +17,8 @@ from elastic_agent.agent.observability.job_report import JobReport, report
 from elastic_agent.agent.observability.page import (
     COLUMNS,
     MOST_EVENTS,
+    RESTS_S,
     Board,
-    EventStream,
-    Source,
     overview,
     read_page,
 )
@@ -46,7 +43,6 @@ from elastic_agent.rendezvous.records import (
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from tests.unit.test_status_pages import STATUS
 
-PATIENCE_S = 20.0
 NO_RATES = Rates(2.0, 0.0, None)
 
 # --- The rate of steps
@@ -175,11 +171,9 @@ class Looking:
     def __init__(self) -> None:
         self.looks = 0
         self.problem: Exception | None = None
-        self.looked = threading.Event()
 
     def look(self) -> list[JobReport]:
         self.looks += 1
-        self.looked.set()
         if self.problem is not None:
             raise self.problem
         return [job_of(2)]
@@ -194,96 +188,37 @@ def looking() -> Looking:
 
 
 @pytest.fixture
-def board(looking: Looking) -> Iterator[Board]:
-    journal = Journal("a", lambda: 1000.0)
+def now() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def journal() -> Journal:
+    return Journal("a", lambda: 1000.0)
+
+
+@pytest.fixture
+def board(looking: Looking, journal: Journal, now: list[float]) -> Board:
     about = {"job": "digits", "node": "a", "incarnation": "a-1", "version": "1"}
-    board = Board(journal, about, Source(looking.look, looking.describe), lambda: 0.0)
-    board.start()
-    yield board
-    board.close()
-    board._thread.join(PATIENCE_S)
-    assert not board._thread.is_alive()
+    return Board(journal, about, looking.look, looking.describe, lambda: now[0])
 
 
-def sent(stream: EventStream) -> list[tuple[str, Any, str]]:
-    """Kind, data and id of each event."""
-    found = []
-    for block in stream.next().decode().split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.split("\n") if line)
-        if fields:
-            found.append((fields["event"], json.loads(fields["data"]), fields.get("id", "")))
-    return found
+def state(board: Board) -> Any:
+    page = board.state(Request({}))
+    assert page.status is HTTPStatus.OK
+    return json.loads(page.body)
 
 
-def wait_for(stream: EventStream, kind: str) -> Any:
-    done = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.02)):
-        for one, data, _ in sent(stream):
-            if one == kind:
-                return data
-        done.wait(0.02)
-    raise AssertionError(f"no {kind} came")
-
-
-def test_a_stream_begins_with_who_speaks_and_the_newest_events(board: Board) -> None:
-    for number in range(MOST_EVENTS + 5):
-        board.journal.note(Kind.DRAIN, str(number))
-    stream = board.begin(Request({}))
-    (kind, hello, _), *events = [one for one in sent(stream) if one[0] != "state"]
-    assert (kind, hello) == ("hello", {"schema": 1, **board.about})
-    assert [data["text"] for _, data, _ in events] == [str(n) for n in range(5, MOST_EVENTS + 5)]
-    assert events[-1][2] == f"a-1:{MOST_EVENTS + 5}"
-    board.journal.note(Kind.SAVE, "another")
-    assert [data["text"] for kind, data, _ in sent(stream) if kind == "job"] == ["another"]
-    stream.close()
-
-
-@pytest.mark.parametrize(
-    ("last", "expected"),
-    [("a-1:2", ["three"]), ("a-1:3", []), ("", ["one", "two", "three"]), ("b-1:2", ["one", "two", "three"])],
-)
-def test_a_client_that_comes_back_gets_what_it_missed_of_this_life(
-    board: Board, last: str, expected: list[str]
+def test_the_state_is_read_when_a_page_asks_and_all_pages_get_the_same_for_a_while(
+    board: Board, looking: Looking, now: list[float]
 ) -> None:
-    for text in ("one", "two", "three"):
-        board.journal.note(Kind.SAVE, text)
-    stream = board.begin(Request({}, last_event=last))
-    assert [data["text"] for kind, data, _ in sent(stream) if kind == "job"] == expected
-    stream.close()
-
-
-@pytest.mark.parametrize("last", ["a-1:", "a-1:x", "a-1:-5", "a-1:٣", "a-1:" + "9" * 30, ":::", "é"])
-def test_a_last_event_that_is_none_is_the_beginning(board: Board, last: str) -> None:
-    board.journal.note(Kind.SAVE, "one")
-    stream = board.begin(Request({}, last_event=last))
-    assert [data["text"] for kind, data, _ in sent(stream) if kind == "job"] == ["one"]
-    stream.close()
-
-
-def test_the_state_is_read_while_a_page_is_open_and_by_one_thread(board: Board, looking: Looking) -> None:
-    woken = threading.Event()
-    board.wake = woken.set
     assert looking.looks == 0
-    first, second = board.begin(Request({})), board.begin(Request({}))
-    assert wait_for(first, "state")["job"] == "digits"
-    assert wait_for(second, "state")["job"] == "digits"
-    assert woken.wait(PATIENCE_S)
-    first.close()
-    second.close()
-    looks = looking.looks
-    board.journal.note(Kind.SAVE, "no page is open")
-    third = board.begin(Request({}))
-    assert wait_for(third, "state")["look"] > looks, "what it is sent is no older than it"
-    third.close()
-
-
-def test_an_event_asks_for_another_look_at_once(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_agent.agent.observability.page.RESTS_S", 3600.0)
-    stream = board.begin(Request({}))
-    before = wait_for(stream, "state")["look"]
-    board.journal.note(Kind.WORLD, "another")
-    assert wait_for(stream, "state")["look"] == before + 1
-    stream.close()
+    first = state(board)
+    assert first["job"] == "digits"
+    now[0] += 0.9 * RESTS_S
+    assert state(board) == first
+    now[0] += 0.2 * RESTS_S
+    assert state(board)["look"] > first["look"]
 
 
 @pytest.mark.parametrize(
@@ -297,21 +232,18 @@ def test_an_event_asks_for_another_look_at_once(board: Board, monkeypatch: pytes
     ],
 )
 def test_what_fails_while_it_looks_is_shown_and_ends_nothing(
-    board: Board, looking: Looking, problem: Exception, shown: str
+    board: Board, looking: Looking, now: list[float], problem: Exception, shown: str
 ) -> None:
     looking.problem = problem
-    stream = board.begin(Request({}))
-    assert wait_for(stream, "state")["problem"] == shown
+    assert state(board)["problem"] == shown
     looking.problem = None
-    board.journal.note(Kind.SAVE, "again")
-    while wait_for(stream, "state")["job"] is None:
-        board.journal.note(Kind.SAVE, "again")
-    stream.close()
+    now[0] += RESTS_S
+    assert state(board)["job"] == "digits"
 
 
-def test_events_are_given_from_a_number_on(board: Board) -> None:
+def test_events_are_given_from_a_number_on(board: Board, journal: Journal) -> None:
     for number in range(MOST_EVENTS + 2):
-        board.journal.note(Kind.DRAIN, f"{number} \u2028 <script>")
+        journal.note(Kind.DRAIN, f"{number} \u2028 <script>")
     page = board.events(Request({"since": "1"}))
     document = json.loads(page.body)
     assert page.status is HTTPStatus.OK
