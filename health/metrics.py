@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from .checks.node.table import AT_JOIN
+from .checks.table import AT_JOIN
 from .families import Age, Counter, Gauge, Histogram, Level, Page, Row
 
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .checks.node.table import AT_JOIN
+from .checks.table import AT_JOIN
 from .families import Counter, Gauge, Level, Page, Row
 
 SEAT_OUTCOMES = ("succeeded", "failed", "left", "refused", "not_here")

@@ -30,9 +30,7 @@ from ..agent.configuration.options import SECRET_VARIABLES
 from ..agent.configuration.rendezvous import ENDPOINT, EtcdConfig
 from ..agent.configuration.settings import Settings
 from ..agent.machine.devices import probe
-from ..agent.machine.network.addresses import reachable_at, unique_node_id
-from ..agent.machine.network.choice import NetworkChoice
-from ..agent.machine.network.discovery import wait_for_network
+from ..agent.machine.network import NetworkChoice, reachable_at, unique_node_id, wait_for_network
 from ..agent.main.listeners import http_listener
 from ..agent.main.process import catch_signals, log_to, take_environment, thread_failed
 from ..agent.main.service_manager import ServiceManager
@@ -40,10 +38,9 @@ from ..agent.output.console import take as take_console
 from ..agent.output.log_folders import own_logs
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..agent.rendezvous_io.store_opening import open_store, store_listener, store_options
-from ..health.checks.finding import Finding
-from ..health.checks.needs import NodeNeeds
-from ..health.checks.node.runner import CheckRun
-from ..health.checks.node.table import checks_for
+from ..health.checks.finding import Finding, NodeNeeds
+from ..health.checks.runner import CheckRun
+from ..health.checks.table import checks_for
 from ..health.http import Answers, HealthServer
 from ..health.pool_metrics import PoolMetrics
 from ..rendezvous.errors import StoreUnavailable

@@ -15,8 +15,7 @@ from ..agent.common.exits import ENDINGS, ExitCode, code_of_leave
 from ..agent.configuration.values import CheckMode
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..health.checks.finding import Finding
-from ..health.checks.node.background import BackgroundChecks
-from ..health.checks.node.runner import CheckRun
+from ..health.checks.runner import BackgroundChecks, CheckRun
 from .job_agent import JobAgent, JobAgentEnded, NotTaken, seat_end
 from .job_logs import JobFolders
 from .member import Assignment, PoolMember

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from elastic_agent.agent.machine.notices.aws import TOKEN_PATH
+from elastic_agent.agent.machine.notices import TOKEN_PATH
 
 GOOGLES = "Metadata-Flavor"
 

@@ -26,7 +26,15 @@ class FakeLibrary:
     @property
     def asked(self) -> int:
         """How often a GPU was."""
-        file = Path(f"{self.state}.asked")
+        return self._counted("asked")
+
+    @property
+    def looks(self) -> int:
+        """How often a GPU's memory was looked at."""
+        return self._counted("looks")
+
+    def _counted(self, what: str) -> int:
+        file = Path(f"{self.state}.{what}")
         return file.stat().st_size if file.exists() else 0
 
     def says(self, *lines: str) -> None:

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from ...codec import plain
 from ...health.checks.finding import Finding, Outcome, worst, worst_first
-from ...health.checks.node.runner import run_checks
-from ...health.checks.node.table import checks_for
 from ...health.checks.pairs.report import PairsReport
 from ...health.checks.pairs.results import MOST_NODES
+from ...health.checks.runner import run_checks
+from ...health.checks.table import checks_for
 from ...rendezvous.text import counted
 from ..common.exits import CannotStart, CommandCode, ExitCode, exit_codes
 from ..configuration.config import HELP, Config, ConfigError
@@ -32,9 +32,7 @@ from ..configuration.parse import Group, Option, Source, duration, whole_number
 from ..configuration.settings import Settings
 from ..configuration.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
-from ..machine.network.addresses import unique_node_id
-from ..machine.network.choice import NotReady
-from ..machine.network.discovery import Network, wait_for_network
+from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
 from .check_nodes.run import CannotCheck, check_meeting_place, check_nodes
 from .check_nodes.stages import JoinWait
 from .store_command import one_line_errors

@@ -301,7 +301,7 @@ AFFINITY: Option[Affinity] = NODES.option(
 GPU_MEMORY_WAIT: Option[float] = NODES.option(
     "gpu-memory-wait",
     duration(0.0),
-    "a restart waits at most this long until killed workers' GPU memory is free again, 0 is off; needs nvidia-ml-py",
+    "a restart waits at most this long until killed workers' GPU memory is free again, 0 is off",
     default="30s",
 )
 PRELOAD: Option[tuple[str, ...]] = NODES.option(

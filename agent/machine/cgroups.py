@@ -1,4 +1,4 @@
-"""Cgroups for the workers: whether this agent may make its own, and the one that holds them all.
+"""Cgroups: the one that holds this agent's workers, what the kernel has killed in them, and whether memory is scarce.
 
 No process leaves a cgroup by forking, by a session of its own or by forgetting its environment: what a worker starts
 can be found and killed for certain. Only version 2 can do that, and a cgroup has one owner alone, who marks
@@ -11,15 +11,21 @@ empties those, `guard` empties and removes all at the end. No controller is enab
 it is: the kernel's rule against processes beside child cgroups is about controllers.
 
 Without delegation nothing is made, and what is left behind is found by marks, sessions and descent (`guard`).
+
+A worker that the kernel's out-of-memory killer ends does so by SIGKILL, as one that a person kills. The kernel counts
+its victims by cgroup before it kills them, in `memory.events` (version 2, with all cgroups below) or in
+`memory.oom_control` (version 1). Memory *pressure* is little memory left, or tasks that stand still because others'
+memory has to be reclaimed first.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
-from ...worker.storage.memory.available_memory import own_cgroup
+from ...worker.storage.memory.available_memory import MIB, Memory, own_cgroup, read_rows, upwards
 
 log = logging.getLogger(__name__)
 
@@ -71,3 +77,101 @@ def _make(cgroup: Path) -> str:
         return ""
     cgroup.rmdir()
     return problem
+
+
+# --- Out of memory
+
+LATELY_S = 60.0
+"""A process with much memory takes its time to end."""
+
+LOOK_EVERY_S = 1.0
+
+
+class OomKills:
+    """Owned by one thread. Instants are seconds on the monotonic clock."""
+
+    def __init__(self, counter: Path | None) -> None:
+        """None: this kernel does not count."""
+        self._counter = counter
+        self._count = _kills(counter)
+        self._looked_at = 0.0
+        self._struck_at: float | None = None
+
+    def update(self, now: float) -> None:
+        """To be called now and then, so that an old strike is not taken for a new one."""
+        if now >= self._looked_at + LOOK_EVERY_S:
+            self._read_count(now)
+
+    def lately(self, now: float) -> bool:
+        self._read_count(now)
+        return self._struck_at is not None and now <= self._struck_at + LATELY_S
+
+    def _read_count(self, now: float) -> None:
+        count, self._looked_at = _kills(self._counter), now
+        if count is None:
+            return
+        if self._count is not None and count > self._count:
+            self._struck_at = now
+        self._count = count
+
+
+def find_counter(proc: Path = Path("/proc/self")) -> Path | None:
+    """Of the cgroup of this process, or of the nearest around it that counts."""
+    for folder in upwards(own_cgroup("", proc)):
+        if (folder / "memory.events").exists():
+            return folder / "memory.events"
+    here = own_cgroup("memory", proc)
+    if here is not None and (here / "memory.oom_control").exists():
+        return here / "memory.oom_control"
+    return None
+
+
+def warn_of_group_kill(proc: Path = Path("/proc/self")) -> None:
+    """Where the kernel is set to kill a cgroup as a whole, the agent dies with its first worker."""
+    for folder in upwards(own_cgroup("", proc)):
+        try:
+            as_a_whole = (folder / "memory.oom.group").read_text().strip() == "1"
+        except OSError:
+            continue
+        if as_a_whole:
+            log.warning(
+                "when memory runs out, the kernel will kill this agent and the states in its memory together with the"
+                " worker that is too large: memory.oom.group is 1 in %s. Kubernetes from 1.28 on: singleProcessOOMKill:"
+                " true in the kubelet's configuration (1.32); systemd: OOMPolicy=continue in the unit",
+                folder,
+            )
+            return
+
+
+def _kills(counter: Path | None) -> int | None:
+    """None: there is no count now."""
+    return read_rows(counter).get("oom_kill") if counter is not None else None
+
+
+# --- Memory pressure
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPolicy:
+    """Memory is scarce when less than this is available, or more of the time is lost."""
+
+    least_share: float = 0.05
+    """Of all memory, but at most `least_bytes`: on a large machine a twentieth is much."""
+    least_bytes: int = 1024 * MIB
+    most_stalled: float = 20.0
+    """Per cent of the last ten seconds in which some task waited for memory."""
+    relief: float = 1.5
+    """So many times the least must be available again before the pressure is over."""
+
+
+def pressure(policy: MemoryPolicy, memory: Memory, *, before: bool) -> str:
+    """Why memory is scarce; empty if it is not. `before`: it was when last asked."""
+    least = min(policy.least_bytes, int(policy.least_share * memory.total))
+    most_stalled = policy.most_stalled
+    if before:
+        least, most_stalled = int(policy.relief * least), most_stalled / policy.relief
+    if memory.available < least:
+        return f"{memory.of} has {memory.available // MIB} MiB left of {memory.total // MIB} MiB"
+    if memory.stalled > most_stalled:
+        return f"tasks of {memory.of} wait for memory {memory.stalled:.0f} % of the time"
+    return ""

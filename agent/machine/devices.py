@@ -11,21 +11,28 @@ cuda:0 on, with LOCAL_RANK 0 (torchrun's --virtual-local-rank). `none`: nothing 
 Invariants: under `index` and `mask`, on a node with devices, each worker has `per_worker` of them and no two have the
 same one. An entry of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the
 entries before it, without an error.
+
+Which torch and which NCCL the workers will load is read from the metadata of what is installed: torch is not imported
+here. A version that is unknown counts as a current one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..common.kernel_files import read
 from ..common.variables import Variable
 from ..configuration.config import ConfigError, Problem
 from ..configuration.values import DevicePinning, WorkerCount
-from .software import Software
+from ..workers.processes.workers import job_python
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -171,19 +178,6 @@ def pin(
     )
 
 
-def backend_fact(cuda: Sequence[Device], software: Software) -> str:
-    """The sentence on the backend that is expected where the script names none.
-
-    The workers' `init_process_group` decides, by the accelerator that torch finds; here only CUDA devices are known.
-    """
-    if not cuda:
-        return "gloo is expected: no CUDA device"
-    listed = f"CUDA {_devices(','.join(device.entry for device in cuda), len(cuda))}"
-    if not software.has_nccl:
-        return f"gloo is expected: {software} cannot use {listed}"
-    return f"nccl is expected, because of {listed}"
-
-
 def _too_few(workers: int, per_worker: int, inventory: Inventory) -> ConfigError:
     available = len(inventory.cuda)
     if per_worker > available:
@@ -324,3 +318,115 @@ def _names(kind: str, installed: Sequence[_Gpu]) -> str:
     if kind:
         return ", ".join(gpu.uuid or "a GPU whose uuid only the driver knows" for gpu in installed)
     return ", ".join(map(str, range(len(installed))))
+
+
+# --- Versions
+
+ASKING_S = 10.0
+"""How long another interpreter may take to list what it has installed."""
+
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_NAMES = ("torch", *_NCCL)
+
+_PROGRAM = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Versions from `since` on and below `below`; empty: no such bound."""
+
+    since: str = ""
+    below: str = ""
+
+    def __contains__(self, version: str | None) -> bool:
+        if version is None:
+            return not self.below
+        release = _release(version)
+        return release >= _release(self.since) and (not self.below or release < _release(self.below))
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.since and f">= {self.since}", self.below and f"< {self.below}")))
+
+
+ANY = Range()
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Versions as installed; None where they are not known."""
+
+    torch: str | None = None
+    nccl: str | None = None
+
+    @property
+    def has_nccl(self) -> bool:
+        """False for the builds of torch that cannot use a GPU."""
+        return self.torch is None or not self.torch.endswith("+cpu")
+
+    def __str__(self) -> str:
+        versions = [f"{name} {found or 'of unknown version'}" for name, found in asdict(self).items()]
+        return versions[0] if not self.has_nccl else ", ".join(versions)
+
+
+CURRENT = Software()
+"""Unknown: as of today."""
+
+
+def find_software(environ: Mapping[str, str]) -> Software:
+    """Of the interpreter that runs the workers. Never raises: what cannot be read is unknown."""
+    python = job_python(environ)
+    found = _installed_here() if python == sys.executable else _installed_at(python)
+    return Software(found.get("torch"), next((found[name] for name in _NCCL if name in found), None))
+
+
+def backend_fact(cuda: Sequence[Device], software: Software) -> str:
+    """The sentence on the backend that is expected where the script names none.
+
+    The workers' `init_process_group` decides, by the accelerator that torch finds; here only CUDA devices are known.
+    """
+    if not cuda:
+        return "gloo is expected: no CUDA device"
+    listed = f"CUDA {_devices(','.join(device.entry for device in cuda), len(cuda))}"
+    if not software.has_nccl:
+        return f"gloo is expected: {software} cannot use {listed}"
+    return f"nccl is expected, because of {listed}"
+
+
+def _installed_here() -> dict[str, str]:
+    found = {}
+    for name in _NAMES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def _installed_at(python: str) -> dict[str, str]:
+    try:
+        answer = subprocess.run(
+            [python, "-c", _PROGRAM, *_NAMES],
+            stdin=subprocess.DEVNULL,  # the agent's is for its workers
+            capture_output=True,
+            timeout=ASKING_S,
+            check=True,
+        )
+        found = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that begin it: 2.13.0+cu130 is (2, 13, 0), which is above (2, 13)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...health.checks.needs import NodeNeeds
+from ...health.checks.finding import NodeNeeds
 from ..checkpoints.folder import describe_folder
 from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
@@ -22,14 +22,22 @@ from ..configuration.derive import Resolved, resolve
 from ..configuration.settings import Settings
 from ..configuration.stopping import ladder
 from .affinity import CpuShare, probe_cpus, share
-from .devices import Device, Inventory, PinnedDevices, backend_fact, pin, probe, resolve_workers
-from .gpus.memory import watched
-from .network.choice import NotReady
-from .network.discovery import Network, discover_network
-from .network.interfaces import rdma_ports
-from .network.profiles import TCP, Profile, choose_profile
+from .devices import (
+    CURRENT,
+    Device,
+    Inventory,
+    PinnedDevices,
+    Software,
+    backend_fact,
+    find_software,
+    pin,
+    probe,
+    resolve_workers,
+)
+from .gpus import watched
+from .interfaces import TCP, Profile, choose_profile, rdma_ports
+from .network import Network, NotReady, discover_network
 from .preflight import check_resources, check_target
-from .software import CURRENT, Software, find_software
 
 T = TypeVar("T")
 

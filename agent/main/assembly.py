@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...health.checks.node.runner import CheckRun
-from ...health.checks.node.table import checks_for, rechecks_for
+from ...health.checks.runner import CheckRun
+from ...health.checks.table import checks_for, rechecks_for
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
@@ -36,7 +36,7 @@ from ..configuration.parse import ENVIRONMENT
 from ..configuration.stopping import drain_timeout_s
 from ..configuration.values import Command
 from ..machine.inventory import Machine, needs_of
-from ..machine.network.discovery import Network
+from ..machine.network import Network
 from ..observability.job_report import JobReport, Watch
 from ..observability.otel import SpanSender
 from ..observability.page import Board, overview

@@ -12,7 +12,7 @@ from ...rendezvous.records import Endpoint
 from ..common.exits import CannotStart, ExitCode
 from ..common.ports import FIXED_PORT, ONE_TRY, PortError, bind_listener, find_owner
 from ..configuration.config import Config
-from ..machine.network.addresses import LOOPBACK
+from ..machine.network import LOOPBACK
 from ..rendezvous_io.store_opening import Binder, store_listener
 
 log = logging.getLogger(__name__)

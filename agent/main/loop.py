@@ -27,7 +27,7 @@ from ..common.events import Event, Signalled, ThreadFailed, run_next
 from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave, lack_in
 from ..common.ports import OfferedPort, PortError, PortLacking
 from ..configuration.stopping import JOB_ENDS_AT, StopConfig, last_saves_s, obeys_before_s
-from ..machine.gpus.memory import GpuMemory
+from ..machine.gpus import GpuMemory
 from ..observability.observer import Observer
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.store_link import PeerLink, StoreLink

@@ -36,16 +36,11 @@ from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.interruptible import unless_stopped
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
-from ..machine.cgroups import claim_cgroup
-from ..machine.gpus.health import GpuHealth
-from ..machine.gpus.memory import GpuMemory
+from ..machine.cgroups import claim_cgroup, warn_of_group_kill
+from ..machine.gpus import GpuHealth, GpuMemory
 from ..machine.inventory import Machine
-from ..machine.memory.oom import warn_of_group_kill
-from ..machine.network.addresses import reachable_at, unique_node_id
-from ..machine.network.choice import NotReady
-from ..machine.network.discovery import Network, wait_for_network
-from ..machine.notices.choice import read_dmi, source_for
-from ..machine.notices.watch import NoticeWatch
+from ..machine.network import Network, NotReady, reachable_at, unique_node_id, wait_for_network
+from ..machine.notices import NoticeWatch, source_for
 from ..machine.preflight import refuse_bad_syntax
 from ..observability.observer import Observer
 from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
@@ -567,7 +562,7 @@ def _make_loop(
 def _watch_for_notices(agent: Agent, loop: Loop, parts: contextlib.ExitStack) -> None:
     """Not before this node is about to join: until then it has nothing to lose."""
     wanted = agent.config.stop.notice
-    source = source_for(wanted, read_dmi(), agent.environment, tied, agent.clock)
+    source = source_for(wanted, agent.environment, tied, agent.clock)
     if source is not None:
         expected = wanted.kind != "auto"
         post, clock = agent.events.put, agent.clock

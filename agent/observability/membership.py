@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ...health.checks.comparison import (
+from ...health.checks.finding import (
     ADDRESS_FAMILY,
     LINK_SPEED,
     MOST_NAMED,

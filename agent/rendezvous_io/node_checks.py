@@ -13,10 +13,8 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 
-from ...health.checks.finding import Finding
-from ...health.checks.needs import MOST_PEERS
-from ...health.checks.node.background import BackgroundChecks
-from ...health.checks.node.runner import CheckRun
+from ...health.checks.finding import MOST_PEERS, Finding
+from ...health.checks.runner import BackgroundChecks, CheckRun
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Member, NodeRecord
 from ...rendezvous.store.requests import RetryPolicy

@@ -56,7 +56,7 @@ from ..configuration.rendezvous import (
     RendezvousConfig,
 )
 from ..configuration.values import Secret
-from ..machine.network.addresses import LOOPBACK, AddressError, default_source, endpoint_address
+from ..machine.network import LOOPBACK, AddressError, default_source, endpoint_address
 
 log = logging.getLogger(__name__)
 

@@ -54,8 +54,7 @@ from ..configuration.rendezvous import BACKEND as BACKEND_OPTION
 from ..configuration.rendezvous import ENDPOINT, JOB_ID
 from ..configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS, Settings
 from ..configuration.stopping import drain_timeout_s
-from ..machine.network.addresses import unique_node_id
-from ..machine.network.discovery import wait_for_network
+from ..machine.network import unique_node_id, wait_for_network
 from ..rendezvous_io.store_opening import connect_to_store
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
 

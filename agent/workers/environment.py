@@ -32,11 +32,10 @@ from ..common.own_folder import NoTemporaryDirectory
 from ..common.variables import Variable, compose
 from ..configuration.config import Config, LogConfig
 from ..configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, process_group_s, watchdog_s
+from ..machine.devices import ANY, Range, Software
+from ..machine.interfaces import Profile, Transport
 from ..machine.inventory import Machine
-from ..machine.network.choice import network_variables
-from ..machine.network.discovery import Network
-from ..machine.network.profiles import Profile, Transport
-from ..machine.software import ANY, Range, Software
+from ..machine.network import Network, network_variables
 from ..output.worker_logs import OutputRoute
 from .processes.workers import WorkerSpec
 

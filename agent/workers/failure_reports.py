@@ -11,8 +11,8 @@ from functools import partial
 from ...rendezvous.records import Failure
 from ..common.events import Event
 from ..common.ports import find_owner
-from ..machine.gpus.health import GpuHealth
-from ..machine.memory.oom import OomKills, find_counter
+from ..machine.cgroups import OomKills, find_counter
+from ..machine.gpus import GpuHealth
 from ..output.worker_logs import WorkerLogs
 from .environment import Node, error_file
 from .failures.causes import Cause, CauseTable

@@ -27,7 +27,7 @@ from ...worker.wire.messages import FromGuard, ReplicationReport, Report, SaveRe
 from ..common.events import Event
 from ..common.exits import lack_in
 from ..configuration.config import Config
-from ..machine.gpus.health import GpuHealth
+from ..machine.gpus import GpuHealth
 from ..observability.observer import Observer
 from ..output.log_folders import FLIGHT_RECORDS
 from ..output.worker_logs import WorkerLogs

@@ -1,21 +1,25 @@
-"""A finding: what one check says of this node, or of a pair of nodes, in words for a person and in numbers.
+"""What a job needs of a node, and what one check says of this node, or of a pair of nodes, in words and in numbers.
 
 `check` is a stable name, such as `gpu-ecc`: metrics, exit codes and later exclusions refer to it. `summary` says what
 was found, `advice` what to do about it; a finding that is not ok has some.
 
 A codec of them is `Codec((Finding,), version=1, most_bytes=MOST_BYTES)` (`elastic_agent/codec.py`): findings travel
 between processes and nodes, and are refused where they are not of this form.
+
+A `Trait` is what the nodes of one job should share. Nothing is refused for a difference: a job may run on two kinds of
+machines. But a large packet that one of a thousand nodes cannot take shows up as a hang of all, hours later.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from ...codec import Checked, Seconds, Text, Within
+from ...codec import AtMost, Checked, Count, Document, Positive, Seconds, Text, Within
 
 MOST_BYTES = 16_384
 """Of one finding as JSON."""
@@ -73,3 +77,159 @@ def worst(findings: Iterable[Finding]) -> Outcome:
 def worst_first(findings: Iterable[Finding]) -> Sequence[Finding]:
     """For a person; those of one outcome stay in their order."""
     return sorted(findings, key=lambda finding: finding.outcome.rank)
+
+
+# --- What a job needs
+
+Port = Annotated[int, Within(0, 65535)]
+MOST_PEERS = 8
+"""The most other nodes that are asked whether they answer."""
+_Path = Annotated[str, Text(4096)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeNeeds(Checked):
+    """As far as checks look at it. Empty texts and zeros: the job does not say, or does not need it."""
+
+    workers: Positive = 1
+    """On this node."""
+    ranks: Positive = 1
+    """Of the whole job, at its largest."""
+    copies_bytes: Count = 0
+    """Of the states that are to be kept in shared memory."""
+    checkpoint_directory: _Path = ""
+    log_directory: _Path = ""
+    interface: Annotated[str, Text(64)] = ""
+    address: Annotated[str, Text(256)] = ""
+    """By which other nodes reach this one."""
+    ports: tuple[Port, Port] | None = None
+    """The first and the last that the agent may listen on; None: any free one."""
+    gpus: Annotated[tuple[Annotated[str, Text(128)], ...], AtMost(256)] = ()
+    """As NVML knows them: a PCI address, a uuid or an index."""
+    rdma: bool = False
+    """NCCL uses InfiniBand or RoCE."""
+    peers: Annotated[tuple[Annotated[str, Text(280)], ...], AtMost(MOST_PEERS)] = ()
+    """Where other nodes' agents answer over HTTP, as HOST:PORT."""
+
+
+NEEDS = Document(NodeNeeds, version=1, most_chars=65_536)
+
+
+# --- What nodes should share
+
+MOST_NAMED = 5
+"""Of the nodes that have the same value; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trait:
+    name: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeValue:
+    """What one node has of a trait, in words; None where it is not known. `label` is the node as a person reads it."""
+
+    label: str
+    value: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """`odd` are the labels of the nodes that do not have the usual value."""
+
+    sentence: str
+    odd: tuple[str, ...]
+
+
+def difference(trait: Trait, nodes: Iterable[NodeValue]) -> Difference | None:
+    groups: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.value is not None:
+            groups.setdefault(node.value, []).append(node.label)
+    if len(groups) < 2:
+        return None
+    # The sort is stable: of two groups of one size the one that came first does so here.
+    (usual, most), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
+    outliers = "; ".join(f"{value} on {listed(group, MOST_NAMED)}" for value, group in others)
+    majority = listed(most, MOST_NAMED) if len(most) == 1 else f"{len(most)} nodes"
+    sentence = f"{trait.name} differs: {usual} on {majority}, but {outliers}. {trait.advice}"
+    return Difference(sentence, tuple(label for _, group in others for label in group))
+
+
+MTU = Trait(
+    "the MTU",
+    "Large packets may vanish on the way, and collectives hang: give all interfaces one MTU (ip link set dev NAME"
+    " mtu N), or choose others with --network-interface.",
+)
+LINK_SPEED = Trait(
+    "the link speed",
+    "The slowest link sets the pace of all: check cables and switch ports, or choose another interface with"
+    " --network-interface.",
+)
+RDMA_PORTS = Trait(
+    "the number of active RDMA ports",
+    "NCCL fails or is slow between nodes whose ports do not match: check `rdma link` on these nodes, or choose"
+    " --network-profile ethernet for all.",
+)
+ADDRESS_FAMILY = Trait(
+    "the address family",
+    "Workers of one family do not reach those of the other: choose --network-interface or --local-addr alike.",
+)
+
+
+def address_family(address: str) -> str | None:
+    """None: it is no address."""
+    try:
+        return f"IPv{ipaddress.ip_address(address.partition('%')[0]).version}"
+    except ValueError:
+        return None
+
+
+# --- Sizes, rates, durations and lists of names as findings show them
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def size(number: float) -> str:
+    """64 MiB, 1.5 GiB."""
+    power = 0
+    while number >= 1024 and power < len(_UNITS) - 1:
+        number, power = number / 1024, power + 1
+    return f"{number:.1f}".removesuffix(".0") + f" {_UNITS[power]}"
+
+
+def span(seconds: float) -> str:
+    """In seconds or milliseconds."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def rate(bytes_per_s: float) -> str:
+    """
+    >>> rate(1.25e9), rate(117.4e6), rate(900.0)
+    ('1.2 GB/s', '117 MB/s', '900 B/s')
+    """
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_per_s >= size:
+            number = bytes_per_s / size
+            return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
+    return f"{bytes_per_s:.0f} B/s"
+
+
+def latency(seconds: float) -> str:
+    """
+    >>> latency(0.000045), latency(0.0021), latency(3600.0)
+    ('45 us', '2.1 ms', '3600.0 s')
+    """
+    if seconds >= 1.0:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first few, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

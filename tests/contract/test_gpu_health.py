@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.machine.gpus.health import GpuHealth
-from elastic_agent.health.checks.rules.gpu_faults import Fault
+from elastic_agent.agent.machine.gpus import GpuHealth
+from elastic_agent.health.checks.gpus import Fault
 from tests.io_threads import settle_io, started_io
 from tests.nvml_library import FakeLibrary
 

@@ -11,11 +11,23 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elastic_agent.agent.machine.notices.aws import ACTION_PATH, REBALANCE_PATH, Aws
-from elastic_agent.agent.machine.notices.azure import EVENTS_PATH, NAME_PATH, Azure
-from elastic_agent.agent.machine.notices.gcp import MAINTENANCE_PATH, PREEMPTED_PATH, Gcp
-from elastic_agent.agent.machine.notices.metadata_server import MAX_BYTES, TIMEOUT_S, MetadataServer
-from elastic_agent.agent.machine.notices.notice import BadResponse, Notice, Question, SourceUnreachable
+from elastic_agent.agent.machine.notices import (
+    ACTION_PATH,
+    EVENTS_PATH,
+    MAINTENANCE_PATH,
+    MAX_BYTES,
+    NAME_PATH,
+    PREEMPTED_PATH,
+    REBALANCE_PATH,
+    TIMEOUT_S,
+    Aws,
+    Azure,
+    BadResponse,
+    Gcp,
+    MetadataServer,
+    Notice,
+    SourceUnreachable,
+)
 from tests.metadata_server import FakeMetadataServer
 
 AT = "2026-01-02T03:04:05Z"
@@ -29,7 +41,7 @@ class Cloud:
     def __init__(self, *, header: tuple[str, str], token: str = "") -> None:
         self.pages: dict[str, str] = {}
         self.server = FakeMetadataServer(("127.0.0.1", 0), lambda: self.pages, header=header, token=token)
-        self.ask = MetadataServer("127.0.0.1", time.monotonic, self.server.server_address[1])
+        self.asked = MetadataServer(time.monotonic, "127.0.0.1", self.server.server_address[1])
         threading.Thread(
             target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         ).start()
@@ -48,7 +60,7 @@ def proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ec2() -> None:
     with contextlib.closing(Cloud(header=("X-aws-ec2-metadata-token", "s3cret"), token="s3cret")) as cloud:
-        source = Aws(cloud.ask, time.monotonic)
+        source = Aws(cloud.asked, time.monotonic)
         assert source.poll() is None
         cloud.pages[REBALANCE_PATH] = json.dumps({"noticeTime": AT})
         assert not isinstance(source.poll(), Notice)
@@ -64,9 +76,9 @@ def test_ec2() -> None:
 def test_compute_engine() -> None:
     with contextlib.closing(Cloud(header=("Metadata-Flavor", "Google"))) as cloud:
         cloud.pages |= {PREEMPTED_PATH: "FALSE", MAINTENANCE_PATH: "NONE"}
-        assert Gcp(cloud.ask).poll() is None
+        assert Gcp(cloud.asked).poll() is None
         cloud.pages[PREEMPTED_PATH] = "TRUE"
-        assert isinstance(Gcp(cloud.ask).poll(), Notice)
+        assert isinstance(Gcp(cloud.asked).poll(), Notice)
         assert not cloud.server.refused
 
 
@@ -84,7 +96,7 @@ def test_azure() -> None:
     }
     with contextlib.closing(Cloud(header=("Metadata", "true"))) as cloud:
         cloud.pages |= {NAME_PATH: "vm-7", EVENTS_PATH: json.dumps({"DocumentIncarnation": 1, "Events": []})}
-        source = Azure(cloud.ask)
+        source = Azure(cloud.asked)
         assert source.poll() is None
         cloud.pages[EVENTS_PATH] = json.dumps({"DocumentIncarnation": 2, "Events": [event]})
         found = source.poll()
@@ -95,7 +107,7 @@ def test_azure() -> None:
 
 def test_another_clouds_server_is_not_understood() -> None:
     with contextlib.closing(Cloud(header=("Metadata", "true"))) as cloud:
-        for source in (Aws(cloud.ask, time.monotonic), Gcp(cloud.ask)):
+        for source in (Aws(cloud.asked, time.monotonic), Gcp(cloud.asked)):
             with pytest.raises(BadResponse):
                 source.poll()
 
@@ -117,7 +129,7 @@ def listening(serve: Callable[[socket.socket], object]) -> Iterator[MetadataServ
                         serve(connection)
 
         threading.Thread(target=accept, daemon=True).start()
-        yield MetadataServer("127.0.0.1", time.monotonic, listener.getsockname()[1])
+        yield MetadataServer(time.monotonic, "127.0.0.1", listener.getsockname()[1])
         listener.shutdown(socket.SHUT_RDWR)
 
 
@@ -165,10 +177,10 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 def test_what_is_no_metadata_server_costs_a_second_and_says_nothing(
     serve: Callable[[socket.socket], object],
 ) -> None:
-    with listening(serve) as ask:
+    with listening(serve) as server:
         began = time.monotonic()
         with contextlib.suppress(SourceUnreachable):
-            assert len(ask(Question("/", {})).body) <= MAX_BYTES
+            assert len(server.ask("/", {}).body) <= MAX_BYTES
         assert time.monotonic() - began < TIMEOUT_S + LATE_S
 
 
@@ -176,4 +188,4 @@ def test_a_machine_without_one_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(SourceUnreachable, match="refused"):
-        MetadataServer("127.0.0.1", time.monotonic, port)(Question("/", {}))
+        MetadataServer(time.monotonic, "127.0.0.1", port).ask("/", {})

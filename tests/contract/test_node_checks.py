@@ -15,16 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.health.checks.finding import Finding, Outcome
-from elastic_agent.health.checks.needs import NodeNeeds
-from elastic_agent.health.checks.node.runner import CheckRun, run_checks
-from elastic_agent.health.checks.node.table import BY_NAME, checks_for
-from elastic_agent.health.checks.probes.gpus import KERNEL_LOG, probe_xids
-from elastic_agent.health.checks.probes.machine import probe_shared_memory
-from elastic_agent.health.checks.probes.network import probe_interface
-from elastic_agent.health.checks.rules.gpus import GPU_CHECKS
-from elastic_agent.health.checks.rules.machine import judge_shared_memory
-from elastic_agent.health.checks.rules.network import judge_interface
+from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
+from elastic_agent.health.checks.gpus import GPU_CHECKS, KERNEL_LOG, probe_xids
+from elastic_agent.health.checks.machine import judge_shared_memory, probe_shared_memory
+from elastic_agent.health.checks.network import judge_interface, probe_interface
+from elastic_agent.health.checks.runner import CheckRun, run_checks
+from elastic_agent.health.checks.table import BY_NAME, checks_for
 from tests.nvml_library import FakeLibrary
 
 TESTS = Path(__file__).parents[1]
@@ -276,7 +272,7 @@ def test_an_interface_is_there_where_sys_shows_another_network_namespace(tmp_pat
 @as_root
 def test_the_limit_of_locked_memory_does_not_bind_root() -> None:
     """As systemd's default of 8 MiB, which a user namespace's root has to keep to."""
-    facts = "from elastic_agent.health.checks.probes.machine import probe_limits; print(probe_limits().locks_freely)"
+    facts = "from elastic_agent.health.checks.machine import probe_limits; print(probe_limits().locks_freely)"
     for command, freely in (([], "True"), (["unshare", "--user", "--map-root-user"], "False")):
         done = subprocess.run([*command, sys.executable, "-c", facts], capture_output=True, text=True)
         assert done.stdout.strip() == freely, done.stderr

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.ports import find_owner
-from elastic_agent.agent.machine.memory.oom import OomKills
+from elastic_agent.agent.machine.cgroups import OomKills
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
 from elastic_agent.agent.workers.failures.kernel_log import KernelLog, KernelNews, pids_are_the_kernels

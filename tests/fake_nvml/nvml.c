@@ -3,7 +3,10 @@
  * Lines "init 9" (an error of nvmlInit), "hang 1", "crash 1", "print 1" (in nvmlInit), "lost 1" (the second GPU's error),
  * and of every GPU: "find 6", "ask 15" (an error of finding it, or of asking it), "ask_hangs 1", "ask_crashes 1", "ecc 3",
  * "no_ecc 1", "remapped 2", "pending 1", "failed 1", "retiring 1", "throttle 64", "persistence 1". "ecc_other 3" is of all
- * but the first one. */
+ * but the first one.
+ *
+ * Of the memory in MiB: "used 600", "used_other 600", "used_third 600", "used_error 9"; and of the processes that use it
+ * "pid 4711", "pid_mib 1024", "unknown_pid 4712" (how much is not known), "no_processes 1". */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,11 +38,34 @@ const char *nvmlErrorString(int code) {
            code == 6 ? "Not Found" : code == 16 ? "GPU requires reset" : "Unknown Error";
 }
 
-static char first, other;
+static char first, other, third;
 
 int nvmlDeviceGetHandleByPciBusId_v2(const char *name, void **device) {
     *device = strncmp(name, "0000:3b", 7) == 0 ? &first : &other;
     return strncmp(name, "0000:5e", 7) == 0 && said("lost") ? 15 : (int)said("find");
+}
+
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) { *device = &other; return (int)said("find"); }
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = &third; return (int)said("find"); }
+
+/* The file with ".looks" at its name's end gets a byte for each look at the memory. */
+int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *memory) {
+    char name[4096];
+    snprintf(name, sizeof name, "%s.looks", getenv("FAKE_NVML_STATE"));
+    FILE *file = fopen(name, "a");
+    if (file != NULL) { fputc('x', file); fclose(file); }
+    memory[2] = said(device == &first ? "used" : device == &other ? "used_other" : "used_third") << 20;
+    return (int)said("used_error");
+}
+
+struct process { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; };
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *found) {
+    *count = 0;
+    if (said("pid")) found[(*count)++] = (struct process){(unsigned)said("pid"), said("pid_mib") << 20, 0, 0};
+    if (said("unknown_pid")) found[(*count)++] = (struct process){(unsigned)said("unknown_pid"), ~0ULL, 0, 0};
+    return said("no_processes") ? 3 : 0;
 }
 
 int nvmlDeviceGetTotalEccErrors(void *device, int kind, int counter, unsigned long long *count) {

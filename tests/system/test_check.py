@@ -64,14 +64,14 @@ def test_a_driver_that_hangs_holds_up_nothing_and_its_probe_ends_with_the_agent(
     nvml = FakeLibrary(tmp_path)
     nvml.says("hang 1")
     job.start("a", "--standalone", "--check=warn", environment=nvml.environment, enter=ON_A_GPU)
-    job.wait_for_training(1)
     job.wait_for(lambda: len(_probing(job)) >= 2, "the probe and the process that runs it")
+    job.wait_for_training(1)
 
 
 def _probing(job: Job) -> list[int]:
     found = []
     for process in job.processes():
         with contextlib.suppress(OSError):  # it has just ended
-            if "health.checks.node.server" in Path(f"/proc/{process.pid}/cmdline").read_text():
+            if "health.checks.runner" in Path(f"/proc/{process.pid}/cmdline").read_text():
                 found.append(process.pid)
     return found

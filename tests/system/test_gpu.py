@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +121,7 @@ def test_ddp_over_nccl_survives_a_kill(job: Job, second_job: Job, pinning: str) 
     assert len(job.generations()) == 2, "the second generation had the memory that it needs"
     assert not agent.says("not waiting any longer|not waited for any more")
     told = agent.says("GPU memory: .*")
-    idle = (
-        "was free at the first look"
-        if find_spec("pynvml")
-        else "not looked at: nvidia-ml-py is not installed"
-    )
+    idle = "was free at the first look"
     print(f"\n{DEVICES} GPUs, pinning {pinning}, after SIGKILL of one worker; {told[0] if told else idle}")
     for what in (
         "start",

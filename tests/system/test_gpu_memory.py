@@ -2,68 +2,61 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from pathlib import Path
 
-from .fake_gpus import ADDRESS
+import pytest
+
+from tests.nvml_library import FakeLibrary
+
 from .harness import Agent, Generation, Job
 
 ON_A_GPU = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
-FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
 
 
-def uses(job: Job, mib: int) -> None:
-    """From now on, by what NVML says."""
-    new = job.folder / "nvml.new"
-    new.write_text(json.dumps({"used": {ADDRESS: mib}}))
-    new.replace(job.folder / "nvml.json")
+@pytest.fixture
+def nvml(tmp_path: Path) -> FakeLibrary:
+    return FakeLibrary(tmp_path)
 
 
-def train_and_kill(job: Job, *options: str) -> tuple[Agent, Generation]:
+def train_and_kill(job: Job, nvml: FakeLibrary, *options: str) -> tuple[Agent, Generation]:
     """The worker is dead; its 30,000 MiB are not free yet."""
-    uses(job, 600)
-    path = os.pathsep.join([str(FAKE_NVML), os.environ.get("PYTHONPATH", "")])
-    environment = {"PYTHONPATH": path, "FAKE_NVML": str(job.folder / "nvml.json")}
-    agent = job.start("a", *options, environment=environment, enter=ON_A_GPU)
+    nvml.says("used 600")
+    agent = job.start("a", *options, environment=nvml.environment, enter=ON_A_GPU)
     generation = job.wait_for_training(world=1)
-    uses(job, 30_600)
+    nvml.says("used 30600")
     os.kill(generation.pid(0), signal.SIGKILL)
     return agent, generation
 
 
-def looks(job: Job) -> int:
-    return len((job.folder / "nvml.json.asked").read_text().splitlines())
-
-
-def test_the_next_generation_waits_for_the_memory(job: Job) -> None:
-    agent, first = train_and_kill(job)
-    job.wait_for(lambda: looks(job) >= 12, "a second of looking at the memory")
+def test_the_next_generation_waits_for_the_memory(job: Job, nvml: FakeLibrary) -> None:
+    agent, first = train_and_kill(job, nvml)
+    job.wait_for(lambda: nvml.looks >= 12, "a second of looking at the memory")
     assert job.generations() == [first]
     assert "GPU memory" in agent.get("/readyz")[1]
-    uses(job, 700)
+    nvml.says("used 700")
     job.wait_for_training(world=1, after=first.number)
     assert agent.says(r"GPU memory: 30000 MiB were given back within \d+\.\d s$")
 
 
-def test_the_bound_ends_the_wait(job: Job) -> None:
-    agent, first = train_and_kill(job, "--gpu-memory-wait=700ms")
+def test_the_bound_ends_the_wait(job: Job, nvml: FakeLibrary) -> None:
+    agent, first = train_and_kill(job, nvml, "--gpu-memory-wait=700ms")
     job.wait_for_training(world=1, after=first.number)
     assert agent.says(
         r"30000 MiB more in use than before, 0.7 s after the workers ended; not waiting any longer"
     )
 
 
-def test_the_wait_does_not_keep_an_agent_that_is_to_stop(job: Job) -> None:
-    agent, _ = train_and_kill(job)
+def test_the_wait_does_not_keep_an_agent_that_is_to_stop(job: Job, nvml: FakeLibrary) -> None:
+    agent, _ = train_and_kill(job, nvml)
     job.wait_for(lambda: "GPU memory" in agent.get("/readyz")[1], "the agent to wait for the memory")
     agent.signal(signal.SIGTERM)
     assert agent.exit_code() == 143
 
 
-def test_a_restart_budget_that_is_used_up_ends_the_job_without_a_wait(job: Job) -> None:
-    agent, _ = train_and_kill(job, "--max-restarts=0")
+def test_a_restart_budget_that_is_used_up_ends_the_job_without_a_wait(job: Job, nvml: FakeLibrary) -> None:
+    agent, _ = train_and_kill(job, nvml, "--max-restarts=0")
     assert agent.exit_code() == 1
     assert not agent.says("not waiting any longer")

@@ -18,8 +18,7 @@ from typing import TypeAlias
 
 import pytest
 
-from elastic_agent.agent.machine.notices.aws import ACTION_PATH, HOST
-from elastic_agent.agent.machine.notices.azure import EVENTS_PATH, NAME_PATH
+from elastic_agent.agent.machine.notices import ACTION_PATH, EVENTS_PATH, HOST, NAME_PATH
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 from .harness import TORCH_PRELOADED, Agent, Generation, Job

@@ -16,8 +16,7 @@ from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.machine.gpus.asked_process import AskedProcess
-from elastic_agent.agent.machine.gpus.health import GpuHealth
+from elastic_agent.agent.machine.gpus import AskedProcess, GpuHealth
 from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.observability.status import StatusPages
@@ -38,7 +37,7 @@ from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore
 from elastic_agent.agent.workers.supervisor import Processes, Supervisor
-from elastic_agent.health.checks.rules.gpus import GPU_READING, GpuFacts, NvmlFacts
+from elastic_agent.health.checks.gpus import GPU_READING, GpuFacts, NvmlFacts
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
@@ -127,7 +126,7 @@ class FakeNvml:
     def __init__(self) -> None:
         self.asked = 0
 
-    def ask(self) -> None:
+    def ask(self, question: bytes) -> None:
         self.asked += 1
 
     def kill(self) -> None:

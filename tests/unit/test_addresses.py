@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.machine.network.addresses import reachable_at
+from elastic_agent.agent.machine.network import reachable_at
 from elastic_agent.rendezvous.records import Endpoint
 
 

@@ -62,12 +62,9 @@ worker/dcp: worker/errors worker/wire worker/state/sharding worker/steps worker/
     worker/checkpointing/saving worker/checkpointing/sharded
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 health/checks:
-health/checks/rules: health/checks
-health/checks/probes: health/checks health/checks/rules
-health/checks/node: health/checks health/checks/rules health/checks/probes
 health/checks/pairs: health/checks
 health/checks/pairs/probes: health/checks health/checks/pairs
-health: health/checks/node
+health: health/checks
 rendezvous/text:
 rendezvous/statements: rendezvous/text
 rendezvous: rendezvous/text rendezvous/statements
@@ -83,31 +80,26 @@ output: common
 configuration: rendezvous/c10d rendezvous/etcd rendezvous/local common
 workers/processes: common output configuration
 workers/failures: common configuration workers/processes
-machine/network: common configuration
-machine/memory:
-machine/gpus: common workers/processes
 checkpoints: common workers/processes
-machine: common configuration workers/processes machine/network machine/gpus checkpoints
+machine: common configuration workers/processes checkpoints
 workers/evidence: common output workers/processes
 workers/hangs: common workers/processes
-machine/notices: common configuration
-workers/preloader: common workers/processes machine/memory
-rendezvous_io: common configuration machine/network
+workers/preloader: common workers/processes machine
+rendezvous_io: common configuration machine
 observability: common output configuration workers/processes workers/failures rendezvous_io
-workers: common output configuration checkpoints machine/network rendezvous_io machine/gpus machine/memory \
-    workers/failures workers/processes machine workers/evidence workers/hangs workers/preloader observability
-commands/check_nodes: common configuration machine/network workers/processes machine rendezvous_io
-commands: common output configuration workers/processes machine/network checkpoints machine workers \
-    rendezvous_io observability commands/check_nodes
+workers: common output configuration checkpoints machine rendezvous_io workers/failures workers/processes \
+    workers/evidence workers/hangs workers/preloader observability
+commands/check_nodes: common configuration machine workers/processes rendezvous_io
+commands: common output configuration workers/processes machine checkpoints workers rendezvous_io \
+    observability commands/check_nodes
 commands/runs: common output configuration workers/processes observability commands
-main: common output configuration workers/processes workers/failures machine/network machine/memory \
-    machine/gpus checkpoints machine workers/evidence workers/hangs machine/notices workers/preloader \
-    rendezvous_io observability workers
-pool: worker/wire health/checks health/checks/node health rendezvous/text rendezvous rendezvous/store \
-    common output configuration machine/network machine workers/preloader rendezvous_io main
+main: common output configuration workers/processes workers/failures machine checkpoints workers/evidence \
+    workers/hangs workers/preloader rendezvous_io observability workers
+pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
+    configuration machine workers/preloader rendezvous_io main
 pool/commands: rendezvous/text rendezvous rendezvous/store common output configuration rendezvous_io \
     commands pool
-torchrun: rendezvous/etcd common configuration machine/network rendezvous_io main
+torchrun: rendezvous/etcd common configuration machine rendezvous_io main
 start: common output configuration workers/processes checkpoints machine commands main pool pool/commands
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec` and

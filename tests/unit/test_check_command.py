@@ -18,14 +18,12 @@ from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
+from elastic_agent.agent.machine.interfaces import Profile
 from elastic_agent.agent.machine.inventory import Machine, needs_of
-from elastic_agent.agent.machine.network.choice import NetworkChoice, NotReady
-from elastic_agent.agent.machine.network.discovery import Network
-from elastic_agent.agent.machine.network.profiles import Profile
-from elastic_agent.health.checks.finding import Finding, Outcome
-from elastic_agent.health.checks.needs import NodeNeeds
-from elastic_agent.health.checks.node.table import NODE_CHECKS, RECHECKS
+from elastic_agent.agent.machine.network import Network, NetworkChoice, NotReady
+from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.pairs.report import PEER_CHECKS
+from elastic_agent.health.checks.table import NODE_CHECKS, RECHECKS
 
 FOUND = (
     Finding("open-files", Outcome.OK, "1024 descriptors"),

@@ -18,7 +18,7 @@ from elastic_agent.agent.commands.check_nodes import stages
 from elastic_agent.agent.commands.check_nodes.check_store import CheckStore, Stage
 from elastic_agent.agent.commands.check_nodes.local_node import LocalNode, Sockets
 from elastic_agent.agent.commands.check_nodes.stages import JoinWait, LeaderGone, StageDriver
-from elastic_agent.health.checks import probe_process
+from elastic_agent.health.checks import processes
 from elastic_agent.health.checks.finding import Outcome
 from elastic_agent.health.checks.pairs.facts import NodeFacts
 from elastic_agent.health.checks.pairs.report import PairsReport
@@ -320,7 +320,7 @@ def test_no_probe_inherits_what_the_node_keeps_from_its_workers(
 ) -> None:
     monkeypatch.setenv("ELASTIC_AGENT_ETCD_PASSWORD", "secret")
     program = "import os, sys; sys.exit('ELASTIC_AGENT_ETCD_PASSWORD' in os.environ or print('{}'))"
-    monkeypatch.setattr(probe_process, "PROGRAM", program.replace("{}", "{{}}"))
+    monkeypatch.setattr(processes, "PROGRAM", program.replace("{}", "{{}}"))
     (reached,) = alone.carry_out(Stage(1, "reach"), {"b": facts_of("b")}).reached
     stage = Stage(2, "pairs", 1, pairs=(("a", "b"),))
     (measured,) = alone.carry_out(stage, {"b": facts_of("b")}).measured
@@ -332,7 +332,7 @@ def test_a_probe_that_crashes_is_this_nodes_own_trouble(
     alone: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = facts_of("b")
-    monkeypatch.setattr(probe_process, "PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr(processes, "PROGRAM", "raise SystemExit(3)")
     (reached,) = alone.carry_out(Stage(1, "reach"), {"b": other}).reached
     (measured,) = alone.carry_out(Stage(2, "pairs", 1, pairs=(("a", "b"),)), {"b": other}).measured
     assert (reached.obstacle, measured.obstacle) == (Obstacle.OWN, Obstacle.OWN)

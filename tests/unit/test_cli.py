@@ -27,8 +27,7 @@ from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Device, Inventory
 from elastic_agent.agent.machine.inventory import Machine
-from elastic_agent.agent.machine.network.choice import NetworkChoice
-from elastic_agent.agent.machine.network.discovery import Network
+from elastic_agent.agent.machine.network import Network, NetworkChoice
 from elastic_agent.agent.main.prepared import Prepared
 from elastic_agent.cli import main
 

@@ -16,12 +16,12 @@ from elastic_agent.agent.configuration.values import DevicePinning, WorkerCount
 from elastic_agent.agent.machine.devices import (
     Device,
     Inventory,
+    Software,
     backend_fact,
     pin,
     probe,
     resolve_workers,
 )
-from elastic_agent.agent.machine.software import Software
 
 CPU_ONLY = Inventory(cuda=(), cpus=6)
 FOUR_GPUS = Inventory(cuda=tuple(map(Device, "0123")), cpus=64)

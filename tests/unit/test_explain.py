@@ -14,10 +14,9 @@ from elastic_agent.agent.configuration.config import Config, LogConfig
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine import inventory as machines
-from elastic_agent.agent.machine.devices import Device, Inventory
+from elastic_agent.agent.machine.devices import Device, Inventory, Software
+from elastic_agent.agent.machine.interfaces import TCP
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
-from elastic_agent.agent.machine.network.profiles import TCP
-from elastic_agent.agent.machine.software import Software
 from elastic_agent.agent.workers.environment import WorkerPlace, contract, worker_env
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 

@@ -13,16 +13,17 @@ from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
 from elastic_agent.agent.workers.failures.gpu_news import GpuNews, gpu_news
 from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
-from elastic_agent.health.checks.rules.gpu_faults import (
+from elastic_agent.health.checks.gpus import (
     GPU_IS_LOST,
     NOT_FOUND,
     RESET_REQUIRED,
     Fault,
+    GpuFacts,
     GpuFault,
+    NvmlFacts,
     described,
     faults_since,
 )
-from elastic_agent.health.checks.rules.gpus import GpuFacts, NvmlFacts
 from elastic_agent.rendezvous.records import Action
 
 GPU, OTHER = "0000:3b:00.0", "0000:40:00.0"

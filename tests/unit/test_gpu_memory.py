@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -12,17 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.machine.devices import Device
-from elastic_agent.agent.machine.gpus import memory as gpu_memory
-from elastic_agent.agent.machine.gpus.memory import ANSWER_S, GpuMemory, watched
+from elastic_agent.agent.machine.gpus import ANSWER_S, FIRST_S, GpuMemory, watched
 from tests.io_threads import started_io
+from tests.nvml_library import FakeLibrary
 
-FAKE_NVML = Path(__file__).parents[1] / "fake_nvml"
 PATIENCE_S = 20.0
 ONE, OTHER = "0000:3b:00.0", "GPU-aa"
 
@@ -32,17 +29,13 @@ class Bench:
 
     def __init__(self, folder: Path, wait_s: float, *devices: str) -> None:
         self.now = 100.0
-        self._script = folder / "nvml.json"
+        self.library = FakeLibrary(folder)
+        self.nvml = self.library.says
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        environment = {**os.environ, "PYTHONPATH": str(FAKE_NVML), "FAKE_NVML": str(self._script)}
+        environment = {**os.environ, **self.library.environment}
         self.memory = GpuMemory(
             devices, wait_s, environment, started_io(), self._events.put, lambda: self.now
         )
-
-    def nvml(self, **answers: Any) -> None:
-        new = self._script.with_suffix(".new")
-        new.write_text(json.dumps(answers))
-        new.replace(self._script)
 
     def answer(self) -> None:
         """Handle the next message of the reader."""
@@ -75,7 +68,7 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 def ready(bench: Callable[..., Bench]) -> Bench:
     """The baseline is 600 MiB."""
     made = bench()
-    made.nvml(used={ONE: 600})
+    made.nvml("used 600")
     made.memory.start()
     made.answer()
     return made
@@ -91,15 +84,15 @@ def test_free_memory_costs_one_question(ready: Bench) -> None:
 
 def test_the_wait_lasts_until_the_memory_is_back(ready: Bench, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    ready.nvml(used={ONE: 70_600})
+    ready.nvml("used 70600")
     ready.memory.workers_gone(ready.now)
     ready.answer()
     for used in (40_000, 1_200):
-        ready.nvml(used={ONE: used})
+        ready.nvml(f"used {used}")
         ready.go(0.75)
         ready.answer()
         assert ready.memory.waiting
-    ready.nvml(used={ONE: 1_100})  # as good as free
+    ready.nvml("used 1100")  # as good as free
     ready.go(0.75)
     ready.answer()
     assert not ready.memory.waiting
@@ -109,7 +102,7 @@ def test_the_wait_lasts_until_the_memory_is_back(ready: Bench, caplog: pytest.Lo
 def test_the_bound_ends_the_wait_and_what_stays_is_the_new_normal(
     ready: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ready.nvml(used={ONE: 5_000})
+    ready.nvml("used 5000")
     ready.memory.workers_gone(ready.now)
     ready.answer()
     ready.go(29.9)
@@ -126,7 +119,7 @@ def test_the_bound_ends_the_wait_and_what_stays_is_the_new_normal(
 def test_what_is_free_does_not_creep(ready: Bench) -> None:
     """Each reading may lie a little above the one before, but not above the first."""
     for used, waits in ((1_000, False), (1_112, False), (1_113, True)):
-        ready.nvml(used={ONE: used})
+        ready.nvml(f"used {used}")
         ready.memory.workers_gone(ready.now)
         ready.answer()
         assert ready.memory.waiting == waits
@@ -135,11 +128,11 @@ def test_what_is_free_does_not_creep(ready: Bench) -> None:
 def test_memory_of_another_living_process_is_not_waited_for_but_that_of_the_dead(ready: Bench) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait(PATIENCE_S)
-    ready.nvml(used={ONE: 20_600}, processes={ONE: [[os.getpid(), 20_000], [os.getppid(), None]]})
+    ready.nvml("used 20600", f"pid {os.getpid()}", "pid_mib 20000", f"unknown_pid {os.getppid()}")
     ready.memory.workers_gone(ready.now)
     ready.answer()
     assert not ready.memory.waiting
-    ready.nvml(used={ONE: 20_600}, processes={ONE: [[dead.pid, 20_000]]})
+    ready.nvml("used 20600", f"pid {dead.pid}", "pid_mib 20000")
     ready.memory.workers_gone(ready.now)
     ready.answer()
     assert ready.memory.waiting
@@ -147,27 +140,24 @@ def test_memory_of_another_living_process_is_not_waited_for_but_that_of_the_dead
 
 def test_every_device_must_be_free_under_each_of_its_names(bench: Callable[..., Bench]) -> None:
     made = bench(ONE, OTHER, "3")
-    made.nvml(used={ONE: 1, OTHER: 2, "3": 3}, processes=None)  # a driver that tells of no process
+    made.nvml("no_processes 1")  # a driver that tells of no process
     made.memory.start()
     made.answer()
-    for busy in (ONE, OTHER, "3"):
-        made.nvml(used={ONE: 1, OTHER: 2, "3": 3, busy: 9_000}, processes=None)
+    for busy in ("used", "used_other", "used_third"):
+        made.nvml("no_processes 1", f"{busy} 9000")
         made.memory.workers_gone(made.now)
         made.answer()
         assert made.memory.waiting
 
 
 @pytest.mark.parametrize(
-    ("answers", "logged"),
-    [
-        ({"raises": "Driver Not Loaded"}, "NVMLError: Driver Not Loaded"),
-        ({"used": {}}, "NVMLError: Not Found"),
-    ],
+    ("says", "logged"),
+    [("used_error 9", "Driver Not Loaded"), ("find 6", "Not Found")],
 )
 def test_an_error_of_nvml_ends_all_waiting(
-    ready: Bench, answers: dict[str, Any], logged: str, caplog: pytest.LogCaptureFixture
+    ready: Bench, says: str, logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ready.nvml(**answers)
+    ready.nvml(says)
     ready.memory.workers_gone(ready.now)
     ready.answer()
     assert not ready.memory.waiting
@@ -186,21 +176,39 @@ def test_a_reader_that_was_killed_ends_all_waiting(ready: Bench, caplog: pytest.
 
 def test_a_driver_that_hangs_is_asked_only_once(bench: Callable[..., Bench]) -> None:
     made = bench()
-    made.nvml(hangs=True)
+    made.nvml("hang 1")
     made.memory.start()
-    made.go(ANSWER_S - 0.1)
+    made.go(FIRST_S - 0.1)
     assert made.memory.waiting, "workers start after the first reading"
+    made.go(0.2)
+    assert not made.memory.waiting
+    made.memory.workers_gone(made.now)
+    made.go(ANSWER_S - FIRST_S - 0.2)
+    assert made.memory.waiting
     made.go(0.2)
     assert not made.memory.waiting
     made.memory.workers_gone(made.now)
     assert not made.memory.waiting
 
 
+def test_a_first_reading_that_comes_late_is_the_baseline_all_the_same(bench: Callable[..., Bench]) -> None:
+    made = bench()
+    made.nvml("used 600")
+    made.memory.start()
+    made.go(FIRST_S + 0.1)
+    assert not made.memory.waiting
+    made.answer()
+    made.nvml("used 5000")
+    made.memory.workers_gone(made.now)
+    made.answer()
+    assert made.memory.waiting
+
+
 def test_a_short_bound_ends_the_wait_for_a_first_answer_that_is_slow(
     bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:
     made = bench(wait_s=1.0)
-    made.nvml(hangs=True)
+    made.nvml("hang 1")
     made.memory.start()
     made.go(1.1)
     assert not made.memory.waiting
@@ -211,10 +219,10 @@ def test_an_answer_that_comes_after_the_wait_is_dropped(
     ready: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    ready.nvml(used={ONE: 5_000})
+    ready.nvml("used 5000")
     ready.memory.workers_gone(ready.now)
     ready.answer()
-    ready.nvml(used={ONE: 600})
+    ready.nvml("used 600")
     ready.go(29.9)
     ready.go(0.2)
     ready.answer()
@@ -232,24 +240,23 @@ def test_without_devices_no_process_is_started_and_nothing_waits(tmp_path: Path)
 
 
 def test_the_reader_dies_with_the_agent(tmp_path: Path) -> None:
-    script = tmp_path / "nvml.json"
-    script.write_text(json.dumps({"hangs": True}))
+    library = FakeLibrary(tmp_path)
+    library.says("hang 1")
     code = f"""
 import os, time
 from elastic_agent.agent.common.io_thread import IoThread
-from elastic_agent.agent.machine.gpus.memory import GpuMemory
+from elastic_agent.agent.machine.gpus import GpuMemory
 memory = GpuMemory([{ONE!r}], 30.0, os.environ, IoThread(), print, time.monotonic)
 memory.start()
 print(memory._reader.pid, flush=True)
 time.sleep(600)
 """
-    environment = {**os.environ, "FAKE_NVML": str(script)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(FAKE_NVML), *sys.path])
+    environment = {**os.environ, **library.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
     agent = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     reader = Path("/proc") / agent.stdout.readline().strip()
     deadline = time.monotonic() + PATIENCE_S
-    while not any("memory_reader" in word for word in (reader / "cmdline").read_text().split("\0")[1:2]):
+    while (reader / "cmdline").read_text().split("\0")[1:2] != ["-I"]:
         # not there yet: the shim, or no command line at all while the kernel changes it
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -261,24 +268,15 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("devices", "wait_s", "installed", "names", "text"),
+    ("devices", "wait_s", "names", "text"),
     [
-        ([], 30.0, True, (), ""),
-        ([Device("0", ONE)], 0.0, True, (), "does not wait for it"),
-        ([Device("0", ONE)], 30.0, False, (), "nvidia-ml-py is not installed"),
-        ([Device("0", ONE), Device("1")], 30.0, True, (ONE, "1"), f"up to 30 s until {ONE}, 1 have it back"),
-        ([Device("MIG-aa", ONE)], 30.0, True, ("MIG-aa",), "MIG-aa"),
+        ([], 30.0, (), ""),
+        ([Device("0", ONE)], 0.0, (), "does not wait for it"),
+        ([Device("0", ONE), Device("1")], 30.0, (ONE, "1"), f"up to 30 s until {ONE}, 1 have it back"),
+        ([Device("MIG-aa", ONE)], 30.0, ("MIG-aa",), "MIG-aa"),
     ],
 )
-def test_what_is_waited_for(
-    devices: list[Device],
-    wait_s: float,
-    installed: bool,
-    names: tuple[str, ...],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gpu_memory, "find_spec", lambda name: object() if installed else None)
+def test_what_is_waited_for(devices: list[Device], wait_s: float, names: tuple[str, ...], text: str) -> None:
     found_names, fact = watched([device.nvml_name for device in devices], wait_s)
     assert found_names == names
     assert text in fact

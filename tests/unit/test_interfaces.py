@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import struct
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from elastic_agent.agent.machine.network import interfaces as module
-from elastic_agent.agent.machine.network.interfaces import (
+from elastic_agent.agent.machine import interfaces as module
+from elastic_agent.agent.machine.interfaces import (
     Address,
     Interface,
     RdmaPort,
@@ -27,7 +26,7 @@ def write(file: Path, text: str) -> None:
 
 def test_this_machines_own() -> None:
     found = {interface.name: interface for interface in interfaces()}
-    assert list(found) == [name for _, name in socket.if_nameindex()]
+    assert set(found) == {name for _, name in socket.if_nameindex()}
     lo = found["lo"]
     assert lo.up
     assert lo.loopback
@@ -35,49 +34,42 @@ def test_this_machines_own() -> None:
     assert Address(ipaddress.ip_address("127.0.0.1"), 8) in lo.addresses
 
 
-def attribute(kind: int, content: bytes) -> bytes:
-    return struct.pack("=HH", 4 + len(content), kind) + content + b"\0" * (-len(content) % 4)
-
-
-def link(index: int, name: str, flags: int, mtu: int) -> bytes:
-    about = struct.pack("=BxHiII", 0, 1, index, flags, 0)
-    return about + attribute(3, name.encode() + b"\0") + attribute(4, struct.pack("=I", mtu))
-
-
-def address(index: int, text: str, flags: int = 0x80, peer: str | None = None) -> bytes:
+def address(text: str) -> SimpleNamespace:
     own = ipaddress.ip_interface(text)
-    family = socket.AF_INET if own.version == 4 else socket.AF_INET6
-    about = struct.pack("=BBBBI", family, own.network.prefixlen, flags & 0xFF, 0, index)
-    one = attribute(1, ipaddress.ip_address(peer).packed if peer else own.ip.packed)
-    two = attribute(2, own.ip.packed) if peer or own.version == 4 else b""
-    return about + one + two + attribute(8, struct.pack("=I", flags))
+    netmask = str(own.network.netmask) if own.network.prefixlen else None
+    return SimpleNamespace(
+        family=socket.AF_INET if own.version == 4 else socket.AF_INET6, address=str(own.ip), netmask=netmask
+    )
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    links = [
-        link(1, "lo", 0x10049, 65536),
-        link(2, "eth0", 0x11043, 9000),
-        link(3, "eth1", 0x1003, 1500),  # switched on, without a carrier
-        link(7, "wg0", 0x100D1, 1420),
-    ]
-    addresses = [
-        address(1, "127.0.0.1/8"),
-        address(2, "10.0.0.1/24"),
-        address(2, "fd00::1/64", flags=0xC0),  # still looked for on the network: tentative
-        address(2, "fd00::2/64", flags=0x20),  # deprecated
-        address(7, "10.8.0.1/32", peer="10.8.0.2"),
-    ]
-
-    def ask(what: int) -> Iterator[bytes]:
-        return iter({18: links, 22: addresses}[what])
-
-    monkeypatch.setattr(module, "_ask", ask)
-
-
-def test_links_and_their_addresses_are_put_together(kernel: None, tmp_path: Path) -> None:
-    for name, speed in (("eth0", "100000\n"), ("eth1", "-1\n"), ("wg0", "0\n")):
-        write(tmp_path / f"class/net/{name}/speed", speed)
+def test_links_and_their_addresses_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = {
+        "lo": SimpleNamespace(isup=True, mtu=65536, speed=0),
+        "eth0": SimpleNamespace(isup=True, mtu=9000, speed=100_000),
+        "eth1": SimpleNamespace(isup=False, mtu=1500, speed=0),
+        "wg0": SimpleNamespace(isup=True, mtu=1420, speed=0),
+    }
+    addresses = {
+        "lo": [address("127.0.0.1/8")],
+        "eth0": [
+            address("10.0.0.1/24"),
+            address("fd00::1/64"),
+            address("fd00::2/64"),
+            SimpleNamespace(family=socket.AF_INET6, address="fe80::1%eth0", netmask="ffff:ffff:ffff:ffff::"),
+            SimpleNamespace(family=socket.AF_PACKET, address="02:fc:00:00:00:01", netmask=None),
+        ],
+        "eth0:1": [address("10.0.0.2/24")],
+        "wg0": [address("10.8.0.1/32")],
+    }
+    monkeypatch.setattr(module.psutil, "net_if_stats", lambda: links)
+    monkeypatch.setattr(module.psutil, "net_if_addrs", lambda: addresses)
+    rows = (
+        "fd000000000000000000000000000001 02 40 00 c0     eth0",  # still looked for on the network: tentative
+        "fd000000000000000000000000000002 02 40 00 20     eth0",  # deprecated
+        "fe800000000000000000000000000001 02 40 20 80     eth0",
+        "fd000000000000000000000000000001 03 40 00 80     eth1",
+    )
+    write(tmp_path / "net/if_inet6", "\n".join(rows))
     ip = ipaddress.ip_address
     assert interfaces(tmp_path) == (
         Interface("lo", True, (Address(ip("127.0.0.1"), 8),), 65536),
@@ -88,6 +80,8 @@ def test_links_and_their_addresses_are_put_together(kernel: None, tmp_path: Path
                 Address(ip("10.0.0.1"), 24),
                 Address(ip("fd00::1"), 64, ready=False),
                 Address(ip("fd00::2"), 64, ready=False),
+                Address(ip("fe80::1"), 64),
+                Address(ip("10.0.0.2"), 24),
             ),
             9000,
             100_000,

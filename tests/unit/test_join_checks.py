@@ -17,7 +17,7 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.rendezvous_io.node_checks import AGAIN, CHECKING, JoinChecks
 from elastic_agent.health.checks.finding import Finding, Outcome
-from elastic_agent.health.checks.node.runner import CheckRun
+from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.rendezvous.node.participant import Participant
 
 from .bench import ALONE, Bench

@@ -27,7 +27,7 @@ from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop, Services
 from elastic_agent.agent.rendezvous_io.node_checks import JoinChecks, Recheck
 from elastic_agent.health.checks.finding import Finding as CheckFinding
-from elastic_agent.health.checks.node.runner import CheckRun
+from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.coordinator.view import Policy
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_agent.agent.machine.memory.memory_pressure import MemoryPolicy, pressure
+from elastic_agent.agent.machine.cgroups import MemoryPolicy, pressure
 from elastic_agent.worker.storage.memory.available_memory import MIB, Memory
 
 POLICY = MemoryPolicy(least_share=0.05, least_bytes=1024 * MIB, most_stalled=20.0, relief=1.5)

@@ -10,7 +10,8 @@ import pytest
 
 from elastic_agent.agent.common.variables import compose
 from elastic_agent.agent.configuration.config import ConfigError
-from elastic_agent.agent.machine.network.choice import (
+from elastic_agent.agent.machine.interfaces import Address, Interface, RdmaPort
+from elastic_agent.agent.machine.network import (
     MOST_LISTED,
     HostNetwork,
     NetworkChoice,
@@ -19,7 +20,6 @@ from elastic_agent.agent.machine.network.choice import (
     choose,
     network_variables,
 )
-from elastic_agent.agent.machine.network.interfaces import Address, Interface, RdmaPort
 
 
 def an_interface(name: str, *addresses: str, up: bool = True, speed: int | None = None) -> Interface:

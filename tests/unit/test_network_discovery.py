@@ -12,12 +12,15 @@ from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.values import Command, NodeCounts
-from elastic_agent.agent.machine.network import addresses
-from elastic_agent.agent.machine.network import discovery as network_discovery
-from elastic_agent.agent.machine.network.addresses import AddressError
-from elastic_agent.agent.machine.network.choice import NotReady
-from elastic_agent.agent.machine.network.discovery import Network, discover_network, wait_for_network
-from elastic_agent.agent.machine.network.interfaces import Address, Interface
+from elastic_agent.agent.machine import network as network_discovery
+from elastic_agent.agent.machine.interfaces import Address, Interface
+from elastic_agent.agent.machine.network import (
+    AddressError,
+    Network,
+    NotReady,
+    discover_network,
+    wait_for_network,
+)
 from elastic_agent.rendezvous.records import Endpoint
 
 OWN, OTHER = "10.0.0.1", "10.9.0.1"
@@ -48,8 +51,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AddressError(f"{host} does not resolve")
         return HOSTS.get(host, host)
 
-    for module in (addresses, network_discovery):
-        monkeypatch.setattr(module, "resolve", resolve)
+    monkeypatch.setattr(network_discovery, "resolve", resolve)
     monkeypatch.setattr(network_discovery, "source_address", ROUTES.get)
     monkeypatch.setattr(network_discovery, "default_source", lambda: OWN)
     monkeypatch.setattr(network_discovery, "interfaces", lambda: HERE)

@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.health.checks.finding import Finding, Outcome
-from elastic_agent.health.checks.needs import NEEDS, NodeNeeds
-from elastic_agent.health.checks.node.runner import findings_of
-from elastic_agent.health.checks.node.server import ProbeAnswer, ProbeFailure
-from elastic_agent.health.checks.node.table import BY_NAME, NODE_CHECKS, checks_for
-from elastic_agent.health.checks.rules.directories import DirectoryFacts, judge_directory
-from elastic_agent.health.checks.rules.gpus import (
+from elastic_agent.health.checks.finding import NEEDS, Finding, NodeNeeds, Outcome
+from elastic_agent.health.checks.gpus import (
     GPU_CHECKS,
     GpuFacts,
     NvmlFacts,
@@ -22,13 +17,15 @@ from elastic_agent.health.checks.rules.gpus import (
     judge_xids,
     xids_of,
 )
-from elastic_agent.health.checks.rules.machine import (
+from elastic_agent.health.checks.machine import (
+    DirectoryFacts,
     LimitFacts,
     SharedMemoryFacts,
+    judge_directory,
     judge_limits,
     judge_shared_memory,
 )
-from elastic_agent.health.checks.rules.network import (
+from elastic_agent.health.checks.network import (
     InterfaceFacts,
     NameFacts,
     PortFacts,
@@ -36,6 +33,8 @@ from elastic_agent.health.checks.rules.network import (
     judge_names,
     judge_ports,
 )
+from elastic_agent.health.checks.runner import CheckAnswer, findings_of
+from elastic_agent.health.checks.table import BY_NAME, NODE_CHECKS, checks_for
 
 MIB, GIB = 2**20, 2**30
 OK, WARN, FAIL, UNKNOWN = Outcome.OK, Outcome.WARN, Outcome.FAIL, Outcome.UNKNOWN
@@ -294,17 +293,9 @@ def test_no_two_checks_have_findings_of_one_name() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("check", NODE_CHECKS, ids=lambda check: check.name)
-@pytest.mark.parametrize("facts", ["[]", "{}", '{"exists": "yes"}', "null", '{"absent": 1}', "[" * 5000])
-def test_garbage_is_a_finding(check: Any, facts: str) -> None:
-    (found,) = findings_of(check, NodeNeeds(ports=(1, 2)), ProbeAnswer(check.name, 0.1, facts))[:1]
-    assert found.outcome is check.on_probe_failure or (facts == "{}" and found.outcome is not OK), found
-
-
 def test_a_probe_that_does_not_answer_is_a_finding_with_its_subject() -> None:
-    silent = ProbeFailure(
-        "checkpoint-directory", 5.0, "has not answered within 5 s (state D, waits in nfs_wait)"
-    )
+    problem = "has not answered within 5 s (state D, waits in nfs_wait)"
+    silent = CheckAnswer("checkpoint-directory", 5.0, problem=problem)
     assert findings_of(BY_NAME[silent.check], NodeNeeds(checkpoint_directory="/nfs/c"), silent) == (
         Finding(
             "checkpoint-directory",

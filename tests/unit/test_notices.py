@@ -10,40 +10,47 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from elastic_agent.agent.common.http_client import Reply
 from elastic_agent.agent.configuration.values import NoticeSource
-from elastic_agent.agent.machine.notices import aws, azure, gcp
-from elastic_agent.agent.machine.notices.aws import Aws
-from elastic_agent.agent.machine.notices.azure import Azure
-from elastic_agent.agent.machine.notices.choice import detect_cloud, read_dmi, source_for
-from elastic_agent.agent.machine.notices.gcp import Gcp
-from elastic_agent.agent.machine.notices.local import (
+from elastic_agent.agent.machine import notices
+from elastic_agent.agent.machine.notices import (
+    ACTION_PATH,
     COMMAND_S,
+    DEFAULT_S,
+    EVENTS_PATH,
     FILE_INTERVAL_S,
-    MAX_BYTES,
+    MAINTENANCE_PATH,
+    MAX_CONTENTS,
+    MIN_LEFT_S,
+    NAME_PATH,
+    PREEMPTED_PATH,
+    REBALANCE_PATH,
+    RETRY_S,
     SETTLED_S,
+    TOKEN_PATH,
+    TOKEN_TTL_S,
+    Aws,
+    Azure,
+    BadResponse,
+    Gcp,
+    Hint,
+    MetadataServer,
+    Notice,
+    NoticeWatch,
+    SourceUnreachable,
     WatchedCommand,
     WatchedFile,
+    detect_cloud,
     read_contents,
-)
-from elastic_agent.agent.machine.notices.notice import (
-    DEFAULT_S,
-    RETRY_S,
-    BadResponse,
-    Hint,
-    Notice,
-    Question,
-    SourceUnreachable,
     read_http_date,
     read_rfc3339,
+    source_for,
 )
-from elastic_agent.agent.machine.notices.watch import MIN_LEFT_S, NoticeWatch
 from elastic_agent.agent.workers.processes.workers import tied
 
 AT = "2026-01-02T03:04:05Z"
@@ -100,18 +107,43 @@ def test_what_is_no_date_of_http_is_refused(text: str) -> None:
         read_http_date(text)
 
 
+class Server(MetadataServer):
+    """Answers by path, and knows what it was asked."""
+
+    def __init__(self, answers: dict[str, Reply]) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, dict[str, str], str]] = []
+
+    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Reply:
+        self.asked.append((path, dict(headers), method))
+        if path not in self.answers:
+            raise SourceUnreachable(path)
+        return self.answers[path]
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _, _ in self.asked]
+
+
 # --- AWS
+
+
+def aws(**answers: Reply) -> Aws:
+    """An instance of EC2 with these answers at `action`, `rebalance` and `token`."""
+    paths = {"action": ACTION_PATH, "rebalance": REBALANCE_PATH, "token": TOKEN_PATH}
+    return Aws(
+        Server(NOTHING_OF_AWS | {paths[name]: reply for name, reply in answers.items()}), lambda: 100.0
+    )
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
 def test_the_interruption_of_a_spot_instance(action: str) -> None:
-    notice = aws.read_action(Reply(200, body(action=action, time=AT)))
+    notice = aws(action=Reply(200, body(action=action, time=AT))).poll()
     assert notice == Notice(f"AWS interrupts this spot instance ({action}) at {AT}", AT_UNIX)
 
 
 def test_without_an_interruption_the_path_is_not_there() -> None:
-    assert aws.read_action(Reply(404, b"<html>")) is None
-    assert aws.read_rebalance(Reply(404)) is None
+    assert aws(action=Reply(404, b"<html>"), rebalance=Reply(404)).poll() is None
 
 
 @pytest.mark.parametrize(
@@ -127,9 +159,9 @@ def test_without_an_interruption_the_path_is_not_there() -> None:
     ],
 )
 def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
-    for read in (aws.read_action, aws.read_rebalance):
+    for source in (aws(action=reply), aws(rebalance=reply)):
         with pytest.raises(BadResponse) as refused:
-            read(reply)
+            source.poll()
         assert len(str(refused.value)) < 600
 
 
@@ -138,61 +170,44 @@ def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
 )
 def test_what_is_no_token_is_not_understood_and_not_shown(reply: Reply) -> None:
     with pytest.raises(BadResponse) as refused:
-        aws.read_token(reply)
+        aws(token=reply).poll()
     assert "'" not in str(refused.value)
 
 
-@dataclass
-class Server:
-    """Answers by path, and knows what it was asked."""
-
-    answers: dict[str, Reply]
-    asked: list[Question] = field(default_factory=list)
-
-    def __call__(self, question: Question) -> Reply:
-        self.asked.append(question)
-        if question.path not in self.answers:
-            raise SourceUnreachable(question.path)
-        return self.answers[question.path]
-
-
 NOTHING_OF_AWS = {
-    aws.TOKEN_PATH: Reply(200, b"secret"),
-    aws.ACTION_PATH: Reply(404),
-    aws.REBALANCE_PATH: Reply(404),
+    TOKEN_PATH: Reply(200, b"secret"),
+    ACTION_PATH: Reply(404),
+    REBALANCE_PATH: Reply(404),
 }
 
 
 def test_a_token_is_asked_for_once_and_renewed_before_it_ends() -> None:
     server, now = Server(dict(NOTHING_OF_AWS)), [100.0]
     source = Aws(server, lambda: now[0])
-    for at in (100.0, 101.0, 100.0 + aws.TOKEN_TTL_S / 2):
+    for at in (100.0, 101.0, 100.0 + TOKEN_TTL_S / 2):
         now[0] = at
         assert source.poll() is None
-    tokens = [question for question in server.asked if question.path == aws.TOKEN_PATH]
-    assert [(token.method, dict(token.headers)) for token in tokens] == [
-        ("PUT", {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
-    ] * 2
-    others = [question for question in server.asked if question.path != aws.TOKEN_PATH]
-    assert all((q.method, dict(q.headers)) == ("GET", {"X-aws-ec2-metadata-token": "secret"}) for q in others)
+    tokens = [question for question in server.asked if question[0] == TOKEN_PATH]
+    assert tokens == [(TOKEN_PATH, {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, "PUT")] * 2
+    others = [question[1:] for question in server.asked if question[0] != TOKEN_PATH]
+    assert all(other == ({"X-aws-ec2-metadata-token": "secret"}, "GET") for other in others)
 
 
 def test_a_token_that_is_refused_is_replaced() -> None:
-    answers = {**NOTHING_OF_AWS, aws.ACTION_PATH: Reply(401)}
-    server = Server(answers)
+    server = Server({**NOTHING_OF_AWS, ACTION_PATH: Reply(401)})
     with pytest.raises(BadResponse):
         Aws(server, lambda: 100.0).poll()
-    assert [question.path for question in server.asked] == [aws.TOKEN_PATH, aws.ACTION_PATH] * 2
+    assert server.paths == [TOKEN_PATH, ACTION_PATH] * 2
 
 
 def test_a_recommendation_is_a_hint_unless_the_user_wants_to_leave_for_it() -> None:
-    recommended = {**NOTHING_OF_AWS, aws.REBALANCE_PATH: Reply(200, body(noticeTime=AT))}
+    recommended = {**NOTHING_OF_AWS, REBALANCE_PATH: Reply(200, body(noticeTime=AT))}
     hint = Aws(Server(recommended), lambda: 0.0).poll()
     assert isinstance(hint, Hint)
     assert AT in hint.text
     leaves = Aws(Server(recommended), lambda: 0.0, leaves_on_rebalance=True).poll()
     assert leaves == Notice(hint.text, within_s=None), "the instance may live on for days"
-    both = {**recommended, aws.ACTION_PATH: Reply(200, body(action="terminate", time=AT))}
+    both = {**recommended, ACTION_PATH: Reply(200, body(action="terminate", time=AT))}
     found = Aws(Server(both), lambda: 0.0, leaves_on_rebalance=True).poll()
     assert isinstance(found, Notice)
     assert found.ends_at == AT_UNIX
@@ -215,8 +230,8 @@ def test_a_recommendation_is_a_hint_unless_the_user_wants_to_leave_for_it() -> N
 def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | Hint | None) -> None:
     server = Server(
         {
-            gcp.PREEMPTED_PATH: Reply(200, preempted, GOOGLE),
-            gcp.MAINTENANCE_PATH: Reply(200, maintenance, GOOGLE),
+            PREEMPTED_PATH: Reply(200, preempted, GOOGLE),
+            MAINTENANCE_PATH: Reply(200, maintenance, GOOGLE),
         }
     )
     found = Gcp(server).poll()
@@ -225,7 +240,7 @@ def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | H
         assert (found.ends_at, found.within_s) == (news.ends_at, news.within_s)
     if news is not None and found is not None:
         assert found.text.startswith(news.text)
-    assert dict(server.asked[0].headers) == {"Host": "metadata.google.internal", "Metadata-Flavor": "Google"}
+    assert server.asked[0][1] == {"Host": "metadata.google.internal", "Metadata-Flavor": "Google"}
 
 
 @pytest.mark.parametrize(
@@ -239,9 +254,10 @@ def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | H
     ],
 )
 def test_what_google_never_says_is_not_understood(reply: Reply) -> None:
-    for read in (gcp.read_preempted, gcp.read_maintenance):
+    well = Reply(200, b"FALSE", GOOGLE)
+    for answers in ({PREEMPTED_PATH: reply}, {PREEMPTED_PATH: well, MAINTENANCE_PATH: reply}):
         with pytest.raises(BadResponse):
-            read(reply)
+            Gcp(Server(answers)).poll()
 
 
 # --- Azure
@@ -265,11 +281,16 @@ def events(*all_of_them: object) -> Reply:
     return Reply(200, body(DocumentIncarnation=3, Events=list(all_of_them)))
 
 
+def said_by_azure(reply: Reply) -> Notice | Hint | None:
+    """Of the machine vm-7."""
+    return Azure(Server({NAME_PATH: Reply(200, b"vm-7"), EVENTS_PATH: reply})).poll()
+
+
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
 def test_an_event_that_ends_this_machine(kind: str) -> None:
-    found = azure.read_events(events(event(kind)), "vm-7")
+    found = said_by_azure(events(event(kind)))
     assert isinstance(found, Notice)
-    assert (found.text, found.ends_at) == (f"{azure.ENDS[kind]}, not before '{HTTP_AT}'", AT_UNIX)
+    assert (found.text, found.ends_at) == (f"{notices.ENDS[kind]}, not before '{HTTP_AT}'", AT_UNIX)
 
 
 @pytest.mark.parametrize(
@@ -287,16 +308,16 @@ def test_an_event_that_ends_this_machine(kind: str) -> None:
 def test_only_events_of_this_machine_that_end_it_are_notices(
     reply: Reply, expected: type[Notice | Hint] | None
 ) -> None:
-    found = azure.read_events(reply, "vm-7")
+    found = said_by_azure(reply)
     assert type(found) is (expected or type(None))
 
 
 @pytest.mark.parametrize("at", ["", None, "soon", 7])
 def test_an_event_that_has_begun_has_no_instant_and_is_the_first(at: object) -> None:
     later = event("Reboot", HTTP_AT)
-    found = azure.read_events(events(later, event("Preempt", at, EventStatus="Started")), "vm-7")
+    found = said_by_azure(events(later, event("Preempt", at, EventStatus="Started")))
     assert isinstance(found, Notice)
-    assert (found.text[:10], found.ends_at, found.within_s) == ("Azure take", None, azure.BEGUN_S)
+    assert (found.text[:10], found.ends_at, found.within_s) == ("Azure take", None, notices.BEGUN_S)
 
 
 @pytest.mark.parametrize(
@@ -304,20 +325,16 @@ def test_an_event_that_has_begun_has_no_instant_and_is_the_first(at: object) -> 
 )
 def test_what_azure_never_says_is_not_understood(reply: Reply) -> None:
     with pytest.raises(BadResponse):
-        azure.read_events(reply, "vm-7")
+        said_by_azure(reply)
 
 
 def test_this_machines_name_is_asked_for_once() -> None:
-    server = Server({azure.NAME_PATH: Reply(200, b"vm-7"), azure.EVENTS_PATH: events(event())})
+    server = Server({NAME_PATH: Reply(200, b"vm-7"), EVENTS_PATH: events(event())})
     source = Azure(server)
     assert isinstance(source.poll(), Notice)
     assert isinstance(source.poll(), Notice)
-    assert [question.path for question in server.asked] == [
-        azure.NAME_PATH,
-        azure.EVENTS_PATH,
-        azure.EVENTS_PATH,
-    ]
-    assert all(dict(question.headers) == {"Metadata": "true"} for question in server.asked)
+    assert server.paths == [NAME_PATH, EVENTS_PATH, EVENTS_PATH]
+    assert all(headers == {"Metadata": "true"} for _, headers, _ in server.asked)
 
 
 @pytest.mark.parametrize("kind", ["Preempt", "Freeze"])
@@ -325,7 +342,7 @@ def test_this_machines_name_is_asked_for_once() -> None:
     "at", ["x" * 5000, "\x1b[2J\nERROR all is lost", f"{HTTP_AT} (\r\n{'x' * 5000})", ["x" * 5000]]
 )
 def test_what_azure_names_as_the_instant_is_quoted_and_shortened(kind: str, at: object) -> None:
-    found = azure.read_events(events(event(kind, at)), "vm-7")
+    found = said_by_azure(events(event(kind, at)))
     assert isinstance(found, Notice | Hint)
     assert found.text.isprintable()
     assert len(found.text) < 300
@@ -450,7 +467,7 @@ def test_a_command_gives_notice_by_its_exit_code(tmp_path: Path, script: str, wi
 
 
 def test_a_command_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_agent.agent.machine.notices.local.COMMAND_S", 0.1)
+    monkeypatch.setattr("elastic_agent.agent.machine.notices.COMMAND_S", 0.1)
     with pytest.raises(SourceUnreachable, match="has not ended"):
         command(tmp_path, "sleep 100").poll()
 
@@ -463,7 +480,7 @@ def test_a_command_that_is_not_there_cannot_be_started(tmp_path: Path) -> None:
 def test_a_command_that_prints_without_end_is_ended_and_costs_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_agent.agent.machine.notices.local.COMMAND_S", 1.0)
+    monkeypatch.setattr("elastic_agent.agent.machine.notices.COMMAND_S", 1.0)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(SourceUnreachable, match="has not ended within 1 s"):
         command(tmp_path, "exec yes 0123456789012345678901234567890123456789").poll()
@@ -472,7 +489,7 @@ def test_a_command_that_prints_without_end_is_ended_and_costs_no_memory(
 
 
 def test_of_what_a_command_prints_only_the_beginning_is_read(tmp_path: Path) -> None:
-    found = command(tmp_path, f"printf %{4 * MAX_BYTES}d 7").poll()
+    found = command(tmp_path, f"printf %{4 * MAX_CONTENTS}d 7").poll()
     assert isinstance(found, Notice)
     assert found.text.endswith("within 30 s")
 
@@ -512,13 +529,13 @@ def test_a_command_that_may_not_be_killed_gives_notice_and_is_not_started_twice(
     def pids() -> list[int]:
         return [int(line) for line in (tmp_path / "pids").read_text().split()]
 
-    local = "elastic_agent.agent.machine.notices.local"
+    module = "elastic_agent.agent.machine.notices"
     kill = os.killpg
-    monkeypatch.setattr(f"{local}.os.killpg", refuse)
+    monkeypatch.setattr(f"{module}.os.killpg", refuse)
     found = command(tmp_path, "echo 12").poll()
     assert isinstance(found, Notice)
-    monkeypatch.setattr(f"{local}.COMMAND_S", 0.2)
-    monkeypatch.setattr(f"{local}.KILLED_S", 0.1)
+    monkeypatch.setattr(f"{module}.COMMAND_S", 0.2)
+    monkeypatch.setattr(f"{module}.KILLED_S", 0.1)
     source = command(tmp_path, f"echo $$ >> {tmp_path}/pids; exec sleep 100")
     (tmp_path / "pids").touch()
     with pytest.raises(SourceUnreachable, match="has not ended within"):
@@ -538,7 +555,7 @@ def test_a_command_that_may_not_be_killed_gives_notice_and_is_not_started_twice(
 def test_a_command_dies_with_its_agent(tmp_path: Path) -> None:
     source = command(tmp_path, f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; exec sleep 100")
     agent = f"""
-from elastic_agent.agent.machine.notices.local import WatchedCommand
+from elastic_agent.agent.machine.notices import WatchedCommand
 from elastic_agent.agent.workers.processes.workers import tied
 WatchedCommand({source.program!r}, {{"PATH": {os.environ["PATH"]!r}}}, tied).poll()
 """
@@ -572,13 +589,12 @@ WatchedCommand({source.program!r}, {{"PATH": {os.environ["PATH"]!r}}}, tied).pol
 def test_the_firmware_names_the_cloud(tmp_path: Path, fields: dict[str, str], cloud: str) -> None:
     for name, value in fields.items():
         (tmp_path / name).write_text(f"{value}\n")
-    dmi = read_dmi(tmp_path)
-    assert detect_cloud(dmi) == cloud
+    assert detect_cloud(tmp_path) == cloud
     chosen = {"": type(None), "aws": Aws, "gcp": Gcp, "azure": Azure}[cloud]
-    assert type(source_for(NoticeSource("auto"), dmi, {}, tied)) is chosen
-    assert source_for(NoticeSource("off"), dmi, {}, tied) is None
+    assert type(source_for(NoticeSource("auto"), {}, tied, dmi=tmp_path)) is chosen
+    assert source_for(NoticeSource("off"), {}, tied, dmi=tmp_path) is None
     wanted = NoticeSource("file", "/run/leave")
-    assert source_for(wanted, dmi, {}, tied) == WatchedFile("/run/leave", time.monotonic)
+    assert source_for(wanted, {}, tied) == WatchedFile("/run/leave", time.monotonic)
 
 
 # --- The watch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.machine.memory.oom import LATELY_S, OomKills, find_counter, warn_of_group_kill
+from elastic_agent.agent.machine.cgroups import LATELY_S, OomKills, find_counter, warn_of_group_kill
 
 
 @pytest.fixture

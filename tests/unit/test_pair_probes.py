@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.codec import from_plain, plain
-from elastic_agent.health.checks import probe_process
+from elastic_agent.health.checks import processes
 from elastic_agent.health.checks.pairs.probes import client, server
 from elastic_agent.health.checks.pairs.probes.client import measure, reach
 from elastic_agent.health.checks.pairs.probes.directory import look
-from elastic_agent.health.checks.pairs.probes.process import NoAnswer, Probe, ask
 from elastic_agent.health.checks.pairs.results import Measurement, Obstacle, ProbeEndpoint, Reach
+from elastic_agent.health.checks.processes import NoAnswer, Probe, ask
 
 HERE = "127.0.0.1"
 ASK, ANSWER = "0" * 32, "1" * 32
@@ -218,7 +218,7 @@ def test_a_probe_that_crashes_or_hangs_is_no_answer(
     order: dict[str, object], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "hold" in order:
-        monkeypatch.setattr(probe_process, "PROGRAM", "import time; time.sleep(60)")
+        monkeypatch.setattr(processes, "PROGRAM", "import time; time.sleep(60)")
     with pytest.raises(NoAnswer, match=problem):
         ask("directory", order, "seen", 0.5 if "hold" in order else 10.0)
 

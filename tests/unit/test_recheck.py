@@ -14,18 +14,12 @@ import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.node_checks import HANGS, Recheck, peers_of
-from elastic_agent.health.checks.finding import Outcome
-from elastic_agent.health.checks.needs import NodeNeeds
-from elastic_agent.health.checks.node.runner import run_checks
-from elastic_agent.health.checks.node.table import RECHECKS, checks_for, rechecks_for
-from elastic_agent.health.checks.probes import arithmetic
-from elastic_agent.health.checks.probes.peers import probe_peers
-from elastic_agent.health.checks.rules.recheck import (
-    ArithmeticFacts,
-    PeerFacts,
-    judge_arithmetic,
-    judge_peers,
-)
+from elastic_agent.health.checks import machine as arithmetic
+from elastic_agent.health.checks.finding import NodeNeeds, Outcome
+from elastic_agent.health.checks.machine import ArithmeticFacts, judge_arithmetic
+from elastic_agent.health.checks.network import check_peers, judge_peers
+from elastic_agent.health.checks.runner import run_checks
+from elastic_agent.health.checks.table import RECHECKS, checks_for, rechecks_for
 from elastic_agent.rendezvous.coordinator.exclusions import exclude
 from elastic_agent.rendezvous.records import WORLD_KEY, Phase
 from elastic_agent.threads import Thread
@@ -182,7 +176,7 @@ def test_gpus_that_torch_does_not_find_fail() -> None:
 def test_a_node_that_hardly_any_peer_answers_fails(
     asked: int, silent: tuple[str, ...], outcome: Outcome
 ) -> None:
-    assert judge_peers(PeerFacts(asked=asked, silent=silent), NEEDS).outcome is outcome
+    assert judge_peers(asked, silent).outcome is outcome
 
 
 def test_peers_are_asked_over_http() -> None:
@@ -200,7 +194,8 @@ def test_peers_are_asked_over_http() -> None:
         closed.bind(("127.0.0.1", 0))
         refused = f"127.0.0.1:{closed.getsockname()[1]}"
         here = f"127.0.0.1:{server.server_port}"
-        assert probe_peers((here, refused)) == PeerFacts(asked=2, silent=(refused,))
+        found = check_peers(NodeNeeds(peers=(here, refused)))
+    assert (found.outcome, found.summary) == (Outcome.WARN, f"no answer over HTTP from {refused}")
     server.shutdown()
     server.server_close()
 
@@ -237,8 +232,11 @@ def test_without_torch_the_processor_is_looked_at(
 
 
 def test_a_process_that_fails_or_hangs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arithmetic, "PROGRAM", "import sys; sys.exit('CUDA error: device-side assert')")
+    def program(text: str) -> None:
+        monkeypatch.setattr(arithmetic, "probe_command", lambda python, module: [python, "-c", text])
+
+    program("import sys; sys.exit('CUDA error: device-side assert')")
     assert arithmetic.probe_arithmetic().problem == "ended with 1: CUDA error: device-side assert"
-    monkeypatch.setattr(arithmetic, "PROGRAM", "import time; time.sleep(60)")
+    program("import time; time.sleep(60)")
     monkeypatch.setattr(arithmetic, "WITHIN_S", 0.2)
     assert arithmetic.probe_arithmetic().problem == "no result within 0.2 s"

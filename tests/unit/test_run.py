@@ -19,7 +19,7 @@ from elastic_agent.agent.common.ports import PortConfigError
 from elastic_agent.agent.configuration.config import Config, RendezvousConfig
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
-from elastic_agent.agent.machine.network.discovery import Network
+from elastic_agent.agent.machine.network import Network
 from elastic_agent.agent.main import run as life
 from elastic_agent.agent.main.assembly import Agent, policy_of
 from elastic_agent.agent.main.heartbeat import Probes

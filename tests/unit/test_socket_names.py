@@ -6,8 +6,13 @@ import ipaddress
 
 import pytest
 
-from elastic_agent.agent.machine.network.interfaces import Address, Interface
-from elastic_agent.agent.machine.network.socket_names import check_socket_names, nccl_takes, nccl_waits_for
+from elastic_agent.agent.machine.interfaces import (
+    Address,
+    Interface,
+    check_socket_names,
+    nccl_takes,
+    nccl_waits_for,
+)
 
 V4 = (Address(ipaddress.ip_address("10.0.0.1"), 24),)
 V6 = (Address(ipaddress.ip_address("fd00::1"), 64),)

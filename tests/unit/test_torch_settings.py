@@ -13,9 +13,8 @@ from elastic_agent.agent.common.variables import USER, settle
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import NetworkProfile
-from elastic_agent.agent.machine.network.interfaces import RdmaPort
-from elastic_agent.agent.machine.network.profiles import TCP, Profile, choose_profile
-from elastic_agent.agent.machine.software import CURRENT, Range, Software, find_software
+from elastic_agent.agent.machine.devices import CURRENT, Range, Software, find_software
+from elastic_agent.agent.machine.interfaces import TCP, Profile, RdmaPort, choose_profile
 from elastic_agent.agent.workers.environment import Facts, torch_settings
 
 GPU = Software("2.13.0+cu130", "2.30.7")

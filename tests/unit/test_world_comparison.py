@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.observability.membership import WorldComparison, differences
-from elastic_agent.health.checks.comparison import MOST_NAMED
+from elastic_agent.health.checks.finding import MOST_NAMED
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

@@ -20,13 +20,13 @@ from .... import __version__
 from ....codec import Invalid, from_plain, plain
 from ....health.checks.finding import Finding, Outcome, worst_first
 from ....health.checks.pairs.facts import MOST_FINDINGS, NodeFacts, Software
-from ....health.checks.pairs.probes.process import NoAnswer, Probe, ask
 from ....health.checks.pairs.results import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
+from ....health.checks.processes import NoAnswer, Probe, ask
 from ...common.kernel_files import read
 from ...common.ports import bind_listener
 from ...configuration.config import Config
 from ...machine.inventory import Machine
-from ...machine.network.choice import NetworkChoice
+from ...machine.network import NetworkChoice
 from ...workers.processes.workers import job_python
 from .check_store import Stage
 

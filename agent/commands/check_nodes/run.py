@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ....health.checks.finding import Finding
-from ....health.checks.pairs.probes.process import NoAnswer
 from ....health.checks.pairs.report import PairsReport
+from ....health.checks.processes import NoAnswer
 from ....rendezvous.errors import RecordInvalid, StoreError, StoreMismatch
 from ....rendezvous.store.interface import Store
 from ....rendezvous.store.wire import check_of
@@ -18,7 +18,7 @@ from ...common.exits import CannotStart, CommandCode, ExitCode
 from ...common.ports import PortError, bind_listener
 from ...configuration.config import Config, ConfigError, Problem
 from ...machine.inventory import Machine
-from ...machine.network.discovery import Network
+from ...machine.network import Network
 from ...rendezvous_io.store_opening import open_store, store_listener
 from .check_store import CheckStore
 from .local_node import LocalNode, bind_sockets, describe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ....health.checks.rules.gpu_faults import Fault, GpuFault
+from ....health.checks.gpus import Fault, GpuFault
 from .facts import MachineEvent, Trouble
 from .texts import clean
 

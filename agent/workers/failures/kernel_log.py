@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....health.checks.rules.gpus import HARDWARE_XIDS
+from ....health.checks.gpus import HARDWARE_XIDS
 from ..processes.proc import pid_namespace
 from .facts import MachineEvent, Trouble
 from .texts import clean, cut

@@ -26,7 +26,7 @@ from ....codec import Invalid
 from ....worker.storage.memory.available_memory import Memory
 from ...common.events import Event
 from ...common.io_thread import IoThread
-from ...machine.memory.memory_pressure import MemoryPolicy, pressure
+from ...machine.cgroups import MemoryPolicy, pressure
 from ..processes import spare_wire as wire
 from ..processes.exit_words import describe_exit
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of

@@ -8,17 +8,18 @@ from itertools import combinations
 from typing import Annotated
 
 from ....codec import AtMost, Checked, Text, Within
-from ..comparison import (
+from ..finding import (
     ADDRESS_FAMILY,
     LINK_SPEED,
     MTU,
     RDMA_PORTS,
+    Finding,
     NodeValue,
+    Outcome,
     Trait,
     address_family,
     difference,
 )
-from ..finding import Finding, Outcome
 from .results import MOST_NODES, Measurement, Node, NodeResults, ProbeEndpoint
 from .rounds import Pair, pair_of
 

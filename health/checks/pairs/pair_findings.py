@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from ....codec import AtMost, Checked
-from ..finding import Finding, Outcome
-from ..text import latency, listed, rate
+from ..finding import Finding, Outcome, latency, listed, rate
 from .evidence import (
     MUCH_TOO_SLOW,
     by_all_reduce,

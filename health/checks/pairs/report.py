@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from ....codec import AtMost, Checked, Count
-from ..finding import Finding, Outcome
-from ..text import latency, listed
+from ..finding import Finding, Outcome, latency, listed
 from .clocks import OFFSET_S, clock_offsets
 from .facts import NodeFacts, compare, compare_directories
 from .pair_findings import PeerFinding, pair_findings, peer_finding

@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from .process import read_order, say
+from ...processes import read_order, say
 
 ELEMENTS = 1 << 20
 """Floats: 4 MiB."""

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from .....codec import from_plain, plain
+from ...processes import read_order, say
 from ..results import Measurement, Obstacle, ProbeEndpoint, Reach
-from .process import read_order, say
 
 CONNECT_S = 3.0
 """The kernel sends SYN at once and after 1 s, and a third one just after this time."""

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .process import read_order, say, wait_for_end
+from ...processes import read_order, say, wait_for_end
 
 PREFIX = ".elastic-agent-check-"
 LOOK_S = 3.0

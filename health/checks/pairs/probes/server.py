@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .....codec import from_plain
 from .....threads import Thread
+from ...processes import read_order, say, wait_for_end
 from ..results import ProbeEndpoint
 from .client import (
     ANSWER_S,
@@ -33,7 +34,6 @@ from .client import (
     receive_exactly,
     receive_stream,
 )
-from .process import read_order, say, wait_for_end
 
 AT_ONCE = 128
 LONGEST_S = 8.0

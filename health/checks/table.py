@@ -1,39 +1,24 @@
-"""The checks of one node: for each its probe, the rule that judges what the probe finds, and how long it may take."""
+"""The checks of one node: for each the function that finds, what it is needed for, and how long it may take.
+
+Each runs in a process of its own (`runner`): it may hang, crash or raise, and that is a finding, too. What a job needs
+of this node, as far as checks look at it, is frozen and sent to that process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from ..finding import Finding, Outcome
-from ..needs import NodeNeeds
-from ..probes.arithmetic import probe_arithmetic
-from ..probes.directories import probe_directory
-from ..probes.gpus import probe_nvml, probe_xids
-from ..probes.machine import probe_limits, probe_shared_memory
-from ..probes.network import probe_interface, probe_names, probe_ports
-from ..probes.peers import probe_peers
-from ..rules.directories import DirectoryFacts, judge_directory
-from ..rules.gpus import GPU_CHECKS, NvmlFacts, XidFacts, judge_nvml, judge_xids
-from ..rules.machine import LimitFacts, SharedMemoryFacts, judge_limits, judge_shared_memory
-from ..rules.network import (
-    SLOW_NAMES_ADVICE,
-    InterfaceFacts,
-    NameFacts,
-    PortFacts,
-    judge_interface,
-    judge_names,
-    judge_ports,
-)
-from ..rules.recheck import (
-    SILENT_ADVICE,
+from .finding import Finding, NodeNeeds, Outcome
+from .gpus import GPU_CHECKS, check_gpus, check_xids
+from .machine import (
     WRONG_ADVICE,
-    ArithmeticFacts,
-    PeerFacts,
-    judge_arithmetic,
-    judge_peers,
+    check_arithmetic,
+    check_directory,
+    check_limits,
+    check_shared_memory,
 )
+from .network import SILENT_ADVICE, SLOW_NAMES_ADVICE, check_interface, check_names, check_peers, check_ports
 
 CHECKPOINT_OPTION, LOG_OPTION = "--check-directory", "--log-dir"
 
@@ -43,19 +28,17 @@ NVML_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCheck:
-    """One process: it probes, and findings follow."""
+    """One process, and what it may find."""
 
     name: str
-    """Of the probe, and of the finding where there is no other."""
-    facts: type
-    probe: Callable[[NodeNeeds], Any]
-    """In a process of its own. It may hang, crash or raise."""
-    judge: Callable[[Any, NodeNeeds], Finding | tuple[Finding, ...]]
+    """Also of the finding where there is no other."""
+    find: Callable[[NodeNeeds], Finding | tuple[Finding, ...]]
+    """In a process of its own."""
     needed: Callable[[NodeNeeds], object] = lambda needs: True
     """Whether this job needs it at all."""
     limit_s: float = 5.0
     on_probe_failure: Outcome = Outcome.FAIL
-    """The outcome when the probe does not answer or dies."""
+    """The outcome when it does not answer or dies."""
     advice: str = ""
     """What to do then; not shown for an unknown outcome."""
     subject: Callable[[NodeNeeds], str] = lambda needs: ""
@@ -77,9 +60,7 @@ def _directory_advice(option: str) -> str:
 NODE_CHECKS = (
     NodeCheck(
         name="gpu-visible",
-        facts=NvmlFacts,
-        probe=probe_nvml,
-        judge=judge_nvml,
+        find=check_gpus,
         needed=lambda needs: needs.gpus,
         limit_s=NVML_S,
         advice="the driver hangs: look at dmesg for an Xid, and reboot this machine",
@@ -88,25 +69,19 @@ NODE_CHECKS = (
     ),
     NodeCheck(
         name="gpu-xid",
-        facts=XidFacts,
-        probe=lambda needs: probe_xids(),
-        judge=judge_xids,
+        find=check_xids,
         needed=lambda needs: needs.gpus,
         on_probe_failure=Outcome.UNKNOWN,
     ),
     NodeCheck(
         name="shared-memory",
-        facts=SharedMemoryFacts,
-        probe=lambda needs: probe_shared_memory(),
-        judge=judge_shared_memory,
+        find=check_shared_memory,
         advice="look at dmesg, and whether memory is short (free -h)",
     ),
     NodeCheck(
         name="checkpoint-directory",
-        facts=DirectoryFacts,
-        probe=lambda needs: probe_directory(needs.checkpoint_directory),
-        judge=lambda facts, needs: judge_directory(
-            "checkpoint-directory", needs.checkpoint_directory, CHECKPOINT_OPTION, facts
+        find=lambda needs: check_directory(
+            "checkpoint-directory", needs.checkpoint_directory, CHECKPOINT_OPTION
         ),
         needed=lambda needs: needs.checkpoint_directory,
         advice=_directory_advice(CHECKPOINT_OPTION),
@@ -114,34 +89,26 @@ NODE_CHECKS = (
     ),
     NodeCheck(
         name="log-directory",
-        facts=DirectoryFacts,
-        probe=lambda needs: probe_directory(needs.log_directory),
-        judge=lambda facts, needs: judge_directory("log-directory", needs.log_directory, LOG_OPTION, facts),
+        find=lambda needs: check_directory("log-directory", needs.log_directory, LOG_OPTION),
         needed=lambda needs: needs.log_directory,
         advice=_directory_advice(LOG_OPTION),
         subject=lambda needs: needs.log_directory,
     ),
     NodeCheck(
         name="open-files",
-        facts=LimitFacts,
-        probe=lambda needs: probe_limits(),
-        judge=judge_limits,
+        find=check_limits,
         on_probe_failure=Outcome.UNKNOWN,
         findings=("open-files", "locked-memory", "connection-queue"),
     ),
     NodeCheck(
         name="name-resolution",
-        facts=NameFacts,
-        probe=probe_names,
-        judge=judge_names,
+        find=check_names,
         on_probe_failure=Outcome.WARN,
         advice=SLOW_NAMES_ADVICE,
     ),
     NodeCheck(
         name="interface",
-        facts=InterfaceFacts,
-        probe=probe_interface,
-        judge=judge_interface,
+        find=check_interface,
         needed=lambda needs: needs.interface,
         on_probe_failure=Outcome.WARN,
         advice="the kernel does not show the interface: look at dmesg for its driver",
@@ -149,9 +116,7 @@ NODE_CHECKS = (
     ),
     NodeCheck(
         name="port-range",
-        facts=PortFacts,
-        probe=probe_ports,
-        judge=judge_ports,
+        find=check_ports,
         needed=lambda needs: needs.ports is not None,
         on_probe_failure=Outcome.UNKNOWN,
         at_join=False,  # the agent has bound its ports by then, and binds no more of them meanwhile
@@ -161,18 +126,14 @@ NODE_CHECKS = (
 RECHECKS = (
     NodeCheck(
         name="arithmetic",
-        facts=ArithmeticFacts,
-        probe=lambda needs: probe_arithmetic(),
-        judge=judge_arithmetic,
+        find=check_arithmetic,
         limit_s=90.0,
         advice=WRONG_ADVICE,
         at_join=False,
     ),
     NodeCheck(
         name="peers",
-        facts=PeerFacts,
-        probe=lambda needs: probe_peers(needs.peers),
-        judge=judge_peers,
+        find=check_peers,
         needed=lambda needs: needs.peers,
         limit_s=20.0,
         advice=SILENT_ADVICE,

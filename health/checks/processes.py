@@ -1,7 +1,9 @@
-"""Starts the processes that probe, and bounds them: what hangs, in the network, a disk or torch, is killed.
+"""Starts modules of this package as processes that probe, and bounds them: what hangs, in the network, a disk or torch,
+is killed.
 
-Each gets its order as a line of JSON on standard input, and answers with a line. Those that stay (a server, a file that
-is held) end when standard input does, so that they end with the one that started them, however it ends.
+Each leads a session of its own, so that no signal of a terminal ends it. A `Probe` gets its order as a line of JSON on
+standard input, and answers with a line. Those that stay (a server, a file that is held) end when standard input does,
+so that they end with the one that started them, however it ends.
 """
 
 from __future__ import annotations
@@ -14,16 +16,52 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from .....codec import Invalid, load_object
-from ...probe_process import start_probe_process
+from ... import __file__ as _package
+from ...codec import Invalid, load_object
 
 MOST_BYTES = 1 << 22
+"""Of an answer."""
 KILLED_S = 1.0
 """What SIGKILL does not end within that time hangs in the kernel, and is left."""
 
-_PROBES = __name__.rpartition(".")[0]
+PROGRAM = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; from {module} import main; main()"
+)
+"""An empty entry is the current directory, whose modules are not to be imported. This package comes last."""
+
+ISOLATED = ("-I", "-S")
+"""For a probe that needs the standard library and this package only: no module of PYTHONPATH is imported, and nothing
+that is installed runs at its start."""
+
+_PACKAGES = Path(_package).parents[1]
+
+
+def probe_command(python: str, module: str, *, flags: Sequence[str] = ()) -> list[str]:
+    """`module` has a `main`."""
+    return [python, *flags, "-c", PROGRAM.format(module=module), str(_PACKAGES)]
+
+
+def start_probe_process(
+    python: str,
+    module: str,
+    environ: Mapping[str, str],
+    *,
+    flags: Sequence[str] = (),
+    descriptors: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """`descriptors` are open there, too. Raises OSError."""
+    return subprocess.Popen(
+        probe_command(python, module, flags=flags),
+        env=dict(environ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        pass_fds=tuple(descriptors),
+        start_new_session=True,
+    )
 
 
 class NoAnswer(Exception):
@@ -43,7 +81,7 @@ class Probe:
     ) -> None:
         """`name` is a module beside this one. `descriptors` are open there, too. Raises OSError."""
         self._name = name
-        module = f"{_PROBES}.{name}"
+        module = f"{__package__}.pairs.probes.{name}"
         environ = os.environ if environ is None else environ
         self._process = start_probe_process(python, module, environ, descriptors=descriptors)
 

@@ -1,10 +1,12 @@
 """The one decision about the network: which interface and which address of this node its job uses.
 
 The store, MASTER_ADDR, the address of metrics and probes, NCCL, gloo and TensorPipe all follow it, so that no two of
-them pick different cables. `choose` is a pure function over the configuration (`NetworkRequest`) and what was found on
-the machine (`HostNetwork`); the user's choice comes first, then the route to the rendezvous, then the default
-route, then the fastest interface that is up. What is only missing for now (an interface that is down, a route that is
-not there) is `NotReady`, for which the caller may wait; what can never work is a `ConfigError`.
+them pick different cables. `discover_network` reads the interfaces, resolves the names that the configuration gives,
+asks the kernel for routes, and lets `choose` decide: a pure function over the configuration (`NetworkRequest`) and what
+was found on the machine (`HostNetwork`). The user's choice comes first, then the route to the rendezvous, then the
+default route, then the fastest interface that is up. What is only missing for now (an interface that is down, a route
+that is not there) is `NotReady`, for which `wait_for_network` waits; what can never work is a `ConfigError`. Nothing is
+opened or changed.
 
 Words: *plumbing* is an interface that joins containers or machines of this host, and is alike on every node; it is
 taken only by name. A *tunnel* is taken by name, or where a route leads.
@@ -13,14 +15,40 @@ taken only by name. A *tunnel* is taken by name, or where a route leads.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import logging
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from ....rendezvous.records import MAX_RDMA_PORTS, NetworkFacts
-from ...common.variables import Variable
-from ...configuration.config import ConfigError, Problem
-from .addresses import LOOPBACK, is_loopback
-from .interfaces import IP, Interface, RdmaPort
+from ...rendezvous.records import MAX_RDMA_PORTS, Endpoint, NetworkFacts
+from ..common.exits import CannotStart, ExitCode
+from ..common.variables import Variable
+from ..configuration.config import Config, ConfigError, Problem
+from .interfaces import (
+    GLOO_SOCKET_IFNAME,
+    IP,
+    NCCL_SOCKET_FAMILY,
+    NCCL_SOCKET_IFNAME,
+    TP_SOCKET_IFNAME,
+    Interface,
+    RdmaPort,
+    check_socket_names,
+    interfaces,
+    nccl_waits_for,
+    rdma_ports,
+)
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of the ranges kept for documentation: never contacted, only asked for the route towards them."""
+
+RETRY_S = 0.25
 
 PLUMBING = (
     "docker", "br-", "veth", "podman", "lxc", "lxd", "virbr", "vnet",
@@ -126,7 +154,9 @@ def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
     the others would look up the host's name, which takes its time where the name servers do not answer."""
     reason = f"the interface of {choice.address}, this node's address: {choice.reason}"
     name = choice.interface
-    exact = (Variable(library, name, reason, by="network") for library in _EXACT_NAMES)
+    exact = (
+        Variable(library, name, reason, by="network") for library in (GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME)
+    )
     if is_loopback(choice.address):
         return tuple(exact)
     return (
@@ -141,11 +171,6 @@ def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
             aliases=(NCCL_SOCKET_IFNAME,),
         ),
     )
-
-
-NCCL_SOCKET_IFNAME, NCCL_SOCKET_FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
-GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
-_EXACT_NAMES = (GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME)
 
 
 def _problems(
@@ -296,3 +321,171 @@ def _listed(interfaces: tuple[Interface, ...]) -> str:
     return (
         ", ".join([*states[:MOST_LISTED], *([f"and {more} more"] if more else [])]) or "no interface at all"
     )
+
+
+# --- What there is now
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What was found. `endpoint` is that of a store which another agent hosts, as an address; None: there is none."""
+
+    choice: NetworkChoice
+    endpoint: Endpoint | None = None
+
+
+def discover_network(config: Config, environ: Mapping[str, str]) -> Network | NotReady:
+    """Now. Raises ConfigError with all that can never work. `environ` is what workers inherit."""
+    try:
+        here = interfaces()
+    except OSError as error:
+        if not config.solitary:
+            expected = f"a netlink socket, with which NCCL, too, lists the interfaces, but: {error}"
+            advice = "allow it (systemd: RestrictAddressFamilies with AF_NETLINK)"
+            raise ConfigError([Problem("this node's network", None, expected, advice, here=True)]) from error
+        here = ()
+    problems = check_socket_names(environ, here)
+    wanted = NetworkRequest(config.network_interface, memory=config.solitary, alone=config.nodes.max == 1)
+    unknown: AddressError | None = None
+    addresses: list[str | None] = []
+    try:
+        if config.local_addr is not None:
+            wanted = replace(wanted, address=resolve(config.local_addr, 0))
+        if config.rendezvous.kind.host is not None or wanted.address is None:
+            addresses = _store_addresses(config)
+            wanted = replace(wanted, towards=_towards(addresses, len(config.rendezvous.endpoints)))
+    except AddressError as error:
+        unknown = error
+    routed = source_address(wanted.towards) if wanted.towards is not None else None
+    choice: NetworkChoice | NotReady | None = None
+    try:
+        choice = choose(wanted, HostNetwork(here, routed, default_source(), rdma_ports()))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    if unknown is not None:
+        advice = "check --rdzv-endpoint and --local-addr, and /etc/hosts and DNS on this node"
+        return NotReady(f"a host name ({unknown})", advice)
+    if not isinstance(choice, NetworkChoice):
+        assert choice is not None, "what was refused has been raised"
+        return choice
+    if nccl_waits_for(environ, here):
+        value = f"{NCCL_SOCKET_IFNAME}={environ[NCCL_SOCKET_IFNAME]}"
+        return NotReady(f"an interface of {value} to come up", f"bring it up, or unset {NCCL_SOCKET_IFNAME}")
+    return Network(choice, _endpoint(config, addresses, choice))
+
+
+def wait_for_network(
+    config: Config, environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep
+) -> Network:
+    """Looks for as long as --network-wait. Raises CannotStart."""
+    give_up_at = time.monotonic() + config.network_wait_s
+    logged = ""
+    while True:
+        try:
+            found = discover_network(config, environ)
+        except ConfigError as error:
+            raise CannotStart(error.code, str(error)) from error
+        if isinstance(found, Network):
+            return found
+        if time.monotonic() >= give_up_at:
+            waited = f"waited {config.network_wait_s:g} s (--network-wait) for {found.missing}"
+            raise CannotStart(ExitCode.NO_NETWORK, f"{waited}: {found.advice}")
+        if found.missing != logged:
+            logged = found.missing
+            log.info("waiting up to %g s (--network-wait) for %s", config.network_wait_s, logged)
+        sleep(RETRY_S)
+
+
+def _store_addresses(config: Config) -> list[str | None]:
+    """The address of each endpoint that has one; None for this machine's own name. Raises AddressError if all fail."""
+    addresses: list[str | None] = []
+    errors = []
+    for given in config.rendezvous.endpoints:
+        try:
+            addresses.append(endpoint_address(given))
+        except AddressError as error:
+            errors.append(str(error))
+    if errors and not addresses:
+        raise AddressError("; ".join(errors))
+    return addresses
+
+
+def _towards(addresses: list[str | None], given: int) -> str | None:
+    """The address whose route is this node's way to the others."""
+    distant = [address for address in addresses if address is not None and not is_loopback(address)]
+    if distant:
+        return next((address for address in distant if source_address(address) is not None), distant[0])
+    # The others may be elsewhere than a member on loopback, so it counts only when all are.
+    return addresses[0] if addresses and None not in addresses and len(addresses) == given else None
+
+
+def _endpoint(config: Config, addresses: list[str | None], choice: NetworkChoice) -> Endpoint | None:
+    if config.rendezvous.kind.host is None or not addresses:
+        return None
+    ((given,), (address,)) = config.rendezvous.endpoints, addresses
+    return Endpoint(choice.address if address is None else address, given.port)
+
+
+# --- Names, addresses and routes
+
+
+class AddressError(Exception):
+    """The host name cannot be turned into an address."""
+
+
+def resolve(host: str, port: int) -> str:
+    """The first address of `host`, the way every node resolves it. Raises AddressError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise AddressError(f"{host!r} does not resolve to an address ({error})") from error
+    # IPv4 first: a dual-stack name often has link-local or unrouted IPv6 addresses that only look usable.
+    found.sort(key=lambda item: item[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def endpoint_address(endpoint: Endpoint) -> str | None:
+    """The address of an endpoint that one of the nodes serves; None for this machine's own name. Raises AddressError.
+
+    Debian's /etc/hosts gives a machine's own name a loopback address, where no other node can come.
+    """
+    address = resolve(endpoint.address, endpoint.port)
+    own_name = is_loopback(address) and endpoint.address not in ("localhost", address)
+    return None if own_name else address
+
+
+def source_address(towards: str) -> str | None:
+    """This node's own address on its route to an address; None without a route."""
+    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it only looks the route up.
+            probe.connect((towards, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def default_source() -> str | None:
+    """This node's own address on its default route, IPv4 first; None without one."""
+    return next((source for place in ELSEWHERE if (source := source_address(place)) is not None), None)
+
+
+def reachable_at(listening: tuple[str, int], address: str) -> Endpoint | None:
+    """Where other nodes, who know this one by `address`, reach what listens here; None when they cannot."""
+    host, port = listening
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        return Endpoint(address, port)
+    return None if is_loopback(host) and not is_loopback(address) else Endpoint(host, port)
+
+
+def unique_node_id() -> str:
+    """The host's name and a part that no other agent has, so that several agents can share a host."""
+    host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname()).strip("-")[:40] or "node"
+    return f"{host}-{uuid.uuid4().hex[:6]}"

@@ -1,0 +1,390 @@
+"""This node's GPUs while the agent lives: no worker starts before its GPU's memory is free, and what breaks is found.
+
+NVML may hang, most of all on a sick GPU. So another process asks it (`health/checks/gpus.py`) and is kept, with NVML
+open, so that an answer takes milliseconds. It dies with the agent; one that no signal ends is left behind. Without GPUs
+there is no such process, and nothing is asked.
+
+*Memory.* The driver may give it back seconds after a killed worker is gone, and workers that start meanwhile run out of
+it. So a *reading* (what no living process accounts for, by device) is taken before the first generation, the
+*baseline*, and then after the end of each until it is back to about that. Each wait is bounded, by --gpu-memory-wait
+or, while NVML is silent, by `ANSWER_S` if that is less.
+
+*Health.* NVML is asked when the agent starts, and then when a worker has failed: what is worse than in the first answer
+is a fault. Nobody waits for an answer without a bound (`overdue` ends the wait), nor for a second one while the first
+is late. A fault stays one until the failure of a worker of that GPU has told of it: what an answer shows that is late,
+or that is about another worker's GPU, still counts at a later failure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from ...codec import Invalid
+from ...health.checks.gpus import GPU_READING, MEMORY, GpuFault, NvmlFacts, described, faults_since, moved_on
+from ...health.checks.processes import ISOLATED, probe_command
+from ..common.events import Event
+from ..common.io_thread import IoThread
+from ..workers.processes.workers import start_helper
+
+log = logging.getLogger(__name__)
+
+READER = "elastic_agent.health.checks.gpus"
+
+SLACK_MIB = 512.0
+"""So much more than the baseline is still free: about what a CUDA context takes."""
+
+LOOK_AGAIN_S = 0.1
+
+ANSWER_S = 15.0
+"""A driver that is well needs milliseconds, and seconds for the first answer of a machine with many GPUs."""
+
+FIRST_S = 5.0
+"""For how long the first workers wait for the first reading. One that comes later is still the baseline."""
+
+LONGEST_ANSWER = 1 << 18
+"""Bytes. A process that says more without the end of a line counts as ended."""
+
+_CHUNK = 4096
+
+
+def reader_command(gpus: Sequence[str]) -> list[str]:
+    return [*probe_command(sys.executable, READER, flags=ISOLATED), *gpus]
+
+
+class AskedProcess:
+    """Answers each line on standard input with a line. For the main thread: it dies with the thread that starts it."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        io: IoThread,
+        post: Callable[[int, bytes], None],
+    ) -> None:
+        """`post` is called in the thread of `io`, with the pid and each answer; empty: it has ended. Raises OSError."""
+        self._io = io
+        self._post = post
+        self._process = process = start_helper(
+            command, environment, subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL
+        )
+        assert process.stdout is not None
+        self._descriptor = process.stdout.fileno()
+        self._begun = b""
+        """Of the next answer. For the io thread."""
+        io.watch(self._descriptor, self._read)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, question: bytes) -> None:
+        """It answers later, or its end comes."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(question)
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it has ended, and its last event comes
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _read(self) -> None:
+        data = os.read(self._descriptor, _CHUNK)
+        *answers, self._begun = (self._begun + data).split(b"\n")
+        for answer in answers:
+            self._post(self.pid, answer)
+        if not data or len(self._begun) > LONGEST_ANSWER:
+            self._io.forget(self._descriptor)
+            self._post(self.pid, b"")
+
+
+def watched(gpus: Sequence[str], wait_s: float) -> tuple[tuple[str, ...], str]:
+    """Those of `gpus` to wait for, and the sentence for --check-config; empty without any."""
+    names = tuple(gpus)
+    if not names:
+        return (), ""
+    if not wait_s:
+        return (), "GPU memory: a restart does not wait for it"
+    return names, f"GPU memory: a restart waits up to {wait_s:g} s until {', '.join(names)} have it back"
+
+
+class GpuMemory:
+    """Waits for the GPUs' memory. For the main thread: the reader process dies with the thread that starts it."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        wait_s: float,
+        environment: Mapping[str, str],
+        io: IoThread,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Without `devices` there is never a wait."""
+        self._devices = devices
+        self._wait_s = wait_s
+        self._environment = environment
+        self._io = io
+        self._post = post
+        self._clock = clock
+        self.pids: tuple[int, ...] = ()
+        """Of the reader, also when it no longer counts: it may hang in the driver, and then no signal ends it."""
+        self._reader: AskedProcess | None = None
+        self._baseline: Sequence[float] = ()
+        self._reading: Sequence[float] = ()
+        self._since = 0.0
+        self._until: float | None = None
+        """The end of the present wait."""
+        self._most_mib = 0.0
+        """That was seen not to be free in the present wait."""
+        self._asked_at: float | None = None
+        self._look_at: float | None = None
+
+    def start(self) -> None:
+        """Ask for the baseline; for `FIRST_S` no worker may start before it is known."""
+        if not self._devices:
+            return
+        command = reader_command(self._devices)
+        self._reader = AskedProcess(
+            command,
+            self._environment,
+            self._io,
+            lambda pid, message: self._post(partial(self.handle, pid, message)),
+        )
+        self.pids = (self._reader.pid,)
+        now = self._clock()
+        self.workers_gone(now)
+        self._until = now + min(self._wait_s, FIRST_S)
+
+    @property
+    def waiting(self) -> bool:
+        """No worker may be started now."""
+        return self._until is not None
+
+    def workers_gone(self, now: float) -> None:
+        """No process of ours is left that could use a GPU."""
+        if self._reader is not None:
+            self._since, self._until, self._reading, self._most_mib = now, now + self._wait_s, (), 0.0
+            self._ask(now)
+
+    def turn(self, now: float) -> float | None:
+        """Drive the wait on; the instant at which there is more to do."""
+        if self._until is None:
+            return None
+        silent_at = self._asked_at + ANSWER_S if self._asked_at is not None else None
+        if silent_at is not None and now >= silent_at:
+            self._dismiss(f"NVML has not answered for {ANSWER_S:g} s")
+            return None
+        if now >= self._until:
+            self._give_up(self._until)
+            return None
+        if self._look_at is not None and now >= self._look_at:
+            self._ask(now)
+        return min(at for at in (self._until, silent_at, self._look_at) if at is not None)
+
+    def handle(self, pid: int, message: bytes) -> None:
+        """An answer of the reader, or its end: that is empty."""
+        if self._reader is None or pid != self._reader.pid:
+            return
+        now = self._clock()
+        try:
+            reading = json.loads(message) if message else "the process that reads it has ended"
+        except ValueError:
+            reading = f"the process that reads it says {message[:200]!r}"
+        if not isinstance(reading, list):
+            self._dismiss(str(reading))
+            return
+        self._asked_at = None
+        self._baseline = self._baseline or reading
+        if self._until is None:
+            return  # the wait was given up
+        self._reading = reading
+        self._most_mib = max(self._most_mib, self._held_mib)
+        if self._held_mib > SLACK_MIB:
+            self._look_at = now + LOOK_AGAIN_S
+            return
+        if self._most_mib > SLACK_MIB:
+            waited_s = now - self._since
+            log.info("GPU memory: %.0f MiB were given back within %.1f s", self._most_mib, waited_s)
+        self._baseline = [min(pair) for pair in zip(self._baseline, reading, strict=True)]
+        self._until = None
+
+    def close(self) -> None:
+        """The agent is ending."""
+        if self._reader is not None:
+            self._reader.kill()
+            self._reader = None
+
+    def _give_up(self, until: float) -> None:
+        held = (
+            f"{self._held_mib:.0f} MiB more in use than before" if self._reading else "no answer of NVML yet"
+        )
+        waited_s = until - self._since
+        log.warning("GPU memory: %s, %.1f s after the workers ended; not waiting any longer", held, waited_s)
+        self._baseline = self._reading or self._baseline  # it may be another process', and stay
+        self._until = None
+
+    @property
+    def _held_mib(self) -> float:
+        return max(now - before for now, before in zip(self._reading, self._baseline, strict=True))
+
+    def _ask(self, now: float) -> None:
+        assert self._reader is not None
+        if self._asked_at is not None:
+            return
+        self._asked_at, self._look_at = now, None
+        self._reader.ask(MEMORY)
+
+    def _dismiss(self, problem: str) -> None:
+        """It may hang in the driver, where no signal reaches it: it is left behind."""
+        log.warning("GPU memory is not waited for any more: %s", problem)
+        self._until = None
+        self.close()
+
+
+class GpuHealth:
+    """For the main thread: the reader process dies with the thread that starts it."""
+
+    def __init__(
+        self,
+        gpus: Sequence[str],
+        environment: Mapping[str, str],
+        io: IoThread,
+        post: Callable[[Event], None],
+        count: Callable[[str], None] = lambda result: None,
+    ) -> None:
+        """`gpus` as NVML knows them; without any, nothing is ever asked. `count` takes the result of each question
+        after the first: "ok", "late", "failed"."""
+        self._gpus = gpus
+        self._environment = environment
+        self._io = io
+        self._post = post
+        self._count = count
+        self.pids: tuple[int, ...] = ()
+        """Of the reader, also when it no longer counts: it may hang in the driver, and then no signal ends it."""
+        self._reader: AskedProcess | None = None
+        self._baseline: NvmlFacts | None = None
+        self._reading: NvmlFacts | None = None
+        self._asked = False
+        """There is a question without an answer."""
+        self._late = False
+        """It has not come in time."""
+        self._next_baseline: NvmlFacts | None = None
+        self.on_reading: Callable[[], object] = lambda: None
+        """Called when there is a new reading."""
+        self._said = False
+
+    def start(self) -> None:
+        """Ask for the baseline. Nobody waits for it."""
+        if not self._gpus:
+            return
+        command = reader_command(self._gpus)
+        self._reader = AskedProcess(
+            command,
+            self._environment,
+            self._io,
+            lambda pid, message: self._post(partial(self.handle, pid, message)),
+        )
+        self.pids = (self._reader.pid,)
+        self._ask()
+
+    def generation_begins(self) -> None:
+        """What has been told until now concerns earlier workers."""
+        self._baseline = self._next_baseline
+
+    def worker_failed(self) -> None:
+        """Ask what NVML says now."""
+        if self._reader is None:
+            return
+        if self._baseline is None:
+            self._say("NVML has not answered since this agent started")
+        self._ask()
+
+    @property
+    def waiting(self) -> bool:
+        """The answer may still come in time."""
+        return self._asked and not self._late and self._baseline is not None
+
+    def overdue(self) -> None:
+        """The failure is reported without the answer."""
+        if self.waiting:
+            self._late = True
+            self._count("late")
+            self._say("NVML does not answer in time")
+
+    def handle(self, pid: int, message: bytes) -> None:
+        """An answer of the reader, or its end: that is empty."""
+        if self._reader is None or pid != self._reader.pid:
+            return
+        if not message:
+            self._dismiss("the process that asks NVML has ended")
+            return
+        try:
+            reading = GPU_READING.decode(message)
+        except Invalid as error:
+            self._dismiss(f"the process that asks NVML gives no usable answer: {error}")
+            return
+        if reading.absent or reading.problem:
+            self._dismiss(reading.problem)
+            return
+        if self._baseline is not None:
+            self._count("ok")
+        else:
+            self._baseline = self._next_baseline = reading
+        self._asked = self._late = False
+        self._reading = reading
+        self.on_reading()
+
+    def told(self, gpus: Collection[str]) -> None:
+        """The failure of a worker of these GPUs tells of their faults: these are none in later generations."""
+        if self._next_baseline is not None and self._reading is not None:
+            self._next_baseline = moved_on(self._next_baseline, self._reading, gpus)
+
+    @property
+    def faults(self) -> tuple[GpuFault, ...]:
+        """That the newest reading shows, and the baseline does not."""
+        if self._baseline is None or self._reading is None:
+            return ()
+        return faults_since(self._baseline, self._reading)
+
+    @property
+    def text(self) -> str:
+        """The newest reading, for people."""
+        if self._baseline is None or self._reading is None:
+            return ""
+        return described(self._baseline, self._reading)
+
+    def close(self) -> None:
+        """The agent is ending."""
+        if self._reader is not None:
+            self._reader.kill()
+            self._reader = None
+        self._asked = False
+
+    def _ask(self) -> None:
+        if self._reader is not None and not self._asked:
+            self._asked = True
+            self._reader.ask(b"\n")
+
+    def _dismiss(self, problem: str) -> None:
+        """Without the driver's library there is no problem to speak of: the check `gpu-visible` names it."""
+        if self._baseline is not None:
+            self._count("failed")
+        if problem:
+            self._say(problem)
+        self.close()
+
+    def _say(self, problem: str) -> None:
+        if not self._said:
+            self._said = True
+            log.warning(
+                "%s: a restart does not wait for it, and the cause of a failure is found without it (said once)",
+                problem,
+            )

@@ -1,0 +1,265 @@
+"""The network interfaces of this machine and its RDMA ports, and how they are named to NCCL, gloo and TensorPipe.
+
+Links and addresses come from getifaddrs, which NCCL and gloo read, too, and from /proc whether an IPv6 address is still
+being checked for duplicates, when it cannot be bound. RDMA ports come from sysfs.
+
+The network profile says which network the collectives cross. `auto` takes what NCCL itself would take: RDMA where there
+is an active port, InfiniBand before EFA before RoCE, else TCP. A profile that was chosen by name must fit the machine,
+because NCCL falls back to TCP without an error.
+
+The user's own NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME are judged before a worker trips over them.
+NCCL: a list of prefixes; a leading `=` makes them whole names, a leading `^` takes all others, `^=` both, for the whole
+list. gloo: a list of whole names. TensorPipe: one whole name. NCCL and gloo take a value of one character for none.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import psutil
+
+from ..common.kernel_files import read
+from ..configuration.config import ConfigError, Problem
+from ..configuration.values import NetworkProfile
+
+IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+NCCL_SOCKET_IFNAME, NCCL_SOCKET_FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
+GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
+
+_FAILED, _DEPRECATED, _TENTATIVE = 0x08, 0x20, 0x40
+"""Flags of an address that cannot be bound, or is about to be withdrawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One address of an interface. `ready`: it can be bound, and is not about to be withdrawn."""
+
+    ip: IP
+    prefix: int
+    ready: bool = True
+
+    @property
+    def routable(self) -> bool:
+        """Whether this address means the same on other hosts."""
+        return self.ready and not (self.ip.is_loopback or self.ip.is_link_local)
+
+    def shares_subnet(self, other: IP) -> bool:
+        return other in ipaddress.ip_network((self.ip, self.prefix), strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """`up`: switched on, with a carrier. `speed_mbps` is None where the kernel does not know it."""
+
+    name: str
+    up: bool
+    addresses: tuple[Address, ...] = ()
+    mtu: int = 1500
+    speed_mbps: int | None = None
+
+    @property
+    def loopback(self) -> bool:
+        return any(address.ip.is_loopback for address in self.addresses)
+
+    @property
+    def state(self) -> str:
+        """For people, as what there is to choose from."""
+        addresses = ", ".join(str(address.ip) for address in self.addresses)
+        return f"{self.name} ({addresses or 'no address'}{'' if self.up else ', down'})"
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPort:
+    """An ACTIVE port: InfiniBand, RoCE (its link layer is Ethernet) or another RDMA device's."""
+
+    device: str
+    number: int
+    link_layer: str
+    interface: str | None = None
+    """The network interface of the same port, where the kernel names it."""
+
+    def __str__(self) -> str:
+        """As NCCL_IB_HCA names it."""
+        return f"{self.device}:{self.number}"
+
+
+def interfaces(proc: Path = Path("/proc")) -> tuple[Interface, ...]:
+    """In the kernel's order. Raises OSError where it does not answer."""
+    not_ready = _not_ready(proc)
+    addresses: dict[str, list[Address]] = {}
+    for label, found in psutil.net_if_addrs().items():
+        name = label.partition(":")[0]  # eth0:1 is a second address of eth0
+        for one in found:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                ip = ipaddress.ip_address(one.address.partition("%")[0])
+                prefix = (
+                    int(ipaddress.ip_address(one.netmask)).bit_count() if one.netmask else ip.max_prefixlen
+                )
+                addresses.setdefault(name, []).append(Address(ip, prefix, (name, ip) not in not_ready))
+    return tuple(
+        Interface(name, link.isup, tuple(addresses.get(name, ())), link.mtu, link.speed or None)
+        for name, link in psutil.net_if_stats().items()
+    )
+
+
+def _not_ready(proc: Path) -> set[tuple[str, IP]]:
+    """IPv6 addresses of interfaces, as in `fe800000000000000042c0fffea80002 02 40 20 80 eth0`."""
+    rows = [line.split() for line in read(proc / "net/if_inet6").splitlines()]
+    bad = _FAILED | _DEPRECATED | _TENTATIVE
+    return {(row[5], ipaddress.ip_address(int(row[0], 16))) for row in rows if int(row[4], 16) & bad}
+
+
+def rdma_ports(sys: Path = Path("/sys")) -> tuple[RdmaPort, ...]:
+    """The ACTIVE ones, by device and number."""
+    found = []
+    for directory in sys.glob("class/infiniband/*/ports/*"):
+        if read(directory / "state").endswith("ACTIVE"):  # "4: ACTIVE"
+            port = RdmaPort(
+                directory.parents[1].name,
+                int(directory.name),
+                read(directory / "link_layer"),
+                _interface_of(directory),
+            )
+            found.append(port)
+    return tuple(sorted(found, key=lambda port: (port.device, port.number)))
+
+
+def _interface_of(port: Path) -> str | None:
+    return next((name for entry in sorted(port.glob("gid_attrs/ndevs/*")) if (name := read(entry))), None)
+
+
+# --- Network profiles
+
+Transport = Literal["ethernet", "infiniband", "efa", "roce"]
+
+_RDMA: dict[Transport, str] = {"infiniband": "InfiniBand", "efa": "EFA", "roce": "RoCE"}
+"""In the order of preference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """`ports`: the active RDMA ports of this transport. `reason` is the sentence for --check-config."""
+
+    transport: Transport
+    reason: str
+    by_name: bool = False
+    debug: bool = False
+    ports: tuple[str, ...] = ()
+    foreign_ports: tuple[str, ...] = ()
+    """Active RDMA ports of another transport, which NCCL would use as well."""
+
+
+TCP = Profile("ethernet", "no RDMA port is active on this machine")
+
+
+def choose_profile(wanted: NetworkProfile, active: Sequence[RdmaPort]) -> Profile:
+    """Raises ConfigError when the machine has no port for the profile that was asked for."""
+    transport: Transport
+    if wanted == "auto" or wanted == "debug":
+        transport = next((rdma for rdma in _RDMA if _ports(active, rdma)), "ethernet")
+        found = f"{_RDMA[transport]} is active" if transport in _RDMA else "no RDMA port is active"
+        reason = f"{found} on this machine"
+    else:
+        transport, reason = wanted, "you chose it"
+        if transport in _RDMA and not _ports(active, transport):
+            raise ConfigError([_no_port(transport, active)])
+    own = _ports(active, transport)
+    return Profile(
+        transport,
+        reason,
+        by_name=transport == wanted,
+        debug=wanted == "debug",
+        ports=own,
+        foreign_ports=tuple(str(port) for port in active if str(port) not in own),
+    )
+
+
+def _ports(active: Sequence[RdmaPort], transport: Transport) -> tuple[str, ...]:
+    return tuple(str(port) for port in active if _transport(port) == transport)
+
+
+def _no_port(transport: Transport, active: Sequence[RdmaPort]) -> Problem:
+    others = ", ".join(map(str, active)) or "none"
+    return Problem(
+        "--network-profile",
+        transport,
+        f"an active {_RDMA[transport]} port on this machine, whose active RDMA ports are: {others}",
+        "check `rdma link`, or use --network-profile auto",
+        here=True,
+    )
+
+
+def _transport(port: RdmaPort) -> Transport:
+    if port.link_layer == "InfiniBand":
+        return "infiniband"
+    # EFA has no link layer that sysfs knows; its devices are rdmap<bus>s<slot>, or efa_<n> without udev's names.
+    if port.link_layer != "Ethernet" and port.device.startswith(("rdmap", "efa")):
+        return "efa"
+    return "roce"
+
+
+# --- Names that the user has set
+
+_VERSIONS = {"AF_INET": 4, "AF_INET6": 6}
+
+
+def nccl_takes(value: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that NCCL_SOCKET_IFNAME=`value` stands for."""
+    others = value.startswith("^")
+    exact = value[others:].startswith("=")
+    words = (word.partition(":")[0] for word in value[others + exact :].split(","))  # name:port
+    listed = [word for word in words if word]
+
+    def fits(name: str) -> bool:
+        # An empty list is none at all, for NCCL.
+        return not listed or any(name == word if exact else name.startswith(word) for word in listed)
+
+    return [name for name in names if fits(name) != others]
+
+
+def check_socket_names(environ: Mapping[str, str], interfaces: Iterable[Interface]) -> list[Problem]:
+    """What cannot work with the interfaces that exist, up or not."""
+    names = [interface.name for interface in interfaces]
+    problems = []
+    nccl = environ.get(NCCL_SOCKET_IFNAME, "")
+    if len(nccl) > 1 and not nccl_takes(nccl, names):
+        expected = f"a pattern that fits an interface of this node: {', '.join(names)}"
+        problems.append(Problem(NCCL_SOCKET_IFNAME, nccl, expected, _LEAVE_IT, here=True))
+    for variable, words in _whole_names(environ):
+        value = environ[variable]
+        pattern = value.lstrip("^=")
+        if pattern != value:
+            expected = "whole names of interfaces: ^ and = are NCCL's language, which only NCCL understands"
+            advice = "unset it, and the agent sets it" if value[0] == "^" else f"write {variable}={pattern}"
+            problems.append(Problem(variable, value, expected, advice))
+        elif not set(words) <= set(names):
+            expected = f"whole names of interfaces of this node: {', '.join(names)}"
+            problems.append(Problem(variable, value, expected, _LEAVE_IT, here=True))
+    return problems
+
+
+def nccl_waits_for(environ: Mapping[str, str], interfaces: Iterable[Interface]) -> bool:
+    """The interfaces that the user's NCCL_SOCKET_IFNAME stands for are all down: NCCL would not see them."""
+    value = environ.get(NCCL_SOCKET_IFNAME, "")
+    version = _VERSIONS.get(environ.get(NCCL_SOCKET_FAMILY, ""))
+    seen = [
+        interface.name
+        for interface in interfaces
+        if interface.up and any(version in (None, address.ip.version) for address in interface.addresses)
+    ]
+    return len(value) > 1 and not nccl_takes(value, seen)
+
+
+_LEAVE_IT = "correct it, or unset it and the agent sets it"
+
+
+def _whole_names(environ: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    gloo, tensorpipe = environ.get(GLOO_SOCKET_IFNAME, ""), environ.get(TP_SOCKET_IFNAME, "")
+    found = [(GLOO_SOCKET_IFNAME, gloo.split(","))] if len(gloo) > 1 else []
+    return [*found, (TP_SOCKET_IFNAME, [tensorpipe])] if tensorpipe else found

@@ -1,1 +1,0 @@
-"""Notices that this machine goes away: of a cloud's metadata server, a file or a command."""

@@ -1,0 +1,581 @@
+"""GPUs as NVML and the kernel's log show them: what a check finds, and what has broken between two readings.
+
+The outcomes follow what NVIDIA's documents on memory errors and Xid messages ask an operator to do: an uncorrected
+error or a failed remapping asks for a reset or an exchange before the next job; a remapping that waits for a reset, a
+hot or power-braked GPU and a hardware Xid cost speed or announce trouble.
+
+A *fault* is what they answer with a reset or an exchange of the GPU. What was there at the first reading is none, but
+for a GPU that no program can use. A remapping that waits for a reset is none either: the GPU works on without that row.
+
+NVML is called through ctypes: the library comes with the driver, and no package is needed. Names and signatures are
+those of nvml.h. All calls may hang on a sick driver, so they are made in a process of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Annotated
+
+from ...codec import AtMost, Checked, Codec, Count, Text, Within
+from .finding import MIB, Finding, NodeNeeds, Outcome, listed, span
+
+GPU_CHECKS = ("gpu-visible", "gpu-ecc", "gpu-remapped-rows", "gpu-throttling", "gpu-persistence")
+
+THROTTLING = {
+    0x08: "hardware slowdown (heat or power)",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "external power brake",
+}
+"""By the bit of nvmlDeviceGetCurrentClocksThrottleReasons. Idle, a power cap and chosen clocks are no faults."""
+
+HARDWARE_XIDS = frozenset(
+    (
+        48,
+        61,
+        62,
+        63,
+        64,
+        74,
+        79,
+        92,
+        94,
+        95,
+        109,
+        110,
+        119,
+        120,
+        121,
+        136,
+        140,
+        143,
+        145,
+        149,
+        154,
+        155,
+        156,
+        158,
+    )
+)
+"""Memory, NVLink, bus and firmware. The others (13, 31, 43, 45, ...) mostly come from programs."""
+
+XIDS_COUNT_S = 24 * 3600.0
+"""Older messages are left out."""
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{1,32})\): (\d{1,4})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts(Checked):
+    """Of one GPU. None: this kind of GPU does not say, or not to this user."""
+
+    name: Annotated[str, Text(128)]
+    problem: Annotated[str, Text(512)] = ""
+    """Why NVML does not show it; empty where it does."""
+    code: Count = 0
+    """NVML's code of the problem; 0 without one."""
+    uncorrected: Count | None = None
+    """Memory errors since the last reset."""
+    remapped: Count | None = None
+    """Rows that were replaced because of uncorrected errors."""
+    remap_pending: bool | None = None
+    remap_failed: bool | None = None
+    retirement_pending: bool | None = None
+    """Pages wait to be taken out of use, on GPUs that remap no rows."""
+    throttled: Annotated[int, Within(0, 2**63 - 1)] | None = None
+    """Bits of `THROTTLING`, and others."""
+    persistent: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmlFacts(Checked):
+    absent: bool = False
+    """There is no library of the driver."""
+    problem: Annotated[str, Text(1024)] = ""
+    """What NVML's start answers; empty where it works."""
+    driver: Annotated[str, Text(128)] = ""
+    gpus: Annotated[tuple[GpuFacts, ...], AtMost(256)] = ()
+
+
+GPU_READING = Codec((NvmlFacts,), version=1, most_bytes=1 << 18)
+
+
+def check_gpus(needs: NodeNeeds) -> tuple[Finding, ...]:
+    return judge_nvml(read_gpus(open_nvml(), needs.gpus), needs)
+
+
+def judge_nvml(facts: NvmlFacts, needs: NodeNeeds) -> tuple[Finding, ...]:
+    """One finding for each of `GPU_CHECKS`, or only the first where NVML does not answer."""
+    count = len(needs.gpus)
+    if facts.absent:
+        summary = f"{count} GPUs, and libnvidia-ml.so.1 is not here"
+        advice = "let the container have the driver's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
+        return (Finding("gpu-visible", Outcome.UNKNOWN, summary, advice),)
+    if facts.problem:
+        advice = "see nvidia-smi and dmesg: reboot, or reload the driver, whose library and module must agree"
+        return (Finding("gpu-visible", Outcome.FAIL, f"NVML does not start: {facts.problem}", advice),)
+    lost = [gpu for gpu in facts.gpus if gpu.problem]
+    seen = [gpu for gpu in facts.gpus if not gpu.problem]
+    values: dict[str, float] = {"expected": count, "visible": len(seen)}
+    if lost:
+        summary = (
+            f"{len(seen)} of {count} GPUs answer: {listed([f'{gpu.name}: {gpu.problem}' for gpu in lost])}"
+        )
+        advice = "see nvidia-smi and dmesg for its Xid: reset it (nvidia-smi -r), or reboot; else exchange it"
+        visible = Finding("gpu-visible", Outcome.FAIL, summary, advice, values)
+    else:
+        driver = f", driver {facts.driver}" if facts.driver else ""
+        visible = Finding("gpu-visible", Outcome.OK, f"{count} GPUs answer{driver}", values=values)
+    return (visible, _ecc(seen), _rows(seen), _throttling(seen), _persistence(seen)) if seen else (visible,)
+
+
+def _ecc(gpus: Sequence[GpuFacts]) -> Finding:
+    known = [gpu for gpu in gpus if gpu.uncorrected is not None]
+    if not known:
+        return Finding("gpu-ecc", Outcome.UNKNOWN, "these GPUs count no memory errors, or not for this user")
+    bad = {gpu.name: gpu.uncorrected or 0 for gpu in known if gpu.uncorrected}
+    values: dict[str, float] = {"uncorrected": sum(bad.values())}
+    if not bad:
+        return Finding(
+            "gpu-ecc", Outcome.OK, "no uncorrected memory error since the last reset", values=values
+        )
+    counts = listed([f"{name}: {number}" for name, number in bad.items()])
+    advice = "drain the node and reset these GPUs (nvidia-smi -r); if it comes again, exchange them"
+    return Finding("gpu-ecc", Outcome.FAIL, f"uncorrected memory errors: {counts}", advice, values)
+
+
+def _rows(gpus: Sequence[GpuFacts]) -> Finding:
+    known = [gpu for gpu in gpus if gpu.remap_failed is not None]
+    if not known:
+        return Finding("gpu-remapped-rows", Outcome.UNKNOWN, "these GPUs remap no rows, or do not say so")
+    failed = [gpu.name for gpu in known if gpu.remap_failed]
+    pending = [gpu.name for gpu in known if gpu.remap_pending]
+    remapped = sum(gpu.remapped or 0 for gpu in known)
+    values: dict[str, float] = {"remapped": remapped, "pending": len(pending), "failed": len(failed)}
+    if failed:
+        summary, advice = (
+            f"remapping failed on {listed(failed)}",
+            "exchange these GPUs: no spare rows are left",
+        )
+        return Finding("gpu-remapped-rows", Outcome.FAIL, summary, advice, values)
+    if pending:
+        summary = f"a remapping waits for a reset on {listed(pending)}"
+        advice = "reset these GPUs (nvidia-smi -r) before the next job, or reboot"
+        return Finding("gpu-remapped-rows", Outcome.WARN, summary, advice, values)
+    return Finding(
+        "gpu-remapped-rows", Outcome.OK, f"none pending, none failed, {remapped} done", values=values
+    )
+
+
+def _throttling(gpus: Sequence[GpuFacts]) -> Finding:
+    known = [gpu for gpu in gpus if gpu.throttled is not None]
+    if not known:
+        return Finding("gpu-throttling", Outcome.UNKNOWN, "these GPUs do not say why their clocks are low")
+    slow = {gpu.name: reasons for gpu in known if (reasons := _reasons(gpu.throttled or 0))}
+    values: dict[str, float] = {"throttled": len(slow)}
+    if not slow:
+        return Finding("gpu-throttling", Outcome.OK, "no GPU is slowed down", values=values)
+    summary = listed([f"{name}: {', '.join(reasons)}" for name, reasons in slow.items()])
+    advice = (
+        "the slowest GPU sets the pace of all: check fans, inlet air and power (nvidia-smi -q -d PERFORMANCE)"
+    )
+    return Finding("gpu-throttling", Outcome.WARN, summary, advice, values)
+
+
+def _reasons(bits: int) -> list[str]:
+    return [reason for bit, reason in THROTTLING.items() if bits & bit]
+
+
+def _persistence(gpus: Sequence[GpuFacts]) -> Finding:
+    known = [gpu for gpu in gpus if gpu.persistent is not None]
+    if not known:
+        return Finding("gpu-persistence", Outcome.UNKNOWN, "these GPUs do not tell their persistence mode")
+    off = [gpu.name for gpu in known if not gpu.persistent]
+    values: dict[str, float] = {"off": len(off)}
+    if not off:
+        return Finding("gpu-persistence", Outcome.OK, "persistence mode is on", values=values)
+    advice = "each start waits seconds for the driver to load: run nvidia-persistenced, or nvidia-smi -pm 1"
+    return Finding("gpu-persistence", Outcome.WARN, f"persistence mode is off: {listed(off)}", advice, values)
+
+
+# --- Faults
+
+NOT_FOUND, GPU_IS_LOST, RESET_REQUIRED = 6, 15, 16
+"""As in nvml.h."""
+
+UNUSABLE = frozenset((GPU_IS_LOST, RESET_REQUIRED))
+"""Codes of a GPU that no program can use until it is reset or exchanged."""
+
+
+class Fault(Enum):
+    MEMORY = "memory"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFault:
+    """`gpu` as in the reading."""
+
+    gpu: str
+    fault: Fault
+    text: str
+
+
+def faults_since(before: NvmlFacts, now: NvmlFacts) -> tuple[GpuFault, ...]:
+    """Empty where NVML itself does not answer any more: that says nothing of a GPU."""
+    known = {gpu.name: gpu for gpu in before.gpus}
+    return tuple(
+        GpuFault(gpu.name, fault, f"GPU {gpu.name}: {text}")
+        for gpu in now.gpus
+        for fault, text in _faults(known.get(gpu.name, GpuFacts(name=gpu.name, problem="unknown")), gpu)
+    )
+
+
+def _faults(before: GpuFacts, now: GpuFacts) -> Iterator[tuple[Fault, str]]:
+    if now.code in UNUSABLE:
+        yield Fault.LOST, now.problem
+    elif now.code == NOT_FOUND and not before.problem:
+        yield Fault.LOST, f"NVML no longer lists it ({now.problem})"
+    if before.uncorrected is not None and (now.uncorrected or 0) > before.uncorrected:
+        yield Fault.MEMORY, f"uncorrected memory errors: {now.uncorrected}, were {before.uncorrected}"
+    if now.remap_failed and before.remap_failed is False:
+        yield Fault.MEMORY, "a remapping of a row has failed"
+    if now.retirement_pending and before.retirement_pending is False:
+        yield Fault.MEMORY, "pages of its memory wait for their retirement"
+
+
+def moved_on(before: NvmlFacts, now: NvmlFacts, gpus: Collection[str]) -> NvmlFacts:
+    """The first reading, with these GPUs as they are now."""
+    newest = {gpu.name: gpu for gpu in now.gpus if gpu.name in gpus}
+    return replace(before, gpus=tuple(newest.get(gpu.name, gpu) for gpu in before.gpus))
+
+
+def described(before: NvmlFacts, now: NvmlFacts) -> str:
+    """The reading for people: a line for each GPU, with what was there `before` where it has changed."""
+    known = {gpu.name: gpu for gpu in before.gpus}
+    lines = [f"driver {now.driver}" if now.driver else "", now.problem]
+    lines += [_line(known.get(gpu.name), gpu) for gpu in now.gpus]
+    return "".join(f"{line}\n" for line in lines if line)
+
+
+def _line(before: GpuFacts | None, now: GpuFacts) -> str:
+    if now.problem:
+        return f"{now.name}: {now.problem} (code {now.code})"
+    parts = []
+    for field in fields(now):
+        value, was = getattr(now, field.name), getattr(before or now, field.name)
+        if field.name in ("name", "problem", "code") or value is None:
+            continue
+        parts.append(f"{field.name} {value}" + (f" (was {was})" if was != value else ""))
+    return f"{now.name}: {', '.join(parts)}"
+
+
+# --- The kernel's log
+
+KERNEL_LOG = "/dev/kmsg"
+RECORD_BYTES = 8192
+"""The kernel gives one record at each read, and none is longer."""
+MOST_XIDS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xid:
+    gpu: str
+    number: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XidFacts:
+    readable: bool
+    xids: tuple[Xid, ...] = ()
+    """The newest."""
+
+
+def check_xids(needs: NodeNeeds) -> Finding:
+    return judge_xids(probe_xids(), needs)
+
+
+def probe_xids(log: str = KERNEL_LOG) -> XidFacts:
+    try:
+        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return XidFacts(readable=False)
+    try:
+        found = xids_of(_messages(descriptor), time.clock_gettime(time.CLOCK_BOOTTIME))
+    except PermissionError:
+        return XidFacts(readable=False)
+    finally:
+        os.close(descriptor)
+    return XidFacts(readable=True, xids=tuple(found[-MOST_XIDS:]))
+
+
+def _messages(descriptor: int) -> Iterator[tuple[float, str]]:
+    """`6,1234,5678901,-;text`: the third is in microseconds. Raises PermissionError."""
+    while True:
+        try:
+            record = os.read(descriptor, RECORD_BYTES)
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # it was overwritten before it was read
+            continue
+        if not record:
+            return
+        head, _, text = record.decode(errors="replace").partition(";")
+        fields = head.split(",")
+        if len(fields) > 2 and fields[2].isdigit():
+            yield int(fields[2]) / 1e6, text
+
+
+def xids_of(messages: Iterable[tuple[float, str]], up_s: float) -> list[Xid]:
+    """Of the kernel's messages, each with its time in seconds since the machine was up; oldest first."""
+    return [
+        Xid(gpu=match[1], number=int(match[2]), age_s=max(0.0, up_s - at_s))
+        for at_s, text in messages
+        if (match := _XID.search(text))
+    ]
+
+
+def judge_xids(facts: XidFacts, needs: NodeNeeds) -> Finding:
+    """Old and new ones cannot be told apart after a reset, so this warns and never fails."""
+    if not facts.readable:
+        advice = "run as root, or sysctl -w kernel.dmesg_restrict=0"
+        return Finding("gpu-xid", Outcome.UNKNOWN, "this user may not read the kernel's log", advice)
+    counted = [xid for xid in facts.xids if xid.number in HARDWARE_XIDS and xid.age_s < XIDS_COUNT_S]
+    values: dict[str, float] = {"xids": len(counted)}
+    if not counted:
+        return Finding("gpu-xid", Outcome.OK, "no hardware Xid in the kernel's log of a day", values=values)
+    newest: dict[tuple[str, int], float] = {(xid.gpu, xid.number): xid.age_s for xid in counted}
+    shown = listed([f"Xid {number} of {gpu}, {_ago(age)} ago" for (gpu, number), age in newest.items()])
+    advice = "look the number up in NVIDIA's list of Xid messages; reset the GPU (nvidia-smi -r) if it was not since"
+    return Finding("gpu-xid", Outcome.WARN, shown, advice, values)
+
+
+def _ago(age_s: float) -> str:
+    return (
+        f"{age_s / 3600:.0f} h" if age_s >= 7200 else f"{age_s / 60:.0f} min" if age_s >= 120 else span(age_s)
+    )
+
+
+# --- NVML
+
+LIBRARY = "libnvidia-ml.so.1"
+_TEXT = 96
+_UNCORRECTED, _SINCE_RESET = 1, 0
+_MOST_PROCESSES = 1024
+_NOT_AVAILABLE = 2**64 - 1
+
+
+class NvmlError(Exception):
+    """What NVML says is wrong; `code` as in nvml.h, 0 where it has not been asked."""
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_v2_t."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+class Nvml:
+    """Started by `start`. All calls may hang on a sick driver. Those about a GPU raise NvmlError if it is lost."""
+
+    def __init__(self) -> None:
+        """Raises OSError where there is no such library."""
+        self._library = ctypes.CDLL(LIBRARY)
+
+    def start(self) -> None:
+        """Raises NvmlError."""
+        self._ask("nvmlInit_v2")
+
+    def driver(self) -> str:
+        text = ctypes.create_string_buffer(_TEXT)
+        self._ask("nvmlSystemGetDriverVersion", text, _TEXT)
+        return text.value.decode(errors="replace")
+
+    def device(self, name: str) -> ctypes.c_void_p:
+        """By PCI address, uuid or index. Raises NvmlError."""
+        handle = ctypes.c_void_p()
+        if name.isdigit():
+            self._ask("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(name)), ctypes.byref(handle))
+        else:
+            way = "UUID" if name.startswith(("GPU-", "MIG-")) else "PciBusId_v2"
+            self._ask(f"nvmlDeviceGetHandleBy{way}", name.encode(), ctypes.byref(handle))
+        return handle
+
+    def uncorrected(self, device: ctypes.c_void_p) -> int | None:
+        count = ctypes.c_ulonglong()
+        known = self._know(
+            "nvmlDeviceGetTotalEccErrors", device, _UNCORRECTED, _SINCE_RESET, ctypes.byref(count)
+        )
+        return count.value if known else None
+
+    def remapped_rows(self, device: ctypes.c_void_p) -> tuple[int, bool, bool] | None:
+        """For uncorrected errors; whether some wait for a reset; whether one has failed."""
+        numbers = [ctypes.c_uint() for _ in range(4)]
+        if not self._know("nvmlDeviceGetRemappedRows", device, *map(ctypes.byref, numbers)):
+            return None
+        _, uncorrected, pending, failed = (number.value for number in numbers)
+        return uncorrected, bool(pending), bool(failed)
+
+    def retirement_pending(self, device: ctypes.c_void_p) -> bool | None:
+        """Whether pages of memory wait to be taken out of use, as on GPUs that remap no rows."""
+        pending = ctypes.c_uint()
+        known = self._know("nvmlDeviceGetRetiredPagesPendingStatus", device, ctypes.byref(pending))
+        return bool(pending.value) if known else None
+
+    def throttled(self, device: ctypes.c_void_p) -> int | None:
+        """The bits of the reasons for low clocks."""
+        bits = ctypes.c_ulonglong()
+        known = self._know("nvmlDeviceGetCurrentClocksThrottleReasons", device, ctypes.byref(bits))
+        return bits.value if known else None
+
+    def persistent(self, device: ctypes.c_void_p) -> bool | None:
+        mode = ctypes.c_uint()
+        return (
+            bool(mode.value)
+            if self._know("nvmlDeviceGetPersistenceMode", device, ctypes.byref(mode))
+            else None
+        )
+
+    def used_bytes(self, device: ctypes.c_void_p) -> int:
+        memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+        self._ask("nvmlDeviceGetMemoryInfo", device, ctypes.byref(memory))
+        return int(memory[2])
+
+    def processes(self, device: ctypes.c_void_p) -> dict[int, int]:
+        """The bytes that each has, by pid. None in a container, nor for every kind of device and user."""
+        found = (_Process * _MOST_PROCESSES)()
+        count = ctypes.c_uint(_MOST_PROCESSES)
+        if not self._know("nvmlDeviceGetComputeRunningProcesses_v3", device, ctypes.byref(count), found):
+            return {}
+        return {one.pid: 0 if one.used == _NOT_AVAILABLE else one.used for one in found[: count.value]}
+
+    def _know(self, name: str, *arguments: object) -> bool:
+        try:
+            self._ask(name, *arguments)
+        except NvmlError as error:
+            if error.code in UNUSABLE:
+                raise
+            return False
+        return True
+
+    def _ask(self, name: str, *arguments: object) -> None:
+        call = getattr(self._library, name, None)
+        if call is None:
+            raise NvmlError(f"this driver has no {name}")
+        answer = call(*arguments)
+        if answer != 0:
+            raise NvmlError(self._words(answer), answer)
+
+    def _words(self, answer: int) -> str:
+        words = getattr(self._library, "nvmlErrorString", None)
+        if words is None:
+            return f"error {answer}"
+        words.restype = ctypes.c_char_p
+        return (words(answer) or b"").decode(errors="replace") or f"error {answer}"
+
+
+# --- Reading
+
+
+def open_nvml() -> Nvml | NvmlFacts:
+    """NVML, started, or why it cannot be asked."""
+    try:
+        nvml = Nvml()
+    except OSError:
+        return NvmlFacts(absent=True)
+    try:
+        nvml.start()
+    except NvmlError as error:
+        return NvmlFacts(problem=str(error))
+    return nvml
+
+
+def read_gpus(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> NvmlFacts:
+    if isinstance(nvml, NvmlFacts):
+        return nvml
+    try:
+        driver = nvml.driver()
+    except NvmlError as error:
+        return NvmlFacts(problem=str(error))
+    return NvmlFacts(driver=driver, gpus=tuple(_gpu(nvml, name) for name in names))
+
+
+def _gpu(nvml: Nvml, name: str) -> GpuFacts:
+    try:
+        return _known_gpu(nvml, name)
+    except NvmlError as error:
+        return GpuFacts(name=name, problem=str(error), code=error.code)
+
+
+def _known_gpu(nvml: Nvml, name: str) -> GpuFacts:
+    """Raises NvmlError."""
+    device = nvml.device(name)
+    rows = nvml.remapped_rows(device)
+    remapped, pending, failed = rows if rows is not None else (None, None, None)
+    return GpuFacts(
+        name=name,
+        uncorrected=nvml.uncorrected(device),
+        remapped=remapped,
+        remap_pending=pending,
+        remap_failed=failed,
+        retirement_pending=nvml.retirement_pending(device),
+        throttled=nvml.throttled(device),
+        persistent=nvml.persistent(device),
+    )
+
+
+def unaccounted_mib(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> list[float] | str:
+    """Of each GPU what no living process accounts for: what the driver keeps for itself, and what the dead have not
+    given back yet. In a container, where NVML shows no process, it is all that is in use. A text says what is wrong."""
+    if isinstance(nvml, NvmlFacts):
+        return nvml.problem or "there is no NVML"
+    try:
+        found = []
+        for device in map(nvml.device, names):
+            used = nvml.used_bytes(device)
+            living = [by for pid, by in nvml.processes(device).items() if os.path.exists(f"/proc/{pid}")]
+            found.append((used - sum(living)) / MIB)
+        return found
+    except NvmlError as error:
+        return str(error)
+
+
+MEMORY = b"memory\n"
+"""The question for it; any other line asks for all else."""
+
+
+def main() -> None:
+    """A process that keeps NVML open, and reads the GPUs of its arguments for each line on standard input.
+
+    The answer is a line of standard output: a `NvmlFacts`, or to `MEMORY` what `unaccounted_mib` says. What a library
+    of the driver prints goes nowhere.
+    """
+    gpus = sys.argv[2:]
+    with os.fdopen(os.dup(1), "wb") as answers:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        nvml = open_nvml()
+        for question in sys.stdin.buffer:
+            if question == MEMORY:
+                answers.write(json.dumps(unaccounted_mib(nvml, gpus)).encode() + b"\n")
+            else:
+                answers.write(GPU_READING.encode(read_gpus(nvml, gpus)))
+            answers.flush()

@@ -1,1 +1,0 @@
-"""What facts mean for a job: pure functions from facts and needs to findings."""
