@@ -21,9 +21,9 @@ from .statements.exclusion import MAX_EXCLUSIONS, Exclusion, Recheck
 from .statements.inquiry import Inquiry, Suspicion, Testimony
 from .statements.paces import Comparison, Paces
 from .statements.terms import Limits, Program
-from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line
+from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line, lines
 
-SCHEMA = 15
+SCHEMA = 16
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -37,6 +37,12 @@ MAX_STANDBYS_BYTES = 64 * 1024
 """Of the nodes that stand by with copies in their memory: about a thousand."""
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
+MAX_EXCEPTION = 500
+MAX_TRACEBACK = 1400
+MAX_LOG_TAIL = 800
+MAX_LOG_LINES = 16
+MAX_LOG_FILE = 500
+"""Of what is told of the end of a failed worker. Its node's own log has more."""
 MAX_RDMA_PORTS = 64
 MAX_SEEN = 2**62
 """Half of what a generation can be: however high a node says that it was, all nodes can read the next ones."""
@@ -103,14 +109,13 @@ class Action(enum.Enum):
 class Failure:
     """The failure of a node's workers in `generation`: of those that are no `collateral` the first, else the first.
 
-    `fingerprint` is the same text for the same failure in another generation; `summary` is for people and only
-    passed on; `detail` is the agent's own JSON form of it, opaque here.
+    `fingerprint` is the same text for the same failure in another generation; `summary` is one line that stands alone.
+    From `local_rank` on it is for people, and only passed on: how the worker ended that is to blame.
     """
 
     generation: Positive
     fingerprint: Annotated[str, line(1024)]
     summary: Annotated[str, line(MAX_TEXT)]
-    detail: Annotated[str, line(16384)] = ""
     cause: CauseName = "unknown"
     action: Action = Action.RESTART
     collateral: bool = False
@@ -121,6 +126,16 @@ class Failure:
     """That of the worker that is to blame; empty: no worker is."""
     rank: Count | None = None
     """Of this worker."""
+    local_rank: Count | None = None
+    """None: nothing is known of its end."""
+    returncode: Annotated[int, Within(-128, 255)] = 0
+    exception: Annotated[str, lines(MAX_EXCEPTION)] | None = None
+    """`Type: message`."""
+    traceback: Annotated[str, lines(MAX_TRACEBACK)] | None = None
+    log_tail: Annotated[tuple[Annotated[str, line(MAX_LOG_TAIL)], ...], AtMost(MAX_LOG_LINES)] = ()
+    log_file: Annotated[str, line(MAX_LOG_FILE)] | None = None
+    raised_at: Count | None = None
+    """Seconds since the epoch, by the worker's clock, if its error file says so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,15 @@ def line(most_chars: int) -> Text:
     return Text(most_chars, clean=clean)
 
 
+def lines(most_chars: int) -> Text:
+    """The form of a peer's text of several lines."""
+    return Text(most_chars, clean=clean_lines)
+
+
+def clean_lines(text: str) -> str:
+    return "\n".join(map(clean, text.split("\n")))
+
+
 def counted(number: int, noun: str) -> str:
     """
     >>> counted(1, "node"), counted(2, "node"), counted(2, "process")

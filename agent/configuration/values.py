@@ -96,7 +96,7 @@ BUILT_IN_CAUSES = frozenset(
         "store_server",
     )
 )
-"""The names of `workers/failures/causes`, which a row of the file may change."""
+"""The names of `failures/causes`, which a row of the file may change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop, Testify
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.records import Result
+from ...rendezvous.records import Failure, Result
 from ...threads import Thread
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.memory_server import MemoryServer
@@ -31,7 +31,6 @@ from ..machine.gpus import GpuMemory
 from ..observability.observer import Observer
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.store_link import PeerLink, StoreLink
-from ..workers.failures.worker_failure import WorkerFailure
 from ..workers.supervisor import Supervisor
 from .heartbeat import Heartbeat
 from .service_manager import ServiceManager
@@ -69,7 +68,7 @@ _EXITS = {
 class Ending:
     code: ExitCode
     reason: str
-    failure: WorkerFailure | None = None
+    failure: Failure | None = None
     """The worker that failed first, where one ended the job."""
 
 

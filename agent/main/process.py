@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+from ...rendezvous.records import Failure
 from ...threads import Thread
 from ..common.events import Event, Signalled, ThreadFailed
 from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode, lack_in
@@ -25,7 +26,6 @@ from ..configuration.options import SECRET_VARIABLES
 from ..configuration.stopping import StopConfig, leaves_in_s
 from ..output.console import Console, ConsoleHandler
 from ..output.log_lines import JsonLines, TextLines
-from ..workers.failures.worker_failure import WorkerFailure
 from ..workers.processes.guard import Guard
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ WITHIN_S = 5.0
 
 
 def write_error_file(
-    environ: Mapping[str, str], code: int, reason: str, failure: WorkerFailure | None, at_s: float
+    environ: Mapping[str, str], code: int, reason: str, failure: Failure | None, at_s: float
 ) -> None:
     """To the file that the variable names, if it does. `at_s` is the time of day."""
     path = environ.get(ERROR_FILE)
@@ -122,7 +122,7 @@ def _write(path: str, text: str) -> None:
             os.unlink(scratch)
 
 
-def error_report(code: int, reason: str, failure: WorkerFailure | None, at_s: float) -> dict[str, Any]:
+def error_report(code: int, reason: str, failure: Failure | None, at_s: float) -> dict[str, Any]:
     """`code` and `reason` are the agent's. The time is that of the failure, where the worker has written it."""
     if failure is None:
         extra = {"py_callstack": "", "timestamp": str(int(at_s))}

@@ -59,8 +59,7 @@ from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.environment import Node, worker_env
-from ..workers.evidence import ras
-from ..workers.evidence.keeper import EvidenceKeeper
+from ..workers.hangs.keeper import EvidenceKeeper
 from ..workers.hangs.signs import SignReader
 from ..workers.preloader.spares import Spares
 from ..workers.processes.guard import Guard
@@ -503,7 +502,6 @@ def _keep_evidence(agent: Agent, node: Node, metrics: Metrics, parts: contextlib
         agent.clock,
         count,
         has_gpus=has_gpus,
-        ras_at=ras.addresses(agent.environment) if has_gpus else (),
         secrets=secrets_in(agent.environment),
     )
     parts.callback(keeper.close)

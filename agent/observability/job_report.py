@@ -19,7 +19,7 @@ from ...rendezvous.statements.exclusion import Exclusion
 from ...rendezvous.statements.paces import Straggler
 from .membership import other_limits
 from .sources import AT_ONCE, Found, NodeAnswer, Source, Unreachable, ask_nodes
-from .status import Checkpoint, JobStatus, NodeStatus, worker_failure
+from .status import Checkpoint, JobStatus, NodeStatus
 
 SCHEMA = 1
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
@@ -276,10 +276,10 @@ def _phase_age(world: World | None, statuses: Iterable[NodeStatus]) -> float | N
 
 
 def _cause(world: World) -> CauseReport:
-    cause, worker = world.cause, worker_failure(world)
+    cause, worker = world.cause, world.cause.failure
     if cause.kind is CauseKind.START:
         text = "the job started"
-    elif worker is not None:
+    elif worker is not None and worker.local_rank is not None:
         text = f"rank {worker.rank} on node {cause.node} failed in generation {worker.generation}: {worker.summary}"
     elif cause.kind is CauseKind.FAILURE:
         text = f"node {cause.node} failed: {cause.detail}"

@@ -31,7 +31,6 @@ from ...rendezvous.statements import terms
 from ...rendezvous.statements.paces import Comparison, Paces, Straggler
 from ..output.events import Kind
 from ..output.journal import Journal
-from .status import worker_failure
 
 _CHANGES = {
     CauseKind.JOIN: "join",
@@ -106,10 +105,9 @@ def reason(cause: Cause) -> str:
 def because(world: World, shown: Failure | None) -> str:
     """Why the generation before this one ended; `shown` is what the log of this node has in full already."""
     cause, failure = world.cause, world.cause.failure
-    worker = worker_failure(world)
-    if worker is None or failure is None or cause.detail != failure.summary:
+    if failure is None or failure.local_rank is None or cause.detail != failure.summary:
         return cause.detail
-    named = f"rank {worker.rank} on node {cause.node} failed"
+    named = f"rank {failure.rank} on node {cause.node} failed"
     return named if failure == shown else f"{named}: {cause.detail}"
 
 

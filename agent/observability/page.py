@@ -30,7 +30,7 @@ from ..output.journal import Journal
 from ..output.masking import masked
 from .job_report import JobReport, NodeReport, as_json
 from .sources import CannotShow
-from .status import Checkpoint, NodeStatus, worker_of
+from .status import Checkpoint, NodeStatus
 from .steps import Rates
 
 PAGE_PATH = "/"
@@ -243,7 +243,6 @@ def _excluded(job: JobReport, secrets: Collection[str]) -> Iterable[dict[str, st
 def _failure(failure: Failure | None, secrets: Collection[str]) -> dict[str, Any] | None:
     if failure is None:
         return None
-    worker = worker_of(failure)
     known: dict[str, Any] = {
         "generation": failure.generation,
         "summary": masked(failure.summary, secrets),
@@ -252,11 +251,10 @@ def _failure(failure: Failure | None, secrets: Collection[str]) -> dict[str, Any
     }
     if failure.rank is not None:
         known |= {"rank": failure.rank, "node": failure.node}
-    if worker is not None:
+    if failure.local_rank is not None:
         known |= {
-            "summary": masked(worker.summary, secrets),
-            "traceback": masked(worker.traceback or "", secrets),
-            "log_tail": masked("\n".join(worker.log_tail), secrets),
-            "log_file": worker.log_file,
+            "traceback": masked(failure.traceback or "", secrets),
+            "log_tail": masked("\n".join(failure.log_tail), secrets),
+            "log_file": failure.log_file,
         }
     return known

@@ -19,12 +19,11 @@ from typing import Annotated
 from ...codec import AtMost, Count, Document, Seconds, Within
 from ...health.checks.finding import Finding, Outcome, worst_first
 from ...rendezvous.node.snapshot import NodeSnapshot
-from ...rendezvous.records import MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
+from ...rendezvous.records import MAX_EXCEPTION, MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
 from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON
 from ...rendezvous.text import Name, line
 from ...worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
 from ..output.masking import masked
-from ..workers.failures.worker_failure import FailureInvalid, WorkerFailure
 from ..workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
@@ -130,21 +129,6 @@ class JobStatus:
 JOB_PAGE = Document(JobStatus, SCHEMA, MAX_JOB_BYTES)
 
 
-def worker_failure(world: World) -> WorkerFailure | None:
-    """The worker that is the cause of the world's phase; None when there is none, or it cannot be read."""
-    return worker_of(world.cause.failure)
-
-
-def worker_of(failure: Failure | None) -> WorkerFailure | None:
-    """The worker that failed; None when there is none, or it cannot be read."""
-    if failure is None or not failure.detail:
-        return None
-    try:
-        return WorkerFailure.from_json(failure.detail)
-    except FailureInvalid:
-        return None
-
-
 def job_page(job: JobStatus, secrets: Collection[str] = ()) -> str:
     """Without the output of failed workers, which stays in the store, and without the values `secrets`."""
     nodes = tuple(replace(node, failure=None) for node in job.nodes)
@@ -156,16 +140,16 @@ def _shown(world: World, secrets: Collection[str]) -> World:
     """A fingerprint is a failure's text in another form, which nobody reads here."""
     cause = replace(world.cause, detail=_masked(world.cause.detail, MAX_TEXT, secrets))
     if cause.failure is not None:
-        worker = worker_failure(world)
-        detail = ""
-        if worker is not None:
-            summary = masked(worker.summary, secrets)
-            exception = masked(worker.exception, secrets) if worker.exception is not None else None
-            detail = replace(
-                worker, summary=summary, exception=exception, traceback=None, log_tail=(), log_file=None
-            ).to_json()
-        summary = _masked(cause.failure.summary, MAX_TEXT, secrets)
-        cause = replace(cause, failure=replace(cause.failure, fingerprint="", summary=summary, detail=detail))
+        failure = replace(
+            cause.failure,
+            fingerprint="",
+            summary=_masked(cause.failure.summary, MAX_TEXT, secrets),
+            exception=_masked(cause.failure.exception or "", MAX_EXCEPTION, secrets) or None,
+            traceback=None,
+            log_tail=(),
+            log_file=None,
+        )
+        cause = replace(cause, failure=failure)
     exclusions = tuple(
         replace(one, reason=_masked(one.reason, MAX_EXCLUSION_REASON, secrets)) for one in world.exclusions
     )

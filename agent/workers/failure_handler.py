@@ -21,13 +21,13 @@ from ...rendezvous.records import Failure
 from ..common.events import Event
 from ..observability.observer import Observer
 from ..output.worker_logs import WorkerLogs
-from .evidence.collector import QUICK, THOROUGH, Depth
-from .evidence.keeper import EvidenceKeeper, Look
-from .failure_reports import KNOWN_WITHIN_S, Crash, Examiner, report_of, show
+from .failure_reports import KNOWN_WITHIN_S, Crash, Examiner, show
 from .failures.causes import Cause
-from .failures.worker_failure import HANG_SIGNAL, WorkerFailure
+from .failures.failure import HANG_SIGNAL, small
 from .generation import Generation
 from .hang_watch import HangWatch
+from .hangs.keeper import EvidenceKeeper, Look
+from .hangs.stacks import QUICK, THOROUGH, Depth
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class FailureHandler:
         self._hangs = hangs
         self._stop = stop
         self._clock = clock
-        self.failed: list[WorkerFailure] = []
+        self.failed: list[Failure] = []
         """The workers of the newest generation that have failed, as they were examined."""
         self._told: Failure | None = None
         """The first failure of the newest generation that this node has told the others."""
@@ -168,11 +168,10 @@ class FailureHandler:
             return
         self._hangs.count(generation)
         generation.hung = True
-        failure = self._examiner.hang(generation.group, local_rank, summary)
-        report = report_of(failure, self._examiner.causes.named(failure.cause), known_as)
-        self._report(generation, report, failure.summary, HANG_SIGNAL)
+        failure = self._examiner.hang(generation.group, local_rank, summary, known_as)
+        self._report(generation, failure, failure.summary, HANG_SIGNAL)
 
-    def show(self, failure: Failure, generation: Generation | None) -> WorkerFailure | None:
+    def show(self, failure: Failure, generation: Generation | None) -> Failure | None:
         """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
         if generation is not None and not generation.over:
             self._hangs.hear(generation)
@@ -189,18 +188,17 @@ class FailureHandler:
         not_kept = crash.local_rank in drain.finished - drain.kept
         port = generation.world.master.port
         failure = self._examiner.examine(group, crash, port, self._clock(), not_kept=not_kept)
-        cause = self._examiner.causes.named(failure.cause)
-        if crash.asked and (failure.exception is None or cause.collateral or cause.outside):
+        if crash.asked and (failure.exception is None or failure.collateral or failure.outside):
             return
         self.failed.append(failure)
         self._observer.ended(crash.local_rank, failure.cause, crash.at)
         if not generation.stopping:
-            self._report(generation, report_of(failure, cause), f"rank {rank} failed: {failure.summary}")
-        elif not cause.collateral and self._seeks_root(generation):
+            self._report(generation, failure, f"rank {rank} failed: {failure.summary}")
+        elif not failure.collateral and self._seeks_root(generation):
             log.error("rank %d failed before that, and the others because of it: %s", rank, failure.summary)
-            report = report_of(failure, cause)
-            self.show(report, generation)
-            self._participant.workers_failed(report)
+            told = small(failure)
+            self.show(told, generation)
+            self._participant.workers_failed(told)
 
     def _seeks_root(self, generation: Generation) -> bool:
         """As far as this node knows, this generation ends over a collateral failure, whose root is still unknown."""
@@ -229,7 +227,7 @@ class FailureHandler:
         evidence = self._looks.where()
         kept = f"; evidence: {evidence}" if evidence else ""
         log.error("stopping generation %d: %s%s", failure.generation, reason, kept)
-        self._told = failure
-        self._observer.failure_shown(failure)
-        self._participant.workers_failed(failure)
+        self._told = told = small(failure)
+        self._observer.failure_shown(told)
+        self._participant.workers_failed(told)
         self._stop(asking)

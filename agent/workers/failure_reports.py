@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...rendezvous.records import Failure
@@ -15,12 +15,10 @@ from ..machine.cgroups import OomKills, find_counter
 from ..machine.gpus import GpuHealth
 from ..output.worker_logs import WorkerLogs
 from .environment import Node, error_file
-from .failures.causes import Cause, CauseTable
-from .failures.examination import FailedWorker, Remains, describe_failure, hang_failure
-from .failures.gpu_news import gpu_news
-from .failures.kernel_log import KernelLog, KernelNews, address, pids_are_the_kernels
-from .failures.summary import summarize
-from .failures.worker_failure import FailureInvalid, WorkerFailure, fingerprint
+from .failures.causes import CauseTable
+from .failures.error_report import ErrorReport, read_error_file
+from .failures.failure import HANG_SIGNAL, describe_failure, hang_failure, summarize
+from .failures.post_mortem import KernelLog, PostMortem, address, gpu_events, pids_are_the_kernels
 from .processes.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -128,73 +126,51 @@ class Examiner:
 
     def examine(
         self, group: WorkerGroup, crash: Crash, master_port: int, now: float, *, not_kept: bool
-    ) -> WorkerFailure:
+    ) -> Failure:
         """`not_kept`: the worker had done the last step of a planned change, and no Checkpointer has kept its state."""
-        number, rank = group.generation, group.ranks[crash.local_rank]
-        own_gpus = self._node.machine.gpus_of(crash.local_rank)
-        faults = self._gpus.faults
+        local_rank, rank = crash.local_rank, group.ranks[crash.local_rank]
+        machine, faults = self._node.machine, self._gpus.faults
+        own_gpus = machine.gpus_of(local_rank)
         self._gpus.told(own_gpus)
-        log_file = self._logs.log_file(number, rank)
-        worker = FailedWorker(self._node.name, number, rank, crash.local_rank, log_file, master_port)
-        remains = Remains(
-            crash.returncode,
-            error_file(self._node, number, crash.local_rank),
-            self._logs.tail(number, rank),
-            self._oom_kills.lately(now),
-            self._kernel_news(group, crash.local_rank),
-            gpu_news(faults, own_gpus),
-            not_kept,
-            crash.asked,
+        addresses = (device.address for device in machine.devices_of(local_rank))
+        report = read_error_file(error_file(self._node, group.generation, local_rank))
+        worker = replace(
+            self._worker(group, local_rank, crash.returncode),
+            report=report or ErrorReport(),
+            log_tail=self._logs.tail(group.generation, rank),
+            master_port=master_port,
+            asked=crash.asked,
+            not_kept=not_kept,
+            oom_killed=self._oom_kills.lately(now),
+            kernel=self._kernel_log.events(),
+            pid=group.pid(local_rank) if self._pids_are_the_kernels else 0,
+            devices=frozenset(map(address, filter(None, addresses))),
+            own_gpus=gpu_events(faults, own_gpus, of_worker=True),
+            other_gpus=gpu_events(faults, own_gpus, of_worker=False),
         )
-        return describe_failure(worker, remains, self.causes, partial(find_owner, "0.0.0.0"))
+        return describe_failure(worker, self.causes, partial(find_owner, "0.0.0.0"))
 
-    def hang(self, group: WorkerGroup, local_rank: int, summary: str) -> WorkerFailure:
-        """Of a worker that runs, and is stuck."""
+    def hang(self, group: WorkerGroup, local_rank: int, summary: str, known_as: str) -> Failure:
+        """Of a worker that runs, and is stuck. `known_as`: the fingerprint."""
+        return hang_failure(self._worker(group, local_rank, -HANG_SIGNAL), self.causes, summary, known_as)
+
+    def _worker(self, group: WorkerGroup, local_rank: int, returncode: int) -> PostMortem:
         number, rank = group.generation, group.ranks[local_rank]
         log_file = self._logs.log_file(number, rank)
-        return hang_failure(FailedWorker(self._node.name, number, rank, local_rank, log_file), summary)
-
-    def _kernel_news(self, group: WorkerGroup, local_rank: int) -> KernelNews:
-        devices = self._node.machine.devices_of(local_rank)
-        pid = group.pid(local_rank) if self._pids_are_the_kernels else 0
-        addresses = frozenset(address(device.address) for device in devices if device.address)
-        return KernelNews(self._kernel_log.events(), pid, addresses)
+        return PostMortem(self._node.name, number, rank, local_rank, returncode, log_file=log_file)
 
 
-def report_of(failure: WorkerFailure, cause: Cause, known_as: str = "") -> Failure:
-    """For the other nodes. `known_as` is the fingerprint of a failure that the agent has made of a hang."""
-    return Failure(
-        failure.generation,
-        known_as or fingerprint(failure),
-        failure.summary,
-        failure.to_json(),
-        failure.cause,
-        cause.action,
-        cause.collateral,
-        cause.outside,
-        failure.node,
-        failure.rank,
-    )
+def show(failure: Failure, own: Sequence[Failure], causes: CauseTable, evidence: str = "") -> Failure | None:
+    """Log it for the operator. Returns it if a worker is to blame, with all that this node knows of that.
 
-
-def show(
-    failure: Failure, own: Sequence[WorkerFailure], causes: CauseTable, evidence: str = ""
-) -> WorkerFailure | None:
-    """The block for a tired person. Returns the worker that is to blame, if one is.
-
-    `own`: the failures on this node in the same generation. Any agent may have written `failure.detail`.
-    `evidence`: what this node has kept of that generation, see `EvidenceKeeper.where`.
+    `own`: the failures on this node in the same generation. `evidence`: what this node has kept of that generation,
+    see `EvidenceKeeper.where`.
     """
-    try:
-        first = WorkerFailure.from_json(failure.detail) if failure.detail else None
-    except FailureInvalid as error:
-        log.warning("the failure's details in the store are not usable: %s", error)
-        first = None
-    if first is None:
+    if failure.local_rank is None:
         kept = f"; evidence: {evidence}" if evidence else ""
         log.error("generation %d failed: %s%s", failure.generation, failure.summary, kept)
         return None
-    here = next((mine for mine in own if mine.rank == first.rank), None)
-    others = [mine for mine in own if mine.rank != first.rank]
-    log.error("%s", summarize(here or first, others, causes.named(first.cause).hint, evidence))
-    return here or first
+    first = next((mine for mine in own if mine.rank == failure.rank), failure)
+    others = [mine for mine in own if mine.rank != failure.rank]
+    log.error("%s", summarize(first, others, causes.named(first.cause).hint, evidence))
+    return first

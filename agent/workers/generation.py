@@ -33,12 +33,10 @@ from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
 from ..configuration.stopping import drain_timeout_s
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
-from .evidence.collector import Target
-from .evidence.stacks import WorkerStacks
 from .failure_reports import Crashes
-from .hangs.detector import HangDetector, Stall, ends_alone
-from .hangs.limits import Learned
+from .hangs.detector import HangDetector, Learned, Stall, ends_alone
 from .hangs.signs import Signs
+from .hangs.stacks import Target, WorkerStacks
 from .processes.unkillable import process_statuses
 from .processes.workers import WorkerGroup
 from .stopping import DrainState, Exit, JustInTimeState, LateExits
@@ -184,7 +182,6 @@ class Generation:
         """At the workers' pages. Before anything else that a worker does is judged: what they show came before it."""
         before, self.read = self.read, self.pages.read()
         if self.read == before:
-            self.hang.silence.silent(now)
             return None
         stepped = sorted(
             (reading.stepped_at, reading.step, local_rank)
@@ -194,7 +191,7 @@ class Generation:
             and (local_rank not in before or before[local_rank].stepped_at != reading.stepped_at)
         )
         for at, step, local_rank in stepped:
-            _warn_of_silence(self.hang.stepped(local_rank, step, at))
+            self.hang.stepped(local_rank, step, at)
             self.late_exits.watch.alive(at)
         polled = [reading.polled_at for reading in self.read.values() if reading.polled_at is not None]
         saving = [local_rank for local_rank, reading in self.read.items() if reading.saving]
@@ -209,7 +206,7 @@ class Generation:
 
     def reported(self, at: float, *, saved: bool) -> None:
         """A worker has reported a save, or else a load."""
-        _warn_of_silence(self.hang.reported(at, saved=saved))
+        self.hang.reported(at, saved=saved)
         self.late_exits.watch.alive(at)
 
     def stalls(self, now: float) -> Stall | None:
@@ -394,11 +391,6 @@ def log_bad_state(world: World) -> None:
             world.restarts.at_load,
             world.cause.detail,
         )
-
-
-def _warn_of_silence(silence_s: float | None) -> None:
-    if silence_s is not None:
-        log.warning("%.1f s without a step: more than half of --hang-timeout, better raise it", silence_s)
 
 
 def _chosen_step(read: Mapping[int, Reading]) -> int | None:

@@ -17,7 +17,7 @@ from ...rendezvous.statements.inquiry import HANG, Inquiry, Stage, Suspicion, Ur
 from ..observability.observer import Observer
 from ..output.worker_logs import WorkerLogs
 from .generation import Generation
-from .hangs.limits import Learned, patience
+from .hangs.detector import Learned, patience
 from .hangs.signs import LOOK_EVERY_S, SignReader, Signs
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class HangWatch:
             log.warning("inquiry %d: %s: %s", inquiry.number, inquiry.finding.value, inquiry.why)
         if stall is None or not generation.ends_alone(stall, inquiry, now):
             return None
-        steps = hang.silence.steps
+        steps = hang.steps
         at = ", ".join(f"rank {generation.group.ranks[local]}: {steps[local]}" for local in sorted(steps))
         return Stuck(stall.local_rank, f"hang: {stall.why}{at and f'; last steps: {at}'}")
 

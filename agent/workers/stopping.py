@@ -44,7 +44,7 @@ from ...rendezvous.text import counted, shortened
 from ...worker.steps.drain import DRAINED
 from ...worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, Kept, ToGuard
 from ...worker.wire.shared_progress import Reading
-from .failures.worker_failure import HANG_SIGNAL
+from .failures.failure import HANG_SIGNAL
 from .processes.proc import all_stats
 
 log = logging.getLogger(__name__)

@@ -35,15 +35,15 @@ from ..rendezvous_io.last_steps import LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_reports import RefusedSaves
 from .environment import Node, bind_of_rank_0_failed, make_directory, worker_spec
-from .evidence.collector import THOROUGH
-from .evidence.keeper import EvidenceKeeper, Look
 from .failure_handler import EvidenceLooks, FailureHandler
 from .failure_reports import Examiner
 from .failures.causes import NOT_STARTED, STORE_SERVER, CauseTable
-from .failures.worker_failure import HANG_SIGNAL, WorkerFailure
+from .failures.failure import HANG_SIGNAL
 from .generation import Generation, HowToStop, log_bad_state
 from .hang_watch import HangWatch
+from .hangs.keeper import EvidenceKeeper, Look
 from .hangs.signs import SignReader
+from .hangs.stacks import THOROUGH
 from .preloader.spares import Spares
 from .processes.exit_words import describe_exit
 from .processes.guard import Guard
@@ -277,7 +277,7 @@ class Supervisor:
         generation = self._running
         return generation.unkillable() if generation is not None else ""
 
-    def show_failure(self, failure: Failure) -> WorkerFailure | None:
+    def show_failure(self, failure: Failure) -> Failure | None:
         """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
         return self._failures.show(failure, self._generation)
 

@@ -24,7 +24,6 @@ from elastic_agent.agent.observability.status import Checkpoint
 from elastic_agent.agent.observability.steps import Rates
 from elastic_agent.agent.output.events import EVENTS_PATH, Kind
 from elastic_agent.agent.output.journal import Journal
-from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
@@ -118,11 +117,13 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
     agent.journal.note(Kind.WORLD, "the job starts", generation=1, cause="start", counts={"nodes": 3})
     agent.journal.note(Kind.WORLD, "rank 3 failed", generation=2, cause="exception", counts={"nodes": 3})
     agent.journal.note(Kind.RECOVERY, "training resumed after 0.5 s", seconds={"stop": 0.2, "init": 0.3})
-    worker = WorkerFailure(
-        3, 1, "n1", 2, 1, "exception", "ValueError: lr < 0", None, "Traceback ...", (), "/l"
-    )
     agent.failure = Failure(
-        2, "print", "ValueError: lr < 0", worker.to_json(), node=worker.node, rank=worker.rank
+        *(2, "print", "ValueError: lr < 0", "exception"),
+        node="n1",
+        rank=3,
+        local_rank=1,
+        traceback="Traceback ...",
+        log_file="/l",
     )
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
@@ -188,8 +189,14 @@ def test_texts_of_others_stay_text(agent: Agent, browser: Browser) -> None:
     cause = CauseReport(CauseKind.FAILURE, HOSTILE, 1, HOSTILE)
     agent.job = replace(job, job=HOSTILE, nodes=nodes, cause=cause, notes=(HOSTILE,), waiting_for=HOSTILE)
     agent.problem = HOSTILE
-    worker = WorkerFailure(3, 1, HOSTILE, 2, 1, "exception", HOSTILE, HOSTILE, HOSTILE, (HOSTILE,), HOSTILE)
-    agent.failure = Failure(2, "print", HOSTILE, worker.to_json())
+    agent.failure = Failure(
+        *(2, "print", HOSTILE),
+        local_rank=1,
+        exception=HOSTILE,
+        traceback=HOSTILE,
+        log_tail=(HOSTILE,),
+        log_file=HOSTILE,
+    )
     for kind in Kind:
         agent.journal.note(
             kind, HOSTILE, cause=HOSTILE, about=HOSTILE, seconds={HOSTILE: 1.0}, counts={HOSTILE: 1}

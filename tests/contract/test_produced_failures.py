@@ -21,10 +21,14 @@ import pytest
 from elastic_agent.agent.common.ports import find_owner
 from elastic_agent.agent.machine.cgroups import OomKills
 from elastic_agent.agent.workers.failures.causes import CauseTable
-from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
-from elastic_agent.agent.workers.failures.kernel_log import KernelLog, KernelNews, pids_are_the_kernels
-from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
-from elastic_agent.rendezvous.records import Action
+from elastic_agent.agent.workers.failures.failure import describe_failure
+from elastic_agent.agent.workers.failures.post_mortem import (
+    KernelLog,
+    MachineEvent,
+    PostMortem,
+    pids_are_the_kernels,
+)
+from elastic_agent.rendezvous.records import Action, Failure
 from tests.small_memory import inside, small_memory
 from tests.unit.test_kernel_log import readable
 
@@ -172,12 +176,17 @@ def start(argv: Sequence[str], enter: Sequence[str] = ()) -> subprocess.Popen[st
 
 
 def judged(
-    process: subprocess.Popen[str], *, oom_killed: bool = False, kernel: KernelNews | None = None
-) -> WorkerFailure:
+    process: subprocess.Popen[str], *, oom_killed: bool = False, kernel: tuple[MachineEvent, ...] = ()
+) -> Failure:
     output, _ = process.communicate(timeout=PATIENCE_S)
-    last = output.splitlines()[-TAIL:]
-    remains = Remains(process.returncode, log_tail=last, oom_killed=oom_killed, kernel=kernel)
-    return describe_failure(FailedWorker("a", 1, 0, 0), remains, TABLE, partial(find_owner, "0.0.0.0"))
+    worker = PostMortem(
+        *("a", 1, 0, 0, process.returncode),
+        log_tail=tuple(output.splitlines()[-TAIL:]),
+        oom_killed=oom_killed,
+        kernel=kernel,
+        pid=process.pid,
+    )
+    return describe_failure(worker, TABLE, partial(find_owner, "0.0.0.0"))
 
 
 def shown(case: Case) -> str:
@@ -278,11 +287,11 @@ def test_the_kernels_killer_is_known_by_its_log(cgroup: Path) -> None:
     process = start((PYTHON, "-c", GREEDY), enter=inside(cgroup))
     process.wait()
     assert pids_are_the_kernels()
-    failure = judged(process, kernel=KernelNews(log.events(), process.pid, frozenset()))
+    failure = judged(process, kernel=log.events())
     assert failure.cause == "host_out_of_memory"
     assert f"Killed process {process.pid} " in failure.summary
-    other = KernelNews(log.events(), process.pid + 1, frozenset())
-    assert not other.about(""), "it tells of no other process"
+    other = PostMortem("a", 1, 0, 0, 1, kernel=log.events(), pid=process.pid + 1)
+    assert not other.kernel_events, "it tells of no other process"
 
 
 @as_root

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
-from elastic_agent.agent.workers.hangs.detector import HangDetector
-from elastic_agent.agent.workers.hangs.limits import Learned
+from elastic_agent.agent.workers.hangs.detector import HangDetector, Learned
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer, ProbeResult
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Collector, Target
-from elastic_agent.agent.workers.evidence.facts import WorkerFacts
-from elastic_agent.agent.workers.evidence.stacks import StackFile
-from elastic_agent.agent.workers.evidence.testimony import rank_state
+from elastic_agent.agent.workers.hangs.facts import WorkerFacts
+from elastic_agent.agent.workers.hangs.stacks import QUICK, THOROUGH, Collector, StackFile, Target
+from elastic_agent.agent.workers.hangs.testimony import rank_state
 from elastic_agent.rendezvous.coordinator.verdict import WAITING, verdict
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.statements.inquiry import Doing, Finding, RankState

@@ -26,11 +26,10 @@ from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.agent.workers.environment import Node
-from elastic_agent.agent.workers.evidence.collector import Depth, Target
-from elastic_agent.agent.workers.evidence.keeper import EvidenceKeeper, Look
 from elastic_agent.agent.workers.failures.causes import CauseTable
-from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
+from elastic_agent.agent.workers.hangs.keeper import EvidenceKeeper, Look
 from elastic_agent.agent.workers.hangs.signs import SignReader
+from elastic_agent.agent.workers.hangs.stacks import Depth, Target
 from elastic_agent.agent.workers.preloader.spares import Spares
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
@@ -287,7 +286,7 @@ class Supervised:
         return [failure.summary for failure in self.participant.failures]
 
     @property
-    def failures(self) -> list[WorkerFailure]:
+    def failures(self) -> list[Failure]:
         """The workers of the newest generation that have failed, as they were examined."""
         return self.supervisor._failures.failed
 

@@ -82,18 +82,17 @@ workers/processes: common output configuration
 workers/failures: common configuration workers/processes
 checkpoints: common workers/processes
 machine: common configuration workers/processes checkpoints
-workers/evidence: common output workers/processes
-workers/hangs: common workers/processes
+workers/hangs: common output workers/processes
 workers/preloader: common workers/processes machine
 rendezvous_io: common configuration machine
-observability: common output configuration workers/processes workers/failures rendezvous_io
+observability: common output configuration workers/processes rendezvous_io
 workers: common output configuration checkpoints machine rendezvous_io workers/failures workers/processes \
-    workers/evidence workers/hangs workers/preloader observability
+    workers/hangs workers/preloader observability
 commands/check_nodes: common configuration machine workers/processes rendezvous_io
 commands: common output configuration workers/processes machine checkpoints workers rendezvous_io \
     observability commands/check_nodes
 commands/runs: common output configuration workers/processes observability commands
-main: common output configuration workers/processes workers/failures machine checkpoints workers/evidence \
+main: common output configuration workers/processes workers/failures machine checkpoints \
     workers/hangs workers/preloader rendezvous_io observability workers
 pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
     configuration machine workers/preloader rendezvous_io main

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,11 +13,21 @@ from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.values import BUILT_IN_CAUSES, UserCause
 from elastic_agent.agent.workers.failures.causes import CAUSES, HANG, UNKNOWN, CauseTable
-from elastic_agent.agent.workers.failures.facts import Facts, MachineEvent, Trouble
+from elastic_agent.agent.workers.failures.error_report import ErrorReport
+from elastic_agent.agent.workers.failures.post_mortem import MachineEvent, PostMortem, Trouble
 from elastic_agent.rendezvous.records import Action
 from elastic_agent.rendezvous.text import CAUSE
 
 TABLE = CauseTable()
+
+
+def ended(
+    returncode: int, exception: str = "", log_tail: tuple[str, ...] = (), oom: bool = False, **more: Any
+) -> PostMortem:
+    report = ErrorReport(exception or None)
+    return PostMortem("a", 1, 0, 0, returncode, report, log_tail=log_tail, oom_killed=oom, **more)
+
+
 RUNBOOK = Path(__file__).parents[2] / "docs" / "runbook.md"
 
 DIST = "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, "
@@ -173,7 +184,7 @@ EXCEPTIONS = [
 
 @pytest.mark.parametrize(("name", "exception"), EXCEPTIONS)
 def test_the_cause_of_an_exception(name: str, exception: str) -> None:
-    assert TABLE.classify(Facts(1, exception)).name == name
+    assert TABLE.classify(ended(1, exception)).name == name
 
 
 WATCHDOG = (
@@ -226,7 +237,7 @@ TERMINATE = "terminate called after throwing an instance of 'c10::Error'"
     ],
 )  # fmt: skip
 def test_the_cause_of_an_end_without_an_exception(name: str, returncode: int, lines: tuple[str, ...]) -> None:
-    assert TABLE.classify(Facts(returncode, output=lines)).name == name
+    assert TABLE.classify(ended(returncode, log_tail=lines)).name == name
 
 
 XID = MachineEvent(
@@ -238,23 +249,21 @@ ECC = MachineEvent(Trouble.ECC, "NVRM: Xid (PCI:0000:3b:00): 48, ...", device="0
 @pytest.mark.parametrize(
     ("name", "facts"),
     [
-        ("xid", Facts(1, DIST + "unhandled cuda error", events=(XID,))),
-        ("xid", Facts(-9, events=(XID,))),
-        ("ecc", Facts(-6, events=(XID, ECC))),
-        ("host_out_of_memory", Facts(-9, oom_killed=True)),
-        ("host_out_of_memory", Facts(137, oom_killed=True)),
+        ("xid", ended(1, DIST + "unhandled cuda error", events=(XID,))),
+        ("xid", ended(-9, events=(XID,))),
+        ("ecc", ended(-6, events=(XID, ECC))),
+        ("host_out_of_memory", ended(-9, oom=True)),
+        ("host_out_of_memory", ended(137, oom=True)),
         (
             "host_out_of_memory",
-            Facts(
-                1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", oom_killed=True
-            ),
+            ended(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ", oom=True),
         ),
-        ("data_loader", Facts(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ")),
-        ("exception", Facts(1, "ValueError: no", oom_killed=True)),
-        ("segfault", Facts(-11, oom_killed=True)),
+        ("data_loader", ended(1, "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ")),
+        ("exception", ended(1, "ValueError: no", oom=True)),
+        ("segfault", ended(-11, oom=True)),
     ],
 )
-def test_what_the_machine_tells_comes_first(name: str, facts: Facts) -> None:
+def test_what_the_machine_tells_comes_first(name: str, facts: PostMortem) -> None:
     assert TABLE.classify(facts).name == name
 
 
@@ -315,7 +324,7 @@ def test_the_documented_causes_are_the_table() -> None:
 )
 def test_no_text_of_a_worker_excludes_a_node(said: str) -> None:
     """Any script can print anything: the kernel's log and NVML alone tell of a broken machine."""
-    for facts in (Facts(1, said), Facts(-6, output=(said,)), Facts(1, output=(said,))):
+    for facts in (ended(1, said), ended(-6, log_tail=(said,)), ended(1, log_tail=(said,))):
         assert TABLE.classify(facts).action is not Action.EXCLUDE_NODE
 
 
@@ -325,7 +334,7 @@ def test_no_text_of_a_worker_excludes_a_node(said: str) -> None:
 def test_whatever_a_worker_leaves_it_has_one_cause(
     code: int, exception: str, lines: list[str], oom: bool
 ) -> None:
-    cause = TABLE.classify(Facts(code, exception, tuple(lines), oom))
+    cause = TABLE.classify(ended(code, exception, tuple(lines), oom))
     assert TABLE.named(cause.name) is cause
 
 
@@ -341,11 +350,11 @@ def test_rows_of_the_user_come_first_in_their_order() -> None:
         UserCause("import_error", action=Action.RESTART),
     )
     table = CauseTable(users)
-    storage = table.classify(Facts(1, "OSError: [Errno 5] Input/output error"))
+    storage = table.classify(ended(1, "OSError: [Errno 5] Input/output error"))
     assert (storage.name, storage.action) == ("flaky_storage", Action.FREE)
-    by_line = table.classify(Facts(-9, output=("weka client has gone",)))
+    by_line = table.classify(ended(-9, log_tail=("weka client has gone",)))
     assert (by_line.name, by_line.action) == ("storage", Action.RESTART), "however it ended"
-    missing = table.classify(Facts(1, "ImportError: no"))
+    missing = table.classify(ended(1, "ImportError: no"))
     assert (missing.name, missing.action) == ("import_error", Action.RESTART)
     assert set(table.names) - set(TABLE.names) == {"flaky_storage", "my_error"}
     assert TABLE.named("flaky_storage") is UNKNOWN, "another node may not know it"
@@ -358,4 +367,4 @@ def test_what_the_agent_itself_finds_can_have_another_action() -> None:
 
 def test_one_name_may_have_several_texts() -> None:
     table = CauseTable([UserCause("mine", "one", Action.FREE), UserCause("mine", "two")])
-    assert [table.classify(Facts(1, text)).action for text in ("one", "two")] == [Action.FREE] * 2
+    assert [table.classify(ended(1, text)).action for text in ("one", "two")] == [Action.FREE] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,14 @@ LIMITS = Limits(2, 3, 1.0, None)
 """Those of `POLICY`."""
 NOW = 100.0
 CRASH = Failure(4, "crash", "rank 0 raised ValueError")
+LONGEST_END: dict[str, Any] = {
+    "local_rank": 0,
+    "exception": "\u00fc" * 500,
+    "traceback": "\u00fc" * 1400,
+    "log_tail": ("\u00fc" * 800,) * 16,
+    "log_file": "\u00fc" * 500,
+}
+"""Of what travels of a worker's end."""
 OLD_CRASH = replace(CRASH, generation=3)
 
 NOTIFIED, POLLING, STABLE = Condition.NOTIFIED, Condition.POLLING, Condition.STABLE
@@ -1312,7 +1321,7 @@ def test_a_world_has_no_more_members_than_its_record_can_hold() -> None:
     policy = replace(POLICY, max_nodes=4096)
     crowd = longest(500)
     cause = Cause(
-        CauseKind.FAILURE, "a", "\u00fc" * 4096, Failure(4, "f" * 1024, "\u00fc" * 4096, "\u00fc" * 16384)
+        CauseKind.FAILURE, "a", "\u00fc" * 4096, replace(CRASH, summary="\u00fc" * 4096, **LONGEST_END)
     )
     decision = decide(view(None, *crowd), policy, NOW)
     assert isinstance(decision, Publish)
@@ -1331,7 +1340,7 @@ def test_a_world_has_no_more_members_than_its_record_can_hold() -> None:
 
 
 def test_giving_up_after_the_longest_failure_makes_a_world_that_all_can_read() -> None:
-    failure = replace(CRASH, summary="x" * 4096, detail="x" * 16384, fingerprint="x" * 1024)
+    failure = replace(CRASH, summary="x" * 4096, **LONGEST_END, fingerprint="x" * 1024)
     policy = replace(POLICY, restarts=RestartPolicy(max_failures=0))
     stop = decide(view(AB, A, replace(B, failure=failure)), policy, NOW)
     assert isinstance(stop, Publish)

@@ -13,24 +13,25 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_agent.agent.main import process
 from elastic_agent.agent.main.process import ERROR_FILE, write_error_file
-from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
+from elastic_agent.rendezvous.records import Failure
 
 PATIENCE_S = 20.0
 
-FAILURE = WorkerFailure(
+FAILURE = Failure(
+    generation=7,
+    fingerprint="signal 11: ValueError: no",
+    summary="killed by SIGSEGV: ValueError: no",
+    cause="exception",
+    node="b",
     rank=3,
     local_rank=1,
-    node="b",
-    generation=7,
     returncode=-11,
-    cause="exception",
-    summary="killed by SIGSEGV: ValueError: no",
     exception="ValueError: no",
     traceback="Traceback (most recent call last):\n  ...\nValueError: no",
 )
 
 
-def written(path: Path, failure: WorkerFailure | None = None) -> dict[str, object]:
+def written(path: Path, failure: Failure | None = None) -> dict[str, object]:
     write_error_file({ERROR_FILE: str(path)}, 3, "crash loop", failure, 1700000000.9)
     document: dict[str, object] = json.loads(path.read_text())
     return document

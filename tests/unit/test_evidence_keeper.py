@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import stat
 import subprocess
 import sys
@@ -17,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.workers.evidence import flight_records
-from elastic_agent.agent.workers.evidence import keeper as module
-from elastic_agent.agent.workers.evidence.collector import QUICK, THOROUGH, Collector, Depth, Target
-from elastic_agent.agent.workers.evidence.facts import WorkerFacts
-from elastic_agent.agent.workers.evidence.flight_records import Order
-from elastic_agent.agent.workers.evidence.keeper import MOST_LOOKS, EvidenceKeeper, Look
-from elastic_agent.agent.workers.evidence.stacks import WorkerStacks
+from elastic_agent.agent.workers.hangs import flight_records
+from elastic_agent.agent.workers.hangs import keeper as module
+from elastic_agent.agent.workers.hangs.facts import WorkerFacts
+from elastic_agent.agent.workers.hangs.flight_records import Order
+from elastic_agent.agent.workers.hangs.keeper import MOST_LOOKS, EvidenceKeeper, Look
+from elastic_agent.agent.workers.hangs.stacks import QUICK, THOROUGH, Collector, Depth, Target, WorkerStacks
 from elastic_agent.agent.workers.processes.proc import stat_of
 from elastic_agent.rendezvous.statements.inquiry import Doing, InGroup, Recorded
 from elastic_agent.threads import Thread
@@ -342,14 +340,3 @@ def test_a_worker_that_has_ended_is_gone(keeper: EvidenceKeeper, target: Target)
     os.kill(target.pid, 9)
     os.waitid(os.P_PID, target.pid, os.WEXITED | os.WNOWAIT)
     assert [state.doing for state in kept(keeper, target).states] == [Doing.GONE]
-
-
-PLACES = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
-
-
-@pytest.mark.skipif(shutil.which("py-spy", path=PLACES) is None, reason="py-spy is not installed")
-def test_py_spy_shows_the_frames_of_c(keeper: EvidenceKeeper, target: Target, counts: Counts) -> None:
-    path = kept(keeper, target, TWICE).path
-    assert path is not None
-    assert "nanosleep (libc" in (path / "rank3.txt").read_text()
-    assert ("py-spy", "ok") in counts

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from elastic_agent.agent.workers.failures.worker_failure import HANG_SIGNAL
+from elastic_agent.agent.workers.failures.failure import HANG_SIGNAL
 from elastic_agent.agent.workers.stopping import AS_ASKED, LEAVING, Exit, classify_exit
 from elastic_agent.worker.steps.drain import DRAINED
 

@@ -23,19 +23,13 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elastic_agent.agent.common.ports import find_owner
-from elastic_agent.agent.workers.failure_reports import report_of, show
+from elastic_agent.agent.workers.failure_reports import show
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
-from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
-from elastic_agent.agent.workers.failures.summary import summarize
-from elastic_agent.agent.workers.failures.worker_failure import (
-    MAX_JSON,
-    FailureInvalid,
-    WorkerFailure,
-    fingerprint,
-)
+from elastic_agent.agent.workers.failures.failure import describe_failure, fingerprint, small, summarize
+from elastic_agent.agent.workers.failures.post_mortem import PostMortem
 from elastic_agent.agent.workers.processes.exit_words import describe_exit
-from elastic_agent.rendezvous.records import Action, Failure
+from elastic_agent.rendezvous.records import Action, Failure, NodeRecord, node_key
 from elastic_agent.worker.errors import (
     CheckpointError,
     DirectoryNotShared,
@@ -47,14 +41,15 @@ from elastic_agent.worker.errors import (
 )
 from elastic_agent.worker.ranks.comparison import refuse_sharded
 
-FAILURE = WorkerFailure(
+FAILURE = Failure(
+    generation=7,
+    fingerprint="exit code 1: RuntimeError: boom",
+    summary="exit code 1: RuntimeError: boom",
+    cause="exception",
+    node="n2",
     rank=3,
     local_rank=1,
-    node="n2",
-    generation=7,
     returncode=1,
-    cause="exception",
-    summary="exit code 1: RuntimeError: boom",
     exception="RuntimeError: boom",
     traceback='Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nRuntimeError: boom',
     log_tail=("epoch 1", "RuntimeError: boom"),
@@ -359,10 +354,16 @@ OWNER_OF = functools.partial(find_owner, "0.0.0.0")
 
 def examined(
     tmp_path: Path, returncode: int, log_tail: tuple[str, ...] = (), oom: bool = False, master_port: int = 0
-) -> WorkerFailure:
-    worker = FailedWorker("n2", 7, 3, 1, tmp_path / "stderr.log", master_port)
-    remains = Remains(returncode, tmp_path / "error.json", log_tail, oom)
-    return describe_failure(worker, remains, TABLE, OWNER_OF)
+) -> Failure:
+    worker = PostMortem(
+        *("n2", 7, 3, 1, returncode),
+        read_error_file(tmp_path / "error.json") or ErrorReport(),
+        log_tail=log_tail,
+        log_file=tmp_path / "stderr.log",
+        master_port=master_port,
+        oom_killed=oom,
+    )
+    return describe_failure(worker, TABLE, OWNER_OF)
 
 
 def test_the_error_file_tells_more_than_the_log(tmp_path: Path) -> None:
@@ -450,8 +451,12 @@ def test_the_summary_is_one_line_of_bounded_length(tmp_path: Path) -> None:
     assert len(failure.summary) == 500
 
 
-def with_exception(text: str | None, **changes: Any) -> WorkerFailure:
+def with_exception(text: str | None, **changes: Any) -> Failure:
     return dataclasses.replace(FAILURE, exception=text, **changes)
+
+
+def print_of(failure: Failure) -> str:
+    return fingerprint(failure.returncode, failure.exception)
 
 
 @pytest.mark.parametrize(
@@ -469,8 +474,8 @@ def with_exception(text: str | None, **changes: Any) -> WorkerFailure:
         (with_exception(None, returncode=-9), with_exception(None, returncode=-9, log_tail=("other",))),
     ],
 )
-def test_the_same_failure_has_the_same_fingerprint(one: WorkerFailure, other: WorkerFailure) -> None:
-    assert fingerprint(one) == fingerprint(other)
+def test_the_same_failure_has_the_same_fingerprint(one: Failure, other: Failure) -> None:
+    assert print_of(one) == print_of(other)
 
 
 def sharded() -> Exception:
@@ -503,11 +508,8 @@ def test_what_no_restart_helps_is_known_from_what_a_worker_left(
     if recorded:
         error_json({"message": f"{type(error).__name__}: {error}"})(tmp_path / "error.json")
     lines = "".join(traceback.format_exception(_raised(error))).splitlines()
-    remains = Remains(1, tmp_path / "error.json", [f"[rank3]: {line}" for line in lines])
-    failure = describe_failure(FailedWorker("a", 2, 3, 1), remains, TABLE, OWNER_OF)
-    cause = TABLE.named(failure.cause)
-    assert (cause.action is Action.END) == final
-    assert (report_of(failure, cause).action is Action.END) == final
+    failure = examined(tmp_path, 1, tuple(f"[rank3]: {line}" for line in lines))
+    assert (failure.action is Action.END) == final
 
 
 def _raised(error: Exception) -> Exception:
@@ -528,110 +530,69 @@ def test_different_failures_have_different_fingerprints() -> None:
         with_exception(None, returncode=-9),
         with_exception("ValueError: a face in a cafe"),
     ]
-    assert len({fingerprint(failure) for failure in different}) == len(different)
-    assert len(fingerprint(with_exception("x" * 5000))) <= 300
+    assert len({print_of(failure) for failure in different}) == len(different)
+    assert len(print_of(with_exception("x" * 5000))) <= 300
 
 
-def test_the_json_form_gives_back_what_fits() -> None:
-    assert WorkerFailure.from_json(FAILURE.to_json()) == FAILURE
+def sent(failure: Failure) -> Failure:
+    """As another node reads it in the record of the node that failed."""
+    record = NodeRecord("n2", "n2-1", "10.0.0.1", 4711, 2, failure=small(failure))
+    found = NodeRecord.from_json(node_key("n2"), record.to_json()).failure
+    assert found is not None
+    return found
+
+
+def test_what_fits_is_sent_as_it_is() -> None:
     bare = dataclasses.replace(FAILURE, exception=None, traceback=None, log_tail=(), log_file=None)
-    assert WorkerFailure.from_json(bare.to_json()) == bare
+    for failure in (FAILURE, bare):
+        assert sent(failure) == failure
 
 
 @pytest.mark.parametrize("letter", ["x", '"', "\\", "é", "\U0001f4a5", "\n", "\t"])
-def test_the_json_form_stays_small_and_keeps_the_ends_of_traceback_and_log(letter: str) -> None:
-    huge = WorkerFailure(
-        rank=2**31 - 1,
-        local_rank=2**31 - 1,
-        node=letter * 300,
-        generation=2**63 - 1,
-        returncode=-64,
-        cause="exception",
-        summary=letter * 500,
+def test_what_is_sent_stays_small_and_keeps_the_ends_of_traceback_and_log(letter: str) -> None:
+    huge = dataclasses.replace(
+        FAILURE,
         exception=letter * 2048,
         traceback=letter * 16000 + "the error",
         log_tail=(letter * 2000,) * 39 + ("the last line",),
         log_file=letter * 4096,
         raised_at=2**63 - 1,
     )
-    text = huge.to_json()
-    assert len(text.encode()) <= MAX_JSON
-    assert text.isascii()
-    small = WorkerFailure.from_json(text)
-    assert small.traceback is not None
-    assert small.traceback.endswith("the error")
-    assert small.log_tail[-1].endswith("the last line")
+    told = small(huge)
+    assert len(json.dumps(dataclasses.astuple(dataclasses.replace(told, action=None)))) <= 4096
+    assert small(told) == told
+    read = sent(huge)
+    assert read.traceback is not None
+    assert read.traceback.endswith("the error")
+    assert read.log_tail[-1].endswith("the last line")
 
 
 @given(st.text(), st.lists(st.text(st.characters(exclude_characters="\n"))), st.integers(-64, 255))
 def test_whatever_a_worker_prints_the_failure_can_be_sent(
     message: str, log_tail: list[str], returncode: int
 ) -> None:
-    remains = Remains(returncode, log_tail=[*log_tail, '  File "x", line 1, in f', message])
-    failure = describe_failure(FailedWorker("n", 1, 0, 0), remains, TABLE, OWNER_OF)
-    small = WorkerFailure.from_json(failure.to_json())
-    assert small.returncode == returncode
-    summarize(failure, [small], "").encode()
-    fingerprint(failure).encode()
-
-
-def changed(**changes: Any) -> str:
-    return json.dumps({**json.loads(FAILURE.to_json()), **changes})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "null",
-        "[" * 4000,
-        FAILURE.to_json() + " " * MAX_JSON,
-        changed(v=1),
-        changed(v=None),
-        changed(kind="world"),
-        changed(rank=-1),
-        changed(rank=True),
-        changed(rank=1.0),
-        changed(generation=2**63),
-        changed(returncode=256),
-        changed(returncode="1"),
-        changed(cause="because of"),
-        changed(cause=[]),
-        changed(node=None),
-        changed(node="n" * 257),
-        changed(summary=["x"]),
-        changed(exception=1),
-        changed(log_tail=None),
-        changed(log_file={}),
-        changed(raised_at=-1),
-        changed(raised_at="1"),
-    ],
-)
-def test_what_is_not_our_json_is_refused(text: str) -> None:
-    with pytest.raises(FailureInvalid):
-        WorkerFailure.from_json(text)
+    last = (*log_tail, '  File "x", line 1, in f', message)
+    failure = describe_failure(PostMortem("n", 1, 0, 0, returncode, log_tail=last), TABLE, OWNER_OF)
+    read = sent(failure)
+    assert read.returncode == returncode
+    summarize(failure, [read], "").encode()
+    failure.fingerprint.encode()
 
 
 FORGED = "n\x1b]0;title\x07\nfake\r\u202e\x1b[2J"
 
 
 def test_a_failure_in_the_store_adds_no_line_and_nothing_that_a_terminal_obeys() -> None:
-    read = WorkerFailure.from_json(changed(node=FORGED, summary=FORGED, log_file=FORGED))
-    assert (read.node, read.summary, read.log_file) == ("n fake",) * 3
-    several = WorkerFailure.from_json(changed(exception=FORGED, traceback=FORGED, log_tail=[FORGED]))
-    assert (several.exception, several.traceback, several.log_tail) == ("n\nfake", "n\nfake", ("n fake",))
+    read = sent(dataclasses.replace(FAILURE, summary=FORGED, log_file=FORGED, log_tail=(FORGED,)))
+    assert {text.rstrip() for text in (read.summary, read.log_file or "", *read.log_tail)} == {"n fake"}
+    several = sent(dataclasses.replace(FAILURE, exception=FORGED, traceback=FORGED))
+    assert {several.exception, several.traceback} == {"n\nfake "}
     assert not [line for line in summarize(read, [read], "").split("\n") if line.startswith("fake")]
 
 
-def test_details_in_the_store_that_are_not_usable_leave_the_summary(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert show(Failure(7, "f", "rank 3 broke", detail="not json"), [FAILURE], TABLE) is None
-    assert [record.getMessage() for record in caplog.records] == [
-        "the failure's details in the store are not usable: message is not JSON: "
-        "Expecting value: line 1 column 1 (char 0)",
-        "generation 7 failed: rank 3 broke",
-    ]
+def test_a_failure_without_a_worker_to_blame_is_its_summary(caplog: pytest.LogCaptureFixture) -> None:
+    assert show(Failure(7, "f", "rank 3 broke"), [FAILURE], TABLE) is None
+    assert [record.getMessage() for record in caplog.records] == ["generation 7 failed: rank 3 broke"]
 
 
 def test_the_summary_names_all_that_a_person_needs_and_repeats_nothing() -> None:
@@ -713,7 +674,7 @@ def test_the_watchdog_of_nccl_aborts_with_a_reason(tmp_path: Path) -> None:
     assert examined(tmp_path, -9, log_tail=(line,)).cause == "killed"
 
 
-def failed_with(tmp_path: Path, exception: str, master_port: int = 41213) -> WorkerFailure:
+def failed_with(tmp_path: Path, exception: str, master_port: int = 41213) -> Failure:
     log = ("Traceback (most recent call last):", '  File "train.py", line 1, in <module>', exception)
     return examined(tmp_path, 1, log, master_port=master_port)
 
@@ -754,8 +715,7 @@ def test_a_port_that_is_taken_is_a_reason_of_its_own_with_its_owner(
         owner.stdin.close()
     assert failure.cause == "port"
     assert f"; port {port}: pid {owner.pid}, python" in failure.summary
-    assert report_of(failure, TABLE.named("port")).action is Action.FREE
-    assert WorkerFailure.from_json(failure.to_json()).summary == failure.summary
+    assert failure.action is Action.FREE
 
 
 GLOO = "RuntimeError: [enforce fail at /build/gloo/transport/tcp/listener.cc:48] bind: Address already in use"

@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.output.log_folders import FLIGHT_RECORDS
-from elastic_agent.agent.workers.evidence.flight_records import (
+from elastic_agent.agent.workers.hangs.flight_records import (
     COMES_WITHIN_S,
+    MOST_BYTES,
     MOST_RANKS,
     NEWEST_S,
     FlightRecords,
     Order,
     groups_of,
+    read_pickle,
 )
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.statements.inquiry import MAX_GROUPS, InGroup, Recorded
@@ -313,3 +315,38 @@ def test_who_waits_for_dumps_waits_until_all_are_there() -> None:
     late = Order()
     late.asked([3])
     late.wait(time.monotonic() + 0.01, time.monotonic)
+
+
+# --- The pickle
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_no_code_of_a_worker_runs(tmp_path: Path, protocol: int) -> None:
+    mark = tmp_path / "mark"
+    data = pickle.dumps({"entries": [Evil(mark)]}, protocol)
+    with pytest.raises(Invalid, match=r"names (posix|os)\.mkdir, which is no plain value"):
+        read_pickle(data)
+    assert not mark.exists()
+    pickle.loads(data)
+    assert mark.exists(), "it would have"
+
+
+def test_a_part_of_a_dump_is_none() -> None:
+    data = pickle.dumps(dump(waits(3), waits(4)), protocol=2)
+    assert read_pickle(data) == dump(waits(3), waits(4))
+    for size in range(len(data)):
+        with pytest.raises(Invalid):
+            read_pickle(data[:size])
+
+
+def test_no_dump_is_read_that_is_too_large() -> None:
+    with pytest.raises(Invalid, match="at most"):
+        read_pickle(bytes(MOST_BYTES + 1))

@@ -10,9 +10,8 @@ import pytest
 from elastic_agent.agent.common.ports import find_owner
 from elastic_agent.agent.configuration.values import UserCause
 from elastic_agent.agent.workers.failures.causes import CauseTable
-from elastic_agent.agent.workers.failures.examination import FailedWorker, Remains, describe_failure
-from elastic_agent.agent.workers.failures.gpu_news import GpuNews, gpu_news
-from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
+from elastic_agent.agent.workers.failures.failure import describe_failure
+from elastic_agent.agent.workers.failures.post_mortem import PostMortem, gpu_events
 from elastic_agent.health.checks.gpus import (
     GPU_IS_LOST,
     NOT_FOUND,
@@ -24,7 +23,7 @@ from elastic_agent.health.checks.gpus import (
     described,
     faults_since,
 )
-from elastic_agent.rendezvous.records import Action
+from elastic_agent.rendezvous.records import Action, Failure
 
 GPU, OTHER = "0000:3b:00.0", "0000:40:00.0"
 WELL = {
@@ -127,14 +126,19 @@ TIMED_OUT = raised("torch.distributed.DistBackendError: Watchdog caught collecti
 
 
 def examined(
-    gpus: GpuNews,
+    faults: tuple[GpuFault, ...],
+    own: str,
     returncode: int = 1,
     log_tail: tuple[str, ...] = (),
     users: tuple[UserCause, ...] = (),
-) -> WorkerFailure:
-    remains = Remains(returncode, log_tail=log_tail, gpus=gpus)
-    worker = FailedWorker("a", 1, 0, 0)
-    return describe_failure(worker, remains, CauseTable(users), partial(find_owner, "0.0.0.0"))
+) -> Failure:
+    worker = PostMortem(
+        *("a", 1, 0, 0, returncode),
+        log_tail=log_tail,
+        own_gpus=gpu_events(faults, {own}, of_worker=True),
+        other_gpus=gpu_events(faults, {own}, of_worker=False),
+    )
+    return describe_failure(worker, CauseTable(users), partial(find_owner, "0.0.0.0"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ def test_the_cause_that_follows(
 ) -> None:
     """`own`: it is a GPU of the worker that failed, and not of another one on its node."""
     faults = () if fault is None else (fault,)
-    failure = examined(gpu_news(faults, {GPU} if own else {OTHER}), returncode, log_tail)
+    failure = examined(faults, GPU if own else OTHER, returncode, log_tail)
     assert failure.cause == cause
     if cause in ("ecc", "xid"):
         assert fault is not None
@@ -178,5 +182,5 @@ def test_the_cause_that_follows(
 
 def test_a_row_of_the_user_comes_first() -> None:
     users = (UserCause("mine", "loss", Action.RESTART),)
-    assert examined(gpu_news((MEMORY,), {GPU}), 1, ASSERTION, users).cause == "mine"
-    assert examined(gpu_news((MEMORY,), {OTHER}), 1, ASSERTION, users).cause == "mine"
+    assert examined((MEMORY,), GPU, 1, ASSERTION, users).cause == "mine"
+    assert examined((MEMORY,), OTHER, 1, ASSERTION, users).cause == "mine"

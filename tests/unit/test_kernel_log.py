@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.failures import kernel_log
-from elastic_agent.agent.workers.failures.facts import MachineEvent, Trouble
-from elastic_agent.agent.workers.failures.kernel_log import (
+from elastic_agent.agent.workers.failures import post_mortem
+from elastic_agent.agent.workers.failures.error_report import ErrorReport
+from elastic_agent.agent.workers.failures.post_mortem import (
     KMSG,
     KernelLog,
-    KernelNews,
+    MachineEvent,
+    PostMortem,
+    Trouble,
     address,
     parse,
     pids_are_the_kernels,
@@ -74,15 +76,11 @@ def test_what_a_message_holds_is_cleaned_and_cut() -> None:
     assert event.text.isprintable()
 
 
-MINE = KernelNews(
-    (
-        MachineEvent(XID, "mine", 0, "0000:3b:00"),
-        MachineEvent(XID, "another's", 0, "0000:44:00"),
-        MachineEvent(OOM, "killed", 17),
-        MachineEvent(OOM, "a child", 18),
-    ),
-    pid=17,
-    devices=frozenset({"0000:3b:00"}),
+EVENTS = (
+    MachineEvent(XID, "mine", 0, "0000:3b:00"),
+    MachineEvent(XID, "another's", 0, "0000:44:00"),
+    MachineEvent(OOM, "killed", 17),
+    MachineEvent(OOM, "a child", 18),
 )
 
 
@@ -96,8 +94,14 @@ MINE = KernelNews(
     ],
 )
 def test_only_what_concerns_a_worker_is_told_of_it(pid: int, exception: str, texts: list[str]) -> None:
-    news = KernelNews(MINE.events, pid, MINE.devices)
-    assert [event.text for event in news.about(exception)] == texts
+    worker = PostMortem(
+        *("a", 1, 0, 0, 1),
+        ErrorReport(exception),
+        kernel=EVENTS,
+        pid=pid,
+        devices=frozenset({"0000:3b:00"}),
+    )
+    assert [event.text for event in worker.kernel_events] == texts
 
 
 def test_an_address_has_one_form() -> None:
@@ -134,8 +138,8 @@ def test_only_the_kernels_own_records_count_and_those_that_are_lost_are_passed_o
             raise record
         return record
 
-    monkeypatch.setattr(kernel_log.os, "read", read)
-    assert [event.pid for event in parse(kernel_log._messages(0))] == [1, 3]
+    monkeypatch.setattr(post_mortem.os, "read", read)
+    assert [event.pid for event in parse(post_mortem._messages(0))] == [1, 3]
     assert not records
 
 
@@ -162,7 +166,7 @@ def test_whose_pids_are_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     unshare = [sys.executable, "-c", "import os; print(os.readlink('/proc/self/ns/pid'))"]
     here = subprocess.run(unshare, capture_output=True, text=True, check=True).stdout.strip()
     assert pids_are_the_kernels() == (here == "pid:[4026531836]")
-    monkeypatch.setattr(kernel_log, "pid_namespace", lambda: 4026531836)
+    monkeypatch.setattr(post_mortem, "pid_namespace", lambda: 4026531836)
     assert pids_are_the_kernels()
-    monkeypatch.setattr(kernel_log, "pid_namespace", lambda: 0)  # the kernel does not show it
+    monkeypatch.setattr(post_mortem, "pid_namespace", lambda: 0)  # the kernel does not show it
     assert not pids_are_the_kernels()

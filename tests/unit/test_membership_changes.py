@@ -13,12 +13,10 @@ from elastic_agent.agent.observability.membership import (
     because,
     reason,
 )
-from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Failure, Member, Phase, Result, World
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
 
-OOM_WORKER = WorkerFailure(0, 0, "a", 1, -9, "host_out_of_memory", "killed by SIGKILL")
-OOM = Failure(1, "f", "s", OOM_WORKER.to_json(), OOM_WORKER.cause)
+OOM = Failure(1, "f", "s", "host_out_of_memory", node="a", rank=0, local_rank=0, returncode=-9)
 FAILED = Cause(CauseKind.FAILURE, "a", "s", OOM)
 
 

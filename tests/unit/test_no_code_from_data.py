@@ -19,6 +19,8 @@ WRITERS = {"Pickler", "dumps"}
 """They read nothing."""
 DCP_INDEX = ROOT / "worker" / "checkpointing" / "conversion" / "dcp_form.py"
 """DCP writes a pickle: its reader makes objects of DCP's own classes alone, which `test_convert` proves."""
+PLAIN_VALUES = ROOT / "agent" / "hangs" / "flight_records.py"
+"""torch writes a pickle: no class or function comes out of it, which `test_flight_records` proves."""
 OWN_FUNCTIONS = {ROOT / "elastic_agent" / name for name in ("launcher.py", "launched_function.py")}
 """A user's own function goes to that user's own workers and its results come back, through a folder that is private to
 that user: whoever could write there could change the script as well."""
@@ -61,7 +63,7 @@ def test_the_files_are_found() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_no_data_becomes_code(file: Path) -> None:
     found = list(offences(ast.parse(file.read_text())))
-    if file in {*OWN_FUNCTIONS, DCP_INDEX}:
+    if file in {*OWN_FUNCTIONS, DCP_INDEX, PLAIN_VALUES}:
         found = [offence for offence in found if not offence.endswith("imports pickle")]
     assert found == []
 

@@ -27,7 +27,6 @@ from elastic_agent.agent.observability.status import Checkpoint, JobStatus
 from elastic_agent.agent.observability.steps import Rates, StepRate
 from elastic_agent.agent.output.events import EVENT, Kind
 from elastic_agent.agent.output.journal import Journal
-from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.health.http import Request
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -146,19 +145,24 @@ def test_a_job_that_cannot_be_looked_at_says_why() -> None:
 
 
 def test_the_last_failure_comes_with_its_traceback() -> None:
-    worker = WorkerFailure(
-        3, 1, "b", 2, 1, "exception", "ValueError: lr < 0", None, "Traceback ...", ("last",), "/l"
+    failure = Failure(
+        *(2, "print", "ValueError: lr < 0"),
+        node="b",
+        rank=3,
+        local_rank=1,
+        traceback="Traceback ...",
+        log_tail=("last",),
+        log_file="/l",
     )
-    failure = Failure(2, "print", "ValueError: lr < 0", worker.to_json(), node="b", rank=3)
     shown = overview(None, "", failure, NO_RATES, 0.0)["failure"]
     assert (shown["rank"], shown["node"], shown["generation"]) == (3, "b", 2)
     assert (shown["traceback"], shown["log_tail"], shown["log_file"]) == ("Traceback ...", "last", "/l")
-    told = replace(worker, traceback="hf_abcdefgh12 and s3cr3t", log_tail=("TOKEN=x1", "s3cr3t"))
-    shown = overview(None, "", Failure(2, "print", "s3cr3t", told.to_json()), NO_RATES, 0.0, ["s3cr3t"])
+    told = replace(failure, traceback="hf_abcdefgh12 and s3cr3t", log_tail=("TOKEN=x1", "s3cr3t"))
+    shown = overview(None, "", replace(told, summary="s3cr3t"), NO_RATES, 0.0, ["s3cr3t"])
     assert "s3cr3t" not in json.dumps(shown)
     assert shown["failure"]["traceback"] == "*** and ***"
     assert shown["failure"]["log_tail"] == "TOKEN=***\n***"
-    bare = overview(None, "", Failure(2, "print", "gone", "no JSON"), NO_RATES, 0.0)["failure"]
+    bare = overview(None, "", Failure(2, "print", "gone"), NO_RATES, 0.0)["failure"]
     assert bare == {"generation": 2, "summary": "gone", "cause": "unknown", "action": "restart"}
 
 

@@ -63,7 +63,18 @@ from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggl
 from elastic_agent.rendezvous.statements.terms import Limits, Program
 from elastic_agent.rendezvous.text import CAUSE, clean
 
-FAILURE = Failure(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", '{"rank": 1}')
+FAILURE = Failure(
+    *(3, "ValueError in step", "rank 1 raised ValueError: lr < 0", "exception"),
+    node="b",
+    rank=1,
+    local_rank=0,
+    returncode=1,
+    exception="ValueError: lr < 0",
+    traceback="Traceback ...",
+    log_tail=("the last line",),
+    log_file="/logs/rank1.log",
+    raised_at=1700000000,
+)
 RECORDED = Recorded(
     12.5, False, (InGroup("default_pg", None, 7, 6, "all_reduce"), InGroup("1 #5dcb363a", 2, 3, None, "send"))
 )
@@ -207,12 +218,18 @@ failures = st.builds(
     counts,
     texts(50),
     texts(50),
-    texts(50),
     st.from_regex(CAUSE, fullmatch=True),
     st.sampled_from(Action),
     st.booleans(),
     st.booleans(),
     st.just("") | names,
+    st.none() | numbers,
+    st.none() | numbers,
+    st.integers(-128, 255),
+    st.none() | texts(50),
+    st.none() | texts(50),
+    st.lists(texts(50), max_size=16).map(tuple),
+    st.none() | texts(50),
     st.none() | numbers,
 )
 limits = st.builds(Limits, counts, counts, st.floats(0, 1e12), st.none() | numbers)
@@ -369,13 +386,19 @@ FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "generation"): number(1),
     ("failure", "fingerprint"): text(1024),
     ("failure", "summary"): text(4096),
-    ("failure", "detail"): text(16384),
     ("failure", "cause"): [None, 1, True, [], {}, "", "Xid", "a-b", "a b", "a\n", "a" * 41],
     ("failure", "action"): CHOICE,
     ("failure", "collateral"): FLAG,
     ("failure", "outside"): FLAG,
     ("failure", "node"): NAME_OR_NONE,
     ("failure", "rank"): number()[1:],
+    ("failure", "local_rank"): number()[1:],
+    ("failure", "returncode"): number(-128, 255),
+    ("failure", "exception"): text(500)[1:],
+    ("failure", "traceback"): text(1400)[1:],
+    ("failure", "log_tail"): [None, 1, True, "x", {}, [1], [None], ["x" * 801], ["x"] * 17],
+    ("failure", "log_file"): text(500)[1:],
+    ("failure", "raised_at"): number()[1:],
 }
 SECONDS: list[Any] = [None, *AGE]
 LIMITS_FIELDS: dict[Path, list[Any]] = {
@@ -536,7 +559,7 @@ def paths(value: Any, path: Path = ()) -> set[Path]:
     if isinstance(value, dict):
         inner = (paths(item, (*path, key)) for key, item in value.items() if key != "v")
         return set().union({path} - {()}, *inner)
-    if isinstance(value, list) and isinstance(value[1], list):
+    if isinstance(value, list) and len(value) > 1 and isinstance(value[1], list):
         return {path} | {(*path, 1, part) for part in range(len(value[1]))}
     return {path}
 
@@ -573,7 +596,8 @@ def test_a_wrong_value_is_refused_by_the_fields_name(kind: str, path: Path, wron
 
 def test_the_largest_values_pass() -> None:
     failure = Failure(
-        BIG, "x" * 1024, "x" * 4096, "x" * 16384, "x" * 40, Action.STOP, True, True, "n" * 128, BIG
+        *(BIG, "x" * 1024, "x" * 4096, "x" * 40, Action.STOP, True, True, "n" * 128, BIG, BIG, 255),
+        *("x" * 500, "x" * 1400, ("x" * 800,) * 16, "x" * 500, BIG),
     )
     endpoint = Endpoint("x" * 256, 65535)
     network = NetworkFacts("x" * 64, 2**31 - 1, 2**31 - 1, ("x" * 80,) * 64)
@@ -724,7 +748,7 @@ FORGED = "killed\n12:00:00.000 [a] all is well\x1b]0;you\x07\x1b[2J\x9b31m\r\u20
 
 
 def test_nothing_that_a_terminal_obeys_comes_out_of_a_record() -> None:
-    failure = Failure(3, FORGED, FORGED, FORGED)
+    failure = Failure(3, FORGED, FORGED, log_tail=(FORGED,), log_file=FORGED)
     network = replace(NODE.network, interface=FORGED, rdma_ports=(FORGED,)) if NODE.network else None
     node = read_node(
         replace(NODE, address=FORGED, failure=failure, network=network, http=Endpoint(FORGED, 1)).to_json()

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import pytest
 
 from elastic_agent.agent.observability import status as pages
-from elastic_agent.agent.workers.failures import worker_failure
 from elastic_agent.agent.workers.processes import run_files
 from elastic_agent.pool import records as pool_records
 from elastic_agent.rendezvous import records
@@ -32,14 +31,13 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
         ),
     ),
     "pool": (pool_records.SCHEMA, (pool_records.Plan, *pool_records.RECORDS.values())),
-    "worker failure": (worker_failure._SCHEMA, (worker_failure.WorkerFailure,)),
     "status pages": (pages.SCHEMA, (pages.NodeStatus, pages.JobStatus)),
     "run file": (run_files.SCHEMA, (run_files.RunFile,)),
 }
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        15,
+        16,
         {
             "NodeRecord": (
                 "node incarnation address port slots http network limits program node_rank "
@@ -61,7 +59,10 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Limits": "min_nodes max_nodes last_call_s max_restarts nodes_multiple_of",
             "Program": "name digest arguments words lease_ttl_s outage_grace_s",
             "Condition": "stable notified polling overdue drained state_saved succeeded stopped",
-            "Failure": "generation fingerprint summary detail cause action collateral outside node rank",
+            "Failure": (
+                "generation fingerprint summary cause action collateral outside node rank local_rank returncode "
+                "exception traceback log_tail log_file raised_at"
+            ),
             "Action": "restart stop end exclude-node free",
             "GenerationProgress": "generation loaded reached",
             "Phase": "running draining last_step stopping ended",
@@ -114,15 +115,6 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "SeatOutcome": "succeeded failed left refused not_here",
         },
     ),
-    "worker failure": (
-        4,
-        {
-            "WorkerFailure": (
-                "rank local_rank node generation returncode cause summary exception traceback log_tail "
-                "log_file raised_at collateral"
-            ),
-        },
-    ),
     "status pages": (
         6,
         {
@@ -134,8 +126,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
             "CheckStatus": "check outcome summary advice",
-            "World": "records 15",
-            "NodeRecord": "records 15",
+            "World": "records 16",
+            "NodeRecord": "records 16",
         },
     ),
     "run file": (

@@ -14,11 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.evidence.collector import QUICK, Collector, Target
-from elastic_agent.agent.workers.evidence.facts import Frame
-from elastic_agent.agent.workers.evidence.stacks import MOST_FRAMES, Answers, StackFile, ask, parse, why_not
-from elastic_agent.agent.workers.evidence.testimony import rank_state
+from elastic_agent.agent.workers.hangs.facts import Frame
 from elastic_agent.agent.workers.hangs.signs import SignReader
+from elastic_agent.agent.workers.hangs.stacks import (
+    MOST_FRAMES,
+    QUICK,
+    Answers,
+    Collector,
+    StackFile,
+    Target,
+    ask,
+    parse,
+    why_not,
+)
+from elastic_agent.agent.workers.hangs.testimony import rank_state
 from elastic_agent.agent.workers.processes.proc import debugger_of, stat_of
 from elastic_agent.rendezvous.statements.inquiry import Doing, RankState
 from elastic_agent.worker.wire.stack_dump import DESCRIPTOR, SIGNAL

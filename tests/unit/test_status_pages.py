@@ -23,9 +23,7 @@ from elastic_agent.agent.observability.status import (
     NodeStatus,
     StatusPages,
     job_page,
-    worker_failure,
 )
-from elastic_agent.agent.workers.failures.worker_failure import WorkerFailure
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
@@ -73,26 +71,19 @@ STATUS = NodeStatus(
     checks=(),
     partners_unreachable=(),
 )
-WORKER = WorkerFailure(
-    rank=3,
-    local_rank=1,
-    node="b",
-    generation=2,
-    returncode=1,
-    cause="exception",
-    summary="exit code 1: ValueError: lr < 0",
-    traceback="the traceback",
-    log_tail=("the output",),
-    log_file="/the/log",
-)
 FAILURE = Failure(
     2,
     "ValueError",
-    WORKER.summary,
-    WORKER.to_json(),
-    WORKER.cause,
-    node=WORKER.node,
-    rank=WORKER.rank,
+    "exit code 1: ValueError: lr < 0",
+    "exception",
+    node="b",
+    rank=3,
+    local_rank=1,
+    returncode=1,
+    exception="ValueError: lr < 0",
+    traceback="the traceback",
+    log_tail=("the output",),
+    log_file="/the/log",
 )
 NODES = (
     NodeRecord("a", "a-1", "10.0.0.1", 4711, 2, Endpoint("10.0.0.1", 9100)),
@@ -130,19 +121,10 @@ def test_a_job_comes_back_without_what_workers_have_printed(job: JobStatus) -> N
     for secret in ("the traceback", "the output", "/the/log"):
         assert secret not in text
     if back.world is not None:
-        worker = worker_failure(back.world)
-        assert worker is not None
-        assert (worker.rank, worker.summary) == (3, WORKER.summary)
+        failure = back.world.cause.failure
+        assert failure is not None
+        assert (failure.rank, failure.summary) == (3, FAILURE.summary)
         assert replace(back.world, cause=WORLD.cause) == WORLD
-
-
-@pytest.mark.parametrize("detail", ["", "not json", '{"schema": 1}'])
-def test_a_failure_that_cannot_be_read_is_left_out(detail: str) -> None:
-    world = replace(WORLD, cause=replace(WORLD.cause, failure=replace(FAILURE, detail=detail)))
-    assert worker_failure(world) is None
-    back = JOB_PAGE.decode(job_page(replace(JOB, world=world))).world
-    assert back is not None
-    assert back.cause.failure == replace(FAILURE, detail="", fingerprint="")
 
 
 CANARY = "canary-of-a-token"
@@ -151,8 +133,9 @@ CANARY = "canary-of-a-token"
 def test_no_secret_is_on_the_pages_that_a_failure_has_in_its_text() -> None:
     """Everything that `/job` has is in the state of the page, too, which is made of it."""
     text = f"exit code 1: ValueError: {CANARY} is no number"
-    worker = replace(WORKER, summary=text, exception=f"ValueError: {CANARY}")
-    failure = replace(FAILURE, fingerprint=f"exit code 1: {CANARY}", summary=text, detail=worker.to_json())
+    failure = replace(
+        FAILURE, fingerprint=f"exit code 1: {CANARY}", summary=text, exception=f"ValueError: {CANARY}"
+    )
     excluded = Exclusion("b", "b-1", "exception", f"its workers failed: {text}")
     world = replace(
         WORLD,
@@ -169,7 +152,7 @@ def test_no_secret_is_on_the_pages_that_a_failure_has_in_its_text() -> None:
     shown = JOB_PAGE.decode(pages.job()).world
     assert shown is not None
     assert shown.cause.detail == "exit code 1: ValueError: *** is no number"
-    found = worker_failure(shown)
+    found = shown.cause.failure
     assert found is not None
     assert found.summary == shown.cause.detail
     assert shown.exclusions[0].reason == f"its workers failed: {shown.cause.detail}"

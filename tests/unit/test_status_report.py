@@ -407,7 +407,7 @@ def test_an_exclusion_is_in_a_field_of_its_own_and_in_no_note() -> None:
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     long = "b-" + "x" * 70
     wide = replace(B, node=long, incarnation="b-1")
-    failure = replace(FAILURE, summary="s " * 1000, detail="")
+    failure = replace(FAILURE, summary="s " * 1000, local_rank=None)
     world = replace(
         THREE, members=line_up((A, wide, C)), cause=Cause(CauseKind.FAILURE, "b", "d " * 1000, failure)
     )

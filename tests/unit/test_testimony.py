@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.workers.evidence.facts import (
+from elastic_agent.agent.workers.hangs.facts import (
     Frame,
     ProcessFacts,
     ThreadFacts,
@@ -15,7 +15,7 @@ from elastic_agent.agent.workers.evidence.facts import (
     WorkerFacts,
     wait_of,
 )
-from elastic_agent.agent.workers.evidence.testimony import rank_state
+from elastic_agent.agent.workers.hangs.testimony import rank_state
 from elastic_agent.rendezvous.statements.inquiry import MAX_WHERE, Doing
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"

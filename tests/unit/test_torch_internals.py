@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import io
-import math
 import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import dlpack
 
-from elastic_agent.agent.workers.evidence import plain_pickle
-from elastic_agent.agent.workers.evidence.flight_records import groups_of
+from elastic_agent.agent.workers.hangs.flight_records import groups_of, read_pickle
 from elastic_agent.worker.state import layout_cache
 from elastic_agent.worker.state.archive_layout import lay_out
 from elastic_agent.worker.state.kinds import SHARDED_TENSORS, SHARDING_MODULES, SHARDING_OPTIMIZERS, Kind
@@ -134,11 +131,11 @@ sys.stdout.buffer.write(_dump_fr_trace())
 
 
 def test_the_flight_recorders_dumps_are_plain_pickles_of_a_known_form(tmp_path: Path) -> None:
-    """`agent/workers/evidence/flight_records.py`: as NCCL's thread writes them; here of gloo."""
+    """`agent/workers/hangs/flight_records.py`: as NCCL's thread writes them; here of gloo."""
     command = [sys.executable, "-c", RECORDS, str(tmp_path / "store")]
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
     done = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=100)
-    dump = plain_pickle.read(done.stdout, math.inf, time.monotonic)
+    dump = read_pickle(done.stdout)
     assert [entry["profiling_name"] for entry in dump["entries"]] == [
         "gloo:all_reduce",
         "gloo:broadcast",

@@ -11,25 +11,20 @@ and signals. The user's rows, `[[cause]]` in the configuration file, come before
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ....rendezvous.records import Action
 from ....rendezvous.statements import inquiry
 from ...configuration.values import UserCause
-from .conditions import (
-    Condition,
-    Exits,
-    Fails,
-    Killed,
-    Machine,
-    OutOfMemory,
-    PortTaken,
-    Raised,
-    Says,
-)
-from .facts import Facts, Trouble
+from .error_report import ErrorReport
+from .post_mortem import PostMortem, Trouble, says_port_taken, wanted_a_port
+
+Condition: TypeAlias = Callable[[PostMortem], bool]
+"""Patterns in it are compiled when they are first needed: the start of an agent does not wait for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +45,73 @@ def _types(*names: str) -> str:
     return rf"(?m:(?:[\w.]+\.)?(?:{'|'.join(names)})(?::|$))"
 
 
-def _raised(*names: str, text: str | None = None) -> Raised:
-    return Raised(_types(*names), text)
+def _raised(*names: str, text: str | None = None) -> Condition:
+    """An exception of one of these types ended the worker; `text` matches somewhere in its message."""
+    types = _types(*names) if names else ""
+
+    def holds(worker: PostMortem) -> bool:
+        if not worker.exception or not re.match(types, worker.exception):
+            return False
+        return text is None or re.search(text, worker.exception) is not None
+
+    return holds
 
 
-def _says(*texts: str, types: tuple[str, ...] = ()) -> Says:
-    """`types`: the only exceptions that count, because others may quote these texts. Empty: all count."""
-    return Says(f"(?i:{'|'.join(texts)})", _types(*types) if types else "")
+def _says(*texts: str, types: tuple[str, ...] = ()) -> Condition:
+    """One of the texts is in `PostMortem.words`, with which the worker ended. `types`: the only exceptions that count,
+    because others may quote these texts. Empty: all count."""
+    pattern, of_types = f"(?i:{'|'.join(texts)})", _types(*types) if types else ""
+
+    def holds(worker: PostMortem) -> bool:
+        if worker.exception and not re.match(of_types, worker.exception):
+            return False
+        return any(re.search(pattern, words) for words in worker.words)
+
+    return holds
 
 
-def _exits(*codes: int, text: str | None = None) -> Exits:
-    return Exits(frozenset(codes), text)
+def _exits(*codes: int, text: str | None = None) -> Condition:
+    """The worker exited with one of these codes; `text` matches in `PostMortem.words`."""
+
+    def holds(worker: PostMortem) -> bool:
+        if worker.code not in codes:
+            return False
+        return text is None or any(re.search(text, words) for words in worker.words)
+
+    return holds
 
 
-def _killed(*signals: int) -> Killed:
-    return Killed(frozenset(signals))
+def _killed(*signals: int) -> Condition:
+    """One of these signals ended the worker, which has recorded no exception. None given: any signal."""
 
+    def holds(worker: PostMortem) -> bool:
+        if worker.exception or not worker.signal:
+            return False
+        return not signals or worker.signal in signals
+
+    return holds
+
+
+def _machine(trouble: Trouble) -> Condition:
+    """The kernel or NVML reported this trouble while the worker ran."""
+    return lambda worker: any(event.trouble is trouble for event in worker.events)
+
+
+def _out_of_memory(worker: PostMortem) -> bool:
+    """The kernel killed the worker, or a child of it, because no memory was left."""
+    if not worker.of_memory:
+        return False
+    return worker.signal == signal.SIGKILL or re.search(_CHILD_KILLED, worker.exception) is not None
+
+
+def _port_taken(worker: PostMortem) -> bool:
+    """The worker wanted to listen on a TCP port that was in use."""
+    if worker.exception:
+        return wanted_a_port(worker.exception)
+    return worker.returncode > 0 and bool(says_port_taken(worker.words))
+
+
+_CHILD_KILLED = r"DataLoader worker \(pid.*\) is killed by signal: Killed"
 
 # Only a device's "out of memory": the host's has no such prefix.
 _GPU_MEMORY = (
@@ -86,6 +132,11 @@ _OF_HOST_MEMORY = (
 # them are ranks whose values differ: that may come from a fault, after which a restart helps.
 _REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "
 
+
+def _refused(worker: PostMortem) -> bool:
+    return re.match(_REFUSED, worker.exception) is not None
+
+
 HANG = Cause(
     inquiry.HANG,
     Action.RESTART,
@@ -100,21 +151,21 @@ NOT_STARTED = Cause(
 STORE_SERVER = Cause(
     "store_server", Action.FREE, "the process that serves the workers' store ended, or its port was taken"
 )
-UNKNOWN = Cause("unknown", Action.RESTART, "read its last lines", (Fails(),))
+UNKNOWN = Cause("unknown", Action.RESTART, "read its last lines", (lambda worker: worker.code != 0,))
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
         "ecc",
         Action.EXCLUDE_NODE,
         "memory that could not be corrected: reset the GPU or start the machine anew, and replace it if it comes again",
-        (Machine(Trouble.ECC),),
+        (_machine(Trouble.ECC),),
     ),
     Cause(
         "xid",
         Action.EXCLUDE_NODE,
         "the driver lost a GPU or its link: reset the GPU (nvidia-smi -r) or start the machine anew; see the Xid's"
         " number in NVIDIA's catalog",
-        (Machine(Trouble.XID),),
+        (_machine(Trouble.XID),),
     ),
     Cause(
         "host_out_of_memory",
@@ -122,7 +173,7 @@ CAUSES: tuple[Cause, ...] = (
         "no memory was left on this machine or in its cgroup: fewer data loader workers, a smaller batch, or a higher"
         " limit",
         (
-            OutOfMemory(),
+            _out_of_memory,
             _raised("MemoryError", "_ArrayMemoryError"),
             _says(
                 r"DefaultCPUAllocator: (can't|not enough)",
@@ -137,13 +188,13 @@ CAUSES: tuple[Cause, ...] = (
         "refused",
         Action.END,
         "the worker library has refused what the script does, on all ranks alike: the error says what to change",
-        (Raised(_REFUSED),),
+        (_refused,),
     ),
     Cause(
         "port",
         Action.FREE,
         "the port is named with its owner; a port of 0, or the MASTER_PORT that the agent gives, is never taken",
-        (PortTaken(),),
+        (_port_taken,),
     ),
     Cause(
         "gpu_missing",  # on all nodes alike where the script or the container hides the GPUs
@@ -414,7 +465,7 @@ CAUSES: tuple[Cause, ...] = (
         "exception",
         Action.RESTART,
         "see the traceback",
-        (Raised(""),),
+        (_raised(),),
     ),
     Cause(
         "killed",
@@ -453,7 +504,7 @@ CAUSES: tuple[Cause, ...] = (
         (_killed(signal.SIGILL),),
         of_gpu=True,
     ),
-    Cause("signal", Action.RESTART, "see the signal's name", (Killed(),)),
+    Cause("signal", Action.RESTART, "see the signal's name", (_killed(),)),
     UNKNOWN,
     HANG,
     NOT_STARTED,
@@ -485,21 +536,22 @@ class CauseTable:
         """The row of this name; UNKNOWN for a name that only another node's table has."""
         return self._by_name.get(name, UNKNOWN)
 
-    def classify(self, facts: Facts) -> Cause:
+    def classify(self, worker: PostMortem) -> Cause:
         """The first row that matches; UNKNOWN if none does, as for an end with success. If all exceptions in a group
         have one cause, it is the group's."""
-        if facts.inner:
-            causes = [self.classify(replace(facts, exception=one, inner=())) for one in facts.inner]
+        if worker.report.inner:
+            each = (replace(worker, report=ErrorReport(one), detail="") for one in worker.report.inner)
+            causes = [self.classify(one) for one in each]
             if len({cause.name for cause in causes}) == 1:
                 return causes[0]
-        return next(self._matching(facts), UNKNOWN)
+        return next(self._matching(worker), UNKNOWN)
 
-    def _matching(self, facts: Facts) -> Iterator[Cause]:
+    def _matching(self, worker: PostMortem) -> Iterator[Cause]:
         for text, cause in self._own:
-            if any(text in line for line in facts.lines):
+            if any(text in line for line in worker.lines):
                 yield cause
         for cause in self._built_in:
-            if any(condition.holds(facts) for condition in cause.when):
+            if any(condition(worker) for condition in cause.when):
                 yield cause
 
 

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .facts import LAST_WORDS
-from .texts import clean, clean_lines, cut
+from ....rendezvous.text import clean as clean_line
+
+LAST_WORDS = 3
+"""The last lines in which a program without a traceback says why it ended."""
 
 _ERROR_FILE_MAX = 1024 * 1024
 _EXCEPTION_MAX = 2048
@@ -194,3 +196,25 @@ def _read_regular_file(path: Path) -> bytes:
     if len(content) > _ERROR_FILE_MAX:
         raise ValueError(f"it is larger than {_ERROR_FILE_MAX} bytes")
     return content
+
+
+# --- Texts that the user's program has written: cleaned, cut, and never refused
+
+
+def clean(text: str) -> str:
+    """One line without control characters, which can be encoded."""
+    return clean_line(text.encode("utf-8", "backslashreplace").decode()).rstrip()
+
+
+def clean_lines(text: str) -> str:
+    return "\n".join(map(clean, text.split("\n")))
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def cut(text: str, most: int, *, keep_end: bool = False) -> str:
+    if len(text) <= most:
+        return text
+    return "..." + text[len(text) - most + 3 :] if keep_end else text[: most - 3] + "..."

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ....rendezvous.statements.inquiry import ANSWER_S, Finding, Inquiry, Stage, Urgency
-from .limits import RULES, Learned, Limits
-from .signs import Signs
-from .silence import StepSilence
-from .stillness import Stillness
+from ....rendezvous.statements.inquiry import ANSWER_S, LOOK_S, Finding, Inquiry, Stage, Urgency
+from .signs import LOOK_EVERY_S, Signs, Stillness
 
 HangTimeout: TypeAlias = float | Literal["auto"] | None
 """The user's own limit, learned limits, or none at all."""
@@ -29,6 +27,125 @@ VERDICT_S = 5.0
 """How long a node whose user's own limit is over waits for the verdict of all, before it ends its workers by itself."""
 ALONE_S = 60.0
 """And one with learned limits, when the last of them is over."""
+
+
+REMEMBERED = 512
+"""Durations of one stage; the oldest are forgotten."""
+PERCENTILE = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds without any sign of life from which on a suspicion is as urgent as that."""
+
+    early_s: float
+    overdue_s: float
+    last_s: float
+
+    def urgency(self, still_s: float) -> Urgency | None:
+        """None: that is nothing unusual."""
+        passed = [
+            urgency
+            for urgency, limit_s in (
+                (Urgency.EARLY, self.early_s),
+                (Urgency.OVERDUE, self.overdue_s),
+                (Urgency.LAST, self.last_s),
+            )
+            if still_s >= limit_s
+        ]
+        return passed[-1] if passed else None
+
+    def next_s(self, still_s: float) -> float:
+        """The next of them; infinity beyond the last."""
+        return min((s for s in (self.early_s, self.overdue_s, self.last_s) if s > still_s), default=math.inf)
+
+    def patient(self, factor: float) -> Limits:
+        """After hangs that came one after the other: what was taken for one may be how this job works."""
+        return Limits(self.early_s, self.overdue_s * factor, self.last_s * factor)
+
+
+UNKNOWN = Limits(60.0, 300.0, 1800.0)
+"""Until enough is known, far beyond what a stage takes: an import, a download, a compilation."""
+TIMES = Limits(3.0, 5.0, 5.0)
+"""So many of what is usual: of the 99th percentile of the durations of a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The limits of one stage, once `enough` of its durations are known."""
+
+    least: Limits
+    enough: int
+    ahead_s: float = 0.0
+    """The first of them holds so much sooner: the look and the inquiry take as long, and the rank is to be named by
+    then."""
+
+    def limits(self, durations: Durations) -> Limits:
+        if len(durations) < self.enough:
+            return UNKNOWN
+        usual_s, least = durations.percentile(), self.least
+        return Limits(
+            max(least.early_s, TIMES.early_s * usual_s) - self.ahead_s,
+            max(least.overdue_s, TIMES.overdue_s * usual_s),
+            max(least.last_s, TIMES.last_s * usual_s),
+        )
+
+
+ROWS: Mapping[Stage, Row] = {
+    Stage.STEPS: Row(Limits(5.0, 30.0, 600.0), 10, LOOK_S),
+    Stage.EVALUATION: Row(Limits(30.0, 60.0, 600.0), 2),
+    Stage.SAVE: Row(Limits(30.0, 60.0, 600.0), 2),
+}
+"""Of workers that report steps. What happens once, before the first step, is never learned."""
+FROM_OUTSIDE = Row(Limits(30.0, 300.0, 600.0), 0, LOOK_EVERY_S + LOOK_S)
+"""Of workers that report no steps: durations are pauses in which nothing was seen of them. The last sign of life may be
+as old as the pause between two looks when it is seen. A rank is named soon, and ended late: what looks like a hang may
+be a rank that waits for a service, in a part of the script that comes once."""
+
+
+class Durations:
+    """The newest of one kind."""
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque(maxlen=REMEMBERED)
+        self._percentile: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def add(self, seconds: float) -> None:
+        self._newest.append(seconds)
+        self._percentile = None
+
+    def percentile(self) -> float:
+        """0 without any."""
+        if self._percentile is None:
+            ordered = sorted(self._newest)
+            self._percentile = ordered[math.ceil(PERCENTILE * len(ordered)) - 1] if ordered else 0.0
+        return self._percentile
+
+
+@dataclass(slots=True)
+class Learned:
+    """What an agent has learned of its job, over all generations."""
+
+    durations: dict[Stage, Durations] = field(default_factory=lambda: {stage: Durations() for stage in Stage})
+    pauses: Durations = field(default_factory=Durations)
+
+    def limits(self, stage: Stage, *, reports_steps: bool) -> Limits:
+        if stage is Stage.STEPS and not reports_steps:
+            return FROM_OUTSIDE.limits(self.pauses)
+        return ROWS[stage].limits(self.durations[stage]) if stage in ROWS else UNKNOWN
+
+
+PATIENCE_WINDOW_S = 3600.0
+MOST_PATIENCE = 16.0
+
+
+def patience(hangs: list[float], now: float) -> float:
+    """How many times longer the limits are, after hangs at these instants: twice for each within an hour."""
+    lately = sum(at > now - PATIENCE_WINDOW_S for at in hangs)
+    return min(MOST_PATIENCE, 2.0**lately)
 
 
 class State(enum.Enum):
@@ -61,8 +178,11 @@ class HangDetector:
     learned: Learned
     began_at: float
     patience: float = 1.0
-    """Limits that are learned are so many times longer; see `limits.patience`."""
-    silence: StepSilence = field(init=False)
+    """Limits that are learned are so many times longer; see `patience`."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """The newest step of each worker that has finished one, by local rank."""
+    alive_at: float = 0.0
+    """The newest report of a worker."""
     loaded: bool = False
     """The workers have loaded their state, so that a first step follows."""
     saving: Collection[int] = ()
@@ -78,24 +198,24 @@ class HangDetector:
     _gap: dict[int, tuple[int, float, Stage]] = field(default_factory=dict)
     """By local rank: its newest step, its instant, and what has happened since."""
 
-    def __post_init__(self) -> None:
-        self.silence = StepSilence(self.timeout if isinstance(self.timeout, float) else None)
-
     # ---------------------------------------------------------------- what is seen
 
-    def stepped(self, local_rank: int, step: int, at: float) -> float | None:
-        """As `StepSilence.stepped`."""
+    def stepped(self, local_rank: int, step: int, at: float) -> None:
         if (before := self._gap.get(local_rank)) is not None and step > before[0] and at > before[1]:
             stage = self._stage_since(before[1], at) if before[2] is Stage.STEPS else before[2]
             self.learned.durations[stage].add((at - before[1]) / (step - before[0]))
         self._gap[local_rank] = step, at, Stage.STEPS
-        return self.silence.stepped(local_rank, step, at)
+        self.steps[local_rank] = step
+        self._alive(at)
 
-    def reported(self, at: float, *, saved: bool) -> float | None:
-        """A worker has reported a save, or else a load. Returns as `stepped`."""
+    def reported(self, at: float, *, saved: bool) -> None:
+        """A worker has reported a save, or else a load."""
         if saved:
             self._saved_at = max(self._saved_at, at)
-        return self.silence.alive(at)
+        self._alive(at)
+
+    def _alive(self, at: float) -> None:
+        self.alive_at = max(self.alive_at, at)
 
     def marked(self, saving: Collection[int], polled_at: float | None) -> None:
         """Who is in a save, and when one of them last asked for news between two steps."""
@@ -104,7 +224,7 @@ class HangDetector:
             self._gap = {local: (step, at, Stage.SAVE) for local, (step, at, _) in self._gap.items()}
         if polled_at is not None and polled_at > self.polled_at:
             self.polled_at = polled_at
-            self.silence.alive(polled_at)
+            self._alive(polled_at)
 
     def asked(self, at: float) -> None:
         """The workers are asked for their stacks: what they do for that is no sign of life."""
@@ -126,7 +246,7 @@ class HangDetector:
 
     def _count_from(self, at: float) -> None:
         """What came before teaches nothing, and is no stall."""
-        self.silence.alive_at = max(self.silence.alive_at, at)
+        self._alive(at)
         self._gap = {local_rank: (step, at, stage) for local_rank, (step, _, stage) in self._gap.items()}
         for stillness in self._stillness.values():
             stillness.active_at = stillness.worked_at = at
@@ -183,18 +303,19 @@ class HangDetector:
             return State.SUSPECTING
         if isinstance(self.timeout, float):
             return State.WATCHING
-        enough = RULES[Stage.STEPS].has_learned(self.learned.durations[Stage.STEPS])
+        enough = len(self.learned.durations[Stage.STEPS]) >= ROWS[Stage.STEPS].enough
         warm = any(stillness.warm for stillness in self._stillness.values())
         return State.WATCHING if (enough if self._reports_steps else warm) else State.LEARNING
 
     @property
     def _reports_steps(self) -> bool:
-        return bool(self.silence.steps)
+        return bool(self.steps)
 
     def _since(self, running: Collection[int]) -> tuple[int, float]:
-        """Who is still, and since when."""
+        """Who is still, and since when. Where they report steps it is the one that is behind the others: the likeliest
+        of this node to be stuck by itself."""
         if self._reports_steps:
-            return self.silence.hindmost, self.silence.alive_at
+            return min(self.steps, key=lambda local_rank: (self.steps[local_rank], local_rank)), self.alive_at
         since = {one: self._stillness[one].active_at for one in running if one in self._stillness}
         if not since:
             return min(running), math.inf
@@ -222,7 +343,7 @@ class HangDetector:
             return learned.patient(self.patience)
         limit_s = self.timeout
         if stage in (Stage.INITIALIZATION, Stage.FIRST_STEP):
-            limit_s = max(limit_s, RULES[stage].unlearned.overdue_s)
+            limit_s = max(limit_s, UNKNOWN.overdue_s)
         return Limits(limit_s, limit_s, limit_s)
 
     def _why(self, limit_s: float) -> str:

@@ -1,6 +1,6 @@
 """Keeps evidence of this node's workers before they are ended: a thread looks at them, and writes files of the run.
 
-    DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>,gpus,ras}.txt
+    DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>,gpus}.txt
 
 The supervisor begins a look, waits for it for a bounded time, and then ends the workers. The same thread writes the
 files after that; `where` says what became of them. Only this user can read them: stacks show more of a program than its
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -22,15 +23,14 @@ from functools import partial
 from pathlib import Path
 
 from ....rendezvous.statements.inquiry import RankState, Recorded
+from ....rendezvous.text import clean
 from ....threads import Thread
 from ...output.log_folders import run_folder
 from ...output.masking import masked
-from . import gpus, ras
-from .collector import Collector, Depth, Target
 from .facts import WorkerFacts
 from .flight_records import FlightRecords, Order
-from .report import one_line, report
-from .testimony import rank_state
+from .stacks import Collector, Depth, Target
+from .testimony import one_line, rank_state, report
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ MOST_LOOKS = 8
 
 MOST_BYTES = 16 * 2**20
 """Of one look."""
+
+NVIDIA_SMI = "nvidia-smi"
+MOST_GPU_BYTES = 256 * 1024
+_SECTIONS = "MEMORY,UTILIZATION,ECC,TEMPERATURE,POWER,CLOCK,PERFORMANCE,PIDS,ROW_REMAPPER"
 
 READ_S = 0.1
 """So long before a look must be over it waits no more for the flight recorder's dumps."""
@@ -84,18 +88,15 @@ class EvidenceKeeper:
         count: Callable[[str, str], None] = lambda tool, result: None,
         *,
         has_gpus: bool = False,
-        ras_at: tuple[tuple[str, int], ...] = (),
         secrets: Collection[str] = (),
     ) -> None:
         """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
-        thread. `ras_at`: where NCCL's RAS port may be, see `ras.addresses`; none: it is not asked. `secrets`: known
-        values, which no file has."""
+        thread. `secrets`: known values, which no file has."""
         self._node = node
         self._directory = directory
         self._clock = clock
         self._count = count
         self._has_gpus = has_gpus
-        self._ras_at = ras_at
         self._secrets = secrets
         self._collector = Collector(clock, time.sleep)
         self._run: Path | None = None
@@ -196,8 +197,7 @@ class EvidenceKeeper:
         generation: int,
         records: FlightRecords | None,
     ) -> None:
-        asked = gpus.ask() if depth.window_s and self._has_gpus else None
-        asked_ras = ras.ask(self._ras_at, self._clock) if depth.window_s else None
+        asked = _ask_for_gpus() if depth.window_s and self._has_gpus else None
         seen = self._collector.look(targets, depth)
         if records is not None:
             recorded = self._recorded(records, targets, look.began_at + depth.within_s - READ_S)
@@ -211,13 +211,8 @@ class EvidenceKeeper:
             for one, state in zip(seen, states, strict=True)
         }
         texts["summary.txt"] = "".join(f"{one_line(state)}\n" for state in states)
-        if asked_ras is not None:
-            text = asked_ras.end()
-            self._count("ras", "ok" if text else "failed")
-            texts["ras.txt"] = text
-            texts["summary.txt"] += "".join(f"{line}\n" for line in ras.findings(text))
         if asked is not None:
-            text = asked.end(depth.within_s)
+            text = _answer(asked, depth.within_s)
             self._count("gpus", "ok" if text else "failed")
             texts["gpus.txt"] = text
         if targets and look.path is not None and self._write(look.path, texts, generation):
@@ -247,8 +242,6 @@ class EvidenceKeeper:
         for one in seen:
             self._count("proc", "ok" if one.process.threads else "failed")
             self._count("stacks", "ok" if one.process.stacks else "failed")
-            if one.process.native:
-                self._count("py-spy", "ok")
 
     def _write(self, path: Path, texts: dict[str, str], generation: int) -> bool:
         try:
@@ -284,3 +277,26 @@ def _write_private(path: Path, data: bytes) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(file, "wb") as opened:
         opened.write(data)
+
+
+def _ask_for_gpus() -> subprocess.Popen[bytes] | None:
+    """`nvidia-smi`: on a broken GPU NVML may hang, which must not happen in this process. None: it is not there."""
+    try:
+        return subprocess.Popen(
+            [NVIDIA_SMI, "-q", "-d", _SECTIONS],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    except OSError:
+        return None
+
+
+def _answer(program: subprocess.Popen[bytes], within_s: float) -> str:
+    """Empty where none came within that time."""
+    try:
+        text, _ = program.communicate(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        program.kill()  # and not waited for: it may hang in the driver
+        return ""
+    return "\n".join(map(clean, text[:MOST_GPU_BYTES].decode(errors="replace").splitlines()))

@@ -7,14 +7,17 @@ there is no pipe: its records can be read by the process itself alone.
 torch needs Python's lock for a dump, and a thread that takes it while faulthandler writes the stacks of all threads may
 end the process: so the order comes when the stacks of a look are written.
 
-A dump is a pickle that a worker has written: `plain_pickle` reads it, and what is not as torch writes it is refused.
+A dump is a pickle that a worker has written: only plain values are read from it, and what is not as torch writes it is
+refused.
 It lists the rank's newest operations, each with its process group, the number that all ranks of the group count alike,
 and its state.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import re
 import stat
 import threading
@@ -27,7 +30,6 @@ from typing import Any
 from ....codec import Invalid
 from ....rendezvous.statements.inquiry import LABEL, MAX_GROUPS, InGroup, Recorded
 from ...output.log_folders import FLIGHT_RECORDS
-from . import plain_pickle
 
 ASKED_WITHIN_S = 0.1
 """A disk that works takes an order at once."""
@@ -37,6 +39,8 @@ NEWEST_S = 60.0
 """What a recorder showed longer ago is not told of its rank any more."""
 PAUSE_S = 0.05
 """Between two looks at the folder."""
+MOST_BYTES = 16 * 2**20
+"""Of one dump."""
 MOST_RANKS = 32_768
 """Of a group that is told."""
 MOST_GROUPS = 1024
@@ -72,6 +76,21 @@ def _ask(pipe: Path) -> bool:
 
 
 # --- What a dump says
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise Invalid(f"a flight record that names {module}.{name}, which is no plain value")
+
+
+def read_pickle(data: bytes) -> Any:
+    """Numbers, texts, lists, tuples and dicts. Nothing is imported or called. Raises Invalid, never anything else."""
+    if len(data) > MOST_BYTES:
+        raise Invalid(f"a flight record of {len(data)} bytes, at most {MOST_BYTES} are read")
+    try:
+        return _Plain(io.BytesIO(data)).load()
+    except Exception as error:  # whatever a broken pickle makes the reader raise
+        raise Invalid(f"a flight record that is no pickle of plain values: {error}") from error
 
 
 @dataclass(slots=True)
@@ -205,7 +224,7 @@ class FlightRecords:
                     continue
                 before[rank] = stamp
                 try:
-                    groups = groups_of(plain_pickle.read(self._content(rank), until, self._clock))
+                    groups = groups_of(read_pickle(self._content(rank)))
                 except (Invalid, OSError):
                     missing[rank] = "failed"  # unless torch is still writing it
                     continue
@@ -240,7 +259,7 @@ class FlightRecords:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise Invalid("a flight record that is no file")
             with open(file, "rb", closefd=False) as opened:
-                return opened.read(plain_pickle.MOST_BYTES + 1)
+                return opened.read(MOST_BYTES + 1)
         finally:
             os.close(file)
 

@@ -1,0 +1,227 @@
+"""From all that is known of a worker's end to the `Failure` that travels through the store, and is shown on all nodes.
+
+The node of the failed worker keeps all of it; `small` is what the others get. Every text has been cleaned of what a
+terminal obeys, and can be encoded; only an exception and a traceback have several lines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ....rendezvous import records
+from ....rendezvous.records import Failure
+from ...common.ports import PortOwner
+from ..processes.exit_words import describe_exit
+from .causes import HANG, UNKNOWN, Cause, CauseTable
+from .error_report import (
+    RANK_PREFIX,
+    ErrorReport,
+    clean,
+    cut,
+    detail_after,
+    find_last_words,
+    find_traceback,
+    first_line,
+)
+from .post_mortem import BY_ITSELF, PostMortem, notes_of_ports, says_port_taken
+
+HANG_SIGNAL = signal.SIGABRT
+"""Ends a worker that hangs: PYTHONFAULTHANDLER makes it print the stacks of its threads first."""
+
+SUMMARY_MAX = 500
+_NOTE_MAX = 250
+"""The most characters of notes at the end of a summary."""
+_FINGERPRINT_MAX = 300
+
+# What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
+_VARYING = re.compile(
+    r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]+\b|\btmp\w{6,}|\d+",
+    re.IGNORECASE,
+)
+
+
+def describe_failure(worker: PostMortem, causes: CauseTable, owner_of: Callable[[int], PortOwner]) -> Failure:
+    """The failure of this worker, with its cause. `owner_of` finds the process that holds a taken port."""
+    log_tail = tuple(map(clean, worker.log_tail))
+    worker = replace(worker, log_tail=log_tail)
+    report = worker.report
+    notes = (
+        ["in its drain: no Checkpointer has kept the state after its last step"] if worker.not_kept else []
+    )
+    notes += [report.note] if report.note else []
+    if not report.exception and (found := _traceback(worker)) is not None:
+        detail = detail_after(found.exception or "", log_tail)
+        worker = replace(worker, report=found, detail=detail)
+        report = found
+    cause, worker = _classify(causes, replace(worker, events=worker.kernel_events))
+    summary = describe_exit(worker.returncode, worker.of_memory)
+    said = report.inner[0] if report.inner else worker.exception
+    if report.exception is not None:
+        summary += f": {first_line(report.exception)}"
+    elif cause.name == "port":
+        said = says_port_taken(log_tail)
+        summary += f": {said}"
+    notes += [f"the first of them: {first_line(one)}" for one in report.inner[:1]]
+    notes += notes_of_ports(said, worker.master_port, owner_of if cause.name == "port" else None)
+    notes += [f"{event.by}: {event.text}" for event in worker.events[:1]]
+    return Failure(
+        worker.generation,
+        fingerprint(worker.returncode, report.exception),
+        _noted(summary, notes),
+        cause.name,
+        cause.action,
+        cause.collateral,
+        cause.outside,
+        worker.node,
+        worker.rank,
+        worker.local_rank,
+        worker.returncode,
+        report.exception,
+        report.traceback,
+        log_tail,
+        _name_of(worker.log_file),
+        report.raised_at,
+    )
+
+
+def hang_failure(worker: PostMortem, causes: CauseTable, summary: str, known_as: str) -> Failure:
+    """The failure of a worker that the agent ends because it hangs, with the fingerprint `known_as`."""
+    cause = causes.named(HANG.name)
+    return Failure(
+        worker.generation,
+        known_as,
+        cut(summary, SUMMARY_MAX),
+        cause.name,
+        cause.action,
+        cause.collateral,
+        cause.outside,
+        worker.node,
+        worker.rank,
+        worker.local_rank,
+        worker.returncode,
+        log_file=_name_of(worker.log_file),
+    )
+
+
+def _classify(causes: CauseTable, worker: PostMortem) -> tuple[Cause, PostMortem]:
+    """The cause, and the worker with the reports of the machine that belong to it. A broken GPU of the worker is the
+    cause of what a broken GPU may look like, that of another worker here only of an end that follows from another one;
+    both are the cause of what nothing else explains. What ended otherwise, as by an error of the script, has its own
+    cause: the fault may have been there for hours."""
+    cause = causes.classify(worker)
+    follows = cause.collateral or cause.name == UNKNOWN.name
+    of_gpus = (
+        *(worker.own_gpus if follows or cause.of_gpu else ()),
+        *(worker.other_gpus if follows else ()),
+    )
+    if not of_gpus:
+        return cause, worker
+    worker = replace(worker, events=(*worker.events, *of_gpus))
+    return causes.classify(worker), worker
+
+
+def _traceback(worker: PostMortem) -> ErrorReport | None:
+    """The exception that ended the worker, from its last lines. A worker that a signal ended may have logged, and
+    survived, other exceptions before. But it may also have failed first, and crashed or been asked to end on its way
+    out: then the exception is the last thing in its output."""
+    if worker.returncode > 0:
+        return find_traceback(worker.log_tail)
+    by_itself = worker.asked or -worker.returncode in BY_ITSELF
+    return find_last_words(worker.log_tail) if by_itself else None
+
+
+def _noted(summary: str, notes: Sequence[str]) -> str:
+    end = cut("".join(f"; {note}" for note in notes), _NOTE_MAX)
+    return cut(summary, SUMMARY_MAX - len(end)) + end
+
+
+def _name_of(log_file: Path | None) -> str | None:
+    return None if log_file is None else clean(str(log_file))
+
+
+def fingerprint(returncode: int, exception: str | None) -> str:
+    """The same text for the same failure in another generation, on another rank or node; for crash loops."""
+    ended = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+    if exception is None:
+        return ended
+    return f"{ended}: {_VARYING.sub('#', first_line(exception))}"[:_FINGERPRINT_MAX]
+
+
+def small(failure: Failure) -> Failure:
+    """With the ends of the traceback and of the log: what the other nodes are told fits into each node's record."""
+    return replace(
+        failure,
+        exception=_fit(failure.exception, records.MAX_EXCEPTION),
+        traceback=_fit(failure.traceback, records.MAX_TRACEBACK, keep_end=True),
+        log_tail=_last_that_fit(failure.log_tail),
+        log_file=_fit(failure.log_file, records.MAX_LOG_FILE),
+    )
+
+
+def _fit(text: str | None, most_bytes: int, *, keep_end: bool = False) -> str | None:
+    """The text, cut until its JSON form is not larger than that."""
+    if text is None:
+        return None
+    size, fitting = len(text), text
+    while len(json.dumps(fitting)) > most_bytes:
+        size = size * 9 // 10
+        fitting = cut(text, size + 3, keep_end=keep_end)
+    return fitting
+
+
+def _last_that_fit(lines: Sequence[str]) -> tuple[str, ...]:
+    """At least the end of the last one."""
+    kept: tuple[str, ...] = ()
+    for line in reversed(lines[-records.MAX_LOG_LINES :]):
+        if kept and len(json.dumps((line, *kept))) > records.MAX_LOG_TAIL:
+            break
+        kept = (_fit(line, records.MAX_LOG_TAIL - 2, keep_end=True) or "", *kept)
+    return kept
+
+
+def summarize(first: Failure, others: Sequence[Failure], hint: str, evidence: str = "") -> str:
+    """The failed generation in the log: which worker failed first, why, where to read on, and who else failed.
+
+    `hint`: from the table of causes. `evidence`: the generation's folder of evidence, which has a folder for each
+    node that writes to this disk; or why there is none.
+    """
+    rule = "=" * 80
+    lines = [
+        rule,
+        f"Worker failure in generation {first.generation}: {_who(first)} failed first",
+        f"  cause:    {first.summary}",
+        f"  known as: {first.cause}: {hint}",
+        f"  log file: {first.log_file or 'none (set --log-dir to keep one per rank)'}",
+    ]
+    if evidence:
+        lines.append(f"  evidence: {evidence}")
+    if first.exception is not None and "\n" in first.exception:
+        lines += ["  exception:", *_indented(first.exception)]
+    shown: set[str] = set()
+    if first.traceback is not None:
+        lines += ["  traceback:", *_indented(first.traceback)]
+        shown.update(first.traceback.split("\n"))
+    last = [line for line in first.log_tail if RANK_PREFIX.sub("", line) not in shown]
+    if last:
+        lines += ["  last lines of its output:", *_indented("\n".join(last))]
+    if others:
+        lines.append("  failed after it, usually because of it:")
+        lines += [f"    {_who(other)}: {other.summary}" for other in others]
+    if first.collateral:
+        lines.append(
+            "  it follows from the end of another worker or from the network; no other cause is known"
+        )
+    return "\n".join([*lines, rule])
+
+
+def _who(failure: Failure) -> str:
+    return f"rank {failure.rank} (local rank {failure.local_rank} on node {failure.node})"
+
+
+def _indented(text: str) -> list[str]:
+    return [f"    {line}" for line in text.split("\n")]

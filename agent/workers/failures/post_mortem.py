@@ -1,0 +1,325 @@
+"""What is known of one worker's end, gathered once: what it left behind, and what the machine says of it.
+
+`parse` is pure. `KernelLog` reads /dev/kmsg for out-of-memory kills, lost GPUs and memory errors, if this process may:
+that needs CAP_SYSLOG where kernel.dmesg_restrict is 1, and containers seldom have the device. If it may not, there are
+no events, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from ....health.checks.gpus import HARDWARE_XIDS, Fault, GpuFault
+from ...common.ports import PortOwner
+from ..processes.proc import pid_namespace
+from .error_report import LAST_WORDS, ErrorReport, clean, cut, first_line
+
+BY_ITSELF = frozenset(
+    (
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGSEGV,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+    )
+)
+"""Signals that a process causes itself: its last output says why."""
+
+
+class Trouble(Enum):
+    """What the kernel or NVML may report of this machine, as far as it matters here."""
+
+    OUT_OF_MEMORY = "out of memory"
+    XID = "Xid"
+    """The driver has lost a GPU, or its link; or a GPU needs a reset."""
+    ECC = "ECC"
+    """Memory of the machine or of a GPU had errors that could not be corrected."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineEvent:
+    """One report of the kernel, or of NVML (`by`). `pid`: of the process that it names, in the initial PID namespace;
+    0: it names none. `device`: the PCI address of a GPU, like "0000:3b:00"."""
+
+    trouble: Trouble
+    text: str
+    pid: int = 0
+    device: str = ""
+    by: str = "the kernel"
+
+
+KMSG = Path("/dev/kmsg")
+
+ECC_XIDS = frozenset((48, 92, 94, 95, 140))
+"""Errors of a GPU's memory that were not corrected, or too many that were."""
+_INFORM = frozenset((63,))
+"""The driver has remapped a row of memory: another message reports the error itself."""
+LOST_XIDS = HARDWARE_XIDS - ECC_XIDS - _INFORM
+"""The driver has lost a GPU, its firmware or its link."""
+
+_MOST_RECORDS = 20_000
+_RECORD_BYTES = 8192
+"""The longest record that the kernel writes."""
+_MOST_EVENTS = 64
+_TEXT_MAX = 160
+_OF_KERNEL = 8
+"""User programs may write into the log, too: their facility gives a priority of at least this."""
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""Its inode is the same on every machine: PROC_PID_INIT_INO."""
+
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)\b")
+_XID_PID = re.compile(r"\bpid='?(\d+)")
+_GPU = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})")
+_FALLEN = re.compile(r"NVRM:.* fallen off the bus")
+_OOM = re.compile(r"[Oo]ut of memory[^:]*: Kill(?:ed)? process (\d+) ")
+_POISON = re.compile(r"Memory failure: .*:(\d+) due to hardware memory corruption")
+
+_TROUBLES = {Fault.MEMORY: Trouble.ECC, Fault.LOST: Trouble.XID}
+
+
+@dataclass(frozen=True, slots=True)
+class PostMortem:
+    """One worker's end. `returncode` as in `subprocess`; `log_tail`: its last lines; `master_port`: its MASTER_PORT;
+    `oom_killed`: the kernel has killed a process of this agent for its memory."""
+
+    node: str
+    generation: int
+    rank: int
+    local_rank: int
+    returncode: int
+    report: ErrorReport = field(default_factory=ErrorReport)
+    """Its own: from its error file, or else the last traceback in its output."""
+    detail: str = ""
+    """What NCCL has printed below that exception."""
+    log_tail: tuple[str, ...] = ()
+    log_file: Path | None = None
+    master_port: int = 0
+    asked: bool = False
+    """The agent had asked the worker to end, but it may have failed before."""
+    not_kept: bool = False
+    """The worker had done the last step of a planned change, and no Checkpointer had kept its state."""
+    oom_killed: bool = False
+    kernel: tuple[MachineEvent, ...] = ()
+    """All that the kernel has reported since the worker was started."""
+    pid: int = 0
+    """The kernel's own; 0: the agent does not see that."""
+    devices: frozenset[str] = frozenset()
+    """The addresses of its GPUs."""
+    own_gpus: tuple[MachineEvent, ...] = ()
+    """What NVML shows of them, and no earlier failure of a worker of theirs has told."""
+    other_gpus: tuple[MachineEvent, ...] = ()
+    """The same of other workers' GPUs here."""
+    events: tuple[MachineEvent, ...] = ()
+    """What the kernel and NVML report that belongs to this end."""
+
+    @property
+    def exception(self) -> str:
+        """`Type: message`, with all of its lines; empty without one."""
+        return "\n".join(filter(None, (self.report.exception, self.detail)))
+
+    @property
+    def of_memory(self) -> bool:
+        """The kernel has killed it, or a process of it, because no memory was left."""
+        return self.oom_killed or any(event.trouble is Trouble.OUT_OF_MEMORY for event in self.events)
+
+    @property
+    def signal(self) -> int:
+        """The signal that ended the worker, also as a shell's exit code 128 + n; 0: it has exited."""
+        code = self.returncode
+        if code < 0:
+            return -code
+        return code - 128 if 128 < code <= 128 + signal.SIGRTMAX else 0
+
+    @property
+    def code(self) -> int:
+        """The exit code; 0: success, or ended by a signal."""
+        return 0 if self.signal else self.returncode
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The texts in which the worker says why it ended: its exception, or else its last lines. Empty if another
+        process ended it by a signal."""
+        if self.exception:
+            return (self.exception,)
+        if self.returncode < 0:
+            return self.log_tail if self.signal in BY_ITSELF else ()
+        return tuple(line for line in self.log_tail if line.strip())[-LAST_WORDS:]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """All that is known of what the worker said, however it ended."""
+        return (*self.exception.split("\n"), *self.log_tail)
+
+    @property
+    def kernel_events(self) -> tuple[MachineEvent, ...]:
+        """The kernel's about this worker, or about a child of it that its exception names."""
+        return tuple(event for event in self.kernel if self._concerns(event))
+
+    def _concerns(self, event: MachineEvent) -> bool:
+        if event.device and event.device in self.devices:
+            return True
+        named = event.pid == self.pid or f"(pid {event.pid})" in self.exception
+        return self.pid > 0 and event.pid > 0 and named
+
+
+def gpu_events(
+    faults: Sequence[GpuFault], own: Collection[str], *, of_worker: bool
+) -> tuple[MachineEvent, ...]:
+    """What NVML shows, of the GPUs `own` of a worker or of all others."""
+    return tuple(
+        MachineEvent(_TROUBLES[fault.fault], clean(fault.text), by="NVML")
+        for fault in faults
+        if (fault.gpu in own) is of_worker
+    )
+
+
+# --- The kernel's log
+
+
+def parse(messages: Iterable[str]) -> Iterator[MachineEvent]:
+    """The events in these messages, the oldest first."""
+    named = ""
+    for message in messages:
+        text = cut(clean(message), _TEXT_MAX)
+        if found := _GPU.search(message):
+            named = address(found[1])
+        elif found := _XID.search(message):
+            trouble = _trouble(int(found[2]))
+            pid = _XID_PID.search(message)
+            if trouble is not None:
+                yield MachineEvent(trouble, text, int(pid[1]) if pid else 0, address(found[1]))
+        elif named and _FALLEN.search(message):
+            yield MachineEvent(Trouble.XID, text, device=named)
+        elif found := _OOM.search(message):
+            yield MachineEvent(Trouble.OUT_OF_MEMORY, text, int(found[1]))
+        elif found := _POISON.search(message):
+            yield MachineEvent(Trouble.ECC, text, int(found[1]))
+
+
+def _trouble(xid: int) -> Trouble | None:
+    if xid in ECC_XIDS:
+        return Trouble.ECC
+    return Trouble.XID if xid in LOST_XIDS else None
+
+
+def address(device: str) -> str:
+    """The address of a PCI device as the kernel writes it, without the function.
+
+    >>> address("00000000:3B:00.0"), address("0000:3b:00")
+    ('0000:3b:00', '0000:3b:00')
+    """
+    domain, _, rest = device.partition(":")
+    return f"{domain[-4:]}:{rest}".lower().partition(".")[0]
+
+
+def pids_are_the_kernels() -> bool:
+    """This process is in the initial PID namespace: no container is."""
+    return pid_namespace() == _FIRST_PID_NAMESPACE
+
+
+class KernelLog:
+    """For one thread. No call waits."""
+
+    def __init__(self, path: Path = KMSG) -> None:
+        self._fd = _opened(path)
+        self._events: list[MachineEvent] = []
+
+    def forget(self) -> None:
+        """Skip all messages until now."""
+        self._events.clear()
+        if self._fd is not None:
+            os.lseek(self._fd, 0, os.SEEK_END)
+
+    def events(self) -> tuple[MachineEvent, ...]:
+        """The events since `forget`, the oldest first; empty if the log cannot be read."""
+        if self._fd is not None:
+            room = _MOST_EVENTS - len(self._events)
+            self._events += list(parse(_messages(self._fd)))[:room]
+        return tuple(self._events)
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        # In some containers it leads to the console, where a reader would take what another one waits for.
+        if not stat.S_ISCHR(os.stat(path).st_mode) or os.stat(path).st_rdev != os.makedev(1, 11):
+            return None
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _messages(fd: int) -> Iterator[str]:
+    """A read gives one record: `priority,number,microseconds,flags;message`, and further lines about it."""
+    for _ in range(_MOST_RECORDS):
+        try:
+            record = os.read(fd, _RECORD_BYTES).decode(errors="replace")
+        except BrokenPipeError:
+            continue  # the kernel has written over records that were still to be read
+        except OSError:
+            return  # there is no more
+        head, _, message = record.partition(";")
+        priority = head.partition(",")[0]
+        if priority.isdigit() and int(priority) < _OF_KERNEL:
+            yield message.partition("\n")[0]
+
+
+# --- Ports: a worker that found one taken
+
+# EADDRINUSE of a TCP port, as Python and asyncio, torch, gloo, and ZeroMQ word it in an exception that says nothing
+# else first; as any program does; and where these name the port.
+_PORT_TAKEN = re.compile(
+    r"""(?:[\w.]+\.)?(?:
+        OSError:\ \[Errno\ 98\]\ (?:error\ while\ attempting\ to\ bind\ .*)?address\ already\ in\ use
+      | (?:DistNetworkError|RuntimeError):\ The\ server\ socket\ has\ failed\ .*(?:EADDRINUSE|address\ already\ in\ use)
+      | RuntimeError:\ (?:\[[^]]*gloo[^]]*\].*)?address\ already\ in\ use
+      | ZMQError:\ address\ already\ in\ use
+    )""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_SAYS_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|\[Errno 98\]", re.IGNORECASE)
+_OF_UNIX = re.compile(r"""\bipc:|\b(AF_)?UNIX\b|['"]/""", re.IGNORECASE)
+_PORT = re.compile(r"\bport:? (\d{1,5})\b|(?:\]|\d|\*|localhost):(\d{1,5})\b|', (\d{1,5})[,)]")
+# Of torch's client that looks for the store of its ranks, or of the server that it wants to be.
+_STORE = re.compile(
+    r"client socket has .*connect to \(.*, (\d{1,5})\)|server socket has failed to listen.* port: (\d{1,5})"
+)
+
+
+def wanted_a_port(exception: str) -> bool:
+    """The exception says that a TCP port is taken, and nothing else."""
+    return _PORT_TAKEN.match(exception) is not None and not _OF_UNIX.search(first_line(exception))
+
+
+def says_port_taken(log_tail: Sequence[str]) -> str:
+    """The line among a program's last ones that says that a TCP port is taken; empty: none does."""
+    last = [line for line in log_tail if line.strip()][-LAST_WORDS:]
+    return next((line for line in last if _SAYS_PORT_TAKEN.search(line) and not _OF_UNIX.search(line)), "")
+
+
+def notes_of_ports(said: str, master_port: int, owner_of: Callable[[int], PortOwner] | None) -> Iterator[str]:
+    """Notes for the summary: the owner of the taken port, if `said` names the port, and whether the script had chosen
+    another port than the agent."""
+    if owner_of is not None and (port := _number_in(_PORT, said)):
+        owner = owner_of(port)
+        agent = owner.pid == os.getpid()
+        yield f"port {port}: {f'pid {owner.pid}, the agent itself' if agent else owner.words}"
+        if port == master_port:
+            yield "it is MASTER_PORT, where the agent serves the store: use it as a client, or another port"
+    chosen = _number_in(_STORE, said)
+    if chosen and master_port and chosen != master_port:
+        yield f"the script has chosen port {chosen}, the agent had given it MASTER_PORT={master_port}"
+
+
+def _number_in(pattern: re.Pattern[str], text: str) -> int:
+    """The number of the port in the text; 0: none."""
+    found = pattern.search(text)
+    return int(next(filter(None, found.groups()))) if found is not None else 0
