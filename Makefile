@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints-dev.txt
 demo: $(READY)  ## train digits on three nodes while a worker and a node are killed, one comes back and one leaves
 	$(BIN)/python examples/demo.py
 
-demo-daemon: $(READY)  ## three daemons and two jobs that share them; the daemon that hosts their store is killed and comes back
+demo-daemon: $(READY)  ## three daemons and two jobs that share them; a daemon is killed and comes back
 	$(BIN)/python examples/demo_daemon.py
 
 TESTS_AT_ONCE ?= 4

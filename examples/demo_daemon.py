@@ -146,7 +146,7 @@ class Demo:
         for number, name in enumerate(NODES, 1):
             self.start(name)
             self.wait_for_idle(number)
-        self.say("    elastic-agent jobs: 3 nodes, 3 idle; a is the first, and hosts the pool's store")
+        self.say("    elastic-agent jobs: 3 nodes, 3 idle; they meet in a file of the pool")
 
         self.say("A JOB FOR UP TO THREE NODES: elastic-agent submit --max-nodes 3 -- counted.py")
         long = self.submit("long", 3)
@@ -165,13 +165,13 @@ class Demo:
         self.wait_for_workers("long", 3)
 
         victim = self.daemons["a"]
-        self.say(f"A DAEMON IS KILLED: kill -9 {victim.pid}, that of node a, which hosts the store")
+        self.say(f"A DAEMON IS KILLED: kill -9 {victim.pid}, that of node a")
         victim.kill()
         victim.wait()
         self.wait_for_workers("long", 2)
         if (state := self.jobs()[long]["state"]) != "running":
             raise DemoFailed(f"job long is {state}")
-        self.say("    elastic-agent jobs: answers, from the store that another daemon has taken over")
+        self.say("    elastic-agent jobs: answers: the pool's store needs no daemon")
         self.say("THE DAEMON COMES BACK: the same line again")
         self.start("a")
         self.wait_for_workers("long", 3)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.local.kind import LOCAL
-from ..common.pool_folder import lasting_folder, pool_folder, pool_folder_here
+from ..common.pool_folder import pool_folder, pool_folder_here
 from .check import check_relations
 from .config import (
     ARGS,
@@ -221,12 +221,10 @@ def _merged(
     if of_pool:
         _derive_pool(merged)
 
-    def folders(pool: str) -> tuple[Path, Path | None]:
-        if hosts:
-            return pool_folder(environ), lasting_folder(environ)
-        return pool_folder_here(environ, pool), None
+    def folder(pool: str) -> Path:
+        return pool_folder(environ) if hosts else pool_folder_here(environ, pool)
 
-    _derive(merged, fresh_id, folders)
+    _derive(merged, fresh_id, folder)
     return merged
 
 
@@ -240,11 +238,11 @@ def _meant(command_line: Settings, environ: Mapping[str, str]) -> dict[str, Sett
     return given
 
 
-_Folders: TypeAlias = Callable[[str], tuple[Path, Path | None]]
-"""For the store of the pool of this name, when it has no other place: its folder, and the one for what is to last."""
+_Folder: TypeAlias = Callable[[str], Path]
+"""For the store of the pool of this name, when it has no other place."""
 
 
-def _derive(settings: Settings, fresh_id: Callable[[], str], folders: _Folders) -> None:
+def _derive(settings: Settings, fresh_id: Callable[[], str], folder: _Folder) -> None:
     """Fill in what follows from other settings, with warnings about what was overruled."""
     if settings[STANDALONE].value:
         origin = settings[STANDALONE].origin
@@ -265,7 +263,7 @@ def _derive(settings: Settings, fresh_id: Callable[[], str], folders: _Folders) 
     if settings[MAX_NODES].value is None:
         settings.derive(MAX_NODES, settings[MIN_NODES].value, "default: min-nodes")
     settings.warnings += _derive_static(settings)
-    _derive_meeting_place(settings, fresh_id, folders)
+    _derive_meeting_place(settings, fresh_id, folder)
 
 
 def _derive_pool(settings: Settings) -> None:
@@ -301,14 +299,14 @@ def _derive_static(settings: Settings) -> list[str]:
     return [f"{origin} is ignored: a {backend.value} store has another address" for origin in ignored]
 
 
-def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str], folders: _Folders) -> None:
+def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str], folder: _Folder) -> None:
     address, origin = settings[ENDPOINT].value, settings[ENDPOINT].origin
     if settings[BACKEND].value is None and address is not None and address.backend is not None:
         settings.derive(BACKEND, address.backend, origin)
     kind = STORES[settings[BACKEND].value or DEFAULT.name]
     if address is None and kind.of_one_machine:
-        folder, lasting = folders(settings[POOL].value or settings[JOB_ID].value or DEFAULT_POOL)
-        address = StoreAddress((), kind.name, folder=folder, lasting=lasting)
+        pool = settings[POOL].value or settings[JOB_ID].value or DEFAULT_POOL
+        address = StoreAddress((), kind.name, folder=folder(pool))
         settings.derive(ENDPOINT, address, "default: this user's folder on this machine")
     if address is not None and not kind.cluster and address.hosts in _HOSTED_HERE:
         address = None
@@ -408,7 +406,6 @@ def _rendezvous(settings: Settings) -> RendezvousConfig:
         backend=backend,
         endpoints=address.endpoints if address is not None else (),
         folder=address.folder if address is not None else None,
-        lasting_folder=address.lasting if address is not None else None,
         etcd=_etcd(settings, address) if backend == ETCD.name else None,
         job_id=job_id,
     )

@@ -286,8 +286,6 @@ class StoreAddress:
     backend: str | None = None
     prefix: str | None = None
     folder: Path | None = None
-    lasting: Path | None = None
-    """A folder for what is to outlive the machine's restart, where that is another one."""
     """On this machine, in place of hosts."""
 
     def with_ports(self, default: int) -> StoreAddress:

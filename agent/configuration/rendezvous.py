@@ -227,8 +227,6 @@ class RendezvousConfig:
     node_rank: int | None = NODE_RANK.field()
     """Orders nodes that join together; None: after those that have one, in the order of their arrival."""
     folder: Path | None = None  # with local only
-    lasting_folder: Path | None = None
-    """For what is to outlive the machine's restart; None: in `folder`, too."""
     cool_down_s: float = COOL_DOWN.field()
     exclude_stragglers_s: float | None = EXCLUDE_STRAGGLERS.field()
     expected_nodes: int | None = EXPECTED_NODES.field()

@@ -141,7 +141,7 @@ def open_to_look(rendezvous: RendezvousConfig, timeout_s: float) -> Store:
 
 
 def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] = ()) -> Store:
-    """For an agent; tries for as long as the join timeout. A daemon hosts a store of one machine, if none does yet.
+    """For an agent; tries for as long as the join timeout. A daemon makes a store of one machine where there is none.
 
     Raises StoreError.
     """
@@ -153,8 +153,7 @@ def connect_to_store(rendezvous: RendezvousConfig, places: tuple[Endpoint, ...] 
         return _connect(rendezvous, access)
     assert rendezvous.folder is not None, "the configuration names one"
     try:
-        for folder in (rendezvous.folder, rendezvous.lasting_folder or rendezvous.folder):
-            make_own(folder, readable=True)  # all that is in it is for this user alone
+        make_own(rendezvous.folder, readable=True)  # all that is in it is for this user alone
     except OSError as error:
         raise StoreRefused(
             f"{error}: the store of this machine's pool needs a folder that no other user can write to; choose one "
@@ -180,7 +179,6 @@ def _access(
         timeout_s,
         lease_ttl_s,
         folder=rendezvous.folder,
-        lasting_folder=rendezvous.lasting_folder,
     )
     etcd = rendezvous.etcd
     if etcd is None:

@@ -1,377 +1,408 @@
-"""The local store as other processes of its machine see it: calls sent to the process that hosts it (`host`).
+"""The store of one machine: an SQLite file in a folder of its user's own, which each process opens by itself.
 
-A call is answered within the request timeout, or raises within it:
+No process hosts it, so nothing has to be taken over when one ends. SQLite's write-ahead log gives each transaction to
+all others at once, whole or not at all, also when the process that wrote it is killed. What is to last (a key without a
+lease, or a deletion) is answered when the disk has it; leases and keys under them are gone with the machine's power
+anyway, and wait for no disk.
 
-    no answer             StoreUnavailable; a write may or may not happen still, until the next call is answered
-    connection ended      StoreUnavailable, and so while no process hosts the store: ask again
-    another host answers  as the one before would have, with all keys and leases; but Compacted to a watch, since it
-                          knows nothing of the changes that the other one has seen
-    another version's     StoreMismatch: leave
+A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC),
+and with the boot that this instant belongs to. It ends when somebody finds that it is due and can write: a `read` or a
+`Watch` of any process. Until then it can still be confirmed, so that a disk that stood still ends no lease by itself.
+What cannot be written now, as on a full disk, makes no read fail.
 
-A client that may host (`take_over`) does so as soon as it finds that no process does: in a daemon that has joined
-another's store, so that all goes on when that one ends. It calls this host over the socket, too.
+A change rings a bell, see `_Bell`: no watch polls.
 
-A call has a connection to itself while it is under way, and leaves it to the next one; a watch keeps its own. There are
-no threads here: a caller waits on its connection itself, with a deadline.
+    no lock or no disk in time    StoreUnavailable; a durable write may happen still, but not after a later one
+    the disk is full              StoreUnavailable to what takes room; what confirms leases has some of its own (`ROOM`)
+    file removed or damaged       StoreMismatch: leave
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
+import ctypes
+import fcntl
+import os
 import random
+import select
+import sqlite3
 import threading
 import time
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
-from ...codec import Invalid
-from ..errors import Compacted, StoreClosed, StoreError, StoreMismatch, StoreUnavailable
-from ..store.interface import Change, Compare, Delete, LeaseId, Outcome, Put, Snapshot, Store, Watch
-from ..store.requests import Grant, Read
-from ..store.retry_connect import retry_connect
-from ..store.wire import (
-    PARKED_S,
-    REQUEST_LIMIT_BYTES,
-    Call,
-    Caller,
-    Changes,
-    Done,
-    Granted,
-    KeepAlive,
-    LongPoll,
-    Refused,
-    Request,
-    Revoke,
-    Transact,
-    decode_reply,
-    encode_request,
-    refused,
+from ..errors import (
+    Compacted,
+    LeaseExpired,
+    StoreClosed,
+    StoreMismatch,
+    StoreUnavailable,
 )
-from .connection import Connection, ConnectionBroken, NotHosted, connect
-from .files import StoreFiles
+from ..store.interface import (
+    Change,
+    Compare,
+    Delete,
+    Entry,
+    LeaseId,
+    Outcome,
+    Put,
+    Snapshot,
+    Store,
+    Watch,
+)
+from ..store.kv_state import check_size
+from ..store.retry_connect import retry_connect
+from .database import (
+    CHECKPOINT_EVERY,
+    ENTRIES,
+    ROOM,
+    SCHEMA,
+    Connection,
+    Disk,
+    NotHosted,
+    checked,
+    end_lease,
+    in_scopes,
+    make,
+    transact,
+)
 
 REQUEST_TIMEOUT_S = 5.0
+LOOK_S = 1.0
+"""A watch that hears no bell looks this often: a process may be killed before it rings."""
+POLL_S = 0.05
+"""The same, where this machine gives no bell."""
+BUSY_S = 1.0
+"""Whoever finds others writing leaves it to them for so long to end leases: they may be about to confirm them."""
 
-log = logging.getLogger(__name__)
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_IN_ATTRIB = 0x4
+_libc = ctypes.CDLL(None, use_errno=True)
 
 R = TypeVar("R")
 
 
 class LocalStore(Store):
-    """The client's end of a store that another process hosts. Made by `connect`."""
+    """One process' way into the file. Made by `connect` and `offer`."""
 
-    def __init__(
-        self, files: StoreFiles, request_timeout_s: float, take_over: Callable[[], Store] | None = None
-    ) -> None:
-        self._files = files
-        self._take_over = take_over
-        self._taking_over = threading.Lock()
-        self._own_host: Store | None = None
-        self._request_timeout_s = request_timeout_s
-        self._client = uuid.uuid4().hex
-        self._link = 1
-        """Grows with each call that got no answer: the host does not do what comes late."""
-        self._ids = itertools.count(1)
-        self._lock = threading.Lock()
-        self._all: set[Connection] = set()
-        self._idle: list[Connection] = []
+    def __init__(self, file: Path, request_timeout_s: float) -> None:
+        """Raises StoreUnavailable, StoreRefused and StoreMismatch."""
+        self.file = file
+        self._timeout_s = request_timeout_s
+        self._boot = _BOOT.read_text().strip()
         self._closed = False
+        self._identity = checked(file)
+        self._watches: weakref.WeakSet[_LocalWatch] = weakref.WeakSet()
+        self._sweeps_after = 0.0
+        self._written = 0
+        """Without waiting for the disk."""
+        self._folder = -1
+        with self._meaning():
+            self._reads = Connection(file, request_timeout_s, "NORMAL")
+            self._leases = Connection(file, request_timeout_s, "NORMAL")
+            (version,) = self._reads.database.execute("PRAGMA user_version").fetchone()
+        self._disk = Disk(partial(Connection, file, request_timeout_s, "FULL"))
+        if version != SCHEMA:
+            self.close()
+            if not version:
+                raise NotHosted(
+                    f"{file} is empty: the daemon that makes the pool's store is about to start, or has failed"
+                )
+            raise StoreMismatch(
+                f"{file} is of another version of elastic-agent (schema {version}, not {SCHEMA}): use the version of "
+                "its daemons, or let them end their jobs, stop them and remove it"
+            )
 
     @classmethod
     def connect(
-        cls,
-        files: StoreFiles,
-        timeout_s: float,
-        request_timeout_s: float = REQUEST_TIMEOUT_S,
-        rng: random.Random | None = None,
-        *,
-        take_over: Callable[[], Store] | None = None,
+        cls, file: Path, timeout_s: float, request_timeout_s: float = REQUEST_TIMEOUT_S
     ) -> LocalStore:
-        """Join the store that another process hosts, or will host soon. `take_over` hosts it in this process, or raises
-        StoreUnavailable.
+        """The store that a daemon has made, or will make soon. Raises StoreUnavailable when `timeout_s` seconds of
+        trying were not enough, StoreRefused and StoreMismatch at once."""
+        return _retried(lambda: cls(file, request_timeout_s), timeout_s)
 
-        Raises StoreUnavailable when `timeout_s` seconds of trying were not enough, StoreRefused and StoreMismatch at
-        once.
-        """
-        store = cls(files, request_timeout_s, take_over)
-        deadline = time.monotonic() + timeout_s
-        try:
-            retry_connect(lambda: store._give_back(store._take(deadline)), deadline, rng or random.Random())
-        except StoreError:
-            store.close()
-            raise
-        return store
+    @classmethod
+    def offer(cls, file: Path, timeout_s: float, request_timeout_s: float = REQUEST_TIMEOUT_S) -> LocalStore:
+        """The same for a daemon, which makes the store where there is none."""
+
+        def make_and_open() -> LocalStore:
+            make(file, request_timeout_s)
+            store = cls(file, request_timeout_s)
+            store._disk.tidy()
+            store._hold_folder()
+            return store
+
+        return _retried(make_and_open, timeout_s)
 
     def grant(self, ttl_s: float) -> LeaseId:
-        return self._call(Grant(ttl_s), Granted).lease
+        def insert(database: sqlite3.Connection) -> int:
+            row = (ttl_s, time.monotonic() + ttl_s, self._boot)
+            return (
+                database.execute("INSERT INTO leases (ttl_s, ends, boot) VALUES (?, ?, ?)", row).lastrowid
+                or 0
+            )
+
+        return self._at_once(insert)
 
     def keep_alive(self, lease: LeaseId) -> None:
-        self._call(KeepAlive(lease), Done)
+        def update(database: sqlite3.Connection) -> int:
+            row = (time.monotonic(), lease, self._boot)
+            return database.execute(
+                "UPDATE leases SET ends = ? + ttl_s WHERE lease = ? AND boot = ?", row
+            ).rowcount
+
+        if not self._at_once(update):
+            raise LeaseExpired(f"lease {lease} has expired")
 
     def revoke(self, lease: LeaseId) -> None:
-        self._call(Revoke(lease), Done)
+        if self._at_once(lambda database: end_lease(database, lease)):
+            self._ring()
 
     def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
-        return self._call(Transact(compares, writes), Outcome)
+        check_size(compares, writes)
+        work = partial(transact, compares=compares, writes=writes, boot=self._boot)
+        if any(isinstance(write, Delete) or write.lease is None for write in writes):
+            self._check()
+            self._check_room()
+            with self._meaning():
+                outcome = self._disk.do(work, self._timeout_s)
+        else:
+            outcome = self._at_once(work)
+        if outcome.succeeded and writes:
+            self._ring()
+        return outcome
 
     def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-        return self._call(Read(scopes, oldest_under), Snapshot)
+        with self._reading() as database:
+            self._sweep_if_due(database)
+            database.execute("BEGIN")
+            (revision,) = database.execute("SELECT revision FROM state").fetchone()
+            where, words = in_scopes("e.key", scopes)
+            found = database.execute(f"{ENTRIES} WHERE {where}", words).fetchall()
+            if oldest_under is not None:
+                where, words = in_scopes("e.key", (oldest_under,))
+                first = f"{ENTRIES} WHERE {where} ORDER BY v.created, e.key LIMIT 1"
+                found += database.execute(first, words).fetchall()
+            database.execute("COMMIT")
+        entries = {row[0]: Entry(*row) for row in found}
+        return Snapshot(revision, tuple(entries[key] for key in sorted(entries)))
 
     def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
-        return _LocalWatch(self, scopes, after_revision)
+        watch = _LocalWatch(self, scopes, after_revision)
+        self._watches.add(watch)
+        return watch
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            for connection in self._all:
-                connection.end()
-        for connection in idle:
-            self._discard(connection)
-        with self._taking_over:
-            if self._own_host is not None:
-                self._own_host.close()
+        """Waits for no disk."""
+        self._closed = True
+        for watch in list(self._watches):
+            watch.close()
+        self._disk.close()
+        for connection in (self._reads, self._leases):
+            connection.close()
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
 
-    def _call(self, call: Call, expected: type[R]) -> R:
-        deadline = time.monotonic() + self._request_timeout_s
-        connection = self._take(deadline)
+    def changes(self, scopes: tuple[str, ...], after: int) -> tuple[int, tuple[Change, ...], float]:
+        """The revision up to which these are all changes, and the instant at which a lease is due next. Raises
+        Compacted."""
+        with self._reading() as database:
+            self._sweep_if_due(database)
+            database.execute("BEGIN")
+            revision, forgotten = database.execute("SELECT revision, forgotten FROM state").fetchone()
+            rows, due_at = [], None
+            if after >= forgotten:
+                where, words = in_scopes("key", scopes)
+                rows = database.execute(
+                    "SELECT key, value, created, revision FROM versions"
+                    f" WHERE revision > ? AND ({where}) ORDER BY number",
+                    (after, *words),
+                ).fetchall()
+                (due_at,) = database.execute(
+                    "SELECT min(ends) FROM leases WHERE boot = ?", (self._boot,)
+                ).fetchone()
+            database.execute("COMMIT")
+        if after < forgotten:
+            raise Compacted(f"changes after revision {after} are gone; kept from {forgotten + 1} on")
+        found = tuple(Change(row[3], row[0], Entry(*row) if row[1] is not None else None) for row in rows)
+        return revision, found, due_at if due_at is not None else float("inf")
+
+    def _sweep_if_due(self, database: sqlite3.Connection) -> None:
+        """End the leases that are due, if that can be done now without waiting for anything."""
+        now = time.monotonic()
+        if now < self._sweeps_after:
+            return
+        rows = database.execute(
+            "SELECT lease FROM leases WHERE ends <= ? OR boot <> ?", (now, self._boot)
+        ).fetchall()
+        if not rows:
+            return
+
+        def end_due(database: sqlite3.Connection) -> bool:
+            rows = database.execute(
+                "SELECT lease FROM leases WHERE ends <= ? OR boot <> ? ORDER BY ends", (now, self._boot)
+            ).fetchall()
+            return max(end_lease(database, lease) for (lease,) in rows) if rows else False
+
         try:
-            asked, message = self._message(call)
-            connection.send(message, deadline)
-            answer = self._answer(connection, asked, deadline)
-        except TimeoutError:
-            self._discard(connection)
-            raise self._no_answer(self._request_timeout_s) from None
-        except ConnectionBroken as error:
-            self._discard(connection)
-            raise self._broken(error) from error
-        except StoreError:
-            self._discard(connection)
-            raise
-        self._give_back(connection)
-        return self._understood(answer, expected)
+            if self._leases.within(end_due, waits=False):
+                self._ring()
+        except (sqlite3.Error, StoreUnavailable):
+            self._sweeps_after = now + BUSY_S
 
-    def _message(self, call: Call) -> tuple[int, bytes]:
-        """And the id by which its answer is known. Raises StoreError."""
-        asked = Request(Caller(self._client, self._link, next(self._ids)), call)
-        message = encode_request(asked)
-        if len(message) > REQUEST_LIMIT_BYTES:
-            raise StoreError(
-                f"a call of {len(message)} bytes is too long for the local store, at most {REQUEST_LIMIT_BYTES}; "
-                "store a reference in the record instead of the data"
-            )
-        return asked.caller.id, message
-
-    def _answer(self, connection: Connection, asked: int, deadline: float) -> object:
-        """Raises TimeoutError, ConnectionBroken and StoreMismatch."""
-        while True:
+    def _at_once(self, work: Callable[[sqlite3.Connection], R]) -> R:
+        """A write that waits for no disk."""
+        self._check()
+        with self._meaning():
             try:
-                reply = decode_reply(connection.receive(deadline))
-            except Invalid as error:
-                raise StoreMismatch(
-                    f"the host of the store in {self._files.folder} gave an answer that cannot be read: {error}; run "
-                    "the same version of elastic-agent as its daemon"
-                ) from error
-            if reply.id == asked:
-                return reply.result
+                result = self._leases.within(work)
+            except sqlite3.OperationalError as error:
+                if "full" not in str(error):
+                    raise
+                self._leases.checkpoint()  # the log begins anew, where it has its room
+                result = self._leases.within(work)
+        self._written += 1
+        if self._written % CHECKPOINT_EVERY == 0:
+            self._disk.tidy()
+        return result
 
-    def _understood(self, answer: object, expected: type[R]) -> R:
-        if isinstance(answer, expected):
-            return answer
-        if isinstance(answer, Refused):
-            raise refused(answer)
-        raise StoreMismatch(
-            f"the host of the store in {self._files.folder} answered with {type(answer).__name__} where "
-            f"{expected.__name__} was expected: run the same version of elastic-agent as its daemon"
-        )
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        self._check()
+        with self._meaning(), self._reads.used() as database:
+            try:
+                yield database
+            finally:
+                if database.in_transaction:
+                    database.execute("ROLLBACK")
 
-    def _take(self, deadline: float) -> Connection:
-        """One to whatever process hosts the store now. Raises StoreError."""
-        while True:
-            with self._lock:
-                connection = self._idle.pop() if self._idle else None
-            if connection is None:
-                break
-            if connection.idle:
-                return connection
-            self._discard(connection)
-        connection = self._open(deadline)
+    def _ring(self) -> None:
+        """Tell all watches on this machine that something has changed."""
+        with suppress(OSError):
+            os.utime(self.file)
+
+    def _hold_folder(self) -> None:
+        """systemd-tmpfiles leaves one alone while someone has a lock on it."""
+        with suppress(OSError):
+            self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _check_room(self) -> None:
+        """What is to last does not take the room of leases. Raises StoreUnavailable."""
+        with suppress(OSError):
+            disk = os.statvfs(self.file.parent)
+            if disk.f_bavail * disk.f_frsize < ROOM:
+                raise StoreUnavailable(f"the disk of {self.file} is full: make room there")
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StoreClosed(f"the store {self.file} was closed on this side")
+        if checked(self.file) != self._identity:
+            raise StoreMismatch(
+                f"{self.file} was replaced while it was in use: start the daemons of the pool again"
+            )
+
+    @contextmanager
+    def _meaning(self) -> Iterator[None]:
+        """Of SQLite's errors."""
         try:
-            connection.meet(deadline)
-        except TimeoutError:
-            self._discard(connection)
-            raise StoreUnavailable(
-                f"the host of the store in {self._files.folder} takes connections, but does not answer: it hangs"
-            ) from None
-        except ConnectionBroken as error:
-            self._discard(connection)
-            self._check_open()
-            raise StoreUnavailable(
-                f"the host of the store in {self._files.folder} has closed the connection at once ({error}): it is "
-                "about to end, or has too many of them"
+            yield
+        except sqlite3.ProgrammingError as error:
+            raise StoreClosed(f"the store {self.file} was closed on this side") from error
+        except sqlite3.OperationalError as error:
+            full, locked = "full" in str(error), "locked" in str(error)
+            advice = (
+                "make room there"
+                if full
+                else "another process holds it"
+                if locked
+                else "see its disk and permissions"
+            )
+            raise StoreUnavailable(f"the store {self.file} cannot be used now: {error}; {advice}") from error
+        except sqlite3.DatabaseError as error:
+            raise StoreMismatch(
+                f"{self.file} cannot be read: {error}; stop the daemons, move it away, and submit its jobs again"
             ) from error
-        except StoreError:
-            self._discard(connection)
-            raise
-        return connection
-
-    def _open(self, deadline: float) -> Connection:
-        self._check_open()
-        try:
-            connection = connect(self._files, deadline)
-        except NotHosted:
-            if not self._hosts_now():
-                raise
-            connection = connect(self._files, deadline)
-        with self._lock:
-            self._all.add(connection)
-        if self._closed:
-            self._discard(connection)
-        self._check_open()
-        return connection
-
-    def _hosts_now(self) -> bool:
-        """Whether this process has taken the host's place. Raises StoreUnavailable."""
-        with self._taking_over:
-            self._check_open()
-            if self._take_over is None or self._own_host is not None:
-                return self._own_host is not None
-            self._own_host = self._take_over()
-        log.info("the agent that has hosted the pool's store has ended: this one hosts it from now on")
-        return True
-
-    def _give_back(self, connection: Connection) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(connection)
-                return
-        self._discard(connection)
-
-    def _discard(self, connection: Connection) -> None:
-        with self._lock:
-            self._all.discard(connection)
-        connection.close()
-
-    def _no_answer(self, waited_s: float) -> StoreUnavailable:
-        with self._lock:
-            self._link += 1
-        return StoreUnavailable(
-            f"the host of the store in {self._files.folder} gave no answer for {waited_s:g} s: it hangs; what was "
-            "asked may have been done: read before asking again"
-        )
-
-    def _broken(self, error: ConnectionBroken) -> StoreError:
-        if self._closed:
-            return self._closed_error()
-        return StoreUnavailable(
-            f"the host of the store in {self._files.folder} has closed the connection ({error}); what was asked may "
-            "have been done: read before asking again"
-        )
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise self._closed_error()
-
-    def _closed_error(self) -> StoreClosed:
-        return StoreClosed(f"the store in {self._files.folder} was closed on this side")
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    connection: Connection
-    asked: int
-    deadline: float
 
 
 class _LocalWatch(Watch):
-    """One `LongPoll` after another on a connection of its own; the one under way outlives a `next` that times out."""
-
     def __init__(self, store: LocalStore, scopes: tuple[str, ...], after_revision: int) -> None:
-        self._store = store
-        self._scopes = scopes
-        self._after = after_revision
-        self._host: str | None = None
-        """Whose revisions it counts."""
-        self._connection: Connection | None = None
-        self._waiting: _Waiting | None = None
-        self._closing = threading.Lock()
+        self._store, self._scopes, self._after = store, scopes, after_revision
+        self._bell = _Bell(store.file)
         self._closed = False
+        self._using = threading.Lock()
 
     def next(self, timeout_s: float) -> tuple[Change, ...]:
-        store, until = self._store, time.monotonic() + timeout_s
-        while True:
+        until = time.monotonic() + timeout_s
+        with self._using:
             try:
-                waiting = self._waiting or self._ask()
-                answer = store._answer(waiting.connection, waiting.asked, min(until, waiting.deadline))
-                self._check_host(waiting.connection)
-                self._waiting = None
-                news = store._understood(answer, Changes)
-            except TimeoutError:
-                self._check_open()
-                if self._connection is not None:
-                    self._check_host(self._connection)
-                if self._waiting is None or time.monotonic() < self._waiting.deadline:
-                    return ()
-                self._forget()
-                raise store._no_answer(PARKED_S + store._request_timeout_s) from None
-            except ConnectionBroken as error:
-                self._forget()
-                self._check_open()
-                raise store._broken(error) from error
-            except StoreError:
-                self._forget()
-                raise
-            self._after = news.revision
-            if news.changes:
-                return news.changes
+                while True:
+                    if self._closed:
+                        raise StoreClosed("the watch was closed")
+                    self._bell.hush()
+                    self._after, changes, due_at = self._store.changes(self._scopes, self._after)
+                    now = time.monotonic()
+                    if changes or now >= until:
+                        return changes
+                    self._bell.wait(min(until, now + LOOK_S, max(due_at, now + POLL_S)) - now)
+            finally:
+                if self._closed:
+                    self._bell.close()
+
+    def close(self) -> None:
+        self._closed = True
+        self._bell.ring()
+        if self._using.acquire(blocking=False):
+            try:
+                self._bell.close()
+            finally:
+                self._using.release()
+
+
+class _Bell:
+    """Rings for each change of the store: its author sets the file's time, of which the kernel tells (inotify)."""
+
+    def __init__(self, file: Path) -> None:
+        self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._kernel = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+        self._poll = select.poll()
+        self._poll.register(self._own, select.POLLIN)
+        self._closing = threading.Lock()
+        if self._kernel >= 0:
+            _libc.inotify_add_watch(self._kernel, os.fsencode(file), _IN_ATTRIB)
+            self._poll.register(self._kernel, select.POLLIN)
+
+    def hush(self) -> None:
+        if self._kernel >= 0:
+            with suppress(BlockingIOError):
+                os.read(self._kernel, 4096)
+
+    def wait(self, timeout_s: float) -> None:
+        most_s = timeout_s if self._kernel >= 0 else min(timeout_s, POLL_S)
+        self._poll.poll(max(0, int(most_s * 1000) + 1))
+
+    def ring(self) -> None:
+        """For this watch alone, from any thread."""
+        with self._closing:
+            if self._own >= 0:
+                os.eventfd_write(self._own, 1)
 
     def close(self) -> None:
         with self._closing:
-            self._closed = True
-            connection = self._connection
-        if connection is not None:
-            connection.end()
+            for descriptor in (self._own, self._kernel):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._own = self._kernel = -1
 
-    def _ask(self) -> _Waiting:
-        """Raises TimeoutError, ConnectionBroken and StoreError."""
-        store = self._store
-        asking_until = time.monotonic() + store._request_timeout_s
-        self._check_open()
-        if self._connection is None:
-            connection = store._open(asking_until)
-            with self._closing:
-                self._connection = connection
-            self._check_open()
-        asked, message = store._message(LongPoll(self._scopes, self._after))
-        try:
-            self._connection.send(message, asking_until)
-        except TimeoutError:
-            self._forget()
-            raise store._no_answer(store._request_timeout_s) from None
-        deadline = time.monotonic() + PARKED_S + store._request_timeout_s
-        self._waiting = _Waiting(self._connection, asked, deadline)
-        return self._waiting
+    def __del__(self) -> None:
+        self.close()
 
-    def _check_host(self, connection: Connection) -> None:
-        """Raises Compacted: the revisions of another host are others."""
-        host = connection.host
-        if host is None:
-            return
-        if self._host not in (None, host):
-            self._forget()
-            raise Compacted(f"the store in {self._store._files.folder} has another host now")
-        self._host = host
 
-    def _forget(self) -> None:
-        with self._closing:
-            connection, self._connection, self._waiting = self._connection, None, None
-        if connection is not None:
-            self._store._discard(connection)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreClosed("the watch was closed")
-        self._store._check_open()
+def _retried(open_it: Callable[[], LocalStore], timeout_s: float) -> LocalStore:
+    found = list[LocalStore]()
+    retry_connect(lambda: found.append(open_it()), time.monotonic() + timeout_s, random.Random())
+    return found[0]

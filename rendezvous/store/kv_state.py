@@ -1,7 +1,7 @@
 """The store's rules as a plain object without threads, sockets or a clock of its own.
 
-One `KvState` stands behind the memory store (with a lock around it), behind the c10d and the local store (in the
-process that hosts it) and behind the simulator (with a simulated network before it), so that all keep the same rules.
+One `KvState` stands behind the memory store (with a lock around it), behind the c10d store (in the process that hosts
+it) and behind the simulator (with a simulated network before it), so that all keep the same rules.
 Instants are seconds of one monotonic clock, the caller's; leases are judged by nothing else.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 from ..errors import Compacted, LeaseExpired, StoreError
 from .interface import (
@@ -30,7 +30,7 @@ HISTORY = 4096
 """Changes remembered for watches. A watch that falls further behind has to read again (`Compacted`)."""
 
 
-def _check_size(compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> None:
+def check_size(compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> None:
     """As etcd does, which would else be the first to refuse what works everywhere else."""
     operations = len(compares) + len(writes)
     if operations > MOST_OPERATIONS:
@@ -43,13 +43,9 @@ def _check_size(compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...])
 class KvState:
     """A revisioned key-value map with leases."""
 
-    def __init__(
-        self, history: int = HISTORY, *, base: int = 0, ended: Callable[[LeaseId], None] = lambda lease: None
-    ) -> None:
-        """Revisions and leases count from `base`: those of another state with another base mean nothing here, unless it
-        is restored. `ended` is called with each lease as it ends, before its keys go."""
+    def __init__(self, history: int = HISTORY, *, base: int = 0) -> None:
+        """Revisions and leases count from `base`: those of another state with another base mean nothing here."""
         self.revision = base
-        self._ended = ended
         self._entries: dict[str, Entry] = {}
         self._lease_of: dict[str, LeaseId] = {}
         self._ttl_s: dict[LeaseId, float] = {}
@@ -75,8 +71,7 @@ class KvState:
         self._expires_at[lease] = now + self._ttl_s[lease]
 
     def revoke(self, lease: LeaseId) -> None:
-        if self._ttl_s.pop(lease, None) is not None:
-            self._ended(lease)
+        self._ttl_s.pop(lease, None)
         self._expires_at.pop(lease, None)
         orphans = sorted(key for key, owner in self._lease_of.items() if owner == lease)
         if orphans:
@@ -99,7 +94,7 @@ class KvState:
     def transact(self, compares: Iterable[Compare], writes: Iterable[Put | Delete], now: float) -> Outcome:
         self.expire(now)
         compares, writes = tuple(compares), tuple(writes)
-        _check_size(compares, writes)
+        check_size(compares, writes)
         holds = self.holds(compares)
         if holds:
             for write in writes:
@@ -133,30 +128,6 @@ class KvState:
             if in_scopes(change.key, scopes):
                 newest_first.append(change)
         return tuple(reversed(newest_first))
-
-    def restore(
-        self,
-        entries: Iterable[Entry],
-        leases: Mapping[LeaseId, float],
-        lease_of: Mapping[str, LeaseId],
-        now: float,
-    ) -> None:
-        """What an earlier state has held, with revisions and leases below the base of this one: `leases` by their time
-        to live, which begins anew, and `lease_of` by key."""
-        self._entries |= {entry.key: entry for entry in entries}
-        self._lease_of |= lease_of
-        self._ttl_s |= leases
-        self._expires_at |= {lease: now + ttl_s for lease, ttl_s in leases.items()}
-        self._none_due_before = min(self._expires_at.values(), default=math.inf)
-
-    def entry(self, key: str) -> Entry | None:
-        return self._entries.get(key)
-
-    def lease_of(self, key: str) -> LeaseId | None:
-        return self._lease_of.get(key)
-
-    def entries(self) -> tuple[Entry, ...]:
-        return tuple(self._entries.values())
 
     def _mod_revision(self, key: str) -> int:
         entry = self._entries.get(key)

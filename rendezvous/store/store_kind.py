@@ -54,8 +54,6 @@ class Access:
     """None: no lease is taken and nothing is written, because this process only looks."""
     folder: Path | None = None
     """Where the store is, for a kind that has a folder in place of endpoints."""
-    lasting_folder: Path | None = None
-    """For what such a store keeps beyond the machine's restart; None: in `folder`, too."""
     prefix: str = ""
     tls: Tls | None = None
     login: Login | None = None
@@ -73,8 +71,8 @@ class StoreKind:
     port: int | None = None
     """Where an endpoint names none. None: this kind has no endpoints."""
     offer: Callable[[Access], Store] | None = None
-    """For a kind with a folder of one machine in place of endpoints, which only pools use: hosts the store there, or
-    connects to it where another process does. Raises StoreError."""
+    """For a kind with a folder of one machine in place of endpoints, which only pools use: makes the store there, if
+    there is none, and connects to it. Raises StoreError."""
     cluster: bool = False
     """Several endpoints may be given, of the members of one cluster; or a URL, whose scheme is the name."""
     host: Callable[[socket.socket, str, World | None, Callable[[str], None]], Store] | None = None

@@ -1,7 +1,5 @@
 """What a client and the host of its store send each other: JSON only, checked as it comes in, never code.
 
-The c10d store and the local one carry the same messages, each in its own way.
-
 A *call* is what a client asks, some of them a node's `requests` as they are, a *result* what comes back. Both travel
 as the codec writes them. With a call travels its `Caller`, which names the client, its *link* (this client's first
 connection, its second, ...) and the call's id on that link; with the result travels that id again, so that a late

@@ -1,4 +1,4 @@
-"""Hosts of c10d and local stores, in this process and in one of their own that a test may kill; an etcd server."""
+"""Hosts of c10d stores, in this process and in one of their own that a test may kill; an etcd server."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from elastic_agent.rendezvous.c10d.host import C10dHost
-from elastic_agent.rendezvous.local.files import StoreFiles
-from elastic_agent.rendezvous.local.host import LocalHost
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 ADDRESS = "127.0.0.1"
@@ -94,63 +91,6 @@ def c10d_host() -> Iterator[tuple[C10dHost, int]]:
     host, port = started_host()
     yield host, port
     host.close()
-
-
-LOCAL_HOST_PROGRAM = """
-import sys
-from pathlib import Path
-from elastic_agent.rendezvous.local.host import LocalHost
-from elastic_agent.rendezvous.local.files import StoreFiles
-host = LocalHost(StoreFiles(Path(sys.argv[1]), "pool"))
-print("hosts", flush=True)
-sys.stdin.read()
-host.close()
-"""
-
-
-def start_local_process(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOCAL_HOST_PROGRAM, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "hosts\n", f"the host process ended with {process.wait()}"
-    return process
-
-
-@pytest.fixture(scope="session")
-def shared_local_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreFiles]:
-    """For all tests that do it no harm."""
-    folder = tmp_path_factory.mktemp("local")
-    process = start_local_process(folder)
-    yield StoreFiles(folder, "pool")
-    process.kill()
-    process.communicate()
-
-
-@pytest.fixture(scope="session")
-def shared_local_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalHost, StoreFiles]]:
-    """In this process, for all tests that do it no harm."""
-    place = StoreFiles(tmp_path_factory.mktemp("local"), "pool")
-    host = LocalHost(place)
-    yield host, place
-    host.close()
-
-
-@pytest.fixture
-def local_host(tmp_path: Path) -> Iterator[Callable[[], LocalHost]]:
-    """Starts another one in the same place, where the first has ended."""
-    hosts: list[LocalHost] = []
-
-    def start() -> LocalHost:
-        hosts.append(LocalHost(StoreFiles(tmp_path, "pool")))
-        return hosts[-1]
-
-    yield start
-    for host in hosts:
-        host.close()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ from elastic_agent.rendezvous.c10d.store import C10dStore
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreClosed, StoreError
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import REQUESTS_PER_TTL, EtcdStore
-from elastic_agent.rendezvous.local.files import StoreFiles
+from elastic_agent.rendezvous.local.database import store_file
 from elastic_agent.rendezvous.local.store import LocalStore
 from elastic_agent.rendezvous.store.interface import (
     MOST_OPERATIONS,
@@ -56,8 +58,7 @@ KINDS = (
     "c10d-client",
     "c10d-two-processes",
     "local",
-    "local-client",
-    "local-two-processes",
+    "local-many-handles",
     "etcd",
 )
 
@@ -104,8 +105,17 @@ def new_etcd_client(cluster: EtcdCluster) -> Store:
     )
 
 
-def local_client(request: pytest.FixtureRequest, place: StoreFiles) -> Store:
-    store = LocalStore.connect(place, PATIENCE_S, request_timeout_s=PATIENCE_S)
+@pytest.fixture(scope="session")
+def shared_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """For all tests that do it no harm; open as long as a daemon would have it open."""
+    file = store_file(tmp_path_factory.mktemp("local"), "pool")
+    with closing(LocalStore.offer(file, PATIENCE_S)):
+        yield file
+
+
+def local_client(request: pytest.FixtureRequest) -> Store:
+    file = request.getfixturevalue("shared_file")
+    store = LocalStore.connect(file, PATIENCE_S, request_timeout_s=PATIENCE_S)
     request.addfinalizer(store.close)
     return store
 
@@ -125,14 +135,10 @@ def kind(request: pytest.FixtureRequest, clients: Callable[[int, int], Store]) -
             _, port = request.getfixturevalue("shared_host")
             return Kind(lambda: clients(port, next(numbers)), True)
         case "local":
-            host = request.getfixturevalue("shared_local_host")[0]
-            return Kind(lambda: host, True)
-        case "local-client":
-            place = request.getfixturevalue("shared_local_host")[1]
-            return Kind(lambda: local_client(request, place), True)
-        case "local-two-processes":
-            place = request.getfixturevalue("shared_local_process")
-            return Kind(lambda: local_client(request, place), False)
+            one = local_client(request)
+            return Kind(lambda: one, False)
+        case "local-many-handles":
+            return Kind(lambda: local_client(request), False)
         case "etcd":
             cluster, etcd_clients = map(request.getfixturevalue, ("shared_etcd", "etcd_clients"))
             return Kind(lambda: etcd_clients(cluster, next(numbers)), False, cluster.compact)
@@ -152,12 +158,8 @@ def closable(request: pytest.FixtureRequest) -> Store:
             return request.getfixturevalue("c10d_host")[0]  # type: ignore[no-any-return]
         case "c10d-client":
             return new_client(request.getfixturevalue("shared_host")[1])
-        case "local":
-            return request.getfixturevalue("local_host")()  # type: ignore[no-any-return]
-        case "local-client":
-            return local_client(request, request.getfixturevalue("shared_local_host")[1])
-        case "local-two-processes":
-            return local_client(request, request.getfixturevalue("shared_local_process"))
+        case "local" | "local-many-handles":
+            return local_client(request)
         case "etcd":
             return new_etcd_client(request.getfixturevalue("shared_etcd"))
     return new_client(request.getfixturevalue("shared_host_process").port)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.pool.view import SCOPES, PoolView
-from elastic_agent.rendezvous.local.files import StoreFiles
+from elastic_agent.rendezvous.local.database import store_file
 from elastic_agent.rendezvous.local.store import LocalStore
 
 from .harness import HELD_STORES, Agent, Job, python_path
@@ -59,7 +59,6 @@ class Pool:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.folder = Path(tempfile.mkdtemp(prefix="pool-"))
-        """Short: a UNIX socket's path is."""
         self.script = self.folder / "worker.py"
         self.script.write_text(WORKER)
         (self.folder / "run").mkdir(mode=0o700)
@@ -134,8 +133,7 @@ class Pool:
         return self.events(what="start", job=job)
 
     def view(self) -> PoolView:
-        place = StoreFiles(self.folder / "run", "pool")
-        store = LocalStore.connect(place, 30.0)
+        store = LocalStore.connect(store_file(self.folder / "run", "pool"), 30.0)
         try:
             view = PoolView()
             view.read(store.read(SCOPES))

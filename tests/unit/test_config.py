@@ -459,20 +459,20 @@ def test_a_pools_job_may_have_what_its_daemon_has_in_the_environment(script: str
 
 
 @pytest.mark.parametrize(
-    ("environ", "argv", "lasting"),
+    ("environ", "argv", "folder"),
     [
-        ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "/var/lib/a:/b"}, "", Path("/var/lib/a")),
-        ({"RUNTIME_DIRECTORY": "/run/a"}, "", None),
-        ({"STATE_DIRECTORY": "/var/lib/a"}, "", None),
-        ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "/b"}, "--rdzv-endpoint local:///f", None),
+        ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "/var/lib/a:/b"}, "", "/var/lib/a"),
+        ({"RUNTIME_DIRECTORY": "/run/a"}, "", "/run/a"),
+        ({"STATE_DIRECTORY": "/var/lib/a"}, "", "/var/lib/a"),
+        ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "/b"}, "--rdzv-endpoint local:///f", "/f"),
     ],
 )
-def test_a_service_keeps_its_queue_where_it_outlives_the_machines_restart(
-    environ: dict[str, str], argv: str, lasting: Path | None
+def test_a_service_keeps_its_store_where_it_outlives_the_machines_restart(
+    environ: dict[str, str], argv: str, folder: str
 ) -> None:
     words = read_argv(argv.split())
-    assert resolve_daemon(words, environ).config.rendezvous.lasting_folder == lasting
-    assert resolve_pool(words, environ).lasting_folder is None
+    assert resolve_daemon(words, environ).config.rendezvous.folder == Path(folder)
+    assert resolve_pool(words, environ).folder == Path(folder)
 
 
 def test_a_job_of_this_machines_pool_meets_in_its_store(script: str) -> None:

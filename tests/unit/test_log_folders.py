@@ -159,7 +159,7 @@ def test_a_full_temporary_directory_is_not_taken_but_looked_at(
     full, free = tmp_path / "full", tmp_path / "free"
     full.mkdir()
     free.mkdir()
-    pool = full / f"elastic-agent-pool-{os.geteuid()}" / "default.sock"
+    pool = full / f"elastic-agent-pool-{os.geteuid()}" / "default.db"
     pool.parent.mkdir()
     pool.touch()
 
