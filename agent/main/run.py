@@ -448,9 +448,7 @@ def _serve_workers(
     def new_group(generation: int, exited: Callable[[int, int, float], object]) -> WorkerGroup:
         cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
         lasting = GroupHelpers(guard, logs, io)
-        return WorkerGroup(
-            generation, node.incarnation, lasting, exited, post, clock, cgroup, subreaper.unknown_children
-        )
+        return WorkerGroup(generation, lasting, exited, post, clock, cgroup, subreaper.unknown_children)
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
     parts.callback(worker_store.end)

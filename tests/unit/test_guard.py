@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.workers.processes.guard import IGNORED
-from elastic_agent.agent.workers.processes.proc import find_processes
+from elastic_agent.agent.workers.processes.proc import find_processes, orphans_with
 from elastic_agent.agent.workers.processes.shim import STAY_IGNORED
 
 OURS = "ELASTIC_AGENT_INCARNATION=abc"
@@ -44,50 +44,48 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def pids(incarnation: str, sessions: Collection[int] = (), **others: Any) -> tuple[int, ...]:
-    return tuple(sorted(find_processes(incarnation, sessions, **others)))
+def pids(sessions: Collection[int], **others: Any) -> tuple[int, ...]:
+    return tuple(sorted(find_processes(sessions, **others)))
 
 
-def test_a_marked_environment_belongs_and_a_similar_one_does_not(proc: Path) -> None:
-    assert pids("abc", proc=proc) == (20,)
-    assert pids("ab", proc=proc) == ()
+def test_a_marked_environment_is_found_and_a_similar_one_is_not(proc: Path) -> None:
+    assert list(orphans_with(OURS, "0", proc)) == [20]
+    assert list(orphans_with(OURS[:-1], "0", proc)) == []
 
 
 def test_a_process_in_a_workers_session_belongs_whatever_its_environment(proc: Path) -> None:
     add(proc, 21, session=20)
-    assert pids("other", {20}, proc=proc) == (20, 21)
+    assert pids({20}, proc=proc) == (20, 21)
 
 
 def test_descendants_belong_whatever_their_session_and_environment(proc: Path) -> None:
     add(proc, 40, parent=20, session=40)
     add(proc, 9, parent=40, session=9)
     add(proc, 11, parent=10, session=10)
-    assert pids("abc", proc=proc) == (9, 20, 40)
-
-
-def test_a_generation_is_known_from_another_of_the_same_agent(proc: Path) -> None:
-    add(proc, 50, OURS, "ELASTIC_AGENT_GENERATION=8")
-    add(proc, 51, "ELASTIC_AGENT_INCARNATION=xyz", "ELASTIC_AGENT_GENERATION=8")
-    add(proc, 52, OURS)
-    assert pids("abc", generation=8, proc=proc) == (50,)
-    assert pids("abc", proc=proc) == (20, 50, 52)
+    assert pids((), others=(20,), proc=proc) == (9, 20, 40)
 
 
 @pytest.mark.parametrize("state", ["Z", "X"])
 def test_the_dead_are_not_found(proc: Path, state: str) -> None:
     add(proc, 60, OURS, session=20, parent=20, state=state)
-    assert pids("abc", {20}, proc=proc) == (20,)
+    assert pids({20}, proc=proc) == (20,)
 
 
 def test_a_name_that_looks_like_other_fields_changes_nothing(proc: Path) -> None:
-    add(proc, 70, OURS, name="x) Z 1 (y")
+    add(proc, 70, session=20, name="x) Z 1 (y")
     add(proc, 71, name=") R 20 20 20", session=71)
-    assert pids("abc", {20}, proc=proc) == (20, 70)
+    assert pids({20}, proc=proc) == (20, 70)
 
 
 def test_the_caller_and_pid_1_are_spared(proc: Path) -> None:
     add(proc, os.getpid(), OURS, session=20)
-    assert pids("abc", {1, 20}, proc=proc) == (20,)
+    assert pids({1, 20}, proc=proc) == (20,)
+
+
+def test_those_that_hang_in_the_kernel_are_asked_last(proc: Path) -> None:
+    """Who asks may be held there."""
+    add(proc, 5, OURS, state="D")
+    assert list(orphans_with(OURS, "0", proc)) == [20, 5]
 
 
 def test_no_environment_is_read_but_of_what_may_be_an_orphan_of_the_agent(
@@ -101,7 +99,7 @@ def test_no_environment_is_read_but_of_what_may_be_an_orphan_of_the_agent(
     add(proc, 83, OURS, parent=99, session=83, start=5500)  # ended between the look at 83 and its own
     add(proc, 90, parent=10, start=5500)  # another's child
     monkeypatch.setattr("builtins.open", spy := Spy())
-    assert pids("abc", since="5500", proc=proc) == (81, 82, 83)
+    assert sorted(orphans_with(OURS, "5500", proc)) == [81, 82, 83]
     read = {int(Path(path).parent.name) for path in spy.opened if path.endswith("/environ")}
     assert read == {81, 82, 83, os.getpid()}
 

@@ -62,7 +62,7 @@ def group_of(
 ) -> WorkerGroup:
     guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
     helpers = GroupHelpers(guard, logs, started_io())
-    return WorkerGroup(1, "an-incarnation", helpers, exited, post, clock, cgroup)
+    return WorkerGroup(1, helpers, exited, post, clock, cgroup)
 
 
 def specs(count: int = 3) -> list[WorkerSpec]:

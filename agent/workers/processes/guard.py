@@ -7,12 +7,12 @@ none, removes the agent's folders, and exits. It reads `session SID RANK` and `f
 
 A process that does not die is written to the file for the agents that come after: see `unkillable`.
 
-A process *belongs* to an incarnation when it is an orphan whose environment carries the incarnation's marker, when its
-session is a worker's (workers lead their own), or when it descends from such a process. Each rule finds what the others
-miss: the first those in sessions of their own, the second a scrubbed environment, the third both while the parent
-lives. What left all three is found by the living agent, which adopts it (`subreaper`), and after the agent's death only
-where it has a cgroup for its workers (`cgroups`): no process leaves that. A zombie is dead. An agent forgets a session
-as soon as it is empty: from then on its number may return as another session's.
+A process *belongs* to an incarnation when its session is a worker's (workers lead their own), when it is an orphan
+whose environment carries the incarnation's marker, or when it descends from such a process. Each rule finds what the
+others miss: the first a scrubbed environment, the second those in sessions of their own, the third both while the
+parent lives. What left all three is found by the living agent, which adopts it (`subreaper`), and after the agent's
+death only where it has a cgroup for its workers (`cgroups`): no process leaves that. A zombie is dead. An agent forgets
+a session as soon as it is empty: from then on its number may return as another session's.
 
 Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
 
@@ -32,10 +32,12 @@ from .proc import (
     boot_id,
     cgroup_members,
     empty_cgroup,
+    ends_within,
     find_processes,
     kill,
     living,
     living_since,
+    orphans_with,
     pid_namespace,
     reap_within,
     remove_cgroup,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """By this process: a service manager may signal all that it started, while workers in their grace go on."""
 
+MARKED_WITHIN_S = 0.5
+"""What has not been found by its environment until then is found by the next look, if at all."""
 SWEEP_S = 5.0
 """The guard gives up on processes that do not die (waiting for a dead disk) after this long."""
 REPORT_AFTER_S = 1.0
@@ -225,7 +229,8 @@ def _sweep(
     killed: set[int] = set()
     quiet, written = 0, False
     while quiet < 2 and time.monotonic() < begun + SWEEP_S:
-        found = find_processes(incarnation, sessions, spared={agent}, since=since)
+        marked = _marked_orphans(incarnation, since)
+        found = find_processes(sessions, others=marked, spared={agent})
         for pid, start in found.items():
             # Microseconds lie between the look and the kill; a pid comes back only after all others were used.
             if living_since(pid) == start and kill(pid):
@@ -244,6 +249,33 @@ def _sweep(
     unfinished = "" if quiet == 2 else "; some do not die"
     pids = " ".join(map(str, sorted(killed)))
     return f"elastic-agent: the agent has ended; killed what its workers left: {pids}{unfinished}\n"
+
+
+def _marked_orphans(incarnation: str, since: str) -> set[int]:
+    """Those whose environment carries the incarnation's marker, as far as they are found in time: a child looks for
+    them, which may hang in the kernel, and is left behind then."""
+    import select
+
+    ours, its = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for pid in orphans_with(f"ELASTIC_AGENT_INCARNATION={incarnation}", since):
+                os.write(its, f"{pid} ".encode())
+        finally:
+            os._exit(0)
+    os.close(its)
+    deadline, found = time.monotonic() + MARKED_WITHIN_S, b""
+    while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        data = os.read(ours, 65536)
+        if not data:
+            break
+        found += data
+    os.close(ours)
+    kill(child)
+    if ends_within(child, KILL_WAIT_S / 10):
+        os.waitpid(child, 0)
+    return {int(pid) for pid in found.rpartition(b" ")[0].split()} - {child}
 
 
 def write_unkillable(

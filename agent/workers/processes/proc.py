@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from ...common.kernel_files import read
 
@@ -186,45 +186,25 @@ def _threads(folder: str) -> Iterator[tuple[str, str]]:
 
 
 def find_processes(
-    incarnation: str,
-    sessions: Collection[int] = (),
+    sessions: Collection[int],
     *,
-    generation: int | None = None,
-    adopted: Collection[int] = (),
+    others: Collection[int] = (),
     spared: Collection[int] = (),
-    since: str = "",
     proc: Folder = "/proc",
 ) -> dict[int, str]:
-    """The living processes that belong to this incarnation's workers, or to those of one `generation`: pid and start.
+    """The living processes of these sessions, those `others`, and all that descends from them: pid and start time.
 
-    Those `adopted` belong, too, whatever they look like. The caller, pid 1 and those `spared` are never among them. A
-    process that a worker forked without exec has the environment that its program was started with: its generation
-    shows only if that program was started for one.
-
-    The agent has started at `since`, by default when the caller has. To read an environment is to wait for a process
-    whose memory the kernel has locked, maybe for ever. So it is read only of what may be an orphan of the agent: it is
-    no older, and its parent has ended, or may adopt.
-    """
-    marks = {f"ELASTIC_AGENT_INCARNATION={incarnation}"}
-    if generation is not None:
-        marks.add(f"ELASTIC_AGENT_GENERATION={generation}")
+    The caller, pid 1 and those `spared` are never among them."""
     starts: dict[int, str] = {}
-    parents: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     belonging: list[int] = []
     for pid in (int(name) for name in os.listdir(proc) if name.isdecimal()):
         stat = living(pid, proc)
         if stat is None:
             continue
-        starts[pid], parents[pid] = stat.start, stat.parent
+        starts[pid] = stat.start
         children.setdefault(stat.parent, []).append(pid)
-        if pid in adopted or stat.session in sessions:
-            belonging.append(pid)
-    born = int(since or starts.get(os.getpid(), "0"))
-    adopting = _with_ancestors(os.getpid(), parents)
-    for pid, parent in parents.items():
-        may_be_orphan = parent in adopting or parent not in parents
-        if may_be_orphan and int(starts[pid]) >= born and marks <= _environment(pid, proc):
+        if pid in others or stat.session in sessions:
             belonging.append(pid)
     found: dict[int, str] = {}
     while belonging:
@@ -235,18 +215,23 @@ def find_processes(
     return found
 
 
-def _with_ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:
-    """And pid 1: the kernel gives an orphan to no other process than one of these."""
-    found = {1}
-    while pid in parents and pid not in found:
-        found.add(pid)
-        pid = parents[pid]
-    return found
+def orphans_with(mark: str, since: str, proc: Folder = "/proc") -> Iterator[int]:
+    """The processes with this variable in their environment that may be orphans of an agent that started at `since`:
+    they are no older, and their parent has ended, or may adopt.
 
-
-def _environment(pid: int, proc: Folder) -> set[str]:
-    """Empty where it cannot be read: gone meanwhile, or another user's, and so no worker."""
-    return set(read(f"{os.fspath(proc)}/{pid}/environ").split("\0"))
+    To read an environment is to wait for a process whose memory the kernel has locked, maybe for ever: to be asked for
+    in a process that nobody waits for."""
+    stats = all_stats(proc)
+    adopting, ancestor = {1}, os.getpid()
+    while ancestor in stats and ancestor not in adopting:
+        adopting.add(ancestor)
+        ancestor = stats[ancestor].parent
+    # Those that hang in the kernel come last.
+    for stat in sorted(stats.values(), key=lambda stat: stat.state == _ASLEEP):
+        if int(stat.start) < int(since) or (stat.parent not in adopting and stat.parent in stats):
+            continue
+        if mark in read(f"{os.fspath(proc)}/{stat.pid}/environ").split("\0"):
+            yield int(stat.pid)
 
 
 def cgroup_members(cgroup: Folder) -> tuple[int, ...]:

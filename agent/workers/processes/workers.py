@@ -178,7 +178,6 @@ class WorkerGroup:
     def __init__(
         self,
         generation: int,
-        incarnation: str,
         helpers: GroupHelpers,
         exited: Callable[[int, int, float], object],
         post: Callable[[Event], None],
@@ -186,8 +185,8 @@ class WorkerGroup:
         cgroup: Path | None = None,
         unknown_children: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`incarnation` is the agent's, by which every process of its workers is known from others. `cgroup` is
-        made by `start`, for this group alone. `unknown_children()` are orphans of its workers, adopted by the agent.
+        """`cgroup` is made by `start`, for this group alone. `unknown_children()` are orphans of its workers, adopted
+        by the agent.
 
         `exited` gets generation, local rank and instant, in the main loop, when a process has ended and can be reaped.
         """
@@ -199,7 +198,6 @@ class WorkerGroup:
         """Why, of those that did not start from a spare."""
         self.killed = False
         """Those that were left after the grace, or after a start that failed, were sent SIGKILL."""
-        self._incarnation = incarnation
         self._guard = helpers.guard
         self._logs = helpers.logs
         self._io = helpers.io
@@ -355,9 +353,7 @@ class WorkerGroup:
                 self._kill()
             return False
         sessions = self.pids
-        leftovers = find_processes(
-            self._incarnation, sessions, generation=self.generation, adopted=self._unknown_children()
-        )
+        leftovers = find_processes(sessions, others=self._unknown_children())
         for pid in leftovers:
             kill(pid)
         held = cgroup_members(self._cgroup) if self._cgroup is not None else ()
