@@ -311,7 +311,7 @@ def _start_helpers(
     guard = Guard()
     run_dir = claimed.node.run_dir
     folders = [run_dir] if claimed.memory is None else [run_dir, claimed.memory.path]
-    remains = file_for(run_dir), agent.config.rendezvous.job_id, agent.name
+    remains = file_for(run_dir), agent.config.rendezvous.job_id
     guard.start(agent.incarnation, folders, claimed.node.cgroup, remains)
     parts.callback(guard.close)
     watched, wait_s = claimed.node.machine.watched, agent.config.gpu_memory_wait_s

@@ -216,10 +216,9 @@ def test_a_node_whose_worker_hangs_in_the_kernel_gives_up_its_place(job: Job, de
 
     again = job.join("b", *options)
     assert again.exit_code() == ExitCode.UNKILLABLE
-    assert again.says(rf"rank {both.rank_on('b')} of node b: {asleep}")
+    assert again.says(rf"could not kill still lives on this machine.*{asleep}")
     other = job.start("c", f"--rdzv-id=not-{job.id}", "--no-python", script=("true",))
     assert other.exit_code() == ExitCode.SUCCESS
-    assert other.says(rf"an earlier agent of job {job.id} could not kill still lives .* node b: {asleep}")
 
     dead_disk.close()
     job.join("b", *options)

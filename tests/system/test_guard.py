@@ -54,7 +54,7 @@ guard = Guard()
 guard.start(incarnation)
 environment = {**os.environ, "ELASTIC_AGENT_INCARNATION": incarnation}
 worker = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
-guard.watch(worker.pid, 0)
+guard.watch(worker.pid)
 print(guard.pid, worker.pid, flush=True)
 time.sleep(600)
 """
@@ -146,8 +146,8 @@ def test_closing_the_guard_kills_what_is_left_but_not_the_agent_and_its_other_ch
     guard = Guard()
     guard.start(incarnation)
     other, worker, ended = sleeper(started), sleeper(started, incarnation), sleeper(started)
-    guard.watch(worker, 0)
-    guard.watch(ended, 0)
+    guard.watch(worker)
+    guard.watch(ended)
     guard.forget(ended)
     guard.close()
     assert not alive(worker)
@@ -212,7 +212,7 @@ def test_a_guard_that_does_not_listen_is_replaced_and_the_new_one_knows_all_sess
     guard = Guard()
     guard.start(uuid.uuid4().hex)
     worker = sleeper(started)
-    guard.watch(worker, 0)
+    guard.watch(worker)
     first = guard.pid
     os.kill(first, number)
 
@@ -234,7 +234,7 @@ def test_a_guard_that_cannot_be_replaced_at_once_is_replaced_later(
     guard = Guard()
     guard.start(uuid.uuid4().hex)
     worker = sleeper(started)
-    guard.watch(worker, 0)
+    guard.watch(worker)
     os.kill(dead := guard.pid, signal.SIGKILL)
     before = len(os.listdir("/proc/self/fd"))
 
@@ -264,7 +264,7 @@ def test_guards_that_end_at_once_leave_no_descriptors(
     guard = Guard()
     guard.start(uuid.uuid4().hex)
     worker = sleeper(started)
-    guard.watch(worker, 0)
+    guard.watch(worker)
     os.kill(guard.pid, signal.SIGKILL)
     before = len(os.listdir("/proc/self/fd"))
     popen = subprocess.Popen

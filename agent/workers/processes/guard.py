@@ -3,7 +3,7 @@
 A worker dies with the agent by its parent-death signal, but its children do not: data loaders, launchers, daemons.
 The guard holds the read end of a pipe whose write end only the agent has. End-of-file means that the agent is gone,
 however it went; then the guard kills every process that belongs to the agent's workers until two searches in a row find
-none, removes the agent's folders, and exits. It reads `session SID RANK` and `forget SID` lines.
+none, removes the agent's folders, and exits. It reads `session SID` and `forget SID` lines.
 
 A process that does not die is written to the file for the agents that come after: see `unkillable`.
 
@@ -25,20 +25,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from .proc import (
     KILL_WAIT_S,
-    boot_id,
     cgroup_members,
     empty_cgroup,
     ends_within,
     find_processes,
     kill,
+    life_of_pids,
     living,
     living_since,
     orphans_with,
-    pid_namespace,
     reap_within,
     remove_cgroup,
 )
@@ -69,8 +68,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
-        self._sessions: dict[int, int] = {}
-        """With the rank of the worker that leads each."""
+        self._sessions: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._missing = False
         """It has ended, and no other could be started yet."""
@@ -84,21 +82,21 @@ class Guard:
         incarnation: str,
         folders: Iterable[str | os.PathLike[str]] = (),
         cgroup: str | os.PathLike[str] | None = None,
-        unkillable: tuple[str | os.PathLike[str], str, str] = ("", "", ""),
+        unkillable: tuple[str | os.PathLike[str], str] = ("", ""),
     ) -> None:
         """`folders` are the agent's own, of temporary files, `cgroup` that of all its workers: no other process can
-        remove them after a SIGKILL. `unkillable`: the file for what does not die, and the job and node named there."""
+        remove them after a SIGKILL. `unkillable`: the file for what does not die, and the job named there."""
         self._arguments = [incarnation, *(os.fspath(path) for path in (cgroup or "", *unkillable, *folders))]
         self._launch()
 
-    def watch(self, sid: int, rank: int) -> None:
-        """The worker of this rank leads this session now."""
-        self._sessions[sid] = rank
-        self._send(f"session {sid} {rank}\n")
+    def watch(self, sid: int) -> None:
+        """A worker leads this session now."""
+        self._sessions.add(sid)
+        self._send(f"session {sid}\n")
 
     def forget(self, sid: int) -> None:
         """No process is left in this session."""
-        self._sessions.pop(sid, None)
+        self._sessions.discard(sid)
         self._send(f"forget {sid}\n")
 
     def check(self) -> None:
@@ -143,8 +141,8 @@ class Guard:
             os.close(read)
         os.set_blocking(pipe, False)
         try:
-            for sid, rank in self._sessions.items():
-                os.write(pipe, f"session {sid} {rank}\n".encode())
+            for sid in self._sessions:
+                os.write(pipe, f"session {sid}\n".encode())
         except OSError:  # it has ended at once
             os.close(pipe)
             _end(process)
@@ -185,23 +183,23 @@ def _end(guard: subprocess.Popen[bytes], within_s: float = 0.0) -> None:
 # --- The process
 
 
-def main(incarnation: str, cgroup: str, file: str, job: str, node: str, *folders: str) -> None:
+def main(incarnation: str, cgroup: str, file: str, job: str, *folders: str) -> None:
     """`cgroup` and `file` may be empty."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     agent = os.getppid()
     since = living_since(agent) or "0"  # it may have just ended
-    sessions: dict[int, int] = {}
+    sessions: set[int] = set()
     begun = b""
     while data := os.read(0, 65536):
         *lines, begun = (begun + data).split(b"\n")
         for line in lines:
-            word, *numbers = line.split()
+            word, number = line.split()
             if word == b"session":
-                sessions[int(numbers[0])] = int(numbers[1])
-            elif word == b"forget":
-                sessions.pop(int(numbers[0]), None)
-    report = _sweep(incarnation, sessions, agent, since, cgroup, (file, job, node))
+                sessions.add(int(number))
+            else:
+                sessions.discard(int(number))
+    report = _sweep(incarnation, sessions, agent, since, cgroup, (file, job))
     remove_cgroup(cgroup)
     if folders:
         import shutil
@@ -218,11 +216,11 @@ def main(incarnation: str, cgroup: str, file: str, job: str, node: str, *folders
 
 def _sweep(
     incarnation: str,
-    sessions: Mapping[int, int],
+    sessions: Collection[int],
     agent: int,
     since: str,
     cgroup: str,
-    unkillable: tuple[str, str, str],
+    unkillable: tuple[str, str],
 ) -> str:
     """Kills what belongs, and returns the line for stderr; empty when nothing was left."""
     begun = time.monotonic()
@@ -238,8 +236,8 @@ def _sweep(
         held = cgroup_members(cgroup)
         killed.update(held)
         quiet = quiet + 1 if empty_cgroup(cgroup) and not found else 0
-        if not quiet and not written and time.monotonic() > begun + REPORT_AFTER_S:
-            write_unkillable(*unkillable, {*found, *held}, sessions)
+        if unkillable[0] and not quiet and not written and time.monotonic() > begun + REPORT_AFTER_S:
+            write_unkillable(*unkillable, {*found, *held})
             written = True
         time.sleep(_PAUSE_S)
     if quiet == 2 and written:
@@ -278,34 +276,22 @@ def _marked_orphans(incarnation: str, since: str) -> set[int]:
     return {int(pid) for pid in found.rpartition(b" ")[0].split()} - {child}
 
 
-def write_unkillable(
-    file: str, job: str, node: str, pids: Collection[int], sessions: Mapping[int, int]
-) -> None:
+def write_unkillable(file: str, job: str, pids: Collection[int]) -> None:
     """In the form that `unkillable` reads; the file appears whole or not at all."""
-    if not file:
-        return
-    import json
-
     stats = ((pid, living(pid)) for pid in sorted(pids)[:MAX_REPORTED])
-    processes = [
-        {"pid": pid, "start": stat.start, "rank": sessions.get(stat.session)} for pid, stat in stats if stat
-    ]
-    where = {"boot": boot_id(), "pid_namespace": pid_namespace()}
-    text = json.dumps({"v": 2, "job": job, "node": node, **where, "processes": processes}).encode()
+    lines = [job, life_of_pids(), *(f"{pid} {stat.start}" for pid, stat in stats if stat is not None)]
     begun = file + ".begun"
     try:
         fd = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except OSError:
+    except OSError:  # also where there is no name for it
         return
     try:
-        if os.write(fd, text) == len(text):
-            os.rename(begun, file)
-            return
+        os.write(fd, "".join(f"{line}\n" for line in lines).encode())
+        os.rename(begun, file)
     except OSError:
-        pass
+        _remove(begun)
     finally:
         os.close(fd)
-    _remove(begun)
 
 
 def _remove(file: str) -> None:

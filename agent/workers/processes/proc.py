@@ -124,17 +124,17 @@ def living_since(pid: int, proc: Folder = "/proc") -> str:
     return stat.start if stat is not None else ""
 
 
-def boot_id() -> str:
-    """Of this life of the machine; empty where the kernel does not show it."""
-    return read("/proc/sys/kernel/random/boot_id")
-
-
 def pid_namespace() -> int:
     """By its inode; 0 where the kernel does not show it. A pid names a process in one namespace only."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+def life_of_pids() -> str:
+    """Within which pid and start time name a process: this life of the machine, and the PID namespace."""
+    return f"{read('/proc/sys/kernel/random/boot_id').strip()} {pid_namespace()}"
 
 
 def debugger_of(folder: Folder) -> str:

@@ -273,7 +273,7 @@ class WorkerGroup:
         if why_cold:
             self.cold[spec.local_rank] = why_cold
         self._logs.attach(self.generation, spec.rank, (out, err), spec.routes)
-        self._guard.watch(process.pid, spec.rank)
+        self._guard.watch(process.pid)
 
     def _end_at_once(self) -> None:
         """Of a start that has failed: there is no thread to notice these ends, and nothing that is lost by them."""
