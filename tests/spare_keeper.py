@@ -41,13 +41,14 @@ class SpareKeeper:
         wanted: int = 2,
         python: str = sys.executable,
         first_on_path: Path | str = "",
+        script: str = "",
         **environment: str,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.memory = PLENTY
         self.late_s = 0.0
         self.spares = Spares(
-            Interpreter(python, {**os.environ, **environment}, str(first_on_path or os.getcwd())),
+            Interpreter(python, {**os.environ, **environment}, str(first_on_path or os.getcwd()), script),
             names,
             wanted,
             started_io(),

@@ -311,7 +311,7 @@ PRELOAD: Option[tuple[str, ...]] = NODES.option(
     ),
     "a process imports these modules in advance, and workers are forked from it within milliseconds. default: torch,"
     " and what DistributedDataParallel imports when it is first used; auto: besides, what"
-    " workers of the first generation import from site-packages (alone it means default,auto);"
+    " the script itself imports from site-packages (alone it means default,auto);"
     " none: each worker imports all by itself, as under torchrun",
     metavar="NAMES",
     default="default",

@@ -52,7 +52,7 @@ from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.worker_reports import ReportReceiver
 from ..workers.failures.causes import CauseTable
 from ..workers.preloader.spares import Spares
-from ..workers.processes.workers import first_on_path
+from ..workers.processes.workers import first_on_path, script_of
 from .prepared import Prepared, interpreter_of, new_spares
 from .service_manager import ServiceManager
 
@@ -203,7 +203,10 @@ def recheck_of(agent: Agent, machine: Machine) -> Recheck:
 def spares_of(agent: Agent, machine: Machine, prepared: Prepared) -> Spares:
     """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
     command, words, wanted = agent.config.command, agent.config.preload, machine.workers + 1
-    interpreter = interpreter_of(prepared, agent.environment, first_on_path(command.started, os.getcwd()))
+    cwd = os.getcwd()
+    interpreter = interpreter_of(
+        prepared, agent.environment, first_on_path(command.started, cwd), script_of(command, cwd)
+    )
     forks = bool(words) and command.kind != "binary" and not prepared.adoption_error
     if prepared.spares is not None:
         why_not = prepared.spares.adopt(interpreter, words, wanted) if forks else "workers start cold"

@@ -49,15 +49,17 @@ def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, 
     """With what these words of --preload name, in this environment, where that can be."""
     if prepared.adoption_error or not words:
         return prepared
-    spares = new_spares(prepared, interpreter_of(prepared, environment, first_on_path=""), words, wanted=0)
+    spares = new_spares(prepared, interpreter_of(prepared, environment), words, wanted=0)
     spares.start()
     return replace(prepared, spares=spares)
 
 
-def interpreter_of(prepared: Prepared, environment: Mapping[str, str], first_on_path: str) -> Interpreter:
+def interpreter_of(
+    prepared: Prepared, environment: Mapping[str, str], first_on_path: str = "", script: str = ""
+) -> Interpreter:
     """By its mark the guard finds the preloaded process, too."""
     marked = {**environment, **WorkerEnv(incarnation=prepared.incarnation).variables()}
-    return Interpreter(job_python(environment), marked, first_on_path)
+    return Interpreter(job_python(environment), marked, first_on_path, script)
 
 
 def new_spares(prepared: Prepared, interpreter: Interpreter, words: Sequence[str], wanted: int) -> Spares:

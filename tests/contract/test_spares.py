@@ -270,58 +270,21 @@ def test_scarce_memory_drops_the_spares_and_they_come_back_or_are_made_when_need
     assert "memory is not scarce any more" in caplog.text
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """The site-packages of an interpreter that has hardly anything."""
+def test_what_the_script_imports_is_preloaded_where_it_is_installed(tmp_path: Path) -> None:
+    """With `auto`: a job's own modules are edited."""
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     [site] = (tmp_path / "venv/lib").glob("python*/site-packages")
-    return site
-
-
-def test_what_a_worker_imports_is_learned_and_preloaded_where_it_is_installed(
-    site: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     loads = tmp_path / "loads"
-    for folder, name in ((site, "library"), (tmp_path, "my_own")):
+    for folder, name in ((site, "library"), (site, "other"), (tmp_path, "my_own")):
         (folder / f"{name}.py").write_text(f"open({str(loads)!r}, 'a').write(__name__ + ' ')")
-    program = script(tmp_path, "import library, my_own, sys; print(type(sys.meta_path[0]).__name__)")
+    program = script(tmp_path, "import library\nif True:\n    from my_own import __name__\nprint('other')")
     python = str(tmp_path / "venv/bin/python")
-    agent = SpareKeeper("json", "auto", python=python, first_on_path=tmp_path).start()
+    agent = SpareKeeper("json", "auto", python=python, first_on_path=tmp_path, script=str(program)).start()
     agent.run_until_ready()
-    first = agent.preloaded
-    assert run(taken := agent.take(), program) == "Listener\n"
+    assert loads.read_text() == "library "
+    assert run(taken := agent.take(), program) == "other\n"
     assert taken.wait() == 0
-    assert run(taken := agent.take(), program) != "Listener\n", "one worker is enough"
-    assert taken.wait() == 0
-    agent.spares.workers_started(agent.clock())
-    agent.late_s += module.LEARN_AFTER_S
-    agent.run_until(lambda: "with what workers have imported" in caplog.text)
-    agent.run_until(lambda: first not in agent.spares.sessions)
-    agent.run_until_ready()
-    assert loads.read_text().split() == ["library", "my_own"] * 2 + ["library"]
-    assert run(taken := agent.take(), program)
-    assert taken.wait() == 0
-    assert loads.read_text().split() == ["library", "my_own"] * 2 + ["library", "my_own"]
-    agent.spares.close()
-
-
-def test_what_cannot_be_forked_with_what_was_learned_goes_on_without_it(
-    site: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (site / "threaded.py").write_text(
-        "import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
-    )
-    python = str(tmp_path / "venv/bin/python")
-    agent = SpareKeeper("json", "auto", python=python, first_on_path=tmp_path).start()
-    agent.run_until_ready()
-    first = agent.preloaded
-    assert run(taken := agent.take(), script(tmp_path, "import threaded; print(1)")) == "1\n"
-    assert taken.wait() == 0
-    agent.spares.workers_started(agent.clock())
-    agent.late_s += module.LEARN_AFTER_S
-    agent.run_until(lambda: "what workers import is not preloaded: it has 2 threads" in caplog.text)
-    assert agent.preloaded == first
-    agent.run_until_ready()
+    assert loads.read_text() == "library my_own "
     agent.spares.close()
 
 

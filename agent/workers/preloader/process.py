@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from ....worker.ranks import gloo_threads, master_port
     from ..processes import shim, store_holder
     from ..processes import spare_wire as wire
-    from . import import_profile, proc_title
+    from . import proc_title
     from .become import Script, become
     from .imported import Imported, Unfit, expanded
 else:
     # Our package by a name that is not used elsewhere: scripts may have another version of it, or none.
     package = sys.modules["elastic_agent_preloader"] = types.ModuleType("elastic_agent_preloader")
     package.__path__ = [str(Path(__file__).parents[3])]
-    from elastic_agent_preloader.agent.workers.preloader import import_profile, proc_title
+    from elastic_agent_preloader.agent.workers.preloader import proc_title
     from elastic_agent_preloader.agent.workers.preloader.become import Script, become
     from elastic_agent_preloader.agent.workers.preloader.imported import Imported, Unfit, expanded
     from elastic_agent_preloader.agent.workers.processes import shim, store_holder
@@ -92,10 +92,10 @@ def main(agent_pid: int) -> Script:
 
 
 def load(preload: wire.Preload) -> Imported:
-    """Imports the modules named, and those installed that a worker has asked for."""
+    """Imports the modules named."""
     gc.disable()
-    names = dict.fromkeys([*expanded(preload.names), *import_profile.installed(preload.learned)])
-    imported = Imported(names, FRESH, preload.first_on_path)
+    names = expanded(preload.names, preload.script)
+    imported = Imported(dict.fromkeys(names), FRESH, preload.first_on_path)
     gloo_threads.watch()
     master_port.watch()
     gc.collect()
@@ -231,8 +231,6 @@ def _become_worker(
             wire.send(channel, wire.Problem(problem))
 
     script = become(start, imported, report)
-    for profile in descriptors[3:]:
-        import_profile.profile_imports(profile)
     channel.close()
     return script
 

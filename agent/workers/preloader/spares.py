@@ -32,7 +32,6 @@ from ..processes.exit_words import describe_exit
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
 from ..processes.workers import Process, tied
 from . import env_rules
-from .import_profile import ImportProfile
 from .spare_policy import (
     CALM_S,
     HEALTHY_S,
@@ -52,9 +51,6 @@ PROCESS = Path(__file__).with_name("process.py")
 MEMORY_EVERY_S = 5.0
 """Between two looks at how scarce memory is."""
 
-LEARN_AFTER_S = 15.0
-"""With --preload auto: from the start of the first generation until it has probably imported what it needs."""
-
 OUTPUT_MOST = 16 * 1024
 
 ENDING_S = 0.5
@@ -64,9 +60,8 @@ ENDING_S = 0.5
 class Spare:
     """One forked process that waits, or has become what it was sent."""
 
-    def __init__(self, channel: socket.socket, profile: ImportProfile | None = None) -> None:
+    def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self._profile = profile
         self.pid = 0
         """Known when it is ready."""
         self.taken = False
@@ -74,9 +69,7 @@ class Spare:
 
     def become(self, message: wire.BecomeWorker | wire.ServeStores, descriptors: Sequence[int] = ()) -> None:
         """Raises OSError when it has ended."""
-        worker = isinstance(message, wire.BecomeWorker)
-        profile = self._profile.hand_out() if worker and self._profile is not None else ()
-        wire.send(self.channel, message, [*descriptors, *profile])
+        wire.send(self.channel, message, descriptors)
 
     def wait(self) -> int:
         """Its return code, as `subprocess` counts it."""
@@ -101,7 +94,6 @@ class _Preloaded:
     output: socket.socket
     """What it and its spares print: hardly ever anything."""
     since: float
-    learned: tuple[str, ...] = ()
     phase: Phase = Phase.LOADING
     reads: frozenset[str] = frozenset()
     """Variables that its modules have read."""
@@ -117,6 +109,8 @@ class Interpreter:
     """What they inherit, with the mark of this agent."""
     first_on_path: str
     """The folder where they look first for modules; empty while no job is known."""
+    script: str = ""
+    """What they run, if that is a file of Python's."""
 
 
 class Spares:
@@ -143,13 +137,7 @@ class Spares:
         self._post = post
         self._clock = clock
         self._read_memory = read_memory
-        self._profile = ImportProfile() if "auto" in names else None
-        self._learn_at: float | None = None
-        self._learned: tuple[str, ...] = ()
-        """What the first generation has imported, once that is preloaded, too."""
         self._preloaded: _Preloaded | None = None
-        self._next: _Preloaded | None = None
-        """It will take the other's place if it can be forked with what was learned."""
         self._spares: list[Spare] = []
         self._asked_at = 0.0
         self._fork_failed = False
@@ -163,7 +151,7 @@ class Spares:
         self._owners: dict[int, _Preloaded | Spare] = {}
 
     def start(self) -> None:
-        self._preloaded = self._launch((), self._clock())
+        self._preloaded = self._launch(self._clock())
 
     def adopt(self, interpreter: Interpreter, names: Sequence[str], wanted: int) -> str:
         """From now on for workers like these, with what is preloaded already. Why that cannot be; empty if it is so.
@@ -186,8 +174,8 @@ class Spares:
     def close(self) -> None:
         """The agent is ending."""
         self._retry_at = None
-        for preloaded in filter(None, (self._preloaded, self._next)):
-            self._end(preloaded)
+        if self._preloaded is not None:
+            self._end(self._preloaded)
         ready = [spare for spare in self._spares if spare.pid]
         self._drop_all()
         children: list[Process] = [*ready, *self._ending]
@@ -204,7 +192,7 @@ class Spares:
     @property
     def sessions(self) -> Collection[int]:
         """Of preloaded processes: the sessions from which spares come."""
-        living = [preloaded.process for preloaded in (self._preloaded, self._next) if preloaded is not None]
+        living = [self._preloaded.process] if self._preloaded is not None else []
         return [process.pid for process in (*living, *self._ending)]
 
     @property
@@ -263,17 +251,13 @@ class Spares:
     def workers_started(self, now: float) -> None:
         """They need the cores now."""
         self._calm_at = now + CALM_S
-        if self._profile is not None and self._profile.handed_out and self._learn_at is None:
-            self._learn_at = now + LEARN_AFTER_S
 
     def turn(self, now: float) -> float | None:
         """Do what is due; the instant at which there is more to do."""
         self._ending = [process for process in self._ending if process.poll() is None]
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
-            self._preloaded = self._launch(self._learned, now)
-        if self._learn_at is not None and now >= self._learn_at:
-            self._learn(now)
+            self._preloaded = self._launch(now)
         self._replace_if_overdue(now)
         if now >= self._look_at and (self._spares or self._pressure):
             self._look_at = now + MEMORY_EVERY_S
@@ -281,7 +265,7 @@ class Spares:
         stock = self._stock()
         if missing := in_background(stock, self._wanted, self._calm_at, bool(self._pressure), now):
             self._ask_for(missing, now)
-        instants = [self._look_at, self._retry_at, self._learn_at, due_at(self._stock())]
+        instants = [self._look_at, self._retry_at, due_at(self._stock())]
         if now < self._calm_at:
             instants.append(self._calm_at)
         return min((at for at in instants if at is not None), default=None)
@@ -312,7 +296,7 @@ class Spares:
 
     # --- The preloaded process
 
-    def _launch(self, learned: tuple[str, ...], now: float) -> _Preloaded | None:
+    def _launch(self, now: float) -> _Preloaded | None:
         """None when that failed, which is logged."""
         (ours, theirs), (output, their_output) = wire.pair(), socket.socketpair()
         try:
@@ -325,22 +309,21 @@ class Spares:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            wire.send(ours, wire.Preload(self._names, learned, self._interpreter.first_on_path))
+            job = self._interpreter
+            wire.send(ours, wire.Preload(self._names, job.script, job.first_on_path))
         except OSError as error:
             ours.close()
             output.close()
             self._failed(f"it cannot be started: {error}", now)
             return None
-        preloaded = _Preloaded(process, ours, output, now, learned)
+        preloaded = _Preloaded(process, ours, output, now)
         self._watch(ours, preloaded)
         self._watch(output, preloaded)
         self.why_cold = "the preloaded process has not yet done its imports"
         return preloaded
 
     def _on_preloaded_message(self, preloaded: _Preloaded, message: wire.Message | None, now: float) -> None:
-        if preloaded is self._next:
-            self._on_next_message(preloaded, message, now)
-        elif message is None:
+        if message is None:
             returncode = reap_within(preloaded.process, ENDING_S)
             self._end(preloaded)
             ended = "it has closed its socket" if returncode is None else describe_exit(returncode)
@@ -358,32 +341,10 @@ class Spares:
             self._drop_all()
             if message.stale:
                 log.info("preloading again: %s", message.why)
-                self._preloaded = self._launch(self._learned, now)
+                self._preloaded = self._launch(now)
             else:
                 self.why_cold = f"the preloaded process cannot be forked: {message.why}"
                 log.warning("workers start cold from now on: %s", self.why_cold)
-
-    def _learn(self, now: float) -> None:
-        assert self._profile is not None
-        self._learn_at = None
-        learned, self._profile = self._profile.read(), None
-        if learned and self._preloaded is not None:
-            self._next = self._launch(learned, now)
-
-    def _on_next_message(self, preloaded: _Preloaded, message: wire.Message | None, now: float) -> None:
-        """It takes its place when it is ready; if it never is, all goes on as before."""
-        if message is None or isinstance(message, wire.Unfit):
-            self._end(preloaded)
-            why = "the process that tried it has ended" if message is None else message.why
-            log.warning("what workers import is not preloaded: %s", why)
-        elif isinstance(message, wire.Loaded):
-            if self._preloaded is not None:
-                self._end(self._preloaded)
-            self._drop_all()
-            self._preloaded, self._next, self._learned = preloaded, None, preloaded.learned
-            preloaded.phase, preloaded.since = Phase.READY, now
-            preloaded.reads = frozenset(message.reads)
-            log.info("preloaded %d modules, with what workers have imported", message.modules)
 
     def _on_output(self, preloaded: _Preloaded) -> None:
         try:
@@ -427,9 +388,6 @@ class Spares:
         self._close(preloaded.channel)
         self._ending.append(preloaded.process)
         preloaded.process.kill()
-        if preloaded is self._next:
-            self._next = None
-            return
         self._preloaded = None
         for coming in [spare for spare in self._spares if not spare.pid]:
             self._discard(coming)
@@ -449,7 +407,7 @@ class Spares:
             self._asked_at, self._fork_failed = now, False
         for ours, theirs in pairs:
             theirs.close()
-            spare = Spare(ours, self._profile)
+            spare = Spare(ours)
             self._spares.append(spare)
             self._watch(ours, spare)
 

@@ -34,10 +34,11 @@ VariableName: TypeAlias = Annotated[str, Text(LONGEST, re.compile(r"[^\0=]+"))]
 
 @dataclass(frozen=True, slots=True)
 class Preload:
-    """The first message to the preloaded process: what `--preload` names, and what a worker has imported."""
+    """The first message to the preloaded process: the words of `--preload`."""
 
     names: tuple[str, ...]
-    learned: tuple[str, ...]
+    script: str
+    """What `auto` among them looks into; empty: none is known."""
     first_on_path: str
     """Empty: no job is known yet, and no folder of one is looked into."""
 
@@ -84,7 +85,7 @@ class Problem:
 class BecomeWorker:
     """To a spare: run `python -u TARGET ARGS...` or `python -u -m TARGET ARGS...` with this environment and no other.
 
-    With it come standard input, output and error, and maybe a file for the names of imported modules.
+    With it come standard input, output and error.
     """
 
     target_kind: Literal["script", "module"]

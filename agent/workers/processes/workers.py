@@ -111,6 +111,17 @@ def first_on_path(command: Command, cwd: str) -> str:
     return cwd if command.kind == "module" else os.path.dirname(os.path.realpath(command.target))
 
 
+def script_of(command: Command, cwd: str) -> str:
+    """The file of Python's that workers run: of a module, where it is below this folder. Empty: none is known."""
+    if command.kind == "binary":
+        return ""
+    place = os.path.join(
+        cwd, command.target.replace(".", "/") if command.kind == "module" else command.target
+    )
+    places = (f"{place}.py", f"{place}/__main__.py") if command.kind == "module" else (place,)
+    return next((each for each in places if os.path.isfile(each)), "")
+
+
 def job_python(environ: Mapping[str, str]) -> str:
     """The interpreter of the workers; torchrun's variable may name another than ours."""
     return environ.get("PYTHON_EXEC", sys.executable)
