@@ -22,10 +22,7 @@ from ...worker.wire.channel import Lines, send
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ..common.events import Event
 from ..common.io_thread import IoThread
-from ..workers.processes.exit_words import describe_exit
-from ..workers.processes.proc import KILL_WAIT_S, process_status, reap_within
-from ..workers.processes.workers import start_helper
-from .helper_end import HelperEnd
+from ..workers.processes.helper import Helper, end
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +31,7 @@ _ROOT = Path(__file__).parents[len(_MODULE.split(".")) - 1]
 _PROGRAM = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {_MODULE} import main; main(*sys.argv[1:])"
 """Isolated, and with nothing but the standard library and this package to look through, it starts in no time."""
 
+LOST = "; its save may not be on disk: check that disk"
 PAUSE_S = 1.0
 """After a writer has ended, so that one that cannot start costs nothing."""
 
@@ -55,9 +53,8 @@ class DiskWriter:
         self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, agent, reports]
         self._environment = environment
         self._io = io
-        self._ends = HelperEnd("disk writer", io, lambda: post(self.ended))
+        self._helper = Helper("disk writer", io, lambda: post(self.ended))
         self._post = post
-        self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self.departing = False
         """`finish` is to come, or at work in another thread: no process is started for what happens meanwhile."""
@@ -74,7 +71,7 @@ class DiskWriter:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return (self._process.pid,) if self._process is not None else ()
+        return self._helper.pids
 
     def wanted(self) -> None:
         """There is an order to write a checkpoint, and no process to do it."""
@@ -83,10 +80,8 @@ class DiskWriter:
 
     def ended(self) -> None:
         """The process has ended."""
-        if self._process is not None and not self.departing:
-            code = self._process.wait()
-            log.warning("the disk writer has ended: %s; the next save starts another", describe_exit(code))
-            self._process = None
+        if not self.departing and (how := self._helper.reap()):
+            log.warning("the disk writer has ended: %s; the next save starts another", how)
             self._io.later(PAUSE_S, self._await_order)
 
     def finish(self, within_s: float) -> str:
@@ -94,11 +89,10 @@ class DiskWriter:
 
         The first of these errors; empty: there is none.
         """
-        if self._process is None and _has_come(self._socket):
+        if not self._helper.runs and _has_come(self._socket):
             self._launch()
         self._closed = True
-        self._ends.close()
-        process, self._process = self._process, None
+        process = self._helper.release()
         if process is None:
             return ""
         self._finishing_since = time.monotonic()
@@ -114,7 +108,7 @@ class DiskWriter:
         except (OSError, Invalid, subprocess.TimeoutExpired):
             if self._unsaved is None:
                 log.warning("a save may not be on disk: it was not written within %g s", within_s)
-            _end(process)
+            end(process, LOST)
         return next(iter(self._log_unsaved(within_s)), "")
 
     def _report_unsaved(self, unsaved: tuple[UnsavedStep, ...], within_s: float) -> None:
@@ -139,21 +133,16 @@ class DiskWriter:
     def close(self) -> None:
         """The agent is ending; see `finish`, which may have been cut short."""
         self._closed = True
-        self._ends.close()
         self._log_unsaved(round(time.monotonic() - self._finishing_since, 1))
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
+        self._helper.end(LOST)
         self._io.forget(self._socket.fileno(), self._socket.close)
 
     def _launch(self) -> None:
         try:
-            self._process = start_helper(self._command, self._environment, self._socket.fileno())
+            self._helper.start(self._command, self._environment, self._socket.fileno())
         except OSError as error:
             log.warning("the disk writer cannot be started, saves make training wait: %s", error)
             self._io.later(PAUSE_S, self._await_order)
-        else:
-            self._ends.wait_for(self._process.pid)
 
     def _await_order(self) -> None:
         if not self._closed:
@@ -187,16 +176,6 @@ def _messages(connection: socket.socket, deadline: float) -> Iterator[UnsavedSte
         if not chunk:
             return
         yield from lines.add(chunk)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """It may be in the middle of a write to a disk that is dead, and then never ends."""
-    process.kill()
-    if reap_within(process, KILL_WAIT_S) is None:
-        log.warning(
-            "%s. It was killed, and is left behind; its save may not be on disk: check that disk",
-            process_status(f"/proc/{process.pid}"),
-        )
 
 
 def _has_come(connection: socket.socket) -> bool:

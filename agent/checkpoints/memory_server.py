@@ -14,7 +14,6 @@ import queue
 import random
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -29,11 +28,8 @@ from ...threads import Thread
 from ...worker.storage.replication.key_file import KEY_BYTES, write_key
 from ..common.events import Event
 from ..common.io_thread import IoThread
-from ..workers.processes.exit_words import describe_exit
-from ..workers.processes.proc import KILL_WAIT_S, process_status, reap_within
-from ..workers.processes.workers import start_helper
+from ..workers.processes.helper import Helper
 from .folder import MemoryFolder
-from .helper_end import HelperEnd
 
 if TYPE_CHECKING:
     from .handover import Handover
@@ -85,9 +81,8 @@ class MemoryServer:
         self._store = store
         self._environment = environment
         self._io = io
-        self._ends = HelperEnd("memory server", io, lambda: post(self.ended))
+        self._helper = Helper("memory server", io, lambda: post(self.ended))
         self._post = post
-        self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self._leaving = False
         self._asks: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -102,19 +97,17 @@ class MemoryServer:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return (self._process.pid,) if self._process is not None else ()
+        return self._helper.pids
 
     def wanted(self) -> None:
         """There is something to do for the process, and perhaps no process."""
-        if self._process is None and not self._closed.is_set():
+        if not self._helper.runs and not self._closed.is_set():
             self._launch()
 
     def ended(self) -> None:
         """The process has ended."""
-        if self._process is not None:
-            code = self._process.wait()
-            log.warning("the memory server has ended, another is started: %s", describe_exit(code))
-            self._process = None
+        if how := self._helper.reap():
+            log.warning("the memory server has ended, another is started: %s", how)
             self._io.later(PAUSE_S, self._want)  # its orders are kept: it has work to do
 
     def renew_key(self) -> None:
@@ -133,13 +126,8 @@ class MemoryServer:
     def close(self) -> None:
         """The agent is ending."""
         self._closed.set()
-        self._ends.close()
         self._asks.put(None)
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            if reap_within(process, KILL_WAIT_S) is None:
-                log.warning("%s. It was killed, and is left behind", process_status(f"/proc/{process.pid}"))
+        self._helper.end()
         for listener in (self._orders, self._place.listener):
             self._io.forget(listener.fileno(), listener.close)
 
@@ -147,17 +135,12 @@ class MemoryServer:
 
     def _launch(self) -> None:
         try:
-            self._process = start_helper(
-                self._command,
-                self._environment,
-                self._orders.fileno(),
-                pass_fds=(self._place.listener.fileno(),),
+            self._helper.start(
+                self._command, self._environment, self._orders.fileno(), (self._place.listener.fileno(),)
             )
         except OSError as error:
             log.warning("the memory server cannot be started, replicas and copies wait for it: %s", error)
             self._io.later(PAUSE_S, self._want)
-        else:
-            self._ends.wait_for(self._process.pid)
 
     def _want(self) -> None:
         """In the io thread."""

@@ -273,7 +273,7 @@ class Supervised:
     def new_group(self, generation: int, exited: Callable[[int, int, float], object]) -> FakeWorkers:
         guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, self.logs)
         helpers = workers.GroupHelpers(guard, logs, IoThread())
-        group = FakeWorkers(generation, "a-1", helpers, exited, self.events.append, self.clock)
+        group = FakeWorkers(generation, helpers, exited, self.events.append, self.clock)
         group.lacks = self.lacks
         return group
 

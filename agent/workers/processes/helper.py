@@ -1,0 +1,103 @@
+"""A process of the agent's own beside the workers, such as the disk writer: started anew when it has ended.
+
+It dies with the agent, and no signal to all of a service ends it (`start_helper`). What it reads or writes may
+hang in the kernel, so nobody waits for its end for long: then it is left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from ...common.io_thread import IoThread
+from .exit_words import describe_exit
+from .proc import KILL_WAIT_S, has_ended, process_status, reap_within
+from .workers import start_helper
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks, where the kernel gives no descriptor to wait on."""
+
+
+class Helper:
+    """One process at a time. For the main thread: the process dies with the thread that starts it."""
+
+    def __init__(self, name: str, io: IoThread, ended: Callable[[], object]) -> None:
+        """`ended` is called in the io thread once for each process, until `release` or `end`; then `reap` it."""
+        self._name = name
+        self._io = io
+        self._ended = ended
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return (self._process.pid,) if self._process is not None else ()
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], stdin: int, pass_fds: Sequence[int] = ()
+    ) -> None:
+        """Raises OSError."""
+        self._process = start_helper(command, environment, stdin, pass_fds=pass_fds)
+        self._wait_for(self._process.pid)
+
+    def reap(self) -> str:
+        """How the process has ended; empty where there is none any more."""
+        if self._process is None:
+            return ""
+        process, self._process = self._process, None
+        return describe_exit(process.wait())
+
+    def release(self) -> subprocess.Popen[bytes] | None:
+        """The process, for the caller to wait for; no other one is started here."""
+        self._closed = True
+        process, self._process = self._process, None
+        return process
+
+    def end(self, consequence: str = "") -> None:
+        """It has nothing to finish. `consequence`: of its being left behind."""
+        process = self.release()
+        if process is not None:
+            end(process, consequence)
+
+    def _wait_for(self, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended()
+        except OSError as error:  # no descriptor is left: a look now and then does as well
+            log.warning("the %s is watched by looking now and then: %s", self._name, error)
+            self._io.later(LOOK_S, partial(self._look, pid))
+        else:
+            self._io.watch(pidfd, partial(self._readable, pidfd))
+
+    def _readable(self, pidfd: int) -> None:
+        self._io.forget(pidfd)
+        os.close(pidfd)
+        self._ended()
+
+    def _look(self, pid: int) -> None:
+        """When there is none here the number may be another process'."""
+        if self._closed:
+            return
+        if has_ended(pid):
+            self._ended()
+        else:
+            self._io.later(LOOK_S, partial(self._look, pid))
+
+
+def end(process: subprocess.Popen[bytes], consequence: str = "") -> None:
+    """It may be in the middle of a write to a disk that is dead, and then never ends."""
+    process.kill()
+    if reap_within(process, KILL_WAIT_S) is None:
+        log.warning(
+            "%s. It was killed, and is left behind%s", process_status(f"/proc/{process.pid}"), consequence
+        )
