@@ -19,7 +19,7 @@ def start() -> None:
     change the exit code, and everything that has to be closed was closed by `main`."""
     # A scheduler's warning would end this process. It waits until `run` has handlers; the imports take a while.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
-    from .agent.workers.processes.pid1 import fork_below_pid1
+    from .agent.workers.processes.subreaper import fork_below_pid1
     from .cli import main
 
     _open_closed_streams()

@@ -36,7 +36,13 @@ ROOM = 100_000
 """Bytes for the words and for the environment of a forked agent, as /proc shows them."""
 
 
-IMPORTED = ("__main__", "cli", "agent.machine.inventory", "agent.main.run", "agent.workers.processes.pid1")
+IMPORTED = (
+    "__main__",
+    "cli",
+    "agent.machine.inventory",
+    "agent.main.run",
+    "agent.workers.processes.subreaper",
+)
 """By an agent in any case, as `elastic_agent.standby` has it."""
 
 

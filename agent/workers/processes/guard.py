@@ -194,11 +194,11 @@ def main(incarnation: str, cgroup: str, file: str, job: str, *folders: str) -> N
     while data := os.read(0, 65536):
         *lines, begun = (begun + data).split(b"\n")
         for line in lines:
-            word, number = line.split()
+            word, session = line.split()
             if word == b"session":
-                sessions.add(int(number))
+                sessions.add(int(session))
             else:
-                sessions.discard(int(number))
+                sessions.discard(int(session))
     report = _sweep(incarnation, sessions, agent, since, cgroup, (file, job))
     remove_cgroup(cgroup)
     if folders:

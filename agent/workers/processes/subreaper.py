@@ -12,12 +12,18 @@ before the next look.
 Invariants: without the kernel's list of a thread's children (CONFIG_PROC_CHILDREN) the agent adopts no orphans: it
 could not tell them from its own children. And where the process had children before it was an agent (`sidecar & exec
 elastic-agent`), an orphan may be theirs: then it is reaped when it ends, and not listed.
+
+The first process of a PID namespace gets orphans anyway, and a signal that it has no handler for does nothing to it.
+So an agent that finds itself to be process 1 of a container goes on in a child process, where all is as on any machine
+(`fork_below_pid1`); what stays behind passes signals on, reaps orphans, and ends as the agent ends. Then the kernel
+kills all that is left in the container.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Callable, Collection
 
 from ...common.kernel_files import read
@@ -27,6 +33,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 REAP_EVERY_S = 1.0
 """A zombie costs nothing but its number."""
+
+FIRST_PID = 1
 
 
 def adopt_orphans() -> str:
@@ -90,3 +98,46 @@ class Subreaper:
 def _list_of_children() -> str:
     """Of the main thread, whose number is the process' own."""
     return f"/proc/self/task/{os.getpid()}/children"
+
+
+# --- As process 1 of a container
+
+
+def fork_below_pid1() -> None:
+    """Returns at once where this is not process 1; otherwise in a child process, which is the agent from now on.
+
+    To be called while the process has one thread, and knows no signal handlers of its own.
+    """
+    if os.getpid() != FIRST_PID:
+        return
+    # Blocked before the fork: a signal that comes from now on waits until one of the two takes it.
+    inherited = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    agent = os.fork()
+    if agent == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, inherited)
+        return
+    os._exit(_serve(agent))
+
+
+def _serve(agent: int) -> int:
+    """Until the agent has ended: its exit code, or 128 and the signal that ended it, as a shell says it."""
+    while True:
+        received = signal.sigwaitinfo(signal.valid_signals())
+        if received.si_signo == signal.SIGCHLD:
+            ended = _reap_all().get(agent)
+            if ended is not None:
+                code = os.waitstatus_to_exitcode(ended)
+                return code if code >= 0 else 128 - code
+        elif received.si_code <= 0:  # sent by a process; what a terminal sends, it sends to the agent, too
+            os.kill(agent, received.si_signo)
+
+
+def _reap_all() -> dict[int, int]:
+    """Of all children that have ended, the wait status: several ends may be one SIGCHLD."""
+    ended = {}
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[found[0]] = found[1]
+    except ChildProcessError:  # the last one
+        pass
+    return ended
