@@ -24,6 +24,11 @@ PLAIN_VALUES = ROOT / "agent" / "hangs" / "flight_records.py"
 OWN_FUNCTIONS = {ROOT / "elastic_agent" / name for name in ("launcher.py", "launched_function.py")}
 """A user's own function goes to that user's own workers and its results come back, through a folder that is private to
 that user: whoever could write there could change the script as well."""
+SCRIPT = {
+    ROOT / "agent/workers/preloader/become.py": "calls compile",
+    ROOT / "agent/workers/preloader/process.py": "calls exec",
+}
+"""Where a preloaded process runs the user's script, as a new Python would."""
 
 
 def offences(tree: ast.AST) -> Iterator[str]:
@@ -65,6 +70,8 @@ def test_no_data_becomes_code(file: Path) -> None:
     found = list(offences(ast.parse(file.read_text())))
     if file in {*OWN_FUNCTIONS, DCP_INDEX, PLAIN_VALUES}:
         found = [offence for offence in found if not offence.endswith("imports pickle")]
+    if file in SCRIPT:
+        found = [offence for offence in found if not offence.endswith(SCRIPT[file])]
     assert found == []
 
 
