@@ -20,7 +20,6 @@ from typing import TypeAlias
 from ....rendezvous.records import Action
 from ....rendezvous.statements import inquiry
 from ...configuration.values import UserCause
-from .error_report import ErrorReport
 from .post_mortem import PostMortem, Trouble, says_port_taken, wanted_a_port
 
 Condition: TypeAlias = Callable[[PostMortem], bool]
@@ -537,13 +536,7 @@ class CauseTable:
         return self._by_name.get(name, UNKNOWN)
 
     def classify(self, worker: PostMortem) -> Cause:
-        """The first row that matches; UNKNOWN if none does, as for an end with success. If all exceptions in a group
-        have one cause, it is the group's."""
-        if worker.report.inner:
-            each = (replace(worker, report=ErrorReport(one), detail="") for one in worker.report.inner)
-            causes = [self.classify(one) for one in each]
-            if len({cause.name for cause in causes}) == 1:
-                return causes[0]
+        """The first row that matches; UNKNOWN if none does, as for an end with success."""
         return next(self._matching(worker), UNKNOWN)
 
     def _matching(self, worker: PostMortem) -> Iterator[Cause]:

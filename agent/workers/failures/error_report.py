@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ....rendezvous.text import clean as clean_line
@@ -33,13 +33,9 @@ _MOST_DETAIL = 4
 _HEADER = "Traceback (most recent call last):"
 _SECONDS = re.compile("[0-9]{1,12}")
 
-# What Python prints of an exception group: boxes in boxes, each with the exception that it is about.
+# What Python prints of an exception group: boxes in boxes, of which the outermost says what the group is.
 _GROUP_HEADER = "  + Exception Group Traceback (most recent call last):"
-_BOX_BEGINS = re.compile(r"^( *)\+-(\+-)?-+ (?:\d+|\.\.\.) -+$")
-_IN_BOX = re.compile(r"^( *)\|(?: (.*))?$")
-_BOX_ENDS = re.compile(r"^ *\+-+$")
-_COUNT = re.compile(r"\((\d+) sub-exceptions?\)$", re.MULTILINE)
-_MOST_INNER = 64
+_GROUP_SAYS = re.compile(r"  \| (\S.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +47,6 @@ class ErrorReport:
     note: str | None = None
     raised_at: int | None = None
     """Seconds since the epoch, as the worker wrote it."""
-    inner: tuple[str, ...] = ()
-    """The exceptions in an exception group, as far down as there are groups; empty unless all are known."""
 
 
 def read_error_file(path: Path) -> ErrorReport | None:
@@ -74,14 +68,12 @@ def read_error_file(path: Path) -> ErrorReport | None:
         return ErrorReport(note=clean(f"its error file {path} is not usable: it has no message"))
     details = details if isinstance(details, dict) else {}
     traceback = details.get("py_callstack")
-    inner: tuple[str, ...] = ()
     if isinstance(traceback, str):
-        inner = _group_in(clean_lines(traceback).split("\n")).inner
         traceback = cut(clean_lines(traceback).strip("\n"), _TRACEBACK_MAX, keep_end=True)
     else:
         traceback = None
     exception = cut(clean_lines(text), _EXCEPTION_MAX)
-    return ErrorReport(exception, traceback, raised_at=_instant(details.get("timestamp")), inner=inner)
+    return ErrorReport(exception, traceback, raised_at=_instant(details.get("timestamp")))
 
 
 def _instant(timestamp: object) -> int | None:
@@ -96,8 +88,7 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
     frame = next((at for at in reversed(range(len(lines))) if _FRAME.match(lines[at])), None)
     group = next((at for at in reversed(range(len(lines))) if lines[at] == _GROUP_HEADER), None)
     if group is not None and (frame is None or group > frame):
-        found = _group_in(lines)
-        return found if found.exception else None
+        return _group(lines[group:])
     if frame is None:
         return None
     end = next((at for at in range(frame + 1, len(lines)) if lines[at] and not lines[at][0].isspace()), None)
@@ -110,60 +101,14 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
     )
 
 
-@dataclass(slots=True)
-class _Box:
-    """One exception in the print of a group. `column`: of the bar before its lines; `count`: of the boxes in it."""
-
-    column: int
-    lines: list[str] = field(default_factory=list)
-    count: int = 0
-
-    @property
-    def exception(self) -> str:
-        """With all lines of its message; empty if there is none."""
-        starts = [
-            at for at, line in enumerate(self.lines) if line.endswith("Traceback (most recent call last):")
-        ]
-        lines = self.lines[starts[-1] + 1 :] if starts else self.lines
-        begins = next((at for at, line in enumerate(lines) if line and not line[0].isspace()), len(lines))
-        return cut("\n".join(lines[begins:]).strip("\n"), _EXCEPTION_MAX)
-
-    @property
-    def whole(self) -> bool:
-        """It has as many boxes in it as its exception says."""
-        said = _COUNT.search(self.exception)
-        return bool(self.exception) and self.count == (int(said[1]) if self.count and said else 0)
-
-
-def _group_in(lines: Sequence[str]) -> ErrorReport:
-    """The last exception group that Python has printed in these lines; without an exception if there is none."""
-    start = next((at for at in reversed(range(len(lines))) if lines[at] == _GROUP_HEADER), len(lines))
-    boxes = [_Box(len(_GROUP_HEADER) - len(_GROUP_HEADER.lstrip()))]
-    opened = [boxes[0]]
-    end = len(lines)
-    for at in range(start + 1, len(lines)):
-        if begins := _BOX_BEGINS.match(lines[at]):
-            column = len(begins[1]) + len(begins[2] or "")
-            while len(opened) > 1 and opened[-1].column >= column:
-                opened.pop()
-            opened[-1].count += 1
-            opened.append(_Box(column))
-            boxes.append(opened[-1])
-        elif found := _IN_BOX.match(lines[at]):
-            while len(opened) > 1 and opened[-1].column > len(found[1]):
-                opened.pop()
-            opened[-1].lines.append(found[2] or "")
-        elif not _BOX_ENDS.match(lines[at]):
-            end = at
-            break
-    if not boxes[0].exception or len(boxes) == 1:
-        return ErrorReport()
-    all_known = len(boxes) <= _MOST_INNER and all(box.whole for box in boxes)
-    return ErrorReport(
-        exception=boxes[0].exception,
-        traceback=cut("\n".join(lines[start:end]), _TRACEBACK_MAX, keep_end=True),
-        inner=tuple(box.exception for box in boxes if not box.count) if all_known else (),
-    )
+def _group(lines: Sequence[str]) -> ErrorReport | None:
+    """The exception group whose print begins there; None if its own line is missing."""
+    end = next((at for at, line in enumerate(lines) if not line.startswith("  ")), len(lines))
+    said = next(filter(None, map(_GROUP_SAYS.fullmatch, lines[1:end])), None)
+    if said is None:
+        return None
+    traceback = cut("\n".join(lines[:end]), _TRACEBACK_MAX, keep_end=True)
+    return ErrorReport(cut(said[1], _EXCEPTION_MAX), traceback)
 
 
 def find_last_words(lines: Sequence[str]) -> ErrorReport | None:

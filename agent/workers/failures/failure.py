@@ -60,13 +60,12 @@ def describe_failure(worker: PostMortem, causes: CauseTable, owner_of: Callable[
         report = found
     cause, worker = _classify(causes, replace(worker, events=worker.kernel_events))
     summary = describe_exit(worker.returncode, worker.of_memory)
-    said = report.inner[0] if report.inner else worker.exception
+    said = worker.exception
     if report.exception is not None:
         summary += f": {first_line(report.exception)}"
     elif cause.name == "port":
         said = says_port_taken(log_tail)
         summary += f": {said}"
-    notes += [f"the first of them: {first_line(one)}" for one in report.inner[:1]]
     notes += notes_of_ports(said, worker.master_port, owner_of if cause.name == "port" else None)
     notes += [f"{event.by}: {event.text}" for event in worker.events[:1]]
     return Failure(
