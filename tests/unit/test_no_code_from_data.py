@@ -19,7 +19,7 @@ WRITERS = {"Pickler", "dumps"}
 """They read nothing."""
 DCP_INDEX = ROOT / "worker" / "checkpointing" / "conversion" / "dcp_form.py"
 """DCP writes a pickle: its reader makes objects of DCP's own classes alone, which `test_convert` proves."""
-PLAIN_VALUES = ROOT / "agent" / "hangs" / "flight_records.py"
+PLAIN_VALUES = ROOT / "agent" / "workers" / "hangs" / "flight_records.py"
 """torch writes a pickle: no class or function comes out of it, which `test_flight_records` proves."""
 OWN_FUNCTIONS = {ROOT / "elastic_agent" / name for name in ("launcher.py", "launched_function.py")}
 """A user's own function goes to that user's own workers and its results come back, through a folder that is private to
