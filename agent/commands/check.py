@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from ...codec import plain
 from ...health.checks.finding import Finding, Outcome, worst, worst_first
-from ...health.checks.pairs.report import PairsReport
-from ...health.checks.pairs.results import MOST_NODES
+from ...health.checks.pair_report import PairsReport
+from ...health.checks.pairs import MOST_NODES
 from ...health.checks.runner import run_checks
 from ...health.checks.table import checks_for
 from ...rendezvous.text import counted
@@ -33,8 +33,8 @@ from ..configuration.settings import Settings
 from ..configuration.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
-from .check_nodes.run import CannotCheck, check_meeting_place, check_nodes
-from .check_nodes.stages import JoinWait
+from .check_nodes import CannotCheck, check_meeting_place, check_nodes
+from .check_stages import JoinWait
 from .store_command import one_line_errors
 
 SCHEMA = 1

@@ -28,7 +28,7 @@ KILLED_S = 1.0
 """What SIGKILL does not end within that time hangs in the kernel, and is left."""
 
 PROGRAM = (
-    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; from {module} import main; main()"
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; from {module} import {main}; {main}()"
 )
 """An empty entry is the current directory, whose modules are not to be imported. This package comes last."""
 
@@ -39,22 +39,23 @@ that is installed runs at its start."""
 _PACKAGES = Path(_package).parents[1]
 
 
-def probe_command(python: str, module: str, *, flags: Sequence[str] = ()) -> list[str]:
-    """`module` has a `main`."""
-    return [python, *flags, "-c", PROGRAM.format(module=module), str(_PACKAGES)]
+def probe_command(python: str, module: str, main: str = "main", flags: Sequence[str] = ()) -> list[str]:
+    """`main` is a function of `module`."""
+    return [python, *flags, "-c", PROGRAM.format(module=module, main=main), str(_PACKAGES)]
 
 
 def start_probe_process(
     python: str,
     module: str,
     environ: Mapping[str, str],
+    main: str = "main",
     *,
     flags: Sequence[str] = (),
     descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """`descriptors` are open there, too. Raises OSError."""
     return subprocess.Popen(
-        probe_command(python, module, flags=flags),
+        probe_command(python, module, main, flags),
         env=dict(environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -79,11 +80,11 @@ class Probe:
         environ: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        """`name` is a module beside this one. `descriptors` are open there, too. Raises OSError."""
+        """`name` is a probe of `pair_probes`. `descriptors` are open there, too. Raises OSError."""
         self._name = name
-        module = f"{__package__}.pairs.probes.{name}"
+        module, main = f"{__package__}.pair_probes", f"{name}_main"
         environ = os.environ if environ is None else environ
-        self._process = start_probe_process(python, module, environ, descriptors=descriptors)
+        self._process = start_probe_process(python, module, environ, main, descriptors=descriptors)
 
     def order(self, order: Mapping[str, Any]) -> None:
         """Once."""

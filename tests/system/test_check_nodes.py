@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.exits import CommandCode
-from elastic_agent.health.checks.pairs.report import PEER_CHECKS
+from elastic_agent.health.checks.pair_report import PEER_CHECKS
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 from .networks import DROP, Network, network

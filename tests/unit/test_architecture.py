@@ -62,8 +62,6 @@ worker/dcp: worker/errors worker/wire worker/state/sharding worker/steps worker/
     worker/checkpointing/saving worker/checkpointing/sharded
 worker: worker/errors worker/state worker/steps worker/ranks worker/checkpointing
 health/checks:
-health/checks/pairs: health/checks
-health/checks/pairs/probes: health/checks health/checks/pairs
 health: health/checks
 rendezvous/text:
 rendezvous/statements: rendezvous/text
@@ -88,9 +86,8 @@ rendezvous_io: common configuration machine
 observability: common output configuration workers/processes rendezvous_io
 workers: common output configuration checkpoints machine rendezvous_io workers/failures workers/processes \
     workers/hangs workers/preloader observability
-commands/check_nodes: common configuration machine workers/processes rendezvous_io
 commands: common output configuration workers/processes machine checkpoints workers rendezvous_io \
-    observability commands/check_nodes
+    observability
 commands/runs: common output configuration workers/processes observability commands
 main: common output configuration workers/processes workers/failures machine checkpoints \
     workers/hangs workers/preloader rendezvous_io observability workers

@@ -22,7 +22,7 @@ from elastic_agent.agent.machine.interfaces import Profile
 from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network import Network, NetworkChoice, NotReady
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.pairs.report import PEER_CHECKS
+from elastic_agent.health.checks.pair_report import PEER_CHECKS
 from elastic_agent.health.checks.table import NODE_CHECKS, RECHECKS
 
 FOUND = (

@@ -13,16 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands.check_nodes import check_store as check_store_module
-from elastic_agent.agent.commands.check_nodes import stages
-from elastic_agent.agent.commands.check_nodes.check_store import CheckStore, Stage
-from elastic_agent.agent.commands.check_nodes.local_node import LocalNode, Sockets
-from elastic_agent.agent.commands.check_nodes.stages import JoinWait, LeaderGone, StageDriver
+from elastic_agent.agent.commands import check_stages as stages
+from elastic_agent.agent.commands.check_nodes import LocalNode, Sockets
+from elastic_agent.agent.commands.check_stages import CheckStore, JoinWait, LeaderGone, Stage, StageDriver
 from elastic_agent.health.checks import processes
 from elastic_agent.health.checks.finding import Outcome
-from elastic_agent.health.checks.pairs.facts import NodeFacts
-from elastic_agent.health.checks.pairs.report import PairsReport
-from elastic_agent.health.checks.pairs.results import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
+from elastic_agent.health.checks.pair_findings import NodeFacts
+from elastic_agent.health.checks.pair_report import PairsReport
+from elastic_agent.health.checks.pairs import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
 from elastic_agent.rendezvous.errors import LeaseExpired, RecordInvalid, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Put
 from elastic_agent.rendezvous.store.memory import MemoryStore
@@ -34,8 +32,8 @@ TTL_S = 1.5
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "LOOK_S", 0.005)
     monkeypatch.setattr(stages, "LEAVE_S", 2.0)
-    monkeypatch.setattr(check_store_module, "OUTAGE_S", 0.3)
-    monkeypatch.setattr(check_store_module, "PAUSE_S", 0.02)
+    monkeypatch.setattr(stages, "OUTAGE_S", 0.3)
+    monkeypatch.setattr(stages, "PAUSE_S", 0.02)
 
 
 def facts_of(name: str, life: str = "1") -> NodeFacts:

@@ -9,16 +9,21 @@ from itertools import combinations
 
 import pytest
 
-from elastic_agent.health.checks.pairs.evidence import (
+from elastic_agent.health.checks.pairs import (
+    Measurement,
+    Obstacle,
+    Pair,
+    Reach,
+    Verdict,
     all_well,
     by_all_reduce,
     by_bandwidth,
     by_latency,
     by_reach,
+    first_round,
+    locate_faults,
+    second_round,
 )
-from elastic_agent.health.checks.pairs.fault_location import Verdict, locate_faults
-from elastic_agent.health.checks.pairs.results import Measurement, Obstacle, Reach
-from elastic_agent.health.checks.pairs.rounds import Pair, first_round, second_round
 
 FAST = 1e9
 Rate = Callable[[str, str], float]

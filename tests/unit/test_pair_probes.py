@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.codec import from_plain, plain
-from elastic_agent.health.checks import processes
-from elastic_agent.health.checks.pairs.probes import client, server
-from elastic_agent.health.checks.pairs.probes.client import measure, reach
-from elastic_agent.health.checks.pairs.probes.directory import look
-from elastic_agent.health.checks.pairs.results import Measurement, Obstacle, ProbeEndpoint, Reach
+from elastic_agent.health.checks import pair_probes, processes
+from elastic_agent.health.checks.pair_probes import look, measure, reach
+from elastic_agent.health.checks.pairs import Measurement, Obstacle, ProbeEndpoint, Reach
 from elastic_agent.health.checks.processes import NoAnswer, Probe, ask
 
 HERE = "127.0.0.1"
@@ -34,17 +32,16 @@ def endpoint_of(listener: socket.socket) -> ProbeEndpoint:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (client, server):
-        monkeypatch.setattr(module, "STREAM_S", 0.05)
-        monkeypatch.setattr(module, "ANSWER_S", 0.3)
-    monkeypatch.setattr(client, "CONNECT_S", 0.2)
+    monkeypatch.setattr(pair_probes, "STREAM_S", 0.05)
+    monkeypatch.setattr(pair_probes, "ANSWER_S", 0.3)
+    monkeypatch.setattr(pair_probes, "CONNECT_S", 0.2)
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[ProbeEndpoint]:
     with listening() as listener:
         endpoint = endpoint_of(listener)
-        thread = threading.Thread(target=server.serve, args=(listener, endpoint))
+        thread = threading.Thread(target=pair_probes.serve, args=(listener, endpoint))
         thread.start()
         yield endpoint
         listener.shutdown(socket.SHUT_RDWR)
@@ -95,7 +92,7 @@ def test_a_node_that_answers_is_reached_and_measured() -> None:
 
 
 def test_the_other_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "wall_clock", lambda: time.time() - 3600.0)
+    monkeypatch.setattr(pair_probes, "wall_clock", lambda: time.time() - 3600.0)
     with serving() as endpoint:
         found = measure("a", HERE, endpoint, 1)
     assert found.clock_offset_s == pytest.approx(-3600.0, abs=0.5)

@@ -10,13 +10,31 @@ from itertools import combinations, permutations
 import pytest
 
 from elastic_agent.health.checks.finding import Finding, Outcome
-from elastic_agent.health.checks.pairs.clocks import clock_offsets
-from elastic_agent.health.checks.pairs.evidence import all_well
-from elastic_agent.health.checks.pairs.facts import NodeFacts, Software, between_machines, near_pairs
-from elastic_agent.health.checks.pairs.pair_findings import PeerFinding
-from elastic_agent.health.checks.pairs.report import PEER_CHECKS, CheckResults, PairsReport, make_report
-from elastic_agent.health.checks.pairs.results import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
-from elastic_agent.health.checks.pairs.rounds import first_round, second_round, spread
+from elastic_agent.health.checks.pair_findings import (
+    NodeFacts,
+    PeerFinding,
+    Software,
+    between_machines,
+    near_pairs,
+)
+from elastic_agent.health.checks.pair_report import (
+    PEER_CHECKS,
+    CheckResults,
+    PairsReport,
+    clock_offsets,
+    make_report,
+)
+from elastic_agent.health.checks.pairs import (
+    Measurement,
+    NodeResults,
+    Obstacle,
+    ProbeEndpoint,
+    Reach,
+    all_well,
+    first_round,
+    second_round,
+    spread,
+)
 
 FILTER = (
     "no answer to SYN, though the node is there (it keeps its lease): a packet filter drops, or a cable or VLAN "

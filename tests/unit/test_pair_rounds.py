@@ -9,11 +9,13 @@ from itertools import combinations
 
 import pytest
 
-from elastic_agent.health.checks.pairs.fault_location import Doubt, Verdict, locate_faults
-from elastic_agent.health.checks.pairs.rounds import (
+from elastic_agent.health.checks.pairs import (
     MOST_MEETINGS,
+    Doubt,
     Pair,
+    Verdict,
     first_round,
+    locate_faults,
     pair_of,
     ring,
     second_round,

@@ -6,16 +6,14 @@ Pure: one node makes the report of what all have found, and the others print the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ....codec import AtMost, Checked, Count
-from ..finding import Finding, Outcome, latency, listed
-from .clocks import OFFSET_S, clock_offsets
-from .facts import NodeFacts, compare, compare_directories
-from .pair_findings import PeerFinding, pair_findings, peer_finding
-from .results import MOST_NODES, Measurement, Node, NodeResults, Reach
+from ...codec import AtMost, Checked, Count
+from .finding import Finding, Outcome, latency, listed
+from .pair_findings import NodeFacts, PeerFinding, compare, compare_directories, pair_findings, peer_finding
+from .pairs import MOST_NODES, Measurement, Node, NodeResults, Reach
 
 MOST_FINDINGS = 512
 
@@ -156,3 +154,29 @@ def _directories(found: CheckResults) -> Iterator[PeerFinding]:
 
 def _all(names: Sequence[str]) -> str:
     return listed(names, 64) or "none"
+
+
+# --- Clocks
+
+OFFSET_S = 1.0
+"""More than this is worth a warning: logs cannot be put in order, and certificates may not be valid yet."""
+
+
+def clock_offsets(nodes: Sequence[str], measured: Iterable[Measurement]) -> dict[str, float]:
+    """Seconds by which each clock is ahead of the first node's, for all that pairs connect with it."""
+    known: dict[str, dict[str, float]] = {}
+    for one in measured:
+        if one.clock_offset_s is not None:
+            known.setdefault(one.first, {})[one.second] = one.clock_offset_s
+            known.setdefault(one.second, {})[one.first] = -one.clock_offset_s
+    start = next((node for node in nodes if node in known), None)
+    if start is None:
+        return {}
+    offsets = {start: 0.0}
+    ahead = [start]
+    for node in ahead:
+        for other, offset_s in known[node].items():
+            if other not in offsets:
+                offsets[other] = offsets[node] + offset_s
+                ahead.append(other)
+    return offsets

@@ -1,7 +1,18 @@
-"""Asks another node's `server`: does it answer, how fast is a byte, how fast are many, and what time is it there.
+"""What one node finds out about another one. Each probe has a process of its own, which `processes` starts and bounds.
 
-Every wait has an end, whatever the other side does. What keeps a node from the other one is an `Obstacle`, told apart
-by what the kernel says: silence is a packet filter that drops, or a cable; a refusal comes from the machine itself.
+The *client* asks another node's *server*: does it answer, how fast is a byte, how fast are many, and what time is it
+there. Every wait has an end, whatever the other side does. What keeps a node from the other one is an `Obstacle`, told
+apart by what the kernel says: silence is a packet filter that drops, or a cable; a refusal comes from the machine
+itself. Any program may connect to the server. One that does not begin with the check's request token gets nothing and
+is cut off; at most `SERVED_AT_ONCE` are served at a time, each for `LONGEST_S` at most, and nothing of theirs is kept.
+
+A small *all-reduce* of two nodes is done as the workers of a job do it: one process on each, started for one pair. It
+imports torch, then reads its order: the one that measures first lets torch be imported meanwhile.
+
+A *directory* is one for several nodes when each sees the small file that another has written there. The file is removed
+as soon as standard input ends, which it does with the process that started this one. A file is looked for by opening
+its name, and not before all are written: a file server's client may remember for seconds that there is no such file,
+and less often opens what is none.
 """
 
 from __future__ import annotations
@@ -9,18 +20,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import os
 import select
 import socket
 import statistics
 import struct
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-from .....codec import from_plain, plain
-from ...processes import read_order, say
-from ..results import Measurement, Obstacle, ProbeEndpoint, Reach
+from ...codec import from_plain, plain
+from ...threads import Thread
+from .pairs import Measurement, Obstacle, ProbeEndpoint, Reach
+from .processes import read_order, say, wait_for_end
 
 CONNECT_S = 3.0
 """The kernel sends SYN at once and after 1 s, and a third one just after this time."""
@@ -33,7 +51,7 @@ STREAM_S = 0.5
 STREAMS = 2
 """One after the other, of which the faster one counts: a machine may have been busy for a moment."""
 CHUNK = 1 << 18
-AT_ONCE = 64
+ASKED_AT_ONCE = 64
 LARGE_VANISH = "single bytes pass, and of a stream nothing does"
 
 _BY_ERRNO = {
@@ -75,7 +93,7 @@ def reach(me: str, address: str, endpoints: Sequence[ProbeEndpoint]) -> tuple[Re
 
     if not endpoints:
         return ()
-    with ThreadPoolExecutor(min(AT_ONCE, len(endpoints))) as pool:
+    with ThreadPoolExecutor(min(ASKED_AT_ONCE, len(endpoints))) as pool:
         return tuple(pool.map(one, endpoints))
 
 
@@ -91,7 +109,7 @@ def measure(
             found = replace(found, clock_offset_s=_offset(connection, clock))
         for _ in range(STREAMS):
             with opened(endpoint, address, SINK) as connection:
-                found = replace(found, sent=max(found.sent or 0.0, _send(connection, clock)))
+                found = replace(found, sent=max(found.sent or 0.0, _send_to(connection, clock)))
             with opened(endpoint, address, SOURCE) as connection:
                 received = receive_stream(connection, clock)[0]
                 found = replace(found, received=max(found.received or 0.0, received))
@@ -205,7 +223,7 @@ def _offset(connection: socket.socket, clock: Callable[[], float]) -> float:
     return float(offset)
 
 
-def _send(connection: socket.socket, clock: Callable[[], float]) -> float:
+def _send_to(connection: socket.socket, clock: Callable[[], float]) -> float:
     """Send until the other side says at which rate it came. 0 when it says nothing."""
     chunk, answer = memoryview(bytes(CHUNK)), b""
     ends = clock() + STREAM_S + 2 * ANSWER_S
@@ -236,7 +254,7 @@ def _one_answer(connection: socket.socket, count: int) -> bytes:
     return answer
 
 
-def main() -> None:
+def client_main() -> None:
     """Reaches all `endpoints`, or measures the only one in a `round`."""
     order = read_order()
     me, address = order["me"], order["address"]
@@ -245,3 +263,212 @@ def main() -> None:
         say({"reached": plain(reach(me, address, endpoints))})
     else:
         say({"measured": plain(measure(me, address, endpoints[0], order["round"]))})
+
+
+# --- The server
+
+SERVED_AT_ONCE = 128
+LONGEST_S = 8.0
+MOST_ECHOES = 1000
+
+wall_clock = time.time
+
+
+def serve(
+    listener: socket.socket, endpoint: ProbeEndpoint, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Until the listener is closed or shut down."""
+    room = threading.Semaphore(SERVED_AT_ONCE)
+
+    def one(client: socket.socket) -> None:
+        try:
+            with client, contextlib.suppress(OSError):
+                _answer(client, endpoint, clock)
+        finally:
+            room.release()
+
+    listener.settimeout(None)
+    with ThreadPoolExecutor(SERVED_AT_ONCE, thread_name_prefix="answer") as pool:
+        while True:
+            room.acquire()
+            try:
+                client, _ = listener.accept()
+            except ConnectionError:  # the client's, already gone
+                room.release()
+                continue
+            except OSError:
+                return
+            pool.submit(one, client)
+
+
+def _answer(client: socket.socket, endpoint: ProbeEndpoint, clock: Callable[[], float]) -> None:
+    client.settimeout(ANSWER_S)
+    shown = receive_exactly(client, len(endpoint.request_token) + 1)
+    if not hmac.compare_digest(shown[:-1], endpoint.request_token.encode()):
+        return
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    client.sendall(endpoint.reply_token.encode())
+    ends = clock() + LONGEST_S
+    want = shown[-1:]
+    if want == REACH:
+        client.recv(1)  # the other side closes first, so that no port here waits for what may still come
+    elif want == ECHO:
+        _echo(client, ends, clock, lambda: b"x")
+    elif want == TIME:
+        _echo(client, ends, clock, lambda: INSTANT.pack(wall_clock()))
+    elif want == SINK:
+        _take(client, ends, clock)
+    elif want == SOURCE:
+        _send(client, clock)
+
+
+def _echo(
+    client: socket.socket, ends: float, clock: Callable[[], float], answer: Callable[[], bytes]
+) -> None:
+    for _ in range(MOST_ECHOES):
+        if clock() >= ends or not client.recv(1):
+            return
+        client.sendall(answer())
+
+
+def _take(client: socket.socket, ends: float, clock: Callable[[], float]) -> None:
+    _, count, took_s = receive_stream(client, clock)
+    client.settimeout(ANSWER_S)
+    client.sendall(STREAMED.pack(count, took_s))
+    # To close now would send a reset, and the answer might be lost to it.
+    while clock() < ends and client.recv(CHUNK):
+        pass
+
+
+def _send(client: socket.socket, clock: Callable[[], float]) -> None:
+    chunk = memoryview(bytes(CHUNK))
+    ends = clock() + STREAM_S + ANSWER_S
+    while (left_s := ends - clock()) > 0.0:
+        client.settimeout(left_s)
+        client.send(chunk)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def server_main() -> None:
+    """Serves at the listener with this descriptor until standard input ends."""
+    order = read_order()
+    listener = socket.socket(fileno=order["listener"])
+    endpoint = from_plain(ProbeEndpoint, order["endpoint"])
+    Thread(lambda: serve(listener, endpoint), "serve").start()
+    say({"serves": True})
+    wait_for_end()
+    os._exit(0)  # whatever its threads still send
+
+
+# --- An all-reduce
+
+ELEMENTS = 1 << 20
+"""Floats: 4 MiB."""
+ALL_REDUCES = 3
+ALL_REDUCE_S = 30.0
+"""For each step of the two. The node that measures comes later, by all that it measures."""
+
+
+def all_reduce_main() -> None:
+    try:
+        import torch  # noqa: F401  before the order: it takes seconds
+    except ImportError as error:
+        answer: dict[str, Any] = {"missing": f"torch cannot be imported: {error}"}
+    else:
+        try:
+            order = read_order()
+            answer = {"seconds": all_reduce(**order)}
+        except Exception as error:  # whatever torch raises is the answer
+            first = str(error).strip().split("\n", 1)[0]
+            answer = {"problem": f"{type(error).__name__}: {first}"[:400]}
+    say(answer)
+    # Torch may hang in its own end, when the other node is gone.
+    os._exit(0)
+
+
+def all_reduce(
+    rank: int, address: str, port: int, interface: str, key: str, backend: str, listener: int | None
+) -> float:
+    """Seconds of the fastest. `listener` is the descriptor of the socket at `address` and `port`, on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    timeout = timedelta(seconds=ALL_REDUCE_S)
+    own: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener}
+    store = dist.TCPStore(address, port, wait_for_workers=False, timeout=timeout, **own)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(key, store), rank=rank, world_size=2, timeout=timeout
+    )
+    device = "cuda" if backend == "nccl" else "cpu"
+    took = []
+    for _ in range(ALL_REDUCES):
+        tensor = torch.full((ELEMENTS,), rank + 1.0, device=device)
+        began = time.monotonic()
+        dist.all_reduce(tensor)
+        if not bool((tensor == 3.0).all()):  # waits for the device, too
+            raise ArithmeticError("the sum is wrong: memory, a device or a network card changes data")
+        took.append(time.monotonic() - began)
+    dist.barrier()
+    return min(took)
+
+
+# --- A directory
+
+PREFIX = ".elastic-agent-check-"
+LOOK_S = 3.0
+"""For how long a file that is not seen is looked for again."""
+PAUSE_S = 0.25
+
+
+def directory_main() -> None:
+    """Holds a file in `hold`, or looks for `files` in `look`."""
+    order = read_order()
+    if "hold" in order:
+        _hold(Path(order["hold"]))
+    else:
+        say({"seen": look(Path(order["look"]), order["files"])})
+
+
+def look(
+    directory: Path,
+    files: Sequence[str],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[str]:
+    """Those of these names that are there."""
+    ends, seen = clock() + LOOK_S, set[str]()
+    while True:
+        seen |= {name for name in files if name not in seen and _there(directory, name)}
+        if len(seen) == len(files) or clock() >= ends:
+            return [name for name in files if name in seen]
+        sleep(PAUSE_S)
+
+
+def _there(directory: Path, name: str) -> bool:
+    if not name.startswith(PREFIX) or "/" in name:
+        return False
+    try:
+        with open(directory / name, "rb") as file:
+            return file.read(len(name)) == name.encode()
+    except OSError:
+        return False
+
+
+def _hold(directory: Path) -> None:
+    file = directory / f"{PREFIX}{uuid.uuid4().hex}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(file, "xb") as opened:
+                opened.write(file.name.encode())
+                opened.flush()
+                os.fsync(opened.fileno())
+            say({"file": file.name})
+            wait_for_end()
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                file.unlink()
+    except OSError as error:
+        say({"problem": f"{directory}: {error.strerror}"})
