@@ -329,6 +329,16 @@ def test_the_table_of_rooms_has_every_folder() -> None:
     assert not {room for room in rooms - {""} if not {room, room.rpartition("/")[2]} & named}
 
 
+def test_the_walks_lead_through_files_that_exist() -> None:
+    section = (ROOT / "docs/architecture.md").read_text().partition("\n## Walks\n")[2].partition("\n## ")[0]
+    walks = [
+        re.findall(r"`([\w./-]+\.(?:py|md))`", row) for row in section.splitlines() if row.startswith("| ")
+    ]
+    assert [len(walk) > 1 for walk in walks[1:]] == [True] * 5
+    assert not [file for walk in walks for file in walk if not (ROOT / file).exists()]
+    assert max(map(len, walks)) <= 12
+
+
 def test_the_documents_name_files_that_exist() -> None:
     """A full path anywhere, and in the table of rooms a name in the folder of its row."""
     problems = []
