@@ -44,8 +44,7 @@ from ..observability.sources import AgentsSource
 from ..observability.status import StatusPages
 from ..observability.steps import StepRate
 from ..output.console import Console
-from ..output.events import Kind
-from ..output.journal import EventFile, Journal
+from ..output.journal import EventFile, Journal, Kind
 from ..output.log_folders import log_directory
 from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import JoinChecks, Recheck

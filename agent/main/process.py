@@ -24,8 +24,7 @@ from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode, lack_in
 from ..configuration.config import LogConfig
 from ..configuration.options import SECRET_VARIABLES
 from ..configuration.stopping import StopConfig, leaves_in_s
-from ..output.console import Console, ConsoleHandler
-from ..output.log_lines import JsonLines, TextLines
+from ..output.console import Console, ConsoleHandler, JsonLines, TextLines
 from ..workers.processes.guard import Guard
 
 log = logging.getLogger(__name__)

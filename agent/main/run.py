@@ -47,8 +47,7 @@ from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
 from ..observability.status import JOB_PATH, STATUS_PATH, StatusPages
 from ..observability.steps import StepRate
 from ..output.console import take as take_console
-from ..output.events import EVENTS_PATH
-from ..output.journal import Journal
+from ..output.journal import EVENTS_PATH, Journal
 from ..output.masking import secrets_in
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.commit_fence import CommitFence

@@ -29,8 +29,7 @@ from ...rendezvous.node.snapshot import NodeSnapshot
 from ...rendezvous.records import Cause, CauseKind, Failure, NodeRecord, Phase, World
 from ...rendezvous.statements import terms
 from ...rendezvous.statements.paces import Comparison, Paces, Straggler
-from ..output.events import Kind
-from ..output.journal import Journal
+from ..output.journal import Journal, Kind
 
 _CHANGES = {
     CauseKind.JOIN: "join",

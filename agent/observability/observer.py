@@ -23,8 +23,7 @@ from ...rendezvous.statements.exclusion import Exclusion
 from ...rendezvous.statements.inquiry import Inquiry, Stage, Suspicion
 from ...rendezvous.text import counted
 from ...worker.wire.messages import ReplicationReport
-from ..output.events import Kind
-from ..output.journal import Journal
+from ..output.journal import Journal, Kind
 from ..output.log_folders import run_folder
 from ..workers.processes.workers import WorkerGroup
 from .goodput import TrainingEvent

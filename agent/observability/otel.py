@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...threads import Thread
-from ..output.events import JobEvent, Kind
-from ..output.journal import Journal
+from ..output.journal import JobEvent, Journal, Kind
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from typing import Any
 from ...health.http import JSON, TEXT, Page, Request
 from ...rendezvous.coordinator.exclusions import in_words, left_out
 from ...rendezvous.records import Failure
-from ..output.events import EVENT, SCHEMA
-from ..output.journal import Journal
+from ..output.journal import EVENT, SCHEMA, Journal
 from ..output.masking import masked
 from .job_report import JobReport, NodeReport, as_json
 from .sources import CannotShow

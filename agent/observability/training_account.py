@@ -20,8 +20,7 @@ from ...health.metrics import Metrics
 from ...rendezvous.records import CauseKind, World
 from ...worker.wire.messages import LoadReport, Report, SaveReport, Tier
 from ...worker.wire.shared_progress import Reading
-from ..output.events import Kind
-from ..output.journal import Journal
+from ..output.journal import Journal, Kind
 from .goodput import PARTS, STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
 from .status import StatusPages
 from .steps import Counted, NodeProgress, Step, StepCount, StepRate, node_progress

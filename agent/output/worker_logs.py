@@ -15,6 +15,9 @@ there every few seconds (`lines`).
 Invariants: neither the reading thread nor the main one writes to a disk or the console. A console or a disk that is
 slow slows the workers, as every terminal does; one that stands still costs them a second, once. Memory is bounded,
 whatever workers print.
+
+A progress bar draws its line anew behind a carriage return. Of such a line only what stands after the last one is
+shown, and kept among a worker's last lines; the log file has every byte.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ import fcntl
 import logging
 import math
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,11 +37,75 @@ from pathlib import Path
 
 from ...threads import Thread
 from ..common.io_thread import IoThread
-from . import lines
 from .console import Console
-from .lines import LineSplitter, Tail
 from .log_files import LogFile, LogFiles
 from .log_folders import RunFolder, run_folder
+
+LINE_MAX = 64 * 1024
+"""A longer line is cut into pieces of this size."""
+TAIL_LINES = 40
+_TAIL_LINE_MAX = 2048
+REDRAW_S = 5.0
+"""A bar that has not ended is shown as often at most, for each stream: eight ranks with a bar are fewer than two lines
+a second."""
+
+
+class LineSplitter:
+    """Cuts a stream of bytes into lines of at most `LINE_MAX` bytes, and holds no more than one such line."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._redraws = False
+        """The line that was begun has been drawn anew."""
+
+    @property
+    def drawn(self) -> bytes:
+        """The newest state of a bar whose line has not ended; empty when there is none, or it is blank."""
+        drawn = self._rest.removesuffix(b"\r")
+        return drawn if (self._redraws or len(drawn) < len(self._rest)) and not drawn.isspace() else b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes."""
+        *ended, begun = (self._rest + data).split(b"\n")
+        redraws = self._redraws and not ended
+        lines = [piece for text in ended for piece in _cut(_newest(text.rstrip(b"\r")))]
+        # A carriage return at the end of what was read may be half of "\r\n".
+        newest = _newest(begun.rstrip(b"\r"))
+        self._redraws = redraws or len(newest) < len(begun.rstrip(b"\r"))
+        *whole, last = _cut(newest)
+        self._rest = last + b"\r" * begun.endswith(b"\r")
+        return lines + whole
+
+    def flush(self) -> list[bytes]:
+        """The line that was begun, if any: nothing comes to complete it."""
+        wiped = self._redraws and self._rest.isspace()
+        rest, self._rest, self._redraws = self._rest.removesuffix(b"\r"), b"", False
+        return [rest] if rest and not wiped else []
+
+
+def _newest(text: bytes) -> bytes:
+    return text.rpartition(b"\r")[2]
+
+
+def _cut(text: bytes) -> list[bytes]:
+    return [text[at : at + LINE_MAX] for at in range(0, len(text), LINE_MAX)] or [b""]
+
+
+class Tail:
+    """The last `TAIL_LINES` lines. Filled by one thread, read by another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
+
+    def add(self, lines: list[bytes]) -> None:
+        with self._lock:
+            self._lines.extend(line[:_TAIL_LINE_MAX] for line in lines)
+
+    def lines(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(line.decode(errors="backslashreplace") for line in self._lines)
+
 
 STREAMS = ("stdout", "stderr")
 _READ_MAX = 64 * 1024
@@ -283,7 +352,7 @@ class WorkerLogs:
             stream.bar = b""
         drawn, now = stream.splitter.drawn, time.monotonic()
         waits = drawn not in (b"", stream.bar)
-        if waits and now >= stream.bar_at + lines.REDRAW_S:
+        if waits and now >= stream.bar_at + REDRAW_S:
             shown.append(drawn)
             stream.bar, stream.bar_at, waits = drawn, now, False
         if stream.console or (stream.file is not None and stream.file.failed):
@@ -293,7 +362,7 @@ class WorkerLogs:
             self._files.save(stream.copies, b"".join(stream.prefix + text + b"\n" for text in copied))
         if waits and not stream.timed and stream.pipe >= 0:
             stream.timed = True
-            self._io.later(max(0.0, stream.bar_at + lines.REDRAW_S - now), partial(self._redraw, stream))
+            self._io.later(max(0.0, stream.bar_at + REDRAW_S - now), partial(self._redraw, stream))
 
     def _redraw(self, stream: _Stream) -> None:
         stream.timed = False

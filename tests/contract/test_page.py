@@ -22,8 +22,7 @@ from elastic_agent.agent.observability.page import (
 )
 from elastic_agent.agent.observability.status import Checkpoint
 from elastic_agent.agent.observability.steps import Rates
-from elastic_agent.agent.output.events import EVENTS_PATH, Kind
-from elastic_agent.agent.output.journal import Journal
+from elastic_agent.agent.output.journal import EVENTS_PATH, Journal, Kind
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
 from elastic_agent.rendezvous.statements.exclusion import Exclusion

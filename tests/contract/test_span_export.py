@@ -17,8 +17,7 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip instal
 from elastic_agent import threads
 from elastic_agent.agent.observability import otel
 from elastic_agent.agent.observability.otel import CLOSE_S, MOST_WAITING, SpanSender, trace_id
-from elastic_agent.agent.output.events import Kind
-from elastic_agent.agent.output.journal import Journal
+from elastic_agent.agent.output.journal import Journal, Kind
 from tests.collector import Collector
 
 PATIENCE_S = 30.0

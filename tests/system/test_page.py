@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.output.events import Kind, read_events
-from elastic_agent.agent.output.journal import journals, read_file
+from elastic_agent.agent.output.journal import Kind, journals, read_events, read_file
 from tests.browser import LACKING, browsing, find_chromium
 
 from .harness import RECORDER, Agent, Job

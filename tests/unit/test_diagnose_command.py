@@ -13,8 +13,7 @@ from elastic_agent.agent.commands.runs import diagnose
 from elastic_agent.agent.commands.runs.diagnose import main
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.main.assembly import about_node
-from elastic_agent.agent.output.events import Kind
-from elastic_agent.agent.output.journal import EventFile, Journal
+from elastic_agent.agent.output.journal import EventFile, Journal, Kind
 from elastic_agent.agent.output.log_folders import MARK
 
 CANARY = "c4n4ry-Value9"

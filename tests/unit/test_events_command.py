@@ -18,8 +18,7 @@ from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.runs import events as command
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.observability.page import MOST_EVENTS, Board
-from elastic_agent.agent.output.events import EVENT, EVENTS_PATH, Kind
-from elastic_agent.agent.output.journal import EventFile, Journal
+from elastic_agent.agent.output.journal import EVENT, EVENTS_PATH, EventFile, Journal, Kind
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.threads import Thread

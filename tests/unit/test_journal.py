@@ -13,13 +13,17 @@ import pytest
 
 from elastic_agent.agent.observability.training_account import SaveEvents
 from elastic_agent.agent.output import journal as event_file
-from elastic_agent.agent.output.events import EVENT, MAX_EVENT_TEXT, JobEvent, Kind, read_events
 from elastic_agent.agent.output.journal import (
+    EVENT,
+    MAX_EVENT_TEXT,
     REMADE_AFTER_S,
     EventFile,
+    JobEvent,
     Journal,
+    Kind,
     file_name,
     journals,
+    read_events,
     read_file,
 )
 from elastic_agent.agent.output.log_folders import MARK, delete_run

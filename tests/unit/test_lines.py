@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from elastic_agent.agent.output.lines import LINE_MAX, LineSplitter
+from elastic_agent.agent.output.worker_logs import LINE_MAX, LineSplitter
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from elastic_agent.agent.output.log_lines import JsonLines, TextLines
+from elastic_agent.agent.output.console import JsonLines, TextLines
 
 
 def record(message: str, *args: object, level: int = logging.WARNING) -> logging.LogRecord:

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 
 import elastic_agent.agent.output.console as console_module
-import elastic_agent.agent.output.lines as lines_module
 import elastic_agent.agent.output.log_files as log_files_module
+import elastic_agent.agent.output.worker_logs as worker_logs_module
 from elastic_agent.agent.output.console import Console
-from elastic_agent.agent.output.lines import TAIL_LINES
-from elastic_agent.agent.output.worker_logs import OutputRoute, WorkerLogs
+from elastic_agent.agent.output.worker_logs import TAIL_LINES, OutputRoute, WorkerLogs
 
 PATIENCE_S = 20.0
 ROUTES = (OutputRoute("[n1/0] "),) * 2
@@ -138,7 +137,7 @@ def test_lines_that_are_looked_for_are_copied_with_their_prefix(rig: Rig) -> Non
 
 
 def test_the_state_of_a_bar_that_stands_still_is_shown(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "REDRAW_S", 0.2)
+    monkeypatch.setattr(worker_logs_module, "REDRAW_S", 0.2)
     out, _ = rig.worker()
     for percent in range(100):
         os.write(out, b"\r%d%%" % percent)

@@ -12,8 +12,7 @@ from elastic_agent.agent.observability.goodput import Activity, TrainingEvent
 from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.observability.status import STATUS_PAGE, StatusPages
 from elastic_agent.agent.observability.steps import StepRate
-from elastic_agent.agent.output.events import Kind
-from elastic_agent.agent.output.journal import Journal
+from elastic_agent.agent.output.journal import Journal, Kind
 from elastic_agent.agent.workers.processes.workers import WorkerGroup
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot

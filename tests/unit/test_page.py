@@ -25,8 +25,7 @@ from elastic_agent.agent.observability.page import (
 from elastic_agent.agent.observability.sources import CannotShow, Found
 from elastic_agent.agent.observability.status import Checkpoint, JobStatus
 from elastic_agent.agent.observability.steps import Rates, StepRate
-from elastic_agent.agent.output.events import EVENT, Kind
-from elastic_agent.agent.output.journal import Journal
+from elastic_agent.agent.output.journal import EVENT, Journal, Kind
 from elastic_agent.health.http import Request
 from elastic_agent.rendezvous.records import (
     Cause,

@@ -30,7 +30,7 @@ from elastic_agent.agent.commands.runs.report import (
     report_of,
 )
 from elastic_agent.agent.observability.goodput import Activity
-from elastic_agent.agent.output.events import JobEvent, Kind
+from elastic_agent.agent.output.journal import JobEvent, Kind
 
 EPOCH = 1_000_000.0
 

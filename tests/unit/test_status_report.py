@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from elastic_agent.agent.commands.status import Screen, lines, span
 from elastic_agent.agent.observability.job_report import JobReport, as_json, report
 from elastic_agent.agent.observability.sources import Found, NodeAnswer, Unreachable
 from elastic_agent.agent.observability.status import Checkpoint, CheckStatus, JobStatus, NodeStatus
-from elastic_agent.agent.observability.status_text import Screen, lines, span
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.observability.membership import StragglerWatch
-from elastic_agent.agent.output.events import Kind
-from elastic_agent.agent.output.journal import Journal
+from elastic_agent.agent.output.journal import Journal, Kind
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World

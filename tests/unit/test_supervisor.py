@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.output.events import Kind
+from elastic_agent.agent.output.journal import Kind
 from elastic_agent.agent.workers.failure_handler import SEEN_WITHIN_S
 from elastic_agent.agent.workers.failure_reports import KNOWN_WITHIN_S
 from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall

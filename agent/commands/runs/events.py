@@ -25,8 +25,7 @@ from ...configuration.config import HELP, SCRIPT, ConfigError
 from ...configuration.load import read_argv
 from ...configuration.parse import Group, Option, duration
 from ...observability.sources import HERE_S
-from ...output.events import EVENT, EVENTS_PATH, JobEvent, Kind
-from ...output.journal import journals, read_file
+from ...output.journal import EVENT, EVENTS_PATH, JobEvent, Kind, journals, read_file
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
 from ..store_command import one_line_errors, pause

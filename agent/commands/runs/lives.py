@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ...observability.goodput import BEGUN, PHASES, Activity
-from ...output.events import JobEvent, Kind
+from ...output.journal import JobEvent, Kind
 
 
 class Use(enum.Enum):

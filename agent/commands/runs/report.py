@@ -24,9 +24,8 @@ from ....rendezvous.text import counted
 from ...common.exits import CommandCode
 from ...configuration.parse import Group
 from ...configuration.settings import Settings
-from ...observability.status_text import span
-from ...output.events import JobEvent, Kind
-from ...output.journal import journals, read_file
+from ...output.journal import JobEvent, Kind, journals, read_file
+from ..status import span
 from ..store_command import CannotDo
 from .diagnose import run_command
 from .lives import (
