@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ... import __version__
 from ...health.checks.runner import CheckRun
@@ -25,8 +25,13 @@ from ...health.checks.table import checks_for, rechecks_for
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.coordinator.view import Policy
+from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Endpoint
 from ...rendezvous.statements.terms import MOST_WORDS, Program
+from ...rendezvous.store.interface import Store
+from ..checkpoints.disk_writer import DiskWriter
+from ..checkpoints.folder import MemoryFolder
+from ..checkpoints.memory_server import MemoryServer
 from ..common.events import Event
 from ..common.exits import CannotStart, ExitCode
 from ..common.io_thread import IoThread
@@ -35,9 +40,11 @@ from ..configuration.config import NO_FILES, Config, LogConfig
 from ..configuration.parse import ENVIRONMENT
 from ..configuration.stopping import drain_timeout_s
 from ..configuration.values import Command
+from ..machine.gpus import GpuHealth, GpuMemory
 from ..machine.inventory import Machine, needs_of
 from ..machine.network import Network
 from ..observability.job_report import JobReport, Watch
+from ..observability.observer import Observer
 from ..observability.otel import SpanSender
 from ..observability.page import Board, overview
 from ..observability.sources import AgentsSource
@@ -48,10 +55,16 @@ from ..output.journal import EventFile, Journal, Kind
 from ..output.log_folders import log_directory
 from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
+from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.worker_reports import ReportReceiver
+from ..workers.environment import Node
 from ..workers.failures.causes import CauseTable
 from ..workers.preloader.spares import Spares
+from ..workers.processes.guard import Guard
+from ..workers.processes.subreaper import Subreaper
 from ..workers.processes.workers import first_on_path, script_of
+from .heartbeat import Heartbeat, Probes
+from .listeners import Listeners
 from .prepared import Prepared, interpreter_of, new_spares
 from .service_manager import ServiceManager
 
@@ -61,9 +74,18 @@ MAX_WAITING_EVENTS = 10_000
 """Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
 
 
-@dataclass(frozen=True, slots=True)
+class _Service(Protocol):
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_S = TypeVar("_S", bound=_Service)
+
+
+@dataclass(slots=True)
 class Agent:
-    """What this agent is from its first moment on."""
+    """One agent: what it is from its first moment on, and below that its parts, which `run` makes in their order."""
 
     config: Config
     name: str
@@ -74,15 +96,55 @@ class Agent:
     io: IoThread
     manager: ServiceManager
     console: Console
+    subreaper: Subreaper
+    machine: Machine
     clock: Callable[[], float]
     run_directory: Path | None = None
     """The folder of the folders of runs, which hold events and evidence; None: no files are kept."""
     in_force: tuple[str, ...] = ()
     """The settings in force, for people."""
     started_at: float = field(init=False)
+    ends: contextlib.ExitStack = field(init=False, default_factory=contextlib.ExitStack)
+    """What is to be closed at the end, the newest first."""
+
+    network: Network = field(init=False)
+    metrics: Metrics = field(init=False)
+    journal: Journal = field(init=False)
+    pages: StatusPages = field(init=False)
+    rate: StepRate = field(init=False)
+    memory: MemoryFolder | None = field(init=False)
+    listeners: Listeners = field(init=False)
+    node: Node = field(init=False)
+    guard: Guard = field(init=False)
+    gpu_memory: GpuMemory = field(init=False)
+    gpu_health: GpuHealth = field(init=False)
+    spares: Spares = field(init=False)
+    checks: JoinChecks = field(init=False)
+    recheck: Recheck = field(init=False)
+    probes: Probes = field(init=False)
+    http: tuple[str, int] = field(init=False)
+    """Where this agent answers."""
+    store: Store = field(init=False)
+    participant: Participant = field(init=False)
+    link: StoreLink = field(init=False)
+    heartbeat: Heartbeat = field(init=False)
+    disk_writer: DiskWriter = field(init=False)
+    memory_server: MemoryServer | None = field(init=False)
+    observer: Observer = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "started_at", self.clock())
+        self.started_at = self.clock()
+
+    @property
+    def secrets(self) -> Collection[str]:
+        """Known values, which nothing that others read may have."""
+        return secrets_in(self.environment)
+
+    def started(self, service: _S) -> _S:
+        """Until this agent ends."""
+        service.start()
+        self.ends.callback(service.close)
+        return service
 
 
 def choose_log_directory(logs: LogConfig) -> LogConfig:
@@ -120,8 +182,8 @@ def choose_run_directory(logs: LogConfig) -> Path | None:
     return directory
 
 
-def journal_of(agent: Agent, metrics: Metrics) -> Journal:
-    secrets, count_lost = secrets_in(agent.environment), metrics.events_dropped_total.inc
+def journal_of(agent: Agent) -> Journal:
+    secrets, count_lost = agent.secrets, agent.metrics.events_dropped_total.inc
     keeps = agent.run_directory is not None
     file = EventFile(count_lost, beside=about_node(agent.name, agent.in_force, secrets)) if keeps else None
     journal = Journal(agent.name, time.time, file, secrets=secrets)
@@ -134,8 +196,8 @@ def about_node(name: str, in_force: Sequence[str], secrets: Collection[str]) -> 
     return {f"configuration-{name}.toml": masked("\n".join(in_force), secrets)} if in_force else {}
 
 
-def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
-    config, clock = agent.config, agent.clock
+def metrics_of(agent: Agent) -> Metrics:
+    config, machine, clock = agent.config, agent.machine, agent.clock
     metrics = Metrics(
         config.rendezvous.job_id,
         agent.name,
@@ -146,8 +208,8 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
             python_version=platform.python_version(),
         ),
         Place(
-            interface=network.choice.interface,
-            address=network.choice.address,
+            interface=agent.network.choice.interface,
+            address=agent.network.choice.address,
             workers=machine.workers,
             gpus=len(machine.inventory.cuda),
         ),
@@ -161,8 +223,8 @@ def metrics_of(agent: Agent, machine: Machine, network: Network) -> Metrics:
     return metrics
 
 
-def checks_of(agent: Agent, machine: Machine) -> JoinChecks:
-    needs = needs_of(agent.config, machine)
+def checks_of(agent: Agent) -> JoinChecks:
+    needs = needs_of(agent.config, agent.machine)
     checks = checks_for(needs, at_join=True)
     return JoinChecks(
         agent.config.check,
@@ -172,7 +234,7 @@ def checks_of(agent: Agent, machine: Machine) -> JoinChecks:
     )
 
 
-def send_spans(agent: Agent, journal: Journal, parts: contextlib.ExitStack) -> None:
+def send_spans(agent: Agent) -> None:
     """The spans of each recovery that the journal has from now on, if a collector is configured."""
     endpoint = agent.config.otlp_endpoint
     if endpoint is None:
@@ -184,13 +246,11 @@ def send_spans(agent: Agent, journal: Journal, parts: contextlib.ExitStack) -> N
         "elastic_agent.job": agent.config.rendezvous.job_id,
         "elastic_agent.node": agent.name,
     }
-    sender = SpanSender(None if endpoint == ENVIRONMENT else endpoint, resource, journal)
-    sender.start()
-    parts.callback(sender.close)
+    agent.started(SpanSender(None if endpoint == ENVIRONMENT else endpoint, resource, agent.journal))
 
 
-def recheck_of(agent: Agent, machine: Machine) -> Recheck:
-    needs = needs_of(agent.config, machine)
+def recheck_of(agent: Agent) -> Recheck:
+    needs = needs_of(agent.config, agent.machine)
 
     def new_run(peers: Sequence[str]) -> CheckRun:
         now_needs = replace(needs, peers=tuple(peers))
@@ -199,9 +259,9 @@ def recheck_of(agent: Agent, machine: Machine) -> Recheck:
     return Recheck(new_run, agent.events.put)
 
 
-def spares_of(agent: Agent, machine: Machine, prepared: Prepared) -> Spares:
+def spares_of(agent: Agent, prepared: Prepared) -> Spares:
     """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
-    command, words, wanted = agent.config.command, agent.config.preload, machine.workers + 1
+    command, words, wanted = agent.config.command, agent.config.preload, agent.machine.workers + 1
     cwd = os.getcwd()
     interpreter = interpreter_of(
         prepared, agent.environment, first_on_path(command.started, cwd), script_of(command, cwd)
@@ -229,7 +289,7 @@ def pages_of(agent: Agent) -> StatusPages:
         lease_ttl_s=agent.config.rendezvous.lease_ttl_s,
         max_restarts=agent.config.max_restarts,
         clock=agent.clock,
-        secrets=secrets_in(agent.environment),
+        secrets=agent.secrets,
     )
 
 
@@ -238,17 +298,16 @@ LOOKS_WITHIN_S = 3.0
 ASKS_AT_ONCE = 16
 
 
-def board_of(
-    agent: Agent, own: tuple[str, int], journal: Journal, pages: StatusPages, rate: StepRate
-) -> Board:
-    """`own`: host and port of this agent."""
-    here = AgentsSource(lambda: [Endpoint(*own)], LOOKS_WITHIN_S, here=False)
+def board_of(agent: Agent) -> Board:
+    own = Endpoint(*agent.listeners.http.getsockname()[:2])
+    here = AgentsSource(lambda: [own], LOOKS_WITHIN_S, here=False)
     watch = Watch(here, LOOKS_WITHIN_S, agent.clock, ASKS_AT_ONCE)
-
-    secrets = secrets_in(agent.environment)
+    secrets = agent.secrets
 
     def describe(job: JobReport | None, problem: str) -> dict[str, Any]:
-        return overview(job, problem, pages.failure, rate.read(agent.clock()), time.time(), secrets)
+        return overview(
+            job, problem, agent.pages.failure, agent.rate.read(agent.clock()), time.time(), secrets
+        )
 
     about = {
         "job": agent.config.rendezvous.job_id,
@@ -256,17 +315,17 @@ def board_of(
         "incarnation": agent.incarnation,
         "version": __version__,
     }
-    return Board(journal, about, watch.look, describe, agent.clock)
+    return Board(agent.journal, about, watch.look, describe, agent.clock)
 
 
-def receiver_of(agent: Agent, path: Path, metrics: Metrics) -> ReportReceiver:
+def receiver_of(agent: Agent) -> ReportReceiver:
     events = agent.events
     return ReportReceiver(
-        path,
+        Path(agent.node.env.reports),
         events.put,
         lambda: events.qsize() < MAX_WAITING_EVENTS,
         agent.clock,
-        metrics.reports_dropped_total.inc,
+        agent.metrics.reports_dropped_total.inc,
     )
 
 

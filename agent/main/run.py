@@ -6,21 +6,18 @@ HTTP server answers before the store is found; and at the end the workers are go
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import os
 import random
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ...health.http import NODE_PATH, Answers, HealthServer
-from ...health.metrics import Metrics
 from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
@@ -30,7 +27,7 @@ from ...rendezvous.text import counted
 from ...threads import Thread
 from ...worker.wire.shared_progress import clock
 from ..checkpoints.disk_writer import DiskWriter
-from ..checkpoints.folder import MemoryFolder, make_folder
+from ..checkpoints.folder import make_folder
 from ..checkpoints.memory_server import MemoryServer, ServerPlace
 from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.interruptible import unless_stopped
@@ -44,23 +41,20 @@ from ..machine.notices import NoticeWatch, source_for
 from ..machine.preflight import refuse_bad_syntax
 from ..observability.observer import Observer
 from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
-from ..observability.status import JOB_PATH, STATUS_PATH, StatusPages
+from ..observability.status import JOB_PATH, STATUS_PATH
 from ..observability.steps import StepRate
 from ..output.console import take as take_console
-from ..output.journal import EVENTS_PATH, Journal
-from ..output.masking import secrets_in
+from ..output.journal import EVENTS_PATH
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.commit_fence import CommitFence
 from ..rendezvous_io.last_steps import LastSteps
 from ..rendezvous_io.measured_store import MeasuredStore
-from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.environment import Node, worker_env
 from ..workers.hangs.keeper import EvidenceKeeper
 from ..workers.hangs.signs import SignReader
-from ..workers.preloader.spares import Spares
 from ..workers.processes.guard import Guard
 from ..workers.processes.run_files import (
     RUN_DIR_PREFIX,
@@ -69,7 +63,6 @@ from ..workers.processes.run_files import (
     run_directory_parent,
     run_directory_parents,
 )
-from ..workers.processes.subreaper import Subreaper
 from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import GroupHelpers, WorkerGroup, tied
@@ -91,7 +84,7 @@ from .assembly import (
     spares_of,
 )
 from .heartbeat import Heartbeat, Probes
-from .listeners import Listeners, bind_all, binder
+from .listeners import bind_all, binder
 from .loop import Ending, Loop, Services
 from .prepared import Prepared, prepare_process
 from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment, write_error_file
@@ -127,11 +120,13 @@ def run(
             prepared.io,
             manager,
             console,
+            prepared.subreaper,
+            machine,
             clock=clock,
             run_directory=choose_run_directory(config.logs),
             in_force=tuple(in_force),
         )
-        ending = _run(agent, machine, prepared)
+        ending = _run(agent, prepared)
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))
     except Exception as error:
@@ -149,97 +144,47 @@ def run(
     return ending.code
 
 
-class _Service(Protocol):
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-_S = TypeVar("_S", bound=_Service)
 _T = TypeVar("_T")
 
 
-def _started(stack: contextlib.ExitStack, service: _S) -> _S:
-    """Until the stack is unwound."""
-    service.start()
-    stack.callback(service.close)
-    return service
-
-
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """What this agent has of the machine, and no other process can take from it."""
-
-    node: Node
-    network: Network
-    memory: MemoryFolder | None
-    listeners: Listeners
-    new_port: Callable[[], socket.socket]
-    """Binds another one in the place of `listeners.workers`. Raises PortError."""
-
-
-@dataclass(frozen=True, slots=True)
-class Helpers:
-    """Processes that serve the workers of all generations."""
-
-    subreaper: Subreaper
-    guard: Guard
-    gpu_memory: GpuMemory
-    gpu_health: GpuHealth
-    spares: Spares
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """This node's part in the rendezvous."""
-
-    participant: Participant
-    link: StoreLink
-    heartbeat: Heartbeat
-
-
-def _run(agent: Agent, machine: Machine, prepared: Prepared) -> Ending:
+def _run(agent: Agent, prepared: Prepared) -> Ending:
     """In the order that the module's docstring explains."""
     catch_signals(agent.events, agent.config.stop.more_signals)
     end_in_time(agent.config.stop)
     if prepared.adoption_error:
         log.warning("what workers leave behind is not adopted: %s", prepared.adoption_error)
     _refuse_beside_remains(agent)
-    network = _wait_for_network(agent, machine)
-    machine = replace(machine, network=network)
-    metrics = metrics_of(agent, machine, network)
-    with contextlib.ExitStack() as parts:
-        journal = _started(parts, journal_of(agent, metrics))
-        log_to(agent.console, agent.name, agent.config.logs, lambda: journal.generation)
-        claimed = _claim(agent, machine, network, binder(agent.config, metrics), parts)
-        helpers = _start_helpers(agent, claimed, prepared, metrics, parts)
-        checks, recheck = _check(agent, machine, helpers.subreaper, parts)
-        pages = pages_of(agent)
-        introduction = Introduction(agent.name, agent.incarnation, generation=0)
-        probes = Probes(introduction, agent.clock, secrets_in(agent.environment))
-        rate = StepRate(agent.started_at)
-        http = _serve_http(agent, claimed, metrics, pages, probes, journal, rate, parts)
+    agent.network = _wait_for_network(agent)
+    agent.machine = replace(agent.machine, network=agent.network)
+    agent.metrics = metrics_of(agent)
+    with agent.ends:
+        agent.journal = agent.started(journal_of(agent))
+        log_to(agent.console, agent.name, agent.config.logs, lambda: agent.journal.generation)
+        bind = binder(agent.config, agent.metrics)
+        _claim(agent, bind)
+        _start_helpers(agent, prepared)
+        _check(agent)
+        _serve_http(agent)
         agent.manager.ready()
-        store = _find_store(agent, claimed, metrics, parts)
-        rendezvous = _make_rendezvous(agent, claimed, helpers, http, store, checks.held_back)
-        services = _serve_workers(agent, claimed, helpers, rendezvous.participant, store, metrics, parts)
-        rendezvous.link.start()
-        observer = Observer(
-            metrics,
-            pages,
-            journal,
-            rate,
+        _find_store(agent)
+        _make_rendezvous(agent)
+        processes = _serve_workers(agent)
+        agent.link.start()
+        agent.observer = Observer(
+            agent.metrics,
+            agent.pages,
+            agent.journal,
+            agent.rate,
             agent.run_directory,
             agent.config.max_restarts,
             agent.started_at,
             time.time,
         )
-        send_spans(agent, journal, parts)
-        loop = _make_loop(agent, claimed, helpers, rendezvous, observer, checks, recheck, *services)
-        _watch_for_notices(agent, loop, parts)
-        probes.begin(rendezvous.participant, rendezvous.heartbeat)
-        hosts_store = claimed.listeners.store is not None
-        return _live(agent, loop, rendezvous, observer, store, hosts_store=hosts_store)
+        send_spans(agent)
+        loop = _make_loop(agent, processes, bind)
+        _watch_for_notices(agent, loop)
+        agent.probes.begin(agent.participant, agent.heartbeat)
+        return _live(agent, loop)
 
 
 # ---------------------------------------------------------------- refused before anything is started
@@ -258,9 +203,9 @@ def _refuse_beside_remains(agent: Agent) -> None:
     )
 
 
-def _wait_for_network(agent: Agent, machine: Machine) -> Network:
+def _wait_for_network(agent: Agent) -> Network:
     """As it was found before, or as soon as it is there."""
-    found = machine.network
+    found = agent.machine.network
     if isinstance(found, NotReady):
         found = _wait(
             agent, "waiting for the network", lambda: wait_for_network(agent.config, agent.environment)
@@ -274,175 +219,146 @@ def _wait(agent: Agent, doing: str, work: Callable[[], _T]) -> _T:
     return unless_stopped(work, agent.events, doing, lambda: agent.manager.turn(doing), requeues=requeues)
 
 
-def _claim(
-    agent: Agent, machine: Machine, network: Network, bind: Binder, parts: contextlib.ExitStack
-) -> Claimed:
+def _claim(agent: Agent, bind: Binder) -> None:
     """Folders, ports and cgroup. Raises CannotStart."""
     # The guard removes it, too, if the agent cannot.
     place = run_directory_parent(os.environ)
     run_dir = Path(
-        parts.enter_context(
+        agent.ends.enter_context(
             tempfile.TemporaryDirectory(prefix=RUN_DIR_PREFIX, dir=place, ignore_cleanup_errors=True)
         )
     )
-    parts.callback(os.close, keep_from_tmpfiles(run_dir))
-    memory = make_folder(agent.config.memory_checkpoints)
+    agent.ends.callback(os.close, keep_from_tmpfiles(run_dir))
+    memory = agent.memory = make_folder(agent.config.memory_checkpoints)
     if memory is not None:
-        parts.callback(memory.close)
-    address = network.choice.address
-    listeners = bind_all(agent.config, network.endpoint, address, bind, copies=memory is not None)
+        agent.ends.callback(memory.close)
+    network, address = agent.network, agent.network.choice.address
+    listeners = agent.listeners = bind_all(
+        agent.config, network.endpoint, address, bind, copies=memory is not None
+    )
     serves_at = listeners.memory.getsockname()[1] if listeners.memory is not None else None
     memory_address = str(Endpoint(address, serves_at)) if serves_at is not None else ""
     env = worker_env(agent.incarnation, run_dir, memory, agent.config, memory_address)
     cgroup = claim_cgroup(agent.incarnation)
-    node = Node(agent.name, agent.incarnation, machine, run_dir, env, cgroup, agent.environment)
-    return Claimed(node, network, memory, listeners, lambda: bind(address, None, "master"))
+    agent.node = Node(agent.name, agent.incarnation, agent.machine, run_dir, env, cgroup, agent.environment)
 
 
 # ---------------------------------------------------------------- started before the store is found
 
 
-def _start_helpers(
-    agent: Agent, claimed: Claimed, prepared: Prepared, metrics: Metrics, parts: contextlib.ExitStack
-) -> Helpers:
+def _start_helpers(agent: Agent, prepared: Prepared) -> None:
+    """Processes that serve the workers of all generations."""
     warn_of_group_kill()
-    parts.callback(agent.io.close)
-    guard = Guard()
-    run_dir = claimed.node.run_dir
-    folders = [run_dir] if claimed.memory is None else [run_dir, claimed.memory.path]
+    agent.ends.callback(agent.io.close)
+    guard = agent.guard = Guard()
+    run_dir = agent.node.run_dir
+    folders = [run_dir] if agent.memory is None else [run_dir, agent.memory.path]
     remains = file_for(run_dir), agent.config.rendezvous.job_id
-    guard.start(agent.incarnation, folders, claimed.node.cgroup, remains)
-    parts.callback(guard.close)
-    watched, wait_s = claimed.node.machine.watched, agent.config.gpu_memory_wait_s
-    gpu_memory = _started(
-        parts, GpuMemory(watched, wait_s, agent.environment, agent.io, agent.events.put, agent.clock)
+    guard.start(agent.incarnation, folders, agent.node.cgroup, remains)
+    agent.ends.callback(guard.close)
+    watched, wait_s, post = agent.machine.watched, agent.config.gpu_memory_wait_s, agent.events.put
+    agent.gpu_memory = agent.started(
+        GpuMemory(watched, wait_s, agent.environment, agent.io, post, agent.clock)
     )
-    gpu_health = _started(
-        parts,
-        GpuHealth(
-            claimed.node.machine.gpus,
-            agent.environment,
-            agent.io,
-            agent.events.put,
-            lambda result: metrics.diagnostics_dumps_total.inc(tool="nvml", result=result),
-        ),
-    )
-    spares = spares_of(agent, claimed.node.machine, prepared)
-    parts.callback(spares.close)
-    return Helpers(prepared.subreaper, guard, gpu_memory, gpu_health, spares)
+
+    def count(result: str) -> None:
+        agent.metrics.diagnostics_dumps_total.inc(tool="nvml", result=result)
+
+    agent.gpu_health = agent.started(GpuHealth(agent.machine.gpus, agent.environment, agent.io, post, count))
+    agent.spares = spares_of(agent, prepared)
+    agent.ends.callback(agent.spares.close)
 
 
-def _check(
-    agent: Agent, machine: Machine, subreaper: Subreaper, parts: contextlib.ExitStack
-) -> tuple[JoinChecks, Recheck]:
+def _check(agent: Agent) -> None:
     """Beside all that follows."""
-    checks, recheck = checks_of(agent, machine), recheck_of(agent, machine)
+    checks, recheck = agent.checks, agent.recheck = checks_of(agent), recheck_of(agent)
     for each in (checks, recheck):
-        parts.callback(each.close)
-    subreaper.add_known(lambda: [*checks.pids, *recheck.pids])
+        agent.ends.callback(each.close)
+    agent.subreaper.add_known(lambda: [*checks.pids, *recheck.pids])
     checks.begin(agent.incarnation)
-    return checks, recheck
 
 
-def _serve_http(
-    agent: Agent,
-    claimed: Claimed,
-    metrics: Metrics,
-    pages: StatusPages,
-    probes: Probes,
-    journal: Journal,
-    rate: StepRate,
-    parts: contextlib.ExitStack,
-) -> tuple[str, int]:
-    own = claimed.listeners.http.getsockname()[:2]
-    page, board = read_page(), board_of(agent, own, journal, pages, rate)
+def _serve_http(agent: Agent) -> None:
+    pages = agent.pages = pages_of(agent)
+    agent.rate = StepRate(agent.started_at)
+    introduction = Introduction(agent.name, agent.incarnation, generation=0)
+    probes = agent.probes = Probes(introduction, agent.clock, agent.secrets)
+    page, board = read_page(), board_of(agent)
     answers = Answers(
-        metrics.render,
+        agent.metrics.render,
         probes.liveness,
         probes.readiness,
         {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job},
         queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
         slow={OVERVIEW_PATH: board.state},
     )
-    server = _started(parts, HealthServer(claimed.listeners.http, answers, Thread))
+    server = agent.started(HealthServer(agent.listeners.http, answers, Thread))
+    agent.http = server.address
     log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
-    options = store_options(agent.config, claimed.network.endpoint, claimed.listeners.store)
-    announce(claimed.node.run_dir, server.address, options)
-    return server.address
+    options = store_options(agent.config, agent.network.endpoint, agent.listeners.store)
+    announce(agent.node.run_dir, server.address, options)
 
 
-def _find_store(agent: Agent, claimed: Claimed, metrics: Metrics, parts: contextlib.ExitStack) -> Store:
+def _find_store(agent: Agent) -> None:
     """Raises CannotStart."""
     looking = "looking for the rendezvous store"
     found = open_store(
         agent.config,
-        claimed.network.endpoint,
-        claimed.listeners.store,
+        agent.network.endpoint,
+        agent.listeners.store,
         agent.events,
         lambda: agent.manager.turn(looking),
     )
-    store = MeasuredStore(found, metrics, agent.clock)
-    parts.callback(store.close)
-    return store
+    agent.store = MeasuredStore(found, agent.metrics, agent.clock)
+    agent.ends.callback(agent.store.close)
 
 
 # ---------------------------------------------------------------- one node of the job
 
 
-def _make_rendezvous(
-    agent: Agent,
-    claimed: Claimed,
-    helpers: Helpers,
-    http: tuple[str, int],
-    store: Store,
-    held_back: str,
-) -> Rendezvous:
-    """Nothing of it runs yet. `http` is where this agent answers; `held_back` is the participant's."""
+def _make_rendezvous(agent: Agent) -> None:
+    """This node's part in it. Nothing of it runs yet."""
     policy, rng, clock = policy_of(agent.config), random.SystemRandom(), agent.clock
-    network = claimed.network.choice
+    network, listeners = agent.network.choice, agent.listeners
     identity = NodeRecord(
         node=agent.name,
         incarnation=agent.incarnation,
         address=network.address,
-        port=claimed.listeners.workers.getsockname()[1],
-        slots=claimed.node.machine.workers,
-        http=reachable_at(http, network.address),
+        port=listeners.workers.getsockname()[1],
+        slots=agent.machine.workers,
+        http=reachable_at(agent.http, network.address),
         network=network.facts,
         limits=policy.limits,
         program=program_of(agent.config, policy.store_outage_grace_s),
         node_rank=agent.config.rendezvous.node_rank,
-        hosts_store=claimed.listeners.store is not None,
+        hosts_store=listeners.store is not None,
         role=agent.config.role,
-        memory=claimed.listeners.memory.getsockname()[1] if claimed.listeners.memory is not None else 0,
+        memory=listeners.memory.getsockname()[1] if listeners.memory is not None else 0,
     )
     lease_ttl_s = agent.config.rendezvous.lease_ttl_s
     life_s = agent.config.rendezvous.kind.life_s(lease_ttl_s)
-    participant = Participant(identity, policy, lease_ttl_s=life_s, rng=rng, now=clock(), held_back=held_back)
-    heartbeat = Heartbeat(
+    held_back = agent.checks.held_back
+    participant = agent.participant = Participant(
+        identity, policy, lease_ttl_s=life_s, rng=rng, now=clock(), held_back=held_back
+    )
+    heartbeat = agent.heartbeat = Heartbeat(
         lease_ttl_s,
-        lambda: link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
-        lambda problem: end_stuck(problem, helpers.guard, agent.console),
+        lambda: agent.link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
+        lambda problem: end_stuck(problem, agent.guard, agent.console),
         clock,
     )
-    link = StoreLink(store, participant, lease_ttl_s, agent.events.put, clock, rng, lambda: heartbeat.turning)
-    return Rendezvous(participant, link, heartbeat)
+    agent.link = StoreLink(
+        agent.store, participant, lease_ttl_s, agent.events.put, clock, rng, lambda: heartbeat.turning
+    )
 
 
-def _serve_workers(
-    agent: Agent,
-    claimed: Claimed,
-    helpers: Helpers,
-    participant: Participant,
-    store: Store,
-    metrics: Metrics,
-    parts: contextlib.ExitStack,
-) -> tuple[Processes, DiskWriter, MemoryServer | None]:
+def _serve_workers(agent: Agent) -> Processes:
     """What starts workers, what answers them, and what writes their checkpoints."""
-    node, clock, post, io = claimed.node, agent.clock, agent.events.put, agent.io
-    guard, subreaper, spares, env = helpers.guard, helpers.subreaper, helpers.spares, node.env
+    node, clock, post, io = agent.node, agent.clock, agent.events.put, agent.io
+    guard, subreaper, spares, env = agent.guard, agent.subreaper, agent.spares, node.env
 
     def latest() -> NodeSnapshot:
-        return participant.snapshot
+        return agent.participant.snapshot
 
     def new_group(generation: int, exited: Callable[[int, int, float], object]) -> WorkerGroup:
         cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
@@ -450,29 +366,26 @@ def _serve_workers(
         return WorkerGroup(generation, lasting, exited, post, clock, cgroup, subreaper.unknown_children)
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
-    parts.callback(worker_store.end)
-    lost = metrics.log_file_bytes_dropped_total.inc
-    files = agent.config.logs.directory is not None
-    logs = _started(
-        parts,
-        WorkerLogs(agent.run_directory, node.name, agent.console, metrics.printed, lost, files=files),
+    agent.ends.callback(worker_store.end)
+    lost, files = agent.metrics.log_file_bytes_dropped_total.inc, agent.config.logs.directory is not None
+    logs = agent.started(
+        WorkerLogs(agent.run_directory, node.name, agent.console, agent.metrics.printed, lost, files=files)
     )
-    commits = CommitFence(store, latest, clock)
-    last_steps = LastSteps(store, latest, post, clock)
-    reports = receiver_of(agent, Path(env.reports), metrics)
-    links = WorkerLinks(env, commits, last_steps, reports, io, post)
-    parts.callback(links.close)
-    disk_writer = _started(
-        parts, DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)
+    commits = CommitFence(agent.store, latest, clock)
+    last_steps = LastSteps(agent.store, latest, post, clock)
+    links = WorkerLinks(env, commits, last_steps, receiver_of(agent), io, post)
+    agent.ends.callback(links.close)
+    disk_writer = agent.disk_writer = agent.started(
+        DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)
     )
     subreaper.add_known(
-        lambda: (guard.pid, *helpers.gpu_memory.pids, *helpers.gpu_health.pids, *worker_store.pids)
+        lambda: (guard.pid, *agent.gpu_memory.pids, *agent.gpu_health.pids, *worker_store.pids)
     )
-    memory_server = _serve_memory(agent, claimed, store, parts)
+    memory_server = agent.memory_server = _serve_memory(agent)
     subreaper.add_known(lambda: (*disk_writer.pids, *spares.pids))
     subreaper.add_known(lambda: memory_server.pids if memory_server is not None else ())
     subreaper.expect_sessions(lambda: spares.sessions)
-    processes = Processes(
+    return Processes(
         new_group=new_group,
         guard=guard,
         subreaper=subreaper,
@@ -481,100 +394,85 @@ def _serve_workers(
         logs=logs,
         links=links,
         last_steps=last_steps,
-        evidence=_keep_evidence(agent, node, metrics, parts),
-        signs=_started(parts, SignReader(post, clock)),
-        gpus=helpers.gpu_health,
+        evidence=_keep_evidence(agent),
+        signs=agent.started(SignReader(post, clock)),
+        gpus=agent.gpu_health,
     )
-    return processes, disk_writer, memory_server
 
 
-def _keep_evidence(agent: Agent, node: Node, metrics: Metrics, parts: contextlib.ExitStack) -> EvidenceKeeper:
+def _keep_evidence(agent: Agent) -> EvidenceKeeper:
     def count(tool: str, result: str) -> None:
-        metrics.diagnostics_dumps_total.inc(tool=tool, result=result)
+        agent.metrics.diagnostics_dumps_total.inc(tool=tool, result=result)
 
-    has_gpus = bool(node.machine.inventory.cuda)
+    has_gpus = bool(agent.machine.inventory.cuda)
     keeper = EvidenceKeeper(
-        node.name,
+        agent.name,
         agent.run_directory,
         agent.clock,
         count,
         has_gpus=has_gpus,
-        secrets=secrets_in(agent.environment),
+        secrets=agent.secrets,
     )
-    parts.callback(keeper.close)
+    agent.ends.callback(keeper.close)
     return keeper
 
 
-def _serve_memory(
-    agent: Agent, claimed: Claimed, store: Store, parts: contextlib.ExitStack
-) -> MemoryServer | None:
+def _serve_memory(agent: Agent) -> MemoryServer | None:
     """For other nodes, where there can be any."""
-    listener, env, config = claimed.listeners.memory, claimed.node.env, agent.config
-    if claimed.memory is None or listener is None:
+    listener, env, config = agent.listeners.memory, agent.node.env, agent.config
+    if agent.memory is None or listener is None:
         return None
     place = ServerPlace(
-        claimed.memory,
+        agent.memory,
         agent.name,
         Path(env.memory_server),
         env.reports,
         listener,
         config.memory_replica_rate or 0,
     )
-    return _started(parts, MemoryServer(place, store, agent.environment, agent.io, agent.events.put))
+    return agent.started(MemoryServer(place, agent.store, agent.environment, agent.io, agent.events.put))
 
 
-def _make_loop(
-    agent: Agent,
-    claimed: Claimed,
-    helpers: Helpers,
-    rendezvous: Rendezvous,
-    observer: Observer,
-    checks: JoinChecks,
-    recheck: Recheck,
-    processes: Processes,
-    disk_writer: DiskWriter,
-    memory_server: MemoryServer | None,
-) -> Loop:
-    config, participant, events, clock = agent.config, rendezvous.participant, agent.events, agent.clock
-    supervisor = Supervisor(config, claimed.node, participant, observer, processes, events.put, clock)
+def _make_loop(agent: Agent, processes: Processes, bind: Binder) -> Loop:
+    config, participant, events, clock = agent.config, agent.participant, agent.events, agent.clock
+    supervisor = Supervisor(config, agent.node, participant, agent.observer, processes, events.put, clock)
     processes.links.start(supervisor)
     services = Services(
-        link=rendezvous.link,
+        link=agent.link,
         peers=PeerLink(participant.probed, events.put, clock),
-        gpu_memory=helpers.gpu_memory,
-        disk_writer=disk_writer,
-        checks=checks,
-        recheck=recheck,
-        observer=observer,
+        gpu_memory=agent.gpu_memory,
+        disk_writer=agent.disk_writer,
+        checks=agent.checks,
+        recheck=agent.recheck,
+        observer=agent.observer,
         manager=agent.manager,
-        heartbeat=rendezvous.heartbeat,
-        memory_server=memory_server,
+        heartbeat=agent.heartbeat,
+        memory_server=agent.memory_server,
     )
-    port = OfferedPort(claimed.listeners.workers, claimed.new_port)
+    address = agent.network.choice.address
+    port = OfferedPort(agent.listeners.workers, lambda: bind(address, None, "master"))
     return Loop(config.stop, participant, supervisor, services, port, events, clock, time.time)
 
 
-def _watch_for_notices(agent: Agent, loop: Loop, parts: contextlib.ExitStack) -> None:
+def _watch_for_notices(agent: Agent, loop: Loop) -> None:
     """Not before this node is about to join: until then it has nothing to lose."""
     wanted = agent.config.stop.notice
     source = source_for(wanted, agent.environment, tied, agent.clock)
     if source is not None:
         expected = wanted.kind != "auto"
         post, clock = agent.events.put, agent.clock
-        _started(parts, NoticeWatch(source, loop.noticed, post, clock, time.time, expected=expected))
+        agent.started(NoticeWatch(source, loop.noticed, post, clock, time.time, expected=expected))
 
 
-def _live(
-    agent: Agent, loop: Loop, rendezvous: Rendezvous, observer: Observer, store: Store, *, hosts_store: bool
-) -> Ending:
+def _live(agent: Agent, loop: Loop) -> Ending:
     """No worker is left when the loop ends. Only then the lease is given up."""
-    rendezvous.heartbeat.start()
+    agent.heartbeat.start()
     ending = loop.run()
-    observer.ended_with(ending.code, ending.reason, agent.clock())
-    rendezvous.heartbeat.close()
+    agent.observer.ended_with(ending.code, ending.reason, agent.clock())
+    agent.heartbeat.close()
     agent.manager.stopping("leaving the rendezvous")
-    rendezvous.link.close()
-    _depart(store, rendezvous.participant, ending, stays_for_others=hosts_store)
+    agent.link.close()
+    _depart(agent.store, agent.participant, ending, stays_for_others=agent.listeners.store is not None)
     return ending
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,13 +21,12 @@ from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network import Network
 from elastic_agent.agent.main import run as life
 from elastic_agent.agent.main.assembly import Agent, policy_of
-from elastic_agent.agent.main.heartbeat import Probes
+from elastic_agent.agent.main.listeners import Listeners
 from elastic_agent.agent.main.loop import Ending, Loop
 from elastic_agent.agent.main.prepared import Prepared
 from elastic_agent.agent.main.service_manager import ServiceManager
-from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.output.console import Console
-from elastic_agent.agent.rendezvous_io.store_link import StoreLink
+from elastic_agent.agent.workers.environment import Node
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.node.participant import Participant
@@ -63,11 +61,14 @@ def calls() -> list[str]:
 
 
 @pytest.fixture
-def agent(calls: list[str]) -> Agent:
+def agent(calls: list[str], machine: Machine) -> Agent:
     manager = cast(ServiceManager, Recorded("manager", calls))
     console = cast(Console, Ignored())
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    return Agent(CONFIG, "a", "a-1", {}, events, IoThread(), manager, console, time.monotonic)
+    subreaper = cast(Subreaper, Ignored())
+    return Agent(
+        CONFIG, "a", "a-1", {}, events, IoThread(), manager, console, subreaper, machine, time.monotonic
+    )
 
 
 @pytest.fixture
@@ -75,22 +76,8 @@ def machine(tmp_path: Path) -> Machine:
     return inspect_machine(Config(Command("binary", "sleep")), {"PATH": "/usr/bin:/bin"})
 
 
-@pytest.fixture
-def parts() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as parts:
-        yield parts
-
-
 def prepared(agent: Agent) -> Prepared:
     return Prepared(agent.incarnation, agent.events, agent.io, cast(Subreaper, Ignored()), adoption_error="")
-
-
-def rendezvous(calls: list[str]) -> life.Rendezvous:
-    return life.Rendezvous(
-        cast(Participant, Recorded("participant", calls)),
-        cast(StoreLink, Recorded("link", calls)),
-        cast(Any, Recorded("heartbeat", calls)),
-    )
 
 
 def ended(code: ExitCode) -> Ending:
@@ -101,9 +88,10 @@ def test_the_lease_is_given_up_after_the_loop_has_ended_with_its_workers(
     agent: Agent, calls: list[str]
 ) -> None:
     loop = cast(Loop, Recorded("loop", calls, ended(ExitCode.SUCCESS)))
-    store = cast(Store, Recorded("store", calls))
-    observer = cast(Observer, Recorded("observer", calls))
-    ending = life._live(agent, loop, rendezvous(calls), observer, store, hosts_store=False)
+    for part in ("store", "observer", "participant", "link", "heartbeat"):
+        setattr(agent, part, Recorded(part, calls))
+    agent.listeners = cast(Listeners, SimpleNamespace(store=None))
+    ending = life._live(agent, loop)
     assert ending.code is ExitCode.SUCCESS
     assert calls == [
         "heartbeat.start",
@@ -123,15 +111,16 @@ def test_a_store_that_is_lost_is_not_asked_for_a_farewell(calls: list[str]) -> N
 
 
 def test_a_port_that_cannot_be_had_is_refused_and_leaves_nothing(
-    agent: Agent, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bind(address: str, port: int | None, purpose: str) -> Any:
         raise PortConfigError("no descriptors")
 
     monkeypatch.setattr(life, "run_directory_parent", lambda environ: str(tmp_path))
-    assert isinstance(machine.network, Network)
-    with pytest.raises(CannotStart) as refused, contextlib.ExitStack() as parts:
-        life._claim(agent, machine, machine.network, bind, parts)
+    assert isinstance(agent.machine.network, Network)
+    agent.network = agent.machine.network
+    with pytest.raises(CannotStart) as refused, agent.ends:
+        life._claim(agent, bind)
     assert refused.value.code is ExitCode.NOT_HERE
     assert list(tmp_path.iterdir()) == []
 
@@ -162,7 +151,7 @@ def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
     step("_wait_for_network", machine.network)
     step("_claim", refuses=True)
     with pytest.raises(CannotStart):
-        life._run(agent, machine, prepared(agent))
+        life._run(agent, prepared(agent))
     assert steps == [
         "catch_signals",
         "_refuse_beside_remains",
@@ -176,18 +165,20 @@ def test_http_answers_while_the_store_is_looked_for(
 ) -> None:
     """Until the loop exists the probes speak for themselves."""
     order: list[str] = []
-    served: list[Probes] = []
 
-    def serve(
-        agent: Agent, ground: Any, metrics: Any, pages: Any, probes: Probes, *more: Any
-    ) -> tuple[str, int]:
-        order.append("http")
-        served.append(probes)
-        return "127.0.0.1", 1
+    class Served:
+        address = "127.0.0.1", 1
 
-    def find(*_: Any) -> Store:
+        def __init__(self, *_: object) -> None:
+            order.append("http")
+
+        def start(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    def find(agent: Agent) -> None:
         order.append("store")
-        (probes,) = served
+        probes = agent.probes
         assert probes.liveness() == Probe(True, "starting")
         assert probes.readiness() == Probe(False, "looking for the rendezvous store")
         assert '"a-1"' in probes.introduction()
@@ -196,17 +187,16 @@ def test_http_answers_while_the_store_is_looked_for(
     for name in ("catch_signals", "_refuse_beside_remains"):
         monkeypatch.setattr(life, name, lambda *_: None)
     monkeypatch.setattr(life, "_wait_for_network", lambda *_: machine.network)
-    monkeypatch.setattr(life, "_claim", lambda *_: None)
-    monkeypatch.setattr(
-        life,
-        "_start_helpers",
-        lambda *_: life.Helpers(*[cast(Any, Recorded("helper", order)) for _ in fields(life.Helpers)]),
-    )
-    monkeypatch.setattr(life, "_check", lambda *_: (order.append("checks"), None))
-    monkeypatch.setattr(life, "_serve_http", serve)
+    for name in ("_claim", "_start_helpers", "store_options", "announce"):
+        monkeypatch.setattr(life, name, lambda *_: None)
+    agent.listeners = cast(Listeners, SimpleNamespace(http=None, store=None))
+    agent.node = cast(Node, SimpleNamespace(run_dir=None))
+    monkeypatch.setattr(life, "board_of", lambda agent: SimpleNamespace(events=None, state=None))
+    monkeypatch.setattr(life, "_check", lambda *_: order.append("checks"))
+    monkeypatch.setattr(life, "HealthServer", Served)
     monkeypatch.setattr(life, "_find_store", find)
     with pytest.raises(CannotStart):
-        life._run(agent, machine, prepared(agent))
+        life._run(agent, prepared(agent))
     assert order == ["checks", "http", "store"]
     assert calls == ["manager.ready"]
 
