@@ -42,7 +42,6 @@ from ..health.checks.finding import Finding, NodeNeeds
 from ..health.checks.runner import CheckRun
 from ..health.checks.table import checks_for
 from ..health.http import Answers, HealthServer
-from ..health.pool_metrics import PoolMetrics
 from ..rendezvous.errors import StoreUnavailable
 from ..rendezvous.records import Endpoint
 from ..rendezvous.store.interface import LeaseId, Store
@@ -54,7 +53,7 @@ from .job_agent import agent_words, own_words
 from .job_logs import JobFolders
 from .loop import DaemonLoop, Ending, IdleChecks, Services
 from .member import Assignment, PoolMember
-from .pages import POOL_PATH, DaemonPages, LogPage, slow_pages
+from .pages import POOL_PATH, DaemonPages, LogPage, PoolMetrics, slow_pages
 from .records import MOST_NODES, PoolNode, SeatEnd
 from .standby import AgentCommand, Standby
 

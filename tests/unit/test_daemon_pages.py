@@ -13,11 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.health.http import Answers, HealthServer, Probe, Request
 from elastic_agent.health.metrics import Build, Metrics, Place
-from elastic_agent.health.pool_metrics import SEAT_OUTCOMES, PoolMetrics
 from elastic_agent.pool.pages import (
+    SEAT_OUTCOMES,
     DaemonPages,
     DaemonSnapshot,
     LogPage,
+    PoolMetrics,
     RunningJob,
     labelled,
     slow_pages,

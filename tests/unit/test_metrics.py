@@ -27,7 +27,7 @@ from elastic_agent.health.metrics import (
     Metrics,
     Place,
 )
-from elastic_agent.health.pool_metrics import PoolMetrics
+from elastic_agent.pool.pages import PoolMetrics
 from elastic_agent.rendezvous.statements.inquiry import Stage
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
