@@ -258,13 +258,16 @@ class HealthServer:
 
     def _answer(self, client: _Client, address: Any) -> None:
         try:
-            with contextlib.suppress(OSError):  # the client has reset the connection, or has lost its place
-                _Handler(self, client, address)
-                client.phase = _Phase.ANSWERED
-                client.sock.shutdown(socket.SHUT_WR)
-                left = self.limits.discard_bytes
-                while left > 0 and (size := len(client.sock.recv(65536))):
-                    left -= size
+            _Handler(self, client, address)
+            client.phase = _Phase.ANSWERED
+            client.sock.shutdown(socket.SHUT_WR)
+            left = self.limits.discard_bytes
+            while left > 0 and (size := len(client.sock.recv(65536))):
+                left -= size
+        except OSError:
+            pass  # the client has reset the connection, or has lost its place
+        except Exception:  # a thread that fails ends the agent
+            logger.exception("cannot answer a client")
         finally:
             self._end(client)
 

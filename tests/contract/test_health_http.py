@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from elastic_agent import threads
+from elastic_agent.health import http as health_http
 from elastic_agent.health.families import CONTENT_TYPE
 from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits, Page, Probe, Request
 from elastic_agent.threads import Thread
@@ -282,6 +283,25 @@ def test_a_raising_callback_is_a_logged_500_and_the_server_lives_on(
     assert_answers(server)
 
 
+def test_a_request_that_trips_the_server_costs_its_client_alone(
+    server: HealthServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trips(self: object) -> Page:
+        raise ValueError("a header that nobody thought of")
+
+    failed: list[str] = []
+    threads.listen(lambda name, error: failed.append(name))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(health_http._Handler, "_page", trips)
+            assert exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n") == b""
+        assert_answers(server)
+    finally:
+        threads.listen()
+    assert failed == []
+    assert "cannot answer a client" in caplog.text
+
+
 # Who may wait for whom: nobody for a client.
 
 
@@ -447,7 +467,9 @@ def test_close_ends_the_thread_and_frees_the_port_and_every_descriptor(agent: Ag
     assert not any(thread.name == "health-http" for thread in threading.enumerate())
     with pytest.raises(ConnectionRefusedError):
         connect(server)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    wait_until(
+        lambda: len(os.listdir("/proc/self/fd")) == descriptors, "the threads of its clients have ended"
+    )
 
 
 def test_a_server_that_was_never_started_closes_too(agent: Agent) -> None:
