@@ -156,17 +156,17 @@ class PoolCode(Code):
     and logs with --follow."""
 
     DONE = 0, "it is done; of wait: the job has succeeded"
-    FAILED = 1, "of wait: the job has failed; or another code of its agent"
+    FAILED = 1, "of wait: the job has failed; or 3, 65 or 72, if that is how its agent has ended"
     NO_POOL = 66, "no node offers itself to the pool"
     NO_JOB = (
         67,
         "the pool has no such job, or several of this name; of logs: nothing that it has printed is left",
     )
+    UNABLE = 68, "of wait: the job could not run, or its time limit has passed"
     NO_ANSWER = 69, "the pool's store did not answer in time"
     OVER = 75, "the job has ended already, or is cancelled already"
     MISMATCH = 76, "what answers is no pool's store, or one of another version"
     BAD_CONFIG = 78, "a setting cannot work, or the store refuses us; nothing was submitted"
-    UNABLE = 79, "of wait: the job could not run, or its time limit has passed"
     CANCELLED = 143, "of wait: the job was cancelled"
     INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the job goes on"
     OUTPUT_CLOSED = 141, "the reader of the output has closed it; the job goes on"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...agent.commands.store_command import ANSWER_S, CannotDo, command_help, one_line_errors
-from ...agent.common.exits import PoolCode
+from ...agent.common.exits import ExitCode, PoolCode
 from ...agent.configuration.config import HELP, ConfigError, Problem
 from ...agent.configuration.derive import resolve_pool
 from ...agent.configuration.load import read_argv
@@ -134,6 +134,8 @@ _CODES = {
     Outcome.UNABLE: PoolCode.UNABLE,
 }
 """Of a job that has not failed by its own fault."""
+_OF_AGENTS = (ExitCode.CRASH_LOOP, ExitCode.UNLIKE_THE_JOB, ExitCode.NOT_ON_DISK)
+"""Passed on. An agent's other codes mean something else of these commands: `jobs` shows them."""
 
 
 class LiveView:
@@ -193,5 +195,5 @@ class LiveView:
 def code_of(result: JobResult) -> int:
     """The exit code of a command that waits for the job."""
     if result.outcome is Outcome.FAILED:
-        return result.code or PoolCode.FAILED
+        return result.code if result.code in _OF_AGENTS else PoolCode.FAILED
     return _CODES[result.outcome]

@@ -418,7 +418,10 @@ def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureF
     [
         (Outcome.SUCCEEDED, 0, 0),
         (Outcome.FAILED, 3, 3),
+        (Outcome.FAILED, 72, 72),
         (Outcome.FAILED, 0, PoolCode.FAILED),
+        (Outcome.FAILED, 76, PoolCode.FAILED),
+        (Outcome.FAILED, 78, PoolCode.FAILED),
         (Outcome.CANCELLED, 0, PoolCode.CANCELLED),
         (Outcome.TIMED_OUT, 0, PoolCode.UNABLE),
         (Outcome.UNABLE, 0, PoolCode.UNABLE),
