@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +27,8 @@ def test_the_demo_of_daemons_plays_to_its_end(tmp_path: Path) -> None:
     try:
         said, _ = demo.communicate(timeout=PLAY_S)
     except subprocess.TimeoutExpired:
-        demo.terminate()  # its daemons end with it
-        said, _ = demo.communicate(timeout=30)
+        demo.send_signal(signal.SIGINT)  # it ends its daemons
+        said, _ = demo.communicate(timeout=60)
         pytest.fail(f"it did not end within {PLAY_S:g} s:\n{said}")
     assert demo.returncode == 0, said
     acts = (
