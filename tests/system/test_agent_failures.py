@@ -25,7 +25,6 @@ THREADS = (
     "health-http",
     "heartbeat",
     "io",
-    "page",
     "store-lease",
     "store-requests",
     "store-watch",
