@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..agent.common.events import unless_stopped
 from ..agent.common.exits import CannotStart, ExitCode
-from ..agent.common.interruptible import unless_stopped
-from ..agent.common.own_folder import make_own
+from ..agent.common.folders import make_own
 from ..agent.common.ports import PortError, bind_listener
 from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, Config
 from ..agent.configuration.derive import Resolved

@@ -1,17 +1,29 @@
 """What other threads have the main loop do: calls on one queue, made one after the other, in the order of the posts.
 
 A thread *posts* a method with its arguments, and forgets it. Two things may come before there is a main loop, and are
-records: a signal, and the failure of a thread. Who runs the queue decides what follows from them.
+records: a signal, and the failure of a thread. Who runs the queue decides what follows from them:
+`unless_stopped` does until there is a main loop, while a thread does what may take long.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import queue
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
-from .exits import ExitCode
+from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S
+from ...threads import Thread
+from .exits import REMEDIES, CannotStart, ExitCode, code_of_leave
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +61,51 @@ def run_next(events: queue.SimpleQueue[Any], timeout_s: float, otherwise: Callab
             event = events.get_nowait()
     except queue.Empty:
         pass
+
+
+def unless_stopped(
+    work: Callable[[], T],
+    events: queue.SimpleQueue[Event],
+    doing: str,
+    on_wait: Callable[[], None] = lambda: None,
+    *,
+    requeues: bool = False,
+) -> T:
+    """What `work` returns or raises; CannotStart as soon as a signal is among the events.
+
+    The others stay for the main loop. `on_wait` is called all the while, ten times a second. `requeues` as in
+    `code_of_leave`. `doing` is logged when the work takes longer than `ANNOUNCED_AFTER_S`.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    lack = REMEDIES[errno.EAGAIN]
+    failed = CannotStart(ExitCode.NOT_HERE, f"no thread could be started for {doing}: {lack}")
+    Thread(run, doing.replace(" ", "-"), lambda: done.set_exception(failed)).start()
+    kept: list[Event] = []
+    try:
+        announce_at, announced = time.monotonic() + ANNOUNCED_AFTER_S, False
+        while True:
+            try:
+                return done.result(timeout=0.1)
+            except FutureTimeout:
+                on_wait()
+                if not announced and time.monotonic() >= announce_at:
+                    log.info("%s", doing)
+                    announced = True
+                while not events.empty():
+                    event = events.get()
+                    if isinstance(event, ThreadFailed):
+                        raise CannotStart(event.code, event.reason) from None
+                    if isinstance(event, Signalled):
+                        code = code_of_leave(event.number, requeues=requeues)
+                        raise CannotStart(code, f"stopped while {doing}") from None
+                    kept.append(event)
+    finally:
+        for event in kept:
+            events.put(event)

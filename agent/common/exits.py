@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import TypeVar
 
-from .own_folder import NoTemporaryDirectory
+from .folders import NoTemporaryDirectory
 
 _C = TypeVar("_C", bound="Code")
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.local.kind import LOCAL
-from ..common.pool_folder import pool_folder, pool_folder_here
+from ..common.folders import pool_folder, pool_folder_here
 from .check import check_relations
 from .config import (
     ARGS,

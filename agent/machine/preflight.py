@@ -25,7 +25,7 @@ from pathlib import Path
 from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
 from ..common.exits import CannotStart, ExitCode
-from ..common.own_folder import NoTemporaryDirectory, own_path
+from ..common.folders import NoTemporaryDirectory, own_path
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.values import Command, NoticeSource
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent

@@ -34,8 +34,8 @@ from ..checkpoints.folder import MemoryFolder
 from ..checkpoints.memory_server import MemoryServer
 from ..common.events import Event
 from ..common.exits import CannotStart, ExitCode
+from ..common.folders import make_own
 from ..common.io_thread import IoThread
-from ..common.own_folder import make_own
 from ..configuration.config import NO_FILES, Config, LogConfig
 from ..configuration.parse import ENVIRONMENT
 from ..configuration.stopping import drain_timeout_s

@@ -29,8 +29,8 @@ from ...worker.wire.shared_progress import clock
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import make_folder
 from ..checkpoints.memory_server import MemoryServer, ServerPlace
+from ..common.events import unless_stopped
 from ..common.exits import CannotStart, ExitCode, lack_in
-from ..common.interruptible import unless_stopped
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..machine.cgroups import claim_cgroup, warn_of_group_kill

@@ -20,7 +20,7 @@ import re
 import shutil
 from pathlib import Path
 
-from ..common.own_folder import own_path
+from ..common.folders import own_path
 
 log = logging.getLogger(__name__)
 

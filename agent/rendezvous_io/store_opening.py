@@ -40,10 +40,9 @@ from ...rendezvous.records import MAX_RECORD_BYTES, WORLD_KEY, Endpoint, Phase, 
 from ...rendezvous.store.interface import Store
 from ...rendezvous.store.scoped import ScopedStore, run_prefix
 from ...rendezvous.store.store_kind import Access, Login, Tls
-from ..common.events import Event
+from ..common.events import Event, unless_stopped
 from ..common.exits import CannotStart, ExitCode
-from ..common.interruptible import unless_stopped
-from ..common.own_folder import make_own, temporary_places
+from ..common.folders import make_own, temporary_places
 from ..common.ports import ONE_TRY, PortError, bind_listener
 from ..configuration.config import Config
 from ..configuration.rendezvous import (

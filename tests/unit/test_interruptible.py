@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from elastic_agent.agent.common.events import Event, Signalled
+from elastic_agent.agent.common.events import Event, Signalled, unless_stopped
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.common.interruptible import unless_stopped
 
 
 def test_events_that_are_no_signals_stay_for_the_main_loop_in_their_order() -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common import own_folder
+from elastic_agent.agent.common import folders
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.common.own_folder import NoTemporaryDirectory, make_own
-from elastic_agent.agent.common.pool_folder import pool_folder_here
+from elastic_agent.agent.common.folders import NoTemporaryDirectory, make_own, pool_folder_here
 from elastic_agent.agent.configuration.config import LogConfig
 from elastic_agent.agent.configuration.values import Streams
 from elastic_agent.agent.main.assembly import choose_log_directory
@@ -137,7 +136,7 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
 def test_what_is_configured_is_known_without_a_look_at_the_disk(
     monkeypatch: pytest.MonkeyPatch, logs: LogConfig, given: Path | None, own: bool
 ) -> None:
-    monkeypatch.setattr(own_folder, "try_out", lambda place: pytest.fail("the disk is touched"))
+    monkeypatch.setattr(folders, "try_out", lambda place: pytest.fail("the disk is touched"))
     assert (logs.given_directory, logs.in_own_folder) == (given, own)
 
 
@@ -145,7 +144,7 @@ def test_no_temporary_directory_is_no_reason_to_write_into_the_current_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TMPDIR", raising=False)
-    monkeypatch.setattr(own_folder, "_PLACES", (str(tmp_path / "none"),))
+    monkeypatch.setattr(folders, "_PLACES", (str(tmp_path / "none"),))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NoTemporaryDirectory, match="in TMPDIR"):
         log_directory(None, own=True)
@@ -167,14 +166,14 @@ def test_a_full_temporary_directory_is_not_taken_but_looked_at(
         if place == full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(own_folder, "try_out", try_out)
-    monkeypatch.setattr(own_folder, "_PLACES", (str(full), str(free)))
+    monkeypatch.setattr(folders, "try_out", try_out)
+    monkeypatch.setattr(folders, "_PLACES", (str(full), str(free)))
     monkeypatch.delenv("TMPDIR", raising=False)
     taken = log_directory(None, own=True)
     assert taken is not None
     assert taken.parent == free
     assert pool_folder_here({}, "default") == pool.parent
-    monkeypatch.setattr(own_folder, "_PLACES", (str(full),))
+    monkeypatch.setattr(folders, "_PLACES", (str(full),))
     with pytest.raises(NoTemporaryDirectory, match="No space left on device"):
         log_directory(None, own=True)
     assert pool_folder_here({}, "default") == pool.parent
@@ -204,7 +203,7 @@ def test_where_no_file_can_be_everything_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("TMPDIR", raising=False)
-    monkeypatch.setattr(own_folder, "_PLACES", (str(tmp_path / "missing"),))
+    monkeypatch.setattr(folders, "_PLACES", (str(tmp_path / "missing"),))
     logs = LogConfig(redirects=Streams(3))
     assert choose_log_directory(logs) == logs
     assert "goes to the console, and none to files" in caplog.text

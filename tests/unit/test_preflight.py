@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from elastic_agent.agent.common import own_folder
+from elastic_agent.agent.common import folders
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, LogConfig, Problem
 from elastic_agent.agent.configuration.stopping import StopConfig
@@ -106,7 +106,7 @@ def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
     monkeypatch.setenv("TMPDIR", str(long))
     assert run_directory_parent(os.environ) == "/tmp"
     assert problems_of() == []
-    monkeypatch.setattr(own_folder, "_PLACES", (str(tmp_path / "none"),))
+    monkeypatch.setattr(folders, "_PLACES", (str(tmp_path / "none"),))
     [problem] = problems_of()
     assert (problem.origin, problem.value, problem.here) == ("TMPDIR", str(long), True)
     monkeypatch.setenv("TMPDIR", "/proc")

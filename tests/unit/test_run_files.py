@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common import own_folder
+from elastic_agent.agent.common import folders
 from elastic_agent.agent.workers.processes.run_files import (
     RUN_DIR_PREFIX,
     agents_here,
@@ -192,5 +192,5 @@ def test_agents_are_looked_for_where_they_put_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(own_folder, "try_out", lambda place: pytest.fail("a reader needs no room"))
+    monkeypatch.setattr(folders, "try_out", lambda place: pytest.fail("a reader needs no room"))
     assert run_directory_parents()[:2] == (tmp_path, Path("/tmp"))

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent import threads
-from elastic_agent.agent.common.events import Event, ThreadFailed
+from elastic_agent.agent.common.events import Event, ThreadFailed, unless_stopped
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.common.interruptible import unless_stopped
 from elastic_agent.agent.main.process import thread_failed
 from elastic_agent.agent.rendezvous_io.commit_fence import CommitFence
 from elastic_agent.agent.rendezvous_io.last_steps import LastSteps

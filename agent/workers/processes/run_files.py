@@ -22,8 +22,7 @@ from typing import Annotated, Any
 from ....codec import Document, Invalid, shown
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import clean
-from ...common.own_folder import temporary_places, try_out
-from ...common.pool_folder import SERVICES
+from ...common.folders import SERVICES, temporary_places, try_out
 from ...configuration.parse import Source
 from ...configuration.rendezvous import BACKEND, ENDPOINT, ETCD_OPTIONS, JOB_ID, POOL
 

@@ -1,4 +1,4 @@
-"""The temporary directory, and a folder of this user's alone in it, the same each time.
+"""The temporary directory, and folders of this user's alone in it, the same each time; the one of a pool's store, too.
 
 Whoever makes something takes the first place that can hold it now: the others are for a full disk or a read-only one.
 Whoever only reads looks at all places, and needs none that can be written to.
@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -71,3 +72,39 @@ def make_own(path: Path, *, readable: bool = False) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or others:
         problem = "it is not a folder of this user's alone: remove it, or name another place in TMPDIR"
         raise PermissionError(errno.EPERM, problem, str(path))
+
+
+SERVICES = Path("/run/elastic-agent")
+"""Our systemd unit gives each service a folder below it."""
+_LASTING = Path("/var/lib/elastic-agent")
+"""And one here, which outlives the machine's restart: the store of its pool is there."""
+_NAME = "elastic-agent-pool-"
+
+
+def pool_folder(environ: Mapping[str, str]) -> Path:
+    """A daemon's: that of its service, which has a /tmp of its own, else one in the temporary directory."""
+    return _of_service(environ) or own_path(_NAME)
+
+
+def _of_service(environ: Mapping[str, str]) -> Path | None:
+    for variable in ("STATE_DIRECTORY", "RUNTIME_DIRECTORY"):
+        given = environ.get(variable, "").partition(":")[0]  # the service manager may have made several
+        if os.path.isabs(given):
+            return Path(given)
+    return None
+
+
+def pool_folder_here(environ: Mapping[str, str], pool: str) -> Path:
+    """A command's, which may run outside of the daemon's service: where there is a store of this pool."""
+    given = _of_service(environ)
+    usual = [given] if given is not None else [place / own_name(_NAME) for place in temporary_places()]
+    others = (place / usual[0].name for place in temporary_places())
+    places = (*usual, *others, *_folders_in(_LASTING), *_folders_in(SERVICES))
+    return next((place for place in places if os.access(place / f"{pool}.db", os.W_OK)), usual[0])
+
+
+def _folders_in(place: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(place.iterdir())
+    except OSError:
+        return
