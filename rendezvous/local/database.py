@@ -26,7 +26,7 @@ HISTORY = 1024
 ROOM = 1024 * 1024
 """Bytes that are kept free in the file and in its log: on a full disk leases are written there."""
 PAGE = 4096
-CHECKPOINT_EVERY = 100
+CHECKPOINT_EVERY = 50
 """Writes without the disk after which the log is brought into the file, by the thread that may wait for the disk."""
 
 _TABLES = """
@@ -113,7 +113,7 @@ def make(file: Path, timeout_s: float) -> None:
                 os.open(file, flags, 0o600)
             )  # nobody has it open yet: closing it releases no lock of SQLite's
         checked(file)
-        made = Connection(file, timeout_s, "FULL")
+        made = Connection(file, timeout_s)
         try:
             database = made.database
             if not database.execute("PRAGMA user_version").fetchone()[0]:
@@ -145,7 +145,7 @@ def make(file: Path, timeout_s: float) -> None:
 class Connection:
     """SQLite's, used by one thread at a time."""
 
-    def __init__(self, file: Path, timeout_s: float, synchronous: str) -> None:
+    def __init__(self, file: Path, timeout_s: float) -> None:
         """Raises sqlite3.Error."""
         self._file, self._timeout_s = file, timeout_s
         self._lock = threading.Lock()
@@ -156,10 +156,8 @@ class Connection:
             check_same_thread=False,
             uri=True,
         )
-        self.database.execute(f"PRAGMA synchronous = {synchronous}")
-        self.database.execute(
-            f"PRAGMA wal_autocheckpoint = {CHECKPOINT_EVERY if synchronous == 'FULL' else 0}"
-        )
+        self.database.execute("PRAGMA synchronous = NORMAL")  # of what is to last, see `sync`
+        self.database.execute("PRAGMA wal_autocheckpoint = 0")
 
     @contextmanager
     def used(self, *, waits: bool = True) -> Iterator[sqlite3.Connection]:
@@ -186,6 +184,15 @@ class Connection:
                     database.execute("ROLLBACK")
                 if not waits:
                     database.execute(f"PRAGMA busy_timeout = {int(self._timeout_s * 1000)}")
+
+    def sync(self) -> None:
+        """Returns when all that was done is on disk. As synchronous = FULL does it, but without SQLite's lock: nobody
+        else waits for this disk. Raises OSError."""
+        log = os.open(f"{self._file}-wal", os.O_RDONLY | os.O_CLOEXEC)  # no file on which SQLite has locks
+        try:
+            os.fdatasync(log)
+        finally:
+            os.close(log)
 
     def checkpoint(self) -> None:
         """Bring the log into the file, as far as no other process reads from it."""
@@ -227,7 +234,9 @@ class Disk:
         def begin(connection: Connection) -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(connection.within(work))
+                    result = connection.within(work)
+                    connection.sync()
+                    future.set_result(result)
                 except Exception as error:
                     future.set_exception(error)
 

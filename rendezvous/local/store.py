@@ -2,8 +2,8 @@
 
 No process hosts it, so nothing has to be taken over when one ends. SQLite's write-ahead log gives each transaction to
 all others at once, whole or not at all, also when the process that wrote it is killed. What is to last (a key without a
-lease, or a deletion) is answered when the disk has it; leases and keys under them are gone with the machine's power
-anyway, and wait for no disk.
+lease, or a deletion) is answered when the disk has it. Only its author waits for that: nothing that has seen a change
+survives the loss of power that could undo it. Leases and keys under them are gone with the power anyway.
 
 A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC),
 and with the boot that this instant belongs to. It ends when somebody finds that it is due and can write: a `read` or a
@@ -75,6 +75,8 @@ LOOK_S = 1.0
 """A watch that hears no bell looks this often: a process may be killed before it rings."""
 POLL_S = 0.05
 """The same, where this machine gives no bell."""
+FULL_PAUSE_S = 0.005
+"""Between two tries on a full disk."""
 BUSY_S = 1.0
 """Whoever finds others writing leaves it to them for so long to end leases: they may be about to confirm them."""
 
@@ -98,13 +100,12 @@ class LocalStore(Store):
         self._watches: weakref.WeakSet[_LocalWatch] = weakref.WeakSet()
         self._sweeps_after = 0.0
         self._written = 0
-        """Without waiting for the disk."""
         self._folder = -1
         with self._meaning():
-            self._reads = Connection(file, request_timeout_s, "NORMAL")
-            self._leases = Connection(file, request_timeout_s, "NORMAL")
+            self._reads = Connection(file, request_timeout_s)
+            self._leases = Connection(file, request_timeout_s)
             (version,) = self._reads.database.execute("PRAGMA user_version").fetchone()
-        self._disk = Disk(partial(Connection, file, request_timeout_s, "FULL"))
+        self._disk = Disk(partial(Connection, file, request_timeout_s))
         if version != SCHEMA:
             self.close()
             if not version:
@@ -169,6 +170,7 @@ class LocalStore(Store):
             self._check_room()
             with self._meaning():
                 outcome = self._disk.do(work, self._timeout_s)
+            self._count()
         else:
             outcome = self._at_once(work)
         if outcome.succeeded and writes:
@@ -258,17 +260,27 @@ class LocalStore(Store):
         """A write that waits for no disk."""
         self._check()
         with self._meaning():
+            result = self._within_room(work)
+        self._count()
+        return result
+
+    def _within_room(self, work: Callable[[sqlite3.Connection], R]) -> R:
+        """On a full disk the log begins anew, where it has its room, once it is in the file: that of `Disk`, too, may
+        be bringing it there."""
+        until = time.monotonic() + self._timeout_s
+        while True:
             try:
-                result = self._leases.within(work)
+                return self._leases.within(work)
             except sqlite3.OperationalError as error:
-                if "full" not in str(error):
+                if "full" not in str(error) or time.monotonic() >= until:
                     raise
-                self._leases.checkpoint()  # the log begins anew, where it has its room
-                result = self._leases.within(work)
+            self._leases.checkpoint()
+            time.sleep(FULL_PAUSE_S)
+
+    def _count(self) -> None:
         self._written += 1
         if self._written % CHECKPOINT_EVERY == 0:
             self._disk.tidy()
-        return result
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -323,6 +335,8 @@ class LocalStore(Store):
                 else "see its disk and permissions"
             )
             raise StoreUnavailable(f"the store {self.file} cannot be used now: {error}; {advice}") from error
+        except OSError as error:
+            raise StoreUnavailable(f"{self.file} cannot be brought to its disk: {error}") from error
         except sqlite3.DatabaseError as error:
             raise StoreMismatch(
                 f"{self.file} cannot be read: {error}; stop the daemons, move it away, and submit its jobs again"

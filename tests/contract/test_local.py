@@ -204,33 +204,34 @@ def test_leases_do_not_outlive_the_boot(
 
 
 @pytest.fixture
-def synchronous(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """SQLite's level for each durable transaction: 2 (FULL) is the one that waits for the disk."""
-    levels: list[int] = []
-    within = Connection.within
+def synced(monkeypatch: pytest.MonkeyPatch, file: Path) -> list[int]:
+    """The size of the log each time that it was brought to the disk."""
+    sizes: list[int] = []
+    fdatasync = os.fdatasync
 
-    def seen(self: Connection, work: Callable[..., object], **how: bool) -> object:
-        result = within(self, work, **how)
-        if threading.current_thread().name == "local-store":
-            levels.extend(self.database.execute("PRAGMA synchronous").fetchone())
-        return result
+    def seen(descriptor: int) -> None:
+        assert os.readlink(f"/proc/self/fd/{descriptor}") == f"{file}-wal"
+        sizes.append(os.fstat(descriptor).st_size)
+        fdatasync(descriptor)
 
-    monkeypatch.setattr(Connection, "within", seen)
-    return levels
+    monkeypatch.setattr(os, "fdatasync", seen)
+    return sizes
 
 
 def test_what_is_to_last_is_on_disk_when_it_is_answered_whatever_power_takes_of_the_rest(
-    offer: Callable[..., LocalStore], file: Path, tmp_path: Path, synchronous: list[int]
+    offer: Callable[..., LocalStore], file: Path, tmp_path: Path, synced: list[int]
 ) -> None:
     """The log up to the end of the last answered transaction is on disk; of what follows any part may be torn."""
     store, log = offer(), file.with_name("pool.db-wal")
+    put(store, "before")  # the log has its room
     with closing(sqlite3.connect(file)) as raw:
         raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    before = len(synchronous)
+    before = len(synced)
     for number in range(5):
         put(store, f"jobs/{number}", "job")
-    assert synchronous[before:] == [2] * 5
-    durable = log.stat().st_size
+        durable = log.stat().st_size
+        assert len(synced) == before + number + 1
+        assert synced[-1] == durable
     lease = store.grant(3600.0)
     for number in range(5):
         put(store, f"nodes/{number}", "", lease)
@@ -353,6 +354,33 @@ def test_a_disk_that_stands_still_holds_only_who_waits_for_it_and_nobody_for_lon
     assert sorted(values(store)) == ["before", "first", "later", "nodes/n"], (
         "what was given up is not done after that"
     )
+
+
+def test_only_who_writes_what_is_to_last_waits_for_the_disk(
+    offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, other = offer(), offer()
+    put(writer, "before")
+    put(other, "before")
+    moves, fdatasync, done = threading.Event(), os.fdatasync, threading.Event()
+
+    def slow(descriptor: int) -> None:
+        moves.wait(PATIENCE_S)
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    thread = threading.Thread(target=lambda: (put(writer, "k", "v"), done.set()))
+    thread.start()
+    eventually(lambda: "k" in values(other))
+    began = time.monotonic()
+    lease = other.grant(60.0)
+    put(other, "nodes/n", "", lease)
+    other.keep_alive(lease)
+    assert time.monotonic() - began < 5.0
+    assert not done.is_set()
+    moves.set()
+    thread.join(PATIENCE_S)
+    assert done.is_set()
 
 
 def test_a_queue_that_changes_all_the_time_does_not_grow(

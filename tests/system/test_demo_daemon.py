@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo_daemon.py"
-PLAY_S = 180.0
+PLAY_S = 420.0
 
 
 @pytest.mark.timeout(PLAY_S + 60)
