@@ -26,7 +26,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from ...codec import Invalid
-from ...health.checks.gpus import GPU_READING, MEMORY, GpuFault, NvmlFacts, described, faults_since, moved_on
+from ...health.checks.gpus import (
+    GPU_READING,
+    HEALTH,
+    MEMORY,
+    GpuFault,
+    NvmlFacts,
+    described,
+    faults_since,
+    moved_on,
+)
 from ...health.checks.processes import ISOLATED, probe_command
 from ..common.events import Event
 from ..common.io_thread import IoThread
@@ -53,90 +62,91 @@ LONGEST_ANSWER = 1 << 18
 _CHUNK = 4096
 
 
-def reader_command(gpus: Sequence[str]) -> list[str]:
-    return [*probe_command(sys.executable, READER, flags=ISOLATED), *gpus]
-
-
-class AskedProcess:
-    """Answers each line on standard input with a line. For the main thread: it dies with the thread that starts it."""
+class NvmlReader:
+    """The process that asks NVML, for `GpuMemory` and `GpuHealth`. For the main thread: it dies with the thread that
+    starts it. A question of one that hangs does not hold up the other's."""
 
     def __init__(
         self,
-        command: Sequence[str],
+        gpus: Sequence[str],
         environment: Mapping[str, str],
         io: IoThread,
-        post: Callable[[int, bytes], None],
+        post: Callable[[Event], None],
     ) -> None:
-        """`post` is called in the thread of `io`, with the pid and each answer; empty: it has ended. Raises OSError."""
-        self._io = io
-        self._post = post
+        """`gpus` as NVML knows them; without any there is no process, and no answer."""
+        self._gpus, self._environment, self._io, self._post = gpus, environment, io, post
+        self._process: subprocess.Popen[bytes] | None = None
+        self._descriptor = -1
+        self._begun = b""
+        """Of the next answer. For the io thread."""
+        self.on_memory: Callable[[bytes], object] = lambda answer: None
+        self.on_health: Callable[[bytes], object] = lambda answer: None
+        """Called in the main loop with each answer; an empty one is the process' end, and for both."""
+
+    def start(self) -> None:
+        """Raises OSError."""
+        if not self._gpus:
+            return
+        command = [*probe_command(sys.executable, READER, flags=ISOLATED), *self._gpus]
         self._process = process = start_helper(
-            command, environment, subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL
+            command, self._environment, subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL
         )
         assert process.stdout is not None
         self._descriptor = process.stdout.fileno()
-        self._begun = b""
-        """Of the next answer. For the io thread."""
-        io.watch(self._descriptor, self._read)
+        self._io.watch(self._descriptor, self._read)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pids(self) -> tuple[int, ...]:
+        """Also when it no longer counts: it may hang in the driver, and then no signal ends it."""
+        return (self._process.pid,) if self._process is not None else ()
 
-    def ask(self, question: bytes) -> None:
-        """It answers later, or its end comes."""
+    def ask(self, question: bytes) -> bool:
+        """Whether an answer comes, or its end."""
+        if self._process is None:
+            return False
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(question)
             self._process.stdin.flush()
         except OSError:
             pass  # it has ended, and its last event comes
+        return True
 
-    def kill(self) -> None:
-        self._process.kill()
+    def close(self) -> None:
+        """The agent is ending."""
+        if self._process is not None:
+            self._process.kill()
 
     def _read(self) -> None:
         data = os.read(self._descriptor, _CHUNK)
         *answers, self._begun = (self._begun + data).split(b"\n")
         for answer in answers:
-            self._post(self.pid, answer)
+            self._post(partial(self._answered, answer))
         if not data or len(self._begun) > LONGEST_ANSWER:
             self._io.forget(self._descriptor)
-            self._post(self.pid, b"")
+            self._post(partial(self._answered, b""))
+
+    def _answered(self, answer: bytes) -> None:
+        if not answer.startswith(b"{"):
+            self.on_memory(answer)
+        if not answer.startswith((b"[", b'"')):
+            self.on_health(answer)
 
 
-def watched(gpus: Sequence[str], wait_s: float) -> tuple[tuple[str, ...], str]:
-    """Those of `gpus` to wait for, and the sentence for --check-config; empty without any."""
-    names = tuple(gpus)
-    if not names:
-        return (), ""
-    if not wait_s:
-        return (), "GPU memory: a restart does not wait for it"
-    return names, f"GPU memory: a restart waits up to {wait_s:g} s until {', '.join(names)} have it back"
+def memory_fact(gpus: Sequence[str], wait_s: float) -> str:
+    """The sentence for --check-config; empty without GPUs."""
+    if not gpus or not wait_s:
+        return "GPU memory: a restart does not wait for it" if gpus else ""
+    return f"GPU memory: a restart waits up to {wait_s:g} s until {', '.join(gpus)} have it back"
 
 
 class GpuMemory:
-    """Waits for the GPUs' memory. For the main thread: the reader process dies with the thread that starts it."""
+    """Waits for the GPUs' memory. For the main thread."""
 
-    def __init__(
-        self,
-        devices: Sequence[str],
-        wait_s: float,
-        environment: Mapping[str, str],
-        io: IoThread,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """Without `devices` there is never a wait."""
-        self._devices = devices
-        self._wait_s = wait_s
-        self._environment = environment
-        self._io = io
-        self._post = post
-        self._clock = clock
-        self.pids: tuple[int, ...] = ()
-        """Of the reader, also when it no longer counts: it may hang in the driver, and then no signal ends it."""
-        self._reader: AskedProcess | None = None
+    def __init__(self, reader: NvmlReader, wait_s: float, clock: Callable[[], float]) -> None:
+        """`wait_s` 0: there is never a wait."""
+        self._reader, self._wait_s, self._clock = reader, wait_s, clock
+        self._asks = wait_s > 0.0
         self._baseline: Sequence[float] = ()
         self._reading: Sequence[float] = ()
         self._since = 0.0
@@ -149,19 +159,11 @@ class GpuMemory:
 
     def start(self) -> None:
         """Ask for the baseline; for `FIRST_S` no worker may start before it is known."""
-        if not self._devices:
-            return
-        command = reader_command(self._devices)
-        self._reader = AskedProcess(
-            command,
-            self._environment,
-            self._io,
-            lambda pid, message: self._post(partial(self.handle, pid, message)),
-        )
-        self.pids = (self._reader.pid,)
+        self._reader.on_memory = self.handle
         now = self._clock()
         self.workers_gone(now)
-        self._until = now + min(self._wait_s, FIRST_S)
+        if self._until is not None:
+            self._until = now + min(self._wait_s, FIRST_S)
 
     @property
     def waiting(self) -> bool:
@@ -170,9 +172,8 @@ class GpuMemory:
 
     def workers_gone(self, now: float) -> None:
         """No process of ours is left that could use a GPU."""
-        if self._reader is not None:
+        if self._asks and self._ask(now):
             self._since, self._until, self._reading, self._most_mib = now, now + self._wait_s, (), 0.0
-            self._ask(now)
 
     def turn(self, now: float) -> float | None:
         """Drive the wait on; the instant at which there is more to do."""
@@ -189,9 +190,9 @@ class GpuMemory:
             self._ask(now)
         return min(at for at in (self._until, silent_at, self._look_at) if at is not None)
 
-    def handle(self, pid: int, message: bytes) -> None:
+    def handle(self, message: bytes) -> None:
         """An answer of the reader, or its end: that is empty."""
-        if self._reader is None or pid != self._reader.pid:
+        if not self._asks:
             return
         now = self._clock()
         try:
@@ -216,12 +217,6 @@ class GpuMemory:
         self._baseline = [min(pair) for pair in zip(self._baseline, reading, strict=True)]
         self._until = None
 
-    def close(self) -> None:
-        """The agent is ending."""
-        if self._reader is not None:
-            self._reader.kill()
-            self._reader = None
-
     def _give_up(self, until: float) -> None:
         held = (
             f"{self._held_mib:.0f} MiB more in use than before" if self._reading else "no answer of NVML yet"
@@ -235,41 +230,24 @@ class GpuMemory:
     def _held_mib(self) -> float:
         return max(now - before for now, before in zip(self._reading, self._baseline, strict=True))
 
-    def _ask(self, now: float) -> None:
-        assert self._reader is not None
-        if self._asked_at is not None:
-            return
-        self._asked_at, self._look_at = now, None
-        self._reader.ask(MEMORY)
+    def _ask(self, now: float) -> bool:
+        if self._asked_at is None and self._reader.ask(MEMORY):
+            self._asked_at, self._look_at = now, None
+        return self._asked_at is not None
 
     def _dismiss(self, problem: str) -> None:
-        """It may hang in the driver, where no signal reaches it: it is left behind."""
+        """It may hang in the driver, where no signal reaches it: nothing is asked any more."""
         log.warning("GPU memory is not waited for any more: %s", problem)
-        self._until = None
-        self.close()
+        self._until, self._asks = None, False
 
 
 class GpuHealth:
-    """For the main thread: the reader process dies with the thread that starts it."""
+    """For the main thread."""
 
-    def __init__(
-        self,
-        gpus: Sequence[str],
-        environment: Mapping[str, str],
-        io: IoThread,
-        post: Callable[[Event], None],
-        count: Callable[[str], None] = lambda result: None,
-    ) -> None:
-        """`gpus` as NVML knows them; without any, nothing is ever asked. `count` takes the result of each question
-        after the first: "ok", "late", "failed"."""
-        self._gpus = gpus
-        self._environment = environment
-        self._io = io
-        self._post = post
-        self._count = count
-        self.pids: tuple[int, ...] = ()
-        """Of the reader, also when it no longer counts: it may hang in the driver, and then no signal ends it."""
-        self._reader: AskedProcess | None = None
+    def __init__(self, reader: NvmlReader, count: Callable[[str], None] = lambda result: None) -> None:
+        """`count` takes the result of each question after the first: "ok", "late", "failed"."""
+        self._reader, self._count = reader, count
+        self._asks = True
         self._baseline: NvmlFacts | None = None
         self._reading: NvmlFacts | None = None
         self._asked = False
@@ -283,17 +261,13 @@ class GpuHealth:
 
     def start(self) -> None:
         """Ask for the baseline. Nobody waits for it."""
-        if not self._gpus:
-            return
-        command = reader_command(self._gpus)
-        self._reader = AskedProcess(
-            command,
-            self._environment,
-            self._io,
-            lambda pid, message: self._post(partial(self.handle, pid, message)),
-        )
-        self.pids = (self._reader.pid,)
+        self._reader.on_health = self.handle
         self._ask()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the reader."""
+        return self._reader.pids
 
     def generation_begins(self) -> None:
         """What has been told until now concerns earlier workers."""
@@ -301,11 +275,9 @@ class GpuHealth:
 
     def worker_failed(self) -> None:
         """Ask what NVML says now."""
-        if self._reader is None:
-            return
-        if self._baseline is None:
-            self._say("NVML has not answered since this agent started")
         self._ask()
+        if self._asked and self._baseline is None:
+            self._say("NVML has not answered since this agent started")
 
     @property
     def waiting(self) -> bool:
@@ -319,9 +291,9 @@ class GpuHealth:
             self._count("late")
             self._say("NVML does not answer in time")
 
-    def handle(self, pid: int, message: bytes) -> None:
+    def handle(self, message: bytes) -> None:
         """An answer of the reader, or its end: that is empty."""
-        if self._reader is None or pid != self._reader.pid:
+        if not self._asks:
             return
         if not message:
             self._dismiss("the process that asks NVML has ended")
@@ -361,17 +333,9 @@ class GpuHealth:
             return ""
         return described(self._baseline, self._reading)
 
-    def close(self) -> None:
-        """The agent is ending."""
-        if self._reader is not None:
-            self._reader.kill()
-            self._reader = None
-        self._asked = False
-
     def _ask(self) -> None:
-        if self._reader is not None and not self._asked:
-            self._asked = True
-            self._reader.ask(b"\n")
+        if self._asks and not self._asked:
+            self._asked = self._reader.ask(HEALTH)
 
     def _dismiss(self, problem: str) -> None:
         """Without the driver's library there is no problem to speak of: the check `gpu-visible` names it."""
@@ -379,7 +343,7 @@ class GpuHealth:
             self._count("failed")
         if problem:
             self._say(problem)
-        self.close()
+        self._asks = self._asked = False
 
     def _say(self, problem: str) -> None:
         if not self._said:

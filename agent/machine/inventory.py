@@ -34,7 +34,7 @@ from .devices import (
     probe,
     resolve_workers,
 )
-from .gpus import watched
+from .gpus import memory_fact
 from .interfaces import TCP, Profile, choose_profile, rdma_ports
 from .network import Network, NotReady, discover_network
 from .preflight import check_resources, check_target
@@ -54,8 +54,6 @@ class Machine:
     shares: tuple[CpuShare, ...]
     network: Network | NotReady
     facts: tuple[str, ...] = ()
-    watched: tuple[str, ...] = ()
-    """The GPUs, as NVML knows them, whose memory a restart waits for."""
     software: Software = CURRENT
     profile: Profile = TCP
 
@@ -113,7 +111,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     first = [worker.first for worker in pinned]
     layout = probe_cpus([device.address for device in first if device and device.address])
     shares = share(config.affinity, first, layout)
-    names, memory = watched(_nvml_names(pinned, inventory), config.gpu_memory_wait_s)
+    memory = memory_fact(_nvml_names(pinned, inventory), config.gpu_memory_wait_s)
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
@@ -124,7 +122,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
         f"backend: {backend_fact(inventory.cuda, software)}",
         f"timeouts of training: {ladder(config.timeouts)}",
     )
-    return Machine(inventory, pinned, shares, network, facts, names, software, profile)
+    return Machine(inventory, pinned, shares, network, facts, software, profile)
 
 
 def needs_of(config: Config, machine: Machine) -> NodeNeeds:

@@ -34,7 +34,7 @@ from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..machine.cgroups import claim_cgroup, warn_of_group_kill
-from ..machine.gpus import GpuHealth, GpuMemory
+from ..machine.gpus import GpuHealth, GpuMemory, NvmlReader
 from ..machine.inventory import Machine
 from ..machine.network import Network, NotReady, reachable_at, unique_node_id, wait_for_network
 from ..machine.notices import NoticeWatch, source_for
@@ -256,15 +256,16 @@ def _start_helpers(agent: Agent, prepared: Prepared) -> None:
     remains = file_for(run_dir), agent.config.rendezvous.job_id
     guard.start(agent.incarnation, folders, agent.node.cgroup, remains)
     agent.ends.callback(guard.close)
-    watched, wait_s, post = agent.machine.watched, agent.config.gpu_memory_wait_s, agent.events.put
-    agent.gpu_memory = agent.started(
-        GpuMemory(watched, wait_s, agent.environment, agent.io, post, agent.clock)
-    )
+    reader = NvmlReader(agent.machine.gpus, agent.environment, agent.io, agent.events.put)
+    agent.started(reader)
+    agent.gpu_memory = GpuMemory(reader, agent.config.gpu_memory_wait_s, agent.clock)
+    agent.gpu_memory.start()
 
     def count(result: str) -> None:
         agent.metrics.diagnostics_dumps_total.inc(tool="nvml", result=result)
 
-    agent.gpu_health = agent.started(GpuHealth(agent.machine.gpus, agent.environment, agent.io, post, count))
+    agent.gpu_health = GpuHealth(reader, count)
+    agent.gpu_health.start()
     agent.spares = spares_of(agent, prepared)
     agent.ends.callback(agent.spares.close)
 
@@ -378,9 +379,7 @@ def _serve_workers(agent: Agent) -> Processes:
     disk_writer = agent.disk_writer = agent.started(
         DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)
     )
-    subreaper.add_known(
-        lambda: (guard.pid, *agent.gpu_memory.pids, *agent.gpu_health.pids, *worker_store.pids)
-    )
+    subreaper.add_known(lambda: (guard.pid, *agent.gpu_health.pids, *worker_store.pids))
     memory_server = agent.memory_server = _serve_memory(agent)
     subreaper.add_known(lambda: (*disk_writer.pids, *spares.pids))
     subreaper.add_known(lambda: memory_server.pids if memory_server is not None else ())

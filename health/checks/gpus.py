@@ -18,8 +18,10 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Annotated
@@ -558,24 +560,32 @@ def unaccounted_mib(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> list[float]
         return str(error)
 
 
-MEMORY = b"memory\n"
-"""The question for it; any other line asks for all else."""
+MEMORY, HEALTH = b"memory\n", b"health\n"
+"""The questions: for that, and for all else."""
 
 
 def main() -> None:
-    """A process that keeps NVML open, and reads the GPUs of its arguments for each line on standard input.
+    """A process that keeps NVML open, and reads the GPUs of its arguments for each question on standard input.
 
-    The answer is a line of standard output: a `NvmlFacts`, or to `MEMORY` what `unaccounted_mib` says. What a library
-    of the driver prints goes nowhere.
+    The answer is a line of standard output: a `NvmlFacts`, or to `MEMORY` what `unaccounted_mib` says. One that hangs
+    does not hold up the other. What a library of the driver prints goes nowhere.
     """
     gpus = sys.argv[2:]
     with os.fdopen(os.dup(1), "wb") as answers:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
-        nvml = open_nvml()
-        for question in sys.stdin.buffer:
+        nvml, turn = open_nvml(), threading.Lock()
+
+        def answer(question: bytes) -> None:
             if question == MEMORY:
-                answers.write(json.dumps(unaccounted_mib(nvml, gpus)).encode() + b"\n")
+                line = json.dumps(unaccounted_mib(nvml, gpus)).encode() + b"\n"
             else:
-                answers.write(GPU_READING.encode(read_gpus(nvml, gpus)))
-            answers.flush()
+                line = GPU_READING.encode(read_gpus(nvml, gpus))
+            with turn:
+                answers.write(line)
+                answers.flush()
+
+        at_once = ThreadPoolExecutor(2)
+        for question in sys.stdin.buffer:
+            at_once.submit(answer, question)
+        os._exit(0)  # a thread may hang in the driver

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.machine.gpus import GpuHealth
+from elastic_agent.agent.machine.gpus import GpuHealth, NvmlReader
 from elastic_agent.health.checks.gpus import Fault
 from tests.io_threads import settle_io, started_io
 from tests.nvml_library import FakeLibrary
@@ -25,7 +25,12 @@ class Bench:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.counted: list[str] = []
         environment = {**os.environ, **environment}
-        self.gpus = GpuHealth(gpus, environment, started_io(), self.events.put, self.counted.append)
+        self.reader = NvmlReader(gpus, environment, started_io(), self.events.put)
+        self.gpus = GpuHealth(self.reader, self.counted.append)
+
+    def start(self) -> None:
+        self.reader.start()
+        self.gpus.start()
 
     def answer(self) -> bool:
         """Handle the next message of the reader. Whether there is a new reading."""
@@ -57,13 +62,13 @@ def library(tmp_path: Path) -> FakeLibrary:
 def bench(library: FakeLibrary) -> Iterator[Bench]:
     made = Bench(library.environment)
     yield made
-    made.gpus.close()
+    made.reader.close()
 
 
 @pytest.fixture
 def ready(bench: Bench) -> Bench:
     """The baseline is known: all is well."""
-    bench.gpus.start()
+    bench.start()
     assert not bench.gpus.waiting, "nobody waits for the baseline"
     assert bench.answer()
     bench.gpus.generation_begins()
@@ -145,7 +150,7 @@ def test_nvml_that_hangs_from_the_start_is_never_waited_for(
     bench: Bench, library: FakeLibrary, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.says("hang 1")
-    bench.gpus.start()
+    bench.start()
     for _ in range(2):
         bench.gpus.worker_failed()
         assert not bench.gpus.waiting
@@ -178,7 +183,7 @@ def test_an_nvml_that_does_not_start_is_said(
 ) -> None:
     """What a library of the driver prints is no answer."""
     library.says(says)
-    bench.gpus.start()
+    bench.start()
     assert bench.answer() == (not said)
     assert (said in caplog.text) if said else not caplog.text
 
@@ -187,17 +192,17 @@ def test_a_machine_without_the_drivers_library_says_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = Bench({"LD_LIBRARY_PATH": str(tmp_path)})
-    made.gpus.start()
+    made.start()
     made.answer()
     made.gpus.worker_failed()
     assert not made.gpus.waiting
-    made.gpus.close()
+    made.reader.close()
     assert "in time" not in caplog.text
 
 
 def test_without_gpus_no_process_is_started() -> None:
     made = Bench({}, ())
-    made.gpus.start()
+    made.start()
     made.gpus.worker_failed()
     assert not made.gpus.waiting
     assert not made.gpus.pids

@@ -16,7 +16,7 @@ from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.machine.gpus import AskedProcess, GpuHealth
+from elastic_agent.agent.machine.gpus import GpuHealth, NvmlReader
 from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.observer import Observer
 from elastic_agent.agent.observability.status import StatusPages
@@ -125,8 +125,9 @@ class FakeNvml:
     def __init__(self) -> None:
         self.asked = 0
 
-    def ask(self, question: bytes) -> None:
+    def ask(self, question: bytes) -> bool:
         self.asked += 1
+        return True
 
     def kill(self) -> None:
         pass
@@ -232,7 +233,7 @@ class Supervised:
         )
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
         self.evidence = FakeEvidence(self.clock)
-        self.gpus = GpuHealth((), {}, IoThread(), self.events.append)
+        self.gpus = GpuHealth(NvmlReader((), {}, IoThread(), self.events.append))
         self.logs, self.links, self.last_steps = FakeLogs(), FakeLinks(), FakeLastSteps()
         journal = Journal("a", lambda: 0.0)
         machine = inspect_machine(self.config, {"PATH": os.environ["PATH"]})
@@ -293,13 +294,13 @@ class Supervised:
     def with_gpus(self) -> FakeNvml:
         """From now on NVML is asked of one GPU, which is well."""
         nvml = FakeNvml()
-        self.gpus._reader = cast(AskedProcess, nvml)
+        self.gpus._reader = cast(NvmlReader, nvml)
         self.nvml_says(0)
         return nvml
 
     def nvml_says(self, uncorrected: int) -> None:
         reading = NvmlFacts(gpus=(GpuFacts(name="0000:3b:00.0", uncorrected=uncorrected),))
-        self.gpus.handle(FakeNvml.pid, GPU_READING.encode(reading))
+        self.gpus.handle(GPU_READING.encode(reading))
 
     @property
     def group(self) -> FakeWorkers:

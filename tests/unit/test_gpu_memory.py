@@ -16,7 +16,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.machine.devices import Device
-from elastic_agent.agent.machine.gpus import ANSWER_S, FIRST_S, GpuMemory, watched
+from elastic_agent.agent.machine.gpus import ANSWER_S, FIRST_S, GpuMemory, NvmlReader, memory_fact
 from tests.io_threads import started_io
 from tests.nvml_library import FakeLibrary
 
@@ -33,9 +33,12 @@ class Bench:
         self.nvml = self.library.says
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         environment = {**os.environ, **self.library.environment}
-        self.memory = GpuMemory(
-            devices, wait_s, environment, started_io(), self._events.put, lambda: self.now
-        )
+        self.reader = NvmlReader(devices, environment, started_io(), self._events.put)
+        self.memory = GpuMemory(self.reader, wait_s, lambda: self.now)
+
+    def start(self) -> None:
+        self.reader.start()
+        self.memory.start()
 
     def answer(self) -> None:
         """Handle the next message of the reader."""
@@ -61,7 +64,7 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
     yield make
     for each in benches:
-        each.memory.close()
+        each.reader.close()
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def ready(bench: Callable[..., Bench]) -> Bench:
     """The baseline is 600 MiB."""
     made = bench()
     made.nvml("used 600")
-    made.memory.start()
+    made.start()
     made.answer()
     return made
 
@@ -141,7 +144,7 @@ def test_memory_of_another_living_process_is_not_waited_for_but_that_of_the_dead
 def test_every_device_must_be_free_under_each_of_its_names(bench: Callable[..., Bench]) -> None:
     made = bench(ONE, OTHER, "3")
     made.nvml("no_processes 1")  # a driver that tells of no process
-    made.memory.start()
+    made.start()
     made.answer()
     for busy in ("used", "used_other", "used_third"):
         made.nvml("no_processes 1", f"{busy} 9000")
@@ -167,7 +170,7 @@ def test_an_error_of_nvml_ends_all_waiting(
 
 
 def test_a_reader_that_was_killed_ends_all_waiting(ready: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    os.kill(ready.memory.pids[0], signal.SIGKILL)
+    os.kill(ready.reader.pids[0], signal.SIGKILL)
     ready.answer()
     ready.memory.workers_gone(ready.now)
     assert not ready.memory.waiting
@@ -177,7 +180,7 @@ def test_a_reader_that_was_killed_ends_all_waiting(ready: Bench, caplog: pytest.
 def test_a_driver_that_hangs_is_asked_only_once(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.nvml("hang 1")
-    made.memory.start()
+    made.start()
     made.go(FIRST_S - 0.1)
     assert made.memory.waiting, "workers start after the first reading"
     made.go(0.2)
@@ -194,7 +197,7 @@ def test_a_driver_that_hangs_is_asked_only_once(bench: Callable[..., Bench]) -> 
 def test_a_first_reading_that_comes_late_is_the_baseline_all_the_same(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.nvml("used 600")
-    made.memory.start()
+    made.start()
     made.go(FIRST_S + 0.1)
     assert not made.memory.waiting
     made.answer()
@@ -209,7 +212,7 @@ def test_a_short_bound_ends_the_wait_for_a_first_answer_that_is_slow(
 ) -> None:
     made = bench(wait_s=1.0)
     made.nvml("hang 1")
-    made.memory.start()
+    made.start()
     made.go(1.1)
     assert not made.memory.waiting
     assert "no answer of NVML yet" in caplog.text
@@ -232,7 +235,7 @@ def test_an_answer_that_comes_after_the_wait_is_dropped(
 
 def test_without_devices_no_process_is_started_and_nothing_waits(tmp_path: Path) -> None:
     idle = Bench(tmp_path, 30.0)
-    idle.memory.start()
+    idle.start()
     idle.memory.workers_gone(idle.now)
     assert not idle.memory.waiting
     assert idle.memory.turn(idle.now) is None
@@ -245,10 +248,10 @@ def test_the_reader_dies_with_the_agent(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from elastic_agent.agent.common.io_thread import IoThread
-from elastic_agent.agent.machine.gpus import GpuMemory
-memory = GpuMemory([{ONE!r}], 30.0, os.environ, IoThread(), print, time.monotonic)
-memory.start()
-print(memory._reader.pid, flush=True)
+from elastic_agent.agent.machine.gpus import NvmlReader
+reader = NvmlReader([{ONE!r}], os.environ, IoThread(), print)
+reader.start()
+print(reader.pids[0], flush=True)
 time.sleep(600)
 """
     environment = {**os.environ, **library.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -268,15 +271,13 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("devices", "wait_s", "names", "text"),
+    ("devices", "wait_s", "text"),
     [
-        ([], 30.0, (), ""),
-        ([Device("0", ONE)], 0.0, (), "does not wait for it"),
-        ([Device("0", ONE), Device("1")], 30.0, (ONE, "1"), f"up to 30 s until {ONE}, 1 have it back"),
-        ([Device("MIG-aa", ONE)], 30.0, ("MIG-aa",), "MIG-aa"),
+        ([Device("0", ONE)], 0.0, "does not wait for it"),
+        ([Device("0", ONE), Device("1")], 30.0, f"up to 30 s until {ONE}, 1 have it back"),
+        ([Device("MIG-aa", ONE)], 30.0, "MIG-aa"),
     ],
 )
-def test_what_is_waited_for(devices: list[Device], wait_s: float, names: tuple[str, ...], text: str) -> None:
-    found_names, fact = watched([device.nvml_name for device in devices], wait_s)
-    assert found_names == names
-    assert text in fact
+def test_what_is_waited_for(devices: list[Device], wait_s: float, text: str) -> None:
+    assert text in memory_fact([device.nvml_name for device in devices], wait_s)
+    assert memory_fact([], wait_s) == ""
