@@ -44,6 +44,7 @@ from ...rendezvous.records import Endpoint
 from ...threads import Thread
 from ..common.events import Event
 from ..common.http_client import NoAnswer, Reply, request
+from ..common.kernel_files import read
 from ..configuration.values import NoticeSource
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,11 @@ class Notice:
     """Unix time; None: the source names no instant."""
     within_s: float | None = DEFAULT_S
     """Without an instant: so long after the notice was first read; None: there is no deadline, and so no hurry."""
+
+    def same(self, other: Notice) -> bool:
+        if self.ends_at is None or other.ends_at is None:
+            return self == other
+        return abs(self.ends_at - other.ends_at) <= MAX_DIFFERENCE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +125,9 @@ class NoticeWatch:
         *,
         expected: bool,
     ) -> None:
-        """`noticed` is called in the main loop: with the text, which says who says so, and the deadline, which is None
-        where no instant is known; with None and None when the notice is withdrawn.
-
-        `expected`: the user has named the source, and reads in the log that it gives no answer.
-        """
+        """`noticed` is called in the main loop with the text, which says who says so, and the deadline, None where no
+        instant is known; with None and None when the notice is withdrawn. `expected`: the user has named the source,
+        and reads in the log that it gives no answer."""
         self._source, self._noticed, self._post = source, noticed, post
         self._clock, self._wall_clock = clock, wall_clock
         self._expected = expected
@@ -169,7 +173,7 @@ class NoticeWatch:
         if notice is None:
             if known is not None:
                 self._post(partial(self._noticed, None, None))
-        elif known is None or not _same(known, notice):
+        elif known is None or not known.same(notice):
             left_s = notice.ends_at - self._wall_clock() if notice.ends_at is not None else notice.within_s
             deadline = self._clock() + max(MIN_LEFT_S, left_s) if left_s is not None else None
             self._post(partial(self._noticed, notice.text, deadline))
@@ -181,12 +185,6 @@ class NoticeWatch:
             self._trouble = kind
             why = repr(error) if defect else error
             log.log(level, "a notice that this machine goes away would not be seen: %s", why, exc_info=defect)
-
-
-def _same(one: Notice, other: Notice) -> bool:
-    if one.ends_at is None or other.ends_at is None:
-        return one == other
-    return abs(one.ends_at - other.ends_at) <= MAX_DIFFERENCE_S
 
 
 # --- Which source
@@ -202,18 +200,12 @@ Tied: TypeAlias = Callable[[Sequence[str]], list[str]]
 
 def detect_cloud(dmi: Path = DMI) -> str:
     """aws, gcp or azure; empty: none of them, and nobody is asked."""
-
-    def read(name: str) -> str:
-        try:
-            return (dmi / name).read_text(errors="replace").strip()
-        except OSError:
-            return ""
-
-    if read("sys_vendor") == "Amazon EC2" or read("bios_version").endswith(".amazon"):
+    vendor = read(dmi / "sys_vendor")
+    if vendor == "Amazon EC2" or read(dmi / "bios_version").endswith(".amazon"):
         return "aws"
-    if read("sys_vendor") == "Google" and read("product_name") == "Google Compute Engine":
+    if vendor == "Google" and read(dmi / "product_name") == "Google Compute Engine":
         return "gcp"
-    return "azure" if read("chassis_asset_tag") == AZURE_TAG else ""
+    return "azure" if read(dmi / "chassis_asset_tag") == AZURE_TAG else ""
 
 
 def source_for(
@@ -335,7 +327,6 @@ def _instant(text: str, path: str) -> float:
 
 PREEMPTED_PATH = "/computeMetadata/v1/instance/preempted"
 MAINTENANCE_PATH = "/computeMetadata/v1/instance/maintenance-event"
-MIGRATE, TERMINATE = "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"
 
 
 @dataclass(slots=True)
@@ -348,12 +339,12 @@ class Gcp:
     def poll(self) -> Notice | Hint | None:
         if self._ask(PREEMPTED_PATH, "TRUE", "FALSE") == "TRUE":
             return Notice("Google preempts this machine", within_s=30.0)
-        maintenance = self._ask(MAINTENANCE_PATH, "NONE", MIGRATE, TERMINATE)
-        if maintenance == TERMINATE:
-            return Notice("Google ends this machine for the maintenance of its host", within_s=60.0)
-        if maintenance == MIGRATE:
+        migrates, ends = "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"
+        word = self._ask(MAINTENANCE_PATH, "NONE", migrates, ends)
+        if word == migrates:
             return Hint("Google migrates this machine to another host: it stands still for a moment")
-        return None
+        ending = Notice("Google ends this machine for the maintenance of its host", within_s=60.0)
+        return ending if word == ends else None
 
     def _ask(self, path: str, *expected: str) -> str:
         """The name is given, and not looked up."""
@@ -434,26 +425,18 @@ class Azure:
 
 # --- A file, a command
 
-MAX_CONTENTS = 4096
-"""Bytes that are read of either."""
-FILE_INTERVAL_S = 0.25
+MAX_CONTENTS, FILE_INTERVAL_S = 4096, 0.25
 SETTLED_S = 1.0
 """A shell's `tool > PATH` makes the file empty first, and the tool writes later."""
-COMMAND_S = 5.0
-"""A command that takes longer is killed, and has said nothing."""
-KILLED_S = 1.0
-"""After SIGKILL, for the kernel. A process of another user (sudo) does not get the signal."""
-UNIX_TIME_FROM = 1e9
-"""A smaller number is a length of time."""
-CANNOT_RUN = (126, 127)
-"""Exit codes of the shim, as of shells."""
+COMMAND_S, KILLED_S = 5.0, 1.0
+"""A command that takes longer is killed, and has said nothing; and after SIGKILL, which one under sudo does not get."""
 
 
 def read_end(text: str) -> tuple[str, float | None, float] | None:
     """In words, as Unix time and as a length of time; None: it is neither seconds nor an instant."""
     if re.fullmatch(r"[0-9]{1,10}(\.[0-9]{0,9})?", text):
         number = float(text)
-        if number < UNIX_TIME_FROM:
+        if number < 1e9:  # else it is Unix time
             return f"within {text} s", None, number
         instant = datetime.fromtimestamp(number, timezone.utc)
         return f"at {instant:%Y-%m-%dT%H:%M:%SZ}", number, DEFAULT_S
@@ -537,9 +520,10 @@ class WatchedCommand:
             raise SourceUnreachable(f"{self.program} (pid {left.pid}) has not ended, and cannot be killed")
         code, printed = self._run()
         if code is None:
-            took_long = f"{self.program} has not ended within {COMMAND_S:g} s, or prints too much"
-            raise SourceUnreachable(took_long)
-        if code in CANNOT_RUN:
+            raise SourceUnreachable(
+                f"{self.program} has not ended within {COMMAND_S:g} s, or prints too much"
+            )
+        if code in (126, 127):  # of the shim, as of shells
             raise SourceUnreachable(f"{self.program} cannot be started, or a command in it: exit code {code}")
         return read_contents(printed, f"the command {self.program}") if code == 0 else None
 
