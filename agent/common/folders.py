@@ -95,12 +95,17 @@ def _of_service(environ: Mapping[str, str]) -> Path | None:
 
 
 def pool_folder_here(environ: Mapping[str, str], pool: str) -> Path:
-    """A command's, which may run outside of the daemon's service: where there is a store of this pool."""
+    """A command's, which may run outside of the daemon's service: where there is a store of this pool, first of all one
+    that is in use, whose log is there."""
     given = _of_service(environ)
     usual = [given] if given is not None else [place / own_name(_NAME) for place in temporary_places()]
     others = (place / usual[0].name for place in temporary_places())
     places = (*usual, *others, *_folders_in(_LASTING), *_folders_in(SERVICES))
-    return next((place for place in places if os.access(place / f"{pool}.db", os.W_OK)), usual[0])
+    for file in (f"{pool}.db-wal", f"{pool}.db"):
+        for place in places:
+            if os.access(place / file, os.W_OK):
+                return place
+    return usual[0]
 
 
 def _folders_in(place: Path) -> Iterator[Path]:

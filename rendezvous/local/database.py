@@ -32,7 +32,7 @@ CHECKPOINT_EVERY = 50
 _TABLES = """
 CREATE TABLE state (revision INTEGER NOT NULL, forgotten INTEGER NOT NULL, trimmed INTEGER NOT NULL);
 CREATE TABLE leases (
-    lease INTEGER PRIMARY KEY AUTOINCREMENT, ttl_s REAL NOT NULL, ends REAL NOT NULL, boot TEXT NOT NULL
+    lease INTEGER PRIMARY KEY AUTOINCREMENT, ttl_s REAL NOT NULL, ends REAL NOT NULL
 );
 CREATE TABLE versions (
     number INTEGER PRIMARY KEY, revision INTEGER NOT NULL, key TEXT NOT NULL, value TEXT, created INTEGER
@@ -277,16 +277,14 @@ class Disk:
 
 
 def transact(
-    database: sqlite3.Connection, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...], boot: str
+    database: sqlite3.Connection, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]
 ) -> Outcome:
     """Raises LeaseExpired."""
     holds = all(_mod_revision(database, compare.key) == compare.mod_revision for compare in compares)
     if holds:
         for write in writes:
             if isinstance(write, Put) and write.lease is not None:
-                known = database.execute(
-                    "SELECT 1 FROM leases WHERE lease = ? AND boot = ?", (write.lease, boot)
-                )
+                known = database.execute("SELECT 1 FROM leases WHERE lease = ?", (write.lease,))
                 if known.fetchone() is None:
                     raise LeaseExpired(f"lease {write.lease} has expired; {write.key!r} was not written")
         _write(database, writes)

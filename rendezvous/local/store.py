@@ -5,8 +5,8 @@ all others at once, whole or not at all, also when the process that wrote it is 
 lease, or a deletion) is answered when the disk has it. Only its author waits for that: nothing that has seen a change
 survives the loss of power that could undo it. Leases and keys under them are gone with the power anyway.
 
-A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC),
-and with the boot that this instant belongs to. It ends when somebody finds that it is due and can write: a `read` or a
+A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC).
+It ends when somebody finds that it is due and can write: a `read` or a
 `Watch` of any process. Until then it can still be confirmed, so that a disk that stood still ends no lease by itself.
 What cannot be written now, as on a full disk, makes no read fail.
 
@@ -77,10 +77,11 @@ POLL_S = 0.05
 """The same, where this machine gives no bell."""
 FULL_PAUSE_S = 0.005
 """Between two tries on a full disk."""
+SLACK_S = 1.0
+"""Of the clock, between processes."""
 BUSY_S = 1.0
 """Whoever finds others writing leaves it to them for so long to end leases: they may be about to confirm them."""
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _IN_ATTRIB = 0x4
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -94,7 +95,6 @@ class LocalStore(Store):
         """Raises StoreUnavailable, StoreRefused and StoreMismatch."""
         self.file = file
         self._timeout_s = request_timeout_s
-        self._boot = _BOOT.read_text().strip()
         self._closed = False
         self._identity = checked(file)
         self._watches: weakref.WeakSet[_LocalWatch] = weakref.WeakSet()
@@ -140,20 +140,15 @@ class LocalStore(Store):
 
     def grant(self, ttl_s: float) -> LeaseId:
         def insert(database: sqlite3.Connection) -> int:
-            row = (ttl_s, time.monotonic() + ttl_s, self._boot)
-            return (
-                database.execute("INSERT INTO leases (ttl_s, ends, boot) VALUES (?, ?, ?)", row).lastrowid
-                or 0
-            )
+            row = (ttl_s, time.monotonic() + ttl_s)
+            return database.execute("INSERT INTO leases (ttl_s, ends) VALUES (?, ?)", row).lastrowid or 0
 
         return self._at_once(insert)
 
     def keep_alive(self, lease: LeaseId) -> None:
         def update(database: sqlite3.Connection) -> int:
-            row = (time.monotonic(), lease, self._boot)
-            return database.execute(
-                "UPDATE leases SET ends = ? + ttl_s WHERE lease = ? AND boot = ?", row
-            ).rowcount
+            row = (time.monotonic(), lease)
+            return database.execute("UPDATE leases SET ends = ? + ttl_s WHERE lease = ?", row).rowcount
 
         if not self._at_once(update):
             raise LeaseExpired(f"lease {lease} has expired")
@@ -164,7 +159,7 @@ class LocalStore(Store):
 
     def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
         check_size(compares, writes)
-        work = partial(transact, compares=compares, writes=writes, boot=self._boot)
+        work = partial(transact, compares=compares, writes=writes)
         if any(isinstance(write, Delete) or write.lease is None for write in writes):
             self._check()
             self._check_room()
@@ -224,9 +219,7 @@ class LocalStore(Store):
                     f" WHERE revision > ? AND ({where}) ORDER BY number",
                     (after, *words),
                 ).fetchall()
-                (due_at,) = database.execute(
-                    "SELECT min(ends) FROM leases WHERE boot = ?", (self._boot,)
-                ).fetchone()
+                (due_at,) = database.execute("SELECT min(ends) FROM leases").fetchone()
             database.execute("COMMIT")
         if after < forgotten:
             raise Compacted(f"changes after revision {after} are gone; kept from {forgotten + 1} on")
@@ -238,17 +231,12 @@ class LocalStore(Store):
         now = time.monotonic()
         if now < self._sweeps_after:
             return
-        rows = database.execute(
-            "SELECT lease FROM leases WHERE ends <= ? OR boot <> ?", (now, self._boot)
-        ).fetchall()
-        if not rows:
+        if not _due(database):
             return
 
         def end_due(database: sqlite3.Connection) -> bool:
-            rows = database.execute(
-                "SELECT lease FROM leases WHERE ends <= ? OR boot <> ? ORDER BY ends", (now, self._boot)
-            ).fetchall()
-            return max(end_lease(database, lease) for (lease,) in rows) if rows else False
+            ended = [end_lease(database, lease) for lease in _due(database)]
+            return any(ended)
 
         try:
             if self._leases.within(end_due, waits=False):
@@ -414,6 +402,14 @@ class _Bell:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _due(database: sqlite3.Connection) -> list[LeaseId]:
+    """One that ends later than any lease could that was confirmed just now is of an earlier boot, whose clock had gone
+    further."""
+    now = time.monotonic()
+    late = "SELECT lease FROM leases WHERE ends <= ? OR ends > ? + ttl_s ORDER BY ends"
+    return [lease for (lease,) in database.execute(late, (now, now + SLACK_S))]
 
 
 def _retried(open_it: Callable[[], LocalStore], timeout_s: float) -> LocalStore:
