@@ -138,7 +138,7 @@ scale: $(READY)  ## seconds until N nodes form a world, next to torchrun's
 	$(BIN)/python benchmarks/rendezvous_scale.py
 
 # Not in the virtual environment of the others, whose torch is built for CPUs.
-gpu:  ## pinning, and NCCL through a kill, on this machine's GPUs: PYTHON=... has a CUDA torch and '.[gpu,dev]'
+gpu:  ## pinning, and NCCL through a kill, on this machine's GPUs: PYTHON=... has a CUDA torch and '.[dev]'
 	$(PYTHON) -m pytest tests/system/test_gpu.py -rs -s
 
 page-picture: $(READY)  ## take docs/page.png of a job of three agents, in four minutes, with Chromium
