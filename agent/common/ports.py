@@ -216,7 +216,8 @@ def find_owner(address: str, port: int) -> PortOwner:
         return PortOwner(None, "owner unknown: no process listens there now, it was freed or never listened")
     # A listener's connections have its port too: name the listener if there is one, else any live socket.
     found = min(sockets, key=lambda each: (each.status != psutil.CONN_LISTEN, each.pid is None))
-    if found.pid is None and found.status == psutil.CONN_TIME_WAIT:
+    closing = (psutil.CONN_TIME_WAIT, psutil.CONN_FIN_WAIT1, psutil.CONN_FIN_WAIT2, psutil.CONN_LAST_ACK)
+    if found.pid is None and found.status in (*closing, psutil.CONN_CLOSING):
         return PortOwner(None, "no process: a closed connection lingers, the kernel frees it within 60 s")
     if found.pid is None:
         return PortOwner(None, "owner unknown: a process of another container or user, which is hidden")

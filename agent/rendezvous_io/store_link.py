@@ -109,7 +109,8 @@ class StoreLink:
 
     def start(self) -> None:
         for name, work in (("requests", self._serve), ("lease", self._keep_alive), ("watch", self._observe)):
-            gone = ThreadFailed(f"store-{name}", REMEDIES[errno.EAGAIN], ExitCode.NOT_HERE)
+            why = f"it raised (see the log), or could not be started: {REMEDIES[errno.EAGAIN]}"
+            gone = ThreadFailed(f"store-{name}", why, ExitCode.NOT_HERE)
             Thread(work, f"store-{name}", partial(self._post, gone)).start()
 
     def ask(self, request: Request) -> None:

@@ -334,7 +334,10 @@ class Job:
             file.seek(self._read)
             *lines, rest = file.read().split(b"\n")
             self._read = file.tell() - len(rest)
-        for record in map(json.loads, lines):
+        whole = (
+            line[line.rfind(b'{"what": ') :] for line in lines
+        )  # a worker killed as it wrote left half a line
+        for record in map(json.loads, whole):
             what, generation = record["what"], record.get("generation")
             for key in {(what, generation), (what, None), (None, generation), (None, None)}:
                 self._records.setdefault(key, []).append(record)
