@@ -300,6 +300,12 @@ DEBUG = (
 )
 
 
+def preloaded_variables(profile: Profile) -> dict[str, str]:
+    """Of `DEBUG` what torch reads when it is loaded: where the preloaded process has them as workers do, they are
+    forked from it."""
+    return {row.name: row.value for row in DEBUG if profile.debug and row.name.startswith("TORCH_")}
+
+
 def torch_settings(facts: Facts) -> tuple[Variable, ...]:
     """The rows that hold, in the order in which they overrule each other."""
     known = facts.known

@@ -396,3 +396,14 @@ def test_what_was_preloaded_before_the_job_is_for_jobs_like_it_alone(tmp_path: P
     finally:
         keeper.spares.close()
     assert adopt() == keeper.spares.why_cold, "it is not there any more"
+
+
+def test_what_was_preloaded_before_the_script_was_known_is_not_for_auto(tmp_path: Path) -> None:
+    keeper = SpareKeeper("json", "auto", wanted=0).start()
+    job = Interpreter(sys.executable, dict(os.environ), str(tmp_path), str(tmp_path / "train.py"))
+    try:
+        keeper.run_until(lambda: keeper.spares.loaded)
+        said = keeper.spares.adopt(job, ("json", "auto"), 2)
+        assert said == "--preload auto looks into the job's script, which was not known"
+    finally:
+        keeper.spares.close()

@@ -6,6 +6,7 @@ that output. What a fork cannot be starts cold.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -315,6 +317,7 @@ LIGHT = (
         """
         import asyncio, concurrent.futures, signal, threading, time
         print(threading.main_thread() is threading.current_thread(), [thread.name for thread in threading.enumerate()])
+        print("the main one's own number", threading.main_thread().native_id == threading.get_native_id())
         with concurrent.futures.ThreadPoolExecutor(2) as pool: print(list(pool.map(abs, [-1, -2])))
         async def wait(): await asyncio.sleep(0.01); return "waited"
         print(asyncio.run(wait()))
@@ -428,6 +431,27 @@ def test_what_a_preloaded_library_does_at_the_end_is_done(
         assert outcome.code == code
         assert outcome.stdout == "by Python\n"
         assert outcome.stderr.splitlines()[-1].startswith("by C")
+
+
+LEFT_OPEN = """
+import gzip, sys, zipfile
+file = gzip.open("left.gz", "wt"); file.write("the end")
+archive = zipfile.ZipFile("left.zip", "w"); archive.writestr("file", "the end")
+if sys.argv[1:]: sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_what_a_script_leaves_open_is_written_whole(folder: Path, keeper: Callable[..., Keeper]) -> None:
+    """Its globals go before those of the preloaded libraries, which finish these files."""
+    bench, left = Bench(folder, keeper("gzip", "zipfile")), (folder / "left.gz", folder / "left.zip")
+    for args, code in (((), 0), (("3",), 3)):
+        for run in (bench.cold, bench.warm):
+            assert run(Case("left open", LEFT_OPEN, args=args)) == Outcome(code, "", "")
+            assert gzip.decompress(left[0].read_bytes()) == b"the end"
+            with zipfile.ZipFile(left[1]) as archive:
+                assert archive.read("file") == b"the end"
+            for file in left:
+                file.unlink()
 
 
 def test_a_variable_that_a_module_has_read_and_that_is_another_one_for_a_worker_asks_for_a_cold_start(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_agent.agent.workers.processes import guard
 from elastic_agent.agent.workers.processes.guard import IGNORED
 from elastic_agent.agent.workers.processes.proc import find_processes, orphans_with
 from elastic_agent.agent.workers.processes.shim import STAY_IGNORED
@@ -112,6 +116,26 @@ class Spy:
     def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         self.opened.append(os.fspath(path))
         return self._open(path, *args, **kwargs)
+
+
+@pytest.mark.parametrize("call", ["fork", "pipe"])
+def test_a_search_that_cannot_be_made_has_not_found_none(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the most processes that a user may have: what is left is killed by its session and cgroup all the same."""
+
+    def refuse() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    before = os.listdir("/proc/self/fd")
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(guard.os, call, refuse)
+        patch.setattr(guard, "COMPLETE_WITHIN_S", 0.2)
+        begun = time.monotonic()
+        report = guard._sweep("abc", {sleeper.pid}, 0, "0", "", ("", ""))
+    assert 0.2 <= time.monotonic() - begun < guard.SWEEP_S
+    assert sleeper.wait() == -signal.SIGKILL
+    assert report.endswith(f"killed what its workers left: {sleeper.pid}\n")
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:

@@ -15,7 +15,8 @@ from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import NetworkProfile
 from elastic_agent.agent.machine.devices import CURRENT, Range, Software, find_software
 from elastic_agent.agent.machine.interfaces import TCP, Profile, RdmaPort, choose_profile
-from elastic_agent.agent.workers.environment import Facts, torch_settings
+from elastic_agent.agent.workers.environment import Facts, preloaded_variables, torch_settings
+from elastic_agent.agent.workers.preloader.env_rules import obstacle
 
 GPU = Software("2.13.0+cu130", "2.30.7")
 CPU = Software("2.13.0+cpu")
@@ -255,3 +256,10 @@ def test_torch_itself_still_knows_these_names() -> None:
     for name in seen(replace(RECORDED, timeouts=TimeoutConfig(60.0))):
         if name.startswith("TORCH_"):
             assert name in headers or name.encode() in library, name
+
+
+def test_what_the_profile_debug_sets_keeps_no_worker_from_being_forked() -> None:
+    profile = replace(TCP, debug=True)
+    worker = seen(Facts(GPU, profile, TimeoutConfig(), workers=2))
+    assert obstacle(preloaded_variables(profile), worker) == ""
+    assert preloaded_variables(TCP) == {}

@@ -136,6 +136,15 @@ def test_a_file_is_seen_only_when_it_is_whole(
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
+def test_a_file_that_a_full_disk_takes_in_part_is_none(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, text: write(fd, text[:-3]))
+    guard.write_unkillable(str(file_for(tmp_path / "elastic-agent-abc")), "ours", [sleeper.pid])
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("processes", ["7", "x y", "7 1 2", "\n"])
 def test_what_says_nothing_keeps_nobody_from_starting(tmp_path: Path, processes: str) -> None:
     write(file_for(tmp_path / "elastic-agent-abc"), processes)

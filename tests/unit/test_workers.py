@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,10 +59,11 @@ def group_of(
     clock: Callable[[], float] = time.monotonic,
     cgroup: Path | None = None,
     exited: Callable[[int, int, float], object] = lambda *_: None,
+    unknown_children: Callable[[], Collection[int]] = tuple,
 ) -> WorkerGroup:
     guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
     helpers = GroupHelpers(guard, logs, started_io())
-    return WorkerGroup(1, helpers, exited, post, clock, cgroup)
+    return WorkerGroup(1, helpers, exited, post, clock, cgroup, unknown_children)
 
 
 def specs(count: int = 3) -> list[WorkerSpec]:
@@ -181,3 +182,16 @@ def test_what_may_not_be_killed_ends_nothing_but_is_not_gone(monkeypatch: pytest
     group.stop(0.0, gently=False)
     assert not group.gone()
     assert group.unkillable() == {4711}
+
+
+def test_an_orphan_that_comes_while_proc_is_listed_is_not_overlooked() -> None:
+    """Its parent lived when the agent's children were read, and had ended when /proc was."""
+    orphan = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    looks = iter([(), (orphan.pid,), (orphan.pid,), (orphan.pid,)])
+    group = group_of(unknown_children=lambda: next(looks, ()))
+    group.start(SLEEP, (), NoSpares())
+    group.stop(0.0, gently=False)
+    assert not group.gone()
+    assert not group.gone()
+    assert orphan.wait() == -signal.SIGKILL
+    assert group.gone()

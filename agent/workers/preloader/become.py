@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib.util
@@ -121,6 +120,8 @@ def _renew() -> None:
         multiprocessing.current_process().authkey = os.urandom(32)
     if tempfile := modules.get("tempfile"):
         tempfile.tempdir = None
+    if (threading := modules.get("threading")) and hasattr(threading.main_thread(), "_set_native_id"):
+        threading.main_thread()._set_native_id()  # Python keeps that of the process that has forked
 
 
 # --- The script
@@ -141,8 +142,6 @@ def _main(loader: Any, file: str | None, spec: ModuleSpec | None = None) -> Modu
     sys.modules["__main__"] = main
     if "multiprocessing" in sys.modules:
         sys.modules["__mp_main__"] = main
-    # The interpreter holds it until its end, whatever the script does to sys.modules.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(main))
     return main
 
 

@@ -39,17 +39,8 @@ class _Map(ctypes.Structure):
     ]
 
 
-def refusal() -> str:
-    """Why this kernel shows no new words; empty if it does. Changes nothing: ask before you rely on it."""
-    try:
-        _set(_as_it_is())
-    except OSError as error:
-        return f"the kernel does not let a process change what /proc shows of it ({error.strerror})"
-    return ""
-
-
 def show(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raises OSError where there is a `refusal`."""
+    """Raises OSError where the kernel does not let a process change that."""
     words = b"".join(os.fsencode(word) + b"\0" for word in command)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     block = ctypes.create_string_buffer(words + variables, len(words) + len(variables) + 1)

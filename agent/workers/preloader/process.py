@@ -245,10 +245,16 @@ def without_our_frame(shown: Callable[..., Any]) -> Callable[..., Any]:
     return show
 
 
-if __name__ == "__main__":
+def _code() -> tuple[types.CodeType, dict[str, Any]]:
+    """Nothing of ours may hold the script's module: at the end its globals must go before those of the libraries that
+    they need, so that a file left open is written whole."""
     script = main(int(sys.argv[1]))
+    return script.code, script.main.__dict__
+
+
+if __name__ == "__main__":
     try:
-        exec(script.code, script.main.__dict__)
+        exec(*_code())
     except BaseException:
         sys.excepthook = without_our_frame(sys.excepthook)
         raise

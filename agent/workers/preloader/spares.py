@@ -162,6 +162,8 @@ class Spares:
             return self.why_cold
         if tuple(names) != self._names:
             return f"--preload is {','.join(names)}, and was {','.join(self._names)}"
+        if "auto" in names and interpreter.script != self._interpreter.script:
+            return "--preload auto looks into the job's script, which was not known"
         if interpreter.python != self._interpreter.python:
             return f"workers run {interpreter.python}, and not {self._interpreter.python}"
         if preloaded.phase is Phase.LOADING and interpreter.environment != self._interpreter.environment:

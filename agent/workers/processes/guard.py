@@ -10,9 +10,10 @@ A process that does not die is written to the file for the agents that come afte
 A process *belongs* to an incarnation when its session is a worker's (workers lead their own), when it is an orphan
 whose environment carries the incarnation's marker, or when it descends from such a process. Each rule finds what the
 others miss: the first a scrubbed environment, the second those in sessions of their own, the third both while the
-parent lives. What left all three is found by the living agent, which adopts it (`subreaper`), and after the agent's
-death only where it has a cgroup for its workers (`cgroups`): no process leaves that. A zombie is dead. An agent forgets
-a session as soon as it is empty: from then on its number may return as another session's.
+parent lives. What left all three is found by the living agent, which adopts it (`subreaper`; not where the agent had
+children before it began, or the kernel has no CONFIG_PROC_CHILDREN), and after the agent's death only where it has a
+cgroup for its workers (`cgroups`): no process leaves that. A zombie is dead. An agent forgets a session as soon as it
+is empty: from then on its number may return as another session's.
 
 Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
 
@@ -51,6 +52,8 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 
 MARKED_WITHIN_S = 0.5
 """What has not been found by its environment until then is found by the next look, if at all."""
+COMPLETE_WITHIN_S = 2.0
+"""Until then only a search that has read all environments counts as one that has found none."""
 SWEEP_S = 5.0
 """The guard gives up on processes that do not die (waiting for a dead disk) after this long."""
 REPORT_AFTER_S = 1.0
@@ -227,7 +230,7 @@ def _sweep(
     killed: set[int] = set()
     quiet, written = 0, False
     while quiet < 2 and time.monotonic() < begun + SWEEP_S:
-        marked = _marked_orphans(incarnation, since)
+        marked, complete = _marked_orphans(incarnation, since)
         found = find_processes(sessions, others=marked, spared={agent})
         for pid, start in found.items():
             # Microseconds lie between the look and the kill; a pid comes back only after all others were used.
@@ -235,8 +238,9 @@ def _sweep(
                 killed.add(pid)
         held = cgroup_members(cgroup)
         killed.update(held)
-        quiet = quiet + 1 if empty_cgroup(cgroup) and not found else 0
-        if unkillable[0] and not quiet and not written and time.monotonic() > begun + REPORT_AFTER_S:
+        empty, elapsed_s = empty_cgroup(cgroup) and not found, time.monotonic() - begun
+        quiet = quiet + 1 if empty and (complete or elapsed_s > COMPLETE_WITHIN_S) else 0
+        if unkillable[0] and not empty and not written and elapsed_s > REPORT_AFTER_S:
             write_unkillable(*unkillable, {*found, *held})
             written = True
         time.sleep(_PAUSE_S)
@@ -249,13 +253,19 @@ def _sweep(
     return f"elastic-agent: the agent has ended; killed what its workers left: {pids}{unfinished}\n"
 
 
-def _marked_orphans(incarnation: str, since: str) -> set[int]:
-    """Those whose environment carries the incarnation's marker, as far as they are found in time: a child looks for
-    them, which may hang in the kernel, and is left behind then."""
+def _marked_orphans(incarnation: str, since: str) -> tuple[set[int], bool]:
+    """Those whose environment carries the incarnation's marker, as far as they are found in time, and whether that was
+    all: a child looks for them, which may hang in the kernel, and is left behind then, or cannot be made now."""
     import select
 
-    ours, its = os.pipe()
-    child = os.fork()
+    pipe: tuple[int, ...] = ()
+    try:
+        ours, its = pipe = os.pipe()
+        child = os.fork()
+    except OSError:
+        for end in pipe:
+            os.close(end)
+        return set(), False
     if child == 0:
         try:
             for pid in orphans_with(f"ELASTIC_AGENT_INCARNATION={incarnation}", since):
@@ -263,35 +273,39 @@ def _marked_orphans(incarnation: str, since: str) -> set[int]:
         finally:
             os._exit(0)
     os.close(its)
-    deadline, found = time.monotonic() + MARKED_WITHIN_S, b""
+    deadline, found, complete = time.monotonic() + MARKED_WITHIN_S, b"", False
     while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
         data = os.read(ours, 65536)
         if not data:
+            complete = True
             break
         found += data
     os.close(ours)
     kill(child)
     if ends_within(child, KILL_WAIT_S / 10):
         os.waitpid(child, 0)
-    return {int(pid) for pid in found.rpartition(b" ")[0].split()} - {child}
+    return {int(pid) for pid in found.rpartition(b" ")[0].split()} - {child}, complete
 
 
 def write_unkillable(file: str, job: str, pids: Collection[int]) -> None:
     """In the form that `unkillable` reads; the file appears whole or not at all."""
     stats = ((pid, living(pid)) for pid in sorted(pids)[:MAX_REPORTED])
     lines = [job, life_of_pids(), *(f"{pid} {stat.start}" for pid, stat in stats if stat is not None)]
+    text = "".join(f"{line}\n" for line in lines).encode()
     begun = file + ".begun"
     try:
         fd = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError:  # also where there is no name for it
         return
     try:
-        os.write(fd, "".join(f"{line}\n" for line in lines).encode())
-        os.rename(begun, file)
+        whole = os.write(fd, text) == len(text)  # a disk that is nearly full takes a part
+        if whole:
+            os.rename(begun, file)
     except OSError:
+        whole = False
+    os.close(fd)
+    if not whole:
         _remove(begun)
-    finally:
-        os.close(fd)
 
 
 def _remove(file: str) -> None:

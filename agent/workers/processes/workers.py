@@ -374,7 +374,8 @@ class WorkerGroup:
             )
         self._behind = behind
         empty = self._cgroup is None or empty_cgroup(self._cgroup)
-        if leftovers or not empty:
+        # Asked again: a parent that ended before /proc was listed has left a child that was not yet ours before.
+        if leftovers or not empty or self._unknown_children():
             self._count_from_now()
             return False
         if self._cgroup is not None:
