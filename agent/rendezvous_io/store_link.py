@@ -232,13 +232,17 @@ class StoreLink:
 
     def _observe_one(self, subscription: Subscription) -> None:
         """Until another subscription is wanted. Raises StoreMismatch, and StoreClosed when the watch was closed."""
-        with self._wanted:
-            if self._subscription is not subscription:
-                return
-            self._watch = watch = self._store.watch(subscription.scopes, subscription.after_revision)
+        watch: Watch | None = None
         attempt = 0
         while self._subscription is subscription:
             try:
+                if watch is None:
+                    with self._wanted:
+                        if self._subscription is not subscription:
+                            return
+                        self._watch = watch = self._store.watch(
+                            subscription.scopes, subscription.after_revision
+                        )
                 changes = watch.next(WATCH_TURN_S)
                 attempt = 0
                 if changes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import sqlite3
@@ -25,9 +26,12 @@ HISTORY = 1024
 """Changes that are kept for watches. A watch that falls further behind has to read again (`Compacted`)."""
 ROOM = 1024 * 1024
 """Bytes that are kept free in the file and in its log: on a full disk leases are written there."""
+LONG = 8 * ROOM
+"""A log of so many bytes is brought into the file, by the thread that may wait for the disk. Seldom: whoever writes
+next begins the log anew, and SQLite waits for the disk then, with its lock."""
 PAGE = 4096
-CHECKPOINT_EVERY = 50
-"""Writes without the disk after which the log is brought into the file, by the thread that may wait for the disk."""
+TIDY_EVERY = 50
+"""Writes after which that thread looks."""
 
 _TABLES = """
 CREATE TABLE state (revision INTEGER NOT NULL, forgotten INTEGER NOT NULL, trimmed INTEGER NOT NULL);
@@ -118,7 +122,6 @@ def make(file: Path, timeout_s: float) -> None:
             database = made.database
             if not database.execute("PRAGMA user_version").fetchone()[0]:
                 database.execute("PRAGMA journal_mode = WAL")
-                database.execute(f"PRAGMA journal_size_limit = {16 * ROOM}")
                 database.execute("BEGIN IMMEDIATE")
                 if not database.execute("PRAGMA user_version").fetchone()[0]:
                     for words in filter(None, map(str.strip, _TABLES.split(";"))):
@@ -158,6 +161,7 @@ class Connection:
         )
         self.database.execute("PRAGMA synchronous = NORMAL")  # of what is to last, see `sync`
         self.database.execute("PRAGMA wal_autocheckpoint = 0")
+        self.database.execute(f"PRAGMA journal_size_limit = {LONG // 2}")  # of a log that begins anew
 
     @contextmanager
     def used(self, *, waits: bool = True) -> Iterator[sqlite3.Connection]:
@@ -187,7 +191,7 @@ class Connection:
 
     def sync(self) -> None:
         """Returns when all that was done is on disk. As synchronous = FULL does it, but without SQLite's lock: nobody
-        else waits for this disk. Raises OSError."""
+        else waits for it. Raises OSError."""
         log = os.open(f"{self._file}-wal", os.O_RDONLY | os.O_CLOEXEC)  # no file on which SQLite has locks
         try:
             os.fdatasync(log)
@@ -195,20 +199,31 @@ class Connection:
             os.close(log)
 
     def checkpoint(self) -> None:
-        """Bring the log into the file, as far as no other process reads from it."""
+        """Bring the log into the file, as far as no other process reads from it, unless somebody is at it: two at once
+        may damage the file (SQLite before 3.51.3). Raises sqlite3.Error, StoreUnavailable and OSError."""
         with self.used() as database:
-            database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            log = os.open(f"{self._file}-wal", os.O_RDONLY | os.O_CLOEXEC)  # as in `sync`
+            try:
+                with suppress(BlockingIOError):
+                    fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                    fcntl.flock(log, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+            finally:
+                os.close(log)
 
     def tidy(self) -> None:
-        """Bring the log into the file, with the room that both should have. On a full disk nothing is done."""
+        """Bring a log that is long into the file, and give both the room that they should have. On a full disk nothing
+        is done."""
         with suppress(sqlite3.Error, StoreUnavailable, OSError):
             (free,) = self.database.execute("PRAGMA freelist_count").fetchone()
-            if free * PAGE < ROOM // 2 or os.stat(f"{self._file}-wal").st_size < ROOM:
+            length = os.stat(f"{self._file}-wal").st_size
+            if lacks_room := free * PAGE < ROOM // 2 or length < ROOM:
                 self.within(
                     lambda database: database.execute("INSERT INTO room VALUES (zeroblob(?))", (ROOM,))
                 )
                 self.within(lambda database: database.execute("DELETE FROM room"))
-            self.checkpoint()
+            if lacks_room or length > LONG:
+                self.checkpoint()
 
     def close(self) -> None:
         """If no thread waits for the disk with it: such a one keeps it."""
@@ -221,8 +236,9 @@ class Connection:
 class Disk:
     """The thread that waits for the disk: a call that waits for it does so for a bounded time."""
 
-    def __init__(self, connect: Callable[[], Connection]) -> None:
-        self._connect = connect
+    def __init__(self, connection: Connection) -> None:
+        """The thread's, once there is one; closed with this."""
+        self._connection = connection
         self._work: queue.SimpleQueue[Callable[[Connection], None] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: Thread | None = None
@@ -256,7 +272,9 @@ class Disk:
 
     def close(self) -> None:
         self._work.put(None)
-        if self._thread is not None:
+        if self._thread is None:
+            self._connection.close()
+        else:
             self._thread.join(0.5)
 
     def _put(self, work: Callable[[Connection], None]) -> None:
@@ -267,10 +285,9 @@ class Disk:
                 self._thread.start()
 
     def _serve(self) -> None:
-        connection = self._connect()
         while (work := self._work.get()) is not None:
-            work(connection)
-        connection.close()
+            work(self._connection)
+        self._connection.close()
 
 
 # ---------------------------------------------------------------- in a transaction

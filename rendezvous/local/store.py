@@ -3,7 +3,8 @@
 No process hosts it, so nothing has to be taken over when one ends. SQLite's write-ahead log gives each transaction to
 all others at once, whole or not at all, also when the process that wrote it is killed. What is to last (a key without a
 lease, or a deletion) is answered when the disk has it. Only its author waits for that: nothing that has seen a change
-survives the loss of power that could undo it. Leases and keys under them are gone with the power anyway.
+survives the loss of power that could undo it. Leases and keys under them are gone with the power anyway; what confirms
+them waits for the disk only where the log begins anew, after some MiB (`LONG`).
 
 A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC).
 It ends when somebody finds that it is due and can write: a `read` or a
@@ -56,10 +57,10 @@ from ..store.interface import (
 from ..store.kv_state import check_size
 from ..store.retry_connect import retry_connect
 from .database import (
-    CHECKPOINT_EVERY,
     ENTRIES,
     ROOM,
     SCHEMA,
+    TIDY_EVERY,
     Connection,
     Disk,
     NotHosted,
@@ -104,8 +105,8 @@ class LocalStore(Store):
         with self._meaning():
             self._reads = Connection(file, request_timeout_s)
             self._leases = Connection(file, request_timeout_s)
+            self._disk = Disk(Connection(file, request_timeout_s))
             (version,) = self._reads.database.execute("PRAGMA user_version").fetchone()
-        self._disk = Disk(partial(Connection, file, request_timeout_s))
         if version != SCHEMA:
             self.close()
             if not version:
@@ -188,12 +189,15 @@ class LocalStore(Store):
         return Snapshot(revision, tuple(entries[key] for key in sorted(entries)))
 
     def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
-        watch = _LocalWatch(self, scopes, after_revision)
+        try:
+            watch = _LocalWatch(self, scopes, after_revision)
+        except OSError as error:
+            raise StoreUnavailable(f"cannot watch the store {self.file}: {error}") from error
         self._watches.add(watch)
         return watch
 
     def close(self) -> None:
-        """Waits for no disk."""
+        """Gives up soon on a thread that waits for the disk. The last of all processes brings the log into the file."""
         self._closed = True
         for watch in list(self._watches):
             watch.close()
@@ -245,7 +249,7 @@ class LocalStore(Store):
             self._sweeps_after = now + BUSY_S
 
     def _at_once(self, work: Callable[[sqlite3.Connection], R]) -> R:
-        """A write that waits for no disk."""
+        """A write that waits for the disk only where it begins the log anew."""
         self._check()
         with self._meaning():
             result = self._within_room(work)
@@ -267,7 +271,7 @@ class LocalStore(Store):
 
     def _count(self) -> None:
         self._written += 1
-        if self._written % CHECKPOINT_EVERY == 0:
+        if self._written % TIDY_EVERY == 0:
             self._disk.tidy()
 
     @contextmanager
@@ -369,14 +373,19 @@ class _Bell:
     """Rings for each change of the store: its author sets the file's time, of which the kernel tells (inotify)."""
 
     def __init__(self, file: Path) -> None:
+        """Raises OSError."""
+        self._closing = threading.Lock()
+        self._own = self._kernel = -1
         self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._kernel = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
         self._poll = select.poll()
         self._poll.register(self._own, select.POLLIN)
-        self._closing = threading.Lock()
         if self._kernel >= 0:
-            _libc.inotify_add_watch(self._kernel, os.fsencode(file), _IN_ATTRIB)
-            self._poll.register(self._kernel, select.POLLIN)
+            if _libc.inotify_add_watch(self._kernel, os.fsencode(file), _IN_ATTRIB) < 0:
+                os.close(self._kernel)
+                self._kernel = -1
+            else:
+                self._poll.register(self._kernel, select.POLLIN)
 
     def hush(self) -> None:
         if self._kernel >= 0:

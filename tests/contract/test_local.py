@@ -3,6 +3,8 @@ may open it."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -27,7 +29,7 @@ from elastic_agent.rendezvous.errors import (
     StoreUnavailable,
 )
 from elastic_agent.rendezvous.local import store as store_module
-from elastic_agent.rendezvous.local.database import Connection, store_file
+from elastic_agent.rendezvous.local.database import LONG, TIDY_EVERY, Connection, store_file
 from elastic_agent.rendezvous.local.store import LOOK_S, LocalStore
 from elastic_agent.rendezvous.store.interface import Delete, Put, Store
 
@@ -396,6 +398,50 @@ def test_a_queue_that_changes_all_the_time_does_not_grow(
     assert file.stat().st_size < 8_000_000
 
 
+def test_the_log_is_brought_into_the_file_when_it_is_long_and_by_one_at_a_time(
+    offer: Callable[..., LocalStore], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, log = offer(), file.with_name("pool.db-wal")
+    put(store, "before")  # the file and the log have their room
+    asked: list[int] = []
+    checkpoint = Connection.checkpoint
+
+    def counted(self: Connection) -> None:
+        asked.append(log.stat().st_size)
+        checkpoint(self)
+
+    monkeypatch.setattr(Connection, "checkpoint", counted)
+    lease = store.grant(3600.0)
+
+    def write(length: int, times: int) -> None:
+        for _ in range(times):
+            put(store, "nodes/n", "x" * length, lease)
+            if store._written % TIDY_EVERY == 0:
+                store._disk.do(lambda database: None, PATIENCE_S)  # when its thread has tidied
+
+    write(1, 300)
+    assert asked == []
+    write(10_000, 1100)  # the history has its size
+    asked.clear()
+    write(10_000, 1600)
+    assert 2 <= len(asked) <= 16, "not each time, once it was long"
+    assert log.stat().st_size < 2 * LONG
+    with open(log, "rb") as taken:
+        fcntl.flock(taken, fcntl.LOCK_EX)
+        write(10_000, 1600)
+        assert log.stat().st_size > 2 * LONG, "somebody else brings it there"
+
+
+def test_the_thread_that_waits_for_the_disk_needs_no_descriptor_to_begin(
+    offer: Callable[..., LocalStore], file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer()
+    with closing(LocalStore.connect(file, PATIENCE_S)) as store:
+        monkeypatch.setattr(sqlite3, "connect", lambda *words, **more: pytest.fail("no descriptor is left"))
+        put(store, "k")
+        assert list(values(store)) == ["k"]
+
+
 # Watches
 
 
@@ -423,18 +469,42 @@ def test_a_watch_waits_for_the_bell_and_hears_it(offer: Callable[..., LocalStore
     assert sorted(heard)[2] < LOOK_S / 2, "at the bell, not at the next look"
 
 
+@pytest.mark.parametrize("instance", [False, True])
 def test_a_machine_without_a_bell_looks_more_often(
-    offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
+    instance: bool, offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The user has no instance of inotify left, or no watch of it."""
+
     class NoBell:
         def inotify_init1(self, flags: int) -> int:
+            return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) if instance else -1
+
+        def inotify_add_watch(self, *words: object) -> int:
             return -1
 
     monkeypatch.setattr(store_module, "_libc", NoBell())
     store = offer()
     watch = store.watch(("",), store.read(()).revision)
-    put(store, "k")
+    assert watch.next(0.0) == ()
+    at = threading.Timer(0.1, lambda: put(store, "k"))
+    at.start()
+    began = time.monotonic()
     assert [change.key for change in watch.next(PATIENCE_S)] == ["k"]
+    assert time.monotonic() - began < LOOK_S, "it does not wait for a bell"
+    at.join()
+
+
+def test_a_process_without_a_free_descriptor_is_told_that_it_cannot_watch_now(
+    offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*words: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    store = offer()
+    monkeypatch.setattr(os, "eventfd", none_left)
+    with pytest.raises(StoreUnavailable, match=r"cannot watch the store .*Too many open files"):
+        store.watch(("",), 0)
+    assert list(store._watches) == []
 
 
 def test_a_watch_that_is_closed_leaves_no_descriptor(offer: Callable[..., LocalStore]) -> None:

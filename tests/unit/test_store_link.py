@@ -30,6 +30,8 @@ class Away(MemoryStore):
     def __init__(self, refusal: type[StoreError] = StoreUnavailable) -> None:
         super().__init__()
         self.back = False
+        self.no_watch = False
+        """Not even one that is refused later, as where there are too many files."""
         self.asked = threading.Semaphore(0)
         self._refusal = refusal
 
@@ -42,6 +44,8 @@ class Away(MemoryStore):
 
     def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
         store = self
+        if self.no_watch:
+            self._refuse()
 
         class NoWatch(Watch):
             def next(self, timeout_s: float) -> tuple[()]:
@@ -122,9 +126,11 @@ def test_a_lease_that_is_not_confirmed_is_logged_once_and_so_is_its_return(
     assert [record.msg for record in caplog.records][1:] == ["lease confirmed again, after %d failed tries"]
 
 
+@pytest.mark.parametrize("no_watch", [False, True])
 def test_an_interrupted_watch_is_logged_once(
-    away: Away, link: StoreLink, caplog: pytest.LogCaptureFixture
+    no_watch: bool, away: Away, link: StoreLink, caplog: pytest.LogCaptureFixture
 ) -> None:
+    away.no_watch = no_watch
     link.follow(Subscription(("",), 0))
     ask_often(away)
     assert [record.msg for record in caplog.records] == ["watch interrupted, trying on: %s"]
