@@ -263,7 +263,8 @@ def _log_root(config: Config) -> Path:
 
 
 def _give_up(lease: LeaseId, store: Store, clock: Callable[[], float], rng: random.Random) -> None:
-    """The daemon that hosts the store may be leaving at the same instant: then another one, or this one, hosts it."""
+    """In a c10d pool the daemon that hosts the store may be leaving at the same instant: then another one, or this one,
+    hosts it."""
     until = clock() + GIVE_UP_S
     for attempt in itertools.count():
         try:

@@ -39,6 +39,10 @@ def main(words: Sequence[str]) -> int:
         print(_help())
         return CommandCode.DONE
     names = [word for word in words if word != "--force"]
+    if names[:1] == ["shell"]:
+        advice = "write elastic-agent --print-completion bash, or --help-all in place of the manual page"
+        print(f"elastic-agent files: no such kind any more; {advice}", file=sys.stderr)
+        return CommandCode.BAD_CONFIG
     if len(names) != 2 or names[0] not in KINDS or names[1].startswith("-"):
         kinds = ", ".join(KINDS)
         print(

@@ -87,20 +87,22 @@ def pool_folder(environ: Mapping[str, str]) -> Path:
 
 
 def _of_service(environ: Mapping[str, str]) -> Path | None:
-    for variable in ("STATE_DIRECTORY", "RUNTIME_DIRECTORY"):
-        given = environ.get(variable, "").partition(":")[0]  # the service manager may have made several
-        if os.path.isabs(given):
-            return Path(given)
-    return None
+    """Where it has both, the one that lasts. With that one alone it is no unit of ours."""
+    runtime, lasting = (  # the service manager may have made several
+        environ.get(variable, "").partition(":")[0] for variable in ("RUNTIME_DIRECTORY", "STATE_DIRECTORY")
+    )
+    if not os.path.isabs(runtime):
+        return None
+    return Path(lasting if os.path.isabs(lasting) else runtime)
 
 
 def pool_folder_here(environ: Mapping[str, str], pool: str) -> Path:
     """A command's, which may run outside of the daemon's service: where there is a store of this pool, first of all one
     that is in use, whose log is there."""
-    given = _of_service(environ)
-    usual = [given] if given is not None else [place / own_name(_NAME) for place in temporary_places()]
-    others = (place / usual[0].name for place in temporary_places())
-    places = (*usual, *others, *_folders_in(_LASTING), *_folders_in(SERVICES))
+    usual = [place / own_name(_NAME) for place in temporary_places()]
+    if (given := _of_service(environ)) is not None:
+        usual.insert(0, given)
+    places = (*usual, *_folders_in(_LASTING), *_folders_in(SERVICES))
     for file in (f"{pool}.db-wal", f"{pool}.db"):
         for place in places:
             if os.access(place / file, os.W_OK):

@@ -45,6 +45,7 @@ SWITCHES: dict[str, tuple[Option[object], str]] = {
 REMOVED = {
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
     "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
+    "picture": "draw from report --json, which has the timeline",
     "quiet": "write --log-level warning",
 }
 """Options of earlier versions: what to write instead, or why nothing."""

@@ -395,7 +395,7 @@ POOL_FOLDER = Path(tempfile.gettempdir(), f"elastic-agent-pool-{os.geteuid()}")
         ("--pool p", {}, "local", (), POOL_FOLDER, "p"),
         ("", {"RUNTIME_DIRECTORY": "/run/a:/run/b"}, "local", (), Path("/run/a"), "pool"),
         ("", {"RUNTIME_DIRECTORY": "a"}, "local", (), POOL_FOLDER, "pool"),
-        ("", {"STATE_DIRECTORY": "/var/lib/a"}, "local", (), Path("/var/lib/a"), "pool"),
+        ("", {"STATE_DIRECTORY": "/var/lib/a"}, "local", (), POOL_FOLDER, "pool"),
         ("--rdzv-backend local", {}, "local", (), POOL_FOLDER, "pool"),
         ("--rdzv-endpoint local:///x/./y/", {}, "local", (), Path("/x/y"), "pool"),
         ("--rdzv-backend c10d", {}, "c10d", (Endpoint("127.0.0.1", 29401),), None, "pool"),
@@ -463,7 +463,7 @@ def test_a_pools_job_may_have_what_its_daemon_has_in_the_environment(script: str
     [
         ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "/var/lib/a:/b"}, "", "/var/lib/a"),
         ({"RUNTIME_DIRECTORY": "/run/a"}, "", "/run/a"),
-        ({"STATE_DIRECTORY": "/var/lib/a"}, "", "/var/lib/a"),
+        ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "a"}, "", "/run/a"),
         ({"RUNTIME_DIRECTORY": "/run/a", "STATE_DIRECTORY": "/b"}, "--rdzv-endpoint local:///f", "/f"),
     ],
 )

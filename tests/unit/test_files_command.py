@@ -55,9 +55,7 @@ def test_a_file_that_somebody_changed_is_kept_and_named(
     assert changed.read_text() != "mine"
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["helm"], ["podman", "x"], ["helm", "x", "y"], ["helm", "--replace"], ["shell", "x"]]
-)
+@pytest.mark.parametrize("words", [[], ["helm"], ["podman", "x"], ["helm", "x", "y"], ["helm", "--replace"]])
 def test_what_is_not_understood_writes_nothing(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +63,11 @@ def test_what_is_not_understood_writes_nothing(
     assert main(words) == CommandCode.BAD_CONFIG
     assert "one of systemd, helm" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_kind_of_an_earlier_version_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shell", "x"]) == CommandCode.BAD_CONFIG
+    assert "write elastic-agent --print-completion bash, or --help-all" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,6 +173,8 @@ def test_a_full_temporary_directory_is_not_taken_but_looked_at(
     assert taken is not None
     assert taken.parent == free
     assert pool_folder_here({}, "default") == pool.parent
+    unit = {"RUNTIME_DIRECTORY": str(free / "of-a-unit")}
+    assert pool_folder_here(unit, "default") == pool.parent, "no store is in the folder of the unit"
     monkeypatch.setattr(folders, "_PLACES", (str(full),))
     with pytest.raises(NoTemporaryDirectory, match="No space left on device"):
         log_directory(None, own=True)
