@@ -237,7 +237,8 @@ class GpuMemory:
 
     def _dismiss(self, problem: str) -> None:
         """It may hang in the driver, where no signal reaches it: nothing is asked any more."""
-        log.warning("GPU memory is not waited for any more: %s", problem)
+        if problem:
+            log.warning("GPU memory is not waited for any more: %s", problem)
         self._until, self._asks = None, False
 
 

@@ -294,7 +294,7 @@ def pages_of(agent: Agent) -> StatusPages:
     )
 
 
-LOOKS_WITHIN_S = 3.0
+LOOKS_WITHIN_S = 2.0
 """How long other nodes may take to answer for the page."""
 ASKS_AT_ONCE = 16
 

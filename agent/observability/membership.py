@@ -3,7 +3,7 @@
 Reports the ranks that the coordinator finds slower than the others, on every node: log lines, events and metrics.
 
 Differences between the nodes of a world, found before training by comparing their records: of their networks, by the
-rules of `health/checks/comparison.py`, and of the limits that they were started with.
+rules of `health/checks/finding.py`, and of the limits that they were started with.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ import fcntl
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -50,6 +51,11 @@ REDRAW_S = 5.0
 a second."""
 
 
+_UPS = re.compile(rb"(?:\x1b\[A)+$")
+_BELOW = re.compile(rb"(?:\x1b\[A)+\n")
+"""A bar below another one is drawn on the next line, and goes up again: that is no end of a line."""
+
+
 class LineSplitter:
     """Cuts a stream of bytes into lines of at most `LINE_MAX` bytes, and holds no more than one such line."""
 
@@ -61,14 +67,14 @@ class LineSplitter:
     @property
     def drawn(self) -> bytes:
         """The newest state of a bar whose line has not ended; empty when there is none, or it is blank."""
-        drawn = self._rest.removesuffix(b"\r")
+        drawn = _without_ups(self._rest.removesuffix(b"\r"))
         return drawn if (self._redraws or len(drawn) < len(self._rest)) and not drawn.isspace() else b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that `data` completes."""
-        *ended, begun = (self._rest + data).split(b"\n")
+        *ended, begun = _BELOW.sub(b"\r", self._rest + data).split(b"\n")
         redraws = self._redraws and not ended
-        lines = [piece for text in ended for piece in _cut(_newest(text.rstrip(b"\r")))]
+        lines = [piece for text in ended for piece in _cut(_without_ups(_newest(text.rstrip(b"\r"))))]
         # A carriage return at the end of what was read may be half of "\r\n".
         newest = _newest(begun.rstrip(b"\r"))
         self._redraws = redraws or len(newest) < len(begun.rstrip(b"\r"))
@@ -79,8 +85,12 @@ class LineSplitter:
     def flush(self) -> list[bytes]:
         """The line that was begun, if any: nothing comes to complete it."""
         wiped = self._redraws and self._rest.isspace()
-        rest, self._rest, self._redraws = self._rest.removesuffix(b"\r"), b"", False
+        rest, self._rest, self._redraws = _without_ups(self._rest.removesuffix(b"\r")), b"", False
         return [rest] if rest and not wiped else []
+
+
+def _without_ups(text: bytes) -> bytes:
+    return _UPS.sub(b"", text)
 
 
 def _newest(text: bytes) -> bytes:

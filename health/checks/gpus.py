@@ -546,9 +546,10 @@ def _known_gpu(nvml: Nvml, name: str) -> GpuFacts:
 
 def unaccounted_mib(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> list[float] | str:
     """Of each GPU what no living process accounts for: what the driver keeps for itself, and what the dead have not
-    given back yet. In a container, where NVML shows no process, it is all that is in use. A text says what is wrong."""
+    given back yet. In a container, where NVML shows no process, it is all that is in use. A text says what is wrong;
+    it is empty without NVML, of which the check `gpu-visible` tells."""
     if isinstance(nvml, NvmlFacts):
-        return nvml.problem or "there is no NVML"
+        return nvml.problem
     try:
         found = []
         for device in map(nvml.device, names):
@@ -577,13 +578,16 @@ def main() -> None:
         nvml, turn = open_nvml(), threading.Lock()
 
         def answer(question: bytes) -> None:
-            if question == MEMORY:
-                line = json.dumps(unaccounted_mib(nvml, gpus)).encode() + b"\n"
-            else:
-                line = GPU_READING.encode(read_gpus(nvml, gpus))
-            with turn:
-                answers.write(line)
-                answers.flush()
+            try:
+                if question == MEMORY:
+                    line = json.dumps(unaccounted_mib(nvml, gpus)).encode() + b"\n"
+                else:
+                    line = GPU_READING.encode(read_gpus(nvml, gpus))
+                with turn:
+                    answers.write(line)
+                    answers.flush()
+            except BaseException:
+                os._exit(1)  # which the agent hears; a question without an answer would wait for ever
 
         at_once = ThreadPoolExecutor(2)
         for question in sys.stdin.buffer:

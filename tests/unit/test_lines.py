@@ -65,6 +65,7 @@ def test_cutting_does_not_depend_on_how_the_bytes_arrive_and_never_holds_more_th
         ([b"\r 1%\n", b"begun"], b""),
         ([b"a\r\nbegun"], b""),
         ([b"\r 1%", b"\r    "], b""),
+        ([b"\r 1%\n\r in 1%\x1b[A", b"\n\r in 2%\x1b[", b"A\n\r in 3%\x1b[A"], b" in 3%"),
     ],
 )
 def test_a_line_that_is_drawn_anew_is_known_before_it_ends(reads: list[bytes], drawn: bytes) -> None:
@@ -84,3 +85,11 @@ def test_a_bar_that_was_wiped_out_at_the_end_leaves_no_line(data: bytes, rest: l
     splitter = LineSplitter()
     splitter.feed(data)
     assert splitter.flush() == rest
+
+
+def test_bars_below_a_bar_end_no_lines() -> None:
+    splitter = LineSplitter()
+    lines = splitter.feed(b"\r out 0%")
+    for number in range(20):
+        lines += splitter.feed(b"\n\r in %d%%\x1b[A" % number)
+    assert lines + splitter.flush() == [b" out 0%", b" in 19%"]
