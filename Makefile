@@ -32,7 +32,7 @@ demo-daemon: $(READY)  ## three daemons and two jobs that share them; a daemon i
 TESTS_AT_ONCE ?= 4
 # In the order of folders, which ends with the short unit tests. pytest-xdist would begin with the files that have most
 # tests, and end with those that have one or two: just these take minutes, and one would be left to run alone.
-test: $(READY)  ## all tests, in 12 to 18 minutes on 2 cores
+test: $(READY)  ## all tests, in 12 to 25 minutes on 2 cores
 	@.ci/system-packages prometheus
 	@.ci/system-packages etcd
 	@.ci/system-packages network
