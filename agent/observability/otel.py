@@ -50,7 +50,8 @@ class SpanSender:
             MOST_WAITING
         )
         self._thread = Thread(self._work, "spans")
-        self._sends = self._failing = False
+        self._sends = self._failing = self._given_up = False
+        self._exporter: Any = None
         journal.listen(self.heard)
 
     def start(self) -> None:
@@ -83,6 +84,9 @@ class SpanSender:
             self._thread.join(CLOSE_S)
         if self._sends and self._thread.is_alive():
             log.warning("the last spans are not sent: no answer within %g s; check --otlp-endpoint", CLOSE_S)
+            self._given_up = True
+            if self._exporter is not None:
+                self._exporter.shutdown()  # else it tries again for minutes
 
     # Everything below runs in the thread.
 
@@ -97,10 +101,12 @@ class SpanSender:
             exporter: Any = OTLPSpanExporter(
                 None if self._endpoint is None else f"{self._endpoint}/v1/traces"
             )
+            self._exporter = exporter
             resource = Resource.create(self._resource).merge(OTELResourceDetector().detect())
-            while (recovery := self._waiting.get()) is not None:
+            while not self._given_up and (recovery := self._waiting.get()) is not None:
                 self._export(exporter, _spans(*recovery, resource), heard)
-            exporter.shutdown()
+            if not self._given_up:
+                exporter.shutdown()
         except Exception as error:  # of a library that the job does not need
             log.warning("no spans are sent: %r. The job goes on", error)
 

@@ -52,7 +52,7 @@ a second."""
 
 
 _UPS = re.compile(rb"(?:\x1b\[A)+$")
-_BELOW = re.compile(rb"(?:\x1b\[A)+\n")
+_BELOW = re.compile(rb"(?:\x1b\[A)+\n+")
 """A bar below another one is drawn on the next line, and goes up again: that is no end of a line."""
 
 
