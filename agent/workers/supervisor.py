@@ -25,7 +25,7 @@ from ...rendezvous.records import Condition, Failure, Member, StopAt, World
 from ...rendezvous.statements.inquiry import HANG, Testimony, telling
 from ...worker.wire.messages import FromGuard, ReplicationReport, Report, SaveReport
 from ..common.events import Event
-from ..common.exits import lack_in
+from ..common.exits import describe_exit, lack_in
 from ..configuration.config import Config
 from ..machine.gpus import GpuHealth
 from ..observability.observer import Observer
@@ -45,7 +45,6 @@ from .hangs.keeper import EvidenceKeeper, Look
 from .hangs.signs import SignReader
 from .hangs.stacks import THOROUGH
 from .preloader.spares import Spares
-from .processes.exit_words import describe_exit
 from .processes.guard import Guard
 from .processes.subreaper import Subreaper
 from .processes.worker_store import WorkerStore

@@ -237,8 +237,7 @@ def test_a_folder_has_a_dozen_entries_at_most() -> None:
     for file in product():
         *above, _ = parts = file.split("/")
         for depth in range(1, len(above) + 1):
-            if parts[depth] != "__init__.py":
-                entries.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+            entries.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
     assert not {folder: len(names) for folder, names in entries.items() if len(names) > 12}
 
 

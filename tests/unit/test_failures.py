@@ -22,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from elastic_agent.agent.common.exits import describe_exit
 from elastic_agent.agent.common.ports import find_owner
 from elastic_agent.agent.workers.failure_reports import show
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
 from elastic_agent.agent.workers.failures.failure import describe_failure, fingerprint, small, summarize
 from elastic_agent.agent.workers.failures.post_mortem import PostMortem
-from elastic_agent.agent.workers.processes.exit_words import describe_exit
 from elastic_agent.rendezvous.records import Action, Failure, NodeRecord, node_key
 from elastic_agent.worker.errors import (
     CheckpointError,

@@ -25,10 +25,10 @@ from pathlib import Path
 from ....codec import Invalid
 from ....worker.storage.memory.available_memory import Memory
 from ...common.events import Event
+from ...common.exits import describe_exit
 from ...common.io_thread import IoThread
 from ...machine.cgroups import MemoryPolicy, pressure
 from ..processes import spare_wire as wire
-from ..processes.exit_words import describe_exit
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
 from ..processes.workers import Process, tied
 from . import env_rules

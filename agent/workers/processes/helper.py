@@ -1,7 +1,7 @@
 """A process of the agent's own beside the workers, such as the disk writer: started anew when it has ended.
 
 It dies with the agent, and no signal to all of a service ends it (`start_helper`). What it reads or writes may
-hang in the kernel, so nobody waits for its end for long: then it is left behind.
+hang in the kernel, so the agent waits for its end for a bounded time, and then leaves it behind.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from ...common.exits import describe_exit
 from ...common.io_thread import IoThread
-from .exit_words import describe_exit
 from .proc import KILL_WAIT_S, has_ended, process_status, reap_within
 from .workers import start_helper
 

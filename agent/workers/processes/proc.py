@@ -220,7 +220,7 @@ def orphans_with(mark: str, since: str, proc: Folder = "/proc") -> Iterator[int]
     they are no older, and their parent has ended, or may adopt.
 
     To read an environment is to wait for a process whose memory the kernel has locked, maybe for ever: to be asked for
-    in a process that nobody waits for."""
+    in a process that can be left behind."""
     stats = all_stats(proc)
     adopting, ancestor = {1}, os.getpid()
     while ancestor in stats and ancestor not in adopting:

@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 
 from ...common.events import Event
+from ...common.exits import describe_exit
 from ...common.io_thread import IoThread
-from .exit_words import describe_exit
 from .proc import KILL_WAIT_S, ends_within
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
 from .workers import Process, Spares, start_helper
