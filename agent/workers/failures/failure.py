@@ -11,12 +11,11 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ....rendezvous import records
 from ....rendezvous.records import Failure
+from ...common.exits import describe_exit
 from ...common.ports import PortOwner
-from ..processes.exit_words import describe_exit
 from .causes import HANG, UNKNOWN, Cause, CauseTable
 from .error_report import (
     RANK_PREFIX,
@@ -68,33 +67,26 @@ def describe_failure(worker: PostMortem, causes: CauseTable, owner_of: Callable[
         summary += f": {said}"
     notes += notes_of_ports(said, worker.master_port, owner_of if cause.name == "port" else None)
     notes += [f"{event.by}: {event.text}" for event in worker.events[:1]]
-    return Failure(
-        worker.generation,
-        fingerprint(worker.returncode, report.exception),
-        _noted(summary, notes),
-        cause.name,
-        cause.action,
-        cause.collateral,
-        cause.outside,
-        worker.node,
-        worker.rank,
-        worker.local_rank,
-        worker.returncode,
-        report.exception,
-        report.traceback,
-        log_tail,
-        _name_of(worker.log_file),
-        report.raised_at,
+    known_as = fingerprint(worker.returncode, report.exception)
+    return replace(
+        _failure(worker, cause, known_as, _noted(summary, notes)),
+        exception=report.exception,
+        traceback=report.traceback,
+        log_tail=log_tail,
+        raised_at=report.raised_at,
     )
 
 
 def hang_failure(worker: PostMortem, causes: CauseTable, summary: str, known_as: str) -> Failure:
     """The failure of a worker that the agent ends because it hangs, with the fingerprint `known_as`."""
-    cause = causes.named(HANG.name)
+    return _failure(worker, causes.named(HANG.name), known_as, cut(summary, SUMMARY_MAX))
+
+
+def _failure(worker: PostMortem, cause: Cause, known_as: str, summary: str) -> Failure:
     return Failure(
         worker.generation,
         known_as,
-        cut(summary, SUMMARY_MAX),
+        summary,
         cause.name,
         cause.action,
         cause.collateral,
@@ -103,7 +95,7 @@ def hang_failure(worker: PostMortem, causes: CauseTable, summary: str, known_as:
         worker.rank,
         worker.local_rank,
         worker.returncode,
-        log_file=_name_of(worker.log_file),
+        log_file=None if worker.log_file is None else clean(str(worker.log_file)),
     )
 
 
@@ -137,10 +129,6 @@ def _traceback(worker: PostMortem) -> ErrorReport | None:
 def _noted(summary: str, notes: Sequence[str]) -> str:
     end = cut("".join(f"; {note}" for note in notes), _NOTE_MAX)
     return cut(summary, SUMMARY_MAX - len(end)) + end
-
-
-def _name_of(log_file: Path | None) -> str | None:
-    return None if log_file is None else clean(str(log_file))
 
 
 def fingerprint(returncode: int, exception: str | None) -> str:
