@@ -1,11 +1,12 @@
 """Answers scrapes, probes, peers and browsers: GET or HEAD of /metrics, /healthz, /readyz and of other pages, one
 answer per connection.
 
-Each client has a thread of its own, so nobody waits for a slow one. Whatever a client does, it costs at most one of
-`max_connections` places and threads, a bounded head and one answer in memory, and `lifetime_s` seconds. When all places
-are taken, a newcomer gets that of the oldest client that has its answer or has not asked yet: a client that connects
-and asks at once is served in any flood of silent clients. Pages that wait for a disk or for others (`slow`) take a few
-of the places at most, so that probes are answered meanwhile.
+Each client has a thread for itself, so no client waits for a slow one. Two stand by, so that a probe is answered also
+while this process can start no thread; all others are started when they are needed. Whatever a client does, it costs
+at most one of `max_connections` places and threads, a bounded head and one answer in memory, and `lifetime_s` seconds.
+When all places are taken, a newcomer gets that of the oldest client that has its answer or has not asked yet: a client
+that connects and asks at once is served in any flood of silent clients. Pages that wait for a disk or for others
+(`slow`) take a few of the places at most, so that probes are answered meanwhile.
 
 It only shows. There is no TLS, and no authentication but what a slow page makes of the request's bearer token: the
 caller binds to loopback or the pod's address.
@@ -17,6 +18,7 @@ import contextlib
 import enum
 import http.client
 import logging
+import queue
 import re
 import selectors
 import socket
@@ -44,6 +46,8 @@ _REQUEST_LINE = re.compile(rb"[A-Z]+ /[!-~]* HTTP/1\.[0-9]\r?\n")
 _BEARER = re.compile(r"(?i)bearer +([!-~]+)")
 _METHODS = ("GET", "HEAD")
 _MOST_QUERY_FIELDS = 16
+_STANDING = 2
+"""Threads for clients that are there from the start."""
 
 
 class Page(NamedTuple):
@@ -158,9 +162,15 @@ class HealthServer:
         self._new_thread = thread
         self._wake_read, self._wake_write = socket.socketpair()
         self._thread = thread(self._serve, "health-http")
+        self._idle = 0
+        """Standing threads that wait for a client."""
+        self._taken: queue.SimpleQueue[tuple[_Client, Any] | None] = queue.SimpleQueue()
+        """Clients for them, one for each that was idle; None ends one."""
+        self._standing = [thread(self._stand_by, "http-answer") for _ in range(_STANDING)]
 
     def start(self) -> None:
-        self._thread.start()
+        for each in (*self._standing, self._thread):
+            each.start()
 
     def close(self) -> None:
         """Stop serving and close every socket, the listening one included. May be called twice."""
@@ -228,13 +238,17 @@ class HealthServer:
         with self._lock:
             if len(self._clients) >= self.limits.max_connections:
                 self.evicted += 1
-                least_worth = min(
-                    self._clients, key=lambda each: each.phase
-                )  # of equals, the first: the oldest
+                # Of equals, the first: the oldest.
+                least_worth = min(self._clients, key=lambda each: each.phase)
                 self._dismiss(least_worth, HTTPStatus.SERVICE_UNAVAILABLE)
             self._clients[client] = None
-        none = partial(self._end, client, HTTPStatus.SERVICE_UNAVAILABLE)
-        self._new_thread(partial(self._answer, client, address), "http-answer", none).start()
+            stands_by = self._idle > 0
+            if stands_by:
+                self._idle -= 1
+                self._taken.put((client, address))
+        if not stands_by:
+            none = partial(self._end, client, HTTPStatus.SERVICE_UNAVAILABLE)
+            self._new_thread(partial(self._answer, client, address), "http-answer", none).start()
 
     def _dismiss(self, client: _Client, status: HTTPStatus) -> None:
         """Give its place to others, under the lock. Its thread ends, as its socket does. A client without an answer
@@ -251,10 +265,21 @@ class HealthServer:
                 self._clients.pop(client)
                 with contextlib.suppress(OSError):
                     client.sock.shutdown(socket.SHUT_RDWR)
+        for _ in self._standing:
+            self._taken.put(None)
         self._wake_read.close()
         self._bind.close()
 
     # In the thread of a client.
+
+    def _stand_by(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            taken = self._taken.get()
+            if taken is None:
+                return
+            self._answer(*taken)
 
     def _answer(self, client: _Client, address: Any) -> None:
         try:

@@ -102,10 +102,18 @@ def interfaces(proc: Path = Path("/proc")) -> tuple[Interface, ...]:
                     int(ipaddress.ip_address(one.netmask)).bit_count() if one.netmask else ip.max_prefixlen
                 )
                 addresses.setdefault(name, []).append(Address(ip, prefix, (name, ip) not in not_ready))
-    return tuple(
+    links = psutil.net_if_stats()
+    known = [
         Interface(name, link.isup, tuple(addresses.get(name, ())), link.mtu, link.speed or None)
-        for name, link in psutil.net_if_stats().items()
-    )
+        for name, link in links.items()
+    ]
+    # psutil leaves out what it cannot tell of: an agent that was given its name waits for it.
+    rest = [
+        Interface(name, False, tuple(addresses.get(name, ())))
+        for _, name in socket.if_nameindex()
+        if name not in links
+    ]
+    return (*known, *rest)
 
 
 def _not_ready(proc: Path) -> set[tuple[str, IP]]:

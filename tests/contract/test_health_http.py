@@ -670,7 +670,7 @@ def test_a_slow_page_holds_no_other_up(slow: HealthServer, disk: Disk) -> None:
     assert disk.asked == [Request({"job": "a", "rank": "1"}, "s3")]
 
 
-def test_a_client_for_which_no_thread_starts_is_told_so_and_asks_again(
+def test_probes_are_answered_while_no_thread_starts_as_long_as_one_stands_by(
     slow: HealthServer, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
@@ -680,11 +680,19 @@ def test_a_client_for_which_no_thread_starts_is_told_so_and_asks_again(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    disk.answers.set()
     with monkeypatch.context() as patch:
         patch.setattr(threads, "START_WITHIN_S", 0.0)
         patch.setattr(threading.Thread, "start", refuse)
-        assert [get(slow, path)[0] for path in ("/logs", "/healthz", "/logs")] == [503] * 3
+        for _ in range(5):
+            wait_until(lambda: slow._idle > 0, "one stands by")
+            assert get(slow, "/healthz")[0] == 200
+        wait_until(lambda: slow._idle == 2, "both stand by")
+        with ask_slow(slow), ask_slow(slow):
+            wait_until(lambda: len(disk.asked) == 2, "both are busy")
+            assert [get(slow, path)[0] for path in ("/healthz", "/metrics")] == [503] * 2
+            disk.answers.set()
+        wait_until(lambda: slow._idle == 2, "both stand by again")
+        assert get(slow, "/healthz")[0] == 200
     assert get(slow, "/logs")[0] == 200
 
 

@@ -17,6 +17,7 @@ import pytest
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.gpus import ANSWER_S, FIRST_S, GpuMemory, NvmlReader, memory_fact
+from elastic_agent.health.checks.gpus import NvmlFacts, unaccounted_mib
 from tests.io_threads import started_io
 from tests.nvml_library import FakeLibrary
 
@@ -167,6 +168,26 @@ def test_an_error_of_nvml_ends_all_waiting(
     assert logged in caplog.text
     ready.memory.workers_gone(ready.now)
     assert not ready.memory.waiting
+
+
+def test_a_machine_without_the_drivers_library_is_not_warned_of(
+    ready: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert unaccounted_mib(NvmlFacts(absent=True), (ONE,)) == ""
+    ready.memory.workers_gone(ready.now)
+    ready.memory.handle(b'""')
+    assert not ready.memory.waiting
+    assert not caplog.messages
+
+
+def test_a_reader_with_a_bug_ends_all_waiting(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = bench("GPU-\udcff")  # a name that it cannot pass to NVML
+    made.start()
+    made.answer()
+    assert not made.memory.waiting
+    assert "the process that reads it has ended" in caplog.text
 
 
 def test_a_reader_that_was_killed_ends_all_waiting(ready: Bench, caplog: pytest.LogCaptureFixture) -> None:

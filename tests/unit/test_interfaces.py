@@ -63,6 +63,8 @@ def test_links_and_their_addresses_are_put_together(tmp_path: Path, monkeypatch:
     }
     monkeypatch.setattr(module.psutil, "net_if_stats", lambda: links)
     monkeypatch.setattr(module.psutil, "net_if_addrs", lambda: addresses)
+    index = list(enumerate([*links, "ib0"], 1))
+    monkeypatch.setattr(module.socket, "if_nameindex", lambda: index)
     rows = (
         "fd000000000000000000000000000001 02 40 00 c0     eth0",  # still looked for on the network: tentative
         "fd000000000000000000000000000002 02 40 00 20     eth0",  # deprecated
@@ -88,6 +90,7 @@ def test_links_and_their_addresses_are_put_together(tmp_path: Path, monkeypatch:
         ),
         Interface("eth1", False),
         Interface("wg0", True, (Address(ip("10.8.0.1"), 32),), 1420),
+        Interface("ib0", False),
     )
 
 
