@@ -79,8 +79,8 @@ MOST_EVENTS = 500
 """The most events in one answer."""
 RESTS_S = 1.0
 """The least pause between two looks."""
-RESTS = 9.0
-"""The least pause, in durations of the last look: looks take at most a tenth of a processor."""
+RESTS = 3.0
+"""The least pause, in durations of the last look: looks take at most a quarter of a processor."""
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -123,7 +123,7 @@ class Board:
         return Page(HTTPStatus.OK, JSON, f'{head[:-1]}, "events": [{body}]}}'.encode())
 
     def state(self, _: Request) -> Page:
-        """`/overview`. It may take as long as other nodes do: whoever asks meanwhile gets the one before."""
+        """`/overview`. It may take as long as other nodes do: requests that come meanwhile get the one before."""
         if not self._lock.acquire(blocking=not self._state):
             return Page(HTTPStatus.OK, JSON, self._state)
         try:

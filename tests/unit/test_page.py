@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import threading
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -174,9 +175,14 @@ class Looking:
     def __init__(self) -> None:
         self.looks = 0
         self.problem: Exception | None = None
+        self.looking = threading.Event()
+        self.nodes_answer = threading.Event()
+        self.nodes_answer.set()
 
     def look(self) -> list[JobReport]:
         self.looks += 1
+        self.looking.set()
+        assert self.nodes_answer.wait(20.0)
         if self.problem is not None:
             raise self.problem
         return [job_of(2)]
@@ -222,6 +228,28 @@ def test_the_state_is_read_when_a_page_asks_and_all_pages_get_the_same_for_a_whi
     assert state(board) == first
     now[0] += 0.2 * RESTS_S
     assert state(board)["look"] > first["look"]
+
+
+def test_who_asks_while_another_looks_gets_the_state_before(
+    board: Board, looking: Looking, now: list[float]
+) -> None:
+    first = state(board)
+    now[0] += RESTS_S
+    looking.looking.clear()
+    looking.nodes_answer.clear()
+    looker = threading.Thread(target=state, args=(board,), daemon=True)
+    looker.start()
+    try:
+        assert looking.looking.wait(20.0)
+        asker = threading.Thread(target=lambda: others.append(state(board)), daemon=True)
+        others: list[Any] = []
+        asker.start()
+        asker.join(20.0)
+        assert others == [first]
+    finally:
+        looking.nodes_answer.set()
+        looker.join(20.0)
+    assert state(board)["look"] == 2
 
 
 @pytest.mark.parametrize(
