@@ -9,8 +9,7 @@ Pipes, and not files that workers write themselves, because a full, read-only or
 nothing else: a worker never sees it.
 
 Words: the *console* is the agent's own stdout and stderr (`console`). A progress bar that has not ended is shown
-there every few seconds (`lines`).
-
+there every few seconds.
 
 Invariants: neither the reading thread nor the main one writes to a disk or the console. A console or a disk that is
 slow slows the workers, as every terminal does; one that stands still costs them a second, once. Memory is bounded,
@@ -51,7 +50,6 @@ REDRAW_S = 5.0
 a second."""
 
 
-_UPS = re.compile(rb"(?:\x1b\[A)+$")
 _BELOW = re.compile(rb"(?:\x1b\[A)+\n+")
 """A bar below another one is drawn on the next line, and goes up again: that is no end of a line."""
 
@@ -84,13 +82,13 @@ class LineSplitter:
 
     def flush(self) -> list[bytes]:
         """The line that was begun, if any: nothing comes to complete it."""
-        wiped = self._redraws and self._rest.isspace()
-        rest, self._rest, self._redraws = _without_ups(self._rest.removesuffix(b"\r")), b"", False
-        return [rest] if rest and not wiped else []
+        rest, wiped = _without_ups(self._rest.removesuffix(b"\r")), self._redraws
+        self._rest, self._redraws = b"", False
+        return [rest] if rest and not (wiped and rest.isspace()) else []
 
 
 def _without_ups(text: bytes) -> bytes:
-    return _UPS.sub(b"", text)
+    return text.replace(b"\x1b[A", b"")
 
 
 def _newest(text: bytes) -> bytes:

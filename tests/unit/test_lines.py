@@ -79,7 +79,13 @@ def test_a_line_that_is_drawn_anew_is_known_before_it_ends(reads: list[bytes], d
 
 @pytest.mark.parametrize(
     ("data", "rest"),
-    [(b"\r100%\r     \r", []), (b"\r100%\r     ", []), (b"   ", [b"   "]), (b"\n   ", [b"   "])],
+    [
+        (b"\r100%\r     \r", []),
+        (b"\r100%\r     \x1b[A", []),
+        (b"\r100%\r     ", []),
+        (b"   ", [b"   "]),
+        (b"\n   ", [b"   "]),
+    ],
 )
 def test_a_bar_that_was_wiped_out_at_the_end_leaves_no_line(data: bytes, rest: list[bytes]) -> None:
     splitter = LineSplitter()
