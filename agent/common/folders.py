@@ -1,7 +1,7 @@
 """The temporary directory, and folders of this user's alone in it, the same each time; the one of a pool's store, too.
 
-Whoever makes something takes the first place that can hold it now: the others are for a full disk or a read-only one.
-Whoever only reads looks at all places, and needs none that can be written to.
+A process that makes something takes the first place that can hold it now: the others are for a full disk or a
+read-only one. A process that only reads looks at all places, and needs none that can be written to.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ it. So a *reading* (what no living process accounts for, by device) is taken bef
 or, while NVML is silent, by `ANSWER_S` if that is less.
 
 *Health.* NVML is asked when the agent starts, and then when a worker has failed: what is worse than in the first answer
-is a fault. Nobody waits for an answer without a bound (`overdue` ends the wait), nor for a second one while the first
-is late. A fault stays one until the failure of a worker of that GPU has told of it: what an answer shows that is late,
-or that is about another worker's GPU, still counts at a later failure.
+is a fault. Each wait for an answer has a bound (`overdue` ends it), and NVML is not asked again while an answer is
+late. A fault stays one until the failure of a worker of that GPU has told of it: what an answer shows that is late, or
+that is about another worker's GPU, still counts at a later failure.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class GpuHealth:
         self._said = False
 
     def start(self) -> None:
-        """Ask for the baseline. Nobody waits for it."""
+        """Ask for the baseline, without waiting for it."""
         self._reader.on_health = self.handle
         self._ask()
 

@@ -199,7 +199,7 @@ Tied: TypeAlias = Callable[[Sequence[str]], list[str]]
 
 
 def detect_cloud(dmi: Path = DMI) -> str:
-    """aws, gcp or azure; empty: none of them, and nobody is asked."""
+    """aws, gcp or azure; empty: none of them, and no server is asked."""
     vendor = read(dmi / "sys_vendor")
     if vendor == "Amazon EC2" or read(dmi / "bios_version").endswith(".amazon"):
         return "aws"

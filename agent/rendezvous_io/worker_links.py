@@ -182,7 +182,7 @@ class WorkerLinks:
         self._post_of_guard(client.guards, message)
 
     def _post_of_guard(self, guard: tuple[int, int], message: FromGuard | None) -> None:
-        assert self._receiver is not None, "nobody connects before `start`"
+        assert self._receiver is not None, "no worker connects before `start`"
         self._post(partial(self._receiver.guard_sent, *guard, message))
 
     def _send(self, guard: tuple[int, int], message: ToGuard) -> None:
@@ -235,7 +235,7 @@ class WorkerLinks:
         if isinstance(question, CommitQuestion):
             answer = self._commits.answer(question)
         else:
-            assert self._receiver is not None, "nobody asks before `start`"
+            assert self._receiver is not None, "no worker asks before `start`"
             answer = self._steps.answer(question, self._receiver)
         try:
             send_answer(connection, answer, ANSWER_S)

@@ -27,8 +27,8 @@ HISTORY = 1024
 ROOM = 1024 * 1024
 """Bytes that are kept free in the file and in its log: on a full disk leases are written there."""
 LONG = 8 * ROOM
-"""A log of so many bytes is brought into the file, by the thread that may wait for the disk. Seldom: whoever writes
-next begins the log anew, and SQLite waits for the disk then, with its lock."""
+"""A log of so many bytes is brought into the file, by the thread that may wait for the disk. Seldom: the next
+write begins the log anew, and SQLite waits for the disk then, with its lock."""
 PAGE = 4096
 TIDY_EVERY = 50
 """Writes after which that thread looks."""
@@ -113,9 +113,8 @@ def make(file: Path, timeout_s: float) -> None:
     try:
         with suppress(FileExistsError):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            os.close(
-                os.open(file, flags, 0o600)
-            )  # nobody has it open yet: closing it releases no lock of SQLite's
+            # No process has it open yet: closing it releases no lock of SQLite's.
+            os.close(os.open(file, flags, 0o600))
         checked(file)
         made = Connection(file, timeout_s)
         try:
@@ -190,8 +189,8 @@ class Connection:
                     database.execute(f"PRAGMA busy_timeout = {int(self._timeout_s * 1000)}")
 
     def sync(self) -> None:
-        """Returns when all that was done is on disk. As synchronous = FULL does it, but without SQLite's lock: nobody
-        else waits for it. Raises OSError."""
+        """Returns when all that was done is on disk. As synchronous = FULL does it, but without SQLite's lock: no
+        other writer waits for it. Raises OSError."""
         log = os.open(f"{self._file}-wal", os.O_RDONLY | os.O_CLOEXEC)  # no file on which SQLite has locks
         try:
             os.fdatasync(log)
@@ -199,7 +198,7 @@ class Connection:
             os.close(log)
 
     def checkpoint(self) -> None:
-        """Bring the log into the file, as far as no other process reads from it, unless somebody is at it: two at once
+        """Bring the log into the file, as far as no other process reads from it, unless one is doing so: two at once
         may damage the file (SQLite before 3.51.3). Raises sqlite3.Error, StoreUnavailable and OSError."""
         with self.used() as database:
             log = os.open(f"{self._file}-wal", os.O_RDONLY | os.O_CLOEXEC)  # as in `sync`

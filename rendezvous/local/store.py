@@ -6,10 +6,10 @@ lease, or a deletion) is answered when the disk has it. Only its author waits fo
 survives the loss of power that could undo it. Leases and keys under them are gone with the power anyway; what confirms
 them waits for the disk only where the log begins anew, after some MiB (`LONG`).
 
-A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC).
-It ends when somebody finds that it is due and can write: a `read` or a
-`Watch` of any process. Until then it can still be confirmed, so that a disk that stood still ends no lease by itself.
-What cannot be written now, as on a full disk, makes no read fail.
+A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC). It
+ends when a `read` or a `Watch` of any process finds that it is due, and can write. Until then it can still be
+confirmed, so that a disk that stood still ends no lease by itself. What cannot be written now, as on a full disk, makes
+no read fail.
 
 A change rings a bell, see `_Bell`: no watch polls.
 
@@ -81,7 +81,7 @@ FULL_PAUSE_S = 0.005
 SLACK_S = 1.0
 """Of the clock, between processes."""
 BUSY_S = 1.0
-"""Whoever finds others writing leaves it to them for so long to end leases: they may be about to confirm them."""
+"""A process that finds others writing ends no leases for so long: they may be about to confirm them."""
 
 _IN_ATTRIB = 0x4
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -51,7 +51,7 @@ CLOSE_S = 1.0
 """At the end the last files have so long."""
 
 WRITTEN_WITHIN_S = 0.1
-"""For so long whoever names the folder waits for files that are being written."""
+"""A summary that names the folder waits so long for files that are being written."""
 
 
 class Look:
