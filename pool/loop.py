@@ -15,7 +15,7 @@ from ..agent.common.exits import ENDINGS, ExitCode, code_of_leave
 from ..agent.configuration.values import CheckMode
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..health.checks.finding import Finding
-from ..health.checks.runner import BackgroundChecks, CheckRun
+from ..health.checks.runner import BackgroundChecks, CheckRun, failed
 from .job_agent import JobAgent, JobAgentEnded, NotTaken, seat_end
 from .job_logs import JobFolders
 from .member import Assignment, PoolMember
@@ -286,11 +286,7 @@ class IdleChecks:
     ) -> None:
         """`post` takes events from any thread, `on_findings` gets the findings of each run."""
         self._mode = mode
-        self._checks = BackgroundChecks(
-            new_run, lambda findings: post(lambda: self._ended(findings)), errors=mode == "fail"
-        )
-        self._found: Sequence[Finding] | None = None
-        """By the run that has ended, as long as `judge` has not been called."""
+        self._checks = BackgroundChecks(new_run, post, errors=mode == "fail")
         self._on_findings = on_findings
         self._due_at = float("-inf") if mode != "off" else float("inf")
         self.problem = NOT_YET if mode == "fail" else ""
@@ -307,19 +303,18 @@ class IdleChecks:
         """A job could not run here: the next run is due."""
         self._due_at = min(self._due_at, now) if self._mode != "off" else self._due_at
 
-    def _ended(self, findings: Sequence[Finding]) -> None:
-        self._found = findings
-
     def judge(self, now: float) -> bool:
         """Whether a run has ended since the last turn, so that `problem` may be another."""
-        findings, self._found = self._found, None
+        findings = self._checks.take()
         if findings is None:
             return False
-        failed = self._checks.ended(findings)
         self._on_findings(findings)
         if self._mode == "fail":
-            self.problem = "; ".join(f"check {finding.check} failed: {finding.summary}" for finding in failed)
-            if failed:
+            failures = failed(findings)
+            self.problem = "; ".join(
+                f"check {finding.check} failed: {finding.summary}" for finding in failures
+            )
+            if failures:
                 self._due_at = min(self._due_at, now + AGAIN_S)
         return True
 

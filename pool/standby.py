@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -312,11 +313,6 @@ def why_cold(environment: Mapping[str, str], of_job: Mapping[str, str], director
 LONGEST_TURN_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class _DaemonSpoke:
-    """The daemon's socket can be read."""
-
-
 def await_job(
     descriptor: int, preloads: Sequence[str], store: str
 ) -> tuple[tuple[str, ...], Prepared] | None:
@@ -357,9 +353,9 @@ def await_job(
 def _wait(channel: socket.socket, prepared: Prepared) -> None:
     """Until the daemon speaks, or has ended. What is preloaded is served meanwhile."""
     spares, events = prepared.spares, prepared.events
-    spoke = _DaemonSpoke()
-    prepared.io.watch(channel.fileno(), partial(_tell_once, prepared, channel.fileno(), spoke))
-    while True:
+    spoke = threading.Event()
+    prepared.io.watch(channel.fileno(), partial(_tell_once, prepared, channel.fileno(), spoke.set))
+    while not spoke.is_set():
         now = clock()
         due_at = spares.turn(now) if spares is not None else None
         timeout_s = due_at - now if due_at is not None and due_at > now else LONGEST_TURN_S
@@ -367,15 +363,13 @@ def _wait(channel: socket.socket, prepared: Prepared) -> None:
             event: object = events.get(timeout=min(timeout_s, LONGEST_TURN_S))
         except queue.Empty:
             continue
-        if event is spoke:
-            return
         if isinstance(event, ThreadFailed):
             raise SystemExit(event.reason)
         if callable(event):
             event()
 
 
-def _tell_once(prepared: Prepared, descriptor: int, spoke: _DaemonSpoke) -> None:
+def _tell_once(prepared: Prepared, descriptor: int, spoke: Callable[[], object]) -> None:
     """In the io thread."""
     prepared.io.forget(descriptor)
-    prepared.events.put(spoke)  # type: ignore[arg-type]
+    prepared.events.put(spoke)

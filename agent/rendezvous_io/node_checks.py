@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from ...health.checks.finding import MOST_PEERS, Finding
-from ...health.checks.runner import BackgroundChecks, CheckRun
+from ...health.checks.runner import BackgroundChecks, CheckRun, failed
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Member, NodeRecord
 from ...rendezvous.store.requests import RetryPolicy
@@ -41,11 +41,7 @@ class JoinChecks:
         rng: random.Random,
     ) -> None:
         self._mode, self._rng = mode, rng
-        self._checks = BackgroundChecks(
-            new_run, lambda findings: post(lambda: self._ended(findings)), errors=mode == "fail"
-        )
-        self._found: Sequence[Finding] | None = None
-        """By the run that has ended, as long as `take` has not been called."""
+        self._checks = BackgroundChecks(new_run, post, errors=mode == "fail")
         self._checked = ""
         """The life of this node that the newest run is for."""
         self._again_at: float | None = None
@@ -76,18 +72,15 @@ class JoinChecks:
             self._again_at = now + self._pause_s()  # what hung still does
         return self._again_at
 
-    def _ended(self, findings: Sequence[Finding]) -> None:
-        self._found = findings
-
     def take(self, participant: Participant, now: float) -> Sequence[Finding] | None:
         """What a run has found that has ended since the last turn; it decides whether the node joins."""
-        findings, self._found = self._found, None
+        findings = self._checks.take()
         if findings is not None:
-            self._judge(self._checks.ended(findings), participant, now)
+            self._judge(failed(findings), participant, now)
         return findings
 
-    def _judge(self, failed: Sequence[Finding], participant: Participant, now: float) -> None:
-        if self._mode != "fail" or not failed:
+    def _judge(self, failures: Sequence[Finding], participant: Participant, now: float) -> None:
+        if self._mode != "fail" or not failures:
             if self._failures:
                 log.info("no check of this node fails any more: it joins")
             self._failures = 0
@@ -95,10 +88,12 @@ class JoinChecks:
             return
         wait_s = self._pause_s()
         self._again_at = now + wait_s
-        what = "; ".join(f"{finding.check}: {finding.summary}" for finding in failed)
+        what = "; ".join(f"{finding.check}: {finding.summary}" for finding in failures)
         participant.hold_back(f"this node does not join before its checks pass (--{CHECK.name} fail): {what}")
         log.info(
-            "this node does not join: %d of its checks failed; checking again in %.0f s", len(failed), wait_s
+            "this node does not join: %d of its checks failed; checking again in %.0f s",
+            len(failures),
+            wait_s,
         )
 
     def _pause_s(self) -> float:
@@ -119,13 +114,7 @@ class Recheck:
         """`new_run` gets the addresses of other nodes' agents, HOST:PORT."""
         self._new_run = new_run
         self._peers: Sequence[str] = ()
-        self._checks = BackgroundChecks(
-            lambda: self._new_run(self._peers),
-            lambda findings: post(lambda: self._ended(findings)),
-            errors=True,
-        )
-        self._found: Sequence[Finding] | None = None
-        """By the run that has ended, as long as `take` has not been called."""
+        self._checks = BackgroundChecks(lambda: self._new_run(self._peers), post, errors=True)
 
     @property
     def pids(self) -> Sequence[int]:
@@ -141,19 +130,16 @@ class Recheck:
         if not self._checks.begin():
             participant.rechecked(now, passed=False, summary=HANGS)
 
-    def _ended(self, findings: Sequence[Finding]) -> None:
-        self._found = findings
-
     def take(self, participant: Participant, now: float) -> Sequence[Finding] | None:
         """What a run has found that has ended since the last turn; the result is in this node's record."""
-        findings, self._found = self._found, None
+        findings = self._checks.take()
         if findings is None:
             return None
-        failed = self._checks.ended(findings)
-        summary = "; ".join(f"{finding.check}: {finding.summary}" for finding in failed)
-        participant.rechecked(now, passed=not failed, summary=summary)
-        if failed:
-            log.warning("this node stays excluded: %d of its checks failed", len(failed))
+        failures = failed(findings)
+        summary = "; ".join(f"{finding.check}: {finding.summary}" for finding in failures)
+        participant.rechecked(now, passed=not failures, summary=summary)
+        if failures:
+            log.warning("this node stays excluded: %d of its checks failed", len(failures))
         else:
             log.info("this node has passed its checks after its cool-down, and asks to be readmitted")
         return findings

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, NoReturn
 
 from ...codec import AtMost, Checked, Codec, Document, Invalid, Seconds, Text
@@ -207,13 +208,17 @@ def run_checks(
         run.close()
 
 
+def failed(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.outcome is Outcome.FAIL]
+
+
 class BackgroundChecks:
-    """For the main thread. `post` takes the findings of each run, in any thread."""
+    """For the main thread. `post` takes, in any thread, a call that the main loop makes: then `take` has findings."""
 
     def __init__(
         self,
         new_run: Callable[[], CheckRun],
-        post: Callable[[tuple[Finding, ...]], object],
+        post: Callable[[Callable[[], object]], object],
         *,
         errors: bool,
     ) -> None:
@@ -223,6 +228,7 @@ class BackgroundChecks:
         self._runs: list[CheckRun] = []
         """Those whose process may still be there: a probe that hangs in the kernel stays its child."""
         self._running = False
+        self._found: Sequence[Finding] | None = None
         self._closed = False
         self._logged: frozenset[tuple[str, Outcome]] = frozenset()
 
@@ -239,13 +245,18 @@ class BackgroundChecks:
             self._running = True
             run = self._new_run()
             self._runs = [*(run for run in self._runs if run.pid is not None), run]
-            Thread(lambda: self._wait_for(run), "node-checks", lambda: self._post(run.findings())).start()
+
+            def not_run() -> None:
+                self._post(partial(self._ended, run.findings()))
+
+            Thread(lambda: self._wait_for(run), "node-checks", not_run).start()
         return self._running
 
-    def ended(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """To be called with the findings of each run; returns those that failed."""
-        self._running = False
-        return tuple(finding for finding in findings if finding.outcome is Outcome.FAIL)
+    def take(self) -> Sequence[Finding] | None:
+        """The findings of the run that has ended since the last call; None without one."""
+        findings, self._found = self._found, None
+        self._running = self._running and findings is None
+        return findings
 
     def close(self) -> None:
         self._closed = True
@@ -261,7 +272,10 @@ class BackgroundChecks:
         if self._closed:
             return  # it was cut short
         self._log(findings)
-        self._post(findings)
+        self._post(partial(self._ended, findings))
+
+    def _ended(self, findings: Sequence[Finding]) -> None:
+        self._found = findings
 
     def _log(self, findings: Sequence[Finding]) -> None:
         """What is as bad as it was at the last run is logged already."""
@@ -270,12 +284,12 @@ class BackgroundChecks:
         ]
         for finding in bad:
             if (finding.check, finding.outcome) not in self._logged:
-                failed = finding.outcome is Outcome.FAIL
+                fails = finding.outcome is Outcome.FAIL
                 log.log(
-                    logging.ERROR if failed and self._errors else logging.WARNING,
+                    logging.ERROR if fails and self._errors else logging.WARNING,
                     "check %s %s: %s. To do: %s",
                     finding.check,
-                    "failed" if failed else "warns",
+                    "failed" if fails else "warns",
                     finding.summary,
                     finding.advice,
                 )
