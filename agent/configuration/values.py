@@ -87,13 +87,11 @@ class NoticeSource:
 BUILT_IN_CAUSES = frozenset(
     (
         *("ecc", "xid", "host_out_of_memory", "refused", "port", "gpu_missing", "storage"),
-        *("import_error", "syntax_error", "assertion", "script_error", "cuda_out_of_memory"),
-        *("device_assert", "illegal_access", "nccl_usage", "nccl_remote", "nccl_timeout"),
-        *("nccl_system", "cuda_error", "nccl", "collective_broken", "store_lost"),
-        *("store_unreachable", "shared_memory_full", "disk_full", "limit", "data_loader"),
-        *("connection_lost", "usage", "command", "terminated", "exception", "killed", "segfault"),
-        *("bus_error", "abort", "illegal_instruction", "signal", "unknown", "hang", "not_started"),
-        "store_server",
+        *("import_error", "script_error", "cuda_out_of_memory", "device_assert", "nccl_usage"),
+        *("collective_broken", "cuda_error", "nccl", "store_lost", "store_unreachable"),
+        *("shared_memory_full", "disk_full", "limit", "data_loader", "connection_lost", "command"),
+        *("terminated", "exception", "killed", "segfault", "bus_error", "abort", "signal", "unknown"),
+        *("hang", "not_started", "store_server"),
     )
 )
 """The names of `failures/causes`, which a row of the file may change."""

@@ -90,10 +90,10 @@ EXCEPTIONS = [
         "gpu_missing",
         "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
     ),
-    ("syntax_error", "SyntaxError: invalid syntax"),
-    ("syntax_error", "IndentationError: unexpected indent"),
-    ("assertion", "AssertionError"),
-    ("assertion", "AssertionError: loss is not finite"),
+    ("script_error", "SyntaxError: invalid syntax"),
+    ("script_error", "IndentationError: unexpected indent"),
+    ("script_error", "AssertionError"),
+    ("script_error", "AssertionError: loss is not finite"),
     ("script_error", "AttributeError: 'NoneType' object has no attribute 'shape'"),
     ("script_error", "NameError: name 'modle' is not defined"),
     (
@@ -107,9 +107,9 @@ EXCEPTIONS = [
     ),
     ("cuda_out_of_memory", DIST + "unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
     ("device_assert", ACCELERATOR + "device-side assert triggered"),
-    ("illegal_access", ACCELERATOR + "an illegal memory access was encountered"),
-    ("illegal_access", "RuntimeError: CUDA error: unspecified launch failure"),
-    ("illegal_access", ACCELERATOR + "misaligned address"),
+    ("cuda_error", ACCELERATOR + "an illegal memory access was encountered"),
+    ("cuda_error", "RuntimeError: CUDA error: unspecified launch failure"),
+    ("cuda_error", ACCELERATOR + "misaligned address"),
     ("cuda_error", ACCELERATOR + "unknown error"),
     ("cuda_error", "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
     (
@@ -124,16 +124,16 @@ EXCEPTIONS = [
         "nccl_usage",
         DIST + "invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on device 1000",
     ),
-    ("nccl_remote", DIST + "remote process exited or there was a network error, NCCL version 2.21.5"),
+    ("collective_broken", DIST + "remote process exited or there was a network error, NCCL version 2.21.5"),
     (
-        "nccl_remote",
+        "collective_broken",
         DIST
         + "internal error\nncclInternalError: Internal check failed.\nLast error:\nNet : Connection closed by"
         " remote peer user<50260>",
     ),
-    ("nccl_remote", "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3."),
+    ("collective_broken", "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3."),
     (
-        "nccl_system",
+        "nccl",
         DIST + "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.20.5",
     ),
     ("nccl", DIST + "internal error - please report this issue to the NCCL developers, NCCL version 2.20.5"),
@@ -202,7 +202,7 @@ TERMINATE = "terminate called after throwing an instance of 'c10::Error'"
         ("command", 127, ("sh: 1: trainer: not found",)),
         ("command", 126, ()),
         ("command", 2, ("python3: can't open file '/job/train.py': [Errno 2] No such file or directory",)),
-        ("usage", 2, ("usage: train.py [-h] [--lr LR]", "train.py: error: unrecognized arguments: --lrr")),
+        ("command", 2, ("usage: train.py [-h] [--lr LR]", "train.py: error: unrecognized arguments: --lrr")),
         ("unknown", 2, ("two",)),
         ("import_error", 1, ("/usr/bin/python3: No module named trainer",)),
         ("import_error", 1, ("/usr/bin/python3: Error while finding module specification for 'a.b' (x)",)),
@@ -217,16 +217,16 @@ TERMINATE = "terminate called after throwing an instance of 'c10::Error'"
         ("segfault", -11, ()),
         ("segfault", 139, ()),
         ("bus_error", -7, ()),
-        ("illegal_instruction", -4, ()),
+        ("signal", -4, ()),
         ("signal", -8, ()),
         ("signal", -13, ()),
         ("abort", -6, ("NCCL version 2.27.3",)),
         ("cuda_error", -6, (TERMINATE, "  what():  CUDA error: uncorrectable ECC error encountered")),
-        ("nccl_timeout", -6, (WATCHDOG, TERMINATE)),
-        ("illegal_access", -6, (TERMINATE, "  what():  CUDA error: misaligned address", "", "frame #1: 0x7f")),
+        ("collective_broken", -6, (WATCHDOG, TERMINATE)),
+        ("cuda_error", -6, (TERMINATE, "  what():  CUDA error: misaligned address", "", "frame #1: 0x7f")),
         ("host_out_of_memory", -6, ("terminate called after throwing an instance of 'std::bad_alloc'",)),
         (
-            "nccl_remote",
+            "collective_broken",
             -6,
             (
                 "terminate called after throwing an instance of 'std::runtime_error'",
@@ -269,10 +269,7 @@ def test_what_the_machine_tells_comes_first(name: str, facts: PostMortem) -> Non
 
 ACTIONS = {
     Action.EXCLUDE_NODE: {"ecc", "xid"},
-    Action.STOP: {
-        *("import_error", "syntax_error", "assertion", "script_error", "device_assert", "nccl_usage"),
-        *("usage", "command"),
-    },
+    Action.STOP: {"import_error", "script_error", "device_assert", "nccl_usage", "command"},
     Action.END: {"refused"},
     Action.FREE: {"port", "not_started", "store_server"},
 }
@@ -284,7 +281,7 @@ def test_what_follows_from_each_cause() -> None:
     assert {cause.name for cause in CAUSES} == BUILT_IN_CAUSES, "what the configuration file may change"
     assert {cause.name for cause in CAUSES if cause.outside} == {"killed", "terminated"}
     assert {cause.name for cause in CAUSES if cause.collateral} == {
-        *("nccl_remote", "nccl_timeout", "collective_broken", "store_lost", "connection_lost")
+        *("collective_broken", "store_lost", "connection_lost")
     }
 
 

@@ -148,7 +148,7 @@ def examined(
         (MEMORY, True, -6, (), "ecc"),
         (LOST, True, 1, ILLEGAL_ACCESS, "xid"),
         (MEMORY, True, -9, (), "killed"),  # from outside; the errors may be hours old
-        (MEMORY, True, 1, ASSERTION, "assertion"),
+        (MEMORY, True, 1, ASSERTION, "script_error"),
         (LOST, True, 1, NO_MODULE, "import_error"),
         (MEMORY, True, 1, GPU_MEMORY, "cuda_out_of_memory"),
         (MEMORY, False, -6, (), "abort"),
@@ -157,10 +157,10 @@ def examined(
         (MEMORY, False, 1, TIMED_OUT, "ecc"),
         (LOST, False, 1, TIMED_OUT, "xid"),
         (LOST, False, 7, (), "xid"),
-        (MEMORY, False, 1, ASSERTION, "assertion"),
+        (MEMORY, False, 1, ASSERTION, "script_error"),
         (LOST, False, -9, (), "killed"),
         (None, True, 7, (), "unknown"),
-        (None, True, 1, TIMED_OUT, "nccl_timeout"),
+        (None, True, 1, TIMED_OUT, "collective_broken"),
         (None, True, -9, (), "killed"),
     ],
 )

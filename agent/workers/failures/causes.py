@@ -239,17 +239,13 @@ CAUSES: tuple[Cause, ...] = (
         ),
     ),
     Cause(
-        "syntax_error",
-        Action.STOP,
-        "correct the script",
-        (_raised("SyntaxError", "IndentationError", "TabError"),),
-    ),
-    Cause("assertion", Action.STOP, "an assertion of the script does not hold", (_raised("AssertionError"),)),
-    Cause(
         "script_error",
         Action.STOP,
-        "an error in the script's code",
-        (_raised("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError"),),
+        "an error in the script's code, or an assertion of it that does not hold",
+        (
+            _raised("SyntaxError", "IndentationError", "TabError", "AssertionError"),
+            _raised("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError"),
+        ),
     ),
     Cause(
         "cuda_out_of_memory",
@@ -264,61 +260,38 @@ CAUSES: tuple[Cause, ...] = (
         (_says("device-side assert triggered", "cudaErrorAssert"),),
     ),
     Cause(
-        "illegal_access",
-        Action.RESTART,
-        "a kernel used memory that is not its own: CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer show which; if it is"
-        " always the same node, suspect its GPU",
-        (
-            _says(
-                "an illegal memory access was encountered",
-                "illegal instruction was encountered",
-                "misaligned address",
-                "invalid program counter",
-                "unspecified launch failure",
-                "cudaErrorIllegalAddress",
-                "cudaErrorLaunchFailure",
-            ),
-        ),
-        of_gpu=True,
-    ),
-    Cause(
         "nccl_usage",
         Action.STOP,
         "NCCL was called in a way that it forbids, most often two ranks on one GPU",
         (_says("ncclInvalidUsage", "ncclInvalidArgument", "Duplicate GPU detected"),),
     ),
     Cause(
-        "nccl_remote",
+        "collective_broken",
         Action.RESTART,
-        "another rank ended, or the network to it broke: look for what failed first, then at links and switches",
+        "another rank ended or never came, or the network to it broke: look for what failed first, then at links and"
+        " switches",
         (
             _says(
                 "ncclRemoteError",
                 "remote process exited or there was a network error",
                 "Connection closed by remote peer",
                 "NCCL communicator was aborted",
+                "Watchdog caught collective operation timeout",
+                r"(Connection closed by peer|Connection reset by peer|Broken pipe) \[",
+                r"gloo[^\n]*(Connection (closed|reset|refused)|Broken pipe|Read timeout|timed? ?out)",
+                r"Timed out waiting \d+ms for (recv|send) operation",
+                r"Application timeout caused pair closure",
+                r"Gloo connectFullMesh failed",
+                r"Rank \d+ failed to pass monitoredBarrier",
             ),
         ),
         collateral=True,
     ),
     Cause(
-        "nccl_timeout",
-        Action.RESTART,
-        "it waited in a collective for a rank that never came: find that rank's stack",
-        (_says("Watchdog caught collective operation timeout"),),
-        collateral=True,
-    ),
-    Cause(
-        "nccl_system",
-        Action.RESTART,
-        "a system call of NCCL failed: NCCL_DEBUG=WARN names it; interface, limits and /dev/shm are the usual ones",
-        (_says("ncclSystemError", "unhandled system error"),),
-        of_gpu=True,
-    ),
-    Cause(
         "cuda_error",
         Action.RESTART,
-        "an error of CUDA or of its libraries; if it is always the same node, suspect its GPU or driver",
+        "an error of CUDA or of its libraries: CUDA_LAUNCH_BLOCKING=1 shows where; if it is always the same node,"
+        " suspect its GPU or driver",
         (
             _raised("AcceleratorError", r"NVMLError\w*"),
             _says(
@@ -335,30 +308,17 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "nccl",
         Action.RESTART,
-        "NCCL failed: NCCL_DEBUG=WARN says why",
+        "NCCL failed: NCCL_DEBUG=WARN says why; interface, limits and /dev/shm are the usual ones",
         (
             _raised("DistBackendError"),
             _says(
-                "NCCL error", "nccl(Internal|UnhandledCuda)Error", "watchdog thread terminated with exception"
+                "NCCL error",
+                "nccl(Internal|System|UnhandledCuda)Error",
+                "unhandled system error",
+                "watchdog thread terminated with exception",
             ),
         ),
         of_gpu=True,
-    ),
-    Cause(
-        "collective_broken",
-        Action.RESTART,
-        "gloo lost another rank: look for what failed first",
-        (
-            _says(
-                r"(Connection closed by peer|Connection reset by peer|Broken pipe) \[",
-                r"gloo[^\n]*(Connection (closed|reset|refused)|Broken pipe|Read timeout|timed? ?out)",
-                r"Timed out waiting \d+ms for (recv|send) operation",
-                r"Application timeout caused pair closure",
-                r"Gloo connectFullMesh failed",
-                r"Rank \d+ failed to pass monitoredBarrier",
-            ),
-        ),
-        collateral=True,
     ),
     Cause(
         "store_lost",
@@ -430,16 +390,11 @@ CAUSES: tuple[Cause, ...] = (
         collateral=True,
     ),
     Cause(
-        "usage",
-        Action.STOP,
-        "the script does not know its arguments: elastic-agent ... SCRIPT ARGUMENTS passes all after SCRIPT on",
-        (_exits(2, text=r"(?m:^usage: )|: error: "),),
-    ),
-    Cause(
         "command",
         Action.STOP,
-        "the program or script is not there, or may not be run",
-        (_exits(126, 127), _exits(2, text="can't open file")),
+        "the program or script is not there, may not be run, or does not know its arguments, which are all"
+        " after SCRIPT",
+        (_exits(126, 127), _exits(2, text=r"can't open file|(?m:^usage: )|: error: ")),
     ),
     Cause(
         "terminated",
@@ -494,13 +449,6 @@ CAUSES: tuple[Cause, ...] = (
         Action.RESTART,
         "native code gave up: its last lines say why",
         (_killed(signal.SIGABRT),),
-        of_gpu=True,
-    ),
-    Cause(
-        "illegal_instruction",
-        Action.RESTART,
-        "a binary that was built for another processor: on one node only, that node differs",
-        (_killed(signal.SIGILL),),
         of_gpu=True,
     ),
     Cause("signal", Action.RESTART, "see the signal's name", (_killed(),)),

@@ -33,39 +33,28 @@ _MOST_DETAIL = 4
 _HEADER = "Traceback (most recent call last):"
 _SECONDS = re.compile("[0-9]{1,12}")
 
-# What Python prints of an exception group: boxes in boxes, of which the outermost says what the group is.
-_GROUP_HEADER = "  + Exception Group Traceback (most recent call last):"
-_GROUP_SAYS = re.compile(r"  \| (\S.*)")
-
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """From an error file or a traceback. `note`: why an error file that exists could not be used."""
+    """From an error file or a traceback."""
 
     exception: str | None = None
     traceback: str | None = None
-    note: str | None = None
     raised_at: int | None = None
     """Seconds since the epoch, as the worker wrote it."""
 
 
 def read_error_file(path: Path) -> ErrorReport | None:
-    """The error file that torch's `@record` wrote; None if there is none. Never raises, whatever the file contains."""
+    """The error file that torch's `@record` wrote; None without one that can be used, whatever it contains."""
     try:
         report = json.loads(_read_regular_file(path))
         message = report["message"]
         details = report if isinstance(message, str) else message.get("extraInfo")
         text = message if isinstance(message, str) else message["message"]
-        if not isinstance(text, str) or not text:
-            raise TypeError
-    except FileNotFoundError:
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return None
-    except OSError as error:
-        return ErrorReport(note=clean(f"its error file {path} cannot be read: {error.strerror or error}"))
-    except (ValueError, RecursionError) as error:
-        return ErrorReport(note=clean(f"its error file {path} is not usable: {error}"))
-    except (TypeError, KeyError, AttributeError):
-        return ErrorReport(note=clean(f"its error file {path} is not usable: it has no message"))
+    if not isinstance(text, str) or not text:
+        return None
     details = details if isinstance(details, dict) else {}
     traceback = details.get("py_callstack")
     if isinstance(traceback, str):
@@ -86,9 +75,6 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
     """The last Python traceback in a log's last lines, even if its beginning is no longer among them."""
     lines = [RANK_PREFIX.sub("", line) for line in lines]
     frame = next((at for at in reversed(range(len(lines))) if _FRAME.match(lines[at])), None)
-    group = next((at for at in reversed(range(len(lines))) if lines[at] == _GROUP_HEADER), None)
-    if group is not None and (frame is None or group > frame):
-        return _group(lines[group:])
     if frame is None:
         return None
     end = next((at for at in range(frame + 1, len(lines)) if lines[at] and not lines[at][0].isspace()), None)
@@ -99,16 +85,6 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
         exception=cut(lines[end], _EXCEPTION_MAX),
         traceback=cut("\n".join(lines[start : end + 1]), _TRACEBACK_MAX, keep_end=True),
     )
-
-
-def _group(lines: Sequence[str]) -> ErrorReport | None:
-    """The exception group whose print begins there; None if its own line is missing."""
-    end = next((at for at, line in enumerate(lines) if not line.startswith("  ")), len(lines))
-    said = next(filter(None, map(_GROUP_SAYS.fullmatch, lines[1:end])), None)
-    if said is None:
-        return None
-    traceback = cut("\n".join(lines[:end]), _TRACEBACK_MAX, keep_end=True)
-    return ErrorReport(cut(said[1], _EXCEPTION_MAX), traceback)
 
 
 def find_last_words(lines: Sequence[str]) -> ErrorReport | None:
@@ -131,16 +107,10 @@ def _read_regular_file(path: Path) -> bytes:
     # A worker chose what lies there: no link to elsewhere, and no pipe that would make the agent wait.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("it is not a regular file")
-        content = os.read(fd, _ERROR_FILE_MAX + 1)
+        content = os.read(fd, _ERROR_FILE_MAX + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)
-    if not content:
-        raise ValueError("it is empty")
-    if len(content) > _ERROR_FILE_MAX:
-        raise ValueError(f"it is larger than {_ERROR_FILE_MAX} bytes")
-    return content
+    return content if len(content) <= _ERROR_FILE_MAX else b""
 
 
 # --- Texts that the user's program has written: cleaned, cut, and never refused

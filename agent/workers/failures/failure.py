@@ -52,7 +52,6 @@ def describe_failure(worker: PostMortem, causes: CauseTable, owner_of: Callable[
     notes = (
         ["in its drain: no Checkpointer has kept the state after its last step"] if worker.not_kept else []
     )
-    notes += [report.note] if report.note else []
     if not report.exception and (found := _traceback(worker)) is not None:
         detail = detail_after(found.exception or "", log_tail)
         worker = replace(worker, report=found, detail=detail)
