@@ -53,6 +53,7 @@ from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.environment import Node, worker_env
+from ..workers.generation import Processes
 from ..workers.hangs.keeper import EvidenceKeeper
 from ..workers.hangs.signs import SignReader
 from ..workers.processes.guard import Guard
@@ -66,7 +67,7 @@ from ..workers.processes.run_files import (
 from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import GroupHelpers, WorkerGroup, tied
-from ..workers.supervisor import Processes, Supervisor
+from ..workers.supervisor import Supervisor
 from .assembly import (
     Agent,
     board_of,

@@ -1,9 +1,10 @@
 """From the first sign of a failure on this node to the end of its generation: evidence, examination, report.
 
-A crash waits until its facts are here, and is examined then (`failure_reports.py`). Workers that are silent for too
-long, or that could not be started, fail without a crash. Before the workers that are left are asked to end, one *look*
-keeps evidence of what they do. The first failure of a generation is told to the other nodes and ends it here; a later
-one is told only where the first was collateral, and this one may be its root.
+A crash waits until its last lines are read and NVML has answered, and is examined then: from what the worker left
+behind, and what the machine says. Workers that are silent for too long, or that could not be started, fail without a
+crash. Before the workers that are left are asked to end, one *look* keeps evidence of what they do. The first failure
+of a generation is told to the other nodes and ends it here; a later one is told only where the first was collateral,
+and this one may be its root.
 
 What stops the workers is a callable of the `Supervisor`. For the main thread; instants are seconds on the monotonic
 clock.
@@ -14,22 +15,30 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure
 from ..common.events import Event
+from ..configuration.config import Config
+from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer
-from ..output.worker_logs import WorkerLogs
-from .failure_reports import KNOWN_WITHIN_S, Crash, Examiner, show
-from .failures.causes import Cause
-from .failures.failure import HANG_SIGNAL, small
-from .generation import Generation
+from .environment import Node, error_file
+from .failures.causes import Cause, CauseTable
+from .failures.error_report import ErrorReport, read_error_file
+from .failures.failure import HANG_SIGNAL, describe_failure, hang_failure, small, summarize
+from .failures.post_mortem import KernelLog, PostMortem, address, gpu_events, pids_are_the_kernels
+from .generation import Crash, Generation, Processes
 from .hang_watch import HangWatch
-from .hangs.keeper import EvidenceKeeper, Look
+from .hangs.keeper import Look
 from .hangs.stacks import QUICK, THOROUGH, Depth
 
 log = logging.getLogger(__name__)
+
+KNOWN_WITHIN_S = 0.5
+"""A failure is reported after so long without what is not known then: the rest of the worker's last lines, which are
+read and written first, and what NVML says."""
 
 SEEN_WITHIN_S = 2.0
 """Workers that hang are ended when the look at them is over, or when it takes longer than this."""
@@ -39,34 +48,65 @@ def _wake() -> None:
     """The main loop turns, and looks at the `Look` itself."""
 
 
-class EvidenceLooks:
-    """Looks at what the workers here do, of which one is the look before they are ended."""
+class FailureHandler:
+    """The failures of one generation after the other; each `generation` that it is given is the newest here."""
 
     def __init__(
         self,
-        keeper: EvidenceKeeper,
-        logs: WorkerLogs,
+        config: Config,
+        node: Node,
+        participant: Participant,
         observer: Observer,
+        processes: Processes,
+        hangs: HangWatch,
+        stop: Callable[[signal.Signals], None],
         post: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
-        self._keeper = keeper
-        self._logs = logs
+        """`stop` asks all workers here to end, by this signal, for a failure that the log has already."""
+        self._node = node
+        self._participant = participant
         self._observer = observer
+        self._logs = processes.logs
+        self._gpus = processes.gpus
+        self._evidence = processes.evidence
+        self._hangs = hangs
+        self._stop = stop
         self._post = post
         self._clock = clock
+        self._causes = CauseTable(config.causes)
+        self._oom_kills = OomKills(find_counter())
+        self._kernel_log = KernelLog()
+        self._pids_are_the_kernels = pids_are_the_kernels()
+        self.failed: list[Failure] = []
+        """The workers of the newest generation that have failed, as they were examined."""
+        self._told: Failure | None = None
+        """The first failure of the newest generation that this node has told the others."""
         self._before_end: Look | None = None
+        self._gpus.on_reading = self._gpus_read
 
-    def forget(self) -> None:
-        """The look before the end is out of date: the workers have moved since, or are others."""
+    def update(self, now: float) -> None:
+        """Call on each turn: out-of-memory kills are only known by when their counter changes."""
+        self._oom_kills.update(now)
+
+    def generation_begins(self) -> None:
+        """What the kernel and NVML have said until now concerns earlier workers."""
+        self.failed, self._told, self._before_end = [], None, None
+        self._kernel_log.forget()
+        self._gpus.generation_begins()
+
+    # ---------------------------------------------------------------- looks at what the workers do
+
+    def forget_look(self) -> None:
+        """The look before the end is out of date: the workers have moved since."""
         self._before_end = None
 
-    def begin(
+    def look(
         self, generation: Generation, why: str, depth: Depth, then: Callable[[Look], None] | None = None
     ) -> Look:
         """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
         targets = generation.targets(self._logs.tail, self._clock())
-        return self._keeper.look(
+        return self._evidence.look(
             why,
             targets,
             depth,
@@ -74,72 +114,38 @@ class EvidenceLooks:
             lambda path: self._observer.evidence_kept(str(path), generation.number),
         )
 
-    def before_end(self, generation: Generation, why: str, depth: Depth) -> Look:
-        """The look before the workers are ended; it begins now if it has not yet."""
-        if self._before_end is None:
-            self._before_end = self.begin(generation, why, depth)
-        return self._before_end
-
-    def keep(self, generation: Generation) -> None:
+    def keep_evidence(self, generation: Generation) -> None:
         """Look at the workers before they are ended for a failure, here or elsewhere; waits for QUICK.within_s."""
-        look = self.before_end(generation, "failure", QUICK)
+        look = self._look_before_end(generation, "failure", QUICK)
         look.wait(look.began_at + QUICK.within_s, self._clock)
 
-    def add(self, name: str, text: str) -> None:
-        """A file beside those of the look before the end, if that has begun."""
+    def _look_before_end(self, generation: Generation, why: str, depth: Depth) -> Look:
+        """It begins now if it has not yet."""
+        if self._before_end is None:
+            self._before_end = self.look(generation, why, depth)
+        return self._before_end
+
+    def _gpus_read(self) -> None:
         if self._before_end is not None:
-            self._keeper.add(self._before_end, name, text)
+            self._evidence.add(self._before_end, "nvml.txt", self._gpus.text)
 
-    def where(self) -> str:
-        """See `EvidenceKeeper.where`."""
-        return self._keeper.where()
-
-
-class FailureHandler:
-    """The failures of one generation after the other; each `generation` that it is given is the newest here."""
-
-    def __init__(
-        self,
-        examiner: Examiner,
-        looks: EvidenceLooks,
-        participant: Participant,
-        observer: Observer,
-        hangs: HangWatch,
-        stop: Callable[[signal.Signals], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """`stop` asks all workers here to end, by this signal, for a failure that the log has already."""
-        self._examiner = examiner
-        self._looks = looks
-        self._participant = participant
-        self._observer = observer
-        self._hangs = hangs
-        self._stop = stop
-        self._clock = clock
-        self.failed: list[Failure] = []
-        """The workers of the newest generation that have failed, as they were examined."""
-        self._told: Failure | None = None
-        """The first failure of the newest generation that this node has told the others."""
-
-    def generation_begins(self) -> None:
-        self.failed, self._told = [], None
-        self._looks.forget()
-        self._examiner.generation_begins()
+    # ---------------------------------------------------------------- crashes
 
     def crashed(
         self, generation: Generation, local_rank: int, returncode: int, at: float, *, asked: bool = False
     ) -> None:
         """A worker has ended as it should not: its last lines have the reason, and are on their way here."""
-        ready = partial(self._tail_ready, generation, local_rank)
-        self._examiner.prepare(generation.group, local_rank, ready)
-        generation.crashes.add(Crash(local_rank, returncode, at, self._clock() + KNOWN_WITHIN_S, asked))
+        crash = Crash(local_rank, returncode, at, self._clock() + KNOWN_WITHIN_S, asked)
+        generation.crashes.append(crash)
+        read = partial(self._lines_read, generation, crash)
+        self._logs.drain(generation.number, generation.group.ranks[local_rank], lambda: self._post(read))
+        self._gpus.worker_failed()
         if not generation.stopping:
-            self._looks.before_end(generation, "failure", QUICK)
+            self._look_before_end(generation, "failure", QUICK)
 
-    def _tail_ready(self, generation: Generation, local_rank: int) -> None:
-        self._examiner.log_disk_answers()
+    def _lines_read(self, generation: Generation, crash: Crash) -> None:
+        crash.read = True
         if not generation.over:
-            generation.crashes.read(local_rank)
             self.examine(generation, self._clock())
 
     def ended_as_asked(self, generation: Generation, local_rank: int, returncode: int, at: float) -> None:
@@ -150,55 +156,97 @@ class FailureHandler:
             self.crashed(generation, local_rank, returncode, at, asked=not by_another)
 
     def examine(self, generation: Generation, now: float) -> None:
-        """The crashes whose facts are here, and those that have waited for them too long."""
-        for crash in self._examiner.ready(generation.crashes, now):
-            self._examine(generation, crash)
+        """The crashes whose facts are here, and those that have waited for them too long, the first first."""
+        crashes = generation.crashes
+        if crashes and now >= crashes[0].due_at:
+            self._gpus.overdue()
+        while crashes and (now >= crashes[0].due_at or (crashes[0].read and not self._gpus.waiting)):
+            self._examine(generation, crashes.popleft(), now)
+
+    def _examine(self, generation: Generation, crash: Crash, now: float) -> None:
+        """Find out why this worker has failed, and end the generation with it."""
+        failure = describe_failure(self._post_mortem(generation, crash, now), self._causes)
+        if crash.asked and (failure.exception is None or failure.collateral or failure.outside):
+            return
+        self.failed.append(failure)
+        self._observer.ended(crash.local_rank, failure.cause, crash.at)
+        if not generation.stopping:
+            self._report(generation, failure, f"rank {failure.rank} failed: {failure.summary}")
+        elif not failure.collateral and self._seeks_root(generation):
+            log.error(
+                "rank %d failed before that, and the others because of it: %s", failure.rank, failure.summary
+            )
+            told = small(failure)
+            self.show(told, generation)
+            self._participant.workers_failed(told)
+
+    def _post_mortem(self, generation: Generation, crash: Crash, now: float) -> PostMortem:
+        group, drain, local_rank = generation.group, generation.drain, crash.local_rank
+        machine, faults = self._node.machine, self._gpus.faults
+        own_gpus = machine.gpus_of(local_rank)
+        self._gpus.told(own_gpus)
+        addresses = (device.address for device in machine.devices_of(local_rank))
+        return replace(
+            self._worker(generation, local_rank, crash.returncode),
+            report=read_error_file(error_file(self._node, group.generation, local_rank)) or ErrorReport(),
+            log_tail=self._logs.tail(group.generation, group.ranks[local_rank]),
+            master_port=generation.world.master.port,
+            asked=crash.asked,
+            not_kept=local_rank in drain.finished - drain.kept,
+            oom_killed=self._oom_kills.lately(now),
+            kernel=self._kernel_log.events(),
+            pid=group.pid(local_rank) if self._pids_are_the_kernels else 0,
+            devices=frozenset(map(address, filter(None, addresses))),
+            own_gpus=gpu_events(faults, own_gpus, of_worker=True),
+            other_gpus=gpu_events(faults, own_gpus, of_worker=False),
+        )
+
+    def _worker(self, generation: Generation, local_rank: int, returncode: int) -> PostMortem:
+        number, rank = generation.number, generation.group.ranks[local_rank]
+        log_file = self._logs.log_file(number, rank)
+        return PostMortem(self._node.name, number, rank, local_rank, returncode, log_file=log_file)
+
+    # ---------------------------------------------------------------- failures without a crash
 
     def fail(self, generation: Generation, cause: Cause, what: str) -> None:
         """The generation fails on this node without a worker to blame."""
-        action = self._examiner.causes.named(cause.name).action
+        action = self._causes.named(cause.name).action
         failure = Failure(generation.number, what[:200], what[:4000], cause=cause.name, action=action)
         self._report(generation, failure, what)
 
     def end_stuck(self, generation: Generation, local_rank: int, summary: str, known_as: str) -> None:
         """End workers that are silent for too long: first evidence is kept, then a signal makes each print its stacks
-        and end. Call it on each turn, until they are stopping."""
-        look = self._looks.before_end(generation, "hang", THOROUGH)
+        and end. Call it on each turn, until they are stopping. `known_as`: the fingerprint."""
+        look = self._look_before_end(generation, "hang", THOROUGH)
         if not look.over and self._clock() < look.began_at + SEEN_WITHIN_S:
             return
         self._hangs.count(generation)
         generation.hung = True
-        failure = self._examiner.hang(generation.group, local_rank, summary, known_as)
+        worker = self._worker(generation, local_rank, -HANG_SIGNAL)
+        failure = hang_failure(worker, self._causes, summary, known_as)
         self._report(generation, failure, failure.summary, HANG_SIGNAL)
 
+    # ---------------------------------------------------------------- reports
+
     def show(self, failure: Failure, generation: Generation | None) -> Failure | None:
-        """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
+        """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame, with
+        all that this node knows of it."""
         if generation is not None and not generation.over:
             self._hangs.hear(generation)
         self._observer.failure_shown(failure)
         if generation is not None and not generation.over:
             self._keep_evidence_once(generation)
         own = generation is not None and generation.number == failure.generation
-        evidence = self._looks.where() if own else ""
-        return show(failure, self.failed if own else (), self._examiner.causes, evidence)
-
-    def _examine(self, generation: Generation, crash: Crash) -> None:
-        """Find out why this worker has failed, and end the generation with it."""
-        group, drain, rank = generation.group, generation.drain, generation.group.ranks[crash.local_rank]
-        not_kept = crash.local_rank in drain.finished - drain.kept
-        port = generation.world.master.port
-        failure = self._examiner.examine(group, crash, port, self._clock(), not_kept=not_kept)
-        if crash.asked and (failure.exception is None or failure.collateral or failure.outside):
-            return
-        self.failed.append(failure)
-        self._observer.ended(crash.local_rank, failure.cause, crash.at)
-        if not generation.stopping:
-            self._report(generation, failure, f"rank {rank} failed: {failure.summary}")
-        elif not failure.collateral and self._seeks_root(generation):
-            log.error("rank %d failed before that, and the others because of it: %s", rank, failure.summary)
-            told = small(failure)
-            self.show(told, generation)
-            self._participant.workers_failed(told)
+        evidence = self._evidence.where() if own else ""
+        if failure.local_rank is None:
+            kept = f"; evidence: {evidence}" if evidence else ""
+            log.error("generation %d failed: %s%s", failure.generation, failure.summary, kept)
+            return None
+        failed = self.failed if own else []
+        first = next((mine for mine in failed if mine.rank == failure.rank), failure)
+        others = [mine for mine in failed if mine.rank != failure.rank]
+        log.error("%s", summarize(first, others, self._causes.named(first.cause).hint, evidence))
+        return first
 
     def _seeks_root(self, generation: Generation) -> bool:
         """As far as this node knows, this generation ends over a collateral failure, whose root is still unknown."""
@@ -213,7 +261,7 @@ class FailureHandler:
         if generation.stopping or generation.hung:
             return
         if self._hangs.blamed(generation.number) is None:
-            self._looks.keep(generation)
+            self.keep_evidence(generation)
 
     def _report(
         self,
@@ -224,7 +272,7 @@ class FailureHandler:
     ) -> None:
         """`reason`: for the log, in which the worker's own last lines stand above it."""
         self._keep_evidence_once(generation)
-        evidence = self._looks.where()
+        evidence = self._evidence.where()
         kept = f"; evidence: {evidence}" if evidence else ""
         log.error("stopping generation %d: %s%s", failure.generation, reason, kept)
         self._told = told = small(failure)

@@ -4,13 +4,9 @@ Crashes wait here until they are examined; what is found then is kept by `failur
 Without effects but those on its own workers: what the other nodes or people are to know is up to the `Supervisor`.
 Instants are seconds on the monotonic clock.
 
-`MasterCheck` warns where this node does not reach the port at which the workers of its generation may meet. torch asks
+`check_master` warns where this node does not reach the port at which the workers of its generation may meet. torch asks
 for minutes, in silence, and then names an address and nothing else. The port listens before the world names it, so an
-agent without an answer can say more: a packet filter drops or rejects what it sends, or the machine is gone. A thread
-connects and closes at once; the store there sees a client that sent nothing.
-
-It never ends a generation: a script need not use that port, and the port closes where the workers of rank 0's node
-have ended.
+agent without an answer can say more. It never ends a generation: a script need not use that port.
 """
 
 from __future__ import annotations
@@ -20,24 +16,34 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ...rendezvous.coordinator.inquiries import STILL_S
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
-from ...rendezvous.records import Endpoint, World
+from ...rendezvous.records import World
 from ...rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimony, Urgency
 from ...rendezvous.text import counted
 from ...threads import Thread
 from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
 from ..configuration.stopping import drain_timeout_s
+from ..machine.gpus import GpuHealth
+from ..output.worker_logs import WorkerLogs
+from ..rendezvous_io.last_steps import LastSteps
+from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
-from .failure_reports import Crashes
 from .hangs.detector import HangDetector, Learned, Stall, ends_alone
-from .hangs.signs import Signs
+from .hangs.keeper import EvidenceKeeper
+from .hangs.signs import SignReader, Signs
 from .hangs.stacks import Target, WorkerStacks
+from .preloader.spares import Spares
+from .processes.guard import Guard
+from .processes.subreaper import Subreaper
 from .processes.unkillable import process_statuses
+from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
 from .stopping import DrainState, Exit, JustInTimeState, LateExits
 
@@ -50,6 +56,39 @@ _STATE = {
     True: "the state after their last step is kept in memory",
     False: "no Checkpointer keeps the state after their last step here",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """What starts the processes of this node, reads what they print, answers them, and misses none of them."""
+
+    new_group: Callable[[int, Callable[[int, int, float], object]], WorkerGroup]
+    """The workers of this generation, which `start` starts, and what is called when one of them has ended."""
+    guard: Guard
+    subreaper: Subreaper
+    spares: Spares
+    worker_store: WorkerStore
+    logs: WorkerLogs
+    links: WorkerLinks
+    last_steps: LastSteps
+    evidence: EvidenceKeeper
+    signs: SignReader
+    gpus: GpuHealth
+
+
+@dataclass(slots=True)
+class Crash:
+    """A worker that has failed. It is examined when its last lines have been read and NVML has answered, or when that
+    takes too long."""
+
+    local_rank: int
+    returncode: int
+    at: float
+    due_at: float
+    asked: bool = False
+    """It was asked to end, so it has not failed; but it may have begun to before."""
+    read: bool = False
+    """Its last lines are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +149,8 @@ class Generation:
     drain: DrainState = field(init=False)
     postponed: HowToStop | None = field(init=False, default=None)
     """How the workers are stopped once their last step has been kept."""
-    crashes: Crashes = field(init=False, default_factory=Crashes)
+    crashes: deque[Crash] = field(init=False, default_factory=deque)
+    """That are not examined yet, the first first."""
     begun: bool = field(init=False, default=True)
     """False: this machine lacks what its workers need, and no other part of the agent knows of them."""
     over: bool = field(init=False, default=False)
@@ -119,7 +159,8 @@ class Generation:
     """The log has said that a debugger holds up the search for hangs."""
     _inquiry: Inquiry | None = field(init=False, default=None)
     _inquiry_at: float = field(init=False, default=0.0)
-    _master_check: MasterCheck | None = field(init=False, default=None)
+    _master_over: threading.Event = field(init=False, default_factory=threading.Event)
+    """The port where the workers meet may close, or need not be reached any more."""
 
     def __post_init__(self) -> None:
         config, number = self.config, self.number
@@ -164,17 +205,8 @@ class Generation:
 
     def check_master(self, node: str) -> None:
         """Warn where these workers, on node `node`, cannot reach the node of rank 0."""
-        self._master_check = MasterCheck(self.world, node)
-        self._master_check.start()
-
-    @property
-    def checks_master(self) -> bool:
-        return self._master_check is not None and self._master_check.under_way
-
-    def master_may_close(self) -> None:
-        """Workers end, so the port where they meet may close on its node."""
-        if self._master_check is not None:
-            self._master_check.close()
+        over = self._master_over
+        Thread(partial(check_master, self.world, node, over), "master-port", over.set).start()
 
     # ---------------------------------------------------------------- what the workers do
 
@@ -192,7 +224,7 @@ class Generation:
         )
         for at, step, local_rank in stepped:
             self.hang.stepped(local_rank, step, at)
-            self.late_exits.watch.alive(at)
+            self.late_exits.alive(at)
         polled = [reading.polled_at for reading in self.read.values() if reading.polled_at is not None]
         saving = [local_rank for local_rank, reading in self.read.items() if reading.saving]
         self.hang.marked(saving, max(polled, default=None))
@@ -207,7 +239,7 @@ class Generation:
     def reported(self, at: float, *, saved: bool) -> None:
         """A worker has reported a save, or else a load."""
         self.hang.reported(at, saved=saved)
-        self.late_exits.watch.alive(at)
+        self.late_exits.alive(at)
 
     def stalls(self, now: float) -> Stall | None:
         """The stall of the workers that run here; None without one."""
@@ -279,14 +311,14 @@ class Generation:
     def exited(self, local_rank: int, returncode: int, at: float) -> Exit:
         kind = self.drain.exited(local_rank, returncode, at, stopping=self.stopping, hung=self.hung)
         if kind is Exit.ENDED:
-            self.master_may_close()
+            self._master_over.set()
             self.late_exits.ended(self.group.ranks[local_rank], at)
         return kind
 
     # ---------------------------------------------------------------- how it ends
 
     def stop(self, how: HowToStop) -> None:
-        self.master_may_close()
+        self._master_over.set()
         if self.just_in_time.under_way:
             self.group.expect_end()
             before = self.postponed
@@ -298,7 +330,7 @@ class Generation:
 
     def finish(self) -> None:
         """Nothing of it is left here."""
-        self.master_may_close()
+        self._master_over.set()
         self.pages.close()
         self.stacks.close()
         self.over = True
@@ -368,7 +400,7 @@ class Generation:
 
     def wake_at(self, now: float, *, listens: bool) -> tuple[float | None, ...]:
         """When there may be something to do without any event. `listens`: all workers do, and the others know it."""
-        always = self.crashes.due_at, self.just_in_time.wake_at()
+        always = self.crashes[0].due_at if self.crashes else None, self.just_in_time.wake_at()
         if self.stopping:
             return (*always, self.group.wake_at())
         in_drain: tuple[float | None, ...] = ()
@@ -404,66 +436,25 @@ WARN_AFTER_S = 2.0
 PAUSE_S = 0.5
 """After an answer that was no connection."""
 
-Connect = Callable[[Endpoint, float], None]
-"""Within so many seconds. Raises OSError."""
 
-
-def connect(to: Endpoint, timeout_s: float) -> None:
-    socket.create_connection((to.address, to.port), timeout_s).close()
-
-
-class MasterCheck:
-    """Of one generation, on node `node`."""
-
-    def __init__(self, world: World, node: str) -> None:
-        self._world = world
-        self._node = node
-        self._over = threading.Event()
-
-    def start(self) -> None:
-        Thread(self._run, "master-port", self._over.set).start()
-
-    @property
-    def under_way(self) -> bool:
-        return not self._over.is_set()
-
-    def close(self) -> None:
-        """The port may close from now on, or need not be reached any more."""
-        self._over.set()
-
-    def _run(self) -> None:
-        world = self._world
-        if found := find_obstacle(world.master, self._over):
-            log.warning(
-                "generation %d: node %s does not reach %s of node %s, where the workers meet: %s for %g s. Harmless "
-                "for scripts that do not use MASTER_PORT. If a packet filter stands between the nodes, open that port "
-                "(--port-range bounds which it is), and those that gloo and NCCL choose; otherwise look at routes and "
-                "--network-interface",
-                *(world.generation, self._node, world.master, world.members[0].node, found, WARN_AFTER_S),
-            )
-        self._over.set()
-
-
-def find_obstacle(
-    master: Endpoint,
-    over: threading.Event,
-    connect: Connect = connect,
-    clock: Callable[[], float] = time.monotonic,
-) -> str:
-    """What came of connecting for `WARN_AFTER_S`; empty when `master` was reached once, or need no longer be."""
-    ends, found = clock() + WARN_AFTER_S, ""
-    while not over.is_set() and (left_s := ends - clock()) > 0:
+def check_master(world: World, node: str, over: threading.Event) -> None:
+    """Connect from `node` to the port where the workers of `world` meet, and close: the store there sees a client that
+    sent nothing. Warn where that fails for `WARN_AFTER_S`, unless it need no longer be: then it is `over`."""
+    to, ends, found = world.master, time.monotonic() + WARN_AFTER_S, ""
+    while not over.is_set() and (left_s := ends - time.monotonic()) > 0:
         try:
-            connect(master, left_s)
-            return ""
+            socket.create_connection((to.address, to.port), left_s).close()
+            return
+        except TimeoutError:
+            found = "no answer"
         except OSError as error:
-            found = _in_words(error)
-        if (left_s := ends - clock()) > 0:
-            over.wait(min(PAUSE_S, left_s))
-    return "" if over.is_set() else found
-
-
-def _in_words(error: OSError) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer"
-    return (error.strerror or str(error)).lower()
+            found = (error.strerror or str(error)).lower()
+        over.wait(min(PAUSE_S, max(0.0, ends - time.monotonic())))
+    if not over.is_set():
+        log.warning(
+            "generation %d: node %s does not reach %s of node %s, where the workers meet: %s for %g s. Harmless "
+            "for scripts that do not use MASTER_PORT. If a packet filter stands between the nodes, open that port "
+            "(--port-range bounds which it is), and those that gloo and NCCL choose; otherwise look at routes and "
+            "--network-interface",
+            *(world.generation, node, to, world.members[0].node, found, WARN_AFTER_S),
+        )

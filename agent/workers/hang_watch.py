@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Phase
 from ...rendezvous.statements.inquiry import HANG, Inquiry, Stage, Suspicion, Urgency
 from ..observability.observer import Observer
-from ..output.worker_logs import WorkerLogs
-from .generation import Generation
+from .generation import Generation, Processes
 from .hangs.detector import Learned, patience
-from .hangs.signs import LOOK_EVERY_S, SignReader, Signs
+from .hangs.signs import LOOK_EVERY_S, Signs
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +27,6 @@ HANGS_KEPT = 16
 """Instants of the newest hangs; each makes the limits that are learned longer for a while."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stuck:
-    """This node has to end its workers: no verdict has come."""
-
-    local_rank: int
-    """The likeliest of this node to be stuck by itself."""
-    why: str
-
-
 class HangWatch:
     """The search for hangs on this node, over all generations."""
 
@@ -45,14 +34,13 @@ class HangWatch:
         self,
         participant: Participant,
         observer: Observer,
-        signs: SignReader,
-        logs: WorkerLogs,
+        processes: Processes,
         clock: Callable[[], float],
     ) -> None:
         self._participant = participant
         self._observer = observer
-        self._signs = signs
-        self._logs = logs
+        self._signs = processes.signs
+        self._logs = processes.logs
         self._clock = clock
         self._hangs: list[float] = []
         """When generations were ended because of a hang."""
@@ -66,8 +54,9 @@ class HangWatch:
     def generation_begins(self) -> None:
         self._participant.workers_suspected(None)
 
-    def turn(self, generation: Generation, now: float) -> Stuck | None:
-        """Tell the others of a stall, and this node's log of a verdict; returns what this node must end by itself."""
+    def turn(self, generation: Generation, now: float) -> tuple[int, str] | None:
+        """Tell the others of a stall, and this node's log of a verdict. Where none comes and this node has to end its
+        workers: the local rank that is the likeliest to be stuck by itself, and why."""
         hang, running = generation.hang, generation.running
         stall, before = generation.stalls(now), generation.stall
         limit_s = hang.limit_s(running)
@@ -90,7 +79,7 @@ class HangWatch:
             return None
         steps = hang.steps
         at = ", ".join(f"rank {generation.group.ranks[local]}: {steps[local]}" for local in sorted(steps))
-        return Stuck(stall.local_rank, f"hang: {stall.why}{at and f'; last steps: {at}'}")
+        return stall.local_rank, f"hang: {stall.why}{at and f'; last steps: {at}'}"
 
     def hear(self, generation: Generation) -> bool:
         """Note a verdict on this generation; False if there is none that was not noted yet."""

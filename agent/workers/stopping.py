@@ -315,52 +315,15 @@ SECOND_WARNING_S = 60.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(slots=True)
-class ExitWatch:
-    """`limit_s` None: nothing is ever due."""
-
-    limit_s: float | None
-    _alive_at: float | None = None
-    """None: no rank has ended."""
-    _next_warning_s: float = FIRST_WARNING_S
-
-    def ended(self, at: float) -> None:
-        """A rank has ended with success."""
-        self._alive_at = at if self._alive_at is None else max(self._alive_at, at)
-
-    def alive(self, at: float) -> None:
-        """One of those that live on is at work."""
-        if self._alive_at is not None:
-            self._alive_at = max(self._alive_at, at)
-
-    @property
-    def watching(self) -> bool:
-        return self._alive_at is not None
-
-    def silence_s(self, now: float) -> float:
-        return max(0.0, now - self._alive_at) if self._alive_at is not None else 0.0
-
-    def due(self, now: float) -> bool:
-        """The silence is a hang."""
-        return self.watching and self.limit_s is not None and self.limit_s <= self.silence_s(now)
-
-    def warning_due(self, now: float) -> bool:
-        """A line in the log is due; True once each time."""
-        if not self.watching or self.silence_s(now) < self._next_warning_s:
-            return False
-        self._next_warning_s = max(SECOND_WARNING_S, 2 * self._next_warning_s)
-        return True
-
-
 class LateExits:
     """Of one generation, on this node."""
 
-    def __init__(
-        self, limit_s: float | None, processor_time: Callable[[Collection[int]], float] | None = None
-    ) -> None:
-        """`processor_time` of all processes in these sessions, in seconds."""
-        self.watch = ExitWatch(limit_s)
-        self._processor_time = processor_time or session_processor_time
+    def __init__(self, limit_s: float | None) -> None:
+        """`limit_s` None: nothing is ever a hang."""
+        self._limit_s = limit_s
+        self._alive_at: float | None = None
+        """When one of those that live on was last at work; None: no rank has ended."""
+        self._next_warning_s = FIRST_WARNING_S
         self._ended: list[int] = []
         self._elsewhere = False
         self._looked: tuple[float, float] | None = None
@@ -369,46 +332,49 @@ class LateExits:
     def ended(self, rank: int, at: float) -> None:
         """A rank of this node has ended with success."""
         self._ended.append(rank)
-        self.watch.ended(at)
+        self._alive_at = at if self._alive_at is None else max(self._alive_at, at)
 
     def others_ended(self, now: float) -> None:
         """Ranks of other nodes have ended with success."""
         if not self._elsewhere:
             self._elsewhere = True
-            self.watch.ended(now)
+            self._alive_at = now
+
+    def alive(self, at: float) -> None:
+        """One of those that live on is at work."""
+        if self._alive_at is not None:
+            self._alive_at = max(self._alive_at, at)
 
     def turn(self, now: float, running: Collection[int], mute: Collection[int]) -> str:
         """Log which ranks live on, when it is due. `running` are ranks; `mute` the sessions of those that have reported
         no step. Returns why this is a hang; empty if it is not."""
-        if not self.watch.watching or not running:
+        if self._alive_at is None or not running:
             return ""
         if mute:
             self._look(now, mute)
-        due = self.watch.due(now)
-        if not due and not self.watch.warning_due(now):
-            return ""
-        silence_s, still = self.watch.silence_s(now), "lives" if len(running) == 1 else "live"
+        silence_s, still = now - self._alive_at, "lives" if len(running) == 1 else "live"
         state = (
             f"{self._ended_ranks()} with success; {_ranks(running)} still {still}, "
             f"without a step or checkpoint for {silence_s:.0f} s"
         )
-        limit = self.watch.limit_s
-        if due:
+        if self._limit_s is not None and silence_s >= self._limit_s:
             return f"hang after the end of other ranks: {state} (--exit-timeout)"
-        bound = (
-            f"a hang after {limit:g} s (--exit-timeout)"
-            if limit is not None
-            else "waiting without a limit (--exit-timeout)"
-        )
-        log.warning("%s: %s", state, bound)
+        if silence_s >= self._next_warning_s:
+            self._next_warning_s = max(SECOND_WARNING_S, 2 * self._next_warning_s)
+            bound = (
+                f"a hang after {self._limit_s:g} s"
+                if self._limit_s is not None
+                else "waiting without a limit"
+            )
+            log.warning("%s: %s (--exit-timeout)", state, bound)
         return ""
 
     def _look(self, now: float, mute: Collection[int]) -> None:
         if self._looked is not None and now < self._looked[0] + EXIT_LOOK_EVERY_S:
             return
-        used_s = self._processor_time(mute)
+        used_s = session_processor_time(mute)
         if self._looked is not None and used_s - self._looked[1] >= AT_WORK * (now - self._looked[0]):
-            self.watch.alive(now)
+            self.alive(now)
         self._looked = now, used_s
 
     def _ended_ranks(self) -> str:

@@ -14,62 +14,33 @@ import math
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.node.drain import Beyond, End
 from ...rendezvous.node.node_actions import Drain, Testify
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.records import Condition, Failure, Member, StopAt, World
+from ...rendezvous.records import Failure, Member, StopAt, World
 from ...rendezvous.statements.inquiry import HANG, Testimony, telling
 from ...worker.wire.messages import FromGuard, ReplicationReport, Report, SaveReport
 from ..common.events import Event
 from ..common.exits import describe_exit, lack_in
 from ..configuration.config import Config
-from ..machine.gpus import GpuHealth
 from ..observability.observer import Observer
 from ..output.log_folders import FLIGHT_RECORDS
-from ..output.worker_logs import WorkerLogs
-from ..rendezvous_io.last_steps import LastSteps
-from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_reports import RefusedSaves
 from .environment import Node, bind_of_rank_0_failed, make_directory, worker_spec
-from .failure_handler import EvidenceLooks, FailureHandler
-from .failure_reports import Examiner
-from .failures.causes import NOT_STARTED, STORE_SERVER, CauseTable
+from .failure_handler import FailureHandler
+from .failures.causes import NOT_STARTED, STORE_SERVER
 from .failures.failure import HANG_SIGNAL
-from .generation import Generation, HowToStop, log_bad_state
+from .generation import Generation, HowToStop, Processes, log_bad_state
 from .hang_watch import HangWatch
-from .hangs.keeper import EvidenceKeeper, Look
-from .hangs.signs import SignReader
+from .hangs.keeper import Look
 from .hangs.stacks import THOROUGH
-from .preloader.spares import Spares
-from .processes.guard import Guard
-from .processes.subreaper import Subreaper
-from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
 from .stopping import LEAVING, Exit, Orders
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Processes:
-    """What starts the processes of this node, reads what they print, answers them, and misses none of them."""
-
-    new_group: Callable[[int, Callable[[int, int, float], object]], WorkerGroup]
-    """The workers of this generation, which `start` starts, and what is called when one of them has ended."""
-    guard: Guard
-    subreaper: Subreaper
-    spares: Spares
-    worker_store: WorkerStore
-    logs: WorkerLogs
-    links: WorkerLinks
-    last_steps: LastSteps
-    evidence: EvidenceKeeper
-    signs: SignReader
-    gpus: GpuHealth
 
 
 class Supervisor:
@@ -96,14 +67,10 @@ class Supervisor:
         self._post = post
         self._spares_due_at: float | None = None
         self._refused_saves = RefusedSaves()
-        logs = processes.logs
-        self._examiner = Examiner(node, CauseTable(config.causes), logs, processes.gpus, post)
-        self._hangs = HangWatch(participant, observer, processes.signs, logs, clock)
-        self._looks = EvidenceLooks(processes.evidence, logs, observer, post, clock)
+        self._hangs = HangWatch(participant, observer, processes, clock)
         self._failures = FailureHandler(
-            self._examiner, self._looks, participant, observer, self._hangs, self._stop_failed, clock
+            config, node, participant, observer, processes, self._hangs, self._stop_failed, post, clock
         )
-        processes.gpus.on_reading = self._gpus_read
         processes.worker_store.on_failure = self._store_failed
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
@@ -226,7 +193,7 @@ class Supervisor:
             if look.states:
                 self._post(partial(self._looked_at, Testimony(number, inquiry, telling(look.states))))
 
-        self._looks.begin(generation, f"inquiry-{inquiry}", THOROUGH, say)
+        self._failures.look(generation, f"inquiry-{inquiry}", THOROUGH, say)
 
     def stop(
         self, grace_s: float, *, gently: bool, reason: str | None, asking: signal.Signals = signal.SIGTERM
@@ -246,7 +213,7 @@ class Supervisor:
                 log.info("stopping generation %d: %s", generation.number, reason)
             self._observer.stopping(self._clock())
             if not gently:
-                self._looks.keep(generation)
+                self._failures.keep_evidence(generation)
             # Where all others have kept the last step, or a worker must show where it stands, there is none to keep.
             if asking is not HANG_SIGNAL and not generation.drain.excused:
                 within_s = grace_s if gently else math.inf
@@ -388,10 +355,6 @@ class Supervisor:
             self._look(generation)
             self._participant.workers_looked_at(generation.looked_at(testimony))
 
-    def _gpus_read(self) -> None:
-        if self._running is not None:
-            self._looks.add("nvml.txt", self._processes.gpus.text)
-
     def _store_failed(self, problem: str) -> None:
         generation = self._running
         if generation is not None and not generation.stopping:
@@ -402,7 +365,7 @@ class Supervisor:
     def _look_after_processes(self, now: float) -> None:
         processes = self._processes
         processes.subreaper.reap(now)
-        self._examiner.update(now)
+        self._failures.update(now)
         processes.guard.check()
         self._spares_due_at = processes.spares.turn(now)
         if self._config.preload:
@@ -442,13 +405,11 @@ class Supervisor:
             self._participant.workers_stable(generation.number)
         if (paces := generation.paces.turn(now)) is not None:
             self._participant.workers_paced(paces)
-        if generation.checks_master and self._some_node_succeeded(generation):
-            generation.master_may_close()
         drain, group = generation.drain, generation.group
         if group.running and not drain.finished:
             stuck = self._hangs.turn(generation, now)
             if stuck is not None:
-                self._failures.end_stuck(generation, stuck.local_rank, stuck.why, HANG)
+                self._failures.end_stuck(generation, *stuck, HANG)
                 return
         if not drain.under_way:
             world = self._participant.world
@@ -457,12 +418,7 @@ class Supervisor:
             if cause := generation.late_cause(now):
                 self._failures.end_stuck(generation, min(generation.running), cause, "hang at the end")
                 return
-        self._looks.forget()
-
-    def _some_node_succeeded(self, generation: Generation) -> bool:
-        """As far as this node follows the others."""
-        done = Condition.SUCCEEDED, generation.number
-        return any(node.has(*done) for node in self._participant.known_nodes)
+        self._failures.forget_look()
 
     def _finish(self, generation: Generation, now: float) -> None:
         """Nothing of the generation is left here."""

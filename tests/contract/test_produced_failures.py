@@ -13,12 +13,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.ports import find_owner
 from elastic_agent.agent.machine.cgroups import OomKills
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.failure import describe_failure
@@ -174,7 +172,7 @@ def judged(
         kernel=kernel,
         pid=process.pid,
     )
-    return describe_failure(worker, TABLE, partial(find_owner, "0.0.0.0"))
+    return describe_failure(worker, TABLE)
 
 
 def shown(case: Case) -> str:

@@ -27,6 +27,7 @@ from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.agent.workers.environment import Node
 from elastic_agent.agent.workers.failures.causes import CauseTable
+from elastic_agent.agent.workers.generation import Processes
 from elastic_agent.agent.workers.hangs.keeper import EvidenceKeeper, Look
 from elastic_agent.agent.workers.hangs.signs import SignReader
 from elastic_agent.agent.workers.hangs.stacks import Depth, Target
@@ -35,14 +36,13 @@ from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore
-from elastic_agent.agent.workers.supervisor import Processes, Supervisor
+from elastic_agent.agent.workers.supervisor import Supervisor
 from elastic_agent.health.checks.gpus import GPU_READING, GpuFacts, NvmlFacts
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
-    Condition,
     Endpoint,
     Failure,
     Member,
@@ -194,11 +194,6 @@ class RecordingParticipant(Participant):
     """Keeps what it was given after it has begun anew."""
 
     failures: list[Failure]
-    others: tuple[NodeRecord, ...] = ()
-
-    @property
-    def known_nodes(self) -> tuple[NodeRecord, ...]:
-        return self.others
 
     def workers_failed(self, failure: Failure) -> None:
         self.failures.append(failure)
@@ -329,11 +324,6 @@ class Supervised:
         self.group.codes[local_rank] = returncode
         generation, at = self.group.generation, self.now
         self.events.append(lambda: self.supervisor.worker_exited(generation, local_rank, at))
-
-    def others_succeed(self) -> None:
-        generation = self.group.generation
-        other = NodeRecord("b", "b-1", "host-b", 1000, 1, generation=generation)
-        self.participant.others = (replace(other, conditions=frozenset({Condition.SUCCEEDED})),)
 
     def stop_was(self, stop: StopAt | None) -> None:
         generation = self.group.generation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import socket
@@ -23,8 +22,6 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elastic_agent.agent.common.exits import describe_exit
-from elastic_agent.agent.common.ports import find_owner
-from elastic_agent.agent.workers.failure_reports import show
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
 from elastic_agent.agent.workers.failures.failure import describe_failure, fingerprint, small, summarize
@@ -221,7 +218,6 @@ def test_what_python_really_prints_is_understood(tmp_path: Path, script: str) ->
 
 
 TABLE = CauseTable()
-OWNER_OF = functools.partial(find_owner, "0.0.0.0")
 
 
 def examined(
@@ -235,7 +231,7 @@ def examined(
         master_port=master_port,
         oom_killed=oom,
     )
-    return describe_failure(worker, TABLE, OWNER_OF)
+    return describe_failure(worker, TABLE)
 
 
 def test_the_error_file_tells_more_than_the_log(tmp_path: Path) -> None:
@@ -422,7 +418,7 @@ def test_whatever_a_worker_prints_the_failure_can_be_sent(
     message: str, log_tail: list[str], returncode: int
 ) -> None:
     last = (*log_tail, '  File "x", line 1, in f', message)
-    failure = describe_failure(PostMortem("n", 1, 0, 0, returncode, log_tail=last), TABLE, OWNER_OF)
+    failure = describe_failure(PostMortem("n", 1, 0, 0, returncode, log_tail=last), TABLE)
     read = sent(failure)
     assert read.returncode == returncode
     summarize(failure, [read], "").encode()
@@ -438,11 +434,6 @@ def test_a_failure_in_the_store_adds_no_line_and_nothing_that_a_terminal_obeys()
     several = sent(dataclasses.replace(FAILURE, exception=FORGED, traceback=FORGED))
     assert {several.exception, several.traceback} == {"n\nfake "}
     assert not [line for line in summarize(read, [read], "").split("\n") if line.startswith("fake")]
-
-
-def test_a_failure_without_a_worker_to_blame_is_its_summary(caplog: pytest.LogCaptureFixture) -> None:
-    assert show(Failure(7, "f", "rank 3 broke"), [FAILURE], TABLE) is None
-    assert [record.getMessage() for record in caplog.records] == ["generation 7 failed: rank 3 broke"]
 
 
 def test_the_summary_names_all_that_a_person_needs_and_repeats_nothing() -> None:

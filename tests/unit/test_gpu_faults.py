@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
-from elastic_agent.agent.common.ports import find_owner
 from elastic_agent.agent.configuration.values import UserCause
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.failure import describe_failure
@@ -138,7 +136,7 @@ def examined(
         own_gpus=gpu_events(faults, {own}, of_worker=True),
         other_gpus=gpu_events(faults, {own}, of_worker=False),
     )
-    return describe_failure(worker, CauseTable(users), partial(find_owner, "0.0.0.0"))
+    return describe_failure(worker, CauseTable(users))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.output.journal import Kind
-from elastic_agent.agent.workers.failure_handler import SEEN_WITHIN_S
-from elastic_agent.agent.workers.failure_reports import KNOWN_WITHIN_S
+from elastic_agent.agent.workers.failure_handler import KNOWN_WITHIN_S, SEEN_WITHIN_S
 from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
 from elastic_agent.agent.workers.hangs.signs import Signs
 from elastic_agent.rendezvous.node.drain import End
@@ -66,28 +65,6 @@ def test_a_log_disk_that_hangs_while_eight_workers_fail_does_not_hold_the_loop(n
     assert node.turn(KNOWN_WITHIN_S), "all have ended, and nothing is waited for twice"
     assert node.reported == ["exit code 1"]
     assert len(node.failures) == 8
-
-
-def test_while_the_log_disk_hangs_a_later_failure_is_reported_at_once(node: Supervised) -> None:
-    node.exit(0, 1)
-    node.turn()
-    node.turn(KNOWN_WITHIN_S)
-    assert node.reported
-    for rank in range(1, 8):
-        node.exit(rank, -signal.SIGTERM)
-    assert node.turn()
-    node.start(2)
-    node.exit(0, 2)
-    node.turn()
-    assert node.reported[1:] == ["exit code 2"]
-    node.logs.answer()  # of the first generation
-    for rank in range(1, 8):
-        node.exit(rank, -signal.SIGTERM)
-    assert node.turn()
-    node.start(3)
-    node.exit(0, 3)
-    node.turn()
-    assert len(node.reported) == 2, "the disk answers again: its lines are worth the time"
 
 
 def test_a_failure_is_reported_with_what_nvml_says(node: Supervised) -> None:
@@ -168,7 +145,7 @@ def test_a_log_disk_that_hangs_does_not_keep_nvml_from_being_asked(node: Supervi
     node.turn()
     assert len(node.reported) == 1
     node.nvml_says(1)
-    node.turn()
+    node.turn(KNOWN_WITHIN_S)
     assert [failure.cause for failure in node.participant.failures] == ["unknown", "ecc"]
 
 

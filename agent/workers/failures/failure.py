@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ....rendezvous import records
 from ....rendezvous.records import Failure
 from ...common.exits import describe_exit
-from ...common.ports import PortOwner
 from .causes import HANG, UNKNOWN, Cause, CauseTable
 from .error_report import (
     RANK_PREFIX,
@@ -44,8 +43,8 @@ _VARYING = re.compile(
 )
 
 
-def describe_failure(worker: PostMortem, causes: CauseTable, owner_of: Callable[[int], PortOwner]) -> Failure:
-    """The failure of this worker, with its cause. `owner_of` finds the process that holds a taken port."""
+def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
+    """The failure of this worker, with its cause."""
     log_tail = tuple(map(clean, worker.log_tail))
     worker = replace(worker, log_tail=log_tail)
     report = worker.report
@@ -64,7 +63,7 @@ def describe_failure(worker: PostMortem, causes: CauseTable, owner_of: Callable[
     elif cause.name == "port":
         said = says_port_taken(log_tail)
         summary += f": {said}"
-    notes += notes_of_ports(said, worker.master_port, owner_of if cause.name == "port" else None)
+    notes += notes_of_ports(said, worker.master_port, taken=cause.name == "port")
     notes += [f"{event.by}: {event.text}" for event in worker.events[:1]]
     known_as = fingerprint(worker.returncode, report.exception)
     return replace(

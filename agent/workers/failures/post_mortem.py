@@ -11,13 +11,13 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from ....health.checks.gpus import HARDWARE_XIDS, Fault, GpuFault
-from ...common.ports import PortOwner
+from ...common.ports import find_owner
 from ..processes.proc import pid_namespace
 from .error_report import LAST_WORDS, ErrorReport, clean, cut, first_line
 
@@ -305,11 +305,11 @@ def says_port_taken(log_tail: Sequence[str]) -> str:
     return next((line for line in last if _SAYS_PORT_TAKEN.search(line) and not _OF_UNIX.search(line)), "")
 
 
-def notes_of_ports(said: str, master_port: int, owner_of: Callable[[int], PortOwner] | None) -> Iterator[str]:
+def notes_of_ports(said: str, master_port: int, *, taken: bool) -> Iterator[str]:
     """Notes for the summary: the owner of the taken port, if `said` names the port, and whether the script had chosen
     another port than the agent."""
-    if owner_of is not None and (port := _number_in(_PORT, said)):
-        owner = owner_of(port)
+    if taken and (port := _number_in(_PORT, said)):
+        owner = find_owner("0.0.0.0", port)
         agent = owner.pid == os.getpid()
         yield f"port {port}: {f'pid {owner.pid}, the agent itself' if agent else owner.words}"
         if port == master_port:
