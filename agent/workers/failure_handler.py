@@ -28,7 +28,7 @@ from .environment import Node, error_file
 from .failures.causes import Cause, CauseTable
 from .failures.error_report import ErrorReport, read_error_file
 from .failures.failure import HANG_SIGNAL, describe_failure, hang_failure, small, summarize
-from .failures.post_mortem import KernelLog, PostMortem, address, gpu_events, pids_are_the_kernels
+from .failures.post_mortem import KernelLog, PostMortem, address, gpu_events
 from .generation import Crash, Generation, Processes
 from .hang_watch import HangWatch
 from .hangs.keeper import Look
@@ -77,7 +77,6 @@ class FailureHandler:
         self._causes = CauseTable(config.causes)
         self._oom_kills = OomKills(find_counter())
         self._kernel_log = KernelLog()
-        self._pids_are_the_kernels = pids_are_the_kernels()
         self.failed: list[Failure] = []
         """The workers of the newest generation that have failed, as they were examined."""
         self._told: Failure | None = None
@@ -185,7 +184,7 @@ class FailureHandler:
         machine, faults = self._node.machine, self._gpus.faults
         own_gpus = machine.gpus_of(local_rank)
         self._gpus.told(own_gpus)
-        addresses = (device.address for device in machine.devices_of(local_rank))
+        devices = {address(device.address) for device in machine.devices_of(local_rank) if device.address}
         return replace(
             self._worker(generation, local_rank, crash.returncode),
             report=read_error_file(error_file(self._node, group.generation, local_rank)) or ErrorReport(),
@@ -194,11 +193,9 @@ class FailureHandler:
             asked=crash.asked,
             not_kept=local_rank in drain.finished - drain.kept,
             oom_killed=self._oom_kills.lately(now),
-            kernel=self._kernel_log.events(),
-            pid=group.pid(local_rank) if self._pids_are_the_kernels else 0,
-            devices=frozenset(map(address, filter(None, addresses))),
             own_gpus=gpu_events(faults, own_gpus, of_worker=True),
             other_gpus=gpu_events(faults, own_gpus, of_worker=False),
+            events=self._kernel_log.events(devices),
         )
 
     def _worker(self, generation: Generation, local_rank: int, returncode: int) -> PostMortem:

@@ -20,15 +20,9 @@ import pytest
 from elastic_agent.agent.machine.cgroups import OomKills
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.failures.failure import describe_failure
-from elastic_agent.agent.workers.failures.post_mortem import (
-    KernelLog,
-    MachineEvent,
-    PostMortem,
-    pids_are_the_kernels,
-)
+from elastic_agent.agent.workers.failures.post_mortem import PostMortem
 from elastic_agent.rendezvous.records import Action, Failure
 from tests.small_memory import inside, small_memory
-from tests.unit.test_kernel_log import readable
 
 TABLE = CauseTable()
 TAIL = 40
@@ -161,16 +155,12 @@ def start(argv: Sequence[str], enter: Sequence[str] = ()) -> subprocess.Popen[st
     )
 
 
-def judged(
-    process: subprocess.Popen[str], *, oom_killed: bool = False, kernel: tuple[MachineEvent, ...] = ()
-) -> Failure:
+def judged(process: subprocess.Popen[str], *, oom_killed: bool = False) -> Failure:
     output, _ = process.communicate(timeout=PATIENCE_S)
     worker = PostMortem(
         *("a", 1, 0, 0, process.returncode),
         log_tail=tuple(output.splitlines()[-TAIL:]),
         oom_killed=oom_killed,
-        kernel=kernel,
-        pid=process.pid,
     )
     return describe_failure(worker, TABLE)
 
@@ -262,22 +252,6 @@ def test_the_kernels_killer_is_known_by_its_counter(cgroup: Path) -> None:
     failure = judged(process, oom_killed=kills.lately(time.monotonic()))
     assert (failure.cause, failure.returncode) == ("host_out_of_memory", -signal.SIGKILL)
     assert "the kernel's out-of-memory killer" in failure.summary
-
-
-@as_root
-@pytest.mark.skipif(not readable(), reason="needs a kernel's log that may be read")
-def test_the_kernels_killer_is_known_by_its_log(cgroup: Path) -> None:
-    """Where no counter is: in the outermost cgroup."""
-    log = KernelLog()
-    log.forget()
-    process = start((PYTHON, "-c", GREEDY), enter=inside(cgroup))
-    process.wait()
-    assert pids_are_the_kernels()
-    failure = judged(process, kernel=log.events())
-    assert failure.cause == "host_out_of_memory"
-    assert f"Killed process {process.pid} " in failure.summary
-    other = PostMortem("a", 1, 0, 0, 1, kernel=log.events(), pid=process.pid + 1)
-    assert not other.kernel_events, "it tells of no other process"
 
 
 @as_root

@@ -77,7 +77,7 @@ common:
 output: common
 configuration: rendezvous/c10d rendezvous/etcd rendezvous/local common
 workers/processes: common output configuration
-workers/failures: common configuration workers/processes
+workers/failures: common configuration
 checkpoints: common workers/processes
 machine: common configuration workers/processes checkpoints
 workers/hangs: common output workers/processes

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from elastic_agent.agent.configuration.values import BUILT_IN_CAUSES, UserCause
 from elastic_agent.agent.workers.failures.causes import CAUSES, HANG, UNKNOWN, CauseTable
 from elastic_agent.agent.workers.failures.error_report import ErrorReport
-from elastic_agent.agent.workers.failures.post_mortem import MachineEvent, PostMortem, Trouble
+from elastic_agent.agent.workers.failures.post_mortem import MachineEvent, PostMortem
+from elastic_agent.health.checks.gpus import Fault
 from elastic_agent.rendezvous.records import Action
 from elastic_agent.rendezvous.text import CAUSE
 
@@ -241,9 +242,9 @@ def test_the_cause_of_an_end_without_an_exception(name: str, returncode: int, li
 
 
 XID = MachineEvent(
-    Trouble.XID, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", device="0000:3b:00"
+    Fault.LOST, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", device="0000:3b:00"
 )
-ECC = MachineEvent(Trouble.ECC, "NVRM: Xid (PCI:0000:3b:00): 48, ...", device="0000:3b:00")
+ECC = MachineEvent(Fault.MEMORY, "NVRM: Xid (PCI:0000:3b:00): 48, ...", device="0000:3b:00")
 
 
 @pytest.mark.parametrize(

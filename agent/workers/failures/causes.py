@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from ....health.checks.gpus import Fault
 from ....rendezvous.records import Action
 from ....rendezvous.statements import inquiry
 from ...configuration.values import UserCause
-from .post_mortem import PostMortem, Trouble, says_port_taken, wanted_a_port
+from .post_mortem import PostMortem, says_port_taken, wanted_a_port
 
 Condition: TypeAlias = Callable[[PostMortem], bool]
 """Patterns in it are compiled when they are first needed: the start of an agent does not wait for that."""
@@ -91,14 +92,14 @@ def _killed(*signals: int) -> Condition:
     return holds
 
 
-def _machine(trouble: Trouble) -> Condition:
-    """The kernel or NVML reported this trouble while the worker ran."""
-    return lambda worker: any(event.trouble is trouble for event in worker.events)
+def _machine(fault: Fault) -> Condition:
+    """The kernel or NVML reported this of a GPU while the worker ran."""
+    return lambda worker: any(event.fault is fault for event in worker.events)
 
 
 def _out_of_memory(worker: PostMortem) -> bool:
     """The kernel killed the worker, or a child of it, because no memory was left."""
-    if not worker.of_memory:
+    if not worker.oom_killed:
         return False
     return worker.signal == signal.SIGKILL or re.search(_CHILD_KILLED, worker.exception) is not None
 
@@ -157,14 +158,14 @@ CAUSES: tuple[Cause, ...] = (
         "ecc",
         Action.EXCLUDE_NODE,
         "memory that could not be corrected: reset the GPU or start the machine anew, and replace it if it comes again",
-        (_machine(Trouble.ECC),),
+        (_machine(Fault.MEMORY),),
     ),
     Cause(
         "xid",
         Action.EXCLUDE_NODE,
         "the driver lost a GPU or its link: reset the GPU (nvidia-smi -r) or start the machine anew; see the Xid's"
         " number in NVIDIA's catalog",
-        (_machine(Trouble.XID),),
+        (_machine(Fault.LOST),),
     ),
     Cause(
         "host_out_of_memory",

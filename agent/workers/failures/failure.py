@@ -55,8 +55,8 @@ def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
         detail = detail_after(found.exception or "", log_tail)
         worker = replace(worker, report=found, detail=detail)
         report = found
-    cause, worker = _classify(causes, replace(worker, events=worker.kernel_events))
-    summary = describe_exit(worker.returncode, worker.of_memory)
+    cause, worker = _classify(causes, worker)
+    summary = describe_exit(worker.returncode, worker.oom_killed)
     said = worker.exception
     if report.exception is not None:
         summary += f": {first_line(report.exception)}"

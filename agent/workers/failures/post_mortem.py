@@ -1,8 +1,8 @@
 """What is known of one worker's end, gathered once: what it left behind, and what the machine says of it.
 
-`parse` is pure. `KernelLog` reads /dev/kmsg for out-of-memory kills, lost GPUs and memory errors, if this process may:
-that needs CAP_SYSLOG where kernel.dmesg_restrict is 1, and containers seldom have the device. If it may not, there are
-no events, and nothing else changes.
+`parse` is pure. `KernelLog` reads /dev/kmsg for lost GPUs and errors of their memory, if this process may: that needs
+CAP_SYSLOG where kernel.dmesg_restrict is 1, and containers seldom have the device. If it may not, there are no events,
+and nothing else changes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import signal
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 from ....health.checks.gpus import HARDWARE_XIDS, Fault, GpuFault
 from ...common.ports import find_owner
-from ..processes.proc import pid_namespace
 from .error_report import LAST_WORDS, ErrorReport, clean, cut, first_line
 
 BY_ITSELF = frozenset(
@@ -35,24 +33,12 @@ BY_ITSELF = frozenset(
 """Signals that a process causes itself: its last output says why."""
 
 
-class Trouble(Enum):
-    """What the kernel or NVML may report of this machine, as far as it matters here."""
-
-    OUT_OF_MEMORY = "out of memory"
-    XID = "Xid"
-    """The driver has lost a GPU, or its link; or a GPU needs a reset."""
-    ECC = "ECC"
-    """Memory of the machine or of a GPU had errors that could not be corrected."""
-
-
 @dataclass(frozen=True, slots=True)
 class MachineEvent:
-    """One report of the kernel, or of NVML (`by`). `pid`: of the process that it names, in the initial PID namespace;
-    0: it names none. `device`: the PCI address of a GPU, like "0000:3b:00"."""
+    """One report of the kernel, or of NVML (`by`). `device`: the PCI address of a GPU, like "0000:3b:00"."""
 
-    trouble: Trouble
+    fault: Fault
     text: str
-    pid: int = 0
     device: str = ""
     by: str = "the kernel"
 
@@ -73,17 +59,7 @@ _MOST_EVENTS = 64
 _TEXT_MAX = 160
 _OF_KERNEL = 8
 """User programs may write into the log, too: their facility gives a priority of at least this."""
-_FIRST_PID_NAMESPACE = 0xEFFFFFFC
-"""Its inode is the same on every machine: PROC_PID_INIT_INO."""
-
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)\b")
-_XID_PID = re.compile(r"\bpid='?(\d+)")
-_GPU = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})")
-_FALLEN = re.compile(r"NVRM:.* fallen off the bus")
-_OOM = re.compile(r"[Oo]ut of memory[^:]*: Kill(?:ed)? process (\d+) ")
-_POISON = re.compile(r"Memory failure: .*:(\d+) due to hardware memory corruption")
-
-_TROUBLES = {Fault.MEMORY: Trouble.ECC, Fault.LOST: Trouble.XID}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,28 +84,17 @@ class PostMortem:
     not_kept: bool = False
     """The worker had done the last step of a planned change, and no Checkpointer had kept its state."""
     oom_killed: bool = False
-    kernel: tuple[MachineEvent, ...] = ()
-    """All that the kernel has reported since the worker was started."""
-    pid: int = 0
-    """The kernel's own; 0: the agent does not see that."""
-    devices: frozenset[str] = frozenset()
-    """The addresses of its GPUs."""
     own_gpus: tuple[MachineEvent, ...] = ()
-    """What NVML shows of them, and no earlier failure of a worker of theirs has told."""
+    """What NVML shows of its GPUs, and no earlier failure of a worker of theirs has told."""
     other_gpus: tuple[MachineEvent, ...] = ()
     """The same of other workers' GPUs here."""
     events: tuple[MachineEvent, ...] = ()
-    """What the kernel and NVML report that belongs to this end."""
+    """What the kernel, and then NVML, report that belongs to this end."""
 
     @property
     def exception(self) -> str:
         """`Type: message`, with all of its lines; empty without one."""
         return "\n".join(filter(None, (self.report.exception, self.detail)))
-
-    @property
-    def of_memory(self) -> bool:
-        """The kernel has killed it, or a process of it, because no memory was left."""
-        return self.oom_killed or any(event.trouble is Trouble.OUT_OF_MEMORY for event in self.events)
 
     @property
     def signal(self) -> int:
@@ -159,24 +124,13 @@ class PostMortem:
         """All that is known of what the worker said, however it ended."""
         return (*self.exception.split("\n"), *self.log_tail)
 
-    @property
-    def kernel_events(self) -> tuple[MachineEvent, ...]:
-        """The kernel's about this worker, or about a child of it that its exception names."""
-        return tuple(event for event in self.kernel if self._concerns(event))
-
-    def _concerns(self, event: MachineEvent) -> bool:
-        if event.device and event.device in self.devices:
-            return True
-        named = event.pid == self.pid or f"(pid {event.pid})" in self.exception
-        return self.pid > 0 and event.pid > 0 and named
-
 
 def gpu_events(
     faults: Sequence[GpuFault], own: Collection[str], *, of_worker: bool
 ) -> tuple[MachineEvent, ...]:
     """What NVML shows, of the GPUs `own` of a worker or of all others."""
     return tuple(
-        MachineEvent(_TROUBLES[fault.fault], clean(fault.text), by="NVML")
+        MachineEvent(fault.fault, clean(fault.text), by="NVML")
         for fault in faults
         if (fault.gpu in own) is of_worker
     )
@@ -187,28 +141,17 @@ def gpu_events(
 
 def parse(messages: Iterable[str]) -> Iterator[MachineEvent]:
     """The events in these messages, the oldest first."""
-    named = ""
     for message in messages:
-        text = cut(clean(message), _TEXT_MAX)
-        if found := _GPU.search(message):
-            named = address(found[1])
-        elif found := _XID.search(message):
-            trouble = _trouble(int(found[2]))
-            pid = _XID_PID.search(message)
-            if trouble is not None:
-                yield MachineEvent(trouble, text, int(pid[1]) if pid else 0, address(found[1]))
-        elif named and _FALLEN.search(message):
-            yield MachineEvent(Trouble.XID, text, device=named)
-        elif found := _OOM.search(message):
-            yield MachineEvent(Trouble.OUT_OF_MEMORY, text, int(found[1]))
-        elif found := _POISON.search(message):
-            yield MachineEvent(Trouble.ECC, text, int(found[1]))
+        found = _XID.search(message)
+        fault = _fault(int(found[2])) if found is not None else None
+        if found is not None and fault is not None:
+            yield MachineEvent(fault, cut(clean(message), _TEXT_MAX), address(found[1]))
 
 
-def _trouble(xid: int) -> Trouble | None:
+def _fault(xid: int) -> Fault | None:
     if xid in ECC_XIDS:
-        return Trouble.ECC
-    return Trouble.XID if xid in LOST_XIDS else None
+        return Fault.MEMORY
+    return Fault.LOST if xid in LOST_XIDS else None
 
 
 def address(device: str) -> str:
@@ -219,11 +162,6 @@ def address(device: str) -> str:
     """
     domain, _, rest = device.partition(":")
     return f"{domain[-4:]}:{rest}".lower().partition(".")[0]
-
-
-def pids_are_the_kernels() -> bool:
-    """This process is in the initial PID namespace: no container is."""
-    return pid_namespace() == _FIRST_PID_NAMESPACE
 
 
 class KernelLog:
@@ -239,12 +177,12 @@ class KernelLog:
         if self._fd is not None:
             os.lseek(self._fd, 0, os.SEEK_END)
 
-    def events(self) -> tuple[MachineEvent, ...]:
-        """The events since `forget`, the oldest first; empty if the log cannot be read."""
+    def events(self, devices: Collection[str]) -> tuple[MachineEvent, ...]:
+        """Those of these GPUs since `forget`, the oldest first; empty if the log cannot be read."""
         if self._fd is not None:
             room = _MOST_EVENTS - len(self._events)
             self._events += list(parse(_messages(self._fd)))[:room]
-        return tuple(self._events)
+        return tuple(event for event in self._events if event.device in devices)
 
 
 def _opened(path: Path) -> int | None:
