@@ -49,9 +49,19 @@ OF_THE_POOL: frozenset[str] = frozenset(
 _MOST_ERROR = 500
 """Characters of what an agent says of its end."""
 
-_FAILED = frozenset({ExitCode.WORKERS_FAILED, ExitCode.CRASH_LOOP, ExitCode.NOT_ON_DISK})
-_REFUSED = frozenset({ExitCode.UNLIKE_THE_JOB, ExitCode.STORE_MISMATCH, ExitCode.BAD_CONFIG})
-_LEFT = frozenset({ExitCode.STOPPED_BY_SIGTERM, ExitCode.STOPPED_BY_SIGINT, ExitCode.LEFT_IN_TIME})
+_OUTCOMES: Mapping[int, SeatOutcome] = {
+    ExitCode.SUCCESS: SeatOutcome.SUCCEEDED,
+    ExitCode.WORKERS_FAILED: SeatOutcome.FAILED,
+    ExitCode.CRASH_LOOP: SeatOutcome.FAILED,
+    ExitCode.NOT_ON_DISK: SeatOutcome.FAILED,
+    ExitCode.UNLIKE_THE_JOB: SeatOutcome.REFUSED,
+    ExitCode.STORE_MISMATCH: SeatOutcome.REFUSED,
+    ExitCode.BAD_CONFIG: SeatOutcome.REFUSED,
+    ExitCode.STOPPED_BY_SIGTERM: SeatOutcome.LEFT,
+    ExitCode.STOPPED_BY_SIGINT: SeatOutcome.LEFT,
+    ExitCode.LEFT_IN_TIME: SeatOutcome.LEFT,
+}
+"""Of an agent that ends in another way it is `NOT_HERE`."""
 
 
 def agent_words(
@@ -94,28 +104,17 @@ def own_words(settings: Settings, folder: str) -> tuple[str, ...]:
 
 def seat_end(assignment: Assignment, code: int, error: str = "") -> SeatEnd:
     """`code`: of the job's agent, as `subprocess` counts it. `error`: why it ended so, if it has said that."""
-    ticket, job = assignment.seat.ticket, assignment.job.job
+    known = next((one for one in ExitCode if one == code), None)
     if code < 0:
         reason = f"the job's agent was killed by {signal_name(-code)}"
-        return SeatEnd(job, ticket, SeatOutcome.NOT_HERE, code, reason)
-    known = next((one for one in ExitCode if one == code), None)
-    if known is None:
-        return SeatEnd(
-            job, ticket, SeatOutcome.NOT_HERE, code, f"the job's agent ended with exit code {code}"
-        )
-    outcome = SeatOutcome.NOT_HERE
-    if known is ExitCode.SUCCESS:
-        outcome = SeatOutcome.SUCCEEDED
-    elif known in _FAILED:
-        outcome = SeatOutcome.FAILED
-    elif known in _REFUSED:
-        outcome = SeatOutcome.REFUSED
-    elif known in _LEFT:
-        outcome = SeatOutcome.LEFT
-    reason = (
-        f"{short(error, _MOST_ERROR)}; exit code {code}" if error else f"exit code {code}: {known.meaning}"
-    )
-    return SeatEnd(job, ticket, outcome, code, reason)
+    elif known is None:
+        reason = f"the job's agent ended with exit code {code}"
+    elif error:
+        reason = f"{short(error, _MOST_ERROR)}; exit code {code}"
+    else:
+        reason = f"exit code {code}: {known.meaning}"
+    outcome = _OUTCOMES.get(code, SeatOutcome.NOT_HERE)
+    return SeatEnd(assignment.job.job, assignment.seat.ticket, outcome, code, reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ and holds a preloaded process, from which the job's workers will be forked. Ever
 environment, console, log level, signals, cgroup) it takes over with the job, as a process does that starts with it.
 It ends when the daemon ends: with its socket, and by the signal of its parent's death.
 
-On a socket pair the standby sends `Ready` when it is. The daemon sends `AgentCommand`, with the file for what is
-printed, maybe before that. The standby answers `Taken` before it does anything for the job. So one that has ended
+On a socket pair the standby sends `READY` when it is. The daemon sends `AgentCommand`, with the file for what is
+printed, maybe before that. The standby answers `TAKEN` before it does anything for the job. So one that has ended
 without it has started nothing, and the job's agent may be started in another way.
 
 A job whose agent could not be like a process that starts with it gets no standby, and starts cold: Python, and what
@@ -32,14 +32,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from .. import __file__ as _package
 from ..agent.common.events import ThreadFailed
 from ..agent.common.exits import ExitCode
 from ..agent.configuration.values import STORES
 from ..agent.workers.preloader import env_rules
-from ..codec import Codec, Invalid
+from ..codec import Document, Invalid
 from ..worker.wire.shared_progress import clock
 
 if TYPE_CHECKING:
@@ -67,18 +67,12 @@ class AgentCommand:
     directory: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """This process has imported what it needs, and answers at once."""
+READY = b"ready"
+"""The standby has imported what it needs, and answers at once."""
+TAKEN = b"taken"
+"""From now on it is the job's agent: how it ends is how that ends."""
 
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """From now on this process is the job's agent: how it ends is how that ends."""
-
-
-_Message: TypeAlias = AgentCommand | Ready | Taken
-_CODEC: Codec[_Message] = Codec((AgentCommand, Ready, Taken), version=1, most_bytes=LONGEST)
+_COMMAND = Document(AgentCommand, 1, LONGEST)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -91,7 +85,7 @@ def send_job(channel: socket.socket, job: AgentCommand, output: int) -> None:
     text = os.memfd_create("job", os.MFD_CLOEXEC)
     try:
         with open(text, "wb", closefd=False) as file:
-            file.write(_CODEC.encode(job))
+            file.write(_COMMAND.encode(job).encode())
         socket.send_fds(channel, [b"."], [text, output], socket.MSG_DONTWAIT)
     finally:
         os.close(text)
@@ -106,35 +100,21 @@ def receive_job(channel: socket.socket) -> tuple[AgentCommand, int] | None:
         raise Invalid("job without its text or its output")
     text, output = descriptors
     os.set_inheritable(output, False)
-    with open(text, "rb") as file:
+    with open(text) as file:
         file.seek(0)
-        message = _CODEC.decode(file.read(LONGEST + 1))
-    if not isinstance(message, AgentCommand):
-        raise Invalid("message of another kind than a job")
-    return message, output
-
-
-def send_ready(channel: socket.socket) -> None:
-    """Raises OSError when the daemon has ended."""
-    channel.send(_CODEC.encode(Ready()))
-
-
-def send_taken(channel: socket.socket) -> None:
-    """Raises OSError when the daemon has ended."""
-    channel.send(_CODEC.encode(Taken()))
+        return _COMMAND.decode(file.read(LONGEST + 1)), output
 
 
 def was_taken(channel: socket.socket) -> bool:
     """Waits for the answer."""
     try:
-        return _next_is(channel, Ready, READY_WITHIN_S) and _next_is(channel, Taken, TAKEN_WITHIN_S)
-    except (OSError, Invalid):  # the end of the standby, or its silence
+        for answer, within_s in ((READY, READY_WITHIN_S), (TAKEN, TAKEN_WITHIN_S)):
+            channel.settimeout(within_s)
+            if channel.recv(1024) != answer:
+                return False
+    except OSError:  # the end of the standby, or its silence
         return False
-
-
-def _next_is(channel: socket.socket, kind: type[_Message], within_s: float) -> bool:
-    channel.settimeout(within_s)
-    return isinstance(_CODEC.decode(channel.recv(1024)), kind)
+    return True
 
 
 _PR_SET_PDEATHSIG = 1
@@ -186,7 +166,6 @@ class StandbyProcess:
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
-    since: float
 
     def end(self) -> None:
         """It has nothing to finish."""
@@ -198,11 +177,8 @@ class StandbyProcess:
 CALM_S = 20.0
 """The first steps of a job are left alone for so long before a standby is made for the next one."""
 
-RETRY_S = (1.0, 4.0, 15.0, 60.0)
-"""Pauses before a standby that has ended by itself is replaced; the last one for ever."""
-
-HEALTHY_S = 60.0
-"""A standby that has waited for so long had nothing to do with the trouble of those before it."""
+RETRY_S = 10.0
+"""The pause before a standby that has ended by itself is replaced."""
 
 SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")
 
@@ -223,12 +199,7 @@ class Standby:
         self._clock = clock
         self._directory = os.getcwd()
         self._waiting: StandbyProcess | None = None
-        self._failures = 0
         self._start_at = clock()
-
-    @property
-    def pid(self) -> int | None:
-        return self._waiting.process.pid if self._waiting is not None else None
 
     def turn(self, now: float) -> float | None:
         """Replace one that is gone; the instant at which there is more to do."""
@@ -236,11 +207,8 @@ class Standby:
             return None
         if self._waiting is not None and self._waiting.process.poll() is not None:
             self._lost(self._waiting, now)
-        if self._waiting is not None:
-            return None
-        if now < self._start_at:
-            return self._start_at
-        self._start(now)
+        if self._waiting is None and now >= self._start_at:
+            self._start(now)
         return None if self._waiting is not None else self._start_at
 
     def take(self, environment: Mapping[str, str], directory: str) -> StandbyProcess | None:
@@ -255,13 +223,12 @@ class Standby:
         if why := why_cold(self._environment, environment, self._directory, directory):
             log.info("the job's agent starts cold: %s", why)
             return None
-        self._waiting, self._start_at, self._failures = None, now + CALM_S, 0
+        self._waiting, self._start_at = None, now + CALM_S
         return waiting
 
     def idle(self, now: float) -> None:
         """The node has nothing to do: no reason to wait any longer."""
-        if not self._failures:
-            self._start_at = now
+        self._start_at = now
 
     def close(self) -> None:
         """The daemon ends."""
@@ -284,20 +251,16 @@ class Standby:
             ours.close()
             self._failed(f"it cannot be started: {error}", now)
             return
-        self._waiting = StandbyProcess(process, ours, now)
+        self._waiting = StandbyProcess(process, ours)
 
     def _lost(self, waiting: StandbyProcess, now: float) -> None:
         self._waiting = None
         waiting.channel.close()
-        if now >= waiting.since + HEALTHY_S:
-            self._failures = 0
         self._failed(f"it ended with {waiting.process.returncode}", now)
 
     def _failed(self, why: str, now: float) -> None:
-        pause_s = RETRY_S[min(self._failures, len(RETRY_S) - 1)]
-        self._failures += 1
-        self._start_at = now + pause_s
-        log.warning("the process that waits for the next job is gone: %s; another in %g s", why, pause_s)
+        self._start_at = now + RETRY_S
+        log.warning("the process that waits for the next job is gone: %s; another in %g s", why, RETRY_S)
 
 
 def why_cold(environment: Mapping[str, str], of_job: Mapping[str, str], directory: str, of_its: str) -> str:
@@ -327,7 +290,7 @@ def await_job(
     prepared = prepare_process()
     STORES[store].load()
     try:
-        send_ready(channel)
+        channel.send(READY)
         prepared = preload(prepared, preloads, os.environ)
         _wait(channel, prepared)
         received = receive_job(channel)
@@ -336,7 +299,7 @@ def await_job(
         job, output = received
         os.chdir(job.directory)
         signal_at_daemons_end(DAEMON_ENDED)
-        send_taken(channel)
+        channel.send(TAKEN)
     except (OSError, Invalid) as error:
         log.warning("no job of the daemon can be taken: %s", error)
         return None

@@ -197,7 +197,7 @@ def test_one_that_dies_is_replaced(node: Node) -> None:
     os.kill(standby, signal.SIGKILL)
     assert node.standby(standby) != standby
     assert (
-        "the process that waits for the next job is gone: it ended with -9; another in 1 s"
+        "the process that waits for the next job is gone: it ended with -9; another in 10 s"
         in node.log.read_text()
     )
 

@@ -16,15 +16,14 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.codec import Invalid
 from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded, NotTaken, StandbyProcess
 from elastic_agent.pool.standby import (
-    HEALTHY_S,
+    READY,
     RETRY_S,
+    TAKEN,
     AgentCommand,
     Standby,
     pair,
     receive_job,
     send_job,
-    send_ready,
-    send_taken,
     was_taken,
     why_cold,
 )
@@ -73,8 +72,8 @@ def test_a_job_is_handed_over_whole_however_long_it_is(tmp_path: Path) -> None:
         assert received[0] == job
         with open(received[1], "wb") as same:
             same.write(b"printed")
-        send_ready(theirs)
-        send_taken(theirs)
+        theirs.send(READY)
+        theirs.send(TAKEN)
         assert was_taken(ours)
     assert (tmp_path / "output").read_text() == "printed"
 
@@ -96,7 +95,7 @@ class Handed:
         ours, theirs = pair()
         program = (
             "import socket, sys\n"
-            "from elastic_agent.pool.standby import receive_job, send_ready, send_taken\n"
+            "from elastic_agent.pool.standby import READY, TAKEN, receive_job\n"
             "channel = socket.socket(fileno=int(sys.argv[1]))\n"
         )
         with theirs:
@@ -105,20 +104,20 @@ class Handed:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         job = AgentCommand(("--version",), {"PATH": "/bin"}, str(folder))
         self.agent = JobAgent(7, job, folder / "logs" / "output", self.events.put)
-        self.agent.start(StandbyProcess(self.process, ours, 0.0))
+        self.agent.start(StandbyProcess(self.process, ours))
 
     def event(self) -> Any:
         return self.events.get(timeout=PATIENCE_S)
 
 
 def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path) -> None:
-    handed = Handed(tmp_path, "send_ready(channel)\nreceive_job(channel)\nsend_taken(channel)\nsys.exit(9)")
+    handed = Handed(tmp_path, "channel.send(READY)\nreceive_job(channel)\nchannel.send(TAKEN)\nsys.exit(9)")
     assert handed.event() == JobAgentEnded(7, 9)
 
 
 def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     stop = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
-    handed = Handed(tmp_path, f"send_ready(channel)\nreceive_job(channel)\nsend_taken(channel)\n{stop}")
+    handed = Handed(tmp_path, f"channel.send(READY)\nreceive_job(channel)\nchannel.send(TAKEN)\n{stop}")
     os.waitid(os.P_PID, handed.process.pid, os.WSTOPPED | os.WNOWAIT)
     handed.agent.leave()
     assert handed.event() == JobAgentEnded(7, ExitCode.STOPPED_BY_SIGTERM)
@@ -128,7 +127,7 @@ def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) ->
     "code",
     [
         "",
-        "send_ready(channel)\nreceive_job(channel)",
+        "channel.send(READY)\nreceive_job(channel)",
         "channel.close()\nimport time\ntime.sleep(60)",
         "1 / 0",
     ],
@@ -207,7 +206,7 @@ def test_a_standby_is_not_lost_where_its_output_has_no_place(tmp_path: Path) -> 
     process = subprocess.Popen(["sleep", "60"])
     agent = JobAgent(7, AgentCommand((), {}, "/"), tmp_path / "logs" / "output", lambda event: None)
     with theirs, pytest.raises(OSError, match="logs"):
-        agent.start(StandbyProcess(process, ours, 0.0))
+        agent.start(StandbyProcess(process, ours))
     assert process.returncode is not None
 
 
@@ -218,9 +217,7 @@ class Clock:
         return self.now
 
 
-def test_one_that_ends_again_and_again_is_replaced_after_growing_pauses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_that_ends_is_replaced_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def start_child(command: list[str], *_: object, **__: object) -> subprocess.Popen[bytes]:
@@ -230,19 +227,13 @@ def test_one_that_ends_again_and_again_is_replaced_after_growing_pauses(
     monkeypatch.setattr("elastic_agent.pool.standby.start_child", start_child)
     clock = Clock()
     standby = Standby(("json",), "local", OURS, clock)
-    for pause_s in (*RETRY_S, RETRY_S[-1]):
+    for number in (1, 2):
         assert standby.turn(clock.now) is None
         started[-1].wait()
-        assert standby.turn(clock.now) == clock.now + pause_s
-        standby.idle(clock.now)
-        assert standby.turn(clock.now) == clock.now + pause_s, "an idle node is no reason to hurry"
+        assert standby.turn(clock.now) == clock.now + RETRY_S
         assert standby.take(OURS, "/here") is None
-        clock.now += pause_s
-    standby.turn(clock.now)
-    started[-1].wait()
-    clock.now += HEALTHY_S
-    assert standby.turn(clock.now) == clock.now + RETRY_S[0]
-    assert len(started) == len(RETRY_S) + 2
+        assert len(started) == number
+        clock.now += RETRY_S
     standby.close()
 
 
