@@ -6,7 +6,6 @@ is found."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import queue
@@ -15,8 +14,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from ..agent.common.ports import PortError, bind_listener
 from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, Config
 from ..agent.configuration.derive import Resolved
 from ..agent.configuration.options import SECRET_VARIABLES
-from ..agent.configuration.rendezvous import ENDPOINT, EtcdConfig
+from ..agent.configuration.rendezvous import ENDPOINT
 from ..agent.configuration.settings import Settings
 from ..agent.machine.devices import probe
 from ..agent.machine.network import NetworkChoice, reachable_at, unique_node_id, wait_for_network
@@ -38,46 +36,25 @@ from ..agent.output.console import take as take_console
 from ..agent.output.log_folders import own_logs
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..agent.rendezvous_io.store_opening import open_store, store_listener, store_options
-from ..health.checks.finding import Finding, NodeNeeds
+from ..health.checks.finding import NodeNeeds
 from ..health.checks.runner import CheckRun
 from ..health.checks.table import checks_for
 from ..health.http import Answers, HealthServer
-from ..rendezvous.errors import StoreUnavailable
+from ..rendezvous.errors import StoreError
 from ..rendezvous.records import Endpoint
-from ..rendezvous.store.interface import LeaseId, Store
-from ..rendezvous.store.requests import RETRY
 from ..rendezvous.text import clean
 from ..threads import Thread, listen
 from ..worker.wire.shared_progress import clock
 from .job_agent import agent_words, own_words
+from .job_logs import PATH as LOGS_PATH
 from .job_logs import JobFolders
-from .loop import DaemonLoop, Ending, IdleChecks, Services
+from .loop import DaemonLoop, Ending, IdleChecks
 from .member import Assignment, PoolMember
-from .pages import POOL_PATH, DaemonPages, LogPage, PoolMetrics, slow_pages
-from .records import MOST_NODES, PoolNode, SeatEnd
+from .pages import POOL_PATH, DaemonPages, LogPage, PoolMetrics
+from .records import MOST_NODES, PoolNode
 from .standby import AgentCommand, Standby
 
 log = logging.getLogger(__name__)
-
-GIVE_UP_S = 1.0
-"""To give up the lease: without it the pool misses this node until the lease ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What a daemon has opened before it joins the pool."""
-
-    network: NetworkChoice
-    store: Store
-    options: Mapping[str, str]
-    """Of the agents of jobs, by name: the pool's store, and what else this daemon decides."""
-    logs: Path
-    """The folder for the folders of jobs."""
-    token: str
-    http: Endpoint | None
-    """Where other nodes reach the pages; None when they cannot."""
-    metrics: PoolMetrics
-    pages: DaemonPages
 
 
 def run_daemon(
@@ -89,114 +66,119 @@ def run_daemon(
     on_turn: Callable[[str], None],
 ) -> Ending:
     """One daemon's whole life. `events` gets this process' signals."""
-    rng = random.SystemRandom()
     with contextlib.ExitStack() as parts:
         try:
-            opened = _open(config, name, environment, events, on_turn, parts)
+            return _run(config, name, settings, environment, events, on_turn, parts)
         except CannotStart as refusal:
             return Ending(refusal.code, str(refusal))
-        lease_ttl_s, metrics = config.rendezvous.lease_ttl_s, opened.metrics
-        member = PoolMember(
-            _record(config, name, settings, opened),
-            lease_ttl_s=lease_ttl_s,
-            rng=rng,
-            now=clock(),
-            wall=time.time,
-        )
-        link = StoreLink(opened.store, member, lease_ttl_s, events.put, clock, rng)
-        place = f"{config.rendezvous.job_id} at {opened.options[ENDPOINT.name]}"
-        log.info("node %s offers itself to pool %s", name, place)
-        standby = Standby(config.preload, config.rendezvous.kind.name, environment, clock)
-        parts.callback(standby.close)
-
-        def checked(findings: Sequence[Finding]) -> None:
-            metrics.checked({finding.check: finding.outcome.severity for finding in findings})
-
-        def ended(end: SeatEnd) -> None:
-            metrics.pool_job_agents_ended_total.inc(outcome=end.outcome.value)
-
-        checks = IdleChecks(config.check, _new_run(config, environment, opened.network), events.put, checked)
-        parts.callback(checks.close)
-        services = Services(link, JobFolders(opened.logs, place, name), standby, checks)
-        command = _commands(config, name, settings, environment, opened)
-        loop = DaemonLoop(member, services, command, events, clock, on_turn, ended)
-        opened.pages.begin(lambda: loop.snapshot, opened.store)
-        link.start()
-        ending = loop.run()
-        link.close()
-        if member.lease is not None:
-            _give_up(member.lease, opened.store, clock, rng)
-        return ending
 
 
-def _open(
+def _run(
     config: Config,
     name: str,
+    settings: Settings,
     environment: Mapping[str, str],
     events: queue.SimpleQueue[Any],
     on_turn: Callable[[str], None],
     parts: contextlib.ExitStack,
-) -> _Opened:
+) -> Ending:
     """Raises CannotStart."""
-    pool, token = config.rendezvous.job_id, secrets.token_hex(16)
+    rng, token = random.SystemRandom(), secrets.token_hex(16)
+    pool, lease_ttl_s = config.rendezvous.job_id, config.rendezvous.lease_ttl_s
     starting, looking = "waiting for the network", "looking for the pool's store"
     network = unless_stopped(
         lambda: wait_for_network(config, environment), events, starting, lambda: on_turn(starting)
     )
     address = network.choice.address
-    listener = store_listener(config, network.endpoint, address, _store_of_endpoint)
-    http = _listen(config, address)
+    listener, http = _listen(config, network.endpoint, address)
     served_at = http.getsockname()[:2]
     logs = _log_root(config)
     metrics = PoolMetrics(pool, name, clock)
     pages = DaemonPages(metrics, pool, name, clock)
     _serve(http, pages, LogPage(logs, name, token), parts)
-    options = dict(store_options(config, network.endpoint, listener)) | dict(
-        _http_of_jobs(config.http_address)
-    )
+    options = store_options(config, network.endpoint, listener)
     store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
     parts.callback(store.close)
-    reachable = reachable_at(served_at, address)
-    return _Opened(network.choice, store, options, logs, token, reachable, metrics, pages)
-
-
-def _record(config: Config, name: str, settings: Settings, opened: _Opened) -> PoolNode:
-    return PoolNode(
+    record = PoolNode(
         name,
         uuid.uuid4().hex[:12],
-        opened.network.address,
+        address,
         most_nodes=MOST_NODES if settings[MAX_NODES].is_default else config.nodes.max,
-        http=opened.http,
-        token=opened.token,
-        logs=str(opened.logs),
+        http=reachable_at(served_at, address),
+        token=token,
+        logs=str(logs),
     )
+    member = PoolMember(record, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), wall=time.time)
+    link = StoreLink(store, member, lease_ttl_s, events.put, clock, rng)
+    place = f"{pool} at {options[ENDPOINT.name]}"
+    log.info("node %s offers itself to pool %s", name, place)
+    standby = Standby(config.preload, config.rendezvous.kind.name, environment, clock)
+    parts.callback(standby.close)
+    checks = IdleChecks(
+        config.check, _new_run(config, environment, network.choice), events.put, metrics.checked
+    )
+    parts.callback(checks.close)
+    loop = DaemonLoop(
+        member,
+        link,
+        JobFolders(logs, place, name),
+        standby,
+        checks,
+        metrics,
+        _commands(config, name, settings, environment, options, logs),
+        events,
+        on_turn,
+    )
+    pages.begin(lambda: loop.snapshot, store)
+    link.start()
+    ending = loop.run()
+    link.close()
+    if member.lease is not None:
+        try:
+            store.revoke(member.lease)
+        except StoreError as error:
+            log.warning("left; could not sign off, the others notice when the lease ends: %s", error)
+    return ending
+
+
+def _listen(
+    config: Config, endpoint: Endpoint | None, address: str
+) -> tuple[socket.socket | None, socket.socket]:
+    """For the pool's store, if this daemon may host it, and for the pages. Raises CannotStart."""
+
+    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
+        return bind_listener(address, port if port is not None else config.port_range or 0, purpose)
+
+    try:
+        return store_listener(config, endpoint, address, bind), http_listener(config, address, bind)
+    except PortError as error:
+        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
 
 
 def _commands(
-    config: Config, name: str, settings: Settings, environment: Mapping[str, str], opened: _Opened
+    config: Config,
+    name: str,
+    settings: Settings,
+    environment: Mapping[str, str],
+    store: Mapping[str, str],
+    logs: Path,
 ) -> Callable[[Assignment], AgentCommand]:
-    """What starts the agent of a job on this node."""
-    own, inherited = own_words(settings, os.getcwd()), _for_jobs(environment, config.rendezvous.etcd)
+    """What starts the agent of a job on this node. `store`: the options of the pool's, by name."""
+    own, inherited, options = own_words(settings, os.getcwd()), dict(environment), dict(store)
+    etcd, http = config.rendezvous.etcd, config.http_address
+    if etcd is not None and etcd.password is not None:
+        # The agents need it, too, and keep it from their workers.
+        inherited |= dict.fromkeys(SECRET_VARIABLES, etcd.password.text)
+    if http is not None:
+        # The port that a file or a variable names, which jobs' agents read, too, is the daemon's alone.
+        options[HTTP_ADDRESS.name] = str(Endpoint(http.address, 0))
 
     def command(assignment: Assignment) -> AgentCommand:
         job = assignment.job
-        words = agent_words(assignment, name, opened.options, own, str(opened.logs / job.job))
+        words = agent_words(assignment, name, options, own, str(logs / job.job))
         return AgentCommand(tuple(words), {**inherited, **job.environment}, job.directory)
 
     return command
-
-
-def _for_jobs(environment: Mapping[str, str], etcd: EtcdConfig | None) -> Mapping[str, str]:
-    """What the agents of jobs inherit. They need the store's password, too, and keep it from their workers."""
-    if etcd is None or etcd.password is None:
-        return environment
-    return {**environment, **dict.fromkeys(SECRET_VARIABLES, etcd.password.text)}
-
-
-def _http_of_jobs(own: Endpoint | None) -> Iterator[tuple[str, str]]:
-    """The port that a file or a variable names, which jobs' agents read, too, is the daemon's alone."""
-    if own is not None:
-        yield HTTP_ADDRESS.name, str(Endpoint(own.address, 0))
 
 
 def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoice) -> Callable[[], CheckRun]:
@@ -215,25 +197,10 @@ def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoi
     return lambda: CheckRun(checks_for(needs, at_join=True), needs, environment)
 
 
-def _store_of_endpoint(address: str, port: int | None, purpose: str) -> socket.socket:
-    raise AssertionError("a pool's store has an endpoint")
-
-
-def _listen(config: Config, address: str) -> socket.socket:
-    """Raises CannotStart."""
-
-    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
-        return bind_listener(address, port if port is not None else config.port_range or 0, purpose)
-
-    try:
-        return http_listener(config, address, bind)
-    except PortError as error:
-        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
-
-
 def _serve(http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contextlib.ExitStack) -> None:
     """Before the store is found: that takes as long as it takes, and is no reason to end this daemon."""
-    json, slow = dict.fromkeys(("/", POOL_PATH), pages.pool), slow_pages(pages, logs)
+    json = dict.fromkeys(("/", POOL_PATH), pages.pool)
+    slow = {"/metrics": pages.all_metrics, LOGS_PATH: logs.answer}  # they wait for another process or a disk
     server = HealthServer(
         http, Answers(pages.metrics, pages.liveness, pages.readiness, json, slow=slow), Thread
     )
@@ -260,25 +227,6 @@ def _log_root(config: Config) -> Path:
         raise CannotStart(
             ExitCode.NOT_HERE, f"no place for what jobs print: {error}; name one with --log-dir"
         ) from error
-
-
-def _give_up(lease: LeaseId, store: Store, clock: Callable[[], float], rng: random.Random) -> None:
-    """In a c10d pool the daemon that hosts the store may be leaving at the same instant: then another one, or this one,
-    hosts it."""
-    until = clock() + GIVE_UP_S
-    for attempt in itertools.count():
-        try:
-            store.revoke(lease)
-            return
-        except Exception as error:
-            wait_s = RETRY.wait_s(attempt, rng)
-            if not isinstance(error, StoreUnavailable) or clock() + wait_s >= until:
-                log.warning("left; could not sign off, the others notice when the lease ends: %s", error)
-                return
-            time.sleep(wait_s)
-
-
-log = logging.getLogger(__name__)
 
 
 def run(resolved: Resolved) -> int:

@@ -16,10 +16,11 @@ from ..agent.configuration.values import CheckMode
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..health.checks.finding import Finding
 from ..health.checks.runner import BackgroundChecks, CheckRun, failed
+from ..worker.wire.shared_progress import clock
 from .job_agent import JobAgent, JobAgentEnded, NotTaken, seat_end
 from .job_logs import JobFolders
 from .member import Assignment, PoolMember
-from .pages import DaemonSnapshot, RunningJob
+from .pages import DaemonSnapshot, PoolMetrics
 from .records import SeatEnd, SeatOutcome
 from .standby import AgentCommand, Standby
 
@@ -37,35 +38,25 @@ class Ending:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What the loop works with besides the node's part in the pool."""
-
-    link: StoreLink
-    folders: JobFolders
-    """With the files for what the agents of jobs print."""
-    standby: Standby
-    checks: IdleChecks
-
-
 class DaemonLoop:
     """Runs one daemon in the thread that calls `run`."""
 
     def __init__(
         self,
         member: PoolMember,
-        services: Services,
+        link: StoreLink,
+        folders: JobFolders,
+        standby: Standby,
+        checks: IdleChecks,
+        metrics: PoolMetrics,
         command: Callable[[Assignment], AgentCommand],
         events: queue.SimpleQueue[Any],
-        clock: Callable[[], float],
-        on_turn: Callable[[str], None] = lambda status: None,
-        on_end: Callable[[SeatEnd], None] = lambda end: None,
+        on_turn: Callable[[str], None],
     ) -> None:
-        """`command` is what starts the agent of a job here, and `on_end` is called as that has ended."""
-        self._member, self._command = member, command
-        self._link, self._folders = services.link, services.folders
-        self._standby, self._checks = services.standby, services.checks
-        self._events, self._clock, self._on_turn, self._on_end = events, clock, on_turn, on_end
+        """`command` is what starts the agent of a job here."""
+        self._member, self._link, self._folders = member, link, folders
+        self._standby, self._checks, self._metrics = standby, checks, metrics
+        self._command, self._events, self._on_turn = command, events, on_turn
         self._agent: JobAgent | None = None
         self._assignment: Assignment | None = None
         self._leaving: ExitCode | None = None
@@ -84,7 +75,7 @@ class DaemonLoop:
     def run(self) -> Ending:
         """Until this node has left the pool; no process of a job is left here then."""
         while True:
-            now = self._clock()
+            now = clock()
             wake_at = self._turn(now)
             if self._fatal is not None and (self._agent is None or self._agent.has_ended):
                 return self._fatal
@@ -198,8 +189,7 @@ class DaemonLoop:
             self._counted, counts = member.view.version, member.view.counts()
         if member.tracks and not self._tidied:
             self._tidy()
-        running = RunningJob(due.job.job, due.job.name, due.seat.ticket) if due is not None else None
-        self.snapshot = DaemonSnapshot(self._clock(), is_current, member.coordinates, status, running, counts)
+        self.snapshot = DaemonSnapshot(clock(), is_current, member.coordinates, status, due, counts)
 
     def _tidy(self) -> None:
         """The folders of jobs that the pool has forgotten."""
@@ -211,16 +201,13 @@ class DaemonLoop:
 
     def _told(self, event: object) -> None:
         if isinstance(event, ThreadFailed):
-            self._fail(event.code, event.reason)
+            self._fatal = self._fatal or Ending(event.code, event.reason)
         elif isinstance(event, JobAgentEnded):
             self._ended(event)
         elif isinstance(event, NotTaken):
             self._not_taken(event)
         elif isinstance(event, Signalled):
             self._signalled(event)
-
-    def _fail(self, code: ExitCode, reason: str) -> None:
-        self._fatal = self._fatal or Ending(code, reason)
 
     def _ended(self, event: JobAgentEnded) -> None:
         assignment = self._assignment
@@ -232,9 +219,9 @@ class DaemonLoop:
 
     def _over(self, end: SeatEnd) -> None:
         self._folders.end()
-        self._on_end(end)
+        self._metrics.pool_job_agents_ended_total.inc(outcome=end.outcome.value)
         self._member.ended(end)
-        now = self._clock()
+        now = clock()
         self._standby.idle(now)
         if end.outcome in (SeatOutcome.NOT_HERE, SeatOutcome.REFUSED):
             self._checks.suspect(now)
@@ -282,7 +269,7 @@ class IdleChecks:
         mode: CheckMode,
         new_run: Callable[[], CheckRun],
         post: Callable[[Event], object],
-        on_findings: Callable[[Sequence[Finding]], None] = lambda findings: None,
+        on_findings: Callable[[Sequence[Finding]], None],
     ) -> None:
         """`post` takes events from any thread, `on_findings` gets the findings of each run."""
         self._mode = mode

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
 from ..health import families
+from ..health.checks.finding import Finding
 from ..health.checks.table import AT_JOIN
 from ..health.families import CONTENT_TYPE, Counter, Gauge, Level, Row
 from ..health.http import Page, Probe, Request
@@ -25,8 +26,8 @@ from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import Endpoint, NodeRecord, node_key
 from ..rendezvous.store.interface import Store
 from ..rendezvous.store.scoped import run_prefix
-from .job_logs import PATH as LOGS_PATH
 from .job_logs import LogRequest, read_piece
+from .member import Assignment
 from .view import PoolCounts
 
 log = logging.getLogger(__name__)
@@ -41,15 +42,6 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
-class RunningJob:
-    """What runs on this node."""
-
-    job: str
-    name: str
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
 class DaemonSnapshot:
     """All that other threads read of a daemon, as of its newest turn."""
 
@@ -57,7 +49,7 @@ class DaemonSnapshot:
     tracks: bool = False
     coordinates: bool = False
     status: str = "starting"
-    running: RunningJob | None = None
+    running: Assignment | None = None
     counts: PoolCounts = field(default_factory=PoolCounts)
 
 
@@ -91,8 +83,9 @@ class PoolMetrics(families.Page):
     def __init__(self, pool: str, node: str, clock: Callable[[], float]) -> None:
         super().__init__({"pool": pool, "node": node}, {}, clock)
 
-    def checked(self, severities: Mapping[str, float | None]) -> None:
-        """By check; what is not among them is unknown now."""
+    def checked(self, findings: Iterable[Finding]) -> None:
+        """What is not among them is unknown now."""
+        severities = {finding.check: finding.outcome.severity for finding in findings}
         with self.lock:
             for check in AT_JOIN:
                 self.pool_node_check_outcome.set(severities.get(check), check=check)
@@ -126,7 +119,7 @@ class DaemonPages:
 
     def pool(self) -> str:
         now = self._newest()
-        running = {"job": now.running.job, "name": now.running.name} if now.running is not None else None
+        job = now.running.job if now.running is not None else None
         return json.dumps(
             {
                 "schema": 1,
@@ -135,7 +128,7 @@ class DaemonPages:
                 "status": now.status,
                 "ready": now.tracks,
                 "coordinator": now.coordinates,
-                "running": running,
+                "running": {"job": job.job, "name": job.name} if job is not None else None,
                 **(asdict(now.counts) if now.tracks else {}),
             }
         )
@@ -171,19 +164,19 @@ class DaemonPages:
             page = get(place, "/metrics", time.monotonic, JOB_METRICS_S, MOST_JOB_METRICS)
         except (OSError, NoAnswer, StoreError, RecordInvalid) as error:
             self._place = None
-            log.debug("no metrics of job %s: %s", running.job, error)
+            log.debug("no metrics of job %s: %s", running.job.job, error)
             return ""
-        return labelled(page, running.name)
+        return labelled(page, running.job.name)
 
-    def _find(self, running: RunningJob, store: Store) -> Endpoint | None:
+    def _find(self, running: Assignment, store: Store) -> Endpoint | None:
         known = self._place
-        if known is None or known[0] != running.ticket:
-            key = run_prefix(running.job) + node_key(self._node)
+        if known is None or known[0] != running.seat.ticket:
+            key = run_prefix(running.job.job) + node_key(self._node)
             entries = store.read((key,)).entries
             http = NodeRecord.from_json(node_key(self._node), entries[0].value).http if entries else None
             if http is None:
                 return None
-            self._place = known = running.ticket, http
+            self._place = known = running.seat.ticket, http
         return known[1]
 
 
@@ -224,8 +217,3 @@ class LogPage:
         except OSError as error:
             return Page(HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error.strerror}\n".encode())
         return Page(HTTPStatus.OK, "application/octet-stream", piece)
-
-
-def slow_pages(pages: DaemonPages, logs: LogPage) -> dict[str, Callable[[Request], Page]]:
-    """Those that wait for another process or a disk."""
-    return {"/metrics": pages.all_metrics, LOGS_PATH: logs.answer}

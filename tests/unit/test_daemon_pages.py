@@ -13,15 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.health.http import Answers, HealthServer, Probe, Request
 from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.pool.member import Assignment
 from elastic_agent.pool.pages import (
     SEAT_OUTCOMES,
     DaemonPages,
     DaemonSnapshot,
-    LogPage,
     PoolMetrics,
-    RunningJob,
     labelled,
-    slow_pages,
 )
 from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, SeatOutcome
 from elastic_agent.pool.view import PoolCounts, PoolView
@@ -34,7 +32,9 @@ from elastic_agent.threads import Thread
 
 NOW = 100.0
 IDLE = DaemonSnapshot(NOW - 0.5, True, False, "idle: waiting for a job", None, PoolCounts(3, 2, 5, 1))
-BUSY = replace(IDLE, running=RunningJob("j", 'a "job"', 7), status="running job j")
+JOB = Job("j", 'a "job"', (), (), {}, "/", 1, 1, None, 0.0, "u")
+SEAT = Seat("n", "n1", 7)
+BUSY = replace(IDLE, running=Assignment(JOB, Run("j", 1, 0.0, (SEAT,)), SEAT), status="running job j")
 
 
 @pytest.fixture
@@ -153,11 +153,6 @@ def test_the_next_job_has_another_agent(pages: DaemonPages, store: MemoryStore, 
 
 def test_a_label_is_escaped() -> None:
     assert labelled("a 1\n", 'x"\\\n') == 'a{job="x\\"\\\\\\n"} 1\n'
-
-
-def test_metrics_and_logs_may_be_slow(pages: DaemonPages, tmp_path_factory: pytest.TempPathFactory) -> None:
-    logs = LogPage(tmp_path_factory.mktemp("logs"), "n", "t")
-    assert set(slow_pages(pages, logs)) == {"/metrics", "/logs"}
 
 
 def test_nodes_and_jobs_are_counted() -> None:
