@@ -194,7 +194,7 @@ def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoi
         gpus=gpus,
         rdma=bool(gpus and choice.rdma_ports),
     )
-    return lambda: CheckRun(checks_for(needs, at_join=True), needs, environment)
+    return lambda: CheckRun(checks_for(needs), needs, environment)
 
 
 def _serve(http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contextlib.ExitStack) -> None:

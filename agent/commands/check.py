@@ -45,8 +45,8 @@ usage: elastic-agent check [--json] [options of a run] [SCRIPT [arguments]]
        elastic-agent check --nodes N --rdzv-endpoint HOST:PORT [--wait SECONDS] [--json] [options of a run]
 
 Checks this node for the job that these options describe: GPUs (NVML, the kernel's log), /dev/shm, the directory of
-checkpoints (--check-directory), --log-dir, limits, name resolution, interface, --port-range. Starts nothing and leaves
-nothing. All but that of the ports run before each join: see --check in elastic-agent --help-all, and docs/checks.md.
+checkpoints (--check-directory), --log-dir, limits, name resolution and the interface. Starts nothing and leaves
+nothing. The same checks run before each join: see --check in elastic-agent --help-all, and docs/checks.md.
 With --nodes, started on every node, the nodes meet in the store and try each other out; all print the same report.
 """
 
@@ -98,7 +98,7 @@ def main(words: Sequence[str]) -> int:
     needs = needs_of(config, machine)
     began_at = time.monotonic()
     with one_line_errors(CommandCode.INTERRUPTED):
-        findings = run_checks(checks_for(needs, at_join=False), needs, environ)
+        findings = run_checks(checks_for(needs), needs, environ)
     if isinstance(machine.network, NotReady):
         missing = f"no network for the job: there is no {machine.network.missing}"
         findings = (*findings, Finding("interface", Outcome.FAIL, missing, machine.network.advice))

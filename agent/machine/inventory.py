@@ -127,7 +127,6 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
 
 def needs_of(config: Config, machine: Machine) -> NodeNeeds:
     """What the checks of this node look at."""
-    ports = config.port_range
     choice = machine.network.choice if isinstance(machine.network, Network) else None
     memory = describe_folder(config.memory_checkpoints)
     logs = config.logs.given_directory
@@ -139,7 +138,6 @@ def needs_of(config: Config, machine: Machine) -> NodeNeeds:
         log_directory=str(logs) if logs is not None else "",
         interface=choice.interface if choice is not None else "",
         address=choice.address if choice is not None else "",
-        ports=(ports.first, ports.last) if ports is not None else None,
         gpus=machine.gpus,
         rdma=bool(machine.profile.ports and machine.inventory.cuda),
     )

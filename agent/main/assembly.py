@@ -225,7 +225,7 @@ def metrics_of(agent: Agent) -> Metrics:
 
 def checks_of(agent: Agent) -> JoinChecks:
     needs = needs_of(agent.config, agent.machine)
-    checks = checks_for(needs, at_join=True)
+    checks = checks_for(needs)
     return JoinChecks(
         agent.config.check,
         lambda: CheckRun(checks, needs, agent.environment),

@@ -1,1 +1,1 @@
-"""Pre-flight checks: is this machine fit to train? Probes return facts, pure rules judge them, findings say it."""
+"""Pre-flight checks: is this machine fit to train? One function looks at one thing, and a finding says what it saw."""

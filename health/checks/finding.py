@@ -81,7 +81,6 @@ def worst_first(findings: Iterable[Finding]) -> Sequence[Finding]:
 
 # --- What a job needs
 
-Port = Annotated[int, Within(0, 65535)]
 MOST_PEERS = 8
 """The most other nodes that are asked whether they answer."""
 _Path = Annotated[str, Text(4096)]
@@ -102,8 +101,6 @@ class NodeNeeds(Checked):
     interface: Annotated[str, Text(64)] = ""
     address: Annotated[str, Text(256)] = ""
     """By which other nodes reach this one."""
-    ports: tuple[Port, Port] | None = None
-    """The first and the last that the agent may listen on; None: any free one."""
     gpus: Annotated[tuple[Annotated[str, Text(128)], ...], AtMost(256)] = ()
     """As NVML knows them: a PCI address, a uuid or an index."""
     rdma: bool = False

@@ -20,7 +20,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -29,7 +29,7 @@ from typing import Annotated
 from ...codec import AtMost, Checked, Codec, Count, Text, Within
 from .finding import MIB, Finding, NodeNeeds, Outcome, listed, span
 
-GPU_CHECKS = ("gpu-visible", "gpu-ecc", "gpu-remapped-rows", "gpu-throttling", "gpu-persistence")
+GPU_CHECKS = ("gpu-visible", "gpu-ecc", "gpu-remapped-rows", "gpu-throttling")
 
 THROTTLING = {
     0x08: "hardware slowdown (heat or power)",
@@ -94,7 +94,6 @@ class GpuFacts(Checked):
     """Pages wait to be taken out of use, on GPUs that remap no rows."""
     throttled: Annotated[int, Within(0, 2**63 - 1)] | None = None
     """Bits of `THROTTLING`, and others."""
-    persistent: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +135,7 @@ def judge_nvml(facts: NvmlFacts, needs: NodeNeeds) -> tuple[Finding, ...]:
     else:
         driver = f", driver {facts.driver}" if facts.driver else ""
         visible = Finding("gpu-visible", Outcome.OK, f"{count} GPUs answer{driver}", values=values)
-    return (visible, _ecc(seen), _rows(seen), _throttling(seen), _persistence(seen)) if seen else (visible,)
+    return (visible, _ecc(seen), _rows(seen), _throttling(seen)) if seen else (visible,)
 
 
 def _ecc(gpus: Sequence[GpuFacts]) -> Finding:
@@ -194,18 +193,6 @@ def _throttling(gpus: Sequence[GpuFacts]) -> Finding:
 
 def _reasons(bits: int) -> list[str]:
     return [reason for bit, reason in THROTTLING.items() if bits & bit]
-
-
-def _persistence(gpus: Sequence[GpuFacts]) -> Finding:
-    known = [gpu for gpu in gpus if gpu.persistent is not None]
-    if not known:
-        return Finding("gpu-persistence", Outcome.UNKNOWN, "these GPUs do not tell their persistence mode")
-    off = [gpu.name for gpu in known if not gpu.persistent]
-    values: dict[str, float] = {"off": len(off)}
-    if not off:
-        return Finding("gpu-persistence", Outcome.OK, "persistence mode is on", values=values)
-    advice = "each start waits seconds for the driver to load: run nvidia-persistenced, or nvidia-smi -pm 1"
-    return Finding("gpu-persistence", Outcome.WARN, f"persistence mode is off: {listed(off)}", advice, values)
 
 
 # --- Faults
@@ -285,43 +272,39 @@ def _line(before: GpuFacts | None, now: GpuFacts) -> str:
 KERNEL_LOG = "/dev/kmsg"
 RECORD_BYTES = 8192
 """The kernel gives one record at each read, and none is longer."""
-MOST_XIDS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Xid:
-    gpu: str
-    number: int
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class XidFacts:
-    readable: bool
-    xids: tuple[Xid, ...] = ()
-    """The newest."""
-
-
-def check_xids(needs: NodeNeeds) -> Finding:
-    return judge_xids(probe_xids(), needs)
-
-
-def probe_xids(log: str = KERNEL_LOG) -> XidFacts:
+def check_xids(needs: NodeNeeds, log: str = KERNEL_LOG) -> Finding:
+    """Old and new ones cannot be told apart after a reset, so this warns and never fails."""
     try:
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            xids = list(_hardware_xids(descriptor, time.clock_gettime(time.CLOCK_BOOTTIME) - XIDS_COUNT_S))
+        finally:
+            os.close(descriptor)
     except OSError:
-        return XidFacts(readable=False)
-    try:
-        found = xids_of(_messages(descriptor), time.clock_gettime(time.CLOCK_BOOTTIME))
-    except PermissionError:
-        return XidFacts(readable=False)
-    finally:
-        os.close(descriptor)
-    return XidFacts(readable=True, xids=tuple(found[-MOST_XIDS:]))
+        advice = "run as root, or sysctl -w kernel.dmesg_restrict=0"
+        return Finding("gpu-xid", Outcome.UNKNOWN, "this user may not read the kernel's log", advice)
+    values: dict[str, float] = {"xids": len(xids)}
+    if not xids:
+        return Finding("gpu-xid", Outcome.OK, "no hardware Xid in the kernel's log of a day", values=values)
+    up_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    newest = {(gpu, number): max(0.0, up_s - at_s) for gpu, number, at_s in xids}
+    shown = listed([f"Xid {number} of {gpu}, {_ago(age)} ago" for (gpu, number), age in newest.items()])
+    advice = "look the number up in NVIDIA's list of Xid messages; reset the GPU (nvidia-smi -r) if it was not since"
+    return Finding("gpu-xid", Outcome.WARN, shown, advice, values)
+
+
+def _hardware_xids(descriptor: int, since_s: float) -> Iterator[tuple[str, int, float]]:
+    """GPU, number and the seconds since the machine was up; oldest first. Raises OSError."""
+    for at_s, text in _messages(descriptor):
+        match = _XID.search(text)
+        if match and int(match[2]) in HARDWARE_XIDS and at_s > since_s:
+            yield match[1], int(match[2]), at_s
 
 
 def _messages(descriptor: int) -> Iterator[tuple[float, str]]:
-    """`6,1234,5678901,-;text`: the third is in microseconds. Raises PermissionError."""
+    """`6,1234,5678901,-;text`: the third is in microseconds. Raises OSError."""
     while True:
         try:
             record = os.read(descriptor, RECORD_BYTES)
@@ -335,30 +318,6 @@ def _messages(descriptor: int) -> Iterator[tuple[float, str]]:
         fields = head.split(",")
         if len(fields) > 2 and fields[2].isdigit():
             yield int(fields[2]) / 1e6, text
-
-
-def xids_of(messages: Iterable[tuple[float, str]], up_s: float) -> list[Xid]:
-    """Of the kernel's messages, each with its time in seconds since the machine was up; oldest first."""
-    return [
-        Xid(gpu=match[1], number=int(match[2]), age_s=max(0.0, up_s - at_s))
-        for at_s, text in messages
-        if (match := _XID.search(text))
-    ]
-
-
-def judge_xids(facts: XidFacts, needs: NodeNeeds) -> Finding:
-    """Old and new ones cannot be told apart after a reset, so this warns and never fails."""
-    if not facts.readable:
-        advice = "run as root, or sysctl -w kernel.dmesg_restrict=0"
-        return Finding("gpu-xid", Outcome.UNKNOWN, "this user may not read the kernel's log", advice)
-    counted = [xid for xid in facts.xids if xid.number in HARDWARE_XIDS and xid.age_s < XIDS_COUNT_S]
-    values: dict[str, float] = {"xids": len(counted)}
-    if not counted:
-        return Finding("gpu-xid", Outcome.OK, "no hardware Xid in the kernel's log of a day", values=values)
-    newest: dict[tuple[str, int], float] = {(xid.gpu, xid.number): xid.age_s for xid in counted}
-    shown = listed([f"Xid {number} of {gpu}, {_ago(age)} ago" for (gpu, number), age in newest.items()])
-    advice = "look the number up in NVIDIA's list of Xid messages; reset the GPU (nvidia-smi -r) if it was not since"
-    return Finding("gpu-xid", Outcome.WARN, shown, advice, values)
 
 
 def _ago(age_s: float) -> str:
@@ -448,14 +407,6 @@ class Nvml:
         known = self._know("nvmlDeviceGetCurrentClocksThrottleReasons", device, ctypes.byref(bits))
         return bits.value if known else None
 
-    def persistent(self, device: ctypes.c_void_p) -> bool | None:
-        mode = ctypes.c_uint()
-        return (
-            bool(mode.value)
-            if self._know("nvmlDeviceGetPersistenceMode", device, ctypes.byref(mode))
-            else None
-        )
-
     def used_bytes(self, device: ctypes.c_void_p) -> int:
         memory = (ctypes.c_ulonglong * 3)()  # total, free, used
         self._ask("nvmlDeviceGetMemoryInfo", device, ctypes.byref(memory))
@@ -540,7 +491,6 @@ def _known_gpu(nvml: Nvml, name: str) -> GpuFacts:
         remap_failed=failed,
         retirement_pending=nvml.retirement_pending(device),
         throttled=nvml.throttled(device),
-        persistent=nvml.persistent(device),
     )
 
 

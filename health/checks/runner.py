@@ -47,11 +47,10 @@ _STDIN = 0
 
 @dataclass(frozen=True, slots=True)
 class RunRequest(Checked):
-    """Which checks to run at once, and how long each may take."""
+    """Which checks to run at once, by name, and how long each may take."""
 
-    checks: Annotated[tuple[Annotated[str, Text(64)], ...], AtMost(64)]
-    needs: NodeNeeds
     limits_s: dict[str, Seconds]
+    needs: NodeNeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +84,11 @@ class CheckRun:
         checks: Sequence[NodeCheck],
         needs: NodeNeeds,
         environment: Mapping[str, str] | None = None,
-        limits_s: Mapping[str, float] | None = None,
         python: str = sys.executable,
     ) -> None:
-        """`environment` is what the probes have; None: this process' own. `limits_s`: other limits than the table's."""
+        """`environment` is what the probes have; None: this process' own."""
         self._checks, self._needs = checks, needs
         self._environment = dict(os.environ if environment is None else environment)
-        self._limits_s = dict(limits_s or {})
         self._python = python
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = time.monotonic()
@@ -108,7 +105,7 @@ class CheckRun:
         self._started_at = time.monotonic()
         if not self._checks:
             return
-        request = RunRequest(tuple(check.name for check in self._checks), self._needs, self._limits_s)
+        request = RunRequest({check.name: check.limit_s for check in self._checks}, self._needs)
         try:
             self._process = start_probe_process(self._python, __name__, self._environment, flags=ISOLATED)
             assert self._process.stdin is not None
@@ -121,7 +118,7 @@ class CheckRun:
 
     def findings(self) -> tuple[Finding, ...]:
         """Of all checks, in their order. Returns within the longest limit, and `START_S` and `KILLED_S` more."""
-        longest_s = max((self._limit_s(check) for check in self._checks), default=0.0)
+        longest_s = max((check.limit_s for check in self._checks), default=0.0)
         answers = {}
         if self._process is not None and self._process.stdout is not None:
             with self._process.stdout as answering:
@@ -151,9 +148,6 @@ class CheckRun:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILLED_S)
-
-    def _limit_s(self, check: NodeCheck) -> float:
-        return self._limits_s.get(check.name, check.limit_s)
 
     def _answers(self, descriptor: int, until: float) -> dict[str, CheckAnswer]:
         """By check, until the last one or that instant."""
@@ -302,10 +296,7 @@ class BackgroundChecks:
 def main() -> None:
     """Until all that was started here has ended, or standard input has."""
     request = REQUEST.decode(sys.stdin.readline())
-    forks = [
-        CheckFork(BY_NAME[name], request.needs, request.limits_s.get(name, BY_NAME[name].limit_s))
-        for name in request.checks
-    ]
+    forks = [CheckFork(BY_NAME[name], request.needs, limit_s) for name, limit_s in request.limits_s.items()]
     left = _collect(forks)
     _say(RunEnded(tuple(f"{fork.check.name}, process {fork.pid}: {fork.where()}" for fork in left)))
     while left and not _alone(1.0):

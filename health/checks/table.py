@@ -18,7 +18,7 @@ from .machine import (
     check_limits,
     check_shared_memory,
 )
-from .network import SILENT_ADVICE, SLOW_NAMES_ADVICE, check_interface, check_names, check_peers, check_ports
+from .network import SILENT_ADVICE, SLOW_NAMES_ADVICE, check_interface, check_names, check_peers
 
 CHECKPOINT_OPTION, LOG_OPTION = "--check-directory", "--log-dir"
 
@@ -45,8 +45,6 @@ class NodeCheck:
     """What is looked at, where the check's name does not say it."""
     findings: tuple[str, ...] = ()
     """The names of its findings; empty: only its own."""
-    at_join: bool = True
-    """Also before a join."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,7 +96,7 @@ NODE_CHECKS = (
         name="open-files",
         find=check_limits,
         on_probe_failure=Outcome.UNKNOWN,
-        findings=("open-files", "locked-memory", "connection-queue"),
+        findings=("open-files", "locked-memory"),
     ),
     NodeCheck(
         name="name-resolution",
@@ -114,13 +112,6 @@ NODE_CHECKS = (
         advice="the kernel does not show the interface: look at dmesg for its driver",
         subject=lambda needs: needs.interface,
     ),
-    NodeCheck(
-        name="port-range",
-        find=check_ports,
-        needed=lambda needs: needs.ports is not None,
-        on_probe_failure=Outcome.UNKNOWN,
-        at_join=False,  # the agent has bound its ports by then, and binds no more of them meanwhile
-    ),
 )
 
 RECHECKS = (
@@ -129,7 +120,6 @@ RECHECKS = (
         find=check_arithmetic,
         limit_s=90.0,
         advice=WRONG_ADVICE,
-        at_join=False,
     ),
     NodeCheck(
         name="peers",
@@ -137,22 +127,21 @@ RECHECKS = (
         needed=lambda needs: needs.peers,
         limit_s=20.0,
         advice=SILENT_ADVICE,
-        at_join=False,
     ),
 )
 """Checks of an excluded node before it is readmitted, in addition to those before a join. They take longer."""
 
 BY_NAME = {check.name: check for check in (*NODE_CHECKS, *RECHECKS)}
 
-AT_JOIN = tuple(name for check in NODE_CHECKS if check.at_join for name in check.names)
+AT_JOIN = tuple(name for check in NODE_CHECKS for name in check.names)
 """The findings of those before a join."""
 
 
-def checks_for(needs: NodeNeeds, *, at_join: bool) -> tuple[NodeCheck, ...]:
-    """Those that this job needs. `at_join`: the fast ones that are worth it before each join."""
-    return tuple(check for check in NODE_CHECKS if check.needed(needs) and (check.at_join or not at_join))
+def checks_for(needs: NodeNeeds) -> tuple[NodeCheck, ...]:
+    """Those that this job needs."""
+    return tuple(check for check in NODE_CHECKS if check.needed(needs))
 
 
 def rechecks_for(needs: NodeNeeds) -> tuple[NodeCheck, ...]:
     """All checks of an excluded node before it is readmitted."""
-    return checks_for(needs, at_join=True) + tuple(check for check in RECHECKS if check.needed(needs))
+    return checks_for(needs) + tuple(check for check in RECHECKS if check.needed(needs))

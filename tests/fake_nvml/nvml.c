@@ -2,7 +2,7 @@
  *
  * Lines "init 9" (an error of nvmlInit), "hang 1", "crash 1", "print 1" (in nvmlInit), "lost 1" (the second GPU's error),
  * and of every GPU: "find 6", "ask 15" (an error of finding it, or of asking it), "ask_hangs 1", "ask_crashes 1", "ecc 3",
- * "no_ecc 1", "remapped 2", "pending 1", "failed 1", "retiring 1", "throttle 64", "persistence 1". "ecc_other 3" is of all
+ * "no_ecc 1", "remapped 2", "pending 1", "failed 1", "retiring 1", "throttle 64". "ecc_other 3" is of all
  * but the first one.
  *
  * Of the memory in MiB: "used 600", "used_other 600", "used_third 600", "used_error 9"; and of the processes that use it
@@ -82,17 +82,12 @@ int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *not, 
 
 int nvmlDeviceGetRetiredPagesPendingStatus(void *device, unsigned *pending) { *pending = (unsigned)said("retiring"); return 0; }
 
-int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) {
-    *bits = 1 | said("throttle");
-    return 0;
-}
-
 /* What is asked last of each GPU: the file with ".asked" at its name's end gets a byte. */
-int nvmlDeviceGetPersistenceMode(void *device, unsigned *mode) {
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) {
     char name[4096];
     snprintf(name, sizeof name, "%s.asked", getenv("FAKE_NVML_STATE"));
     FILE *file = fopen(name, "a");
     if (file != NULL) { fputc('x', file); fclose(file); }
-    *mode = (unsigned)said("persistence");
+    *bits = 1 | said("throttle");
     return 0;
 }

@@ -82,7 +82,7 @@ def test_it_needs_no_script_and_takes_the_options_of_a_run(
     assert main(["--json", *words]) == CommandCode.DONE
     document = json.loads(capsys.readouterr().out)
     found = {finding["check"] for finding in document["findings"]}
-    assert found >= {"shared-memory", "checkpoint-directory", "log-directory", "port-range", "interface"}
+    assert found >= {"shared-memory", "checkpoint-directory", "log-directory", "interface"}
     assert main([*words, "train-that-is-not-there.py"]) == CommandCode.BAD_CONFIG
     assert not list(tmp_path.iterdir())
 

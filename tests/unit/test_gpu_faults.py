@@ -71,7 +71,7 @@ def test_a_fault_is_named(before: GpuFacts, now: GpuFacts, fault: Fault, said: s
         (gpu(remap_failed=True), gpu(remap_failed=True)),
         (gpu(retirement_pending=True), gpu(retirement_pending=True)),
         (gpu(), gpu(remap_pending=True, remapped=1)),  # which NVIDIA says does not affect further work
-        (gpu(), gpu(throttled=64, persistent=False)),
+        (gpu(), gpu(throttled=64)),
         (gpu(uncorrected=None), gpu(uncorrected=5)),  # it was not known before
         (gpu(remap_failed=None), gpu(remap_failed=True)),
         (gpu(), gpu(uncorrected=None, remap_failed=None, retirement_pending=None)),

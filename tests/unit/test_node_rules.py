@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_agent.health.checks import machine
 from elastic_agent.health.checks.finding import NEEDS, Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.gpus import (
-    GPU_CHECKS,
-    GpuFacts,
-    NvmlFacts,
-    Xid,
-    XidFacts,
-    judge_nvml,
-    judge_xids,
-    xids_of,
-)
-from elastic_agent.health.checks.machine import (
-    DirectoryFacts,
-    LimitFacts,
-    SharedMemoryFacts,
-    judge_directory,
-    judge_limits,
-    judge_shared_memory,
-)
-from elastic_agent.health.checks.network import (
-    InterfaceFacts,
-    NameFacts,
-    PortFacts,
-    judge_interface,
-    judge_names,
-    judge_ports,
-)
+from elastic_agent.health.checks.gpus import GPU_CHECKS, GpuFacts, NvmlFacts, check_xids, judge_nvml
+from elastic_agent.health.checks.machine import check_directory, check_limits, check_shared_memory
+from elastic_agent.health.checks.network import check_interface, check_names
 from elastic_agent.health.checks.runner import CheckAnswer, findings_of
 from elastic_agent.health.checks.table import BY_NAME, NODE_CHECKS, checks_for
 
@@ -47,135 +31,191 @@ def _expect(finding: Finding, outcome: Outcome, *said: str) -> None:
     assert bool(finding.advice) or outcome in (OK, UNKNOWN), "what is not ok needs advice"
 
 
-@pytest.mark.parametrize(
-    ("facts", "outcome", "said"),
-    [
-        ({}, OK, "/c (ext4): 100 GiB free, fsync in 3 ms"),
-        ({"exists": False, "tried": "/"}, OK, "/c, which can be made in / (ext4)"),
-        ({"problem": "Permission denied"}, FAIL, "/c: Permission denied -> let this user write there"),
-        ({"problem": "Read-only", "exists": False, "tried": "/"}, FAIL, "/c cannot be made in /: Read-only"),
-        ({"free_inodes": 0}, FAIL, "all inodes are taken"),
-        ({"free_bytes": 5 * MIB}, FAIL, "5 MiB free -> make room"),
-        ({"fsync_s": 0.4}, WARN, "fsync takes 400 ms -> each save waits"),
-        ({"free_bytes": 500 * MIB}, WARN, "500 MiB free"),
-        ({"free_inodes": 12}, WARN, "12 more files fit"),
-        ({"free_inodes": None, "fsync_s": None}, OK, "100 GiB free"),
-    ],
-)
-def test_a_directory(facts: dict[str, Any], outcome: Outcome, said: str) -> None:
-    well = {"tried": "/c", "exists": True, "file_system": "ext4", "free_bytes": 100 * GIB}
-    well |= {"free_inodes": 10**6, "fsync_s": 0.003}
-    found = judge_directory("checkpoint-directory", "/c", "--dir", DirectoryFacts(**{**well, **facts}))
-    _expect(found, outcome, said)
-
-
-@pytest.mark.parametrize(
-    ("facts", "copies", "outcome", "said"),
-    [
-        ({}, 4 * GIB, OK, "/dev/shm: 7 GiB free of 8 GiB"),
-        ({"problem": "No such file or directory"}, 0, FAIL, "No such file or directory -> mount a tmpfs"),
-        ({"file_system": "overlay"}, 0, FAIL, "of type overlay, and not memory"),
-        ({"free_bytes": 2 * MIB}, 0, FAIL, "only 2 MiB free of 8 GiB"),
-        ({"file_system": "devtmpfs"}, 0, OK, "7 GiB free"),
-        (
-            {"file_system": "ramfs", "total_bytes": 0, "free_bytes": 0},
-            4 * GIB,
-            OK,
-            "/dev/shm: ramfs without a limit",
-        ),
-        ({"total_bytes": 64 * MIB, "free_bytes": 64 * MIB}, 0, WARN, "Bus error"),
-        ({"free_bytes": GIB}, 4 * GIB, WARN, "copies of the state may take 4 GiB"),
-    ],
-)
-def test_shared_memory(facts: dict[str, Any], copies: int, outcome: Outcome, said: str) -> None:
-    well = {"file_system": "tmpfs", "total_bytes": 8 * GIB, "free_bytes": 7 * GIB}
-    _expect(
-        judge_shared_memory(SharedMemoryFacts(**{**well, **facts}), NodeNeeds(copies_bytes=copies)),
-        outcome,
-        said,
+def a_file_system(monkeypatch: pytest.MonkeyPatch, kind: str, total: int, free: int, inodes: int) -> None:
+    """What the kernel says of each one; no inodes below zero: it does not count them. An fsync takes 3 ms."""
+    room = SimpleNamespace(
+        f_frsize=1, f_blocks=total, f_bavail=free, f_files=inodes + 1, f_favail=max(0, inodes)
     )
+    monkeypatch.setattr(os, "statvfs", lambda path: room)
+    monkeypatch.setattr(machine, "file_system_of", lambda path: kind)
+    monkeypatch.setattr(machine, "_write", lambda directory: 0.003)
 
 
 @pytest.mark.parametrize(
-    ("facts", "needs", "check", "outcome", "said"),
+    ("free", "inodes", "fsync_s", "outcome", "said"),
     [
-        ({}, {}, "open-files", OK, "1024 descriptors"),
-        ({"open_files": (None, None)}, {"ranks": 10**6}, "open-files", OK, "no limit"),
-        (
-            {"open_files": (1024, 4096)},
-            {"ranks": 2048},
-            "open-files",
-            FAIL,
-            "ulimit -n 2176 before the agent",
-        ),
-        ({"open_files": (1024, 1024)}, {"ranks": 2048}, "open-files", FAIL, "LimitNOFILE=2176"),
-        ({}, {}, "locked-memory", OK, "not needed without RDMA"),
-        ({}, {"rdma": True}, "locked-memory", FAIL, "8 MiB of locked memory"),
-        ({"locked_bytes": (None, None)}, {"rdma": True}, "locked-memory", OK, "no limit"),
-        ({"locks_freely": True}, {"rdma": True}, "locked-memory", OK, "8 MiB of locked memory"),
-        ({}, {}, "connection-queue", OK, "4096"),
-        ({"somaxconn": 128}, {"ranks": 256}, "connection-queue", WARN, "sysctl -w net.core.somaxconn=4096"),
-        ({"somaxconn": None}, {}, "connection-queue", UNKNOWN, "cannot be read"),
+        (100 * GIB, 10**6, 0.003, OK, "/job (ext4): 100 GiB free, fsync in 3 ms"),
+        (100 * GIB, 0, 0.003, FAIL, "all inodes are taken"),
+        (5 * MIB, 10**6, 0.003, FAIL, "5 MiB free -> make room"),
+        (100 * GIB, 10**6, 0.4, WARN, "fsync takes 400 ms -> each save waits"),
+        (500 * MIB, 10**6, 0.003, WARN, "500 MiB free"),
+        (100 * GIB, 12, 0.003, WARN, "12 more files fit"),
+        (100 * GIB, -1, 0.003, OK, "100 GiB free"),
+    ],
+)
+def test_a_directory(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    free: int,
+    inodes: int,
+    fsync_s: float,
+    outcome: Outcome,
+    said: str,
+) -> None:
+    a_file_system(monkeypatch, "ext4", 1000 * GIB, free, inodes)
+    monkeypatch.setattr(machine, "_write", lambda directory: fsync_s)
+    (tmp_path / "job").mkdir()
+    _expect(check_directory("checkpoint-directory", f"{tmp_path}/job", "--dir"), outcome, said)
+
+
+def test_a_directory_that_is_not_there_yet_or_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    a_file_system(monkeypatch, "ext4", 1000 * GIB, 100 * GIB, 10**6)
+    given = f"{tmp_path}/a/b"
+    found = check_directory("checkpoint-directory", given, "--dir")
+    _expect(found, OK, f"{given}, which can be made in {tmp_path} (ext4)")
+
+    def refused(directory: str) -> float:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(machine, "_write", refused)
+    found = check_directory("checkpoint-directory", str(tmp_path), "--dir")
+    _expect(found, FAIL, f"{tmp_path}: Permission denied -> let this user write there")
+    found = check_directory("checkpoint-directory", given, "--dir")
+    _expect(found, FAIL, f"{given} cannot be made in {tmp_path}: Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "free", "copies", "outcome", "said"),
+    [
+        ("tmpfs", 8 * GIB, 7 * GIB, 4 * GIB, OK, ": 7 GiB free of 8 GiB"),
+        ("overlay", 8 * GIB, 7 * GIB, 0, FAIL, "of type overlay, and not memory"),
+        ("tmpfs", 8 * GIB, 2 * MIB, 0, FAIL, "only 2 MiB free of 8 GiB"),
+        ("devtmpfs", 8 * GIB, 7 * GIB, 0, OK, "7 GiB free"),
+        ("ramfs", 0, 0, 4 * GIB, OK, ": ramfs without a limit"),
+        ("tmpfs", 64 * MIB, 64 * MIB, 0, WARN, "Bus error"),
+        ("tmpfs", 8 * GIB, GIB, 4 * GIB, WARN, "copies of the state may take 4 GiB"),
+    ],
+)
+def test_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    total: int,
+    free: int,
+    copies: int,
+    outcome: Outcome,
+    said: str,
+) -> None:
+    a_file_system(monkeypatch, kind, total, free, 10**6)
+    _expect(check_shared_memory(NodeNeeds(copies_bytes=copies), str(tmp_path)), outcome, said)
+
+
+def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
+    found = check_shared_memory(NodeNeeds(), f"{tmp_path}/none")
+    _expect(found, FAIL, "No such file or directory -> mount a tmpfs")
+
+
+NO_LIMIT = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("files", "locked", "needs", "check", "outcome", "said"),
+    [
+        ((1024, 4096), 8 * MIB, {}, "open-files", OK, "1024 descriptors"),
+        ((NO_LIMIT, NO_LIMIT), 8 * MIB, {"ranks": 10**6}, "open-files", OK, "no limit"),
+        ((1024, 4096), 8 * MIB, {"ranks": 2048}, "open-files", FAIL, "ulimit -n 2176 before the agent"),
+        ((1024, 1024), 8 * MIB, {"ranks": 2048}, "open-files", FAIL, "LimitNOFILE=2176"),
+        ((1024, 4096), 8 * MIB, {}, "locked-memory", OK, "not needed without RDMA"),
+        ((1024, 4096), 8 * MIB, {"rdma": True}, "locked-memory", FAIL, "8 MiB of locked memory"),
+        ((1024, 4096), NO_LIMIT, {"rdma": True}, "locked-memory", OK, "no limit"),
     ],
 )
 def test_limits(
-    facts: dict[str, Any], needs: dict[str, Any], check: str, outcome: Outcome, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    files: tuple[int, int],
+    locked: int,
+    needs: dict[str, Any],
+    check: str,
+    outcome: Outcome,
+    said: str,
 ) -> None:
-    well = {"open_files": (1024, 4096), "locked_bytes": (8 * MIB, 8 * MIB), "somaxconn": 4096}
-    found = {
-        finding.check: finding
-        for finding in judge_limits(LimitFacts(**{**well, **facts}), NodeNeeds(**needs))
-    }
+    limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: (locked, locked)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(machine, "locks_freely", lambda: False)
+    found = {finding.check: finding for finding in check_limits(NodeNeeds(**needs))}
     _expect(found[check], outcome, said)
 
 
+def test_a_limit_of_locked_memory_that_does_not_bind_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (8 * MIB, 8 * MIB))
+    monkeypatch.setattr(machine, "locks_freely", lambda: True)
+    _, locked = check_limits(NodeNeeds(rdma=True))
+    _expect(locked, OK, "8 MiB of locked memory", "CAP_IPC_LOCK")
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "forward_s", "back_s", "outcome", "said"),
+    [
+        ("127.0.0.1", "n1.lan", 0.0, 0.0, OK, "n1 is 127.0.0.1; 127.0.0.1 is n1.lan"),
+        ("127.0.0.1", "", 0.0, 0.0, OK, "127.0.0.1 has no name"),
+        ("192.0.2.1", "n1.lan", 0.0, 0.0, WARN, "n1 is 192.0.2.1, which is no address of this machine"),
+        ("", "n1.lan", 0.0, 0.0, WARN, "does not resolve (Name not known)"),
+        ("127.0.0.1", "n1.lan", 5.0, 0.0, WARN, "looking up n1 took 5.0 s"),
+        ("127.0.0.1", "n1.lan", 0.0, 10.0, WARN, "looking up 127.0.0.1 took 10.0 s"),
+    ],
+)
+def test_names(
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    name: str,
+    forward_s: float,
+    back_s: float,
+    outcome: Outcome,
+    said: str,
+) -> None:
+    now, real = [0.0], socket.getaddrinfo
+
+    def resolved(host: str, *rest: Any, **more: Any) -> Any:
+        if host != "n1":
+            return real(host, *rest, **more)
+        now[0] += forward_s
+        if not address:
+            raise socket.gaierror(-2, "Name not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    def named(place: tuple[str, int], flags: int) -> tuple[str, str]:
+        now[0] += back_s
+        if not name:
+            raise socket.gaierror(-2, "Name not known")
+        return name, "0"
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(socket, "getnameinfo", named)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    _expect(check_names(NodeNeeds(address="127.0.0.1")), outcome, said)
+
+
 @pytest.mark.parametrize(
     ("facts", "outcome", "said"),
     [
-        ({}, OK, "n1 is 10.0.0.1; 10.0.0.1 is n1.lan"),
-        ({"back": ""}, OK, "10.0.0.1 has no name"),
-        ({"own": ()}, WARN, "n1 is 10.0.0.1, which is no address of this machine"),
-        (
-            {"addresses": (), "own": (), "problem": "Name not known"},
-            WARN,
-            "does not resolve (Name not known)",
-        ),
-        ({"forward_s": 5.0}, WARN, "looking up n1 took 5.0 s"),
-        ({"back_s": 10.0}, WARN, "looking up 10.0.0.1 took 10.0 s"),
+        ({"operstate": "up", "speed": "10000"}, OK, "eth0 is up, 10000 Mbit/s"),
+        ({"operstate": "unknown"}, OK, "eth0 is there, speed unknown"),
+        ({"operstate": "unknown", "speed": "-1"}, OK, "eth0 is there, speed unknown"),
+        (None, FAIL, "there is no interface eth0x"),
+        ({"operstate": "lowerlayerdown"}, FAIL, "eth0 is lowerlayerdown"),
+        ({"operstate": "up", "speed": "100"}, WARN, "100 Mbit/s -> the slowest link sets the pace"),
     ],
 )
-def test_names(facts: dict[str, Any], outcome: Outcome, said: str) -> None:
-    well = {"host": "n1", "addresses": ("10.0.0.1",), "own": ("10.0.0.1",), "back": "n1.lan"}
-    _expect(judge_names(NameFacts(**{**well, **facts}), NodeNeeds(address="10.0.0.1")), outcome, said)
-
-
-@pytest.mark.parametrize(
-    ("facts", "outcome", "said"),
-    [
-        ({}, OK, "eth0 is up, 10000 Mbit/s"),
-        ({"state": "unknown", "speed_mbps": None}, OK, "eth0 is there, speed unknown"),
-        ({"exists": False}, FAIL, "there is no interface eth0"),
-        ({"state": "lowerlayerdown"}, FAIL, "eth0 is lowerlayerdown"),
-        ({"speed_mbps": 100}, WARN, "100 Mbit/s -> the slowest link sets the pace"),
-    ],
-)
-def test_the_interface(facts: dict[str, Any], outcome: Outcome, said: str) -> None:
-    well = {"exists": True, "state": "up", "speed_mbps": 10000, "mtu": 1500}
-    _expect(judge_interface(InterfaceFacts(**{**well, **facts}), NodeNeeds(interface="eth0")), outcome, said)
-
-
-@pytest.mark.parametrize(
-    ("free", "refused", "outcome", "said"),
-    [
-        (100, "", OK, "100 of 101 ports of 29500-29600 at 10.0.0.1 are free"),
-        (3, "", WARN, "stop what holds the others (ss -ltnp), or widen --port-range"),
-        (0, "", FAIL, "0 of 101 ports"),
-        (0, "Permission denied", FAIL, "Permission denied"),
-    ],
-)
-def test_ports(free: int, refused: str, outcome: Outcome, said: str) -> None:
-    needs = NodeNeeds(address="10.0.0.1", ports=(29500, 29600))
-    _expect(judge_ports(PortFacts(free=free, tried=101, refused=refused), needs), outcome, said)
+def test_the_interface(tmp_path: Path, facts: dict[str, str] | None, outcome: Outcome, said: str) -> None:
+    folder = tmp_path / "class/net/eth0"
+    folder.mkdir(parents=True)
+    for name, text in (facts or {}).items():
+        (folder / name).write_text(f"{text}\n")
+    name = "eth0" if facts is not None else "eth0x"
+    _expect(check_interface(NodeNeeds(interface=name), str(tmp_path)), outcome, said)
 
 
 # --- GPUs
@@ -187,7 +227,6 @@ WELL = {
     "remap_pending": False,
     "remap_failed": False,
     "throttled": 1,
-    "persistent": True,
 }
 
 
@@ -207,7 +246,6 @@ WELL = {
             "hardware slowdown (heat or power), external power brake",
         ),
         ({"throttled": 0x01 | 0x02 | 0x04}, "gpu-throttling", OK, ""),
-        ({"persistent": False}, "gpu-persistence", WARN, "persistence mode is off: 0000:5e:00.0"),
     ],
 )
 def test_gpus(second: dict[str, Any], check: str, outcome: Outcome, said: str) -> None:
@@ -219,7 +257,7 @@ def test_gpus(second: dict[str, Any], check: str, outcome: Outcome, said: str) -
 
 def test_what_a_gpu_does_not_say_is_unknown() -> None:
     found = judge_nvml(NvmlFacts(gpus=(GpuFacts(name=GPUS[0]),)), NodeNeeds(gpus=GPUS[:1]))
-    assert [finding.outcome for finding in found] == [OK, UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]
+    assert [finding.outcome for finding in found] == [OK, UNKNOWN, UNKNOWN, UNKNOWN]
 
 
 @pytest.mark.parametrize(
@@ -240,52 +278,53 @@ def test_without_nvml_there_is_one_finding(facts: NvmlFacts, outcome: Outcome, s
     _expect(found, outcome, said)
 
 
-XID_79 = "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus."
-
-
-def test_xids_are_read_from_the_kernels_messages() -> None:
-    messages = [(10.0, "usb 1-1: new device"), (20.0, XID_79), (30.0, "NVRM: Xid (0000:5e:00): 31, pid=1")]
-    assert xids_of(messages, up_s=100.0) == [
-        Xid(gpu="0000:3b:00", number=79, age_s=80.0),
-        Xid(gpu="0000:5e:00", number=31, age_s=70.0),
-    ]
-
-
 @pytest.mark.parametrize(
-    ("facts", "outcome", "said"),
+    ("age_s", "message", "outcome", "said"),
     [
-        (XidFacts(readable=False), UNKNOWN, "may not read the kernel's log -> run as root"),
-        (XidFacts(readable=True), OK, ""),
-        (XidFacts(readable=True, xids=(Xid(gpu="3b", number=31, age_s=5.0),)), OK, ""),
-        (XidFacts(readable=True, xids=(Xid(gpu="3b", number=79, age_s=90000.0),)), OK, ""),
+        (600.0, "usb 1-1: new device", OK, ""),
+        (5.0, "NVRM: Xid (0000:5e:00): 31, pid=1", OK, ""),
+        (90000.0, "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", OK, ""),
         (
-            XidFacts(readable=True, xids=(Xid(gpu="3b", number=79, age_s=600.0),)),
+            600.0,
+            "NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.",
             WARN,
-            "Xid 79 of 3b, 10 min ago",
+            "Xid 79 of 0000:3b:00, 10 min ago",
         ),
     ],
 )
-def test_xids(facts: XidFacts, outcome: Outcome, said: str) -> None:
-    _expect(judge_xids(facts, NodeNeeds(gpus=GPUS)), outcome, said)
+def test_xids(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    age_s: float,
+    message: str,
+    outcome: Outcome,
+    said: str,
+) -> None:
+    log, up_s = tmp_path / "kmsg", 1e6
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: up_s)
+    log.write_text(f"4,1207,{int((up_s - age_s) * 1e6)},-;{message}\n")
+    _expect(check_xids(NodeNeeds(gpus=GPUS), str(log)), outcome, said)
+
+
+def test_a_kernel_log_that_this_user_may_not_read_is_unknown(tmp_path: Path) -> None:
+    found = check_xids(NodeNeeds(gpus=GPUS), str(tmp_path / "none"))
+    _expect(found, UNKNOWN, "may not read the kernel's log -> run as root")
 
 
 # --- The table
 
 
-def test_a_job_without_gpus_directories_and_ports_has_fewer_checks() -> None:
-    assert [check.name for check in checks_for(NodeNeeds(), at_join=False)] == [
+def test_a_job_without_gpus_and_directories_has_fewer_checks() -> None:
+    assert [check.name for check in checks_for(NodeNeeds())] == [
         "shared-memory",
         "open-files",
         "name-resolution",
     ]
 
 
-def test_an_agent_does_not_try_its_own_ports_before_a_join() -> None:
-    everything = NodeNeeds(
-        checkpoint_directory="/c", log_directory="/l", interface="eth0", ports=(1, 2), gpus=("0",)
-    )
-    assert checks_for(everything, at_join=False) == NODE_CHECKS
-    assert set(NODE_CHECKS) - set(checks_for(everything, at_join=True)) == {BY_NAME["port-range"]}
+def test_a_job_that_needs_everything_has_all_checks() -> None:
+    everything = NodeNeeds(checkpoint_directory="/c", log_directory="/l", interface="eth0", gpus=("0",))
+    assert checks_for(everything) == NODE_CHECKS
 
 
 def test_no_two_checks_have_findings_of_one_name() -> None:
@@ -310,5 +349,5 @@ def test_a_probe_that_does_not_answer_is_a_finding_with_its_subject() -> None:
 
 
 def test_needs_travel() -> None:
-    needs = NodeNeeds(workers=8, ranks=64, interface="eth0", ports=(1, 2), gpus=("0", "1"), rdma=True)
+    needs = NodeNeeds(workers=8, ranks=64, interface="eth0", gpus=("0", "1"), rdma=True)
     assert NEEDS.decode(NEEDS.encode(needs)) == needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import socket
 import sys
@@ -15,9 +16,9 @@ import pytest
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.node_checks import HANGS, Recheck, peers_of
 from elastic_agent.health.checks import machine as arithmetic
-from elastic_agent.health.checks.finding import NodeNeeds, Outcome
-from elastic_agent.health.checks.machine import ArithmeticFacts, judge_arithmetic
-from elastic_agent.health.checks.network import check_peers, judge_peers
+from elastic_agent.health.checks import network
+from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
+from elastic_agent.health.checks.network import check_peers
 from elastic_agent.health.checks.runner import run_checks
 from elastic_agent.health.checks.table import RECHECKS, checks_for, rechecks_for
 from elastic_agent.rendezvous.coordinator.exclusions import exclude
@@ -132,35 +133,41 @@ def test_while_the_job_stands_still_none_is_asked_that_may_be_dead() -> None:
 
 def test_it_looks_at_what_is_checked_before_a_join_and_more() -> None:
     names = [check.name for check in rechecks_for(NodeNeeds(peers=("h:1",), checkpoint_directory="/c"))]
-    before = [check.name for check in checks_for(NodeNeeds(checkpoint_directory="/c"), at_join=True)]
+    before = [check.name for check in checks_for(NodeNeeds(checkpoint_directory="/c"))]
     assert names == [*before, "arithmetic", "peers"]
     assert {"shared-memory", "checkpoint-directory"} <= set(before)
     assert "peers" not in [check.name for check in rechecks_for(NEEDS)]
 
 
 @pytest.mark.parametrize(
-    ("facts", "outcome"),
+    ("devices", "wrong", "sees_no_gpu", "gpus", "outcome", "said"),
     [
-        (ArithmeticFacts(devices=("cpu",), sees_no_gpu=True), Outcome.OK),
-        (ArithmeticFacts(devices=("cpu", "cuda:0")), Outcome.OK),
-        (ArithmeticFacts(devices=("cpu", "cuda:0"), wrong=("cuda:0",)), Outcome.FAIL),
-        (ArithmeticFacts(problem="no result within 80 s"), Outcome.FAIL),
+        (["cpu"], [], True, (), Outcome.OK, "agree on cpu"),
+        (["cpu", "cuda:0"], [], False, ("0",), Outcome.OK, "agree on cpu, cuda:0"),
+        (["cpu", "cuda:0"], ["cuda:0"], False, ("0",), Outcome.FAIL, "cuda:0: copies or matrix products"),
+        (["cpu"], [], True, ("0", "1"), Outcome.FAIL, "torch finds none of the 2 GPUs"),
+        (["cpu"], [], False, ("0", "1"), Outcome.OK, "agree on cpu"),
+        ([], [], False, (), Outcome.UNKNOWN, "torch cannot be imported"),
     ],
 )
-def test_a_wrong_product_fails(facts: ArithmeticFacts, outcome: Outcome) -> None:
-    finding = judge_arithmetic(facts, NEEDS)
-    assert finding.outcome is outcome
-    assert bool(finding.advice) is (outcome is Outcome.FAIL)
-
-
-def test_gpus_that_torch_does_not_find_fail() -> None:
-    """Without them the products of the processor alone would be right."""
-    gpus = replace(NEEDS, gpus=("0", "1"))
-    facts = ArithmeticFacts(devices=("cpu",), sees_no_gpu=True)
-    assert judge_arithmetic(facts, gpus).summary == "torch finds none of the 2 GPUs"
-    assert judge_arithmetic(replace(facts, sees_no_gpu=False), gpus).outcome is Outcome.OK, (
-        "built without CUDA"
+def test_what_devices_compute_is_judged(
+    monkeypatch: pytest.MonkeyPatch,
+    devices: list[str],
+    wrong: list[str],
+    sees_no_gpu: bool,
+    gpus: tuple[str, ...],
+    outcome: Outcome,
+    said: str,
+) -> None:
+    """Without its GPUs the products of the processor alone would be right, as where torch is built without CUDA."""
+    answer = json.dumps({"devices": devices, "wrong": wrong, "sees_no_gpu": sees_no_gpu})
+    monkeypatch.setattr(
+        arithmetic, "probe_command", lambda python, module: [python, "-c", f"print({answer!r})"]
     )
+    finding = arithmetic.check_arithmetic(replace(NEEDS, gpus=gpus))
+    assert finding.outcome is outcome
+    assert said in finding.summary
+    assert bool(finding.advice) is (outcome is Outcome.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -174,9 +181,10 @@ def test_gpus_that_torch_does_not_find_fail() -> None:
     ],
 )
 def test_a_node_that_hardly_any_peer_answers_fails(
-    asked: int, silent: tuple[str, ...], outcome: Outcome
+    monkeypatch: pytest.MonkeyPatch, asked: int, silent: tuple[str, ...], outcome: Outcome
 ) -> None:
-    assert judge_peers(asked, silent).outcome is outcome
+    monkeypatch.setattr(network, "answers", lambda peer: peer not in silent)
+    assert check_peers(NodeNeeds(peers=("a:1", "b:1", "c:1")[:asked])).outcome is outcome
 
 
 def test_peers_are_asked_over_http() -> None:
@@ -222,21 +230,24 @@ def test_a_device_that_multiplies_wrong_is_named(
     assert '"wrong": ["cpu"' in capsys.readouterr().out
 
 
-def test_without_torch_the_processor_is_looked_at(
+def test_without_torch_nothing_is_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
     assert isinstance(sys.modules["torch"], types.NoneType)
     arithmetic.main()
-    assert capsys.readouterr().out == '{"devices": ["the processor"], "wrong": []}\n'
+    assert capsys.readouterr().out == '{"devices": []}\n'
 
 
 def test_a_process_that_fails_or_hangs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(text: str) -> None:
+    def found(text: str) -> Finding:
         monkeypatch.setattr(arithmetic, "probe_command", lambda python, module: [python, "-c", text])
+        return arithmetic.check_arithmetic(NEEDS)
 
-    program("import sys; sys.exit('CUDA error: device-side assert')")
-    assert arithmetic.probe_arithmetic().problem == "ended with 1: CUDA error: device-side assert"
-    program("import time; time.sleep(60)")
+    broken = found("import sys; sys.exit('CUDA error: device-side assert')")
+    assert (broken.outcome, broken.summary) == (
+        Outcome.FAIL,
+        "ended with 1: CUDA error: device-side assert",
+    )
     monkeypatch.setattr(arithmetic, "WITHIN_S", 0.2)
-    assert arithmetic.probe_arithmetic().problem == "no result within 0.2 s"
+    assert found("import time; time.sleep(60)").summary == "no result within 0.2 s"
