@@ -23,7 +23,7 @@ from .statements.paces import Comparison, Paces
 from .statements.terms import Limits, Program
 from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line, lines
 
-SCHEMA = 16
+SCHEMA = 17
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -43,7 +43,6 @@ MAX_LOG_TAIL = 800
 MAX_LOG_LINES = 16
 MAX_LOG_FILE = 500
 """Of what is told of the end of a failed worker. Its node's own log has more."""
-MAX_RDMA_PORTS = 64
 MAX_SEEN = 2**62
 """Half of what a generation can be: however high a node says that it was, all nodes can read the next ones."""
 WORLD_KEY = "world"
@@ -148,17 +147,6 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkFacts:
-    """The interface that this node's workers use, for the comparison with others'. 0 Mbit/s: not known."""
-
-    interface: Annotated[str, line(64)]
-    speed_mbps: Annotated[int, Within(0, 2**31 - 1)]
-    mtu: Annotated[int, Within(0, 2**31 - 1)]
-    rdma_ports: Annotated[tuple[Annotated[str, line(80)], ...], AtMost(MAX_RDMA_PORTS)] = ()
-    """All ACTIVE ones of the node, like "mlx5_0:1"."""
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationProgress:
     """How far the workers of one generation have come on one node."""
 
@@ -204,7 +192,6 @@ class NodeRecord(_Record):
     """Workers that this node runs."""
     http: Endpoint | None = None
     """Where this node's agent answers its peers; None when they cannot reach it."""
-    network: NetworkFacts | None = None
     limits: Limits | None = None
     """With which this node was started; None when it names none."""
     program: Program | None = None

@@ -437,7 +437,7 @@ def _cells(node: NodeReport) -> tuple[str, ...]:
         checkpoint = (
             f"{status.checkpoint.step}, {span(age_s)}" if age_s is not None else str(status.checkpoint.step)
         )
-    lease = span(status.lease_s) if status.lease_s is not None else "none"
+    lease = span(status.lease_age_s) if status.lease_age_s is not None else "none"
     return (name, node.ranks or "-", state, str(status.step or "-"), checkpoint, lease, address)
 
 
@@ -493,9 +493,9 @@ def _waiting_members(report: JobReport) -> Iterator[str]:
 def _old_leases(nodes: Iterable[NodeReport]) -> Iterator[str]:
     for node in nodes:
         status = node.status
-        if status is not None and status.lease_s is not None and status.lease_s > status.lease_ttl_s:
+        if status is not None and status.lease_age_s is not None and status.lease_age_s > status.lease_ttl_s:
             yield (
-                f"node {node.node}: its lease was last confirmed {span(status.lease_s)} ago and lives "
+                f"node {node.node}: its lease was last confirmed {span(status.lease_age_s)} ago and lives "
                 f"{status.lease_ttl_s:g} s: it does not reach the store"
             )
 

@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...rendezvous.records import MAX_RDMA_PORTS, Endpoint, NetworkFacts
+from ...rendezvous.records import Endpoint
 from ..common.exits import CannotStart, ExitCode
 from ..common.variables import Variable
 from ..configuration.config import Config, ConfigError, Problem
@@ -97,11 +97,6 @@ class NetworkChoice:
     speed_mbps: int | None = None
     rdma: tuple[RdmaPort, ...] = ()
     """All ACTIVE ports of the node, not only this interface's."""
-
-    @property
-    def facts(self) -> NetworkFacts:
-        """For the node's record, which other nodes read."""
-        return NetworkFacts(self.interface, self.speed_mbps or 0, self.mtu, self.rdma_ports[:MAX_RDMA_PORTS])
 
     @property
     def family(self) -> str:

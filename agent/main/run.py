@@ -329,7 +329,6 @@ def _make_rendezvous(agent: Agent) -> None:
         port=listeners.workers.getsockname()[1],
         slots=agent.machine.workers,
         http=reachable_at(agent.http, network.address),
-        network=network.facts,
         limits=policy.limits,
         program=program_of(agent.config, policy.store_outage_grace_s),
         node_rank=agent.config.rendezvous.node_rank,

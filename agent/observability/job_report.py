@@ -28,15 +28,10 @@ _KEYS = (
     *("node", "incarnation", "member", "first_rank", "slots", "address", "state", "coordinates", "leaving"),
     *("excluded", "has_lease", "silence", "silent_s"),
 )
-_STATUS_KEYS = {
-    **{name: name for name in ("generation", "workers", "running_s", "step")},
-    "step_age_s": "step_s",
-    "checkpoint": "checkpoint",
-    "lease_age_s": "lease_s",
-    **{name: name for name in ("lease_ttl_s", "waiting_for")},
-    "agent_age_s": "up_s",
-    **{name: name for name in ("version", "notice", "notice_s", "checks", "partners_unreachable")},
-}
+_STATUS_KEYS = (
+    *("generation", "workers", "running_s", "step", "step_age_s", "checkpoint", "lease_age_s", "lease_ttl_s"),
+    *("waiting_for", "agent_age_s", "version", "notice", "notice_s", "checks", "partners_unreachable"),
+)
 """The keys of a node in JSON: attributes of `NodeReport`, and of the node's own status."""
 
 
@@ -157,7 +152,7 @@ def as_json(value: Any) -> Any:
         case tuple():
             return [as_json(item) for item in value]
         case NodeReport():
-            status = {key: as_json(getattr(value.status, name, None)) for key, name in _STATUS_KEYS.items()}
+            status = {key: as_json(getattr(value.status, key, None)) for key in _STATUS_KEYS}
             return {name: as_json(getattr(value, name)) for name in _KEYS} | status
     if is_dataclass(value):
         return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
@@ -262,7 +257,7 @@ def _state(world: World | None, nodes: Iterable[NodeReport]) -> str:
     known = gone if world.trains else bool(statuses)
     if not known or any(status.workers for status in statuses):
         return "running" if world.trains else "stopping"
-    confirmed = any(s.lease_s is not None and s.lease_s <= s.lease_ttl_s for s in statuses)
+    confirmed = any(s.lease_age_s is not None and s.lease_age_s <= s.lease_ttl_s for s in statuses)
     return "waiting" if confirmed else "stopped"
 
 

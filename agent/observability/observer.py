@@ -27,7 +27,7 @@ from ..output.journal import Journal, Kind
 from ..output.log_folders import run_folder
 from ..workers.processes.workers import WorkerGroup
 from .goodput import TrainingEvent
-from .membership import MembershipWatch, StragglerWatch, WorldComparison, because, reason
+from .membership import MembershipWatch, StragglerWatch, because, reason
 from .status import StatusPages
 from .steps import StepRate
 from .training_account import TrainingAccount
@@ -90,7 +90,6 @@ class Observer:
         self._generation = _Generation()
         self._seeking_since = started_at
         self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
-        self._comparison = WorldComparison()
         self._stragglers = StragglerWatch(metrics, journal)
         self._other_limits: tuple[str, ...] = ()
         self._leaving = False
@@ -100,7 +99,7 @@ class Observer:
         self._state = ""
 
     def compare(self, participant: Participant) -> None:
-        """Before a world is acted on: each node warns of its own differences, the coordinator of all, each once."""
+        """Before a world is acted on: each node warns once of what it was started with and the job does not have."""
         world, otherwise = participant.world, participant.differs_from_job
         if world is not None and otherwise and otherwise != self._other_limits:
             log.warning(
@@ -110,10 +109,6 @@ class Observer:
                 world.limits_of,
             )
         self._other_limits = otherwise or self._other_limits
-        if participant.coordinates and participant.world is not None:
-            me = participant.identity.node
-            for difference in self._comparison.news(participant.world, participant.known_nodes, me):
-                log.warning("%s", difference)
 
     def update(self, snapshot: NodeSnapshot, group: WorkerGroup | None, now: float) -> None:
         """After every turn: states and counts as they are now; changes are logged."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from ...codec import AtMost, Count, Document, Seconds, Within
 from ...health.checks.finding import Finding, Outcome, worst_first
@@ -28,7 +28,7 @@ from ..workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 6
+SCHEMA = 7
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 64 * 1024
@@ -68,7 +68,7 @@ class NodeStatus:
     node: Name
     incarnation: Name
     version: Annotated[str, line(64)]
-    up_s: Seconds
+    agent_age_s: Seconds
     """Age of this agent."""
     state: Name
     """A state of the metric elastic_agent_state."""
@@ -88,14 +88,14 @@ class NodeStatus:
     running_s: Seconds | None
     """Age of these workers."""
     step: Count
-    step_s: Seconds | None
+    step_age_s: Seconds | None
     checkpoint: Checkpoint | None
     """The newest on disk."""
     memory: Checkpoint | None
     """The newest in this node's memory."""
     replica: Checkpoint | None
     """The newest of this node's shards in the memory of its partners."""
-    lease_s: Seconds | None
+    lease_age_s: Seconds | None
     """Age of the newest confirmation of its lease; None without a lease."""
     lease_ttl_s: Seconds
     max_restarts: Count | None
@@ -162,6 +162,12 @@ def _masked(text: str, most_chars: int, secrets: Collection[str]) -> str:
     return masked(text, secrets)[:most_chars]
 
 
+class _Saved(NamedTuple):
+    step: int
+    at: float | None
+    """None: another agent knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """The newest state, for any thread. Instants are monotonic."""
@@ -173,12 +179,9 @@ class _Seen:
     workers: int = 0
     step: int = 0
     stepped_at: float | None = None
-    checkpoint: int | None = None
-    saved_at: float | None = None
-    memory: int | None = None
-    memory_at: float | None = None
-    replica: int | None = None
-    replica_at: float | None = None
+    checkpoint: _Saved | None = None
+    memory: _Saved | None = None
+    replica: _Saved | None = None
     failure: Failure | None = None
     """The newest failure that ended a generation."""
     notice: str = ""
@@ -244,11 +247,11 @@ class StatusPages:
             return
         if report.tier == "memory":
             saved = isinstance(report, SaveReport)
-            self._seen = replace(self._seen, memory=report.step, memory_at=now if saved else None)
+            self._seen = replace(self._seen, memory=_Saved(report.step, now if saved else None))
         elif isinstance(report, SaveReport):
-            self._seen = replace(self._seen, checkpoint=report.step, saved_at=now)
-        elif report.step != self._seen.checkpoint:
-            self._seen = replace(self._seen, checkpoint=report.step, saved_at=None)
+            self._seen = replace(self._seen, checkpoint=_Saved(report.step, now))
+        elif self._seen.checkpoint is None or report.step != self._seen.checkpoint.step:
+            self._seen = replace(self._seen, checkpoint=_Saved(report.step, None))
 
     def noticed(self, text: str, ends_at: float | None) -> None:
         """This machine goes away then. No text: it stays."""
@@ -256,8 +259,9 @@ class StatusPages:
 
     def replicated(self, report: ReplicationReport) -> None:
         """The memory server has brought copies to other nodes, or cannot."""
-        if report.step and report.step != self._seen.replica:
-            self._seen = replace(self._seen, replica=report.step, replica_at=self._clock())
+        replica = self._seen.replica
+        if report.step and (replica is None or report.step != replica.step):
+            self._seen = replace(self._seen, replica=_Saved(report.step, self._clock()))
         self._seen = replace(self._seen, partners_unreachable=report.unreachable)
 
     def checked(self, findings: Sequence[Finding]) -> None:
@@ -284,15 +288,15 @@ class StatusPages:
         def age(instant: float | None) -> float | None:
             return max(0.0, now - instant) if instant is not None else None
 
-        def checkpoint(step: int | None, at: float | None) -> Checkpoint | None:
-            return Checkpoint(step, age(at)) if step is not None else None
+        def checkpoint(saved: _Saved | None) -> Checkpoint | None:
+            return Checkpoint(saved.step, age(saved.at)) if saved is not None else None
 
         status = NodeStatus(
             job=self._job_name,
             node=snapshot.node,
             incarnation=snapshot.incarnation,
             version=self._version,
-            up_s=now - self._started_at,
+            agent_age_s=now - self._started_at,
             state=seen.state,
             waiting_for=""
             if snapshot.undisturbed or over
@@ -305,11 +309,11 @@ class StatusPages:
             workers=seen.workers,
             running_s=age(seen.running_since),
             step=seen.step,
-            step_s=age(seen.stepped_at),
-            checkpoint=checkpoint(seen.checkpoint, seen.saved_at),
-            memory=checkpoint(seen.memory, seen.memory_at),
-            replica=checkpoint(seen.replica, seen.replica_at),
-            lease_s=age(snapshot.confirmed_at),
+            step_age_s=age(seen.stepped_at),
+            checkpoint=checkpoint(seen.checkpoint),
+            memory=checkpoint(seen.memory),
+            replica=checkpoint(seen.replica),
+            lease_age_s=age(snapshot.confirmed_at),
             lease_ttl_s=self._lease_ttl_s,
             max_restarts=self._max_restarts,
             backoff_s=snapshot.backoff_s,

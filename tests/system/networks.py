@@ -162,7 +162,6 @@ class Cable:
     down: bool = False
     gateway: str | None = None
     """The default route's."""
-    mtu: int = 1500
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,6 @@ class Cabling:
         other_end = ("name", cable.interface, "netns", machine.namespace)
         switches.ip("link", "add", "name", socket, "type", "veth", "peer", *other_end)
         switches.ip("link", "set", "dev", socket, "master", cable.switch, "up")
-        machine.ip("link", "set", cable.interface, "mtu", str(cable.mtu))
         machine.ip("addr", "add", cable.address, "dev", cable.interface)
         if not cable.down:
             machine.switch_on(cable.interface)

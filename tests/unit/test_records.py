@@ -34,7 +34,6 @@ from elastic_agent.rendezvous.records import (
     GenerationProgress,
     Introduction,
     Member,
-    NetworkFacts,
     NodeRecord,
     Phase,
     Restarts,
@@ -85,7 +84,6 @@ NODE = NodeRecord(
     port=4711,
     slots=2,
     http=Endpoint("10.0.0.1", 9100),
-    network=NetworkFacts("eth0", 100_000, 9000, ("mlx5_0:1", "mlx5_1:1")),
     limits=Limits(2, 4, 1.5, 3),
     program=Program("train.py", "ab12", "cd34", ("--lr", "0.1"), 5.0, 60.0),
     node_rank=1,
@@ -254,13 +252,6 @@ exclusions = st.builds(
     st.booleans(),
     st.booleans(),
 )
-networks = st.builds(
-    NetworkFacts,
-    texts(64),
-    st.integers(0, 2**31 - 1),
-    st.integers(0, 2**31 - 1),
-    st.lists(texts(80), max_size=4).map(tuple),
-)
 nodes = st.builds(
     NodeRecord,
     node=names,
@@ -269,7 +260,6 @@ nodes = st.builds(
     port=st.integers(0, 65535),
     slots=st.integers(1, 4096),
     http=st.none() | endpoints,
-    network=st.none() | networks,
     limits=st.none() | limits,
     program=st.none() | programs,
     node_rank=st.none() | numbers,
@@ -428,11 +418,6 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("http",): OBJECT,
         ("http", "address"): text(256),
         ("http", "port"): number(0, 65535),
-        ("network",): OBJECT,
-        ("network", "interface"): text(64),
-        ("network", "speed_mbps"): number(0, 2**31 - 1),
-        ("network", "mtu"): number(0, 2**31 - 1),
-        ("network", "rdma_ports"): [None, 1, "x", {}, [1], [None], [["x"]], ["x" * 81], ["x"] * 65],
         **LIMITS_FIELDS,
         **PROGRAM_FIELDS,
         ("node_rank",): number()[1:],
@@ -600,7 +585,6 @@ def test_the_largest_values_pass() -> None:
         *("x" * 500, "x" * 1400, ("x" * 800,) * 16, "x" * 500, BIG),
     )
     endpoint = Endpoint("x" * 256, 65535)
-    network = NetworkFacts("x" * 64, 2**31 - 1, 2**31 - 1, ("x" * 80,) * 64)
     node = NodeRecord(
         "n" * 128,
         "i" * 128,
@@ -608,7 +592,6 @@ def test_the_largest_values_pass() -> None:
         65535,
         4096,
         endpoint,
-        network,
         Limits(BIG, BIG, 1e9, BIG),
         Program("x" * 256, "x" * 64, "x" * 64, ("x" * 64,) * 64, 1e9, 1e9),
         BIG,
@@ -749,10 +732,7 @@ FORGED = "killed\n12:00:00.000 [a] all is well\x1b]0;you\x07\x1b[2J\x9b31m\r\u20
 
 def test_nothing_that_a_terminal_obeys_comes_out_of_a_record() -> None:
     failure = Failure(3, FORGED, FORGED, log_tail=(FORGED,), log_file=FORGED)
-    network = replace(NODE.network, interface=FORGED, rdma_ports=(FORGED,)) if NODE.network else None
-    node = read_node(
-        replace(NODE, address=FORGED, failure=failure, network=network, http=Endpoint(FORGED, 1)).to_json()
-    )
+    node = read_node(replace(NODE, address=FORGED, failure=failure, http=Endpoint(FORGED, 1)).to_json())
     member = replace(WORLD.members[1], http=Endpoint(FORGED, 1))
     cause = Cause(CauseKind.FAILURE, FORGED, FORGED, failure)
     exclusions = (Exclusion("c", "c-1", "unknown", FORGED),)

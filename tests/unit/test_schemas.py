@@ -37,10 +37,10 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        16,
+        17,
         {
             "NodeRecord": (
-                "node incarnation address port slots http network limits program node_rank "
+                "node incarnation address port slots http limits program node_rank "
                 "hosts_store leaving ready generation conditions failure step progress seen role memory "
                 "recheck suspicion testimony paces comparison"
             ),
@@ -52,7 +52,6 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "DrainRequest": "incarnation",
             "Introduction": "node incarnation generation confirmed_s whole_s",
             "Endpoint": "address port",
-            "NetworkFacts": "interface speed_mbps mtu rdma_ports",
             "Paces": "generation timed step_us own_us",
             "Comparison": "generation usual_us stragglers",
             "Straggler": "node rank own_us",
@@ -116,18 +115,18 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "status pages": (
-        6,
+        7,
         {
             "NodeStatus": (
-                "job node incarnation version up_s state waiting_for coordinates world phase phase_s "
-                "generation workers running_s step step_s checkpoint memory replica lease_s lease_ttl_s max_restarts "
-                "backoff_s notice notice_s checks partners_unreachable"
+                "job node incarnation version agent_age_s state waiting_for coordinates world phase phase_s "
+                "generation workers running_s step step_age_s checkpoint memory replica lease_age_s "
+                "lease_ttl_s max_restarts backoff_s notice notice_s checks partners_unreachable"
             ),
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
             "CheckStatus": "check outcome summary advice",
-            "World": "records 16",
-            "NodeRecord": "records 16",
+            "World": "records 17",
+            "NodeRecord": "records 17",
         },
     ),
     "run file": (

@@ -47,7 +47,7 @@ STATUS = NodeStatus(
     node="a",
     incarnation="a-1",
     version="0.1.0",
-    up_s=20.0,
+    agent_age_s=20.0,
     state="running",
     waiting_for="",
     coordinates=True,
@@ -58,11 +58,11 @@ STATUS = NodeStatus(
     workers=2,
     running_s=4.0,
     step=17,
-    step_s=0.5,
+    step_age_s=0.5,
     checkpoint=Checkpoint(12, 3.25),
     memory=Checkpoint(17, 0.5),
     replica=None,
-    lease_s=0.25,
+    lease_age_s=0.25,
     lease_ttl_s=5.0,
     max_restarts=None,
     backoff_s=0.0,
@@ -104,7 +104,7 @@ JOB = JobStatus("digits", WORLD, NODES, "a", complete=True)
     "status",
     [
         STATUS,
-        replace(STATUS, phase_s=None, running_s=None, step_s=None, lease_s=None, checkpoint=None),
+        replace(STATUS, phase_s=None, running_s=None, step_age_s=None, lease_age_s=None, checkpoint=None),
         replace(STATUS, max_restarts=3, checkpoint=Checkpoint(12, None)),
     ],
 )
@@ -185,11 +185,11 @@ HOSTILE: list[tuple[str, Any]] = [
     ("node", "\x1b[2J"),
     ("incarnation", None),
     ("version", "v" * 65),
-    ("up_s", None),
-    ("up_s", -1),
-    ("up_s", "1"),
-    ("up_s", float("nan")),
-    ("up_s", float("inf")),
+    ("agent_age_s", None),
+    ("agent_age_s", -1),
+    ("agent_age_s", "1"),
+    ("agent_age_s", float("nan")),
+    ("agent_age_s", float("inf")),
     ("state", "run ning"),
     ("waiting_for", "x" * 4097),
     ("waiting_for", 7),
@@ -202,12 +202,12 @@ HOSTILE: list[tuple[str, Any]] = [
     ("workers", 4097),
     ("running_s", []),
     ("step", "17"),
-    ("step_s", {}),
+    ("step_age_s", {}),
     ("checkpoint", []),
     ("checkpoint", {"step": 1}),
     ("checkpoint", {"step": -1, "age_s": None}),
     ("checkpoint", {"step": 1, "age_s": "old"}),
-    ("lease_s", False),
+    ("lease_age_s", False),
     ("lease_ttl_s", None),
     ("max_restarts", -1),
     ("max_restarts", "auto"),
@@ -312,8 +312,8 @@ def status_of(pages: StatusPages) -> NodeStatus:
 def test_before_it_has_found_the_store_an_agent_waits_for_it(pages: StatusPages, clock: Clock) -> None:
     clock.now += 2.0
     status = status_of(pages)
-    assert (status.state, status.waiting_for, status.up_s) == ("init", "the rendezvous store", 2.0)
-    assert (status.generation, status.checkpoint, status.lease_s, status.phase_s) == (0, None, None, None)
+    assert (status.state, status.waiting_for, status.agent_age_s) == ("init", "the rendezvous store", 2.0)
+    assert (status.generation, status.checkpoint, status.lease_age_s, status.phase_s) == (0, None, None, None)
     assert JOB_PAGE.decode(pages.job()) == JobStatus("digits", None, (), None, complete=False)
 
 
@@ -355,7 +355,7 @@ def test_a_step_is_as_old_as_its_end_and_no_checkpoint(pages: StatusPages, clock
         pages.stepped(step, clock() - 0.25)
         clock.now += 1.5
     status = status_of(pages)
-    assert (status.step, status.step_s) == (8, 1.75)
+    assert (status.step, status.step_age_s) == (8, 1.75)
     assert status.checkpoint == Checkpoint(5, 3.0)
 
 

@@ -99,7 +99,7 @@ def test_a_job_whose_nodes_are_all_silent_is_only_known_to_be_stopping() -> None
     assert (job.state, job.restarts.limit_known, job.phase_age_s) == ("stopping", False, None)
 
 
-STORELESS = {"workers": 0, "state": "joining", "waiting_for": "the store: start it again", "lease_s": 8.0}
+STORELESS = {"workers": 0, "state": "joining", "waiting_for": "the store: start it again", "lease_age_s": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ STORELESS = {"workers": 0, "state": "joining", "waiting_for": "the store: start 
         (Unreachable.REFUSED, STORELESS, "stopped", "the store: start it again"),
         (Unreachable.SILENT, STORELESS, "running", ""),  # it may train where this command does not reach
         (status("a"), STORELESS, "running", ""),
-        (Unreachable.REFUSED, STORELESS | {"lease_s": 0.25}, "waiting", "the store: start it again"),
-        (Unreachable.REFUSED, STORELESS | {"lease_s": None}, "stopped", "the store: start it again"),
+        (Unreachable.REFUSED, STORELESS | {"lease_age_s": 0.25}, "waiting", "the store: start it again"),
+        (Unreachable.REFUSED, STORELESS | {"lease_age_s": None}, "stopped", "the store: start it again"),
     ],
 )
 def test_a_job_without_a_living_worker_does_not_run(
@@ -292,7 +292,7 @@ def test_a_job_in_trouble_to_the_line() -> None:
         "b-1": status("b", checkpoint=Checkpoint(12, None), step=16),
         "c-1": Unreachable.REFUSED,
     }
-    answers["d-1"] = status("d", state="joining", step=0, checkpoint=None, lease_s=1.04)
+    answers["d-1"] = status("d", state="joining", step=0, checkpoint=None, lease_age_s=1.04)
     job = made(found(nodes=(A, B, C, D)), answers, {"c-1": 72.0})
     assert (
         "\n".join(lines(job, Screen()))
@@ -344,7 +344,7 @@ def test_a_job_that_has_ended_names_its_result() -> None:
     ("job", "words"),
     [
         (
-            made(answers={**ALL, "b-1": status("b", lease_s=6.0)}),
+            made(answers={**ALL, "b-1": status("b", lease_age_s=6.0)}),
             "! node b: its lease was last confirmed 6.0 s ago",
         ),
         (
