@@ -301,7 +301,6 @@ class OurNodes:
             runs_again=False,
             restarts=RestartPolicy(),
             cool_down_s=60.0,
-            exclude_stragglers_s=None,
         )
         store = None
         for number in range(count):

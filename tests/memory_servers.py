@@ -52,13 +52,10 @@ def header_of(
 class Node:
     """One node's memory, with a server in front of it; `serve` starts another after `close`."""
 
-    def __init__(
-        self, folder: Path, name: str, *, limit: int = 1 << 30, rate: int = 0, key: bytes = KEY
-    ) -> None:
+    def __init__(self, folder: Path, name: str, *, limit: int = 1 << 30, key: bytes = KEY) -> None:
         self.name = name
         self.memory = str(folder / name)
         self.limit = limit
-        self.rate = rate
         self.orders = str(folder / f"{name}.orders")
         self.told: list[ReplicationReport] = []
         os.mkdir(self.memory, 0o700)
@@ -73,7 +70,7 @@ class Node:
         Path(self.orders).unlink(missing_ok=True)
         orders.bind(self.orders)
         orders.listen()
-        self.server = Server(self.memory, self.limit, self.name, self.rate, self.told.append)
+        self.server = Server(self.memory, self.limit, self.name, self.told.append)
         self.server.serve(listener, orders)
 
     def close(self) -> None:

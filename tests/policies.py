@@ -20,5 +20,4 @@ PLAIN_POLICY = Policy(
     runs_again=False,
     restarts=RestartPolicy(),
     cool_down_s=60.0,
-    exclude_stragglers_s=None,
 )

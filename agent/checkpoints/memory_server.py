@@ -56,8 +56,6 @@ class ServerPlace:
     orders: Path
     reports: str
     listener: socket.socket
-    bytes_per_s: int
-    """At which copies leave this node; 0: without a limit."""
 
 
 class MemoryServer:
@@ -74,8 +72,7 @@ class MemoryServer:
         listener = place.listener.fileno()
         self._command = [
             sys.executable, "-I", "-S", "-c", _PROGRAM,
-            str(place.memory.path), str(place.memory.limit), place.node, place.reports, str(place.bytes_per_s),
-            str(listener),
+            str(place.memory.path), str(place.memory.limit), place.node, place.reports, str(listener),
         ]  # fmt: skip
         self._place = place
         self._store = store

@@ -76,12 +76,11 @@ class Replicator:
     """All orders that this node's workers have given. For any thread."""
 
     def __init__(
-        self, memory: str, node: str, rate: Rate, report: Callable[[Progress], None], rng: random.Random
+        self, memory: str, node: str, report: Callable[[Progress], None], rng: random.Random
     ) -> None:
         """`node` is this one's name."""
         self.memory = memory
         self.node = node
-        self.rate = rate
         self.rng = rng
         self.sent_bytes = 0
         self._report = report
@@ -255,7 +254,7 @@ class _Order:
         key = copy.folder, copy.header.version
         with self._changed:
             sums = dict(self._sums.get(key, {}))  # other threads bring the same copy to other partners
-        sender = Sender(self._of.node, self._of.rate.pause, sent, superseded, sums)
+        sender = Sender(self._of.node, sent=sent, superseded=superseded, sums=sums)
         try:
             with CopyReader(self._of.memory, copy.folder, copy.slot, copy.header.version) as reader:
                 return sender.push(link, reader)
@@ -414,34 +413,3 @@ class Sender:
             with contextlib.suppress(OSError):  # no room for the sums: the copy goes without
                 reader.add_sums(whole)
         return True
-
-
-# ---------------------------------------------------------------- rate
-
-
-class Rate:
-    """At most so many bytes per second, with no saving up for later. For any thread."""
-
-    def __init__(
-        self,
-        bytes_per_s: int,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        """0: no limit."""
-        self._bytes_per_s = bytes_per_s
-        self._clock = clock
-        self._sleep = sleep
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def pause(self, count: int) -> None:
-        """Wait until so many bytes may go."""
-        if not self._bytes_per_s:
-            return
-        with self._lock:
-            now = self._clock()
-            begin = max(now, self._free_at)
-            self._free_at = begin + count / self._bytes_per_s
-        if begin > now:
-            self._sleep(begin - now)

@@ -62,7 +62,7 @@ from ...worker.wire.messages import encode as encode_report
 from ..common.io_thread import IoThread
 from .copies import CopyReader, Seals, VerifiedPieces, copies_of, keep, kept_orders
 from .receiver import Receiver
-from .replicator import Progress, Rate, Replicator
+from .replicator import Progress, Replicator
 
 AT_ONCE = 32
 """Requests that are answered at the same time, copies that are taken included."""
@@ -73,12 +73,12 @@ LOOK_S = 1.0
 MOST_DESCRIPTORS = 4096
 
 
-def main(memory: str, limit: str, node: str, reports: str, rate: str, listener: str) -> None:
-    """Until the agent's end. `limit` in bytes, `rate` in bytes per second; `listener` is a descriptor."""
+def main(memory: str, limit: str, node: str, reports: str, listener: str) -> None:
+    """Until the agent's end. `limit` in bytes; `listener` is a descriptor."""
     os.nice(10)  # training comes first
     listen(_failed)
     _raise_descriptors()
-    server = Server(memory, int(limit), node, int(rate), partial(_report_to, reports))
+    server = Server(memory, int(limit), node, partial(_report_to, reports))
     server.serve(socket.socket(fileno=int(listener)), socket.socket(fileno=0))
     threading.Event().wait()
 
@@ -93,7 +93,7 @@ class Server:
     """One memory server, of which any number fit into a process."""
 
     def __init__(
-        self, memory: str, limit: int, node: str, rate: int, report: Callable[[ReplicationReport], None]
+        self, memory: str, limit: int, node: str, report: Callable[[ReplicationReport], None]
     ) -> None:
         """`report` is called in any thread."""
         self._memory = memory
@@ -105,7 +105,7 @@ class Server:
         self._reported_bytes = 0
         self._verified = VerifiedPieces()
         self.receiver = Receiver(memory, limit, self._received)
-        self.replicator = Replicator(memory, node, Rate(rate), self._replicated, random.Random())
+        self.replicator = Replicator(memory, node, self._replicated, random.Random())
         self._orders: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
         self._seals = Seals(memory)
         self._sockets: tuple[socket.socket, ...] = ()

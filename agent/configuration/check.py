@@ -50,12 +50,8 @@ from .settings import Setting, Settings
 from .stopping import (
     DRAIN_TIMEOUT,
     HANG_TIMEOUT,
-    LAST_SAVE_S,
-    LEAVING_S,
     PROCESS_GROUP_TIMEOUT,
-    SERVICE_STOP_LIMIT,
     STOP_GRACE,
-    whole_stop_s,
 )
 from .values import CLUSTERS, SHARED, STORES, in_words
 
@@ -175,19 +171,6 @@ def _check_nodes_and_times(rules: _Rules) -> None:
     rules.expect_less(LAST_CALL, JOIN_TIMEOUT)
     if settings[DRAIN_TIMEOUT].value != 0:
         rules.expect_less(DRAIN_TIMEOUT, STOP_GRACE)
-    grace, limit = settings[STOP_GRACE], settings[SERVICE_STOP_LIMIT]
-    if limit.value is not None:
-        needed_s = whole_stop_s(grace.value)
-        rules.expect(
-            needed_s <= limit.value,
-            STOP_GRACE,
-            f"a stop that ends within service-stop-limit, which is {_in_force(limit)}: it can take"
-            f" stop-grace, as long again (at least {LAST_SAVE_S:g} s) to bring to disk what only this node has, and"
-            f" {LEAVING_S:g} s to leave the job",
-            "lower --stop-grace, or let the service manager wait longer and say so with"
-            f" --service-stop-limit {needed_s:g}s",
-            SERVICE_STOP_LIMIT,
-        )
 
 
 def _check_multiple(rules: _Rules, option: Option[int] | Option[int | None]) -> None:

@@ -48,10 +48,8 @@ from .parse import (
 )
 from .rendezvous import RendezvousConfig
 from .stopping import (
-    FAILURE_DOMAIN,
     MAX_RESTARTS,
     MEMORY_CHECKPOINTS,
-    MEMORY_REPLICA_RATE,
     MEMORY_REPLICAS,
     RUN_AGAIN,
     StopConfig,
@@ -451,8 +449,6 @@ class Config:
     memory_checkpoints: int | None = MEMORY_CHECKPOINTS.field()
     """Bytes; 0: on disk only; None: a share of the shared memory."""
     memory_replicas: int = MEMORY_REPLICAS.field()
-    memory_replica_rate: int | None = MEMORY_REPLICA_RATE.field()  # bytes per second; None: no limit
-    failure_domain: str | None = FAILURE_DOMAIN.field()  # None: not known
     logs: LogConfig = LogConfig()
     http_address: Endpoint | None = HTTP_ADDRESS.field()
     """None: where other nodes reach this one (memory: loopback), any free port."""

@@ -133,17 +133,6 @@ def _read_size(text: str) -> int:
     return int(size)
 
 
-LEAST_RATE = 2**20
-
-
-def _read_rate(text: str) -> int:
-    rate = _read_size(text)
-    if rate < LEAST_RATE:
-        raise ValueError
-    return rate
-
-
-RATE = Parser("bytes per second, 1MiB or more, like 512MiB and 1.5GiB", _read_rate)
 SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size)
 
 

@@ -119,12 +119,6 @@ COOL_DOWN: Option[float] = MEETING.option(
     "how long this node stays out when the job excludes it; twice as long each further time, up to an hour",
     default="1m",
 )
-EXCLUDE_STRAGGLERS: Option[float | None] = MEETING.option(
-    "exclude-stragglers",
-    duration(1.0),
-    "exclude a node, by plan, on which a rank was slower than the others for so long, where another node stands by to"
-    " take its place; that of the node which coordinates (default: stragglers are only named)",
-)
 EXPECTED_NODES: Option[int | None] = MEETING.option(
     "expected-nodes",
     whole_number(1, MOST_NODES, "nodes"),
@@ -228,7 +222,6 @@ class RendezvousConfig:
     """Orders nodes that join together; None: after those that have one, in the order of their arrival."""
     folder: Path | None = None  # with local only
     cool_down_s: float = COOL_DOWN.field()
-    exclude_stragglers_s: float | None = EXCLUDE_STRAGGLERS.field()
     expected_nodes: int | None = EXPECTED_NODES.field()
 
     @property

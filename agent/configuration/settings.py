@@ -44,8 +44,12 @@ SWITCHES: dict[str, tuple[Option[object], str]] = {
 
 REMOVED = {
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
+    "exclude-stragglers": "leave it out: stragglers are named; elastic-agent exclude takes the node of one out",
+    "failure-domain": "leave it out: replicas go to the next nodes in an order that racks and zones play no part in",
     "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
+    "memory-replica-rate": "leave it out; to hold replicas back, limit the interface with tc, or --memory-replicas 0",
     "picture": "draw from report --json, which has the timeline",
+    "service-stop-limit": "leave it out; a whole stop takes twice --stop-grace and 5 s, and at least 15 s",
     "quiet": "write --log-level warning",
 }
 """Options of earlier versions: what to write instead, or why nothing."""

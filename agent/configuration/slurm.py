@@ -26,7 +26,7 @@ from .rendezvous import (
     STANDALONE,
 )
 from .settings import Settings
-from .stopping import JOB_ENDS_AT, SERVICE_STOP_LIMIT, STOP_GRACE, longest_grace_s
+from .stopping import JOB_ENDS_AT, STOP_GRACE, longest_grace_s
 from .values import DEFAULT, STORES
 
 KILL_WAIT_S = 30.0
@@ -149,10 +149,8 @@ def derive_slurm(settings: Settings, environ: Mapping[str, str]) -> None:
     if NPROC_PER_NODE not in settings:
         _derive_workers(settings, step)
     if STOP_GRACE not in settings:
-        limit = settings[SERVICE_STOP_LIMIT]
-        within_s = limit.value if limit.value is not None else KILL_WAIT_S
-        origin = "Slurm's KillWait, 30 s by default" if limit.value is None else limit.origin
-        settings.derive(STOP_GRACE, longest_grace_s(within_s), f"{origin}: a whole stop fits in")
+        origin = "Slurm's KillWait, 30 s by default: a whole stop fits in"
+        settings.derive(STOP_GRACE, longest_grace_s(KILL_WAIT_S), origin)
     if JOB_ENDS_AT not in settings and step.ends_at is not None:
         settings.derive(JOB_ENDS_AT, step.ends_at, "SLURM_JOB_END_TIME")
 

@@ -6,7 +6,7 @@ The ladder of timeouts above one training step, for a collective that does not e
 
 And another one, above a planned stop:
 
-    step  <  time of a drain  <  stop grace  <  time of a whole stop (`whole_stop_s`)  <=  service manager's limit
+    step  <  time of a drain  <  stop grace  <  time of a whole stop (`whole_stop_s`)
 
 The *hang limit* is this agent's: no progress is seen. The *process-group timeout* is torch's: it names the collective,
 and ends the process. The *heartbeat* watches the thread that watches the collectives, where that is itself stuck in
@@ -23,9 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .parse import (
-    IDENTIFIER,
     MOST_REPLICAS,
-    RATE,
     SIZE,
     UNIX_TIME,
     Group,
@@ -102,20 +100,6 @@ MEMORY_REPLICAS: Option[int] = STOPPING.option(
     " is lost takes its shards with it",
     default="1",
 )
-MEMORY_REPLICA_RATE: Option[int | None] = STOPPING.option(
-    "memory-replica-rate",
-    RATE,
-    "at most so many bytes per second leave this node for its replicas, over all its partners; what it hands over when"
-    " it leaves is not held back (default: no limit)",
-    metavar="RATE",
-)
-FAILURE_DOMAIN: Option[str | None] = STOPPING.option(
-    "failure-domain",
-    IDENTIFIER,
-    "what fails together with this node, like its rack or zone: replicas go to nodes with another one where there are"
-    " some (default: not known)",
-    metavar="LABEL",
-)
 SIGNALS_TO_HANDLE: Option[tuple[signal.Signals, ...]] = STOPPING.option(
     "signals-to-handle",
     Parser(
@@ -126,13 +110,6 @@ SIGNALS_TO_HANDLE: Option[tuple[signal.Signals, ...]] = STOPPING.option(
     metavar="NAMES",
     default="",
     torchrun="signals-to-handle",
-)
-SERVICE_STOP_LIMIT: Option[float | None] = STOPPING.option(
-    "service-stop-limit",
-    duration(1.0),
-    "how long the service manager waits after SIGTERM before it kills everything (systemd: TimeoutStopSec,"
-    " Kubernetes: terminationGracePeriodSeconds); a stop must fit: --stop-grace, as long again (at least 10 s) to"
-    " bring to disk what only this node has, and 5 s to leave (default: no limit)",
 )
 
 JOB_ENDS_AT: Option[int | None] = STOPPING.option(

@@ -350,7 +350,6 @@ def policy_of(config: Config) -> Policy:
         unleased_s=config.rendezvous.lease_ttl_s if grace_s or kind.forgets_leases else 0.0,
         restarts=RestartPolicy(max_failures=config.max_restarts),
         cool_down_s=config.rendezvous.cool_down_s,
-        exclude_stragglers_s=config.rendezvous.exclude_stragglers_s,
     )
 
 

@@ -418,7 +418,7 @@ def _keep_evidence(agent: Agent) -> EvidenceKeeper:
 
 def _serve_memory(agent: Agent) -> MemoryServer | None:
     """For other nodes, where there can be any."""
-    listener, env, config = agent.listeners.memory, agent.node.env, agent.config
+    listener, env = agent.listeners.memory, agent.node.env
     if agent.memory is None or listener is None:
         return None
     place = ServerPlace(
@@ -427,7 +427,6 @@ def _serve_memory(agent: Agent) -> MemoryServer | None:
         Path(env.memory_server),
         env.reports,
         listener,
-        config.memory_replica_rate or 0,
     )
     return agent.started(MemoryServer(place, agent.store, agent.environment, agent.io, agent.events.put))
 

@@ -203,7 +203,6 @@ class EtcdV3Handler(RendezvousHandler):
             runs_again=True,
             restarts=NEVER_GIVE_UP,
             cool_down_s=rendezvous.cool_down_s,
-            exclude_stragglers_s=None,
         )
         membership = Membership(
             store,

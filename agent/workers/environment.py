@@ -85,7 +85,6 @@ def worker_env(
         memory_server=str(run_dir / "memory"),
         memory_address=memory_address,
         memory_replicas=min(config.memory_replicas, config.nodes.max - 1),
-        failure_domain=config.failure_domain or "",
     )
 
 

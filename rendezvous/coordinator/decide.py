@@ -45,7 +45,6 @@ from .next_world import (
     root_failure,
     without_excluded,
 )
-from .stragglers import exclude_slowest
 from .view import Decision, Policy, Publish, View, Wait, in_force
 
 POLL_WAIT_S = 3.0
@@ -111,11 +110,7 @@ def _running(world: World, view: View, present: Sequence[NodeRecord], policy: Po
     decision = _invite(world, view, present, policy, now)
     if isinstance(decision, Publish):
         return decision
-    exclusions, due_at = exclude_slowest(world, view, present, policy, now)
-    if exclusions is not None:
-        return Publish(replace(world, exclusions=exclusions), f"node {exclusions[-1].node} is too slow")
-    decision = sooner(decision, asking)
-    return decision if due_at is None else replace(decision, until=min(due_at, decision.until or due_at))
+    return sooner(decision, asking)
 
 
 def _finishing(

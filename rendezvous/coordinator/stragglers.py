@@ -15,18 +15,12 @@ A pure function of the records and of its own last result. After a change of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ..records import NodeRecord, World, life_of
-from ..statements.exclusion import Exclusion
+from ..records import NodeRecord, World
 from ..statements.paces import MAX_STRAGGLERS, Comparison, Paces, Straggler
-from .candidates import first_that_fit, newcomers
-from .exclusions import exclude, left_out
-from .view import Policy, View
 
-STRAGGLER = "straggler"
-"""The cause of an exclusion under `--exclude-stragglers`."""
 TOLERATED = math.log(1.13)
 MOST_EXCESS = math.log(1.41) - TOLERATED
 """The most that one step adds to a score, above the tolerance."""
@@ -107,68 +101,6 @@ def in_force(leader: NodeRecord | None, world: World | None) -> Comparison | Non
     if found is None or world is None or not world.trains or found.generation != world.generation:
         return None
     return found
-
-
-def slow_members(watched: Watched, world: World | None) -> Iterator[str]:
-    """The incarnations of the members that have a straggler among their ranks."""
-    if world is not None and watched.generation == world.generation:
-        for member in world.members:
-            if not watched.named.isdisjoint(range(member.first_rank, member.first_rank + member.slots)):
-                yield member.incarnation
-
-
-def exclude_slowest(
-    world: World, view: View, present: Sequence[NodeRecord], policy: Policy, now: float
-) -> tuple[tuple[Exclusion, ...] | None, float | None]:
-    """The world's exclusions with one more, of the node that has had a straggler for longest, if that is long enough;
-    or the instant at which it will be.
-
-    A node is excluded only where a standby takes its place: a slow job is better than a smaller one. It is not for the
-    rank for which another node was excluded last: that rank is slow wherever it is, as one that logs for all.
-    """
-    after_s = policy.exclude_stragglers_s
-    slow = _slow_ranks(world, view)
-    candidates = [node for node in present if node.incarnation in view.slow_since and node.node in slow]
-    if after_s is None or not candidates:
-        return None, None
-    node = min(candidates, key=lambda one: view.slow_since[one.incarnation])
-    due_at = view.slow_since[node.incarnation] + after_s
-    if now < due_at:
-        return None, due_at
-    rank = slow[node.node]
-    reason = f"its rank {rank} held the others up for {after_s:g} s (--exclude-stragglers)"
-    exclusions = exclude(
-        world.exclusions,
-        node.node,
-        life_of(node.incarnation),
-        STRAGGLER,
-        reason,
-        record=node,
-        fingerprint=_fingerprint(rank),
-    )
-    if exclusions == world.exclusions:
-        return None, None
-    ready = [one for one in newcomers(view, exclusions) if one.ready]
-    others = [one for one in present if one is not node]
-    replaced = bool(others) and len(first_that_fit([*others, *ready], policy)) >= len(present)
-    return (exclusions if replaced else None), None
-
-
-def _slow_ranks(world: World, view: View) -> Mapping[str, int]:
-    """By node that may be excluded: the first of its stragglers."""
-    found = in_force(view.nodes[0], world)
-    last = next((one for one in reversed(world.exclusions) if one.cause == STRAGGLER), None)
-    out, slow = left_out(world.exclusions), {}
-    for one in reversed(found.stragglers if found is not None else ()):
-        moved = last is not None and last.node != one.node and last.fingerprint == _fingerprint(one.rank)
-        if one.node not in out and not moved:
-            slow[one.node] = one.rank
-    return slow
-
-
-def _fingerprint(rank: int) -> str:
-    """In the place of a failure's: which rank the node was excluded for."""
-    return f"rank {rank}"
 
 
 def in_words(straggler: Straggler, usual_us: int) -> str:

@@ -41,8 +41,6 @@ class Policy:
     restarts: RestartPolicy
     cool_down_s: float
     """How long this node stays out when it is excluded for the first time."""
-    exclude_stragglers_s: float | None
-    """A node with a straggler for so long is excluded, if a standby can take its place; None: never."""
 
     @property
     def limits(self) -> Limits:
@@ -76,8 +74,6 @@ class View:
     """The newest change of `world` is older than the oldest of the nodes."""
     succeeded_since: Mapping[str, float] = field(default_factory=dict)
     """Instant at which this node first saw the newest success of each incarnation."""
-    slow_since: Mapping[str, float] = field(default_factory=dict)
-    """By incarnation of a member with a straggler: the instant at which this node found that in this generation."""
     inquiry_since: float = 0.0
     """Instant at which this node first saw the present inquiry of the world in its present state."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 
-from ..coordinator.stragglers import Watched, compare, in_force, slow_members
+from ..coordinator.stragglers import Watched, compare, in_force
 from ..errors import RecordInvalid, StoreMismatch
 from ..liveness.failure_detector import FailureDetector
 from ..records import NODES_PREFIX, WORLD_KEY, Condition, NodeRecord, World, drain_key, node_key
@@ -40,8 +40,6 @@ class MembershipView:
         """And at which it first saw it ready."""
         self.succeeded_since: dict[str, float] = {}
         """And at which it first saw its newest success."""
-        self.slow_since: dict[str, float] = {}
-        """And, on the coordinator, at which it found that one of its ranks is slower than the others."""
         self.detector = FailureDetector()
         self._job = job
         self._own_key = node_key(node)
@@ -113,13 +111,11 @@ class MembershipView:
             return Read((WORLD_KEY, self._drain_key, NODES_PREFIX))
         return Read((WORLD_KEY, self._drain_key, self._own_key), oldest_under=NODES_PREFIX)
 
-    def compare_ranks(self, now: float) -> None:
+    def compare_ranks(self) -> None:
         """If this node coordinates, look for stragglers: see `own_comparison`."""
         if self.coordinates and self._compared != (self.world, self.nodes):
             self._compared = self.world, self.nodes
             self._watched = compare(self._watched, *self._compared)
-            slow = slow_members(self._watched, self.world)
-            self.slow_since = {one: self.slow_since.get(one, now) for one in slow}
 
     @property
     def own_comparison(self) -> Comparison | None:

@@ -300,7 +300,7 @@ class Participant:
         if session.own_revision is None:
             return Read((own_key,))
         self._settle_unstarted()
-        self._compare_ranks(now)
+        self._compare_ranks()
         if self._generation and now >= self._deadlines_at(now).overdue_at:
             session.mark(self._generation, Condition.OVERDUE)
         if self.wants_port:
@@ -323,11 +323,11 @@ class Participant:
         self.waiting_for = why_excluded(membership.world, session.record) or self._why_idle(membership)
         return None
 
-    def _compare_ranks(self, now: float) -> None:
+    def _compare_ranks(self) -> None:
         """If this node coordinates, look for stragglers. The result is published when it names other ranks, and else
         with this node's next paces."""
         membership = self._session.membership
-        membership.compare_ranks(now)
+        membership.compare_ranks()
         told, found = self._session.record.comparison, membership.own_comparison
         if found is not None and (told is None or found.names != told.names):
             self._session.record = replace(self._session.record, comparison=found)

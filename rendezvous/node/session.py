@@ -84,7 +84,6 @@ class Session:
             self.runs_again(policy),
             self.came_after_world(policy),
             membership.succeeded_since,
-            membership.slow_since,
             membership.inquiry_since,
         )
 

@@ -26,12 +26,11 @@ class Exclusion:
     """The life of the node's agent at the exclusion. An agent started later need not wait for the cool-down. Empty: the
     job knew nothing of the node when an operator excluded it."""
     cause: CauseName
-    """The cause of the failure, `straggler` or `operator`."""
+    """The cause of the failure, or `operator`."""
     reason: Annotated[str, line(MAX_EXCLUSION_REASON)]
     """A sentence for people."""
     fingerprint: Annotated[str, line(32)] = ""
-    """`blame.digest` of the failure: the same failure on another node shows that this node is not to blame; of a
-    straggler, its rank."""
+    """`blame.digest` of the failure: the same failure on another node shows that this node is not to blame."""
     times: Positive = 1
     """How often this node has been excluded in this job: the cool-down is twice as long each time."""
     by_operator: bool = False

@@ -47,15 +47,27 @@ Make = Callable[..., Node]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """`rate`: at most so many bytes per second leave the node."""
     with contextlib.ExitStack() as stack:
 
-        def node(name: str, **more: object) -> Node:
+        def node(name: str, rate: int = 0, **more: object) -> Node:
+            if rate:
+                monkeypatch.setattr(replicator, "CopyReader", slow_reader(rate))
             made = Node(tmp_path, name, **more)  # type: ignore[arg-type]
             stack.callback(made.close)
             return made
 
         yield node
+
+
+def slow_reader(rate: int) -> type[CopyReader]:
+    class Slow(CopyReader):
+        def read(self, offset: int, into: memoryview) -> None:
+            time.sleep(len(into) / rate)
+            super().read(offset, into)
+
+    return Slow
 
 
 def filled(node: Node, step: int = 3, size: int = 3 << 20) -> bytes:

@@ -43,7 +43,7 @@ class Agent:
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         self.orders = str(folder / "orders")
         place = ServerPlace(
-            MemoryFolder(self.memory, 1 << 30), "x", folder / "orders", str(folder / "reports"), listener, 0
+            MemoryFolder(self.memory, 1 << 30), "x", folder / "orders", str(folder / "reports"), listener
         )
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.server = MemoryServer(place, store, dict(os.environ), started_io(), self.events.put)

@@ -41,11 +41,6 @@ def setting(key: str, unit: str = UNIT) -> str:
     return value
 
 
-def variable(name: str, unit: str = UNIT) -> str:
-    found = [value for key, value in settings(unit) if key == "Environment" and value.startswith(f"{name}=")]
-    return found[0].partition("=")[2]
-
-
 def seconds(text: str) -> float:
     return float(duration(0.0).parse(text))
 
@@ -92,7 +87,6 @@ def test_it_is_exposed_to_little(unit: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("unit", "sample_file"), [(UNIT, "job.toml"), (DAEMON, "pool.toml")])
 def test_a_stop_ends_before_systemd_kills_it(unit: str, sample_file: str) -> None:
     limit_s = seconds(setting("TimeoutStopSec", unit))
-    assert seconds(variable("ELASTIC_AGENT_SERVICE_STOP_LIMIT", unit)) == limit_s
     grace_s = STOP_GRACE.default_value
     assert grace_s is not None
     assert whole_stop_s(grace_s) + HOST_LINGERS_S + SWEEP_S < limit_s
@@ -145,8 +139,7 @@ def test_the_sample_job_is_a_valid_configuration(tmp_path: Path) -> None:
         sample.replace("/srv/job/train.py", str(script)) + 'log-level = "warning"\n'
     )
     given = [line for line in (SHIPPED / "job.env").read_text().splitlines() if not line.startswith("#")]
-    limit = f"ELASTIC_AGENT_SERVICE_STOP_LIMIT={variable('ELASTIC_AGENT_SERVICE_STOP_LIMIT')}"
-    environment = {**os.environ, **dict(line.split("=", 1) for line in [*given, limit])}
+    environment = {**os.environ, **dict(line.split("=", 1) for line in given)}
     command = [sys.executable, "-m", "elastic_agent", "--config", tmp_path / "job.toml", "--check-config"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -160,7 +153,6 @@ def test_the_sample_pool_is_a_valid_configuration(tmp_path: Path) -> None:
     (tmp_path / "pool.toml").write_text((SHIPPED / "pool.toml").read_text())
     assert not [line for line in (SHIPPED / "pool.env").read_text().splitlines() if not line.startswith("#")]
     variables = {
-        "ELASTIC_AGENT_SERVICE_STOP_LIMIT": variable("ELASTIC_AGENT_SERVICE_STOP_LIMIT", DAEMON),
         "ELASTIC_AGENT_CONFIG": str(tmp_path / "pool.toml"),
         "RUNTIME_DIRECTORY": str(tmp_path),
     }

@@ -134,8 +134,8 @@ class Order:
 class Node:
     """One node: the agent's memory, and the server that it runs."""
 
-    def __init__(self, name: str, domain: str) -> None:
-        self.name, self.domain = name, domain
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.alive = True
         self.boot = 0
         self.folders: dict[Key, tuple[Slot, Slot]] = {}
@@ -251,7 +251,7 @@ class Replicating:
             raise PromiseBroken(f"seed {self.seed}, {self.now:.2f} s, {promise}: {what}\n{story}")
 
     def add_node(self) -> None:
-        node = Node(f"n{next(self.names)}", self.rng.choice(("", "rack1", "rack2")))
+        node = Node(f"n{next(self.names)}")
         self.nodes.append(node)
         self.say(f"{node.name} comes")
 
@@ -431,7 +431,6 @@ class Replicating:
             NodePlace(
                 node.name,
                 f"{node.name}:1",
-                node.domain,
                 frozenset(digests[rank] for rank, (at, _) in enumerate(team.ranks) if at is node) - {""},
             )
             for node in team.nodes

@@ -24,7 +24,6 @@ from elastic_agent.rendezvous.records import (
     node_key,
 )
 from elastic_agent.rendezvous.statements.exclusion import Recheck
-from elastic_agent.rendezvous.statements.paces import Paces
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from tests.policies import PLAIN_POLICY
 
@@ -363,77 +362,6 @@ class Alike(Scenario):
             self.broken("I13", f"too little has failed: {self.struck}")
         if not all(one.readmitted for one in self.newest().exclusions):
             self.broken("I13", f"what failed there fails elsewhere, too: {self.newest().exclusions}")
-
-
-class Slow(Scenario):
-    """A rank is slower than the others, which wait for it: because of its node, or, by its work, wherever it is."""
-
-    BAD, RANK = "n1", 3
-    FROM_S, MENDED_AT = 12.0, 45.0
-    AFTER_S = 10.0
-    """On the clock of the node that coordinates, which runs between 0.8 and 1.25 times as fast as the simulation's."""
-    REPORTS_S = 2.0
-    MOST = 4
-
-    def __init__(
-        self, seed: int, by: str, *, spares: int = 1, after_s: float = AFTER_S, tell: bool = False
-    ) -> None:
-        """`by`: "node" or "rank"."""
-        self.by, self.spares = by, spares
-        policy = replace(
-            PLAIN_POLICY,
-            job="sim",
-            max_nodes=self.MOST,
-            cool_down_s=COOL_DOWN_S,
-            exclude_stragglers_s=after_s,
-        )
-        size = self.MOST + spares
-        super().__init__(seed, size, policy, breaks=False, tell=tell, late=spares)
-        self.ends_at = 75.0
-        self.whole = False
-        self.out_at: float | None = None
-        self.after(self.REPORTS_S, lambda: self.report(1))
-
-    def report(self, number: int) -> None:
-        """Each node says how long its ranks work on a step."""
-        self.after(self.REPORTS_S, lambda: self.report(number + 1))
-        for node in self.nodes:
-            worker = node.worker
-            if worker is not None and worker.alive and not node.stopping:
-                first = worker.team.world.members[worker.place].first_rank
-                own_us = tuple(300_000 if self.slow(node, rank) else 200_000 for rank in (first, first + 1))
-                node.agent.workers_paced(Paces(worker.generation, 10 * number, 310_000, own_us))
-                node.turn()
-
-    def slow(self, node: SimNode, rank: int) -> bool:
-        if self.by == "rank":
-            return rank == self.RANK and self.now > self.FROM_S
-        return node.name == self.BAD and self.FROM_S < self.now < self.MENDED_AT
-
-    def check_world(self, world: World, revision: int) -> None:
-        super().check_world(world, revision)
-        if world.cause.kind not in (CauseKind.START, CauseKind.JOIN, CauseKind.LEAVE):
-            self.broken("I13", f"a slow rank has cost a generation: {world.cause.detail}")
-        self.whole = self.whole or len(world.members) == self.MOST
-        if self.whole and len(world.members) < self.MOST:
-            self.broken("I13", f"generation {world.generation} is smaller, for the sake of a slow rank")
-        if len(world.exclusions) > 1 or (
-            self.by == "node" and any(o.node != self.BAD for o in world.exclusions)
-        ):
-            self.broken("I13", f"nodes that are well are excluded: {world.exclusions}")
-        if world.exclusions and not self.spares:
-            self.broken("I13", f"no node stands by to take the place: {world.exclusions}")
-        if world.exclusions and self.out_at is None:
-            self.out_at = self.now
-            if self.now < self.FROM_S + self.AFTER_S * 0.8:
-                self.broken("I13", f"it is excluded after {self.now - self.FROM_S:.1f} s already")
-
-    def play(self) -> None:
-        super().play()
-        if bool(self.spares) != (self.out_at is not None):
-            self.broken("I13", f"excluded at {self.out_at}, with {self.spares} standing by")
-        if not all(one.readmitted for one in self.newest().exclusions):
-            self.broken("I13", f"who is mended stays out: {self.newest().exclusions}")
 
 
 class Cascade(Scenario):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import multiprocessing
 import os
@@ -11,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator import blame, next_world, stragglers
+from elastic_agent.rendezvous.coordinator import blame, next_world
 from elastic_agent.rendezvous.node import participant
 from elastic_agent.rendezvous.node.participant import Participant
 
 from .checks import PromiseBroken
-from .scenarios import Alike, Cascade, Faulty, KeptOut, Needed, Rack, Sick, Slow
+from .scenarios import Alike, Cascade, Faulty, KeptOut, Needed, Rack, Sick
 from .simulator import BUGS, Verdict, try_seed
 
 SEEDS = int(os.environ.get("SIMULATOR_SEEDS", "120"))
@@ -247,32 +246,6 @@ def test_a_failure_that_moves_and_clears_no_node_is_caught(monkeypatch: pytest.M
     monkeypatch.setattr(Participant, "recheck_due", lambda self, now: False)
     with pytest.raises(PromiseBroken, match=r"I13: what failed there fails elsewhere, too"):
         Alike(0, "rank 0").play()
-
-
-@pytest.mark.parametrize("by", ["node", "rank"])
-def test_a_node_is_excluded_for_a_slow_rank_where_another_takes_its_place_and_no_second_one_for_it(
-    by: str,
-) -> None:
-    for seed in range(5):
-        Slow(seed, by).play()
-
-
-def test_no_node_is_excluded_for_a_slow_rank_where_none_stands_by() -> None:
-    for seed in range(3):
-        Slow(seed, "node", spares=0).play()
-
-
-def test_what_is_wrong_with_the_exclusion_of_a_slow_node_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PromiseBroken, match="I13: it is excluded after"):
-        Slow(0, "node", after_s=1.0).play()
-    with monkeypatch.context() as patch:
-        patch.setattr(stragglers, "first_that_fit", lambda nodes, policy: range(10**6))
-        with pytest.raises(PromiseBroken, match="I13: no node stands by"):
-            Slow(0, "node", spares=0).play()
-    marks = itertools.count()
-    monkeypatch.setattr(stragglers, "_fingerprint", lambda rank: f"rank {rank} {next(marks)}")
-    with pytest.raises(PromiseBroken, match="I13: nodes that are well are excluded"):
-        Slow(0, "rank").play()
 
 
 def test_what_only_follows_from_another_failure_is_never_the_jobs() -> None:

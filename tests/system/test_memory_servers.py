@@ -49,7 +49,7 @@ def servers(job: Job) -> list[int]:
 
 def test_shards_come_to_the_other_node_and_the_key_shows_up_nowhere(job: Job, etcd: EtcdCluster) -> None:
     job.use_etcd(etcd)
-    agents = [start(job, name, f"--failure-domain=rack-{name}") for name in ("a", "b")]
+    agents = [start(job, name) for name in ("a", "b")]
     job.wait_for(lambda: len(job.history(what="read", same=True)) == 2, "both replicas to be read back")
     assert {record["nodes"][0] for record in job.history(what="acked", node="a")} == {"b"}
     for agent in agents:

@@ -61,24 +61,3 @@ def test_a_rank_slowed_by_40_percent_is_named_on_all_nodes_until_it_recovers(job
     assert sum(len(agent.text.split("is slower than the others")) - 1 for agent in agents) == len(agents), (
         "said once"
     )
-
-
-@pytest.mark.timeout(300)
-def test_a_node_that_holds_the_others_up_makes_room_for_one_that_stands_by(job: Job) -> None:
-    """Its agent stays; no worker fails, and none is signalled."""
-    slow = job.folder / "slow"
-    slow.write_text("1 1.0")
-    options = ("--nnodes=2", "--nproc-per-node=1", "--exclude-stragglers=5", TORCH_PRELOADED)
-    agents = [job.join(name, *options, script=(SCRIPT, slow)) for name in "ab"]
-    for agent in agents:
-        job.wait_for_text(agent, "generation 1: first step is")
-    spare = job.join("c", *options, script=(SCRIPT, slow))
-    job.wait_for_text(spare, "preloaded")
-    slow.write_text("1 1.8")
-    job.wait_for_text(agents[0], r"rank 1 on node b is slower than the others")
-    job.wait_for_text(spare, "generation 2: first step is")
-    slow.write_text("1 1.0")
-    job.wait_for_text(agents[0], "node b is excluded: its rank 1 held the others up")
-    assert agents[0].metric("elastic_agent_restarts_total", reason="leave") == 1
-    assert agents[1].process.poll() is None
-    assert "failed" not in agents[0].text

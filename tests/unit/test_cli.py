@@ -268,11 +268,11 @@ def test_what_is_refused_is_in_the_error_file_unless_it_was_only_a_check(tmp_pat
 
 
 def test_settings_and_machine_are_judged_together(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--stop-grace=30s", "--service-stop-limit=20s", "--network-interface=absent0", script]
+    words = ["--stop-grace=30s", "--drain-timeout=40s", "--network-interface=absent0", script]
     assert main(words) == ExitCode.BAD_CONFIG
     said = capsys.readouterr().err
     assert "2 problems" in said
-    assert "--stop-grace" in said
+    assert "--drain-timeout" in said
     assert "'absent0'" in said
 
 

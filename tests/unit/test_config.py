@@ -66,7 +66,6 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "standalone": ("true", "rendezvous.backend", "memory"),
     "join-timeout": ("5m", "rendezvous.join_timeout_s", 300.0),
     "last-call": ("500ms", "rendezvous.last_call_s", 0.5),
-    "exclude-stragglers": ("5m", "rendezvous.exclude_stragglers_s", 300.0),
     "cool-down": ("90", "rendezvous.cool_down_s", 90.0),
     "expected-nodes": ("3", "rendezvous.expected_nodes", 3),
     "lease-ttl": ("2.5", "rendezvous.lease_ttl_s", 2.5),
@@ -82,8 +81,6 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "notice": ("file:/run/leave", "stop.notice", NoticeSource("file", "/run/leave")),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
     "memory-replicas": ("2", "memory_replicas", 2),
-    "memory-replica-rate": ("100MiB", "memory_replica_rate", 100 * 2**20),
-    "failure-domain": ("rack-12", "failure_domain", "rack-12"),
     "hang-timeout": ("5m", "timeouts.hang", 300.0),
     "exit-timeout": ("none", "timeouts.exit_s", 0.0),
     "process-group-timeout": ("20m", "timeouts.process_group_s", 1200.0),
@@ -135,7 +132,6 @@ REFUSED: dict[str, Sequence[str]] = {
     "slurm": ["perhaps"],
     "join-timeout": ["0", "0.5", "-1", "10 years", "inf", "nan", "1e3", "200h", "4s"],
     "last-call": ["-1", "soon", "700s"],
-    "exclude-stragglers": ["0", "0.5", "yes"],
     "cool-down": ["0", "0.5", "never"],
     "expected-nodes": ["0", "all"],
     "lease-ttl": ["0.9", "999ms", "700"],
@@ -148,9 +144,6 @@ REFUSED: dict[str, Sequence[str]] = {
     "just-in-time-grace": ["-1"],
     "memory-checkpoints": ["2 GB", "-1GiB", "most", "9999999TiB"],
     "memory-replicas": ["-1", "9", "all"],
-    "memory-replica-rate": ["0", "off", "1000", "-1MiB", "fast"],
-    "failure-domain": ["", "a b", "x" * 65],
-    "service-stop-limit": ["0", "never", "34s"],
     "notice": ["", "ec2", "aws:/x", "file", "file:", "file:leave", "command:", "command:x y", "off:/x"],
     "job-ends-at": ["0", "soon", "10m", "19000000000"],
     "hang-timeout": ["0", "never"],
@@ -243,7 +236,7 @@ def test_the_tables_of_this_test_know_every_option() -> None:
     settable = {option.name for option in OPTIONS if Source.FILE in option.sources} - elsewhere
     assert set(REFUSED) == settable
     assert set(LANDINGS) == settable - {
-        *("script", "module", "no-python", "args", "service-stop-limit"),
+        *("script", "module", "no-python", "args"),
         "slurm",  # with its environment: `test_slurm_config`
         *("master-addr", "master-port"),  # with more than one node: `test_torchrun_config`
     }
@@ -262,7 +255,7 @@ def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
     others = {option.name for option in OPTIONS if not option.shorthand and option not in filled}
     assert others == {
         *("script", "module", "no-python", "args", "min-nodes", "max-nodes"),
-        *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "etcd-insecure", "service-stop-limit"),
+        *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "etcd-insecure"),
         *("master-addr", "master-port"),
         *("run-path", "config", "check-config", "print-completion", "version", "help", "help-all"),
     }
@@ -561,17 +554,6 @@ def test_a_job_of_this_machines_pool_meets_in_its_store(script: str) -> None:
             "--stop-grace 20 --drain-timeout 20",
             "--drain-timeout '20': expected less than stop-grace, which is 20 s (--stop-grace);"
             " lower --drain-timeout or raise --stop-grace",
-        ),
-        (
-            "--stop-grace 28 --service-stop-limit 1m",
-            "--stop-grace '28': expected a stop that ends within service-stop-limit, which is 60 s"
-            " (--service-stop-limit): it can take stop-grace, as long again (at least 10 s) to bring to disk what"
-            " only this node has, and 5 s to leave the job; lower --stop-grace, or let the service manager wait"
-            " longer and say so with --service-stop-limit 61s",
-        ),
-        (
-            "--stop-grace 5 --service-stop-limit 19",
-            "--stop-grace '5': expected a stop that ends within service-stop-limit, which is 19 s",
         ),
         (
             "--hang-timeout 5m --process-group-timeout 300",

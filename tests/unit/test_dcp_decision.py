@@ -16,7 +16,7 @@ OF_10 = SlotState((3, 10), Replication.ACKNOWLEDGED)
 
 
 def request(rank: int, readiness: Readiness | None = EMPTY, *, world_size: int = 2) -> SaveRequest:
-    home = RankHome(f"n{rank // 2}", f"n{rank // 2}:1", "", f"{rank:016}", "")
+    home = RankHome(f"n{rank // 2}", f"n{rank // 2}:1", f"{rank:016}", "")
     return SaveRequest(20, WorldRank(rank, world_size, home), 100, readiness, True, False)
 
 

@@ -45,9 +45,9 @@ def test_a_loaded_copy_without_a_twin_is_brought_to_a_partner(
     assert mine
     assert memory.digest_of((1, 9)) == ""
     homes = [
-        RankHome("n1", "n1:1", "", "0" * 16, mine),
-        RankHome("n2", "n2:1", "", "0" * 16, mine if twin_has_it else ""),
-        RankHome("n3", "n3:1", "", "1" * 16, ""),
+        RankHome("n1", "n1:1", "0" * 16, mine),
+        RankHome("n2", "n2:1", "0" * 16, mine if twin_has_it else ""),
+        RankHome("n3", "n3:1", "1" * 16, ""),
     ]
     replicas.began(homes, LOADED)
     [order] = orders

@@ -150,7 +150,7 @@ def test_one_node_meets_no_other(script: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "grace_s"),
-    [("", 12.5), ("--service-stop-limit 120s", 57.5), ("--stop-grace 3s", 3.0)],
+    [("", 12.5), ("--stop-grace 3s", 3.0)],
 )
 def test_a_whole_stop_fits_into_the_time_before_sigkill(words: str, grace_s: float, script: str) -> None:
     assert config_of(f"--slurm {words}", TASK, script).stop.grace_s == grace_s

@@ -10,11 +10,10 @@ from elastic_agent.agent.observability.membership import StragglerWatch
 from elastic_agent.agent.output.journal import Journal, Kind
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
-from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
-from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSIONS, Exclusion
+from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggler
 
-from .bench import POLICY, Bench, Peer
+from .bench import Bench, Peer
 
 MEMBERS = (Member("a", "a-1", 2, 0), Member("b", "b-1", 2, 2))
 WORLD = World("job", 3, Phase.RUNNING, MEMBERS, Endpoint("h", 1), Cause(CauseKind.START))
@@ -113,100 +112,3 @@ def test_a_report_is_one_write_and_a_comparison_travels_with_the_coordinator_s()
     for report in range(2, 12):
         pace(bench, peers, 200_000, report)
     assert [len(peer.asked) - one for peer, one in zip(peers, before, strict=True)] == [10, 10]
-
-
-# ---------------------------------------------------------------- a node that is excluded for it
-
-EXCLUDING = replace(POLICY, max_nodes=2, exclude_stragglers_s=60.0)
-
-
-def slowed(bench: Bench, peers: list[Peer], seconds: int) -> None:
-    """Each node reports every two seconds; the last rank becomes slow at once."""
-    for report in range(1, seconds // 2 + 1):
-        pace(bench, peers, 280_000, report)
-        bench.after(2.0)
-
-
-def test_a_node_that_is_slow_for_long_makes_room_for_one_that_stands_by() -> None:
-    bench = Bench()
-    peers = bench.joined("a", "b", policy=EXCLUDING)
-    spare = bench.join("c", policy=EXCLUDING)
-    spare.part.became_ready()
-    bench.settle()
-    slowed(bench, peers, 50)
-    assert bench.members() == ["a", "b"], "not for a minute yet"
-    slowed(bench, peers, 30)
-    assert bench.members() == ["a", "c"]
-    world = bench.world()
-    assert world is not None
-    [row] = world.exclusions
-    assert (row.node, row.cause, row.readmitted) == ("b", "straggler", False)
-    assert (world.cause.kind, world.restarts.failures) == (CauseKind.LEAVE, 0), "by plan, at no cost"
-
-
-def test_a_rank_that_is_slow_wherever_it_is_excludes_no_second_node() -> None:
-    """Rank 3 has more to do. What stands by now is the node that was excluded for it."""
-    bench = Bench()
-    a, b = bench.joined("a", "b", policy=EXCLUDING)
-    c = bench.join("c", policy=EXCLUDING)
-    bench.settle()
-    slowed(bench, [a, b], 80)
-    assert bench.members() == ["a", "c"]
-    b.part.recheck_begins()
-    b.part.rechecked(bench.now, passed=True, summary="")
-    slowed(bench, [a, c], 200)
-    assert bench.members() == ["a", "c"]
-    assert named(a) == [("c", 3)]
-    [row] = bench.world().exclusions  # type: ignore[union-attr]
-    assert (row.node, row.fingerprint, row.readmitted) == ("b", "rank 3", True)
-
-
-def test_where_as_many_are_excluded_as_there_is_room_for_it_stays() -> None:
-    bench = Bench()
-    peers = bench.joined("a", "b", policy=EXCLUDING)
-    bench.join("c", policy=EXCLUDING)
-    bench.settle()
-    full = tuple(Exclusion(f"n{number}", "x", "ecc", "GPU 3 is sick") for number in range(MAX_EXCLUSIONS))
-    bench.put(WORLD_KEY, replace(bench.world(), exclusions=full).to_json())  # type: ignore[type-var]
-    slowed(bench, peers, 100)
-    assert bench.members() == ["a", "b"]
-    assert bench.world().exclusions == full  # type: ignore[union-attr]
-
-
-def test_a_node_that_is_alone_in_its_world_stays() -> None:
-    """It would take the newest state with it."""
-    alone = replace(EXCLUDING, min_nodes=1, max_nodes=1)
-    bench = Bench()
-    [a] = bench.joined("a", policy=alone)
-    bench.join("c", policy=alone)
-    bench.settle()
-    slowed(bench, [a, a], 100)
-    assert named(a) == [("a", 1)]
-    assert (bench.members(), bench.world().exclusions) == (["a"], ())  # type: ignore[union-attr]
-
-
-def test_without_a_spare_it_stays() -> None:
-    bench = Bench()
-    peers = bench.joined("a", "b", policy=replace(EXCLUDING, min_nodes=1))
-    slowed(bench, peers, 100)
-    assert bench.members() == ["a", "b"]
-    assert bench.world().exclusions == ()  # type: ignore[union-attr]
-
-
-def test_without_the_option_it_is_only_named() -> None:
-    bench = Bench()
-    peers = bench.joined("a", "b", policy=replace(EXCLUDING, exclude_stragglers_s=None))
-    bench.join("c", policy=EXCLUDING).part.became_ready()
-    slowed(bench, peers, 100)
-    assert bench.members() == ["a", "b"]
-
-
-def test_a_rank_that_recovers_in_time_is_not_excluded() -> None:
-    bench = Bench()
-    peers = bench.joined("a", "b", policy=EXCLUDING)
-    bench.join("c", policy=EXCLUDING).part.became_ready()
-    slowed(bench, peers, 50)
-    for report in range(26, 90):
-        pace(bench, peers, 200_000, report)
-        bench.after(2.0)
-    assert bench.members() == ["a", "b"]

@@ -36,9 +36,9 @@ def problems(tmp_path: Path, words: str) -> list[str]:
         ("--hang-timeout 60", []),
         ("--process-group-timeout 60", []),
         (
-            "--hang-timeout 60 --process-group-timeout 30 --stop-grace 30 --service-stop-limit 30",
+            "--hang-timeout 60 --process-group-timeout 30 --stop-grace 30 --drain-timeout 30",
             [
-                "--stop-grace '30': expected a stop that ends within service-stop-limit",
+                "--drain-timeout '30': expected less than stop-grace",
                 "--process-group-timeout '30': expected more than hang-timeout, which is 60 s",
             ],
         ),

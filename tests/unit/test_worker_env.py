@@ -16,7 +16,7 @@ FULL = WorkerEnv(
     generation=7, run="3f2a", node="a", local_rank=0, incarnation="i", page="/proc/1/fd/5", reports="/r/reports",
     stacks="/proc/1/fd/6", socket="/r/socket", memory="/dev/shm/\udcff", memory_bytes=1 << 30,
     writes="/r/writes", bad_state="6:120", memory_server="/r/memory", memory_address="10.0.0.1:4000",
-    memory_standbys="c=10.0.0.3:4000", memory_replicas=1, failure_domain="rack-1",
+    memory_standbys="c=10.0.0.3:4000", memory_replicas=1,
 )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ class RankStorage:
         rank, env, memory = int(os.environ.get("RANK", "0")), self.env, self._memory
         kept = memory.digest_of(loaded) if memory is not None and loaded is not None else ""
         # DCP lets one rank write what several have: no rank's part can stand for another's.
-        home = RankHome(env.node, env.memory_address, env.failure_domain, f"{rank:016}", kept)
+        home = RankHome(env.node, env.memory_address, f"{rank:016}", kept)
         return WorldRank(rank, int(os.environ.get("WORLD_SIZE", "1")), home)
 
     # ---------------------------------------------------------------- saving

@@ -53,8 +53,6 @@ class WorkerEnv:
     """NODE=HOST:PORT, with spaces between them: the memory servers of live nodes outside the world."""
     memory_replicas: int = 0
     """On how many other nodes each node's shards are kept."""
-    failure_domain: str = ""
-    """Nodes with another one are preferred for that; empty: not known."""
     bad_state: str = ""
     """GENERATION:STEP of the state that must not be loaded."""
 

@@ -176,13 +176,12 @@ def meet(group: Group, brought: Brought) -> Met:
 
 @dataclass(frozen=True, slots=True)
 class RankHome(Checked):
-    """Where a rank is: its node, that node's memory server and failure domain; and the digest of its shards.
+    """Where a rank is: its node, that node's memory server, and the digest of its shards.
 
     `loaded` is that of its own copy of the loaded version; empty: it has none.
     """
 
     node: Annotated[str, Text(256)]
     address: Annotated[str, Text(300)]
-    domain: Annotated[str, Text(256)]
     digest: Annotated[str, Text(16)]
     loaded: Annotated[str, Text(16)]

@@ -175,7 +175,7 @@ class _Distribution:
     ) -> None:
         """`nodes`: by name, the ranks of each in their order; `node` is this one."""
         places = [
-            NodePlace(name, homes[0].address, homes[0].domain, frozenset(map(digest, homes)) - {""})
+            NodePlace(name, homes[0].address, frozenset(map(digest, homes)) - {""})
             for name, homes in nodes.items()
         ]
         chosen = partners(places, replicas)[node]

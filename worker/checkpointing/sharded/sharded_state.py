@@ -144,7 +144,6 @@ class ShardedState:
         home = RankHome(
             env.node,
             env.memory_address,
-            env.failure_domain,
             layout.digest if layout is not None else "",
             memory.digest_of(resumed) if memory is not None else "",
         )

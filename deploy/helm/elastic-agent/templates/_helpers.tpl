@@ -67,7 +67,6 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
       "rdzv-endpoint" (include "elastic-agent.endpoint" .)
       "network-wait" $values.networkWaitSeconds
       "stop-grace" $values.stopGraceSeconds
-      "service-stop-limit" (include "elastic-agent.stop-limit" . | int)
 -}}
 {{- $name := $values.jobId | default (include "elastic-agent.fullname" .) -}}
 {{- if eq $values.mode "pool" -}}
