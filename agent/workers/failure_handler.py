@@ -193,8 +193,7 @@ class FailureHandler:
             asked=crash.asked,
             not_kept=local_rank in drain.finished - drain.kept,
             oom_killed=self._oom_kills.lately(now),
-            own_gpus=gpu_events(faults, own_gpus, of_worker=True),
-            other_gpus=gpu_events(faults, own_gpus, of_worker=False),
+            own_gpus=gpu_events(faults, own_gpus),
             events=self._kernel_log.events(devices),
         )
 

@@ -16,6 +16,7 @@ from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command
+from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.gpus import GpuHealth, NvmlReader
 from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.observer import Observer
@@ -287,7 +288,11 @@ class Supervised:
         return self.supervisor._failures.failed
 
     def with_gpus(self) -> FakeNvml:
-        """From now on NVML is asked of one GPU, which is well."""
+        """From now on NVML is asked of one GPU, which is well, and which the workers use."""
+        failures = self.supervisor._failures
+        machine = failures._node.machine
+        inventory = replace(machine.inventory, cuda=(Device("0", "0000:3b:00.0"),))
+        failures._node = replace(failures._node, machine=replace(machine, inventory=inventory))
         nvml = FakeNvml()
         self.gpus._reader = cast(NvmlReader, nvml)
         self.nvml_says(0)

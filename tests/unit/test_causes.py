@@ -53,7 +53,6 @@ EXCEPTIONS = [
     ("exception", """KeyError: "label 'CUDA uncorrectable ECC error' not in vocabulary\""""),
     ("exception", "FileNotFoundError: [Errno 2] No such file or directory: 'fallen off the bus.txt'"),
     ("exception", "ValueError: of RuntimeError: hardware memory corruption"),
-    ("exception", "ValueError: cannot parse user's text: 'Cannot allocate memory'"),
     ("host_out_of_memory", "MemoryError"),
     ("host_out_of_memory", "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 TiB"),
     (

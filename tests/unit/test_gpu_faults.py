@@ -133,8 +133,7 @@ def examined(
     worker = PostMortem(
         *("a", 1, 0, 0, returncode),
         log_tail=log_tail,
-        own_gpus=gpu_events(faults, {own}, of_worker=True),
-        other_gpus=gpu_events(faults, {own}, of_worker=False),
+        own_gpus=gpu_events(faults, {own}),
     )
     return describe_failure(worker, CauseTable(users))
 
@@ -152,9 +151,8 @@ def examined(
         (MEMORY, False, -6, (), "abort"),
         (LOST, True, 7, (), "xid"),
         (LOST, True, 1, TIMED_OUT, "xid"),
-        (MEMORY, False, 1, TIMED_OUT, "ecc"),
-        (LOST, False, 1, TIMED_OUT, "xid"),
-        (LOST, False, 7, (), "xid"),
+        (LOST, False, 1, TIMED_OUT, "collective_broken"),
+        (LOST, False, 7, (), "unknown"),
         (MEMORY, False, 1, ASSERTION, "script_error"),
         (LOST, False, -9, (), "killed"),
         (None, True, 7, (), "unknown"),

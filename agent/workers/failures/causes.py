@@ -21,7 +21,7 @@ from ....health.checks.gpus import Fault
 from ....rendezvous.records import Action
 from ....rendezvous.statements import inquiry
 from ...configuration.values import UserCause
-from .post_mortem import PostMortem, says_port_taken, wanted_a_port
+from .post_mortem import PostMortem, says_port_taken
 
 Condition: TypeAlias = Callable[[PostMortem], bool]
 """Patterns in it are compiled when they are first needed: the start of an agent does not wait for that."""
@@ -57,17 +57,10 @@ def _raised(*names: str, text: str | None = None) -> Condition:
     return holds
 
 
-def _says(*texts: str, types: tuple[str, ...] = ()) -> Condition:
-    """One of the texts is in `PostMortem.words`, with which the worker ended. `types`: the only exceptions that count,
-    because others may quote these texts. Empty: all count."""
-    pattern, of_types = f"(?i:{'|'.join(texts)})", _types(*types) if types else ""
-
-    def holds(worker: PostMortem) -> bool:
-        if worker.exception and not re.match(of_types, worker.exception):
-            return False
-        return any(re.search(pattern, words) for words in worker.words)
-
-    return holds
+def _says(*texts: str) -> Condition:
+    """One of the texts is in `PostMortem.words`, with which the worker ended."""
+    pattern = f"(?i:{'|'.join(texts)})"
+    return lambda worker: any(re.search(pattern, words) for words in worker.words)
 
 
 def _exits(*codes: int, text: str | None = None) -> Condition:
@@ -106,9 +99,7 @@ def _out_of_memory(worker: PostMortem) -> bool:
 
 def _port_taken(worker: PostMortem) -> bool:
     """The worker wanted to listen on a TCP port that was in use."""
-    if worker.exception:
-        return wanted_a_port(worker.exception)
-    return worker.returncode > 0 and bool(says_port_taken(worker.words))
+    return bool((worker.exception or worker.returncode > 0) and says_port_taken(worker.words))
 
 
 _CHILD_KILLED = r"DataLoader worker \(pid.*\) is killed by signal: Killed"
@@ -120,13 +111,6 @@ _GPU_MEMORY = (
     r"Cuda failure[^\n]*out of memory",
     r"CUBLAS_STATUS_ALLOC_FAILED",
     r"cudaErrorMemoryAllocation",
-)
-# What torch and the system raise, and what tells of another exception; any other type may quote such a text. An
-# ImportError says so of a library that could not be mapped.
-_OF_HOST_MEMORY = (
-    *("RuntimeError", "SystemError", "AcceleratorError", r"Dist\w*Error", r"\w*MemoryError"),
-    *("OSError", "BlockingIOError", "ImportError"),
-    *("InductorError", "BackendCompilerFailed", "ProcessRaisedException", "CheckpointException"),
 )
 # Errors that the worker library raises on all ranks together, and would raise in the next generation, too. Not among
 # them are ranks whose values differ: that may come from a fault, after which a restart helps.
@@ -180,7 +164,6 @@ CAUSES: tuple[Cause, ...] = (
                 r"Cannot allocate memory",
                 r"std::bad_alloc",
                 r"unable to mmap \d+ bytes from file .*Cannot allocate",
-                types=_OF_HOST_MEMORY,
             ),
         ),
     ),

@@ -61,7 +61,7 @@ def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
     if report.exception is not None:
         summary += f": {first_line(report.exception)}"
     elif cause.name == "port":
-        said = says_port_taken(log_tail)
+        said = says_port_taken(worker.words)
         summary += f": {said}"
     notes += notes_of_ports(said, worker.master_port, taken=cause.name == "port")
     notes += [f"{event.by}: {event.text}" for event in worker.events[:1]]
@@ -99,18 +99,13 @@ def _failure(worker: PostMortem, cause: Cause, known_as: str, summary: str) -> F
 
 def _classify(causes: CauseTable, worker: PostMortem) -> tuple[Cause, PostMortem]:
     """The cause, and the worker with the reports of the machine that belong to it. A broken GPU of the worker is the
-    cause of what a broken GPU may look like, that of another worker here only of an end that follows from another one;
-    both are the cause of what nothing else explains. What ended otherwise, as by an error of the script, has its own
-    cause: the fault may have been there for hours."""
+    cause of what a broken GPU may look like, of an end that follows from another one, and of what nothing else
+    explains. What ended otherwise, as by an error of the script, has its own cause: the fault may have been there for
+    hours."""
     cause = causes.classify(worker)
-    follows = cause.collateral or cause.name == UNKNOWN.name
-    of_gpus = (
-        *(worker.own_gpus if follows or cause.of_gpu else ()),
-        *(worker.other_gpus if follows else ()),
-    )
-    if not of_gpus:
+    if not worker.own_gpus or not (cause.of_gpu or cause.collateral or cause.name == UNKNOWN.name):
         return cause, worker
-    worker = replace(worker, events=(*worker.events, *of_gpus))
+    worker = replace(worker, events=(*worker.events, *worker.own_gpus))
     return causes.classify(worker), worker
 
 

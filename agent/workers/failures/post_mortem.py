@@ -86,8 +86,6 @@ class PostMortem:
     oom_killed: bool = False
     own_gpus: tuple[MachineEvent, ...] = ()
     """What NVML shows of its GPUs, and no earlier failure of a worker of theirs has told."""
-    other_gpus: tuple[MachineEvent, ...] = ()
-    """The same of other workers' GPUs here."""
     events: tuple[MachineEvent, ...] = ()
     """What the kernel, and then NVML, report that belongs to this end."""
 
@@ -125,14 +123,10 @@ class PostMortem:
         return (*self.exception.split("\n"), *self.log_tail)
 
 
-def gpu_events(
-    faults: Sequence[GpuFault], own: Collection[str], *, of_worker: bool
-) -> tuple[MachineEvent, ...]:
-    """What NVML shows, of the GPUs `own` of a worker or of all others."""
+def gpu_events(faults: Sequence[GpuFault], own: Collection[str]) -> tuple[MachineEvent, ...]:
+    """What NVML shows of the GPUs `own` of a worker."""
     return tuple(
-        MachineEvent(fault.fault, clean(fault.text), by="NVML")
-        for fault in faults
-        if (fault.gpu in own) is of_worker
+        MachineEvent(fault.fault, clean(fault.text), by="NVML") for fault in faults if fault.gpu in own
     )
 
 
@@ -212,18 +206,7 @@ def _messages(fd: int) -> Iterator[str]:
 
 # --- Ports: a worker that found one taken
 
-# EADDRINUSE of a TCP port, as Python and asyncio, torch, gloo, and ZeroMQ word it in an exception that says nothing
-# else first; as any program does; and where these name the port.
-_PORT_TAKEN = re.compile(
-    r"""(?:[\w.]+\.)?(?:
-        OSError:\ \[Errno\ 98\]\ (?:error\ while\ attempting\ to\ bind\ .*)?address\ already\ in\ use
-      | (?:DistNetworkError|RuntimeError):\ The\ server\ socket\ has\ failed\ .*(?:EADDRINUSE|address\ already\ in\ use)
-      | RuntimeError:\ (?:\[[^]]*gloo[^]]*\].*)?address\ already\ in\ use
-      | ZMQError:\ address\ already\ in\ use
-    )""",
-    re.IGNORECASE | re.VERBOSE,
-)
-_SAYS_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|\[Errno 98\]", re.IGNORECASE)
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|\[Errno 98\]", re.IGNORECASE)
 _OF_UNIX = re.compile(r"""\bipc:|\b(AF_)?UNIX\b|['"]/""", re.IGNORECASE)
 _PORT = re.compile(r"\bport:? (\d{1,5})\b|(?:\]|\d|\*|localhost):(\d{1,5})\b|', (\d{1,5})[,)]")
 # Of torch's client that looks for the store of its ranks, or of the server that it wants to be.
@@ -232,15 +215,10 @@ _STORE = re.compile(
 )
 
 
-def wanted_a_port(exception: str) -> bool:
-    """The exception says that a TCP port is taken, and nothing else."""
-    return _PORT_TAKEN.match(exception) is not None and not _OF_UNIX.search(first_line(exception))
-
-
-def says_port_taken(log_tail: Sequence[str]) -> str:
-    """The line among a program's last ones that says that a TCP port is taken; empty: none does."""
-    last = [line for line in log_tail if line.strip()][-LAST_WORDS:]
-    return next((line for line in last if _SAYS_PORT_TAKEN.search(line) and not _OF_UNIX.search(line)), "")
+def says_port_taken(words: Sequence[str]) -> str:
+    """The line with which a program ended that says that a TCP port is taken; empty: none does."""
+    lines = map(first_line, words)
+    return next((line for line in lines if _PORT_TAKEN.search(line) and not _OF_UNIX.search(line)), "")
 
 
 def notes_of_ports(said: str, master_port: int, *, taken: bool) -> Iterator[str]:
