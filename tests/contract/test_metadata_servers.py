@@ -22,11 +22,10 @@ from elastic_agent.agent.machine.notices import (
     TIMEOUT_S,
     Aws,
     Azure,
-    BadResponse,
     Gcp,
     MetadataServer,
     Notice,
-    SourceUnreachable,
+    SourceFailed,
 )
 from tests.metadata_server import FakeMetadataServer
 
@@ -108,7 +107,7 @@ def test_azure() -> None:
 def test_another_clouds_server_is_not_understood() -> None:
     with contextlib.closing(Cloud(header=("Metadata", "true"))) as cloud:
         for source in (Aws(cloud.asked, time.monotonic), Gcp(cloud.asked)):
-            with pytest.raises(BadResponse):
+            with pytest.raises(SourceFailed):
                 source.poll()
 
 
@@ -179,7 +178,7 @@ def test_what_is_no_metadata_server_costs_a_second_and_says_nothing(
 ) -> None:
     with listening(serve) as server:
         began = time.monotonic()
-        with contextlib.suppress(SourceUnreachable):
+        with contextlib.suppress(SourceFailed):
             assert len(server.ask("/", {}).body) <= MAX_BYTES
         assert time.monotonic() - began < TIMEOUT_S + LATE_S
 
@@ -187,5 +186,5 @@ def test_what_is_no_metadata_server_costs_a_second_and_says_nothing(
 def test_a_machine_without_one_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(SourceUnreachable, match="refused"):
+    with pytest.raises(SourceFailed, match="refused"):
         MetadataServer(time.monotonic, "127.0.0.1", port).ask("/", {})
