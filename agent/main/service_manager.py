@@ -14,7 +14,6 @@ next turn until it could be; a status or a beat that could not is simply late.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Callable, MutableMapping
 
@@ -26,8 +25,6 @@ VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 STATUS_EVERY_S = 1.0
 EXTEND_BY_S = 30
 LONGEST_STATUS = 300
-LONGEST_ADDRESS = 107
-"""Bytes in a UNIX socket's address."""
 
 
 class ServiceManager:
@@ -51,20 +48,9 @@ class ServiceManager:
         """The one that `environ` names, whose variables are taken out of it: no child may inherit them."""
         given = {name: environ.pop(name) for name in VARIABLES if name in environ}
         address, period_us, addressee = map(given.get, VARIABLES)
-        if address is not None and not (
-            address[:1] in ("/", "@") and 1 < len(os.fsencode(address)) <= LONGEST_ADDRESS
-        ):
-            _warn("NOTIFY_SOCKET", address, "an absolute path, or @ and a name")
-            address = None
-        if addressee is not None and not _is_number(addressee):
-            _warn("WATCHDOG_PID", addressee, "a process id")
-            addressee = None
-        if period_us is not None and not (_is_number(period_us) and int(period_us) > 0):
-            _warn("WATCHDOG_USEC", period_us, "microseconds, more than 0")
-            period_us = None
-        if period_us is None or (addressee is not None and int(addressee) != pid):
-            return cls(address, None, clock)
-        return cls(address, int(period_us) / 1e6, clock)
+        watched = (period_us or "").isdecimal() and addressee in (None, str(pid))
+        watchdog_s = int(period_us or 0) / 1e6 if watched else 0.0
+        return cls(address or None, watchdog_s or None, clock)
 
     @property
     def next_beat(self) -> float | None:
@@ -121,11 +107,3 @@ class ServiceManager:
             return False
         self._unreachable = False
         return True
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 20
-
-
-def _warn(variable: str, value: str, expected: str) -> None:
-    log.warning("%s=%r is ignored: expected %s", variable, value, expected)

@@ -1,17 +1,15 @@
 """Reads and answers what this node's workers send (`worker/wire/messages.py`), in the io thread.
 
 There are two sockets, in a folder that only this user can enter. Datagrams are reports. On the stream socket a worker
-either asks one question over a connection of its own, and is answered once: the store may have to be asked, so that a
-thread of its own answers. Or it guards its last step: then its connection lasts as long as it does, its messages are
-posted, and the main loop answers them.
+either asks one question over a connection of its own, and is answered once, in a thread of its own: the store may have
+to be asked. Or it guards its last step: then its connection lasts as long as it does, its messages are posted, and the
+main loop answers them.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -47,13 +45,7 @@ ANSWER_S = 2.0
 """How long a worker may take to take its answer."""
 
 MAX_CLIENTS = 512
-"""Connections at once. The next one takes the place of the oldest that has sent nothing yet."""
-
-MAX_ANSWERS = 64
-"""Threads at once: all workers of a node may ask at the same time. The next questions wait."""
-
-MAX_WAITING = 256
-"""Questions of one kind that wait for a thread. The connection of the next one is closed."""
+"""Connections at once, of workers that have not asked yet or guard; the next one is closed."""
 
 
 class WorkerLinks:
@@ -79,13 +71,6 @@ class WorkerLinks:
         """Those that have not asked yet, and those that guard. For the io thread."""
         self._guards: dict[tuple[int, int], socket.socket] = {}
         """By generation and local rank. For the io thread."""
-        self._commit_questions: deque[tuple[socket.socket, Question]] = deque()
-        """That wait for a thread; they are answered first."""
-        self._step_questions: deque[tuple[socket.socket, Question]] = deque()
-        self._answering = 0
-        """Threads that answer."""
-        self._lock = threading.Lock()
-        """For the questions and the number of threads."""
         self._out_of_descriptors = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(env.socket)
@@ -144,11 +129,8 @@ class WorkerLinks:
             return
         self._out_of_descriptors = False
         if len(self._clients) == MAX_CLIENTS:
-            silent = next((client for client in self._clients.values() if client.guards is None), None)
-            if silent is None:
-                connection.close()
-                return
-            self._drop(silent)
+            connection.close()
+            return
         client = self._clients[connection] = _Client(connection)
         self._io.watch(connection.fileno(), partial(self._read, client))
 
@@ -158,7 +140,8 @@ class WorkerLinks:
             for message in client.lines.add(data):
                 if isinstance(message, Question):
                     self._forget(client)
-                    self._ask(client.connection, message)
+                    answer = partial(self._answer, client.connection, message)
+                    Thread(answer, "worker-answer", client.connection.close).start()
                     return
                 self._pass_on(client, message)
         except BlockingIOError:
@@ -206,53 +189,18 @@ class WorkerLinks:
 
     # ---------------------------------------------------------------- answering
 
-    def _ask(self, connection: socket.socket, question: Question) -> None:
-        waiting = self._commit_questions if isinstance(question, CommitQuestion) else self._step_questions
-        with self._lock:
-            if len(waiting) >= MAX_WAITING:
-                log.warning("a worker's connection is closed: %d questions wait already", len(waiting))
-                connection.close()
-                return
-            waiting.append((connection, question))
-            if self._answering == MAX_ANSWERS:
-                return
-            self._answering += 1
-        Thread(self._answer_all, "worker-answer", self._answering_failed).start()
-
-    def _answer_all(self) -> None:
-        while True:
-            with self._lock:
-                waiting = self._commit_questions or self._step_questions
-                if not waiting:
-                    self._answering -= 1
-                    return
-                connection, question = waiting.popleft()
-            with connection:
-                self._answer(connection, question)
-
     def _answer(self, connection: socket.socket, question: Question) -> None:
         answer: CommitAnswer | StepAnswer
-        if isinstance(question, CommitQuestion):
-            answer = self._commits.answer(question)
-        else:
-            assert self._receiver is not None, "no worker asks before `start`"
-            answer = self._steps.answer(question, self._receiver)
-        try:
-            send_answer(connection, answer, ANSWER_S)
-        except OSError as error:
-            log.warning("a worker does not take its answer to %s: %s", question, error)
-
-    def _answering_failed(self) -> None:
-        """A thread has ended, or could not be started. Where none is left, the connections that wait are closed."""
-        with self._lock:
-            self._answering -= 1
-            if self._answering:
-                return
-            waiting = [connection for connection, _ in (*self._commit_questions, *self._step_questions)]
-            self._commit_questions.clear()
-            self._step_questions.clear()
-        for connection in waiting:
-            connection.close()
+        with connection:
+            if isinstance(question, CommitQuestion):
+                answer = self._commits.answer(question)
+            else:
+                assert self._receiver is not None, "no worker asks before `start`"
+                answer = self._steps.answer(question, self._receiver)
+            try:
+                send_answer(connection, answer, ANSWER_S)
+            except OSError as error:
+                log.warning("a worker does not take its answer to %s: %s", question, error)
 
 
 class _Client:

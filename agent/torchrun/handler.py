@@ -325,11 +325,6 @@ def _refusal(status: Status) -> Exception:
 
 # ---------------------------------------------------------------- torchrun's parameters
 
-PREFIX = "prefix"
-"""A key of `--rdzv-conf` for what our own program takes from the endpoint's URL only."""
-
-KEYS = (*RDZV_CONF_KEYS, PREFIX)
-
 
 def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) -> Config:
     """`secrets` are the variables that hold one. Raises ValueError with all problems."""
@@ -342,12 +337,12 @@ def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) ->
     if params.local_addr is not None:
         settings.put(LOCAL_ADDR, params.local_addr, "--local-addr")
     conf = {key.replace("-", "_"): str(value) for key, value in params.config.items()}
-    _put_endpoint(settings, params.endpoint, conf.pop(PREFIX, None))
+    settings.put(ENDPOINT, params.endpoint, "--rdzv-endpoint")
     for key, text in conf.items():
         if key in RDZV_CONF_KEYS:
             settings.put(RDZV_CONF_KEYS[key], text, f"--rdzv-conf {key}")
         elif key not in IGNORED_RDZV_CONF_KEYS:
-            expected = f"a key of {', '.join(KEYS)}"
+            expected = f"a key of {', '.join(RDZV_CONF_KEYS)}"
             settings.problems.append(
                 Problem(f"--rdzv-conf {key}", None, expected, "correct it, or leave it out")
             )
@@ -355,20 +350,6 @@ def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) ->
         return resolve(settings, secrets, lambda: uuid.uuid4().hex).config
     except ConfigError as error:
         raise ValueError(in_torchruns_words(str(error))) from None
-
-
-def _put_endpoint(settings: Settings, endpoint: str, prefix: str | None) -> None:
-    if prefix is None:
-        settings.put(ENDPOINT, endpoint, "--rdzv-endpoint")
-    elif "/" in endpoint.removeprefix("etcd://"):
-        problem = Problem(
-            f"--rdzv-conf {PREFIX}", prefix, "no other prefix in --rdzv-endpoint", "keep one of the two"
-        )
-        settings.problems.append(problem)
-        settings.broken.add(ENDPOINT.name)
-    else:
-        hosts = endpoint.removeprefix("etcd://")
-        settings.put(ENDPOINT, f"etcd://{hosts}/{prefix.strip('/')}", "--rdzv-endpoint")
 
 
 _WORDS: dict[str, tuple[str, Option[object]]] = {}

@@ -8,17 +8,12 @@ times who is gone: it would take a node that lives for lost, or go on in a place
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Annotated
 
-from ...codec import AtMost, Count, Positive
-from ..text import Age, line, shortened
-
-MOST_WORDS = 64
-WORD_CHARACTERS = 64
-"""Of a script's arguments at most so many words of this length are shown to other nodes."""
+from ...codec import Count, Positive
+from ..text import Age, line
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +38,7 @@ class Program:
     digest: Annotated[str, line(64)]
     """Of the script's content, or of the name of what is no script."""
     arguments: Annotated[str, line(64)] = ""
-    """Digest of its arguments."""
-    words: Annotated[tuple[Annotated[str, line(WORD_CHARACTERS)], ...], AtMost(MOST_WORDS)] = ()
-    """The first of these, as they may be shown: `~` and a digest for what may be a secret."""
+    """Digest of its arguments, which may be secrets: another one in each job."""
     lease_ttl_s: Age = 0.0
     outage_grace_s: Age = 0.0
     """How long a world may outlive its leases while the store is away."""
@@ -92,7 +85,7 @@ def differences(
     if _other_script(program, runs):
         yield f"another script, {program.name} ({program.digest[:12]} for {runs.digest[:12]})"
     if program.arguments != runs.arguments:
-        yield _other_arguments(program.words, runs.words)
+        yield "other arguments for the script"
     yield from _other_times(program, runs)
 
 
@@ -107,28 +100,6 @@ def _other_times(mine: Program, others: Program) -> Iterator[str]:
     ):
         if here != there:
             yield f"{option} {here:g}s, where the job has {there:g}s"
-
-
-def _other_arguments(mine: Sequence[str], others: Sequence[str]) -> str:
-    """Those that differ, as far as they are shown.
-
-    >>> _other_arguments(["--lr", "0.1"], ["--lr", "0.2"])
-    "other arguments for the script: '0.1' as argument 2, where the job has '0.2'"
-    """
-    pairs = enumerate(zip_longest(mine, others), 1)
-    shown = [
-        f"{_quoted(here)} as argument {place}, where the job has {_quoted(there)}"
-        for place, (here, there) in pairs
-        if here != there
-    ]
-    if not shown:
-        return "other arguments for the script, not among those that are shown to other nodes"
-    digests = " (~: the value is hidden)" if any("~" in text for text in shown) else ""
-    return f"other arguments for the script{digests}: {shortened(shown, '; ')}"
-
-
-def _quoted(word: str | None) -> str:
-    return "none" if word is None else repr(word)
 
 
 def _restarts(limits: Limits) -> str:

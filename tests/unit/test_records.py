@@ -85,7 +85,7 @@ NODE = NodeRecord(
     slots=2,
     http=Endpoint("10.0.0.1", 9100),
     limits=Limits(2, 4, 1.5, 3),
-    program=Program("train.py", "ab12", "cd34", ("--lr", "0.1"), 5.0, 60.0),
+    program=Program("train.py", "ab12", "cd34", 5.0, 60.0),
     node_rank=1,
     hosts_store=True,
     leaving=True,
@@ -114,7 +114,7 @@ WORLD = World(
     step=17,
     limits=Limits(2, 4, 1.5, 3),
     limits_of="a",
-    program=Program("train.py", "ab12", words=("--lr", "0.1")),
+    program=Program("train.py", "ab12", "cd34"),
     unproven=(0, 1),
     exclusions=(
         Exclusion("c", "c-1", "repeated", "its workers fail", "0123456789abcdef", 2),
@@ -236,7 +236,6 @@ programs = st.builds(
     texts(50),
     texts(50),
     texts(50),
-    st.lists(texts(64), max_size=4).map(tuple),
     st.floats(0, 1e12),
     st.floats(0, 1e12),
 )
@@ -404,7 +403,6 @@ PROGRAM_FIELDS: dict[Path, list[Any]] = {
     ("program", "name"): text(256),
     ("program", "digest"): text(64),
     ("program", "arguments"): text(64),
-    ("program", "words"): [None, 1, "x", {}, [1], [None], [["x"]], ["x" * 65], ["x"] * 65],
     ("program", "lease_ttl_s"): SECONDS,
     ("program", "outage_grace_s"): SECONDS,
 }
@@ -593,7 +591,7 @@ def test_the_largest_values_pass() -> None:
         4096,
         endpoint,
         Limits(BIG, BIG, 1e9, BIG),
-        Program("x" * 256, "x" * 64, "x" * 64, ("x" * 64,) * 64, 1e9, 1e9),
+        Program("x" * 256, "x" * 64, "x" * 64, 1e9, 1e9),
         BIG,
         True,
         True,

@@ -56,7 +56,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Comparison": "generation usual_us stragglers",
             "Straggler": "node rank own_us",
             "Limits": "min_nodes max_nodes last_call_s max_restarts nodes_multiple_of",
-            "Program": "name digest arguments words lease_ttl_s outage_grace_s",
+            "Program": "name digest arguments lease_ttl_s outage_grace_s",
             "Condition": "stable notified polling overdue drained state_saved succeeded stopped",
             "Failure": (
                 "generation fingerprint summary cause action collateral outside node rank local_rank returncode "

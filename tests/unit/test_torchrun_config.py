@@ -9,9 +9,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig
-from elastic_agent.agent.configuration.settings import IGNORED_RDZV_CONF_KEYS
+from elastic_agent.agent.configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 from elastic_agent.agent.configuration.values import NodeCounts
-from elastic_agent.agent.torchrun.handler import KEYS, in_torchruns_words, read_parameters
+from elastic_agent.agent.torchrun.handler import in_torchruns_words, read_parameters
 from elastic_agent.rendezvous.records import Endpoint
 
 SECRET = {"ELASTIC_AGENT_ETCD_PASSWORD": "canary"}
@@ -40,16 +40,8 @@ def test_what_torchrun_is_given_arrives() -> None:
     assert rendezvous.etcd == EtcdConfig()
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "conf"),
-    [
-        ("etcd://localhost:2379/my/prefix", {}),
-        ("localhost:2379", {"prefix": "/my/prefix"}),
-        ("etcd://localhost", {"prefix": "my/prefix/"}),
-    ],
-)
-def test_a_prefix_is_part_of_the_url_or_a_key(endpoint: str, conf: dict[str, str]) -> None:
-    etcd = read(endpoint, **conf).rendezvous.etcd
+def test_a_prefix_is_part_of_the_url() -> None:
+    etcd = read("etcd://localhost:2379/my/prefix").rendezvous.etcd
     assert etcd is not None
     assert etcd.prefix == "/my/prefix"
 
@@ -93,7 +85,6 @@ def test_all_mistakes_are_listed_at_once_and_no_value_of_an_unknown_key() -> Non
         ({"user": "trainer"}, "add --rdzv-conf password_file=FILE, or set ELASTIC_AGENT_ETCD_PASSWORD"),
         ({"join_timeout": 2}, "raise --rdzv-conf join_timeout or lower --rdzv-conf lease_ttl"),
         ({"leasettl": 2}, "lease_ttl"),
-        ({"endpoint": "etcd://h/a", "prefix": "b", "insecure": True}, "keep one of the two"),
     ],
 )
 def test_the_advice_can_be_followed(wrong: dict[str, object], advice: str) -> None:
@@ -109,4 +100,4 @@ def test_other_words_stay_as_they_are() -> None:
 
 def test_every_key_is_documented() -> None:
     text = DOCUMENT.read_text()
-    assert [key for key in (*KEYS, *IGNORED_RDZV_CONF_KEYS) if f"`{key}`" not in text] == []
+    assert [key for key in (*RDZV_CONF_KEYS, *IGNORED_RDZV_CONF_KEYS) if f"`{key}`" not in text] == []

@@ -46,7 +46,6 @@ from elastic_agent.worker.wire.messages import (
     Keep,
     LentLock,
     LoadReport,
-    Question,
     StepAnswer,
     StepEnded,
     StepStatus,
@@ -160,60 +159,14 @@ def test_a_question_may_come_in_pieces(scene: Scene) -> None:
         assert connection.recv(1000) == b"", "one answer, and the end"
 
 
-def test_more_questions_than_threads_wait_and_are_answered(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "MAX_ANSWERS", 2)
+def test_all_workers_may_ask_at_once_while_the_store_is_slow(scene: Scene) -> None:
+    """A commit waits for no other answer."""
     scene.store.open.clear()
-    asking = [scene.connect(encode(CommitQuestion(7))) for _ in range(5)]
-    eventually(lambda: len(scene.links._commit_questions) == 3)
+    asking = [scene.connect(encode(CommitQuestion(7))) for _ in range(100)]
+    kept = StepEnded(7, 0, 0, 20, StepStatus.KEPT)
+    assert ask(scene.env.socket, kept, STEP_ANSWERS, PATIENCE_S) == StepAnswer(Verdict.GO_ON, leaves=False)
     scene.store.open.set()
-    assert [COMMIT_ANSWERS.decode(one.recv(1000)) for one in asking] == [CommitGranted(3.0)] * 5
-    eventually(lambda: scene.links._answering == 0)
-
-
-def test_questions_beyond_those_that_may_wait_are_hung_up_on(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Connections whose questions wait are no clients any more, and are bounded all the same."""
-    monkeypatch.setattr(server, "MAX_ANSWERS", 1)
-    monkeypatch.setattr(server, "MAX_WAITING", 2)
-    scene.store.open.clear()
-    asking = [scene.connect(encode(CommitQuestion(7)))]
-    eventually(lambda: scene.links._answering == 1 and not scene.links._commit_questions)
-    asking += [scene.connect(encode(CommitQuestion(7))) for _ in range(2)]
-    eventually(lambda: len(scene.links._commit_questions) == 2)
-    with scene.connect(encode(CommitQuestion(7))) as one_more:
-        assert one_more.recv(1000) == b""
-    scene.store.open.set()
-    assert [COMMIT_ANSWERS.decode(one.recv(1000)) for one in asking] == [CommitGranted(3.0)] * 3
-
-
-def test_commits_are_answered_before_steps(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks may ask about a step at once, each answer may take the store's time, and a commit waits 5 s only."""
-    monkeypatch.setattr(server, "MAX_ANSWERS", 1)
-    scene.store.open.clear()
-    begun = scene.connect(encode(CommitQuestion(7)))
-    eventually(lambda: scene.links._answering == 1 and not scene.links._commit_questions)
-    answered: list[object] = []
-    answer = scene.links._answer
-
-    def answer_noted(connection: socket.socket, question: Question) -> None:
-        answered.append(question)
-        answer(connection, question)
-
-    monkeypatch.setattr(scene.links, "_answer", answer_noted)
-    steps = [StepEnded(7, 0, 0, step, StepStatus.KEPT) for step in (20, 21)]
-    asking = [scene.connect(encode(step)) for step in steps]
-    eventually(lambda: len(scene.links._step_questions) == 2)
-    asking.append(scene.connect(encode(CommitQuestion(7))))
-    eventually(lambda: len(scene.links._commit_questions) == 1)
-    scene.store.open.set()
-    for connection in (begun, *asking):
-        assert connection.recv(1000)
-        connection.close()
-    assert answered[0] == CommitQuestion(7)
-    assert sorted(answered[1:], key=steps.index) == steps
+    assert [COMMIT_ANSWERS.decode(one.recv(1000)) for one in asking] == [CommitGranted(3.0)] * 100
 
 
 @contextlib.contextmanager
@@ -288,8 +241,7 @@ GARBAGE = [
 @pytest.mark.parametrize(
     "garbage", GARBAGE, ids=["silence", "empty", "text", "flood", "bytes", "ours", "unnamed", "report"]
 )
-def test_broken_clients_delay_no_other(scene: Scene, garbage: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CLIENTS", 4)
+def test_broken_clients_delay_no_other(scene: Scene, garbage: bytes) -> None:
     with scene.guard(1) as guard:
         clients = [scene.connect() for _ in range(8)]
         for client in clients:
