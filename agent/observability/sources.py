@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from ...codec import Document, Invalid
@@ -92,6 +93,20 @@ _T = TypeVar("_T")
 _K = TypeVar("_K")
 
 
+def ask(
+    http: Endpoint, path: str, read: Callable[[str], _T], timeout_s: float, most_chars: int
+) -> _T | Unreachable:
+    """What `read`, which may raise Invalid, makes of the agent's answer at `path`."""
+    try:
+        return read(get(http, path, time.monotonic, timeout_s, most_chars))
+    except ConnectionRefusedError:
+        return Unreachable.REFUSED
+    except OSError:
+        return Unreachable.SILENT
+    except (NoAnswer, Invalid):
+        return Unreachable.STRANGE
+
+
 def ask_all(
     agents: Mapping[_K, Endpoint], path: str, page: Document[_T], timeout_s: float, at_once: int = AT_ONCE
 ) -> dict[_K, _T | Unreachable]:
@@ -100,19 +115,9 @@ def ask_all(
         return {}
     # If all are silent, each thread waits for so many in turn.
     each_s = timeout_s / math.ceil(len(agents) / at_once)
-
-    def ask(http: Endpoint) -> _T | Unreachable:
-        try:
-            return page.decode(get(http, path, time.monotonic, each_s, page.most_chars))
-        except ConnectionRefusedError:
-            return Unreachable.REFUSED
-        except OSError:
-            return Unreachable.SILENT
-        except (NoAnswer, Invalid):
-            return Unreachable.STRANGE
-
+    asked = partial(ask, path=path, read=page.decode, timeout_s=each_s, most_chars=page.most_chars)
     with ThreadPoolExecutor(min(at_once, len(agents)), thread_name_prefix="ask") as pool:
-        return dict(zip(agents, pool.map(ask, agents.values()), strict=True))
+        return dict(zip(agents, pool.map(asked, agents.values()), strict=True))
 
 
 def ask_nodes(job: JobStatus, timeout_s: float, at_once: int = AT_ONCE) -> dict[str, NodeAnswer]:
@@ -161,7 +166,7 @@ class AgentsSource(Source):
             if isinstance(status := alive[http], NodeStatus) and isinstance(view := views[http], JobStatus)
         ]
         problems = [
-            self._problem(http, how, waits_s) for http, how in alive.items() if isinstance(how, Unreachable)
+            problem(http, how, waits_s) for http, how in alive.items() if isinstance(how, Unreachable)
         ]
         if self._job is not None:
             found = [one for one in found if one.job.job == self._job]
@@ -200,11 +205,13 @@ class AgentsSource(Source):
             f"is in the agent's log, behind 'metrics, /healthz, /readyz and /node at'; or {store}",
         )
 
-    def _problem(self, http: Endpoint, how: Unreachable, waited_s: float) -> str:
-        if how is Unreachable.STRANGE:
-            advice = "check the address, and use this command in the agent's own version"
-            return f"{how.sentence.format(http=http)}: {advice}"
-        return f"the agent at {http} gives no answer within {waited_s:g} s: it stands still, or cannot be reached"
+
+def problem(http: Endpoint, how: Unreachable, waited_s: float) -> str:
+    """Of an agent that did not answer."""
+    if how is Unreachable.STRANGE:
+        advice = "check the address, and use this command in the agent's own version"
+        return f"{how.sentence.format(http=http)}: {advice}"
+    return f"the agent at {http} gives no answer within {waited_s:g} s: it stands still, or cannot be reached"
 
 
 def _each_job_once(found: Iterable[Found]) -> list[Found]:

@@ -110,7 +110,7 @@ def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> N
         (["none", "--log-dir={tmp}/none"], CommandCode.NOT_FOUND, "No such file or directory"),
         (["{tmp}/empty"], CommandCode.NOT_FOUND, "is no folder of a run"),
         (["{tmp}/early"], CommandCode.NO_JOB, "nothing of how time was spent"),
-        (["{tmp}/folder"], CommandCode.NO_JOB, "name the folder of a run"),
+        (["{tmp}/folder"], CommandCode.NOT_FOUND, "name the folder of a run"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(

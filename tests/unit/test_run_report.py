@@ -310,22 +310,6 @@ def test_what_lies_between_two_accounts_is_in_the_order_in_which_it_can_have_bee
     ]
 
 
-def test_a_clock_that_does_not_agree_is_moved_back() -> None:
-    journals = []
-    for name, ahead_s in (("a", 0.5), ("b", 3600.0), ("c", 0.0)):
-        node = Journal(name, ahead_s)
-        node.begin(0.0)
-        for generation in (1, 2, 3):
-            node.note(Kind.WORLD, generation, cause="start")
-            node.spend(start=1.0)
-            node.note(Kind.WORKERS_STARTED)
-            node.spend(productive=9.0)
-        journals.append(node)
-    found = report(*journals)
-    assert found.clocks == {"b": 3599.5}, "of a, whose generations are as many as of any"
-    assert found.wall_s == pytest.approx(30.5)
-
-
 def test_an_agents_clock_that_is_set_while_it_runs_loses_and_adds_no_second() -> None:
     a = Journal("a")
     a.begin(0.0)

@@ -29,13 +29,10 @@ from ...configuration.config import HELP, LOG_DIR, SCRIPT, ConfigError
 from ...configuration.load import read_argv, read_environ
 from ...configuration.parse import PATH, Group, Option
 from ...configuration.settings import Settings
+from ...output.journal import JobEvent, journals, read_file
 from ...output.log_folders import FLIGHT_RECORDS, is_run, log_directory, newest_run
 from ...output.masking import masked, secrets_in
 from ..store_command import CannotDo, one_line_errors
-
-
-class NoRun(Exception):
-    """No folder of a run was found; the text says where."""
 
 
 def run_command(
@@ -69,8 +66,6 @@ def run_command(
                     print(f"elastic-agent {name}: {folder}, the newest run there", file=sys.stderr)
                 work(folder, command_line)
             return 0
-        except NoRun as error:
-            code, reason = CommandCode.NOT_FOUND, error
         except CannotDo as error:
             code, reason = error.code, error
         except BrokenPipeError:
@@ -96,7 +91,7 @@ def given_log_dir(command_line: Settings) -> Path | None:
 
 def find_run(run: str | None, log_dir: Path | None) -> Path:
     """The folder of `run`, which is a folder or the name of a job; None: the newest of all. `log_dir`: of --log-dir.
-    Raises NoRun."""
+    Raises CannotDo."""
     directory = None
     try:
         if run is not None and (folder := Path(run)).is_dir() and is_run(folder):
@@ -105,13 +100,35 @@ def find_run(run: str | None, log_dir: Path | None) -> Path:
         named = run is None or NAME.fullmatch(run) is not None
         found = newest_run(directory, run) if directory is not None and named else None
     except OSError as error:
-        raise NoRun(f"{run or directory or '--log-dir'}: {error.strerror or error}; see --log-dir") from None
-    if found is None and run is None:
-        raise NoRun(f"no run is in {directory}: name the folder of one, or see --log-dir")
-    if found is None:
-        where = f"{run} is no folder of a run, and {directory} has no run of a job of this name"
-        raise NoRun(f"{where}; see --log-dir")
-    return found
+        reason = f"{run or directory or '--log-dir'}: {error.strerror or error}; see --log-dir"
+        raise CannotDo(CommandCode.NOT_FOUND, reason) from None
+    if found is not None:
+        return found
+    where = f"{run} is no folder of a run, and {directory} has no run of a job of this name; see --log-dir"
+    if run is None:
+        where = f"no run is in {directory}: name the folder of one, or see --log-dir"
+    raise CannotDo(CommandCode.NOT_FOUND, where)
+
+
+def journals_in(folder: Path) -> Iterator[Iterator[JobEvent]]:
+    """The journal of each node, in the order in which it was written. Raises CannotDo."""
+    try:
+        files = journals(folder)
+        if not files:
+            reason = f"{folder} has no events-NODE.jsonl: name the folder of a run"
+            raise CannotDo(CommandCode.NOT_FOUND, reason)
+    except OSError as error:
+        raise CannotDo(CommandCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
+    for parts in files.values():
+        yield _events_in(parts)
+
+
+def _events_in(parts: Iterable[Path]) -> Iterator[JobEvent]:
+    try:
+        for part in parts:
+            yield from read_file(part)
+    except OSError as error:
+        raise CannotDo(CommandCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
 
 
 MOST_OF_A_FILE = 2 * 2**20

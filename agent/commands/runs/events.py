@@ -9,27 +9,26 @@ import io
 import os
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ....codec import Invalid, load_object
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import NAME
 from ...common.exits import CommandCode
-from ...common.http_client import NoAnswer, get
 from ...configuration.config import HELP, SCRIPT, ConfigError
 from ...configuration.load import read_argv
 from ...configuration.parse import Group, Option, duration
-from ...observability.sources import HERE_S
-from ...output.journal import EVENT, EVENTS_PATH, JobEvent, Kind, journals, read_file
+from ...observability.sources import HERE_S, CannotShow, Unreachable, ask, problem
+from ...output.journal import EVENT, EVENTS_PATH, JobEvent, Kind
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
-from ..store_command import one_line_errors, pause
-from .diagnose import NoRun, find_run, given_log_dir, run_help
+from ..store_command import CannotDo, one_line_errors, pause
+from .diagnose import find_run, given_log_dir, journals_in, run_help
 
 _USAGE = """\
 usage: elastic-agent events [JOB] [--follow] [--json] [--agent HOST:PORT]
@@ -52,25 +51,8 @@ TIMEOUT: Option[float] = EVENTS_OPTIONS.option(
 )
 
 
-class CannotShow(Exception):
-    def __init__(self, code: CommandCode, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
-class Source(ABC):
-    @abstractmethod
-    def read(self) -> list[JobEvent]:
-        """The events since the last call, in order. Raises CannotShow."""
-
-    @property
-    @abstractmethod
-    def over(self) -> bool:
-        """No more events will come."""
-
-
 def main(words: Sequence[str]) -> int:
-    """Returns an `CommandCode`."""
+    """Returns a `CommandCode`."""
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, (*EVENTS_OPTIONS, AGENT))
     if HELP in command_line:
@@ -94,7 +76,7 @@ def main(words: Sequence[str]) -> int:
             source = _choose(subject, agent, log_dir, command_line[TIMEOUT].value)
             _show(source, show, follow=follow)
             return CommandCode.DONE
-    except CannotShow as error:
+    except (CannotShow, CannotDo) as error:
         print(f"elastic-agent events: {error}", file=sys.stderr)
         return error.code
     except BrokenPipeError:
@@ -102,40 +84,31 @@ def main(words: Sequence[str]) -> int:
 
 
 def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, timeout_s: float) -> Source:
-    """Raises CannotShow."""
+    """Raises CannotShow and CannotDo."""
     if agent is not None:
         return AgentsSource((agent,), None, timeout_s)
     folder = Path(subject) if subject is not None else None
     if folder is not None and (folder.is_dir() or NAME.fullmatch(str(folder)) is None):
-        return FilesSource(_found(str(folder), log_dir))
+        return FilesSource(str(folder), log_dir)
     try:
         found = agents_here(run_directory_parents(), os.getuid())
         source = AgentsSource(found, subject, min(HERE_S, timeout_s) if len(found) > 1 else timeout_s)
         whose = f"if it is of job {subject}, " if subject is not None else ""
-        for problem in source.problems:
-            print(f"elastic-agent events: {problem}: {whose}its events are missing", file=sys.stderr)
+        for text in source.problems:
+            print(f"elastic-agent events: {text}: {whose}its events are missing", file=sys.stderr)
         return source
     except CannotShow as nothing:
         if subject is None or nothing.code is not CommandCode.NOT_FOUND:
             raise
         try:
-            return FilesSource(find_run(subject, log_dir))
-        except NoRun as error:
-            raise CannotShow(
-                CommandCode.NOT_FOUND, f"no agent of job {subject} answers here, and {error}"
-            ) from None
-
-
-def _found(run: str, log_dir: Path | None) -> Path:
-    """Raises CannotShow."""
-    try:
-        return find_run(run, log_dir)
-    except NoRun as error:
-        raise CannotShow(CommandCode.NOT_FOUND, str(error)) from None
+            return FilesSource(subject, log_dir)
+        except CannotDo as error:
+            reason = f"no agent of job {subject} answers here, and {error}"
+            raise CannotShow(CommandCode.NOT_FOUND, reason) from None
 
 
 def _show(source: Source, show: Callable[[JobEvent], str], *, follow: bool) -> None:
-    """Raises CannotShow."""
+    """Raises CannotShow and CannotDo."""
     while True:
         for event in source.read():
             if text := show(event):
@@ -165,7 +138,7 @@ class _Answer:
     events: tuple[JobEvent, ...]
 
 
-class AgentsSource(Source):
+class AgentsSource:
     """The agents on this machine, or one by its address; they may belong to several jobs."""
 
     def __init__(self, agents: Iterable[Endpoint], job: str | None, timeout_s: float) -> None:
@@ -173,19 +146,25 @@ class AgentsSource(Source):
         self._timeout_s = timeout_s
         self._waiting: list[JobEvent] = []
         self._agents: list[_Agent] = []
-        self.problems: list[CannotShow] = []
+        self.problems: list[str] = []
         """Why other agents did not answer."""
         asked = [_Agent(http) for http in agents]
-        for agent, answer in zip(asked, _at_once(self._ask, asked), strict=True):
-            if isinstance(answer, CannotShow):
-                self.problems.append(answer)
-            elif isinstance(answer, _Answer) and job in (None, answer.job):
+        with ThreadPoolExecutor(len(asked) or 1, thread_name_prefix="ask") as pool:
+            answers = list(pool.map(self._ask, asked))
+        silent = [
+            (each.http, how) for each, how in zip(asked, answers, strict=True) if isinstance(how, Unreachable)
+        ]
+        # The address of an agent that was killed stays for a moment.
+        silent = [(http, how) for http, how in silent if how is not Unreachable.REFUSED]
+        for agent, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, _Answer) and job in (None, answer.job):
                 self._agents.append(agent)
                 self._waiting += self._take(agent, answer)
+        self.problems = [problem(http, how, timeout_s) for http, how in silent]
         if self._agents:
             return
-        if self.problems and job is None:
-            raise self.problems[0]
+        if silent and job is None:
+            raise self._cannot(*silent[0])
         whose = f"of job {job} " if job is not None else ""
         raise CannotShow(
             CommandCode.NOT_FOUND,
@@ -193,80 +172,54 @@ class AgentsSource(Source):
         )
 
     def read(self) -> list[JobEvent]:
+        """The events since the last call, in order. Raises CannotShow."""
         events, self._waiting = self._waiting, []
         for agent in self._agents:
-            try:
-                if not agent.over:
-                    events += self._take(agent, self._ask(agent))
-            except ConnectionRefusedError:
-                agent.over = True
+            if not agent.over:
+                events += self._take(agent, self._ask(agent))
         return sorted(events, key=lambda event: (event.at, event.node, event.number))
 
     @property
     def over(self) -> bool:
+        """No more events will come."""
         return all(agent.over for agent in self._agents)
 
-    def _take(self, agent: _Agent, answer: _Answer) -> list[JobEvent]:
-        """All new events of this agent, beginning with `answer`. Raises CannotShow and ConnectionRefusedError."""
+    def _take(self, agent: _Agent, answer: _Answer | Unreachable) -> list[JobEvent]:
+        """All new events of this agent, beginning with `answer`. Raises CannotShow."""
         events: list[JobEvent] = []
         while True:
-            if answer.life != agent.life:
-                agent.life, again = answer.life, agent.life != ""
-                if again:  # a new agent, which numbers its events from 1
-                    agent.seen = 0
-                    answer = self._ask(agent)
+            if answer is Unreachable.REFUSED:
+                agent.over = True
+                return events
+            if isinstance(answer, Unreachable):
+                raise self._cannot(agent.http, answer)
+            if agent.life not in ("", answer.life):  # a new agent, which numbers its events from 1
+                agent.seen, agent.life = 0, ""
+                answer = self._ask(agent)
+                continue
+            agent.life = answer.life
             events += answer.events
-            before, agent.seen = (
-                agent.seen,
-                max((event.number for event in answer.events), default=agent.seen),
-            )
+            before = agent.seen
+            agent.seen = max((event.number for event in answer.events), default=before)
             if agent.seen >= answer.newest or agent.seen == before:
                 return events
             answer = self._ask(agent)
 
-    def _ask(self, agent: _Agent) -> _Answer:
-        """Raises CannotShow and ConnectionRefusedError."""
-        http = agent.http
-        try:
-            text = get(
-                http, f"{EVENTS_PATH}?since={agent.seen}", time.monotonic, self._timeout_s, MOST_ANSWER
-            )
-            body = load_object(text, "page")
-            job, life, newest, events = (body.get(key) for key in ("job", "incarnation", "newest", "events"))
-            if not (
-                isinstance(job, str)
-                and isinstance(life, str)
-                and type(newest) is int
-                and isinstance(events, list)
-            ):
-                raise Invalid("page without events")
-            return _Answer(job, life, newest, tuple(_readable(events)))
-        except ConnectionRefusedError:
-            raise
-        except OSError:
-            reason = f"the agent at {http} gives no answer within {self._timeout_s:g} s"
-            raise CannotShow(CommandCode.NO_ANSWER, reason) from None
-        except (NoAnswer, Invalid):
-            reason = f"what answers at {http} is another program, or another version of elastic-agent"
-            raise CannotShow(CommandCode.MISMATCH, reason) from None
+    def _ask(self, agent: _Agent) -> _Answer | Unreachable:
+        return ask(agent.http, f"{EVENTS_PATH}?since={agent.seen}", _answer, self._timeout_s, MOST_ANSWER)
+
+    def _cannot(self, http: Endpoint, how: Unreachable) -> CannotShow:
+        code = CommandCode.MISMATCH if how is Unreachable.STRANGE else CommandCode.NO_ANSWER
+        return CannotShow(code, problem(http, how, self._timeout_s))
 
 
-def _at_once(
-    ask: Callable[[_Agent], _Answer], agents: Sequence[_Agent]
-) -> Iterable[_Answer | CannotShow | None]:
-    """The answer of each, or why there is none: None where nobody listens, as the address of an agent that was killed
-    stays for a moment."""
-
-    def answer(agent: _Agent) -> _Answer | CannotShow | None:
-        try:
-            return ask(agent)
-        except ConnectionRefusedError:
-            return None
-        except CannotShow as problem:
-            return problem
-
-    with ThreadPoolExecutor(len(agents) or 1, thread_name_prefix="ask") as pool:
-        return list(pool.map(answer, agents))
+def _answer(text: str) -> _Answer:
+    """Raises Invalid."""
+    body = load_object(text, "page")
+    job, life, newest, events = (body.get(key) for key in ("job", "incarnation", "newest", "events"))
+    if isinstance(job, str) and isinstance(life, str) and type(newest) is int and isinstance(events, list):
+        return _Answer(job, life, newest, tuple(_readable(events)))
+    raise Invalid("page without events")
 
 
 def _readable(events: Iterable[Any]) -> Iterable[JobEvent]:
@@ -280,28 +233,22 @@ def _readable(events: Iterable[Any]) -> Iterable[JobEvent]:
 # --- Files
 
 
-class FilesSource(Source):
+class FilesSource:
     """The event files of all agents in the folder of a run."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    over = True
+
+    def __init__(self, run: str, log_dir: Path | None) -> None:
+        """Raises CannotDo."""
+        self._folder = find_run(run, log_dir)
 
     def read(self) -> list[JobEvent]:
-        try:
-            files = journals(self._folder)
-            if not files:
-                reason = f"{self._folder} has no events-NODE.jsonl: name the folder of a run"
-                raise CannotShow(CommandCode.NOT_FOUND, reason)
-            events = [event for parts in files.values() for part in parts for event in read_file(part)]
-        except OSError as error:
-            raise CannotShow(CommandCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
-        return sorted(
-            events, key=lambda event: event.at
-        )  # a stable order: of one node and instant, as it wrote
+        """Raises CannotDo."""
+        events = chain.from_iterable(journals_in(self._folder))
+        return sorted(events, key=lambda event: event.at)  # of one node and instant, as it wrote
 
-    @property
-    def over(self) -> bool:
-        return True
+
+Source: TypeAlias = AgentsSource | FilesSource
 
 
 # --- Words

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import enum
 import heapq
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,7 +78,6 @@ ORDER = (
 NOTED = frozenset(
     {
         Kind.WORLD,
-        Kind.WORKERS_STARTED,
         Kind.FAILURE,
         Kind.EXCLUSION,
         Kind.STRAGGLER,
@@ -88,9 +86,6 @@ NOTED = frozenset(
     }
 )
 """Kinds of events that a life keeps."""
-
-CLOCKS_AGREE_S = 2.0
-"""The nodes of a world start their workers within about this time: larger differences come from their clocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +104,6 @@ class Life:
     node: str
     stretches: tuple[Stretch, ...]
     events: tuple[JobEvent, ...]
-
-    def shifted(self, by_s: float) -> Life:
-        """The same life by a clock that is ahead by this much."""
-        return Life(
-            self.node,
-            tuple(replace(s, began_at=s.began_at + by_s, ended_at=s.ended_at + by_s) for s in self.stretches),
-            tuple(replace(event, at=event.at + by_s) for event in self.events),
-        )
 
 
 def stretches_of(lives: Iterable[Life]) -> list[Stretch]:
@@ -194,27 +181,6 @@ class _Unfinished:
                     stretches.append(Stretch(at, until, use, blocked))
                 at = until
         yield Life(self.node, tuple(stretches), tuple(self.events))
-
-
-def clocks(lives: Sequence[Life]) -> dict[str, float]:
-    """By how much the clock of each node is ahead of the reference, the node that has started most generations. Nodes
-    whose clocks agree are left out. All nodes of a world start their workers at about the same time."""
-    started: dict[str, dict[int, float]] = {}
-    for life in lives:
-        for event in life.events:
-            if event.kind is Kind.WORKERS_STARTED:
-                started.setdefault(life.node, {}).setdefault(event.generation, event.at)
-    if not started:
-        return {}
-    reference = started[max(sorted(started), key=lambda node: len(started[node]))]
-    ahead = {}
-    for node, starts in started.items():
-        common = [
-            starts[generation] - reference[generation] for generation in starts.keys() & reference.keys()
-        ]
-        if common and abs(by_s := statistics.median(common)) > CLOCKS_AGREE_S:
-            ahead[node] = by_s
-    return ahead
 
 
 @dataclass(frozen=True, slots=True)

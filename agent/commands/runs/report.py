@@ -24,10 +24,10 @@ from ....rendezvous.text import counted
 from ...common.exits import CommandCode
 from ...configuration.parse import Group
 from ...configuration.settings import Settings
-from ...output.journal import JobEvent, Kind, journals, read_file
+from ...output.journal import JobEvent, Kind
 from ..status import span
 from ..store_command import CannotDo
-from .diagnose import run_command
+from .diagnose import journals_in, run_command
 from .lives import (
     RESTARTING,
     STEPS_TELL,
@@ -35,7 +35,6 @@ from .lives import (
     Slice,
     Use,
     binned,
-    clocks,
     job_time,
     lives_of,
     stretches_of,
@@ -129,8 +128,6 @@ class Report:
     recoveries: tuple[JobRecovery, ...]
     """The slowest, at most MOST_RECOVERIES."""
     timeline: tuple[Slice, ...]
-    clocks: Mapping[str, float]
-    """By how much a node's clock was ahead of the others'; the times of its events were corrected by that."""
 
     @property
     def wall_s(self) -> float:
@@ -149,9 +146,7 @@ class Report:
 
 def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report:
     """`journals` has one journal for each node. Raises ReportError."""
-    read = [life for journal in journals for life in lives_of(journal)]
-    ahead = clocks(read)
-    lives = [life.shifted(-ahead[life.node]) if life.node in ahead else life for life in read]
+    lives = [life for journal in journals for life in lives_of(journal)]
     events = sorted((event for life in lives for event in life.events), key=lambda event: event.at)
     ends = [event for event in events if event.kind is Kind.JOB_ENDED]
     slices = list(job_time(stretches_of(lives)))
@@ -177,7 +172,6 @@ def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report:
         _nodes(lives, events),
         _recoveries(generations, events),
         binned(slices, BINS),
-        ahead,
     )
 
 
@@ -310,10 +304,6 @@ def lines(report: Report) -> Iterator[str]:
     if report.recoveries:
         yield ""
         yield from _slowest(report)
-    if report.clocks:
-        ahead = ", ".join(f"{node} by {by_s:+.1f} s" for node, by_s in sorted(report.clocks.items()))
-        yield ""
-        yield f"clocks did not agree, and were moved back: {ahead}"
 
 
 def _hours(report: Report) -> Iterator[str]:
@@ -399,7 +389,6 @@ def document(report: Report) -> dict[str, object]:
             {"began_at": one.began_at, "ended_at": one.ended_at, "seconds": _by_name(one.seconds)}
             for one in report.timeline
         ],
-        "clocks_ahead_seconds": dict(report.clocks),
     }
 
 
@@ -435,13 +424,6 @@ def _work(folder: Path, command_line: Settings) -> None:
 def _read(folder: Path) -> Report:
     """Raises CannotDo."""
     try:
-        files = journals(folder)
-        if not files:
-            what = f"{folder} has no events-NODE.jsonl: name the folder of a run"
-            raise CannotDo(CommandCode.NO_JOB, what)
-        nodes = ((event for part in parts for event in read_file(part)) for parts in files.values())
-        return report_of(folder.resolve().name, nodes)
+        return report_of(folder.resolve().name, journals_in(folder))
     except ReportError as error:
         raise CannotDo(CommandCode.NO_JOB, f"{folder}: {error}") from None
-    except OSError as error:
-        raise CannotDo(CommandCode.NO_JOB, f"{error.filename}: {error.strerror}") from None
