@@ -30,11 +30,10 @@ from ..observability.observer import Observer
 from ..output.log_folders import FLIGHT_RECORDS
 from ..rendezvous_io.worker_reports import RefusedSaves
 from .environment import Node, bind_of_rank_0_failed, make_directory, worker_spec
-from .failure_handler import FailureHandler
+from .failure_handler import FailureHandler, HangWatch
 from .failures.causes import NOT_STARTED, STORE_SERVER
 from .failures.failure import HANG_SIGNAL
 from .generation import Generation, HowToStop, Processes, log_bad_state
-from .hang_watch import HangWatch
 from .hangs.keeper import Look
 from .hangs.stacks import THOROUGH
 from .processes.workers import WorkerGroup

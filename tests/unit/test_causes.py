@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from elastic_agent.agent.configuration.values import BUILT_IN_CAUSES, UserCause
 from elastic_agent.agent.workers.failures.causes import CAUSES, HANG, UNKNOWN, CauseTable
-from elastic_agent.agent.workers.failures.error_report import ErrorReport
-from elastic_agent.agent.workers.failures.post_mortem import MachineEvent, PostMortem
+from elastic_agent.agent.workers.failures.post_mortem import ErrorReport, MachineEvent, PostMortem
 from elastic_agent.health.checks.gpus import Fault
 from elastic_agent.rendezvous.records import Action
 from elastic_agent.rendezvous.text import CAUSE

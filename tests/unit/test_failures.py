@@ -23,9 +23,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elastic_agent.agent.common.exits import describe_exit
 from elastic_agent.agent.workers.failures.causes import CauseTable
-from elastic_agent.agent.workers.failures.error_report import ErrorReport, find_traceback, read_error_file
 from elastic_agent.agent.workers.failures.failure import describe_failure, fingerprint, small, summarize
-from elastic_agent.agent.workers.failures.post_mortem import PostMortem
+from elastic_agent.agent.workers.failures.post_mortem import (
+    ErrorReport,
+    PostMortem,
+    find_traceback,
+    read_error_file,
+)
 from elastic_agent.rendezvous.records import Action, Failure, NodeRecord, node_key
 from elastic_agent.worker.errors import (
     CheckpointError,

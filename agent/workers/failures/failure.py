@@ -16,17 +16,20 @@ from ....rendezvous import records
 from ....rendezvous.records import Failure
 from ...common.exits import describe_exit
 from .causes import HANG, UNKNOWN, Cause, CauseTable
-from .error_report import (
+from .post_mortem import (
+    BY_ITSELF,
     RANK_PREFIX,
     ErrorReport,
+    PostMortem,
     clean,
     cut,
     detail_after,
     find_last_words,
     find_traceback,
     first_line,
+    notes_of_ports,
+    says_port_taken,
 )
-from .post_mortem import BY_ITSELF, PostMortem, notes_of_ports, says_port_taken
 
 HANG_SIGNAL = signal.SIGABRT
 """Ends a worker that hangs: PYTHONFAULTHANDLER makes it print the stacks of its threads first."""
