@@ -25,7 +25,7 @@ from ...rendezvous.store.interface import Store
 from ..job_logs import MOST_ANSWER, LogRequest, Piece, split_piece
 from ..records import Job, JobResult, PoolNode, Run
 from ..view import PoolView
-from .pool_command import LiveView, code_of, find_job, pool_command
+from .jobs import LiveView, code_of, find_job, pool_command
 
 ANSWER_S = 3.0
 AT_ONCE = 32

@@ -48,9 +48,8 @@ from ..job_agent import OF_THE_POOL
 from ..records import Job
 from ..schedule import why_waiting
 from ..view import PoolView
-from .jobs import cancel_job
+from .jobs import LiveView, cancel_job, pool_command, present_user, read_view
 from .logs import JobLog, follow, say, show
-from .pool_command import LiveView, pool_command, present_user, read_view
 
 _USAGE = """\
 usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]

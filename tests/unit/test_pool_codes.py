@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_agent.agent.common.exits import ExitCode, PoolCode
-from elastic_agent.pool.commands.pool_command import code_of
+from elastic_agent.pool.commands.jobs import code_of
 from elastic_agent.pool.records import JobResult, Outcome
 
 RESULT = JobResult("j", Outcome.FAILED, "why", 1, 1, 1.0, 2.0, ("a",))

@@ -13,10 +13,9 @@ import pytest
 
 from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import PoolCode
-from elastic_agent.pool.commands import jobs, logs, pool_command, submit
-from elastic_agent.pool.commands.jobs import cancel, wait
+from elastic_agent.pool.commands import jobs, logs, submit
+from elastic_agent.pool.commands.jobs import OUTAGE_S, LiveView, cancel, code_of, wait
 from elastic_agent.pool.commands.logs import JobLog, follow
-from elastic_agent.pool.commands.pool_command import OUTAGE_S, LiveView, code_of
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     MAX_JOB_CHARS,
@@ -71,7 +70,7 @@ class PoolStore(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolStore]:
     store = PoolStore()
-    monkeypatch.setattr(pool_command, "open_to_look", lambda place, timeout_s: store)
+    monkeypatch.setattr(jobs, "open_to_look", lambda place, timeout_s: store)
     monkeypatch.setattr("elastic_agent.pool.commands.submit.os.getcwd", lambda: "/here")
     before = signal.getsignal(signal.SIGINT)
     yield store
