@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ...agent.commands.store_command import CannotDo, pause
 from ...agent.common.exits import PoolCode
@@ -81,17 +82,18 @@ def ask_daemon(node: PoolNode, wanted: LogRequest) -> tuple[Piece, bytes]:
 class _File:
     """How far one file has been read."""
 
-    stream: str = STREAMS[0]
-    start: int = 0
+    node: str
+    wanted: LogRequest
+    """The next piece of it."""
     begun: bytes = b""
     """The line that has not ended yet."""
 
     def take(self, piece: Piece, data: bytes) -> bytes:
         """The lines that have ended since. A file that is shorter than before is another one."""
-        if piece.size < self.start:
-            self.start = 0
+        if piece.size < self.wanted.start:
+            self.wanted = replace(self.wanted, start=0)
             return b""
-        self.start += len(data)
+        self.wanted = replace(self.wanted, start=self.wanted.start + len(data))
         whole = self.begun + data
         end = whole.rfind(b"\n") + 1
         if len(whole) - end > LONGEST_LINE:
@@ -114,190 +116,172 @@ def nodes_of(view: PoolView, job: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-class JobLog:
-    """What the job's agents print, of all nodes: with a name before each line where there are several."""
+class Reader(ABC):
+    """Files of a job on its nodes, read piece by piece."""
 
     def __init__(self, job: str, show: Show, warn: Warn, ask: Ask = ask_daemon) -> None:
         self._job, self._show, self._warn, self._ask = job, show, warn, ask
         self._files: dict[str, _File] = {}
-        self._without: set[str] = set()
-        """Nodes that had nothing of the job when they were asked."""
+        self._prefixed = False
         self._said: set[str] = set()
-        self._again_at: dict[str, float] = {}
-        self.found = False
-        """Some node has something of the job."""
+        """Nodes of which was said what cannot be read."""
 
+    @property
+    def found(self) -> bool:
+        """Some node has something of the job."""
+        return bool(self._files)
+
+    @abstractmethod
     def read(self, view: PoolView, *, all_of_it: bool) -> bool:
         """What is new; `all_of_it`: up to the end that each file had when it was first asked for. Returns whether there
         is more."""
+
+    def finish(self) -> None:
+        """Show lines that have not ended, too."""
+        for file in self._files.values():
+            self._print(file, file.rest())
+
+    def _read(
+        self, node: PoolNode, file: _File, first: tuple[Piece, bytes] | None = None, *, all_of_it: bool
+    ) -> bool:
+        """`first`: the next piece, if it is here already. Raises Unreadable."""
+        piece, data = first or self._ask(node, file.wanted)
+        size = piece.size
+        self._print(file, file.take(piece, data))
+        while all_of_it and data and file.wanted.start < size:
+            piece, data = self._ask(node, file.wanted)
+            self._print(file, file.take(piece, data))
+        return file.wanted.start < size and not all_of_it
+
+    def _print(self, file: _File, lines: bytes) -> None:
+        if lines:
+            mark = file.node.encode() + b": "
+            shown = re.sub(rb"(?m)^(?=.|\n)", mark, lines) if self._prefixed else lines
+            self._show(file.wanted.stream, shown)
+
+    def _complain(self, node: str, what: str, place: str | None) -> None:
+        if node not in self._said:
+            self._said.add(node)
+            self._warn(f"node {node}{what}" + (f"; what it has is in {place} there" if place else ""))
+
+    def _name_the_gone(self, view: PoolView, parts: tuple[str, ...], nodes: Mapping[str, PoolNode]) -> None:
+        result = view.result_of(self._job)
+        for name in parts:
+            if name not in nodes:
+                place = result.logs.get(name) if result is not None else None
+                self._complain(name, " has left the pool", place)
+
+
+class JobLog(Reader):
+    """What the job's agents print, of all nodes: with a name before each line where there are several."""
+
+    def __init__(self, job: str, show: Show, warn: Warn, ask: Ask = ask_daemon) -> None:
+        super().__init__(job, show, warn, ask)
+        self._without: set[str] = set()
+        """Nodes that had nothing of the job when they were asked."""
+        self._again_at: dict[str, float] = {}
+
+    def read(self, view: PoolView, *, all_of_it: bool) -> bool:
         parts = nodes_of(view, self._job)
         nodes = {node.node: node for node in view.nodes}
         self._name_the_gone(view, parts, nodes)
         now = time.monotonic()
-        due = [
-            node
+        due = {
+            name: node
             for name, node in nodes.items()
             if (name in parts or name not in self._without) and self._again_at.get(name, now) <= now
-        ]
-        over = view.result_of(self._job) is not None
-        pieces = self._ask_all({node.node: node for node in due}, parts, over=over)
-        prefixed, more = len({*parts, *pieces, *self._files}) > 1, False
-        for name, (piece, data) in pieces.items():
-            self.found = True
-            file = self._files.setdefault(name, _File())
-            self._print(name, file.take(piece, data), prefixed)
-            more = more or file.start < piece.size
-            while all_of_it and data and file.start < piece.size:
-                try:
-                    again, data = self._ask(nodes[name], LogRequest(self._job, file.start))
-                except Unreadable as error:
-                    self._complain(nodes[name], error, parts, over=over)
-                    break
-                self._print(name, file.take(again, data), prefixed)
-        return more and not all_of_it
-
-    def finish(self) -> None:
-        """Show lines that have not ended, too."""
-        for name, file in self._files.items():
-            self._print(name, file.rest(), len(self._files) > 1)
-
-    def _ask_all(
-        self, nodes: Mapping[str, PoolNode], parts: tuple[str, ...], *, over: bool
-    ) -> dict[str, tuple[Piece, bytes]]:
-        def one(node: PoolNode) -> tuple[Piece, bytes] | Unreadable:
-            try:
-                return self._ask(node, LogRequest(self._job, self._files.get(node.node, _File()).start))
-            except Unreadable as error:
-                return error
-
-        found = {}
-        for name, answer in _at_once(one, nodes).items():
+        }
+        over, more = view.result_of(self._job) is not None, False
+        answers = _at_once(lambda node: self._ask(node, self._file(node).wanted), due)
+        pieces = {name: one for name, one in answers.items() if not isinstance(one, Unreadable)}
+        self._prefixed = len({*parts, *pieces, *self._files}) > 1
+        for name, answer in answers.items():
             if isinstance(answer, Unreadable):
-                self._complain(nodes[name], answer, parts, over=over)
-            else:
-                self._without.discard(name)
-                found[name] = answer
-        return found
+                self._put_off(nodes[name], answer, parts, over=over)
+                continue
+            self._without.discard(name)
+            self._files[name] = file = self._file(nodes[name])
+            try:
+                more |= self._read(nodes[name], file, answer, all_of_it=all_of_it)
+            except Unreadable as error:
+                self._put_off(nodes[name], error, parts, over=over)
+        return more
 
-    def _complain(self, node: PoolNode, error: Unreadable, parts: tuple[str, ...], *, over: bool) -> None:
+    def _file(self, node: PoolNode) -> _File:
+        return self._files.get(node.node) or _File(node.node, LogRequest(self._job))
+
+    def _put_off(self, node: PoolNode, error: Unreadable, parts: tuple[str, ...], *, over: bool) -> None:
         if node.node not in parts or (error.lasting and not over):
             self._without.add(node.node)
             return
         self._again_at[node.node] = time.monotonic() + LOOK_S
-        if node.node not in self._said:
-            self._said.add(node.node)
-            where = "" if error.lasting else f"; what it has is in {node.log_of(self._job)} there"
-            self._warn(f"node {node.node}: {error}{where}")
-
-    def _name_the_gone(self, view: PoolView, parts: tuple[str, ...], nodes: Mapping[str, PoolNode]) -> None:
-        for name in parts:
-            if name not in nodes and name not in self._said:
-                self._said.add(name)
-                result = view.result_of(self._job)
-                place = result.logs.get(name) if result is not None else None
-                where = f"; what it has is in {place} there" if place else ""
-                self._warn(f"node {name} has left the pool{where}")
-
-    def _print(self, name: str, lines: bytes, prefixed: bool) -> None:
-        if lines:
-            mark = name.encode() + b": "
-            self._show(STREAMS[0], re.sub(rb"(?m)^(?=.|\n)", mark, lines) if prefixed else lines)
+        self._complain(node.node, f": {error}", None if error.lasting else node.log_of(self._job))
 
 
-@dataclass(slots=True)
-class _Chosen:
-    """The newest generation in which a rank has printed something, and the node that has it."""
-
-    node: str
-    generation: int
-    files: tuple[_File, ...] = field(
-        default_factory=lambda: tuple(_File(stream=stream) for stream in STREAMS)
-    )
-
-
-class RankLog:
+class RankLog(Reader):
     """What one rank of the newest generation prints, on the two streams as it does."""
 
     def __init__(self, job: str, rank: int, show: Show, warn: Warn, ask: Ask = ask_daemon) -> None:
-        self._job, self._rank, self._show, self._warn, self._ask = job, rank, show, warn, ask
-        self._chosen: _Chosen | None = None
+        super().__init__(job, show, warn, ask)
+        self._rank, self._node, self._generation = rank, "", 0
         self._look_at = float("-inf")
-        self._said: set[str] = set()
-
-    @property
-    def found(self) -> bool:
-        return self._chosen is not None
 
     def read(self, view: PoolView, *, all_of_it: bool) -> bool:
-        """As that of `JobLog`."""
         nodes = {node.node: node for node in view.nodes}
         now = time.monotonic()
-        newest = None
         if all_of_it or now >= self._look_at:
             self._look_at = now + LOOK_S
-            newest = self._newest(nodes, nodes_of(view, self._job))
-        before = self._chosen
-        if newest is not None and (before is None or newest.generation > before.generation):
-            if before is not None:
-                self._read_files(nodes, before, all_of_it=True)
+            name, generation = self._newest(view, nodes)
+            if generation > self._generation:
+                self._read_files(nodes, all_of_it=True)
                 self.finish()
-            self._chosen = newest
-            self._warn(f"rank {self._rank} of generation {newest.generation}, on node {newest.node}:")
-        return self._chosen is not None and self._read_files(nodes, self._chosen, all_of_it=all_of_it)
+                self._node, self._generation = name, generation
+                wanted = LogRequest(self._job, rank=self._rank, generation=generation)
+                self._files = {one: _File(name, replace(wanted, stream=one)) for one in STREAMS}
+                self._warn(f"rank {self._rank} of generation {generation}, on node {name}:")
+        return self._read_files(nodes, all_of_it=all_of_it)
 
-    def finish(self) -> None:
-        for file in self._chosen.files if self._chosen is not None else ():
-            if lines := file.rest():
-                self._show(file.stream, lines)
-
-    def _newest(self, nodes: Mapping[str, PoolNode], parts: tuple[str, ...]) -> _Chosen | None:
-        def one(node: PoolNode) -> int | Unreadable:
-            try:
-                piece, _ = self._ask(node, LogRequest(self._job, rank=self._rank))
-                return piece.newest
-            except Unreadable as error:
-                return error
-
-        best: _Chosen | None = None
-        asked = nodes if self._chosen is None else {name: nodes[name] for name in parts if name in nodes}
-        for name, generation in _at_once(one, asked).items():
-            if isinstance(generation, Unreadable):
-                if name in parts:
-                    self._complain(nodes[name], generation)
-            elif generation > (best.generation if best is not None else 0):
-                best = _Chosen(name, generation)
-        for name in parts:
-            if name not in nodes and name not in self._said:
-                self._said.add(name)
-                self._warn(f"node {name} has left the pool")
+    def _newest(self, view: PoolView, nodes: Mapping[str, PoolNode]) -> tuple[str, int]:
+        """The newest generation in which it has printed something, and the node that has it; 0: none."""
+        parts = nodes_of(view, self._job)
+        asked = nodes if not self.found else {name: nodes[name] for name in parts if name in nodes}
+        best = "", 0
+        for name, answer in _at_once(
+            lambda node: self._ask(node, LogRequest(self._job, rank=self._rank))[0].newest, asked
+        ).items():
+            if not isinstance(answer, Unreadable):
+                best = max(best, (name, answer), key=lambda one: one[1])
+            elif name in parts:
+                self._fail(nodes[name], answer)
+        self._name_the_gone(view, parts, nodes)
         return best
 
-    def _read_files(self, nodes: Mapping[str, PoolNode], chosen: _Chosen, *, all_of_it: bool) -> bool:
-        node, more = nodes.get(chosen.node), False
+    def _read_files(self, nodes: Mapping[str, PoolNode], *, all_of_it: bool) -> bool:
+        node, more = nodes.get(self._node), False
         if node is None:
             return False
-        for file in chosen.files:
-            size, data = -1, b"."
-            while data and (size < 0 or (all_of_it and file.start < size)):
-                wanted = LogRequest(self._job, file.start, self._rank, file.stream, chosen.generation)
-                try:
-                    piece, data = self._ask(node, wanted)
-                except Unreadable as error:
-                    self._complain(node, error)
-                    return False
-                size = piece.size if size < 0 else size
-                if lines := file.take(piece, data):
-                    self._show(file.stream, lines)
-            more = more or file.start < size
-        return more and not all_of_it
+        try:
+            for file in self._files.values():
+                more |= self._read(node, file, all_of_it=all_of_it)
+        except Unreadable as error:
+            self._fail(node, error)
+            return False
+        return more
 
-    def _complain(self, node: PoolNode, error: Unreadable) -> None:
-        if node.node not in self._said and not error.lasting:
-            self._said.add(node.node)
-            self._warn(f"node {node.node}: {error}; what it has is in {node.logs}/{self._job} there")
+    def _fail(self, node: PoolNode, error: Unreadable) -> None:
+        if not error.lasting:
+            self._complain(node.node, f": {error}", f"{node.logs}/{self._job}")
 
 
-def _at_once(one: Callable[[PoolNode], _T], nodes: Mapping[str, PoolNode]) -> dict[str, _T]:
+def _at_once(ask: Callable[[PoolNode], _T], nodes: Mapping[str, PoolNode]) -> dict[str, _T | Unreadable]:
+    """What each node answers, or why it does not."""
+
+    def one(node: PoolNode) -> _T | Unreadable:
+        try:
+            return ask(node)
+        except Unreadable as error:
+            return error
+
     if not nodes:
         return {}
     with ThreadPoolExecutor(min(AT_ONCE, len(nodes)), thread_name_prefix="ask") as threads:
@@ -322,8 +306,6 @@ RANK: Option[int | None] = Option(
 FOLLOW: Option[bool] = Option(
     "follow", YES_OR_NO, "go on until the job has ended", default="false", flag=True
 )
-
-Reader: TypeAlias = JobLog | RankLog
 
 
 def logs(words: Sequence[str]) -> int:
