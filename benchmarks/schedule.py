@@ -14,9 +14,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_agent.pool.records import Job, Plan, PoolNode, Record
+from elastic_agent.pool.records import Job, Plan, PoolNode, PoolView, Record
 from elastic_agent.pool.schedule import decide
-from elastic_agent.pool.view import PoolView
 from elastic_agent.rendezvous.store.interface import Change, Entry
 from report import add_options, keep, markdown, publish, ratio, spread
 

@@ -23,19 +23,20 @@ from ..rendezvous.store.scoped import run_prefix
 from .records import (
     CANCELS_PREFIX,
     JOBS_PREFIX,
-    NODES_PREFIX,
     PLAN_KEY,
     RESULTS_PREFIX,
+    SCOPES,
     Job,
+    Pool,
     PoolNode,
+    PoolView,
     Run,
     Seat,
     SeatEnd,
     SeatOutcome,
     short,
 )
-from .schedule import Decision, Pool, decide, wake_at
-from .view import SCOPES, PoolView
+from .schedule import Decision, decide, wake_at
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,8 @@ class PoolMember:
 
     @property
     def coordinates(self) -> bool:
-        return self.tracks and self.view.oldest(NODES_PREFIX) == self.record.key
+        oldest = next(iter(self.view.nodes), None)
+        return self.tracks and oldest is not None and oldest.node == self.record.node
 
     @property
     def assignment(self) -> Assignment | None:

@@ -28,7 +28,7 @@ from ..rendezvous.store.interface import Store
 from ..rendezvous.store.scoped import run_prefix
 from .job_logs import LogRequest, read_piece
 from .member import Assignment
-from .view import PoolCounts
+from .records import PoolCounts
 
 log = logging.getLogger(__name__)
 

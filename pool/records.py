@@ -1,4 +1,4 @@
-"""What the daemons of a pool and the commands that submit to it write for each other.
+"""What the daemons of a pool and its commands write for each other, and all of it as the store shows it.
 
     nodes/NODE      `PoolNode`    by its daemon, under its lease
     jobs/JOB        `Job`         by `submit`, once
@@ -16,14 +16,18 @@ clock, as the coordinator saw it: they are for people and for time limits, and n
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeVar
 
 from ..codec import AtMost, Count, Document, Invalid, Positive, Seconds, Text, Within
 from ..rendezvous.errors import RecordInvalid
 from ..rendezvous.records import Endpoint
+from ..rendezvous.store.interface import Change, Entry, Snapshot
 from ..rendezvous.text import Name, clean, line
+
+log = logging.getLogger(__name__)
 
 SCHEMA = 2
 """Version of all records of a pool. A reader refuses any other."""
@@ -332,3 +336,131 @@ RECORDS: Mapping[str, type[Record]] = {
     CANCELS_PREFIX: Cancel,
     RESULTS_PREFIX: JobResult,
 }
+
+SCOPES = (PLAN_KEY, *RECORDS)
+"""All that a pool has in its store. The runs of its jobs have keys of their own beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What the coordinator knows."""
+
+    nodes: tuple[PoolNode, ...]
+    """Live ones, oldest record first."""
+    jobs: tuple[Job, ...]
+    """Those without a result, first come first."""
+    plan: Plan = field(default_factory=Plan)
+    cancelled: Mapping[str, str] = field(default_factory=dict)
+    """By job: who wants its end."""
+    results: tuple[str, ...] = ()
+    """The jobs that have ended, oldest first."""
+    lost: frozenset[str] = frozenset()
+    """Incarnations of seats whose nodes have been missing for long enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCounts:
+    """How many of each there are."""
+
+    nodes: int = 0
+    idle_nodes: int = 0
+    """Without a job, and ready for one."""
+    queued_jobs: int = 0
+    running_jobs: int = 0
+
+
+class PoolView:
+    """The pool as the store showed it. A value that cannot be read is ignored with a warning, but for the plan."""
+
+    def __init__(self) -> None:
+        self.plan = Plan()
+        self.plan_revision = 0
+        """0: there is none yet."""
+        self.version = 0
+        """Another number whenever something has changed."""
+        self._records: dict[str, tuple[Entry, Record]] = {}
+
+    def read(self, snapshot: Snapshot) -> None:
+        """Takes the place of all that was known. Raises RecordInvalid for a plan that cannot be read."""
+        self.plan, self.plan_revision = Plan(), 0
+        self.version += 1
+        self._records.clear()
+        for entry in snapshot.entries:
+            self._see(entry.key, entry)
+
+    def changed(self, changes: Iterable[Change]) -> None:
+        """In the order of their revisions. Raises RecordInvalid for a plan that cannot be read."""
+        for change in changes:
+            self._see(change.key, change.entry)
+
+    def _see(self, key: str, entry: Entry | None) -> None:
+        self.version += 1
+        if key == PLAN_KEY:
+            self.plan = Plan.from_json(key, entry.value) if entry is not None else Plan()
+            self.plan_revision = entry.mod_revision if entry is not None else 0
+            return
+        prefix = next((prefix for prefix in RECORDS if key.startswith(prefix)), None)
+        if prefix is None:
+            return
+        self._records.pop(key, None)
+        if entry is None:
+            return
+        try:
+            self._records[key] = entry, RECORDS[prefix].from_json(key, entry.value)
+        except RecordInvalid as error:
+            log.warning("ignoring what is no record of this pool: %s", error)
+
+    def entry(self, key: str) -> Entry | None:
+        known = self._records.get(key)
+        return known[0] if known is not None else None
+
+    @property
+    def nodes(self) -> tuple[PoolNode, ...]:
+        """Live ones, oldest record first."""
+        return self._all(PoolNode)
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """Also those that have ended; first come first."""
+        return self._all(Job)
+
+    @property
+    def results(self) -> tuple[JobResult, ...]:
+        """Oldest first."""
+        return self._all(JobResult)
+
+    def result_of(self, job: str) -> JobResult | None:
+        return next((result for result in self.results if result.job == job), None)
+
+    def counts(self) -> PoolCounts:
+        seated = {seat.incarnation for run in self.plan.runs for seat in run.seats}
+        known = {result.job for result in self.results} | {run.job for run in self.plan.runs}
+        nodes = self.nodes
+        return PoolCounts(
+            nodes=len(nodes),
+            idle_nodes=sum(node.takes_jobs and node.incarnation not in seated for node in nodes),
+            queued_jobs=sum(job.job not in known for job in self.jobs),
+            running_jobs=len(self.plan.runs),
+        )
+
+    def pool(self, lost: frozenset[str] = frozenset()) -> Pool:
+        """What the coordinator decides from."""
+        results = self.results
+        ended = {result.job for result in results}
+        return Pool(
+            nodes=self.nodes,
+            jobs=tuple(job for job in self.jobs if job.job not in ended),
+            plan=self.plan,
+            cancelled={cancel.job: cancel.cancelled_by for cancel in self._all(Cancel)},
+            results=tuple(result.job for result in results),
+            lost=lost,
+        )
+
+    def _all(self, kind: type[_R]) -> tuple[_R, ...]:
+        """In the order in which they came."""
+        found = [
+            (entry.create_revision, record)
+            for entry, record in self._records.values()
+            if isinstance(record, kind)
+        ]
+        return tuple(record for _, record in sorted(found, key=lambda one: one[0]))

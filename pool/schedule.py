@@ -19,8 +19,8 @@ most, and a seat that is given back is a planned leave of the engine: it loses n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ..rendezvous.text import counted, shortened
@@ -32,6 +32,7 @@ from .records import (
     JobResult,
     Outcome,
     Plan,
+    Pool,
     PoolNode,
     Refusal,
     Run,
@@ -60,23 +61,6 @@ MOST_AT_ONCE = 16
 
 _DECIDES = {SeatOutcome.SUCCEEDED: Outcome.SUCCEEDED, SeatOutcome.FAILED: Outcome.FAILED}
 """The end of one seat that is the end of the job."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """What the coordinator knows."""
-
-    nodes: tuple[PoolNode, ...]
-    """Live ones, oldest record first."""
-    jobs: tuple[Job, ...]
-    """Those without a result, first come first."""
-    plan: Plan = field(default_factory=Plan)
-    cancelled: Mapping[str, str] = field(default_factory=dict)
-    """By job: who wants its end."""
-    results: tuple[str, ...] = ()
-    """The jobs that have ended, oldest first."""
-    lost: frozenset[str] = frozenset()
-    """Incarnations of seats whose nodes have been missing for long enough."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...agent.commands.store_command import ANSWER_S, CannotDo, command_help, one_line_errors, pause
@@ -34,9 +34,8 @@ from ...rendezvous.errors import (
 )
 from ...rendezvous.store.interface import Compare, Put, Store, Watch
 from ...rendezvous.text import counted
-from ..records import RESULTS_PREFIX, Cancel, Job, JobResult, Outcome
-from ..schedule import why_waiting
-from ..view import SCOPES, JobState, PoolView, states
+from ..records import RESULTS_PREFIX, SCOPES, Cancel, Job, JobResult, Outcome, PoolView
+from ..schedule import what_is_missing, why_waiting
 
 
 def pool_command(
@@ -125,6 +124,61 @@ def present_user() -> str:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (KeyError, OSError):
         return f"user {os.getuid()}@{socket.gethostname()}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """One job as people see it."""
+
+    job: str
+    name: str
+    state: str
+    """waiting, running, ending, or its outcome."""
+    detail: str
+    nodes: tuple[str, ...]
+    submitted_at: float
+    submitted_by: str
+    code: int | None = None
+    """Exit code of the agent that has decided how it ended."""
+    started_at: float | None = None
+    """Of the newest attempt."""
+    ended_at: float | None = None
+    logs: tuple[str, ...] = ()
+    """NODE:PATH of what its agents print."""
+
+
+def states(view: PoolView, now: float) -> Iterator[JobState]:
+    results = {result.job: result for result in view.results}
+    pool, live = view.pool(), {node.node: node for node in view.nodes}
+    for job in view.jobs:
+        code = started_at = ended_at = None
+        logs: dict[str, str] = {}
+        run, result = view.plan.run_of(job.job), results.get(job.job)
+        if result is not None:
+            state, detail, nodes = result.outcome.value, result.reason, result.nodes
+            code, started_at, ended_at, logs = result.code, result.started_at, result.ended_at, result.logs
+        elif run is not None:
+            state = "running" if run.ending is None else "ending"
+            told = filter(None, (f"attempt {run.attempt}", what_is_missing(pool, job, run)))
+            detail = "; ".join(told) if run.ending is None else run.ending.reason
+            nodes, started_at = tuple(seat.node for seat in run.seats), run.started_at
+            logs = {name: live[name].log_of(job.job) for name in nodes if name in live}
+        else:
+            state, detail, nodes = "waiting", why_waiting(pool, job, now), ()
+        places = tuple(f"{node}:{path}" for node, path in logs.items())
+        yield JobState(
+            job=job.job,
+            name=job.name,
+            state=state,
+            detail=detail,
+            nodes=nodes,
+            submitted_at=job.submitted_at,
+            submitted_by=job.submitted_by,
+            code=code,
+            started_at=started_at,
+            ended_at=ended_at,
+            logs=places,
+        )
 
 
 OUTAGE_S = 60.0

@@ -24,8 +24,7 @@ from ...agent.output.worker_logs import STREAMS
 from ...codec import Invalid
 from ...rendezvous.store.interface import Store
 from ..job_logs import MOST_ANSWER, LogRequest, Piece, split_piece
-from ..records import Job, JobResult, PoolNode, Run
-from ..view import PoolView
+from ..records import Job, JobResult, PoolNode, PoolView, Run
 from .jobs import LiveView, code_of, find_job, pool_command
 
 ANSWER_S = 3.0

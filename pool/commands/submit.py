@@ -45,9 +45,8 @@ from ...agent.configuration.settings import Settings
 from ...rendezvous.errors import RecordInvalid, StoreUnavailable
 from ...rendezvous.store.interface import Compare, Put, Store
 from ..job_agent import OF_THE_POOL
-from ..records import Job
+from ..records import Job, PoolView
 from ..schedule import why_waiting
-from ..view import PoolView
 from .jobs import LiveView, cancel_job, pool_command, present_user, read_view
 from .logs import JobLog, follow, say, show
 

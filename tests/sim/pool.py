@@ -36,12 +36,13 @@ from elastic_agent.pool.records import (
     JobResult,
     Outcome,
     Plan,
+    Pool,
     PoolNode,
     Run,
     SeatEnd,
     SeatOutcome,
 )
-from elastic_agent.pool.schedule import MOST_ATTEMPTS, Decision, Pool, decide
+from elastic_agent.pool.schedule import MOST_ATTEMPTS, Decision, decide
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Compare, LeaseId, Put
 from elastic_agent.rendezvous.store.kv_state import KvState

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_agent.pool.view import SCOPES, PoolView
+from elastic_agent.pool.records import SCOPES, PoolView
 from elastic_agent.rendezvous.local.database import store_file
 from elastic_agent.rendezvous.local.store import LocalStore
 

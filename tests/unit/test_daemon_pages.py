@@ -21,8 +21,17 @@ from elastic_agent.pool.pages import (
     PoolMetrics,
     labelled,
 )
-from elastic_agent.pool.records import Job, Plan, PoolNode, Record, Run, Seat, SeatOutcome
-from elastic_agent.pool.view import PoolCounts, PoolView
+from elastic_agent.pool.records import (
+    Job,
+    Plan,
+    PoolCounts,
+    PoolNode,
+    PoolView,
+    Record,
+    Run,
+    Seat,
+    SeatOutcome,
+)
 from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
 from elastic_agent.rendezvous.store.interface import Entry, Put
 from elastic_agent.rendezvous.store.interface import Snapshot as StoreSnapshot

@@ -30,8 +30,7 @@ from elastic_agent.pool.job_logs import (
     split_piece,
 )
 from elastic_agent.pool.pages import LogPage
-from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, PoolNode, Record, Run, Seat
-from elastic_agent.pool.view import PoolView
+from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, PoolNode, PoolView, Record, Run, Seat
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.interface import Entry, Snapshot
 

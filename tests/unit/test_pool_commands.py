@@ -21,16 +21,17 @@ from elastic_agent.pool.records import (
     MAX_JOB_CHARS,
     NODES_PREFIX,
     PLAN_KEY,
+    SCOPES,
     Job,
     JobResult,
     Outcome,
     Plan,
     PoolNode,
+    PoolView,
     Record,
     Run,
     Seat,
 )
-from elastic_agent.pool.view import SCOPES, PoolView
 from elastic_agent.rendezvous.errors import Compacted, StoreError, StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Compare, Delete, Put, Snapshot, Watch
 from elastic_agent.rendezvous.store.interface import Outcome as StoreOutcome
