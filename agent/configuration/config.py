@@ -61,7 +61,6 @@ from .values import (
     Command,
     DevicePinning,
     LogFormat,
-    NetworkProfile,
     NodeCounts,
     Shell,
     Streams,
@@ -362,14 +361,6 @@ NETWORK_WAIT: Option[float] = NETWORK.option(
     default="30s",
     conf=("network_wait",),
 )
-NETWORK_PROFILE: Option[NetworkProfile] = NETWORK.option(
-    "network-profile",
-    one_of(NetworkProfile),
-    "settings of NCCL for the network, where your environment has none: auto looks for active RDMA ports,"
-    " ethernet is TCP even where there are some, debug is auto with NCCL's and torch's own reports",
-    metavar="NAME",
-    default="auto",
-)
 PORT_RANGE: Option[PortRange | None] = NETWORK.option(
     "port-range",
     Parser("FIRST-LAST with ports from 1 to 65535, or one port", read_port_range),
@@ -445,7 +436,6 @@ class Config:
     """The rows `[[cause]]` of the file, in its order."""
     stop: StopConfig = StopConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
-    network_profile: NetworkProfile = NETWORK_PROFILE.field()
     memory_checkpoints: int | None = MEMORY_CHECKPOINTS.field()
     """Bytes; 0: on disk only; None: a share of the shared memory."""
     memory_replicas: int = MEMORY_REPLICAS.field()

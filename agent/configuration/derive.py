@@ -30,7 +30,6 @@ from .config import (
     MIN_NODES,
     MODULE,
     NETWORK_INTERFACE,
-    NETWORK_PROFILE,
     NO_PYTHON,
     NODES_MULTIPLE_OF,
     NPROC_PER_NODE,
@@ -87,7 +86,6 @@ _ASKED_OF_THE_MACHINE: tuple[Option[object], ...] = (
     LOG_DIR,
     MEMORY_CHECKPOINTS,
     NETWORK_INTERFACE,
-    NETWORK_PROFILE,
     NPROC_PER_NODE,
 )
 _HOSTED_HERE = frozenset(((host, 0),) for host in ("localhost", "127.0.0.1", "::1"))

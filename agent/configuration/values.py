@@ -21,7 +21,6 @@ CheckMode = Literal["fail", "warn", "off"]
 CommandKind = Literal["script", "run-path", "module", "binary"]
 """run-path: a script that `run_script` runs."""
 DevicePinning = Literal["index", "mask", "none"]
-NetworkProfile = Literal["auto", "ethernet", "infiniband", "roce", "efa", "debug"]
 Shell = Literal["bash"]
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
 

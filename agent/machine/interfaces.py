@@ -3,9 +3,8 @@
 Links and addresses come from getifaddrs, which NCCL and gloo read, too, and from /proc whether an IPv6 address is still
 being checked for duplicates, when it cannot be bound. RDMA ports come from sysfs.
 
-The network profile says which network the collectives cross. `auto` takes what NCCL itself would take: RDMA where there
-is an active port, InfiniBand before EFA before RoCE, else TCP. A profile that was chosen by name must fit the machine,
-because NCCL falls back to TCP without an error.
+The network profile says which network the collectives cross, as NCCL itself would choose: RDMA where there is an active
+port, InfiniBand before EFA before RoCE, else TCP.
 
 The user's own NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME are judged before a worker trips over them.
 NCCL: a list of prefixes; a leading `=` makes them whole names, a leading `^` takes all others, `^=` both, for the whole
@@ -24,8 +23,7 @@ from typing import Literal, TypeAlias
 import psutil
 
 from ..common.kernel_files import read
-from ..configuration.config import ConfigError, Problem
-from ..configuration.values import NetworkProfile
+from ..configuration.config import Problem
 
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -156,8 +154,6 @@ class Profile:
 
     transport: Transport
     reason: str
-    by_name: bool = False
-    debug: bool = False
     ports: tuple[str, ...] = ()
     foreign_ports: tuple[str, ...] = ()
     """Active RDMA ports of another transport, which NCCL would use as well."""
@@ -166,41 +162,16 @@ class Profile:
 TCP = Profile("ethernet", "no RDMA port is active on this machine")
 
 
-def choose_profile(wanted: NetworkProfile, active: Sequence[RdmaPort]) -> Profile:
-    """Raises ConfigError when the machine has no port for the profile that was asked for."""
-    transport: Transport
-    if wanted == "auto" or wanted == "debug":
-        transport = next((rdma for rdma in _RDMA if _ports(active, rdma)), "ethernet")
-        found = f"{_RDMA[transport]} is active" if transport in _RDMA else "no RDMA port is active"
-        reason = f"{found} on this machine"
-    else:
-        transport, reason = wanted, "you chose it"
-        if transport in _RDMA and not _ports(active, transport):
-            raise ConfigError([_no_port(transport, active)])
+def choose_profile(active: Sequence[RdmaPort]) -> Profile:
+    transport: Transport = next((rdma for rdma in _RDMA if _ports(active, rdma)), "ethernet")
+    found = f"{_RDMA[transport]} is active" if transport in _RDMA else "no RDMA port is active"
     own = _ports(active, transport)
-    return Profile(
-        transport,
-        reason,
-        by_name=transport == wanted,
-        debug=wanted == "debug",
-        ports=own,
-        foreign_ports=tuple(str(port) for port in active if str(port) not in own),
-    )
+    others = tuple(str(port) for port in active if str(port) not in own)
+    return Profile(transport, f"{found} on this machine", own, others)
 
 
 def _ports(active: Sequence[RdmaPort], transport: Transport) -> tuple[str, ...]:
     return tuple(str(port) for port in active if _transport(port) == transport)
-
-
-def _no_port(transport: Transport, active: Sequence[RdmaPort]) -> Problem:
-    others = ", ".join(map(str, active)) or "none"
-    return Problem(
-        "--network-profile",
-        transport,
-        f"an active {_RDMA[transport]} port on this machine, whose active RDMA ports are: {others}",
-        "check `rdma link`, or use --network-profile auto",
-        here=True,
-    )
 
 
 def _transport(port: RdmaPort) -> Transport:

@@ -101,12 +101,12 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     problems: list[Problem] = []
     inventory = _ask(lambda: probe(environ), problems)
     pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
-    profile = _ask(lambda: choose_profile(config.network_profile, rdma_ports()), problems)
+    profile = choose_profile(rdma_ports())
     network = _ask(lambda: discover_network(config, environ), problems)
     if resources:
         _ask(lambda: check_resources(config, environ), problems)
         _ask(lambda: check_target(config.command, environ), problems)
-    if problems or inventory is None or pinned is None or profile is None or network is None:
+    if problems or inventory is None or pinned is None or network is None:
         raise ConfigError(problems)
     first = [worker.first for worker in pinned]
     layout = probe_cpus([device.address for device in first if device and device.address])

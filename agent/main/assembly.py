@@ -56,7 +56,7 @@ from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.store_link import StoreLink
 from ..rendezvous_io.worker_reports import ReportReceiver
-from ..workers.environment import Node, preloaded_variables
+from ..workers.environment import Node
 from ..workers.failures.causes import CauseTable
 from ..workers.preloader.spares import Spares
 from ..workers.processes.guard import Guard
@@ -262,9 +262,8 @@ def spares_of(agent: Agent, prepared: Prepared) -> Spares:
     """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
     command, words, wanted = agent.config.command, agent.config.preload, agent.machine.workers + 1
     cwd = os.getcwd()
-    environment = {**preloaded_variables(agent.machine.profile), **agent.environment}
     interpreter = interpreter_of(
-        prepared, environment, first_on_path(command.started, cwd), script_of(command, cwd)
+        prepared, agent.environment, first_on_path(command.started, cwd), script_of(command, cwd)
     )
     forks = bool(words) and command.kind != "binary" and not prepared.adoption_error
     if prepared.spares is not None:

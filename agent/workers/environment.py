@@ -206,7 +206,6 @@ class Condition:
 ALWAYS = Condition("", lambda facts: True)
 SEVERAL_WORKERS = Condition("several workers on the node", lambda facts: facts.workers > 1)
 WITH_NCCL = Condition("torch is not a CPU build", lambda facts: facts.software.has_nccl)
-BY_NAME = Condition("the profile was chosen by name", lambda facts: facts.profile.by_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +281,6 @@ _GID_INDEX = "RoCE v2 in most set-ups; newer NCCL finds the index by itself"
 _LIBFABRIC = "else libfabric may offer another provider, such as TCP, without an error"
 
 PROFILES: dict[Transport, tuple[Row, ...]] = {
-    "ethernet": (Row("NCCL_IB_DISABLE", "1", "TCP, although there may be RDMA ports", BY_NAME),),
     "infiniband": _OVER_VERBS,
     "roce": (
         *_OVER_VERBS,
@@ -290,19 +288,6 @@ PROFILES: dict[Transport, tuple[Row, ...]] = {
     ),
     "efa": (Row("FI_PROVIDER", "efa", _LIBFABRIC, WITH_NCCL),),
 }
-
-DEBUG = (
-    Row("NCCL_DEBUG", "INFO", "which transports, interfaces and settings NCCL has chosen"),
-    Row("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", "NCCL reports these parts, not every collective"),
-    Row("TORCH_DISTRIBUTED_DEBUG", "INFO", "what torch knows about a process group and DDP"),
-    Row("TORCH_CPP_LOG_LEVEL", "INFO", "also what torch's C++ part has to say"),
-)
-
-
-def preloaded_variables(profile: Profile) -> dict[str, str]:
-    """Of `DEBUG` what torch reads when it is loaded: where the preloaded process has them as workers do, they are
-    forked from it."""
-    return {row.name: row.value for row in DEBUG if profile.debug and row.name.startswith("TORCH_")}
 
 
 def torch_settings(facts: Facts) -> tuple[Variable, ...]:
@@ -317,9 +302,7 @@ def torch_settings(facts: Facts) -> tuple[Variable, ...]:
 
 def _rows(profile: Profile) -> Iterator[tuple[str, Row]]:
     yield from (("default", row) for row in DEFAULTS)
-    yield from ((f"profile {profile.transport}", row) for row in PROFILES[profile.transport])
-    if profile.debug:
-        yield from (("profile debug", row) for row in DEBUG)
+    yield from ((f"profile {profile.transport}", row) for row in PROFILES.get(profile.transport, ()))
 
 
 def _holds(row: Row, facts: Facts, known: dict[str, str]) -> bool:

@@ -167,8 +167,8 @@ LINK_SPEED = Trait(
 )
 RDMA_PORTS = Trait(
     "the number of active RDMA ports",
-    "NCCL fails or is slow between nodes whose ports do not match: check `rdma link` on these nodes, or choose"
-    " --network-profile ethernet for all.",
+    "NCCL fails or is slow between nodes whose ports do not match: check `rdma link` on these nodes, or set"
+    " NCCL_IB_DISABLE=1 on all.",
 )
 ADDRESS_FAMILY = Trait(
     "the address family",

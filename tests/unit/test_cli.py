@@ -314,7 +314,6 @@ def test_a_machine_is_not_judged_by_what_was_not_understood(
         "--device-pinning=non",
         "--device-pining=none",
         "--local-addr=?",
-        "--network-profile=fast",
     ):
         assert main([unclear, *words]) == ExitCode.BAD_CONFIG
         assert "1 problem" in capsys.readouterr().err, unclear

@@ -84,7 +84,6 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "hang-timeout": ("5m", "timeouts.hang", 300.0),
     "exit-timeout": ("none", "timeouts.exit_s", 0.0),
     "process-group-timeout": ("20m", "timeouts.process_group_s", 1200.0),
-    "network-profile": ("roce", "network_profile", "roce"),
     "local-addr": ("fe80::1", "local_addr", "fe80::1"),
     "network-interface": ("bond0.12", "network_interface", "bond0.12"),
     "network-wait": ("2m", "network_wait_s", 120.0),
@@ -149,7 +148,6 @@ REFUSED: dict[str, Sequence[str]] = {
     "hang-timeout": ["0", "never"],
     "exit-timeout": ["0.5", "never"],
     "process-group-timeout": ["0.5", "-1"],
-    "network-profile": ["", "Ethernet", "ib"],
     "local-addr": ["", "a b", "host:1", "http://x"],
     "network-interface": ["", "a/b", "a b", "x" * 16, "a\n", "ä"],
     "network-wait": ["-1", "long"],
@@ -276,7 +274,6 @@ def test_defaults(script: str) -> None:
         max_restarts=None,
         stop=StopConfig(30.0, 1.0),
         timeouts=TimeoutConfig("auto", None, 300.0),
-        network_profile="auto",
         logs=LogConfig(None, None, None, None, (), (), "[${node}/${rank}] "),
         http_address=None,
     )

@@ -28,9 +28,7 @@ def machine() -> Machine:
     """This one, with GPUs, another torch and a network to talk about."""
     found = inspect_machine(CONFIG, {})
     gpus = Inventory((Device("0"), Device("1")), 8)
-    return replace(
-        found, inventory=gpus, software=Software("2.13.0+cu130", "2.30.7"), profile=replace(TCP, debug=True)
-    )
+    return replace(found, inventory=gpus, software=Software("2.13.0+cu130", "2.30.7"), profile=TCP)
 
 
 def by_name(rows: tuple[Explained, ...]) -> dict[str, Explained]:
@@ -44,7 +42,7 @@ def test_each_variable_has_its_value_who_chose_it_and_why(machine: Machine) -> N
     rows = by_name(explain(CONFIG, machine, mine))
     assert (rows["RANK"].value, rows["RANK"].by) == ("<rank>", "torchrun")
     assert (rows["LOCAL_RANK"].value, rows["LOCAL_WORLD_SIZE"].value) == ("0, 1", "2")
-    assert (rows["NCCL_DEBUG"].value, rows["NCCL_DEBUG"].by) == ("INFO", "profile debug")
+    assert (rows["NCCL_DEBUG"].value, rows["NCCL_DEBUG"].by) == ("WARN", "default")
     assert (rows["TORCH_FR_BUFFER_SIZE"].value, rows["TORCH_FR_BUFFER_SIZE"].by) == ("2000", "default")
     assert rows["ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S"].value == "120"
     assert rows["GLOO_SOCKET_IFNAME"].by == "network"

@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.variables import USER, settle
-from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.configuration.values import NetworkProfile
 from elastic_agent.agent.machine.devices import CURRENT, Range, Software, find_software
 from elastic_agent.agent.machine.interfaces import TCP, Profile, RdmaPort, choose_profile
-from elastic_agent.agent.workers.environment import Facts, preloaded_variables, torch_settings
-from elastic_agent.agent.workers.preloader.env_rules import obstacle
+from elastic_agent.agent.workers.environment import Facts, torch_settings
 
 GPU = Software("2.13.0+cu130", "2.30.7")
 CPU = Software("2.13.0+cpu")
@@ -76,7 +73,7 @@ def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(
 
 
 def test_whatever_the_user_has_set_is_the_users() -> None:
-    facts = Facts(GPU, replace(TCP, debug=True), TimeoutConfig(60.0), workers=2)
+    facts = Facts(GPU, TCP, TimeoutConfig(60.0), workers=2)
     ours = torch_settings(facts)
     mine = {variable.name: "mine" for variable in ours if variable.yielding}
     assert {variable.name: variable.value for variable in settle(mine, ours) if variable.by == USER} == mine
@@ -116,52 +113,22 @@ EFA = RdmaPort("rdmap16s27", 1, "Unspecified")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ports", "transport", "own", "foreign"),
+    ("ports", "transport", "own", "foreign"),
     [
-        ("auto", [], "ethernet", "", ""),
-        ("auto", [IB, STORAGE], "infiniband", "mlx5_0:1,mlx5_1:1", ""),
-        ("auto", [ROCE, IB], "infiniband", "mlx5_0:1", "mlx5_bond_0:1"),
-        ("auto", [ROCE], "roce", "mlx5_bond_0:1", ""),
-        ("auto", [EFA, ROCE], "efa", "rdmap16s27:1", "mlx5_bond_0:1"),
-        ("debug", [IB], "infiniband", "mlx5_0:1", ""),
-        ("ethernet", [IB], "ethernet", "", "mlx5_0:1"),
-        ("roce", [ROCE, IB], "roce", "mlx5_bond_0:1", "mlx5_0:1"),
+        ([], "ethernet", "", ""),
+        ([IB, STORAGE], "infiniband", "mlx5_0:1,mlx5_1:1", ""),
+        ([ROCE, IB], "infiniband", "mlx5_0:1", "mlx5_bond_0:1"),
+        ([ROCE], "roce", "mlx5_bond_0:1", ""),
+        ([EFA, ROCE], "efa", "rdmap16s27:1", "mlx5_bond_0:1"),
     ],
 )
-def test_which_network_a_job_crosses(
-    wanted: NetworkProfile, ports: list[RdmaPort], transport: str, own: str, foreign: str
-) -> None:
-    profile = choose_profile(wanted, ports)
+def test_which_network_a_job_crosses(ports: list[RdmaPort], transport: str, own: str, foreign: str) -> None:
+    profile = choose_profile(ports)
     assert (profile.transport, ",".join(profile.ports), ",".join(profile.foreign_ports)) == (
         transport,
         own,
         foreign,
     )
-    assert (profile.by_name, profile.debug) == (wanted == transport, wanted == "debug")
-
-
-@pytest.mark.parametrize(
-    ("wanted", "ports", "problem"),
-    [
-        (
-            "infiniband",
-            [ROCE],
-            "--network-profile 'infiniband': expected an active InfiniBand port on this machine,",
-        ),
-        (
-            "roce",
-            [],
-            "--network-profile 'roce': expected an active RoCE port on this machine, whose active RDMA ports",
-        ),
-        ("efa", [IB], "--network-profile 'efa': expected an active EFA port"),
-    ],
-)
-def test_a_profile_that_the_machine_cannot_have_is_refused(
-    wanted: NetworkProfile, ports: list[RdmaPort], problem: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        choose_profile(wanted, ports)
-    assert str(caught.value.problems[0]).startswith(problem)
 
 
 def network_of(profile: Profile, software: Software = GPU) -> dict[str, str]:
@@ -171,42 +138,22 @@ def network_of(profile: Profile, software: Software = GPU) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "ports", "software", "expected"),
+    ("ports", "software", "expected"),
     [
-        ("auto", [], GPU, {}),
-        ("ethernet", [IB], GPU, {"NCCL_IB_DISABLE": "1"}),
-        ("auto", [IB, STORAGE], GPU, {}),
-        ("auto", [IB, ROCE], GPU, {"NCCL_IB_HCA": "=mlx5_0:1"}),
-        ("auto", [IB], OLD, {"NCCL_IB_TIMEOUT": "20"}),
-        ("roce", [ROCE, IB], GPU, {"NCCL_IB_HCA": "=mlx5_bond_0:1"}),
-        ("auto", [ROCE], OLD, {"NCCL_IB_TIMEOUT": "20", "NCCL_IB_GID_INDEX": "3"}),
-        ("auto", [ROCE], Software("2.8.0", "2.22.3"), {"NCCL_IB_TIMEOUT": "20"}),
-        ("auto", [ROCE], CURRENT, {}),  # unknown versions are current ones
-        ("efa", [EFA], GPU, {"FI_PROVIDER": "efa"}),
-        (
-            "debug",
-            [],
-            GPU,
-            {
-                "NCCL_DEBUG": "INFO",
-                "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET",
-                "TORCH_DISTRIBUTED_DEBUG": "INFO",
-                "TORCH_CPP_LOG_LEVEL": "INFO",
-            },
-        ),
+        ([], GPU, {}),
+        ([IB, STORAGE], GPU, {}),
+        ([IB, ROCE], GPU, {"NCCL_IB_HCA": "=mlx5_0:1"}),
+        ([IB], OLD, {"NCCL_IB_TIMEOUT": "20"}),
+        ([ROCE], OLD, {"NCCL_IB_TIMEOUT": "20", "NCCL_IB_GID_INDEX": "3"}),
+        ([ROCE], Software("2.8.0", "2.22.3"), {"NCCL_IB_TIMEOUT": "20"}),
+        ([ROCE], CURRENT, {}),  # unknown versions are current ones
+        ([EFA], GPU, {"FI_PROVIDER": "efa"}),
     ],
 )
 def test_what_a_profile_tells_nccl(
-    wanted: NetworkProfile, ports: list[RdmaPort], software: Software, expected: dict[str, str]
+    ports: list[RdmaPort], software: Software, expected: dict[str, str]
 ) -> None:
-    assert network_of(choose_profile(wanted, ports), software) == expected
-
-
-def test_the_users_words_for_nccls_log_are_stronger_than_the_profile_debug() -> None:
-    mine = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "ALL"}
-    found = seen(Facts(GPU, replace(TCP, debug=True), TimeoutConfig(60.0), workers=2), mine)
-    assert {name: found[name] for name in mine} == mine
-    assert found["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    assert network_of(choose_profile(ports), software) == expected
 
 
 # --- Versions
@@ -256,10 +203,3 @@ def test_torch_itself_still_knows_these_names() -> None:
     for name in seen(replace(RECORDED, timeouts=TimeoutConfig(60.0))):
         if name.startswith("TORCH_"):
             assert name in headers or name.encode() in library, name
-
-
-def test_what_the_profile_debug_sets_keeps_no_worker_from_being_forked() -> None:
-    profile = replace(TCP, debug=True)
-    worker = seen(Facts(GPU, profile, TimeoutConfig(), workers=2))
-    assert obstacle(preloaded_variables(profile), worker) == ""
-    assert preloaded_variables(TCP) == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_agent.agent.workers.environment import DEBUG, DEFAULTS, PROFILES, Row
+from elastic_agent.agent.workers.environment import DEFAULTS, PROFILES, Row
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "tuning.md"
 HEADING = "| variable | value | when | why |\n|---|---|---|---|"
@@ -21,7 +21,6 @@ def table_row(row: Row) -> str:
 def tables() -> str:
     rooms = {"Defaults": DEFAULTS}
     rooms |= {f"Profile {transport}": rows for transport, rows in PROFILES.items()}
-    rooms |= {"Profile debug": DEBUG}
     return "\n\n".join(
         "\n".join([f"### {room}", "", HEADING, *map(table_row, rows)]) for room, rows in rooms.items()
     )
