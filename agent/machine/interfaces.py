@@ -1,7 +1,6 @@
 """The network interfaces of this machine and its RDMA ports, and how they are named to NCCL, gloo and TensorPipe.
 
-Links and addresses come from getifaddrs, which NCCL and gloo read, too, and from /proc whether an IPv6 address is still
-being checked for duplicates, when it cannot be bound. RDMA ports come from sysfs.
+Links and addresses come from getifaddrs, which NCCL and gloo read, too. RDMA ports come from sysfs.
 
 The network profile says which network the collectives cross, as NCCL itself would choose: RDMA where there is an active
 port, InfiniBand before EFA before RoCE, else TCP.
@@ -30,22 +29,18 @@ IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 NCCL_SOCKET_IFNAME, NCCL_SOCKET_FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
 
-_FAILED, _DEPRECATED, _TENTATIVE = 0x08, 0x20, 0x40
-"""Flags of an address that cannot be bound, or is about to be withdrawn."""
-
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One address of an interface. `ready`: it can be bound, and is not about to be withdrawn."""
+    """One address of an interface."""
 
     ip: IP
     prefix: int
-    ready: bool = True
 
     @property
     def routable(self) -> bool:
         """Whether this address means the same on other hosts."""
-        return self.ready and not (self.ip.is_loopback or self.ip.is_link_local)
+        return not (self.ip.is_loopback or self.ip.is_link_local)
 
     def shares_subnet(self, other: IP) -> bool:
         return other in ipaddress.ip_network((self.ip, self.prefix), strict=False)
@@ -79,19 +74,20 @@ class RdmaPort:
     device: str
     number: int
     link_layer: str
-    interface: str | None = None
-    """The network interface of the same port, where the kernel names it."""
 
     def __str__(self) -> str:
         """As NCCL_IB_HCA names it."""
         return f"{self.device}:{self.number}"
 
 
-def interfaces(proc: Path = Path("/proc")) -> tuple[Interface, ...]:
-    """In the kernel's order. Raises OSError where it does not answer."""
-    not_ready = _not_ready(proc)
+def interfaces() -> tuple[Interface, ...]:
+    """In the kernel's order; none where it does not answer (systemd: RestrictAddressFamilies without AF_NETLINK)."""
+    try:
+        listed, links = psutil.net_if_addrs(), psutil.net_if_stats()
+    except OSError:
+        return ()
     addresses: dict[str, list[Address]] = {}
-    for label, found in psutil.net_if_addrs().items():
+    for label, found in listed.items():
         name = label.partition(":")[0]  # eth0:1 is a second address of eth0
         for one in found:
             if one.family in (socket.AF_INET, socket.AF_INET6):
@@ -99,26 +95,11 @@ def interfaces(proc: Path = Path("/proc")) -> tuple[Interface, ...]:
                 prefix = (
                     int(ipaddress.ip_address(one.netmask)).bit_count() if one.netmask else ip.max_prefixlen
                 )
-                addresses.setdefault(name, []).append(Address(ip, prefix, (name, ip) not in not_ready))
-    links = psutil.net_if_stats()
-    known = [
+                addresses.setdefault(name, []).append(Address(ip, prefix))
+    return tuple(
         Interface(name, link.isup, tuple(addresses.get(name, ())), link.mtu, link.speed or None)
         for name, link in links.items()
-    ]
-    # psutil leaves out what it cannot tell of: an agent that was given its name waits for it.
-    rest = [
-        Interface(name, False, tuple(addresses.get(name, ())))
-        for _, name in socket.if_nameindex()
-        if name not in links
-    ]
-    return (*known, *rest)
-
-
-def _not_ready(proc: Path) -> set[tuple[str, IP]]:
-    """IPv6 addresses of interfaces, as in `fe800000000000000042c0fffea80002 02 40 20 80 eth0`."""
-    rows = [line.split() for line in read(proc / "net/if_inet6").splitlines()]
-    bad = _FAILED | _DEPRECATED | _TENTATIVE
-    return {(row[5], ipaddress.ip_address(int(row[0], 16))) for row in rows if int(row[4], 16) & bad}
+    )
 
 
 def rdma_ports(sys: Path = Path("/sys")) -> tuple[RdmaPort, ...]:
@@ -126,18 +107,9 @@ def rdma_ports(sys: Path = Path("/sys")) -> tuple[RdmaPort, ...]:
     found = []
     for directory in sys.glob("class/infiniband/*/ports/*"):
         if read(directory / "state").endswith("ACTIVE"):  # "4: ACTIVE"
-            port = RdmaPort(
-                directory.parents[1].name,
-                int(directory.name),
-                read(directory / "link_layer"),
-                _interface_of(directory),
-            )
-            found.append(port)
+            device, layer = directory.parents[1].name, read(directory / "link_layer")
+            found.append(RdmaPort(device, int(directory.name), layer))
     return tuple(sorted(found, key=lambda port: (port.device, port.number)))
-
-
-def _interface_of(port: Path) -> str | None:
-    return next((name for entry in sorted(port.glob("gid_attrs/ndevs/*")) if (name := read(entry))), None)
 
 
 # --- Network profiles
@@ -185,8 +157,6 @@ def _transport(port: RdmaPort) -> Transport:
 
 # --- Names that the user has set
 
-_VERSIONS = {"AF_INET": 4, "AF_INET6": 6}
-
 
 def nccl_takes(value: str, names: Iterable[str]) -> list[str]:
     """Those of `names` that NCCL_SOCKET_IFNAME=`value` stands for."""
@@ -205,40 +175,17 @@ def nccl_takes(value: str, names: Iterable[str]) -> list[str]:
 def check_socket_names(environ: Mapping[str, str], interfaces: Iterable[Interface]) -> list[Problem]:
     """What cannot work with the interfaces that exist, up or not."""
     names = [interface.name for interface in interfaces]
-    problems = []
-    nccl = environ.get(NCCL_SOCKET_IFNAME, "")
+    nccl, gloo = environ.get(NCCL_SOCKET_IFNAME, ""), environ.get(GLOO_SOCKET_IFNAME, "")
+    tensorpipe = environ.get(TP_SOCKET_IFNAME, "")
+    wrong = []
     if len(nccl) > 1 and not nccl_takes(nccl, names):
-        expected = f"a pattern that fits an interface of this node: {', '.join(names)}"
-        problems.append(Problem(NCCL_SOCKET_IFNAME, nccl, expected, _LEAVE_IT, here=True))
-    for variable, words in _whole_names(environ):
-        value = environ[variable]
-        pattern = value.lstrip("^=")
-        if pattern != value:
-            expected = "whole names of interfaces: ^ and = are NCCL's language, which only NCCL understands"
-            advice = "unset it, and the agent sets it" if value[0] == "^" else f"write {variable}={pattern}"
-            problems.append(Problem(variable, value, expected, advice))
-        elif not set(words) <= set(names):
-            expected = f"whole names of interfaces of this node: {', '.join(names)}"
-            problems.append(Problem(variable, value, expected, _LEAVE_IT, here=True))
-    return problems
-
-
-def nccl_waits_for(environ: Mapping[str, str], interfaces: Iterable[Interface]) -> bool:
-    """The interfaces that the user's NCCL_SOCKET_IFNAME stands for are all down: NCCL would not see them."""
-    value = environ.get(NCCL_SOCKET_IFNAME, "")
-    version = _VERSIONS.get(environ.get(NCCL_SOCKET_FAMILY, ""))
-    seen = [
-        interface.name
-        for interface in interfaces
-        if interface.up and any(version in (None, address.ip.version) for address in interface.addresses)
+        wrong.append((NCCL_SOCKET_IFNAME, nccl, "a pattern that fits an interface"))
+    if len(gloo) > 1 and not set(gloo.split(",")) <= set(names):
+        wrong.append((GLOO_SOCKET_IFNAME, gloo, "whole names of interfaces"))
+    if tensorpipe and tensorpipe not in names:
+        wrong.append((TP_SOCKET_IFNAME, tensorpipe, "the whole name of an interface"))
+    advice = "correct it, or unset it and the agent sets it"
+    return [
+        Problem(variable, value, f"{what} of this node: {', '.join(names)}", advice, here=True)
+        for variable, value, what in wrong
     ]
-    return len(value) > 1 and not nccl_takes(value, seen)
-
-
-_LEAVE_IT = "correct it, or unset it and the agent sets it"
-
-
-def _whole_names(environ: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    gloo, tensorpipe = environ.get(GLOO_SOCKET_IFNAME, ""), environ.get(TP_SOCKET_IFNAME, "")
-    found = [(GLOO_SOCKET_IFNAME, gloo.split(","))] if len(gloo) > 1 else []
-    return [*found, (TP_SOCKET_IFNAME, [tensorpipe])] if tensorpipe else found

@@ -9,7 +9,7 @@ that is not there) is `NotReady`, for which `wait_for_network` waits; what can n
 opened or changed.
 
 Words: *plumbing* is an interface that joins containers or machines of this host, and is alike on every node; it is
-taken only by name. A *tunnel* is taken by name, or where a route leads.
+taken only by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from .interfaces import (
     RdmaPort,
     check_socket_names,
     interfaces,
-    nccl_waits_for,
     rdma_ports,
 )
 
@@ -58,8 +57,6 @@ PLUMBING = (
 """How their names begin. Tailscale's is here because it would carry a whole training between neighbours."""
 
 MOST_LISTED = 12
-
-TUNNELS = ("wg", "tun", "tap", "ppp", "zt", "utun", "nebula", "gre", "ipip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,6 @@ def _problems(
 
 
 def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
-    passed_over = ""
     if wanted.towards is not None:
         route = _interface_of(here.routed, here)
         near = _down_but_near(wanted.towards, route, here.interfaces)
@@ -195,24 +191,18 @@ def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | Not
                 f"a route to the rendezvous at {wanted.towards}; there are {_listed(here.interfaces)}",
                 "check cables, routes and --rdzv-endpoint",
             )
-        if route is not None and not route.loopback:
-            if not route.name.startswith(PLUMBING):
-                return _routed(route, here.routed, f"the route to the rendezvous at {wanted.towards}", here)
-            passed_over = (
-                f"; the rendezvous at {wanted.towards} is reached over {route.name}, but interfaces like it are taken"
-                f" only by name (--network-interface {route.name})"
-            )
+        if route is not None and not route.loopback and not route.name.startswith(PLUMBING):
+            return _routed(route, here.routed, f"the route to the rendezvous at {wanted.towards}", here)
     default = _interface_of(here.default, here)
     if default is not None and default.up and not default.loopback and not default.name.startswith(PLUMBING):
-        return _routed(default, here.default, f"the default route{passed_over}", here)
+        return _routed(default, here.default, "the default route", here)
     fastest = _fastest(here.interfaces)
     if fastest is not None:
-        reason = f"the fastest interface that is up, without any default route{passed_over}"
-        return _choice(*fastest, reason, here)
+        return _choice(*fastest, "the fastest interface that is up, without any default route", here)
     if wanted.alone:
         return _loopback(LOOPBACK, "one node, and no other interface is up", here)
     return NotReady(
-        f"an interface that other nodes reach; there are {_listed(here.interfaces)}{passed_over}",
+        f"an interface that other nodes reach; there are {_listed(here.interfaces)}",
         "bring one up, or choose with --network-interface; if all agents are on this machine, choose "
         f"--local-addr {LOOPBACK}",
     )
@@ -246,7 +236,7 @@ def _fastest(interfaces: Iterable[Interface]) -> tuple[Interface, IP] | None:
     usable = [
         (interface, ip)
         for interface in interfaces
-        if interface.up and not interface.loopback and not interface.name.startswith((*PLUMBING, *TUNNELS))
+        if interface.up and not interface.loopback and not interface.name.startswith(PLUMBING)
         if (ip := _ip_on(interface, None)) is not None
     ]
     return max(usable, key=lambda found: found[0].speed_mbps or 0, default=None)
@@ -314,7 +304,8 @@ def _listed(interfaces: tuple[Interface, ...]) -> str:
     states = [interface.state for interface in interfaces if not interface.name.startswith("veth")]
     more = len(interfaces) - len(states[:MOST_LISTED])
     return (
-        ", ".join([*states[:MOST_LISTED], *([f"and {more} more"] if more else [])]) or "no interface at all"
+        ", ".join([*states[:MOST_LISTED], *([f"and {more} more"] if more else [])])
+        or "no interface at all (systemd: RestrictAddressFamilies needs AF_NETLINK)"
     )
 
 
@@ -331,14 +322,7 @@ class Network:
 
 def discover_network(config: Config, environ: Mapping[str, str]) -> Network | NotReady:
     """Now. Raises ConfigError with all that can never work. `environ` is what workers inherit."""
-    try:
-        here = interfaces()
-    except OSError as error:
-        if not config.solitary:
-            expected = f"a netlink socket, with which NCCL, too, lists the interfaces, but: {error}"
-            advice = "allow it (systemd: RestrictAddressFamilies with AF_NETLINK)"
-            raise ConfigError([Problem("this node's network", None, expected, advice, here=True)]) from error
-        here = ()
+    here = interfaces()
     problems = check_socket_names(environ, here)
     wanted = NetworkRequest(config.network_interface, memory=config.solitary, alone=config.nodes.max == 1)
     unknown: AddressError | None = None
@@ -365,9 +349,6 @@ def discover_network(config: Config, environ: Mapping[str, str]) -> Network | No
     if not isinstance(choice, NetworkChoice):
         assert choice is not None, "what was refused has been raised"
         return choice
-    if nccl_waits_for(environ, here):
-        value = f"{NCCL_SOCKET_IFNAME}={environ[NCCL_SOCKET_IFNAME]}"
-        return NotReady(f"an interface of {value} to come up", f"bring it up, or unset {NCCL_SOCKET_IFNAME}")
     return Network(choice, _endpoint(config, addresses, choice))
 
 

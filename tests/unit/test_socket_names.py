@@ -11,7 +11,6 @@ from elastic_agent.agent.machine.interfaces import (
     Interface,
     check_socket_names,
     nccl_takes,
-    nccl_waits_for,
 )
 
 V4 = (Address(ipaddress.ip_address("10.0.0.1"), 24),)
@@ -58,10 +57,9 @@ def test_what_nccl_takes(value: str, expected: str) -> None:
         ("NCCL_SOCKET_IFNAME", "^eth,docker,lo,ib", "a pattern that fits"),
         ("GLOO_SOCKET_IFNAME", "eth", "whole names of interfaces of this node: lo, eth0"),
         ("GLOO_SOCKET_IFNAME", "eth0,eth5", "whole names of interfaces of this node: lo, eth0"),
-        ("GLOO_SOCKET_IFNAME", "=eth0", "NCCL's language, which only NCCL understands; write GLOO_SOCKET_IFNAME=eth0"),
-        ("GLOO_SOCKET_IFNAME", "^docker0", "NCCL's language, which only NCCL understands; unset it"),
-        ("TP_SOCKET_IFNAME", "eth0,eth1", "whole names of interfaces of this node: lo, eth0"),
-        ("TP_SOCKET_IFNAME", "^=docker0", "NCCL's language"),
+        ("GLOO_SOCKET_IFNAME", "=eth0", "whole names of interfaces of this node: lo, eth0"),
+        ("TP_SOCKET_IFNAME", "eth0,eth1", "the whole name of an interface of this node: lo, eth0"),
+        ("TP_SOCKET_IFNAME", "^=docker0", "the whole name of an interface"),
     ],
 )  # fmt: skip
 def test_what_fits_nothing_is_refused_with_key_value_and_remedy(variable: str, value: str, text: str) -> None:
@@ -86,20 +84,3 @@ def test_all_problems_are_named() -> None:
 )
 def test_what_fits_and_what_the_libraries_take_for_none_is_let_through(environ: dict[str, str]) -> None:
     assert check_socket_names(environ, HERE) == []
-
-
-@pytest.mark.parametrize(
-    ("value", "family", "waits"),
-    [
-        ("=eth1", "", True),
-        ("eth1", "", False),  # eth10 is up
-        ("eth1", "AF_INET", True),
-        ("eth1", "AF_INET6", False),
-        ("ib", "", True),  # without an address
-        ("", "", False),
-        ("e", "", False),
-    ],
-)
-def test_nccl_sees_only_interfaces_that_are_up_with_an_address(value: str, family: str, waits: bool) -> None:
-    environ = {"NCCL_SOCKET_IFNAME": value, "NCCL_SOCKET_FAMILY": family}
-    assert nccl_waits_for(environ, HERE) is waits
