@@ -40,14 +40,13 @@ from .pairs import (
     Reach,
     by_all_reduce,
     by_bandwidth,
-    by_latency,
     by_reach,
+    connected,
     locate_faults,
     pair_of,
     rates,
     shows_usual,
     slowness,
-    usual_latency,
     usual_rates,
 )
 
@@ -184,11 +183,7 @@ def compare_directories(
     having = [node.node for node in nodes if node.file and node.node in results]
     if len(having) < 2:
         return None
-    groups: list[set[str]] = [{node} for node in having]
-    for node in having:
-        together = {node, *(other for other in results[node].seen if other in having)}
-        joined = [group for group in groups if group & together]
-        groups = [group for group in groups if not group & together] + [set().union(*joined)]
+    groups = connected(having, [(node, other) for node in having for other in results[node].seen])
     check = "checkpoint-directory-shared"
     if len(groups) == 1:
         return Finding(
@@ -202,7 +197,7 @@ def compare_directories(
         summary = "the checkpoint directory is local to each node: none sees what another writes there"
         return Finding(check, Outcome.WARN, summary, advice), ()
     groups.sort(key=lambda group: (-len(group), min(group)))
-    words = " | ".join(", ".join(node for node in having if node in group) for group in groups)
+    words = " | ".join(map(", ".join, groups))
     summary = f"the checkpoint directory is not the same for all nodes: {words}"
     advice = "mount the same file system there on all nodes: look at findmnt -T DIRECTORY on each"
     odd = tuple(node for node in having if node not in groups[0])
@@ -252,7 +247,6 @@ def pair_findings(
     compared = between_machines(nodes, measured)
     for check in (
         _reach(nodes, reached, measured),
-        _latency(compared),
         _bandwidth(compared),
         _all_reduce(nodes, measured),
     ):
@@ -261,21 +255,20 @@ def pair_findings(
 
 @dataclass(frozen=True, slots=True)
 class _PairCheck:
-    """One check. The functions get pairs that failed; `show` and `advise` the node that they have in common, too."""
+    """One check. The functions get pairs that failed, `show` the node that they have in common, too."""
 
     name: str
     results: Mapping[Pair, bool]
-    good: Callable[[], str]
     show: Callable[[Sequence[Pair], str | None], str]
-    advise: Callable[[Sequence[Pair], str | None], str]
+    advise: Callable[[Sequence[Pair]], str]
+    good: str
+    """What is said where all pairs passed."""
     outcome: Callable[[Sequence[Pair]], Outcome] = lambda pairs: Outcome.FAIL
     values: Mapping[str, float] = field(default_factory=dict)
     missing: str = ""
     """Why nothing was tried."""
-    relative: bool = False
-    """Pairs fail by what others do."""
-    broken: Set[Pair] = frozenset()
-    """Those of them that fail by themselves."""
+    broken: Set[Pair] | None = None
+    """Where pairs fail by what others do: those that fail by themselves. None: all do."""
 
 
 def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
@@ -283,7 +276,7 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
     verdict = locate_faults(names, check.results)
     failed = [pair for pair, well in check.results.items() if not well]
     name = check.name
-    if check.relative and set(failed) - check.broken and not shows_usual(names, check.results):
+    if check.broken is not None and set(failed) - check.broken and not shows_usual(names, check.results):
         yield _two_kinds(check, failed)
         return
     for node in verdict.bad_nodes:
@@ -292,17 +285,17 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
             name,
             check.outcome(pairs),
             f"node {node}: {check.show(pairs, node)}",
-            check.advise(pairs, node),
+            check.advise(pairs),
             nodes=(node,),
         )
     links = verdict.bad_links
     single = links if len(links) <= MOST_LINKS else links[: MOST_LINKS - 1]
     for pair in single:
         summary = f"between {' and '.join(pair)}: {check.show([pair], None)}"
-        yield peer_finding(name, check.outcome([pair]), summary, check.advise([pair], None), links=(pair,))
+        yield peer_finding(name, check.outcome([pair]), summary, check.advise([pair]), links=(pair,))
     if rest := links[len(single) :]:
         summary = f"and between {len(rest)} more pairs: {listed([' and '.join(pair) for pair in rest], 16)}"
-        yield peer_finding(name, check.outcome(rest), summary, check.advise(rest, None), links=rest)
+        yield peer_finding(name, check.outcome(rest), summary, check.advise(rest), links=rest)
     for doubt in verdict.undecided:
         if len(doubt.nodes) == 1:
             (other,) = {node for pair in doubt.pairs for node in pair} - set(doubt.nodes) or {""}
@@ -310,7 +303,7 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
         else:
             which = "which of them it is, or whether it is what lies between, is not known"
         summary = f"{listed(list(doubt.nodes), 16)}: {check.show(doubt.pairs, None)}; {which}"
-        advice = f"{check.advise(doubt.pairs, None)}. A check with more nodes tells which it is"
+        advice = f"{check.advise(doubt.pairs)}. A check with more nodes tells which it is"
         outcome = check.outcome(doubt.pairs)
         yield peer_finding(
             name, outcome, summary, advice, nodes=doubt.nodes, links=doubt.pairs, decided=False
@@ -321,13 +314,11 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
         summary = (
             f"the nodes are in {len(verdict.parts)} groups, and between two of them nothing passes: {parts}"
         )
-        yield peer_finding(
-            name, check.outcome(across), summary, check.advise(across, None), links=tuple(across)
-        )
+        yield peer_finding(name, check.outcome(across), summary, check.advise(across), links=tuple(across))
     if not check.results:
         yield peer_finding(name, Outcome.UNKNOWN, check.missing or "not tried")
     elif verdict.well:
-        yield peer_finding(name, Outcome.OK, check.good(), values=check.values)
+        yield peer_finding(name, Outcome.OK, check.good, values=check.values)
 
 
 def _two_kinds(check: _PairCheck, failed: Sequence[Pair]) -> PeerFinding:
@@ -339,7 +330,7 @@ def _two_kinds(check: _PairCheck, failed: Sequence[Pair]) -> PeerFinding:
     )
     advice = (
         f"if a short way connects {listed(better)} (one machine, one switch), all is well; else"
-        f" {check.advise(failed, None)}"
+        f" {check.advise(failed)}"
     )
     fine = {node for pair, well in check.results.items() if well for node in pair}
     worse = dict.fromkeys(node for pair in failed for node in pair)
@@ -366,7 +357,7 @@ def _reach(
         groups: dict[tuple[str, str], list[str]] = {}
         for source, target in ways(pairs):
             obstacle, detail = blocked[source, target]
-            what = detail if obstacle is Obstacle.OWN else _OBSTACLES[obstacle].words
+            what = detail if obstacle is Obstacle.OWN else _OBSTACLES[obstacle][0]
             key = (target, what) if source != node else ("", what)
             there = f"{target} ({endpoints[target].address} port {endpoints[target].port})"
             groups.setdefault(key, []).append(source if source != node else there)
@@ -380,50 +371,14 @@ def _reach(
             sentences.append(f"the way back, from {one_way[0][1]} to {one_way[0][0]}, is open")
         return "; ".join(sentences)
 
-    def advise(pairs: Sequence[Pair], node: str | None) -> str:
+    def advise(pairs: Sequence[Pair]) -> str:
         found_here = dict.fromkeys(blocked[way][0] for way in ways(pairs))
-        return ". ".join(_OBSTACLES[obstacle].advice for obstacle in found_here)
+        return ". ".join(_OBSTACLES[obstacle][1] for obstacle in found_here)
 
     results = by_reach(reached, measured)
-
-    def good() -> str:
-        pairs = f"{len(results)} pair{'s' if len(results) > 1 else ''}"
-        return f"all that tried to reach each other did: {pairs}, {len(reached)} ways"
-
-    return _PairCheck("peer-reachable", results, good, show, advise, values={"pairs": float(len(results))})
-
-
-def _latency(measured: Sequence[Measurement]) -> _PairCheck:
-    known = {one.pair: one.latency_s for one in measured if one.latency_s is not None}
-    usual = usual_latency(measured)
-
-    def show(pairs: Sequence[Pair], node: str | None) -> str:
-        ways = [latency(known[pair]) for pair in pairs]
-        if len(pairs) > 1:
-            ways = [f"{way} {_all_with([pair], node)}" for way, pair in zip(ways, pairs, strict=True)]
-        return f"a byte there and back takes {listed(ways, 8)}, where {latency(usual[pairs[0]])} is usual"
-
-    def good() -> str:
-        middle, most = statistics.median(known.values()), max(known.values())
-        return f"a byte there and back takes {latency(middle)}, at most {latency(most)}"
-
-    values = (
-        {"median_seconds": statistics.median(known.values()), "most_seconds": max(known.values())}
-        if known
-        else {}
-    )
-    return _PairCheck(
-        "peer-latency",
-        by_latency(measured),
-        good,
-        show,
-        lambda pairs, node: (
-            "look for a cable or switch port with errors (ethtool -S), a busy CPU there, or a longer way (traceroute)"
-        ),
-        lambda pairs: Outcome.WARN,
-        values,
-        relative=True,
-    )
+    pairs = f"{len(results)} pair{'s' if len(results) > 1 else ''}"
+    good = f"all that tried to reach each other did: {pairs}, {len(reached)} ways"
+    return _PairCheck("peer-reachable", results, show, advise, good, values={"pairs": float(len(results))})
 
 
 def _bandwidth(measured: Sequence[Measurement]) -> _PairCheck:
@@ -437,13 +392,15 @@ def _bandwidth(measured: Sequence[Measurement]) -> _PairCheck:
         if rest:
             known = [usual[one.pair] for one in rest if one.pair in usual]
             more = f", where {rate(statistics.median(known))} is usual" if known else ""
-            words.append((_rates_of(node, rest) if node is not None else _rates_between(rest)) + more)
+            ways = (way for one in rest for way in _ways(one))
+            shown = [f"{rate(value)} from {source} to {target}" for source, target, value in ways]
+            words.append(listed(shown, 8) + more)
         if gone := [pair for pair in pairs if pair in vanished]:
             detail = by_pair[gone[0]].detail
             words.append(detail if len(pairs) == 1 else f"{_all_with(gone, node)}: {detail}")
         return "; ".join(words)
 
-    def advise(pairs: Sequence[Pair], node: str | None) -> str:
+    def advise(pairs: Sequence[Pair]) -> str:
         if vanished.issuperset(pairs):
             return (
                 "large packets vanish on the way: the MTU of an interface is larger than that of the network between"
@@ -457,133 +414,90 @@ def _bandwidth(measured: Sequence[Measurement]) -> _PairCheck:
     def outcome(pairs: Sequence[Pair]) -> Outcome:
         return Outcome.FAIL if any(parts[pair] < MUCH_TOO_SLOW for pair in pairs) else Outcome.WARN
 
-    every = sorted(value for one in by_pair.values() for value in rates(one))
-
-    def good() -> str:
-        return f"one stream carries {rate(statistics.median(every))}, at least {rate(every[0])}"
-
-    values = (
-        {"median_bytes_per_second": statistics.median(every), "least_bytes_per_second": every[0]}
-        if every
-        else {}
-    )
+    every = sorted(value for one in by_pair.values() for value in rates(one)) or [0.0]
+    middle, least = statistics.median(every), every[0]
     return _PairCheck(
         "peer-bandwidth",
         by_bandwidth(measured),
-        good,
         show,
         advise,
+        f"one stream carries {rate(middle)}, at least {rate(least)}",
         outcome,
-        values,
-        relative=True,
+        {"median_bytes_per_second": middle, "least_bytes_per_second": least},
         broken=vanished,
     )
 
 
 def _all_reduce(nodes: Sequence[NodeFacts], measured: Sequence[Measurement]) -> _PairCheck:
     problems = {one.pair: one.all_reduce_problem for one in measured if one.all_reduce_problem}
-    took = [one.all_reduce_s for one in measured if one.all_reduce_s is not None]
+    took = [one.all_reduce_s for one in measured if one.all_reduce_s is not None] or [0.0]
 
     def show(pairs: Sequence[Pair], node: str | None) -> str:
-        if len(pairs) == 1:
-            return problems[pairs[0]]
-        return f"{_all_with(pairs, node)}: {problems[pairs[0]]}"
+        problem = problems[pairs[0]]
+        return problem if len(pairs) == 1 else f"{_all_with(pairs, node)}: {problem}"
 
-    def advise(pairs: Sequence[Pair], node: str | None) -> str:
+    def advise(pairs: Sequence[Pair]) -> str:
         return (
             "if the nodes reach each other else, a packet filter lets only some ports through: gloo and NCCL choose any"
             " free port (net.ipv4.ip_local_port_range), so open all between the nodes"
         )
 
     without = [node.node for node in nodes if not node.software.torch]
+    middle = statistics.median(took)
     return _PairCheck(
         "peer-all-reduce",
         by_all_reduce(measured),
-        lambda: (
-            f"an all-reduce of 4 MiB takes {latency(statistics.median(took))}, at most {latency(max(took))}"
-        ),
         show,
         advise,
-        values={"median_seconds": statistics.median(took)} if took else {},
+        f"an all-reduce of 4 MiB takes {latency(middle)}, at most {latency(max(took))}",
+        values={"median_seconds": middle},
         missing=f"not tried: no torch on {listed(without, 8)}" if without else "not tried",
     )
 
 
-def _with(pair: Pair, node: str | None) -> str:
-    if node is None:
-        return f"between {pair[0]} and {pair[1]}"
-    return pair[0] if pair[1] == node else pair[1]
-
-
 def _all_with(pairs: Sequence[Pair], node: str | None) -> str:
-    words = listed([_with(pair, node) for pair in pairs], 8)
-    return words if node is None else f"with {words}"
+    if node is None:
+        return listed([f"between {one} and {other}" for one, other in pairs], 8)
+    return f"with {listed([other for pair in pairs for other in pair if other != node], 8)}"
 
 
-def _rates_of(node: str, measured: Sequence[Measurement]) -> str:
-    """Of a node with all that it met: whether it is slow both ways is what a person wants to see."""
-    sends = [one.sent if one.first == node else one.received for one in measured]
-    receives = [one.received if one.first == node else one.sent for one in measured]
-    others = listed([_with(one.pair, node) for one in measured], 8)
-    return f"it sends {_from_to(sends)} and receives {_from_to(receives)}, with {others}"
-
-
-def _rates_between(measured: Sequence[Measurement]) -> str:
-    ways = (
-        (source, target, value)
-        for one in measured
-        for source, target, value in (
-            (one.first, one.second, one.sent),
-            (one.second, one.first, one.received),
-        )
-        if value is not None
-    )
-    return listed([f"{rate(value)} from {source} to {target}" for source, target, value in ways], 8)
-
-
-def _from_to(values: Iterable[float | None]) -> str:
-    known = sorted(value for value in values if value is not None)
-    words = list(dict.fromkeys((rate(known[0]), rate(known[-1])))) if known else ["nothing"]
-    return " to ".join(words)
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    words: str
-    advice: str
+def _ways(one: Measurement) -> Iterator[tuple[str, str, float]]:
+    """From whom to whom, and at which rate."""
+    if one.sent is not None:
+        yield one.first, one.second, one.sent
+    if one.received is not None:
+        yield one.second, one.first, one.received
 
 
 _OBSTACLES = {
-    Obstacle.DROPPED: _Words(
+    Obstacle.DROPPED: (
         "no answer to SYN, though the node is there (it keeps its lease): a packet filter drops, or a cable or VLAN is"
         " wrong",
         "look at `nft list ruleset` on both nodes, and at security groups and NetworkPolicies between them: open the"
         " port, and those of --port-range; else look at cables, VLANs and routes",
     ),
-    Obstacle.REFUSED: _Words(
+    Obstacle.REFUSED: (
         "refused: no process listens there, or a packet filter rejects",
         "look whether the check still runs on that node, and for a `reject` rule (nft list ruleset)",
     ),
-    Obstacle.NO_ROUTE: _Words(
-        "no route to it, no answer to ARP, or a packet filter rejects it with ICMP",
-        "look at `ip route get ADDRESS` and `ip neigh`; choose interfaces that see each other with --network-interface",
+    Obstacle.NO_ROUTE: (
+        "no route to it, no answer to ARP, or a packet filter rejects it",
+        "look at `ip route get ADDRESS`, `ip neigh`, and `nft list ruleset` on both nodes; choose interfaces that see"
+        " each other with --network-interface",
     ),
-    Obstacle.FORBIDDEN: _Words(
-        "a packet filter of the node that asks forbids it",
-        "look at `nft list ruleset` there, and at the rules of its service (systemd: IPAddressDeny)",
-    ),
-    Obstacle.RESET: _Words(
+    Obstacle.RESET: (
         "the connection is reset",
         "something between them cuts connections: a firewall that knows neither side, or a proxy",
     ),
-    Obstacle.SILENT: _Words(
+    Obstacle.SILENT: (
         "the connection comes to be, and then nothing passes",
         "a packet filter drops what belongs to a connection, or packets are larger than the network takes (ping -M do"
         " -s 1472 ADDRESS)",
     ),
-    Obstacle.STRANGER: _Words(
+    Obstacle.STRANGER: (
         "another program or machine answers there",
         "two machines have that address (arping -D), or NAT or a proxy lead elsewhere",
     ),
-    Obstacle.OWN: _Words("", "look at what the node that asks lacks: ports, descriptors, its address"),
+    Obstacle.OWN: ("", "look at what the node that asks lacks: ports, descriptors, its address"),
 }
+"""What is seen, and what to do."""

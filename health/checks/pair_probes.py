@@ -1,7 +1,7 @@
 """What one node finds out about another one. Each probe has a process of its own, which `processes` starts and bounds.
 
-The *client* asks another node's *server*: does it answer, how fast is a byte, how fast are many, and what time is it
-there. Every wait has an end, whatever the other side does. What keeps a node from the other one is an `Obstacle`, told
+The *client* asks another node's *server*: does it answer, what time is it there, how fast is a byte, and how fast are
+many. Every wait has an end, whatever the other side does. What keeps a node from the other one is an `Obstacle`, told
 apart by what the kernel says: silence is a packet filter that drops, or a cable; a refusal comes from the machine
 itself. Any program may connect to the server. One that does not begin with the check's request token gets nothing and
 is cut off; at most `SERVED_AT_ONCE` are served at a time, each for `LONGEST_S` at most, and nothing of theirs is kept.
@@ -44,9 +44,10 @@ CONNECT_S = 3.0
 """The kernel sends SYN at once and after 1 s, and a third one just after this time."""
 ANSWER_S = 2.0
 ROUND_TRIPS = 100
+LONGEST_EXCHANGE_S = 0.5
+"""Half of it is how much a clock may seem to be off."""
 LATENCY_S = 3.0
 """For all round trips: fewer count, too, where they are slow."""
-TIMES = 9
 STREAM_S = 0.5
 STREAMS = 2
 """One after the other, of which the faster one counts: a machine may have been busy for a moment."""
@@ -60,13 +61,13 @@ _BY_ERRNO = {
     errno.EHOSTUNREACH: Obstacle.NO_ROUTE,
     errno.ENETUNREACH: Obstacle.NO_ROUTE,
     errno.EHOSTDOWN: Obstacle.NO_ROUTE,
-    errno.EPERM: Obstacle.FORBIDDEN,
-    errno.EACCES: Obstacle.FORBIDDEN,
+    errno.EPERM: Obstacle.NO_ROUTE,
+    errno.EACCES: Obstacle.NO_ROUTE,
     errno.ECONNRESET: Obstacle.RESET,
     errno.EPIPE: Obstacle.RESET,
 }
 
-REACH, ECHO, TIME, SINK, SOURCE = b"r", b"e", b"t", b"i", b"o"
+REACH, ECHO, SINK, SOURCE = b"r", b"e", b"i", b"o"
 """What a probe wants, as the byte after what it has to show."""
 INSTANT = struct.Struct("!d")
 STREAMED = struct.Struct("!Qd")
@@ -86,8 +87,8 @@ def reach(me: str, address: str, endpoints: Sequence[ProbeEndpoint]) -> tuple[Re
 
     def one(endpoint: ProbeEndpoint) -> Reach:
         try:
-            with opened(endpoint, address, REACH):
-                return Reach(me, endpoint.node)
+            with opened(endpoint, address, REACH) as connection:
+                return Reach(me, endpoint.node, clock_offset_s=_offset(connection))
         except Blocked as problem:
             return Reach(me, endpoint.node, problem.obstacle, problem.detail)
 
@@ -105,8 +106,6 @@ def measure(
     try:
         with opened(endpoint, address, ECHO) as connection:
             found = replace(found, latency_s=_latency(connection, clock))
-        with opened(endpoint, address, TIME) as connection:
-            found = replace(found, clock_offset_s=_offset(connection, clock))
         for _ in range(STREAMS):
             with opened(endpoint, address, SINK) as connection:
                 found = replace(found, sent=max(found.sent or 0.0, _send_to(connection, clock)))
@@ -208,19 +207,15 @@ def _latency(connection: socket.socket, clock: Callable[[], float]) -> float:
     return statistics.median(took)
 
 
-def _offset(connection: socket.socket, clock: Callable[[], float]) -> float:
-    """By the fastest of some exchanges, as NTP does: the other clock was read about in its middle."""
-    found = []
-    for _ in range(TIMES):
-        began, instant = clock(), time.time()
-        connection.sendall(b"x")
-        (there,) = INSTANT.unpack(_one_answer(connection, INSTANT.size))
-        took_s = clock() - began
-        found.append((took_s, there - instant - took_s / 2))
-    offset = min(found)[1]
-    if not abs(offset) < 2**40:  # NaN, too
-        raise Blocked(Obstacle.STRANGER, "the answer is no instant")
-    return float(offset)
+def _offset(connection: socket.socket) -> float | None:
+    """As NTP does: the other clock was read about in the middle of the exchange. None: it was too long, or the answer
+    is no instant."""
+    began, instant = time.monotonic(), time.time()
+    connection.sendall(b"x")
+    (there,) = INSTANT.unpack(_one_answer(connection, INSTANT.size))
+    took_s = time.monotonic() - began
+    offset = float(there - instant - took_s / 2)
+    return offset if took_s < LONGEST_EXCHANGE_S and abs(offset) < 2**40 else None  # nor is NaN
 
 
 def _send_to(connection: socket.socket, clock: Callable[[], float]) -> float:
@@ -311,11 +306,9 @@ def _answer(client: socket.socket, endpoint: ProbeEndpoint, clock: Callable[[], 
     ends = clock() + LONGEST_S
     want = shown[-1:]
     if want == REACH:
-        client.recv(1)  # the other side closes first, so that no port here waits for what may still come
+        _echo(client, ends, clock, lambda: INSTANT.pack(wall_clock()))
     elif want == ECHO:
         _echo(client, ends, clock, lambda: b"x")
-    elif want == TIME:
-        _echo(client, ends, clock, lambda: INSTANT.pack(wall_clock()))
     elif want == SINK:
         _take(client, ends, clock)
     elif want == SOURCE:
@@ -325,6 +318,7 @@ def _answer(client: socket.socket, endpoint: ProbeEndpoint, clock: Callable[[], 
 def _echo(
     client: socket.socket, ends: float, clock: Callable[[], float], answer: Callable[[], bytes]
 ) -> None:
+    """The other side closes first, so that no port here waits for what may still come."""
     for _ in range(MOST_ECHOES):
         if clock() >= ends or not client.recv(1):
             return

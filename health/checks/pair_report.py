@@ -20,7 +20,6 @@ MOST_FINDINGS = 512
 PEER_CHECKS = (
     "peer-present",
     "peer-reachable",
-    "peer-latency",
     "peer-bandwidth",
     "peer-all-reduce",
     "same-network",
@@ -124,7 +123,7 @@ def _own(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
 
 
 def _clocks(found: CheckResults) -> Iterator[PeerFinding]:
-    offsets = clock_offsets(found.names, found.measured)
+    offsets = clock_offsets(found.names, found.reached)
     if len(offsets) < 2:
         return
     middle = statistics.median_low(offsets.values())
@@ -162,13 +161,13 @@ OFFSET_S = 1.0
 """More than this is worth a warning: logs cannot be put in order, and certificates may not be valid yet."""
 
 
-def clock_offsets(nodes: Sequence[str], measured: Iterable[Measurement]) -> dict[str, float]:
-    """Seconds by which each clock is ahead of the first node's, for all that pairs connect with it."""
+def clock_offsets(nodes: Sequence[str], reached: Iterable[Reach]) -> dict[str, float]:
+    """Seconds by which each clock is ahead of the first node's, for all that tries connect with it."""
     known: dict[str, dict[str, float]] = {}
-    for one in measured:
+    for one in reached:
         if one.clock_offset_s is not None:
-            known.setdefault(one.first, {})[one.second] = one.clock_offset_s
-            known.setdefault(one.second, {})[one.first] = -one.clock_offset_s
+            known.setdefault(one.source, {})[one.target] = one.clock_offset_s
+            known.setdefault(one.target, {})[one.source] = -one.clock_offset_s
     start = next((node for node in nodes if node in known), None)
     if start is None:
         return {}

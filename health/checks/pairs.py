@@ -2,9 +2,9 @@
 
 *Rounds.* One failed pair accuses two nodes and the link between them. In the second round each of its nodes meets two
 nodes of pairs that passed: the bad one fails again, the other one passes, and if both pass it is the link. Nodes whose
-pairs passed meet new partners, so that more links are seen, and so that pairs connect all nodes. Of an odd number of
-nodes one has no partner in the first round; it meets two nodes in the second. A node may meet several others in one
-round, one after the other: `turns` puts them in order.
+pairs passed meet those of the next such pair, so that more links are seen, and so that pairs connect all nodes. Of an
+odd number of nodes one has no partner in the first round; it meets two nodes in the second. A node may meet several
+others in one round, one after the other: `turns` puts them in order.
 
 *Results.* What nodes find out about each other, as they write it down for the one that judges: it may come from another
 node, so all of it is bounded and checked. Rates are bytes per second, and no field holds an instant.
@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations, zip_longest
@@ -77,18 +77,34 @@ def second_round(
         if node not in passed
     ]
     untested = [node for node in nodes if node not in (*passed, *failed)]
-    round_two = _Round(nodes, results, (*failed, *untested) if failed else (), near)
-    for meetings in range(1, WITNESSES + 1):
+    place = {node: number for number, node in enumerate(nodes)}
+    met, known = list[Pair](), {*results, *near}
+    meetings: Counter[str] = Counter()
+
+    def meet(one: str, other: str) -> None:
+        pair = pair_of(one, other)
+        if one != other and pair not in known:
+            met.append(pair)
+            known.add(pair)
+            meetings.update(pair)
+
+    for one, other in zip(passed[1::2], passed[2::2] + passed[:1], strict=False):
+        meet(one, other)
+    around = len(met)
+    for wanted in range(1, WITNESSES + 1):
         for node in (*failed, *untested):
-            if round_two.meetings[node] < meetings:
-                round_two.meet(node, passed, untested, failed)
-    rest = [node for node in passed if not round_two.meetings[node]]
-    for one, other in zip(rest[1::2], rest[2::2] + rest[:1], strict=False):
-        round_two.add(one, other)
-    for node in passed:  # clocks are compared along pairs
-        if not round_two.connected(node, passed[0]):
-            round_two.meet(node, [other for other in passed if not round_two.connected(other, node)])
-    return tuple(round_two.pairs)
+            for group in (passed, untested, failed) if meetings[node] < wanted else ():
+                free = [
+                    other
+                    for other in group
+                    if other != node and meetings[other] < MOST_MEETINGS and pair_of(node, other) not in known
+                ]
+                if free:
+                    # Who has met the fewest; of those the next one in order.
+                    ahead = {other: (place[other] - place[node]) % len(nodes) for other in free}
+                    meet(node, min(free, key=lambda other: (meetings[other], ahead[other])))
+                    break
+    return (*met[around:], *met[:around])  # those that meet most others first: it takes the fewest turns
 
 
 def turns(pairs: Iterable[Pair]) -> tuple[tuple[Pair, ...], ...]:
@@ -108,67 +124,6 @@ def ring(nodes: Sequence[str]) -> tuple[Pair, ...]:
     """Each node and the next one."""
     around = zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)
     return tuple(dict.fromkeys(pair_of(one, other) for one, other in around if one != other))
-
-
-class _Round:
-    """The pairs of a round as they are chosen."""
-
-    def __init__(
-        self,
-        nodes: Sequence[str],
-        results: Mapping[Pair, bool],
-        in_doubt: Iterable[str],
-        near: Collection[Pair],
-    ) -> None:
-        self.pairs: list[Pair] = []
-        self.meetings: Counter[str] = Counter()
-        self._place = {node: place for place, node in enumerate(nodes)}
-        self._known = {*results, *near}
-        self._groups = {node: {node} for node in nodes}
-        for pair, well in results.items():
-            if well:
-                self._connect(*pair)
-        self._in_doubt = set(in_doubt)
-
-    def meet(self, node: str, *groups: Sequence[str]) -> None:
-        """One of the first group that has a node to meet: who has met the fewest, of those one that no pairs connect
-        with this node yet, the next in order first."""
-        for group in groups:
-            free = [
-                other
-                for other in group
-                if other != node
-                and pair_of(node, other) not in self._known
-                and self.meetings[other] < MOST_MEETINGS
-            ]
-            if free:
-                self.add(node, min(free, key=lambda other: self._preference(node, other)))
-                return
-
-    def add(self, one: str, other: str) -> None:
-        pair = pair_of(one, other)
-        if one != other and pair not in self._known:
-            self._known.add(pair)
-            self.pairs.append(pair)
-            self.meetings.update(pair)
-            if not self._in_doubt & set(pair):
-                self._connect(one, other)
-
-    def connected(self, one: str, other: str) -> bool:
-        """By pairs of both rounds that have passed, or may be thought to."""
-        return self._groups[one] is self._groups[other]
-
-    def _connect(self, one: str, other: str) -> None:
-        """Without nodes that have ended."""
-        if one in self._groups and other in self._groups and not self.connected(one, other):
-            group = self._groups[one] | self._groups[other]
-            self._groups.update(dict.fromkeys(group, group))
-
-    def _preference(self, node: str, other: str) -> tuple[int, bool, int]:
-        return self.meetings[other], self.connected(node, other), self._distance(node, other)
-
-    def _distance(self, node: str, other: str) -> int:
-        return (self._place[other] - self._place[node]) % len(self._place)
 
 
 def _members(nodes: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
@@ -194,8 +149,6 @@ class Obstacle(Enum):
     """No answer at all to SYN."""
     REFUSED = "refused"
     NO_ROUTE = "no-route"
-    FORBIDDEN = "forbidden"
-    """By a packet filter of the node that asks."""
     RESET = "reset"
     """The connection came to be, and then a reset came."""
     SILENT = "silent"
@@ -225,6 +178,8 @@ class Reach(Checked):
     target: Node
     obstacle: Obstacle | None = None
     detail: Detail = ""
+    clock_offset_s: Offset | None = None
+    """The clock of `target` less that of `source`; None: not found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +198,6 @@ class Measurement(Checked):
     """Of a byte there and back: the median."""
     sent: Rate | None = None
     received: Rate | None = None
-    clock_offset_s: Offset | None = None
-    """The clock of `second` less that of `first`."""
     all_reduce_s: Seconds | None = None
     """Of the fastest of a few."""
     all_reduce_problem: Detail = ""
@@ -269,9 +222,6 @@ class NodeResults(Checked):
 SLOW = 0.5
 """Of the usual rate: below it a pair has failed."""
 MUCH_TOO_SLOW = 0.25
-LATE = 4.0
-"""Times the usual latency, and at least `LATE_BY_S` more than it."""
-LATE_BY_S = 0.001
 
 
 def by_reach(reached: Iterable[Reach], measured: Iterable[Measurement]) -> dict[Pair, bool]:
@@ -284,10 +234,6 @@ def by_reach(reached: Iterable[Reach], measured: Iterable[Measurement]) -> dict[
         began = measurement.latency_s is not None
         found[measurement.pair] = found.get(measurement.pair, True) and began
     return found
-
-
-def by_latency(measured: Sequence[Measurement]) -> dict[Pair, bool]:
-    return {pair: times < LATE for pair, times in lateness(measured).items()}
 
 
 def by_bandwidth(measured: Sequence[Measurement]) -> dict[Pair, bool]:
@@ -308,14 +254,9 @@ def all_well(
     compared: Sequence[Measurement] | None = None,
 ) -> dict[Pair, bool]:
     """Of the pairs that were measured: whether all that was tried has passed. It is what the second round goes by.
-    `compared` are those that others are slow or late by; None: all."""
+    `compared` are those that others are slow by; None: all."""
     compared = measured if compared is None else compared
-    answers: list[Mapping[Pair, bool]] = [
-        by_reach(reached, measured),
-        by_latency(compared),
-        by_bandwidth(compared),
-        by_all_reduce(measured),
-    ]
+    answers = by_reach(reached, measured), by_bandwidth(compared), by_all_reduce(measured)
     return {one.pair: all(answer.get(one.pair, True) for answer in answers) for one in measured}
 
 
@@ -336,53 +277,21 @@ def slowness(measured: Sequence[Measurement]) -> dict[Pair, float]:
     return {one.pair: part(one) for one in measured if one.latency_s is not None}
 
 
-def lateness(measured: Sequence[Measurement]) -> dict[Pair, float]:
-    """Of each pair how many times the usual latency it has; at most 1 within `LATE_BY_S` of it."""
-    usual = usual_latency(measured)
-    return {one.pair: _times(one, usual.get(one.pair)) for one in measured if one.latency_s is not None}
-
-
-def usual_latency(measured: Sequence[Measurement]) -> dict[Pair, float]:
-    known = [one for one in measured if one.latency_s is not None]
-    return _usual(
-        known, lambda one: (one.latency_s or 0.0,), lambda one, usual_s: _times(one, usual_s) < LATE
-    )
-
-
 def usual_rates(measured: Sequence[Measurement]) -> dict[Pair, float]:
-    known = [one for one in measured if one.latency_s is not None]
-    return _usual(known, rates, lambda one, usual: min(rates(one), default=0.0) >= SLOW * usual)
-
-
-def _times(one: Measurement, usual_s: float | None) -> float:
-    latency_s = one.latency_s or 0.0
-    if usual_s is None or latency_s <= usual_s + LATE_BY_S:
-        return 1.0
-    return latency_s / max(usual_s, 1e-9)
-
-
-def _usual(
-    measured: Sequence[Measurement],
-    values: Callable[[Measurement], tuple[float, ...]],
-    well: Callable[[Measurement, float], bool],
-) -> dict[Pair, float]:
     """What is usual for each pair, but for those that have no others."""
-    first = [one for one in measured if one.round == 1]
+    known = [one for one in measured if one.latency_s is not None]
+    first = [one for one in known if one.round == 1]
     if len(first) < 2:
-        return _medians(measured, measured, values)
-    usual = _medians(first, first, values)
-    passed = [one for one in first if one.pair not in usual or well(one, usual[one.pair])]
-    return usual | _medians([one for one in measured if one.round != 1], passed or first, values)
+        return _medians(known, known)
+    usual = _medians(first, first)
+    passed = [one for one in first if min(rates(one), default=0.0) >= SLOW * usual.get(one.pair, 0.0)]
+    return usual | _medians([one for one in known if one.round != 1], passed or first)
 
 
-def _medians(
-    pairs: Sequence[Measurement],
-    among: Sequence[Measurement],
-    values: Callable[[Measurement], tuple[float, ...]],
-) -> dict[Pair, float]:
+def _medians(pairs: Sequence[Measurement], among: Sequence[Measurement]) -> dict[Pair, float]:
     found = {}
     for one in pairs:
-        others = [value for other in among if other.pair != one.pair for value in values(other)]
+        others = [rate for other in among if other.pair != one.pair for rate in rates(other)]
         if others:
             found[one.pair] = statistics.median_high(others)
     return found
@@ -407,7 +316,7 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All empty: each pair passed. `untested` nodes met none, or only bad ones."""
+    """All empty: each pair passed, or nothing follows from those that did not."""
 
     bad_nodes: tuple[str, ...] = ()
     bad_links: tuple[Pair, ...] = ()
@@ -415,7 +324,6 @@ class Verdict:
     parts: tuple[tuple[str, ...], ...] = ()
     """Groups of nodes that pass among themselves, and never with a node of another group: each such pair was tried.
     What lies between groups is the cause, and not listed in `bad_links`."""
-    untested: tuple[str, ...] = ()
 
     @property
     def well(self) -> bool:
@@ -434,23 +342,17 @@ def locate_faults(nodes: Sequence[str], results: Mapping[Pair, bool]) -> Verdict
     suspects = [node for node in nodes if node not in cleared and any(node in pair for pair in unexplained)]
     doubts = tuple(
         Doubt(group, tuple(pair for pair in unexplained if set(pair) & set(group)))
-        for group in _groups(suspects, unexplained)
+        for group in connected(suspects, unexplained)
     )
-    known = cleared | bad | {node for doubt in doubts for node in doubt.nodes}
-    return Verdict(
-        tuple(node for node in nodes if node in bad),
-        () if parts else tuple(sorted(links)),
-        doubts,
-        parts,
-        tuple(node for node in nodes if node not in known),
-    )
+    bad_nodes = tuple(node for node in nodes if node in bad)
+    return Verdict(bad_nodes, () if parts else tuple(sorted(links)), doubts, parts)
 
 
 def shows_usual(nodes: Sequence[str], results: Mapping[Pair, bool]) -> bool:
     """Whether pairs that passed connect most nodes, where pairs are judged by the others alone. Else the failed ones
     may be as they should be, and those that passed better: nodes of one machine, or at one switch."""
     passed = [pair for pair, well in results.items() if well]
-    groups = [group for group in _groups(nodes, passed) if len(group) > 1]
+    groups = [group for group in connected(nodes, passed) if len(group) > 1]
     return len(groups) == 1 and len(groups[0]) >= max(LEAST_USUAL, len(nodes) * MOST_NODES_USUAL)
 
 
@@ -461,13 +363,13 @@ def _accusers(node: str, failed: Iterable[Pair], cleared: set[str]) -> int:
 def _parts(
     nodes: Sequence[str], passed: Sequence[Pair], results: Mapping[Pair, bool]
 ) -> tuple[tuple[str, ...], ...]:
-    groups = [group for group in _groups(nodes, passed) if len(group) > 1]
+    groups = [group for group in connected(nodes, passed) if len(group) > 1]
     between = (pair_of(one, other) for a, b in combinations(groups, 2) for one in a for other in b)
     whole = len(groups) > 1 and all(pair in results for pair in between)
     return tuple(groups) if whole else ()
 
 
-def _groups(nodes: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, ...]]:
+def connected(nodes: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, ...]]:
     """Of these nodes those together that the pairs connect."""
     group_of = {node: {node} for node in nodes}
     for one, other in pairs:

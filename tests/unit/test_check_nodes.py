@@ -304,7 +304,8 @@ def test_a_node_tries_and_measures_another(alone: LocalNode) -> None:
     other = alone.facts
     alone.rename("a")
     found = alone.carry_out(Stage(1, "reach"), {"b": other})
-    assert found == NodeResults((Reach("a", "b"),), seen=("b",))
+    (reached,) = found.reached
+    assert (reached.target, reached.obstacle, found.seen) == ("b", None, ("b",))
     (measured,) = alone.carry_out(Stage(2, "pairs", 1, pairs=(("a", "b"),)), {"b": other}).measured
     assert measured.pair == ("a", "b")
     assert measured.obstacle is None
