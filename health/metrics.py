@@ -368,7 +368,7 @@ class Metrics(Page):
     diagnostics_dumps_total = Row(
         Counter,
         "Tools that collected evidence of the workers before their end or at a suspicion, by result.",
-        tool=("look", "proc", "stacks", "flight-recorder", "gpus", "nvml", "files"),
+        tool=("look", "proc", "stacks", "flight-recorder", "nvml", "files"),
         result=("ok", "failed", "late"),
     )
     log_file_bytes_dropped_total = Row(

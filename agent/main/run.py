@@ -403,15 +403,7 @@ def _keep_evidence(agent: Agent) -> EvidenceKeeper:
     def count(tool: str, result: str) -> None:
         agent.metrics.diagnostics_dumps_total.inc(tool=tool, result=result)
 
-    has_gpus = bool(agent.machine.inventory.cuda)
-    keeper = EvidenceKeeper(
-        agent.name,
-        agent.run_directory,
-        agent.clock,
-        count,
-        has_gpus=has_gpus,
-        secrets=agent.secrets,
-    )
+    keeper = EvidenceKeeper(agent.name, agent.run_directory, agent.clock, count, agent.secrets)
     agent.ends.callback(keeper.close)
     return keeper
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,11 @@ from elastic_agent.agent.workers.hangs.flight_records import (
     MOST_RANKS,
     NEWEST_S,
     FlightRecords,
-    Order,
     groups_of,
     read_pickle,
 )
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.statements.inquiry import MAX_GROUPS, InGroup, Recorded
-from elastic_agent.threads import Thread
 
 WORLD = "0", "default_pg"
 TENSOR_PARALLEL = "1", "undefined"
@@ -211,7 +208,7 @@ def records(torch: Torch, tmp_path: Path) -> FlightRecords:
 
 def ordered(records: FlightRecords, *ranks: int) -> list[str]:
     counts: list[str] = []
-    records.order(ranks or (3,), Order(), counts.append)
+    records.order(ranks or (3,), counts.append)
     return counts
 
 
@@ -296,25 +293,8 @@ def test_what_is_no_dump_is_refused_and_holds_nobody_up(what: str, torch: Torch,
 
 def test_where_no_rank_has_a_pipe_nothing_is_waited_for(torch: Torch, records: FlightRecords) -> None:
     began_at = torch.now
-    order = Order()
-    records.order([4, 5], order, lambda result: None)
+    records.order([4, 5], lambda result: None)
     assert torch.now == began_at
-    order.wait(began_at + 1000.0, torch.clock)
-
-
-def test_who_waits_for_dumps_waits_until_all_are_there() -> None:
-    order = Order()
-    order.asked([3])
-    began_at = time.monotonic()
-    Thread(order.end, "test").start()
-    order.wait(began_at + 60.0, time.monotonic)
-    assert time.monotonic() < began_at + 60.0
-    stuck = Order()
-    stuck.wait(time.monotonic() + 60.0, time.monotonic)
-    assert time.monotonic() < began_at + 60.0, "the disk does not take the order"
-    late = Order()
-    late.asked([3])
-    late.wait(time.monotonic() + 0.01, time.monotonic)
 
 
 # --- The pickle

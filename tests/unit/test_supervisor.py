@@ -403,11 +403,11 @@ def test_survivors_are_seen_once_before_they_are_asked_to_end(node: Supervised) 
 def test_a_failure_elsewhere_is_shown_with_what_is_kept_here(
     node: Supervised, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node.evidence.kept_in = "none could be kept in /logs: No space left on device"
+    node.evidence.kept_in = "/logs/gen1/evidence"
     node.supervisor.show_failure(Failure(1, "f", "rank 7 failed on b"))
     node.supervisor.stop(5.0, gently=False, reason="rank 7 failed on b")
     assert len(node.evidence.looks) == 1
-    assert "rank 7 failed on b; evidence: none could be kept in /logs: No space left" in caplog.text
+    assert "rank 7 failed on b; evidence: /logs/gen1/evidence" in caplog.text
 
 
 @pytest.mark.parametrize(("planned", "looks"), [(True, 0), (False, 1)])

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ....rendezvous.statements.inquiry import Recorded
@@ -42,7 +42,7 @@ class Frame:
     file: str
     line: int
     function: str
-    source: str = ""
+    source: str = field(default="", compare=False)
 
     @property
     def place(self) -> str:
@@ -56,9 +56,6 @@ class ThreadStack:
 
     name: str
     frames: tuple[Frame, ...]
-
-    def without_source(self) -> ThreadStack:
-        return ThreadStack(self.name, tuple(replace(frame, source="") for frame in self.frames))
 
 
 @dataclass(frozen=True, slots=True)

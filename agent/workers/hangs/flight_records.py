@@ -20,9 +20,8 @@ import os
 import pickle
 import re
 import stat
-import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ from ....codec import Invalid
 from ....rendezvous.statements.inquiry import LABEL, MAX_GROUPS, InGroup, Recorded
 from ...output.log_folders import FLIGHT_RECORDS
 
-ASKED_WITHIN_S = 0.1
-"""A disk that works takes an order at once."""
 COMES_WITHIN_S = 4.0
 """A dump that comes later is not read; less than the shortest pause between two inquiries."""
 NEWEST_S = 60.0
@@ -210,12 +207,12 @@ class FlightRecords:
             if now - one.asked_at <= NEWEST_S and one.groups
         }
 
-    def order(self, ranks: Sequence[int], order: Order, count: Callable[[str], None]) -> None:
-        """Ask these ranks, and wait for their dumps. In a thread of its own: a disk may stand still."""
+    def order(self, ranks: Sequence[int], count: Callable[[str], None]) -> None:
+        """Ask these ranks, and wait for the dumps of those that take the order. In a thread of its own: a disk may
+        stand still."""
         asked_at = self._clock()
         before = {rank: self._stamp(rank) for rank in ranks}
         missing = dict.fromkeys(ask(self._generation, ranks), "late")
-        order.asked(missing)
         until = asked_at + COMES_WITHIN_S
         while missing and self._clock() < until:
             for rank in tuple(missing):
@@ -262,25 +259,3 @@ class FlightRecords:
                 return opened.read(MOST_BYTES + 1)
         finally:
             os.close(file)
-
-
-class Order:
-    """One that was given: whether there is anything to wait for."""
-
-    def __init__(self) -> None:
-        self._waits = False
-        self._asked = threading.Event()
-        self._over = threading.Event()
-
-    def asked(self, ranks: Collection[int]) -> None:
-        self._waits = len(ranks) > 0
-        self._asked.set()
-
-    def end(self) -> None:
-        self._asked.set()
-        self._over.set()
-
-    def wait(self, until: float, clock: Callable[[], float]) -> None:
-        """For the dumps of all that were asked. Not if none was, or if the disk does not take the order at once."""
-        if self._asked.wait(min(ASKED_WITHIN_S, max(0.0, until - clock()))) and self._waits:
-            self._over.wait(max(0.0, until - clock()))

@@ -1,6 +1,6 @@
 """Keeps evidence of this node's workers before they are ended: a thread looks at them, and writes files of the run.
 
-    DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>,gpus}.txt
+    DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>}.txt
 
 The supervisor begins a look, waits for it for a bounded time, and then ends the workers. The same thread writes the
 files after that; `where` says what became of them. Only this user can read them: stacks show more of a program than its
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -23,12 +22,11 @@ from functools import partial
 from pathlib import Path
 
 from ....rendezvous.statements.inquiry import RankState, Recorded
-from ....rendezvous.text import clean
 from ....threads import Thread
 from ...output.log_folders import run_folder
 from ...output.masking import masked
 from .facts import WorkerFacts
-from .flight_records import FlightRecords, Order
+from .flight_records import FlightRecords
 from .stacks import Collector, Depth, Target
 from .testimony import one_line, rank_state, report
 
@@ -39,10 +37,6 @@ MOST_LOOKS = 8
 
 MOST_BYTES = 16 * 2**20
 """Of one look."""
-
-NVIDIA_SMI = "nvidia-smi"
-MOST_GPU_BYTES = 256 * 1024
-_SECTIONS = "MEMORY,UTILIZATION,ECC,TEMPERATURE,POWER,CLOCK,PERFORMANCE,PIDS,ROW_REMAPPER"
 
 READ_S = 0.1
 """So long before a look must be over it waits no more for the flight recorder's dumps."""
@@ -86,8 +80,6 @@ class EvidenceKeeper:
         directory: Path | None,
         clock: Callable[[], float],
         count: Callable[[str, str], None] = lambda tool, result: None,
-        *,
-        has_gpus: bool = False,
         secrets: Collection[str] = (),
     ) -> None:
         """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
@@ -96,7 +88,6 @@ class EvidenceKeeper:
         self._directory = directory
         self._clock = clock
         self._count = count
-        self._has_gpus = has_gpus
         self._secrets = secrets
         self._collector = Collector(clock, time.sleep)
         self._run: Path | None = None
@@ -111,8 +102,6 @@ class EvidenceKeeper:
         self._failing = False
         self._written_of = 0
         """The generation of the newest files."""
-        self._problem_of = 0, ""
-        """The generation of the newest files that could not be written, and why."""
 
     def begin(self, job: str, run: str, generation: int) -> None:
         """A generation starts here."""
@@ -127,19 +116,15 @@ class EvidenceKeeper:
         return self._run / f"gen{self._generation}" / "evidence" if self._run is not None else None
 
     def where(self) -> str:
-        """The evidence of this generation, for people: its folder if something is there, or why there is none. Empty if
-        there was nothing to be kept. Waits for `WRITTEN_WITHIN_S` at most."""
+        """The evidence of this generation, for people: its folder if something is there, or will be. Waits for
+        `WRITTEN_WITHIN_S` at most."""
         folder, thread = self.folder, self._thread
         if folder is None or not self._looks:
             return ""
         if thread is not None:
             thread.join(WRITTEN_WITHIN_S)
-        if self._written_of == self._generation:
-            return str(folder)
-        generation, problem = self._problem_of
-        if generation == self._generation:
-            return f"none could be kept in {folder}: {problem}"
-        return f"still being written to {folder}" if thread is not None and thread.is_alive() else ""
+        there = self._written_of == self._generation or (thread is not None and thread.is_alive())
+        return str(folder) if there else ""
 
     def look(
         self,
@@ -197,7 +182,6 @@ class EvidenceKeeper:
         generation: int,
         records: FlightRecords | None,
     ) -> None:
-        asked = _ask_for_gpus() if depth.window_s and self._has_gpus else None
         seen = self._collector.look(targets, depth)
         if records is not None:
             recorded = self._recorded(records, targets, look.began_at + depth.within_s - READ_S)
@@ -211,10 +195,6 @@ class EvidenceKeeper:
             for one, state in zip(seen, states, strict=True)
         }
         texts["summary.txt"] = "".join(f"{one_line(state)}\n" for state in states)
-        if asked is not None:
-            text = _answer(asked, depth.within_s)
-            self._count("gpus", "ok" if text else "failed")
-            texts["gpus.txt"] = text
         if targets and look.path is not None and self._write(look.path, texts, generation):
             kept(look.path)
 
@@ -224,19 +204,13 @@ class EvidenceKeeper:
         """Ordered only now, when all stacks are written; in a thread of its own, for a disk may stand still."""
         asked_at = self._clock()
         if self._asking is None or not self._asking.is_alive():
-            order, ranks = Order(), [one.rank for one in targets]
-            self._asking = Thread(
-                partial(self._ask_for_records, records, ranks, order), "evidence", order.end
+            order = partial(
+                records.order, [one.rank for one in targets], partial(self._count, "flight-recorder")
             )
+            self._asking = Thread(order, "evidence", lambda: None)
             self._asking.start()
-            order.wait(until, self._clock)
+            self._asking.join(max(0.0, until - self._clock()))
         return records.recorded(asked_at)
-
-    def _ask_for_records(self, records: FlightRecords, ranks: Sequence[int], order: Order) -> None:
-        try:
-            records.order(ranks, order, lambda result: self._count("flight-recorder", result))
-        finally:
-            order.end()
 
     def _count_all(self, seen: Sequence[WorkerFacts]) -> None:
         for one in seen:
@@ -254,7 +228,6 @@ class EvidenceKeeper:
             self._failing = False
         except OSError as error:
             self._count("files", "failed")
-            self._problem_of = generation, error.strerror or str(error)
             if not self._failing:
                 self._failing = True
                 log.warning(
@@ -277,26 +250,3 @@ def _write_private(path: Path, data: bytes) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(file, "wb") as opened:
         opened.write(data)
-
-
-def _ask_for_gpus() -> subprocess.Popen[bytes] | None:
-    """`nvidia-smi`: on a broken GPU NVML may hang, which must not happen in this process. None: it is not there."""
-    try:
-        return subprocess.Popen(
-            [NVIDIA_SMI, "-q", "-d", _SECTIONS],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-    except OSError:
-        return None
-
-
-def _answer(program: subprocess.Popen[bytes], within_s: float) -> str:
-    """Empty where none came within that time."""
-    try:
-        text, _ = program.communicate(timeout=within_s)
-    except subprocess.TimeoutExpired:
-        program.kill()  # and not waited for: it may hang in the driver
-        return ""
-    return "\n".join(map(clean, text[:MOST_GPU_BYTES].decode(errors="replace").splitlines()))

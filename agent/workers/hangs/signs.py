@@ -73,15 +73,6 @@ SignsTaker: TypeAlias = Callable[[float, Mapping[int, Signs]], object]
 """In the main loop: it gets the instant, and what the workers here had used then, by local rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    then: SignsTaker
-    pids: Mapping[int, int]
-    """Of the workers, by local rank."""
-    printed: Mapping[int, int]
-    threads: bool
-
-
 class SignReader:
     """`look` is for the main thread."""
 
@@ -91,7 +82,7 @@ class SignReader:
         self._post = post
         self._clock = clock
         self._proc = proc
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = Thread(self._serve, "hang-signs")
         self._families: dict[int, tuple[int, ...]] = {}
         """By the pid of a worker: itself and its descendants."""
@@ -109,23 +100,29 @@ class SignReader:
     def look(
         self, then: SignsTaker, pids: Mapping[int, int], printed: Mapping[int, int], *, threads: bool
     ) -> None:
-        """`then` is posted. While a look does not come to its end no other begins.
+        """`then` is posted. While a look does not come to its end no other begins. `pids` and `printed` are of the
+        workers, by local rank.
 
         `threads`: whether any thread of their families stirs, which two such looks in a row show.
         """
         if self._orders.empty():
-            self._orders.put(_Order(then, pids, printed, threads))
+            self._orders.put(partial(self._look, then, pids, printed, threads))
 
     # Everything below runs in the thread.
 
     def _serve(self) -> None:
         while (order := self._orders.get()) is not None:
-            self._search(tuple(order.pids.values()))
-            seen = {
-                local_rank: self._signs(pid, order.printed.get(local_rank, 0), threads=order.threads)
-                for local_rank, pid in order.pids.items()
-            }
-            self._post(partial(order.then, self._clock(), seen))
+            order()
+
+    def _look(
+        self, then: SignsTaker, pids: Mapping[int, int], printed: Mapping[int, int], threads: bool
+    ) -> None:
+        self._search(tuple(pids.values()))
+        seen = {
+            local_rank: self._signs(pid, printed.get(local_rank, 0), threads=threads)
+            for local_rank, pid in pids.items()
+        }
+        self._post(partial(then, self._clock(), seen))
 
     def _search(self, workers: tuple[int, ...]) -> None:
         now = self._clock()

@@ -336,16 +336,10 @@ def _process(process: ProcessFacts, window_s: float) -> Iterator[str]:
         yield "Python stacks, innermost frame first:"
         yield from _stacks(process.stacks)
     if process.later:
-        same = process.later == tuple(_plain(process.stacks))
+        same = process.later == process.stacks
         yield f"{window_s:.2f} s later: {'the same' if same else ''}"
         if not same:
             yield from _stacks(process.later)
-
-
-def _plain(stacks: Sequence[ThreadStack]) -> Iterator[ThreadStack]:
-    """Without the text of source lines, as a second look has them."""
-    for stack in stacks:
-        yield stack.without_source()
 
 
 def _thread(thread: ThreadFacts, window_s: float) -> str:
