@@ -35,7 +35,8 @@ from .agent.workers.processes.workers import tied
 
 _log = logging.getLogger(__name__)
 
-WORKER = "elastic_agent.launched_function"
+WORKER = "elastic_agent.launcher"
+"""What workers run, with the function's name as its argument."""
 FUNCTION, PATH = "function.pickle", "path.json"
 FOLDER = "LAUNCHED_FUNCTION_FOLDER"
 """The variable by which workers find it: an argument would differ from node to node, and agents compare these."""
@@ -307,3 +308,31 @@ def _results(folder: Path) -> dict[int, Any]:
     generations = sorted(folder.glob(f"{RESULTS}*"), key=lambda path: int(path.name.removeprefix(RESULTS)))
     files = sorted(generations[-1].iterdir(), key=lambda path: int(path.name)) if generations else []
     return {int(file.name): pickle.loads(file.read_bytes()) for file in files}
+
+
+# --- In a worker
+
+
+def _call(folder: Path) -> None:
+    """The folder is private to the user who called the launcher, who also wrote what is unpickled here."""
+    # A module beside the caller's script is no less there for its workers.
+    sys.path += [place for place in json.loads((folder / PATH).read_text()) if place not in sys.path]
+    function, args = pickle.loads((folder / FUNCTION).read_bytes())
+    result = function(*args)
+    results = folder / f"{RESULTS}{os.environ['ELASTIC_AGENT_GENERATION']}"
+    results.mkdir(exist_ok=True)
+    file = results / os.environ["RANK"]
+    scratch = file.with_name(f".{file.name}")
+    try:
+        scratch.write_bytes(pickle.dumps(result))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        scratch.unlink(missing_ok=True)
+        problem = f"the result of rank {file.name}, a {type(result).__name__}, cannot be sent back"
+        raise TypeError(f"{problem}: {error}") from error
+    scratch.rename(file)
+
+
+if __name__ == "__main__":
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(_call)(Path(os.environ[FOLDER]))

@@ -14,14 +14,11 @@ from pathlib import Path
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare, Spares
 from elastic_agent.agent.workers.processes.subreaper import PR_SET_CHILD_SUBREAPER, adopt_orphans
-from elastic_agent.worker.storage.memory.available_memory import MIB, Memory
 
 from .io_threads import started_io
 
 PATIENCE_S = 60.0
 """Importing torch takes two seconds, and many more on a busy machine."""
-
-PLENTY = (Memory(1000 * MIB, 1000 * MIB),)
 
 
 @contextmanager
@@ -45,7 +42,6 @@ class SpareKeeper:
         **environment: str,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.memory = PLENTY
         self.late_s = 0.0
         self.spares = Spares(
             Interpreter(python, {**os.environ, **environment}, str(first_on_path or os.getcwd()), script),
@@ -54,7 +50,6 @@ class SpareKeeper:
             started_io(),
             self.events.put,
             self.clock,
-            lambda: self.memory,
         )
 
     def clock(self) -> float:

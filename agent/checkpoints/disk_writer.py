@@ -53,7 +53,7 @@ class DiskWriter:
         self._command = [sys.executable, "-I", "-S", "-c", _PROGRAM, agent, reports]
         self._environment = environment
         self._io = io
-        self._helper = Helper("disk writer", io, lambda: post(self.ended))
+        self._helper = Helper(io, lambda: post(self.ended))
         self._post = post
         self._closed = False
         self.departing = False

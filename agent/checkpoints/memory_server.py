@@ -78,7 +78,7 @@ class MemoryServer:
         self._store = store
         self._environment = environment
         self._io = io
-        self._helper = Helper("memory server", io, lambda: post(self.ended))
+        self._helper = Helper(io, lambda: post(self.ended))
         self._post = post
         self._closed = threading.Event()
         self._leaving = False

@@ -1,4 +1,4 @@
-"""Cgroups: the one that holds this agent's workers, what the kernel has killed in them, and whether memory is scarce.
+"""Cgroups: the one that holds this agent's workers, and what the kernel has killed in them.
 
 No process leaves a cgroup by forking, by a session of its own or by forgetting its environment: what a worker starts
 can be found and killed for certain. Only version 2 can do that, and a cgroup has one owner alone, who marks
@@ -14,18 +14,16 @@ Without delegation nothing is made, and what is left behind is found by marks, s
 
 A worker that the kernel's out-of-memory killer ends does so by SIGKILL, as one that a person kills. The kernel counts
 its victims by cgroup before it kills them, in `memory.events` (version 2, with all cgroups below) or in
-`memory.oom_control` (version 1). Memory *pressure* is little memory left, or tasks that stand still because others'
-memory has to be reclaimed first.
+`memory.oom_control` (version 1).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
-from ...worker.storage.memory.available_memory import MIB, Memory, own_cgroup, read_rows, upwards
+from ...worker.storage.memory.available_memory import own_cgroup, read_rows, upwards
 
 log = logging.getLogger(__name__)
 
@@ -146,32 +144,3 @@ def warn_of_group_kill(proc: Path = Path("/proc/self")) -> None:
 def _kills(counter: Path | None) -> int | None:
     """None: there is no count now."""
     return read_rows(counter).get("oom_kill") if counter is not None else None
-
-
-# --- Memory pressure
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPolicy:
-    """Memory is scarce when less than this is available, or more of the time is lost."""
-
-    least_share: float = 0.05
-    """Of all memory, but at most `least_bytes`: on a large machine a twentieth is much."""
-    least_bytes: int = 1024 * MIB
-    most_stalled: float = 20.0
-    """Per cent of the last ten seconds in which some task waited for memory."""
-    relief: float = 1.5
-    """So many times the least must be available again before the pressure is over."""
-
-
-def pressure(policy: MemoryPolicy, memory: Memory, *, before: bool) -> str:
-    """Why memory is scarce; empty if it is not. `before`: it was when last asked."""
-    least = min(policy.least_bytes, int(policy.least_share * memory.total))
-    most_stalled = policy.most_stalled
-    if before:
-        least, most_stalled = int(policy.relief * least), most_stalled / policy.relief
-    if memory.available < least:
-        return f"{memory.of} has {memory.available // MIB} MiB left of {memory.total // MIB} MiB"
-    if memory.stalled > most_stalled:
-        return f"tasks of {memory.of} wait for memory {memory.stalled:.0f} % of the time"
-    return ""

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...threads import listen
-from ...worker.storage.memory.available_memory import read_memory
 from ...worker.wire.environment import WorkerEnv
 from ...worker.wire.shared_progress import clock
 from ..common.events import Event
@@ -63,4 +62,4 @@ def interpreter_of(
 
 
 def new_spares(prepared: Prepared, interpreter: Interpreter, words: Sequence[str], wanted: int) -> Spares:
-    return Spares(interpreter, words, wanted, prepared.io, prepared.events.put, clock, read_memory)
+    return Spares(interpreter, words, wanted, prepared.io, prepared.events.put, clock)

@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.workers.preloader import spare_policy
-from elastic_agent.agent.workers.preloader import spares as module
 from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare
 from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker
 from elastic_agent.agent.workers.processes.workers import tied
-from elastic_agent.worker.storage.memory.available_memory import MIB, Memory
-from tests.spare_keeper import PLENTY, SpareKeeper, adopting
+from tests.spare_keeper import SpareKeeper, adopting
 
 
 @pytest.fixture(autouse=True)
@@ -247,27 +245,6 @@ def test_an_edited_module_is_what_the_next_worker_imports(
     assert says_in_a_worker() == "new one\n"
     assert "is no fork" not in caplog.text
     agent.spares.close()
-
-
-def test_scarce_memory_drops_the_spares_and_they_come_back_or_are_made_when_needed(
-    agent: SpareKeeper, caplog: pytest.LogCaptureFixture
-) -> None:
-    agent.run_until_ready()
-    idle = set(agent.spares.pids) - {agent.preloaded}
-    agent.memory = (Memory(10 * MIB, 1000 * MIB),)
-    agent.late_s += module.MEMORY_EVERY_S
-    agent.run_until(lambda: all(map(gone, idle)))
-    assert "memory is scarce: this machine has 10 MiB left of 1000 MiB; 2 spares are dropped" in caplog.text
-    agent.late_s += spare_policy.CALM_S
-    agent.spares.turn(agent.clock())
-    assert agent.spares.ready == 0
-    agent.run_until(lambda: agent.prepared(2))
-    assert agent.spares.ready == 2, "a start gets them all the same"
-    agent.take(), agent.take()
-    agent.memory = PLENTY
-    agent.late_s += module.MEMORY_EVERY_S
-    agent.run_until_ready()
-    assert "memory is not scarce any more" in caplog.text
 
 
 def test_what_the_script_imports_is_preloaded_where_it_is_installed(tmp_path: Path) -> None:

@@ -86,14 +86,6 @@ def test_the_machine_and_each_limited_cgroup_are_read(
     assert read_memory(machine(tmp_path, listed, files)) == (ALL, *cgroups)
 
 
-def test_tasks_that_wait_for_memory_are_read(tmp_path: Path) -> None:
-    inside = limit("a", MOST, 0) | {"a/memory.pressure": "some avg10=1.25 avg60=0.00 avg300=0.00 total=7\n"}
-    proc = machine(tmp_path, "0::/a\n", inside)
-    (proc / "pressure").mkdir()
-    (proc / "pressure/memory").write_text("some avg10=3.50 avg60=0.00 total=7\nfull avg10=9 x\n")
-    assert [memory.stalled for memory in read_memory(proc)] == [3.5, 1.25]
-
-
 def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     assert read_memory(tmp_path) == ()
     (tmp_path / "meminfo").write_text(MEMINFO)

@@ -1,17 +1,22 @@
-"""When a helper process has ended, with and without a descriptor to wait on."""
+"""When a helper process has ended, and when it cannot be watched."""
 
 from __future__ import annotations
 
 import errno
 import os
 import subprocess
+import sys
 import threading
+from typing import Any
 
 import pytest
 
 from elastic_agent.agent.workers.processes import helper as module
 from elastic_agent.agent.workers.processes.helper import Helper
-from tests.io_threads import settle_io, started_io
+from elastic_agent.agent.workers.processes.workers import start_helper
+from tests.io_threads import started_io
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @pytest.fixture
@@ -19,55 +24,34 @@ def ended() -> threading.Event:
     return threading.Event()
 
 
-@pytest.fixture
-def end(ended: threading.Event) -> Helper:
-    return Helper("helper", started_io(), ended.set)
-
-
-def test_the_end_of_a_process_is_told(end: Helper, ended: threading.Event) -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        end._wait_for(process.pid)
-        assert not ended.wait(0.05)
-        process.kill()
-        assert ended.wait(20.0)
-
-
-def test_a_process_that_is_gone_already_is_not_looked_for(
-    end: Helper, ended: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def gone(pid: int) -> int:
-        raise ProcessLookupError(errno.ESRCH, "No such process")
-
-    monkeypatch.setattr(os, "pidfd_open", gone)
-    end._wait_for(2**22)
+def test_the_end_of_a_process_is_told(ended: threading.Event) -> None:
+    helper = Helper(started_io(), ended.set)
+    helper.start(SLEEPS, os.environ, subprocess.DEVNULL)
+    [pid] = helper.pids
+    assert not ended.wait(0.05)
+    os.kill(pid, 9)
     assert ended.wait(20.0)
-    assert "looking now and then" not in caplog.text
+    assert "9" in helper.reap()
+    assert not helper.runs
 
 
-def test_without_a_descriptor_a_process_is_looked_for(
-    end: Helper, ended: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_one_that_cannot_be_watched_is_not_left_running(
+    ended: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def starts(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(start_helper(*arguments, **more))
+        return started[0]
+
     def scarce(pid: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
+    monkeypatch.setattr(module, "start_helper", starts)
     monkeypatch.setattr(os, "pidfd_open", scarce)
-    monkeypatch.setattr(module, "LOOK_S", 0.01)
-    with subprocess.Popen(["sleep", "60"]) as process:
-        end._wait_for(process.pid)
-        assert not ended.wait(0.05)
-        process.kill()
-        assert ended.wait(20.0)
-    assert caplog.text.count("the helper is watched by looking now and then") == 1
-
-
-def test_a_closed_one_looks_for_no_process(
-    end: Helper, ended: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its number may be another process' by now, which would be looked for without end."""
-    looked: list[int] = []
-    monkeypatch.setattr(module, "has_ended", looked.append)
-    end.end()
-    end._look(os.getpid())
-    settle_io()
-    assert looked == []
+    helper = Helper(started_io(), ended.set)
+    with pytest.raises(OSError, match="Too many open files"):
+        helper.start(SLEEPS, os.environ, subprocess.DEVNULL)
+    assert started[0].wait(20.0) == -9
+    assert not helper.runs
     assert not ended.is_set()

@@ -21,7 +21,7 @@ DCP_INDEX = ROOT / "worker" / "checkpointing" / "conversion" / "dcp_form.py"
 """DCP writes a pickle: its reader makes objects of DCP's own classes alone, which `test_convert` proves."""
 PLAIN_VALUES = ROOT / "agent" / "workers" / "hangs" / "flight_records.py"
 """torch writes a pickle: no class or function comes out of it, which `test_flight_records` proves."""
-OWN_FUNCTIONS = {ROOT / "elastic_agent" / name for name in ("launcher.py", "launched_function.py")}
+OWN_FUNCTIONS = {ROOT / "elastic_agent" / "launcher.py"}
 """A user's own function goes to that user's own workers and its results come back, through a folder that is private to
 that user: whoever could write there could change the script as well."""
 SCRIPT = {

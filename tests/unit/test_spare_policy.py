@@ -73,20 +73,19 @@ def test_every_wait_ends_when_nothing_more_happens(
 
 
 @pytest.mark.parametrize(
-    ("stock", "calm_at", "pressed", "asked"),
+    ("stock", "calm_at", "asked"),
     [
-        (Stock(READY, 0.0), NOW, False, 4),
-        (Stock(READY, 0.0, ready=3), NOW, False, 1),
-        (Stock(READY, 0.0, ready=1, coming=3), NOW, False, 0),
-        (Stock(READY, 0.0, ready=6), NOW, False, 0),
-        (Stock(READY, 0.0), NOW + CALM_S, False, 0),
-        (Stock(READY, 0.0), NOW, True, 0),
-        (Stock(LOADING, 0.0), NOW, False, 0),
-        (Stock(BROKEN, 0.0), NOW, False, 0),
+        (Stock(READY, 0.0), NOW, 4),
+        (Stock(READY, 0.0, ready=3), NOW, 1),
+        (Stock(READY, 0.0, ready=1, coming=3), NOW, 0),
+        (Stock(READY, 0.0, ready=6), NOW, 0),
+        (Stock(READY, 0.0), NOW + CALM_S, 0),
+        (Stock(LOADING, 0.0), NOW, 0),
+        (Stock(BROKEN, 0.0), NOW, 0),
     ],
 )
-def test_what_is_asked_for_in_the_background(stock: Stock, calm_at: float, pressed: bool, asked: int) -> None:
-    assert in_background(stock, 4, calm_at, pressed, NOW) == asked
+def test_what_is_asked_for_in_the_background(stock: Stock, calm_at: float, asked: int) -> None:
+    assert in_background(stock, 4, calm_at, NOW) == asked
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from enum import Enum
 from ....rendezvous.statements.inquiry import Recorded
 from ....rendezvous.text import clean
 from ...common.kernel_files import read
-from ..processes.proc import Stat, debugger_of, sleeps_of, stat_of
+from ..processes.proc import debugger_of, sleeps_of, stat_of
 
 BUSY_SHARE = 0.3
 """Of one processor."""
@@ -195,8 +195,6 @@ def wait_of(state: str, channel: str, call: str) -> Wait:
 
 # --- From /proc
 
-MOST_CHILDREN = 32
-"""Of one worker."""
 MOST_THREADS = 256
 """Of one process."""
 _MOST_TEXT = 160
@@ -274,15 +272,6 @@ class Times:
 
     cpu_s: float
     sleeps: int
-
-
-def children_of(stats: Mapping[int, Stat], pid: int) -> list[int]:
-    """All processes below it, the nearest first."""
-    found, at = [pid], 0
-    while at < len(found) and len(found) <= MOST_CHILDREN:
-        found += [child for child, stat in stats.items() if stat.parent == found[at]]
-        at += 1
-    return found[1 : MOST_CHILDREN + 1]
 
 
 def times_of(pid: int, proc: str = "/proc") -> dict[int, Times]:

@@ -20,7 +20,7 @@ from ....rendezvous.text import clean
 from ....threads import Thread
 from ...common.events import Event
 from ...common.kernel_files import read
-from ..processes.proc import all_stats, debugger_of, sleeps_of, stat_of, thread_sleeps
+from ..processes.proc import all_stats, debugger_of, family_of, sleeps_of, stat_of, thread_sleeps
 
 LOOK_EVERY_S = 2.0
 """Between two looks that the main thread asks for."""
@@ -130,21 +130,8 @@ class SignReader:
         if known and now < self._searched_at + SEARCH_EVERY_S:
             return
         self._searched_at = now
-        children: dict[int, list[int]] = {}
-        sessions: dict[int, list[int]] = {}
-        for pid, stat in all_stats(self._proc).items():
-            children.setdefault(stat.parent, []).append(pid)
-            sessions.setdefault(stat.session, []).append(pid)
-        self._families = {}
-        for worker in workers:
-            found: dict[int, None] = {}
-            waiting = [worker, *sessions.get(worker, ())]  # each worker leads a session of its own
-            while waiting:
-                pid = waiting.pop()
-                if pid not in found:
-                    found[pid] = None
-                    waiting += children.get(pid, ())
-            self._families[worker] = tuple(found)
+        stats = all_stats(self._proc)
+        self._families = {worker: family_of(worker, stats) for worker in workers}
 
     def _signs(self, worker: int, printed: int, *, threads: bool = False) -> Signs:
         ticks = moved = 0

@@ -27,7 +27,7 @@ from functools import cache
 
 from ....rendezvous.text import clean
 from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
-from ..processes.proc import all_stats, debugger_of, stat_of, status_field
+from ..processes.proc import all_stats, debugger_of, family_of, stat_of, status_field
 from .facts import (
     Frame,
     ProcessFacts,
@@ -35,7 +35,6 @@ from .facts import (
     ThreadStack,
     Times,
     WorkerFacts,
-    children_of,
     process_facts,
     read_sockets,
     times_of,
@@ -247,6 +246,8 @@ def parse(text: str, source: Callable[[str, int], str] = lambda file, line: "") 
 
 # --- A look
 
+MOST_CHILDREN = 32
+"""Of one worker, that are looked at."""
 MOST_SOURCE = 2**20
 """Bytes of a file whose lines are looked at."""
 _MOST_LINE = 200
@@ -341,7 +342,7 @@ class Collector:
         if not depth.children:
             return {one.pid: (one.pid,) for one in targets}
         stats = all_stats()
-        return {one.pid: (one.pid, *children_of(stats, one.pid)) for one in targets}
+        return {one.pid: family_of(one.pid, stats)[: 1 + MOST_CHILDREN] for one in targets}
 
     def _moment(
         self,

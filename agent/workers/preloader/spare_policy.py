@@ -70,9 +70,9 @@ def before_start(stock: Stock, workers: int, now: float) -> Advice:
     return Advice(missing, asked_at + FORKING_S)
 
 
-def in_background(stock: Stock, wanted: int, calm_at: float, pressed: bool, now: float) -> int:
-    """How many to ask for while no start waits. Nothing is done before `calm_at`; `pressed`: memory is scarce."""
-    if stock.phase is not Phase.READY or pressed or now < calm_at:
+def in_background(stock: Stock, wanted: int, calm_at: float, now: float) -> int:
+    """How many to ask for while no start waits. Nothing is done before `calm_at`."""
+    if stock.phase is not Phase.READY or now < calm_at:
         return 0
     return max(0, wanted - stock.ready - stock.coming)
 

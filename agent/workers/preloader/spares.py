@@ -23,11 +23,9 @@ from functools import partial
 from pathlib import Path
 
 from ....codec import Invalid
-from ....worker.storage.memory.available_memory import Memory
 from ...common.events import Event
 from ...common.exits import describe_exit
 from ...common.io_thread import IoThread
-from ...machine.cgroups import MemoryPolicy, pressure
 from ..processes import spare_wire as wire
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
 from ..processes.workers import Process, tied
@@ -47,9 +45,6 @@ from .spare_policy import (
 log = logging.getLogger(__name__)
 
 PROCESS = Path(__file__).with_name("process.py")
-
-MEMORY_EVERY_S = 5.0
-"""Between two looks at how scarce memory is."""
 
 OUTPUT_MOST = 16 * 1024
 
@@ -124,7 +119,6 @@ class Spares:
         io: IoThread,
         post: Callable[[Event], None],
         clock: Callable[[], float],
-        read_memory: Callable[[], tuple[Memory, ...]],
     ) -> None:
         """So many spares are `wanted`, with the modules of these `names`. Nothing is preloaded before `start`: every
         start is cold."""
@@ -136,7 +130,6 @@ class Spares:
         self._io = io
         self._post = post
         self._clock = clock
-        self._read_memory = read_memory
         self._preloaded: _Preloaded | None = None
         self._spares: list[Spare] = []
         self._asked_at = 0.0
@@ -145,8 +138,6 @@ class Spares:
         self._failures = 0
         self._retry_at: float | None = None
         self._calm_at = 0.0
-        self._pressure = ""
-        self._look_at = 0.0
         self._ending: list[subprocess.Popen[bytes]] = []
         self._owners: dict[int, _Preloaded | Spare] = {}
 
@@ -261,13 +252,9 @@ class Spares:
             self._retry_at = None
             self._preloaded = self._launch(now)
         self._replace_if_overdue(now)
-        if now >= self._look_at and (self._spares or self._pressure):
-            self._look_at = now + MEMORY_EVERY_S
-            self._look_at_memory()
-        stock = self._stock()
-        if missing := in_background(stock, self._wanted, self._calm_at, bool(self._pressure), now):
+        if missing := in_background(self._stock(), self._wanted, self._calm_at, now):
             self._ask_for(missing, now)
-        instants = [self._look_at, self._retry_at, due_at(self._stock())]
+        instants = [self._retry_at, due_at(self._stock())]
         if now < self._calm_at:
             instants.append(self._calm_at)
         return min((at for at in instants if at is not None), default=None)
@@ -434,23 +421,9 @@ class Spares:
         if spare.pid:
             os.kill(spare.pid, signal.SIGKILL)  # it is our child, and not yet reaped
 
-    def _drop_all(self) -> int:
-        dropped = self.ready
+    def _drop_all(self) -> None:
         for spare in list(self._spares):
             self._discard(spare)
-        return dropped
-
-    def _look_at_memory(self) -> None:
-        judged = (
-            pressure(MemoryPolicy(), memory, before=bool(self._pressure)) for memory in self._read_memory()
-        )
-        scarce = next(filter(None, judged), "")
-        if scarce and not self._pressure:
-            dropped = self._drop_all()
-            log.warning("memory is scarce: %s; %d spares are dropped, and made when needed", scarce, dropped)
-        elif self._pressure and not scarce:
-            log.info("memory is not scarce any more: spares are kept again")
-        self._pressure = scarce
 
     # --- Sockets
 

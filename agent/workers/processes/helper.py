@@ -14,24 +14,19 @@ from functools import partial
 
 from ...common.exits import describe_exit
 from ...common.io_thread import IoThread
-from .proc import KILL_WAIT_S, has_ended, process_status, reap_within
+from .proc import KILL_WAIT_S, process_status, reap_within
 from .workers import start_helper
 
 log = logging.getLogger(__name__)
-
-LOOK_S = 1.0
-"""Between two looks, where the kernel gives no descriptor to wait on."""
 
 
 class Helper:
     """One process at a time. For the main thread: the process dies with the thread that starts it."""
 
-    def __init__(self, name: str, io: IoThread, ended: Callable[[], object]) -> None:
-        """`ended` is called in the io thread once for each process, until `release` or `end`; then `reap` it."""
-        self._name = name
+    def __init__(self, io: IoThread, ended: Callable[[], object]) -> None:
+        """`ended` is called in the io thread once for each process; then `reap` it."""
         self._io = io
         self._ended = ended
-        self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -46,8 +41,14 @@ class Helper:
         self, command: Sequence[str], environment: Mapping[str, str], stdin: int, pass_fds: Sequence[int] = ()
     ) -> None:
         """Raises OSError."""
-        self._process = start_helper(command, environment, stdin, pass_fds=pass_fds)
-        self._wait_for(self._process.pid)
+        process = start_helper(command, environment, stdin, pass_fds=pass_fds)
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            end(process)
+            raise
+        self._process = process
+        self._io.watch(pidfd, partial(self._readable, pidfd))
 
     def reap(self) -> str:
         """How the process has ended; empty where there is none any more."""
@@ -57,8 +58,7 @@ class Helper:
         return describe_exit(process.wait())
 
     def release(self) -> subprocess.Popen[bytes] | None:
-        """The process, for the caller to wait for; no other one is started here."""
-        self._closed = True
+        """The process, for the caller to wait for."""
         process, self._process = self._process, None
         return process
 
@@ -68,30 +68,10 @@ class Helper:
         if process is not None:
             end(process, consequence)
 
-    def _wait_for(self, pid: int) -> None:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._ended()
-        except OSError as error:  # no descriptor is left: a look now and then does as well
-            log.warning("the %s is watched by looking now and then: %s", self._name, error)
-            self._io.later(LOOK_S, partial(self._look, pid))
-        else:
-            self._io.watch(pidfd, partial(self._readable, pidfd))
-
     def _readable(self, pidfd: int) -> None:
         self._io.forget(pidfd)
         os.close(pidfd)
         self._ended()
-
-    def _look(self, pid: int) -> None:
-        """When there is none here the number may be another process'."""
-        if self._closed:
-            return
-        if has_ended(pid):
-            self._ended()
-        else:
-            self._io.later(LOOK_S, partial(self._look, pid))
 
 
 def end(process: subprocess.Popen[bytes], consequence: str = "") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from ...common.kernel_files import read
 
@@ -83,6 +83,20 @@ def all_stats(proc: Folder = "/proc") -> dict[int, Stat]:
     """Of all processes, by pid."""
     pids = (int(name) for name in os.listdir(proc) if name.isdecimal())
     return {pid: stat for pid in pids if (stat := stat_of(f"{os.fspath(proc)}/{pid}")) is not None}
+
+
+def family_of(worker: int, stats: Mapping[int, Stat]) -> tuple[int, ...]:
+    """This process itself, what is in the session that it leads, and all that descends from these."""
+    children: dict[int, list[int]] = {}
+    for pid, stat in stats.items():
+        children.setdefault(stat.parent, []).append(pid)
+    found: dict[int, None] = {}
+    waiting = [worker, *(pid for pid, stat in stats.items() if stat.session == worker)]
+    while waiting:
+        if (pid := waiting.pop(0)) not in found:
+            found[pid] = None
+            waiting += children.get(pid, ())
+    return tuple(found)
 
 
 def status_field(folder: Folder, name: str) -> str:

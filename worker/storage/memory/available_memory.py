@@ -40,12 +40,10 @@ def size_text(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that could be had, of all. `stalled`: per cent of the last ten seconds in which some task waited for
-    memory (PSI); 0 where the kernel does not count it."""
+    """Bytes that could be had, of all."""
 
     available: int
     total: int
-    stalled: float = 0.0
     of: str = "this machine"
 
 
@@ -109,8 +107,7 @@ def read_rows(file: Path) -> dict[str, int]:
 def _machine(proc: Path) -> Iterator[Memory]:
     rows = read_rows(proc / "meminfo")
     if rows.keys() >= {"MemAvailable:", "MemTotal:"}:
-        stalled = _stalled(proc / "pressure/memory")
-        yield Memory(rows["MemAvailable:"] * 1024, rows["MemTotal:"] * 1024, stalled)
+        yield Memory(rows["MemAvailable:"] * 1024, rows["MemTotal:"] * 1024)
 
 
 def _cgroups(proc: Path) -> Iterator[Memory]:
@@ -123,17 +120,7 @@ def _cgroups(proc: Path) -> Iterator[Memory]:
                 continue
             if limit < _NO_LIMIT:
                 available = limit - used + read_rows(folder / "memory.stat").get(unused_row, 0)
-                stalled = _stalled(folder / "memory.pressure")
-                yield Memory(max(0, available), limit, stalled, f"the cgroup {folder}")
-
-
-def _stalled(file: Path) -> float:
-    """The share of the first row, "some avg10=1.25 ..."."""
-    try:
-        found = re.match(r"some avg10=([\d.]+)", file.read_text())
-        return float(found[1]) if found else 0.0
-    except (OSError, ValueError):  # PSI is off
-        return 0.0
+                yield Memory(max(0, available), limit, f"the cgroup {folder}")
 
 
 def _unescaped(path: str) -> str:
