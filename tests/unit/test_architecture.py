@@ -81,7 +81,7 @@ workers/failures: common configuration
 checkpoints: common workers/processes
 machine: common configuration workers/processes checkpoints
 workers/hangs: common output workers/processes
-workers/preloader: common workers/processes machine
+workers/preloader: common workers/processes
 rendezvous_io: common configuration machine
 observability: common output configuration workers/processes rendezvous_io
 workers: common output configuration checkpoints machine rendezvous_io workers/failures workers/processes \
