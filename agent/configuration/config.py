@@ -33,7 +33,6 @@ from .parse import (
     one_of,
     read_affinity,
     read_arguments,
-    read_collector,
     read_host,
     read_local_ranks,
     read_log_level,
@@ -375,14 +374,6 @@ HTTP_ADDRESS: Option[Endpoint | None] = NETWORK.option(
     "metrics and health probes; port 0 is any free port, the log says which (default: a free port at"
     " 127.0.0.1, or at this node's own address when other nodes can join: they probe it after failures)",
 )
-OTLP_ENDPOINT: Option[str | None] = NETWORK.option(
-    "otlp-endpoint",
-    Parser("an http:// or https:// URL of a collector without a user in it, or env", read_collector),
-    "send spans of each recovery's phases to the OpenTelemetry collector at URL, over OTLP/HTTP; env: as"
-    " OpenTelemetry's own variables say, which always have the headers, the certificate and the rest. Needs"
-    " 'elastic-agent[otel]' (default: none are sent)",
-    metavar="URL|env",
-)
 
 ITSELF = Group("Configuration")
 CONFIG_FILE: Option[str | None] = ITSELF.option(
@@ -442,8 +433,6 @@ class Config:
     logs: LogConfig = LogConfig()
     http_address: Endpoint | None = HTTP_ADDRESS.field()
     """None: where other nodes reach this one (memory: loopback), any free port."""
-    otlp_endpoint: str | None = OTLP_ENDPOINT.field()
-    """None: no spans are sent. ENVIRONMENT: to where OpenTelemetry's own variables say."""
 
     @property
     def solitary(self) -> bool:

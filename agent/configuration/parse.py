@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from enum import Flag
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
-from urllib.parse import urlsplit
 
 from ...rendezvous.records import Endpoint
 from ..common.ports import PortConfigError, PortRange
@@ -134,24 +133,6 @@ def _read_size(text: str) -> int:
 
 
 SIZE = Parser("a size in bytes or like 512MiB and 1.5GiB; 0 or off for none", _read_size)
-
-
-ENVIRONMENT = "env"
-"""Given instead of a collector's URL: it comes from OpenTelemetry's own variables."""
-
-
-def read_collector(text: str) -> str:
-    """The URL without a slash at its end. Raises ValueError."""
-    if text == ENVIRONMENT:
-        return text
-    url = urlsplit(text)
-    if "@" in url.netloc:
-        raise ValueError("put credentials into OTEL_EXPORTER_OTLP_HEADERS")
-    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
-        raise ValueError
-    if url.port == 0 or not text.isprintable() or " " in text:
-        raise ValueError
-    return text.rstrip("/")
 
 
 def read_text(text: str) -> str:

@@ -49,6 +49,7 @@ REMOVED = {
     "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
     "memory-replica-rate": "leave it out; to hold replicas back, limit the interface with tc, or --memory-replicas 0",
     "network-profile": "leave it out, or set NCCL_IB_DISABLE=1 for TCP, NCCL_DEBUG=INFO for what NCCL chooses",
+    "otlp-endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT, as for every program that sends to OpenTelemetry",
     "picture": "draw from report --json, which has the timeline",
     "service-stop-limit": "leave it out; a whole stop takes twice --stop-grace and 5 s, and at least 15 s",
     "quiet": "write --log-level warning",

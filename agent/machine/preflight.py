@@ -36,7 +36,6 @@ _NEVER = {
     errno.EACCES: "a port that this user may listen on, above 1023",
     errno.EAFNOSUPPORT: "an IPv4 address: this node has no IPv6",
 }
-_EXPORTS_SPANS = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def check_resources(config: Config, environ: Mapping[str, str]) -> None:
@@ -46,7 +45,6 @@ def check_resources(config: Config, environ: Mapping[str, str]) -> None:
         *_memory(config.memory_checkpoints),
         *_http(config.http_address),
         *_notice(config.stop.notice),
-        *_otlp(config.otlp_endpoint),
         *_run_directory(environ),
     ]
     if problems:
@@ -104,20 +102,6 @@ def _notice(source: NoticeSource) -> Iterator[Problem]:
     if source.kind == "file" and (found := _no_file(path)):
         expected = f"a regular file that this user may read, or none yet, but {found}"
         yield Problem("--notice", str(source), expected, "name another, or remove what is there", here=True)
-
-
-def _otlp(endpoint: str | None) -> Iterator[Problem]:
-    if endpoint is not None and not all(map(_is_installed, _EXPORTS_SPANS)):
-        expected = "the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
-        advice = "pip install 'elastic-agent[otel]', or leave it out"
-        yield Problem("--otlp-endpoint", endpoint, expected, advice, here=True)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ImportError:
-        return False
 
 
 def _no_file(path: str) -> str:

@@ -36,7 +36,6 @@ from ..common.exits import CannotStart, ExitCode
 from ..common.folders import make_own
 from ..common.io_thread import IoThread
 from ..configuration.config import NO_FILES, Config, LogConfig
-from ..configuration.parse import ENVIRONMENT
 from ..configuration.stopping import drain_timeout_s
 from ..configuration.values import Command
 from ..machine.gpus import GpuHealth, GpuMemory
@@ -44,7 +43,7 @@ from ..machine.inventory import Machine, needs_of
 from ..machine.network import Network
 from ..observability.job_report import JobReport, Watch
 from ..observability.observer import Observer
-from ..observability.otel import SpanSender
+from ..observability.otel import SpanSender, sends_spans
 from ..observability.page import Board, overview
 from ..observability.sources import AgentsSource
 from ..observability.status import StatusPages
@@ -234,9 +233,8 @@ def checks_of(agent: Agent) -> JoinChecks:
 
 
 def send_spans(agent: Agent) -> None:
-    """The spans of each recovery that the journal has from now on, if a collector is configured."""
-    endpoint = agent.config.otlp_endpoint
-    if endpoint is None:
+    """The spans of each recovery that the journal has from now on, if a collector is named."""
+    if not sends_spans(agent.environment):
         return
     resource = {
         "service.name": "elastic-agent",
@@ -245,7 +243,7 @@ def send_spans(agent: Agent) -> None:
         "elastic_agent.job": agent.config.rendezvous.job_id,
         "elastic_agent.node": agent.name,
     }
-    agent.started(SpanSender(None if endpoint == ENVIRONMENT else endpoint, resource, agent.journal))
+    agent.started(SpanSender(resource, agent.journal))
 
 
 def recheck_of(agent: Agent) -> Recheck:

@@ -11,6 +11,7 @@ that find no room are dropped, errors are logged once, and the end of the agent 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import logging
 import os
 import queue
@@ -27,7 +28,26 @@ CLOSE_S = 2.0
 """How long the end of the agent waits for the last spans."""
 MOST_WAITING = 64
 """Recoveries that wait for the thread."""
+COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_VARIABLES = (COLLECTOR, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _OF_LIBRARIES = ("opentelemetry", "requests", "urllib3")
+
+
+def sends_spans(environ: Mapping[str, str]) -> bool:
+    """OpenTelemetry's variables name a collector, and its packages are installed."""
+    named = [name for name in _VARIABLES if environ.get(name)]
+    installed = bool(named) and all(map(_is_installed, _PACKAGES))
+    if named and not installed:
+        log.info("%s is set, but no spans are sent: pip install 'elastic-agent[otel]'", named[0])
+    return installed
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
 
 
 def trace_id(run: str, generation: int) -> int:
@@ -39,10 +59,8 @@ def trace_id(run: str, generation: int) -> int:
 class SpanSender:
     """Sends a span for each recovery of which the journal tells. `heard` is for any thread, and never waits."""
 
-    def __init__(self, endpoint: str | None, resource: Mapping[str, str], journal: Journal) -> None:
-        """`endpoint`: the collector's URL without /v1/traces; None: from OpenTelemetry's variables. `resource`: the
-        attributes of this node; OpenTelemetry's variables override them."""
-        self._endpoint = endpoint
+    def __init__(self, resource: Mapping[str, str], journal: Journal) -> None:
+        """`resource`: the attributes of this node; OpenTelemetry's variables override them, and name the collector."""
         self._resource = resource
         self._journal = journal
         self._because = ""
@@ -83,7 +101,7 @@ class SpanSender:
         else:
             self._thread.join(CLOSE_S)
         if self._sends and self._thread.is_alive():
-            log.warning("the last spans are not sent: no answer within %g s; check --otlp-endpoint", CLOSE_S)
+            log.warning("the last spans are not sent: no answer within %g s; check %s", CLOSE_S, COLLECTOR)
             self._given_up = True
             if self._exporter is not None:
                 self._exporter.shutdown()  # else it tries again for minutes
@@ -98,9 +116,7 @@ class SpanSender:
             heard = _LastWords()
             for name in _OF_LIBRARIES:  # they log each attempt, and this module once
                 logging.getLogger(name).addHandler(heard)
-            exporter: Any = OTLPSpanExporter(
-                None if self._endpoint is None else f"{self._endpoint}/v1/traces"
-            )
+            exporter: Any = OTLPSpanExporter()
             self._exporter = exporter
             resource = Resource.create(self._resource).merge(OTELResourceDetector().detect())
             while not self._given_up and (recovery := self._waiting.get()) is not None:
@@ -125,7 +141,7 @@ class SpanSender:
         except Exception as error:
             why = repr(error)
         if why and not self._failing:
-            log.warning("spans are not sent: %.300s. The job goes on; check --otlp-endpoint", why)
+            log.warning("spans are not sent: %.300s. The job goes on; check %s", why, COLLECTOR)
         elif self._failing and not why:
             log.info("spans are sent again")
         self._failing = bool(why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +17,14 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip instal
 
 from elastic_agent import threads
 from elastic_agent.agent.observability import otel
-from elastic_agent.agent.observability.otel import CLOSE_S, MOST_WAITING, SpanSender, trace_id
+from elastic_agent.agent.observability.otel import (
+    CLOSE_S,
+    COLLECTOR,
+    MOST_WAITING,
+    SpanSender,
+    sends_spans,
+    trace_id,
+)
 from elastic_agent.agent.output.journal import Journal, Kind
 from tests.collector import Collector
 
@@ -26,8 +34,9 @@ RESOURCE = {"service.name": "elastic-agent", "elastic_agent.node": "a"}
 
 
 @pytest.fixture(autouse=True)
-def failed() -> Iterator[list[str]]:
+def failed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Threads that have failed, each of which would have ended an agent."""
+    monkeypatch.setenv(COLLECTOR, "")
     names: list[str] = []
     threads.listen(lambda name, error: names.append(name))
     yield names
@@ -45,9 +54,10 @@ def collector() -> Iterator[Collector]:
 class Sender(SpanSender):
     """With a journal of its own, whose clock stands still."""
 
-    def __init__(self, endpoint: str | None, resource: dict[str, str]) -> None:
+    def __init__(self, endpoint: str, resource: dict[str, str]) -> None:
+        os.environ[COLLECTOR] = endpoint  # until `failed` puts it back
         self.journal = Journal("a", lambda: 1002.0, secrets=[SECRET])
-        super().__init__(endpoint, resource, self.journal)
+        super().__init__(resource, self.journal)
 
     def recovery(self) -> None:
         self.journal.run = "run"
@@ -91,6 +101,28 @@ def test_the_spans_of_a_recovery_are_one_trace(collector: Collector) -> None:
     assert {path for path, _ in collector.requests} == {"/v1/traces"}
 
 
+@pytest.mark.parametrize(
+    ("environ", "sends"),
+    [
+        ({}, False),
+        ({COLLECTOR: ""}, False),
+        ({COLLECTOR: "http://collector:4318"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318/v1/traces"}, True),
+    ],
+)
+def test_spans_are_sent_where_a_collector_is_named(environ: dict[str, str], sends: bool) -> None:
+    assert sends_spans(environ) is sends
+
+
+def test_without_the_packages_the_log_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(otel.importlib.util, "find_spec", lambda name: None)
+    assert not sends_spans({COLLECTOR: "http://collector:4318"})
+    assert "pip install 'elastic-agent[otel]'" in caplog.text
+
+
 def test_what_waits_at_the_end_is_sent(collector: Collector) -> None:
     sender = Sender(collector.url, RESOURCE)
     sender.start()
@@ -102,12 +134,11 @@ def test_what_waits_at_the_end_is_sent(collector: Collector) -> None:
 def test_the_variables_of_opentelemetry_are_respected(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "rack=7")
-    sender = Sender(None, RESOURCE)
+    sender = Sender(collector.url, RESOURCE)
     sender.start()
     sender.recovery()
     wait_for(lambda: len(collector.spans) == 4)

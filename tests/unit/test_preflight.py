@@ -114,17 +114,6 @@ def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
     assert "(/proc: No such file or directory)" in problem.advice
 
 
-def test_spans_need_the_packages_that_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint = "http://collector:4318"
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: name)
-    assert problems_of(otlp_endpoint=endpoint) == []
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    assert problems_of(otlp_endpoint=None) == []
-    [problem] = problems_of(otlp_endpoint=endpoint)
-    assert (problem.origin, problem.here) == ("--otlp-endpoint", True)
-    assert "pip install 'elastic-agent[otel]'" in problem.advice
-
-
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in (
