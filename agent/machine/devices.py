@@ -18,10 +18,8 @@ here. A version that is unknown counts as a current one.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -57,12 +55,10 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What this agent may use. `cuda` is in the order of cuda:0, 1, ...; `believed` names entries of an outer
-    CUDA_VISIBLE_DEVICES that could not be verified."""
+    """What this agent may use. `cuda` is in the order of cuda:0, 1, ..."""
 
     cuda: tuple[Device, ...]
     cpus: int
-    believed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +89,7 @@ def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Pa
         return Inventory(tuple(indices), cpus)
     if not installed and any((dev / name).exists() for name in OTHER_DRIVERS):
         return Inventory((), cpus)
-    cuda, believed = _visible(listed, installed, indices)
-    return Inventory(cuda, cpus, believed)
+    return Inventory(_visible(listed, installed, indices), cpus)
 
 
 def resolve_workers(nproc: WorkerCount, per_worker: int, inventory: Inventory) -> int:
@@ -255,19 +250,16 @@ def _read_gpu(folder: Path) -> _Gpu:
 # --- What is visible
 
 
-def _visible(
-    listed: str, installed: Sequence[_Gpu], indices: Sequence[Device]
-) -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """CUDA_VISIBLE_DEVICES as CUDA reads it, and the entries that could not be verified.
+def _visible(listed: str, installed: Sequence[_Gpu], indices: Sequence[Device]) -> tuple[Device, ...]:
+    """CUDA_VISIBLE_DEVICES as CUDA reads it.
 
     The first entry fixes the kind for all: GPU uuids, MIG uuids (both may be abbreviated), or indices. Empty and
     `NoDevFiles` hide everything, `-1` hides itself and what stands behind it; a comma at the end means nothing.
     """
     if listed.strip() in ("", "NoDevFiles"):
-        return (), ()
+        return ()
     kind = next((prefix for prefix in ("GPU-", "MIG-") if listed.startswith(prefix)), "")
     cuda: list[Device] = []
-    believed: list[str] = []
     seen: set[str] = set()
     for entry in listed.removesuffix(",").split(","):
         if entry.strip() == "-1":
@@ -286,9 +278,7 @@ def _visible(
             raise _wrong(VISIBLE, listed, f"each device once, but {entry!r} comes again", advice)
         seen.add(identity or device.entry)
         cuda.append(device)
-        if kind and not identity:
-            believed.append(entry)
-    return tuple(cuda), tuple(believed)
+    return tuple(cuda)
 
 
 def _by_index(entry: str, indices: Sequence[Device]) -> tuple[Device, str] | None:
@@ -322,22 +312,8 @@ def _names(kind: str, installed: Sequence[_Gpu]) -> str:
 
 # --- Versions
 
-ASKING_S = 10.0
-"""How long another interpreter may take to list what it has installed."""
-
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _NAMES = ("torch", *_NCCL)
-
-_PROGRAM = """
-import importlib.metadata, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,9 +358,8 @@ CURRENT = Software()
 
 
 def find_software(environ: Mapping[str, str]) -> Software:
-    """Of the interpreter that runs the workers. Never raises: what cannot be read is unknown."""
-    python = job_python(environ)
-    found = _installed_here() if python == sys.executable else _installed_at(python)
+    """Of the interpreter that runs the workers; unknown where that is not ours."""
+    found = _installed_here() if job_python(environ) == sys.executable else {}
     return Software(found.get("torch"), next((found[name] for name in _NCCL if name in found), None))
 
 
@@ -409,21 +384,6 @@ def _installed_here() -> dict[str, str]:
         except PackageNotFoundError:
             pass
     return found
-
-
-def _installed_at(python: str) -> dict[str, str]:
-    try:
-        answer = subprocess.run(
-            [python, "-c", _PROGRAM, *_NAMES],
-            stdin=subprocess.DEVNULL,  # the agent's is for its workers
-            capture_output=True,
-            timeout=ASKING_S,
-            check=True,
-        )
-        found = json.loads(answer.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _release(version: str) -> tuple[int, ...]:

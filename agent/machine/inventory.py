@@ -173,8 +173,6 @@ def _device_facts(
 ) -> Iterator[str]:
     cuda = [f"{device.entry} ({device.address or 'at an unknown address'})" for device in inventory.cuda]
     yield f"devices: {', '.join(cuda) or 'no CUDA device'}; {inventory.cpus} CPUs"
-    if inventory.believed:
-        yield f"  not verified, only the driver knows whether they exist: {', '.join(inventory.believed)}"
     for local_rank, (devices, cpus) in enumerate(zip(pinned, shares, strict=True)):
         yield f"worker {local_rank}: {devices.reason}"
         yield f"  {cpus.reason}"

@@ -1,9 +1,8 @@
 """What settings name on this machine, found wanting at once, and not hours later: folders, memory, addresses, the
 source of notices, and the module or program that workers are to run.
 
-That one is looked for where they will look, and nothing of it is run. Where the answer is not certain, as with an
-interpreter that is not ours or a package that changes its own path, it counts as found. That a script is a
-file, `configuration.check` checks.
+That one is looked for where they will look, and nothing of it is run: of a module only its outermost package, and
+only where workers run in our interpreter. That a script is a file, `configuration.check` checks.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import stat
 import sys
 import tokenize
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ...rendezvous.records import Endpoint
@@ -136,7 +135,7 @@ def check_target(command: Command, environ: Mapping[str, str]) -> None:
         advice = f"check its name and PATH, or write its path, seen from {os.getcwd()}"
         raise ConfigError([Problem("--no-python", command.target, expected, advice)])
     ours = job_python(environ) == sys.executable
-    if command.kind == "module" and ours and (missing := _missing(command.target)):
+    if command.kind == "module" and ours and (missing := _missing(command.target.partition(".")[0])):
         advice = (
             f"check its name; Python looks in {os.getcwd()}, in PYTHONPATH and among what is installed for it"
         )
@@ -170,42 +169,10 @@ def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
         return
 
 
-def _missing(module: str) -> str:
-    """What is not there; empty when all is, or when that is not certain."""
-    top, *rest = module.split(".")
+def _missing(package: str) -> str:
+    """What is not there; empty when it is, or when that is not certain."""
     try:
-        spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+        spec = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
     except (ImportError, ValueError, AttributeError):
         return ""
-    if spec is None:
-        return f"there is no module {top!r}"
-    for name in [*rest, "__main__"]:
-        folders = _search_path(spec)
-        if folders is None or (name == "__main__" and not folders):  # a module that is no package
-            return ""
-        try:
-            inner = PathFinder.find_spec(f"{spec.name}.{name}", folders)
-        except KeyError:  # a package without __init__.py, in one that is not imported
-            return ""
-        if inner is None:
-            main = name == "__main__"
-            return (
-                f"{spec.name} is a package without __main__"
-                if main
-                else f"{spec.name} has no module {name!r}"
-            )
-        spec = inner
-    return ""
-
-
-def _search_path(spec: ModuleSpec) -> Sequence[str] | None:
-    """Where its submodules are; None when only the package itself knows."""
-    if spec.origin is not None and spec.submodule_search_locations:
-        try:
-            with open(spec.origin, encoding="utf-8", errors="replace") as file:
-                text = file.read()
-        except OSError:
-            return None
-        if "__path__" in text or "sys.modules" in text:
-            return None
-    return list(spec.submodule_search_locations or ())
+    return f"there is no module {package!r}" if spec is None else ""

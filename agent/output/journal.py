@@ -14,7 +14,7 @@ it has one.
 A thread that does nothing else writes the file, `events-<node>.jsonl` in the folder of the run. While the disk is full
 or does not answer, events that find no room in the queue are dropped and counted, with one log line; nothing else
 suffers. The file is bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces the older one of
-that name. A folder that is removed while the job goes on is made again. Beside it lie small files about this node's
+that name. Beside it lie small files about this node's
 part in the run, such as its settings, for this user alone.
 """
 
@@ -24,11 +24,9 @@ import contextlib
 import enum
 import errno
 import logging
-import math
 import os
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -139,8 +137,6 @@ def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 MAX_FILE_BYTES = 8 * 1024 * 1024
 QUEUE_MAX = 1024 * 1024
 """Bytes that may wait for the disk."""
-REMADE_AFTER_S = 10.0
-"""Between two files that are made because the one before was removed. The events meanwhile are lost."""
 _BESIDE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 CLOSE_S = 1.0
 """How long the end of the agent waits for the disk to take the last events."""
@@ -178,14 +174,12 @@ class EventFile(Backlog[Callable[[], None]]):
         self,
         count_lost: Callable[[], None],
         most_bytes: int = MAX_FILE_BYTES,
-        clock: Callable[[], float] = time.monotonic,
         beside: Mapping[str, str] = {},
     ) -> None:
         """`count_lost` is called for each event that is not written. `beside`: names and texts of the other files."""
         super().__init__("event-file")
         self._count_lost = count_lost
         self._most_bytes = most_bytes
-        self._clock = clock
         self._beside = beside
         self._still = False
         """The disk does not answer, and the log says so. Under the lock."""
@@ -194,9 +188,6 @@ class EventFile(Backlog[Callable[[], None]]):
         self._path = Path()
         self._fd = -1
         self._file_size = 0
-        self._counts_links = False
-        """The file system tells that a file was removed which is open."""
-        self._remade_at = -math.inf
         self._beside_written = False
         self._failing = False
         """The last write failed, and the log says so."""
@@ -249,13 +240,6 @@ class EventFile(Backlog[Callable[[], None]]):
         if self._run is None:
             return
         try:
-            if self._fd >= 0 and self._counts_links and not os.fstat(self._fd).st_nlink:
-                if self._clock() < self._remade_at + REMADE_AFTER_S:
-                    self._count_lost()
-                    return
-                self._remade_at = self._clock()
-                self._close()
-                log.warning("%s was removed, with the events in it: a new one is made", self._path)
             if self._fd >= 0 and self._file_size + len(data) > self._most_bytes:
                 os.replace(self._path, f"{self._path}{OLDER}")
                 self._close_file()
@@ -299,8 +283,7 @@ class EventFile(Backlog[Callable[[], None]]):
         """Open the file; returns a line break to write first if the last line was cut (disk full, agent killed)."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o640)
-        found = os.fstat(self._fd)
-        self._file_size, self._counts_links = found.st_size, found.st_nlink > 0
+        self._file_size = os.fstat(self._fd).st_size
         whole = not self._file_size or os.pread(self._fd, 1, self._file_size - 1) == b"\n"
         return b"" if whole else b"\n"
 

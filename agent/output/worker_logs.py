@@ -147,11 +147,8 @@ class _Stream:
     copies: LogFile | None
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: Tail = field(default_factory=Tail)
-    bar: bytes = b""
-    """The state of a progress bar that was shown last; empty once its line has ended."""
     bar_at: float = -math.inf
-    timed: bool = False
-    """`_redraw` comes."""
+    """When a progress bar was shown last."""
     size: int = 0
     """Bytes read so far; for any thread."""
 
@@ -355,26 +352,15 @@ class WorkerLogs:
             self._count(stream.name, len(ended), 0)
         ended = [line for line in ended if not self._misleads(line)]
         stream.tail.add(ended)
-        shown = ended[1:] if ended and stream.bar and ended[0] == stream.bar else list(ended)
-        if ended:
-            stream.bar = b""
-        drawn, now = stream.splitter.drawn, time.monotonic()
-        waits = drawn not in (b"", stream.bar)
-        if waits and now >= stream.bar_at + REDRAW_S:
+        shown, drawn, now = list(ended), stream.splitter.drawn, time.monotonic()
+        if drawn and now >= stream.bar_at + REDRAW_S:
             shown.append(drawn)
-            stream.bar, stream.bar_at, waits = drawn, now, False
+            stream.bar_at = now
         if stream.console or (stream.file is not None and stream.file.failed):
             self._print(stream.name, stream.prefix, shown)
         copied = [line for line in ended if any(needle in line for needle in stream.copied)]
         if copied and stream.copies is not None:
             self._files.save(stream.copies, b"".join(stream.prefix + text + b"\n" for text in copied))
-        if waits and not stream.timed and stream.pipe >= 0:
-            stream.timed = True
-            self._io.later(max(0.0, stream.bar_at + REDRAW_S - now), partial(self._redraw, stream))
-
-    def _redraw(self, stream: _Stream) -> None:
-        stream.timed = False
-        self._show(stream, [])
 
 
 def _make_folder(folder: Path) -> None:

@@ -16,7 +16,6 @@ from elastic_agent.agent.output import journal as event_file
 from elastic_agent.agent.output.journal import (
     EVENT,
     MAX_EVENT_TEXT,
-    REMADE_AFTER_S,
     EventFile,
     JobEvent,
     Journal,
@@ -290,42 +289,15 @@ def flushed(journal: Journal) -> None:
     assert done.wait(PATIENCE_S)
 
 
-def test_a_folder_that_is_removed_is_made_again_now_and_then_and_the_loss_is_said(
-    tmp_path: Path, lost: Lost, caplog: pytest.LogCaptureFixture
-) -> None:
-    now, folder = [100.0], tmp_path / "logs" / "job-run"
-    beside = {"configuration-a.toml": "nnodes = 2"}
-    journal = Journal("a", lambda: 1000.0, EventFile(lost, clock=lambda: now[0], beside=beside))
+def test_settings_lie_beside_the_events_for_this_user_alone(tmp_path: Path, lost: Lost) -> None:
+    journal = Journal("a", lambda: 1000.0, EventFile(lost, beside={"configuration-a.toml": "nnodes = 2"}))
     journal.start()
-    journal.begin(folder)
-
-    def note(text: str) -> None:
-        journal.note(Kind.SAVE, text)
-        flushed(journal)
-
-    def settings_are_there() -> bool:
-        file = folder / "configuration-a.toml"
-        return file.read_text() == "nnodes = 2\n" and file.stat().st_mode & 0o777 == 0o600
-
-    note("one")
-    assert settings_are_there()
-    shutil.rmtree(tmp_path / "logs")
-    note("two")
-    assert written(folder / "events-a.jsonl") == ["two"]
-    assert settings_are_there()
-    delete_run(folder)
-    assert folder.exists(), "the agent holds it again"
-    shutil.rmtree(folder)
-    now[0] += REMADE_AFTER_S - 1.0
-    note("three")
-    assert not folder.exists(), "not at once again"
-    assert lost.events == 1
-    now[0] += 2.0
-    note("four")
-    assert written(folder / "events-a.jsonl") == ["four"]
+    journal.begin(tmp_path / "job-run")
+    journal.note(Kind.SAVE, "one")
     journal.close()
-    said = f"{folder / 'events-a.jsonl'} was removed, with the events in it: a new one is made"
-    assert [record.getMessage() for record in caplog.records] == [said, said]
+    file = tmp_path / "job-run" / "configuration-a.toml"
+    assert file.read_text() == "nnodes = 2\n"
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_file_that_the_disk_has_lost_is_opened_again(
@@ -351,24 +323,6 @@ def test_a_file_that_the_disk_has_lost_is_opened_again(
     journal.note(Kind.SAVE, "three")
     journal.close()
     assert written(tmp_path / "job-run" / "events-a.jsonl") == ["three"]
-
-
-def test_a_file_system_that_counts_no_links_has_one_file(
-    tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fstat = os.fstat
-
-    def without_links(fd: int) -> os.stat_result:
-        return os.stat_result((*fstat(fd)[:3], 0, *fstat(fd)[4:]))
-
-    monkeypatch.setattr(event_file.os, "fstat", without_links)
-    journal = a_journal(lost)
-    journal.begin(tmp_path)
-    for text in ("one", "two"):
-        journal.note(Kind.SAVE, text)
-    journal.close()
-    assert written(tmp_path / "events-a.jsonl") == ["one", "two"]
-    assert not caplog.records
 
 
 def test_no_link_is_followed(tmp_path: Path, lost: Lost) -> None:
