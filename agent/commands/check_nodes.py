@@ -76,7 +76,7 @@ def check_nodes(
     try:
         with contextlib.ExitStack() as parts:
             sockets = bind_sockets(config, network.choice.address)
-            facts = describe(name, join_wait.wanted, machine, network.choice, sockets, findings)
+            facts = describe(name, machine, network.choice, sockets, findings)
             local = LocalNode(facts, sockets, config.check_directory or "", environ)
             parts.callback(local.close)
             local.start()
@@ -175,7 +175,6 @@ def bind_sockets(config: Config, address: str) -> Sockets:
 
 def describe(
     name: str,
-    wanted: int,
     machine: Machine,
     choice: NetworkChoice,
     sockets: Sockets,
@@ -188,7 +187,6 @@ def describe(
     return NodeFacts(
         node=name,
         life=uuid.uuid4().hex[:12],
-        wanted=wanted,
         endpoint=ProbeEndpoint(
             name, choice.address, sockets.probes.getsockname()[1], request_token, reply_token
         ),

@@ -5,14 +5,10 @@ was found, `advice` what to do about it; a finding that is not ok has some.
 
 A codec of them is `Codec((Finding,), version=1, most_bytes=MOST_BYTES)` (`elastic_agent/codec.py`): findings travel
 between processes and nodes, and are refused where they are not of this form.
-
-A `Trait` is what the nodes of one job should share. Nothing is refused for a difference: a job may run on two kinds of
-machines. But a large packet that one of a thousand nodes cannot take shows up as a hang of all, hours later.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -112,78 +108,6 @@ class NodeNeeds(Checked):
 NEEDS = Document(NodeNeeds, version=1, most_chars=65_536)
 
 
-# --- What nodes should share
-
-MOST_NAMED = 5
-"""Of the nodes that have the same value; the others are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trait:
-    name: str
-    advice: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeValue:
-    """What one node has of a trait, in words; None where it is not known. `label` is the node as a person reads it."""
-
-    label: str
-    value: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """`odd` are the labels of the nodes that do not have the usual value."""
-
-    sentence: str
-    odd: tuple[str, ...]
-
-
-def difference(trait: Trait, nodes: Iterable[NodeValue]) -> Difference | None:
-    groups: dict[str, list[str]] = {}
-    for node in nodes:
-        if node.value is not None:
-            groups.setdefault(node.value, []).append(node.label)
-    if len(groups) < 2:
-        return None
-    # The sort is stable: of two groups of one size the one that came first does so here.
-    (usual, most), *others = sorted(groups.items(), key=lambda group: -len(group[1]))
-    outliers = "; ".join(f"{value} on {listed(group, MOST_NAMED)}" for value, group in others)
-    majority = listed(most, MOST_NAMED) if len(most) == 1 else f"{len(most)} nodes"
-    sentence = f"{trait.name} differs: {usual} on {majority}, but {outliers}. {trait.advice}"
-    return Difference(sentence, tuple(label for _, group in others for label in group))
-
-
-MTU = Trait(
-    "the MTU",
-    "Large packets may vanish on the way, and collectives hang: give all interfaces one MTU (ip link set dev NAME"
-    " mtu N), or choose others with --network-interface.",
-)
-LINK_SPEED = Trait(
-    "the link speed",
-    "The slowest link sets the pace of all: check cables and switch ports, or choose another interface with"
-    " --network-interface.",
-)
-RDMA_PORTS = Trait(
-    "the number of active RDMA ports",
-    "NCCL fails or is slow between nodes whose ports do not match: check `rdma link` on these nodes, or set"
-    " NCCL_IB_DISABLE=1 on all.",
-)
-ADDRESS_FAMILY = Trait(
-    "the address family",
-    "Workers of one family do not reach those of the other: choose --network-interface or --local-addr alike.",
-)
-
-
-def address_family(address: str) -> str | None:
-    """None: it is no address."""
-    try:
-        return f"IPv{ipaddress.ip_address(address.partition('%')[0]).version}"
-    except ValueError:
-        return None
-
-
 # --- Sizes, rates, durations and lists of names as findings show them
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -200,8 +124,13 @@ def size(number: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """In seconds or milliseconds."""
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+    """
+    >>> span(0.000045), span(0.0021), span(0.4), span(3600.0)
+    ('45 us', '2.1 ms', '400 ms', '3600.0 s')
+    """
+    if seconds >= 1.0:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f}".removesuffix(".0") + " ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def rate(bytes_per_s: float) -> str:
@@ -214,16 +143,6 @@ def rate(bytes_per_s: float) -> str:
             number = bytes_per_s / size
             return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
     return f"{bytes_per_s:.0f} B/s"
-
-
-def latency(seconds: float) -> str:
-    """
-    >>> latency(0.000045), latency(0.0021), latency(3600.0)
-    ('45 us', '2.1 ms', '3600.0 s')
-    """
-    if seconds >= 1.0:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:

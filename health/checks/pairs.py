@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import combinations, zip_longest
+from itertools import zip_longest
 from typing import Annotated, TypeAlias
 
 from ...codec import AtMost, Checked, Seconds, Text, Within
@@ -321,13 +321,10 @@ class Verdict:
     bad_nodes: tuple[str, ...] = ()
     bad_links: tuple[Pair, ...] = ()
     undecided: tuple[Doubt, ...] = ()
-    parts: tuple[tuple[str, ...], ...] = ()
-    """Groups of nodes that pass among themselves, and never with a node of another group: each such pair was tried.
-    What lies between groups is the cause, and not listed in `bad_links`."""
 
     @property
     def well(self) -> bool:
-        return not (self.bad_nodes or self.bad_links or self.undecided or self.parts)
+        return not (self.bad_nodes or self.bad_links or self.undecided)
 
 
 def locate_faults(nodes: Sequence[str], results: Mapping[Pair, bool]) -> Verdict:
@@ -337,7 +334,6 @@ def locate_faults(nodes: Sequence[str], results: Mapping[Pair, bool]) -> Verdict
     cleared = {node for pair in passed for node in pair}
     bad = {node for node in nodes if node not in cleared and _accusers(node, failed, cleared) >= ACCUSERS}
     links = [pair for pair in failed if cleared.issuperset(pair)]
-    parts = _parts(nodes, passed, results)
     unexplained = [pair for pair in failed if not (cleared.issuperset(pair) or bad.intersection(pair))]
     suspects = [node for node in nodes if node not in cleared and any(node in pair for pair in unexplained)]
     doubts = tuple(
@@ -345,7 +341,7 @@ def locate_faults(nodes: Sequence[str], results: Mapping[Pair, bool]) -> Verdict
         for group in connected(suspects, unexplained)
     )
     bad_nodes = tuple(node for node in nodes if node in bad)
-    return Verdict(bad_nodes, () if parts else tuple(sorted(links)), doubts, parts)
+    return Verdict(bad_nodes, tuple(sorted(links)), doubts)
 
 
 def shows_usual(nodes: Sequence[str], results: Mapping[Pair, bool]) -> bool:
@@ -358,15 +354,6 @@ def shows_usual(nodes: Sequence[str], results: Mapping[Pair, bool]) -> bool:
 
 def _accusers(node: str, failed: Iterable[Pair], cleared: set[str]) -> int:
     return sum(1 for pair in failed if node in pair and cleared.intersection(pair))
-
-
-def _parts(
-    nodes: Sequence[str], passed: Sequence[Pair], results: Mapping[Pair, bool]
-) -> tuple[tuple[str, ...], ...]:
-    groups = [group for group in connected(nodes, passed) if len(group) > 1]
-    between = (pair_of(one, other) for a, b in combinations(groups, 2) for one in a for other in b)
-    whole = len(groups) > 1 and all(pair in results for pair in between)
-    return tuple(groups) if whole else ()
 
 
 def connected(nodes: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, ...]]:

@@ -38,7 +38,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts_of(name: str, life: str = "1") -> NodeFacts:
     return NodeFacts(
-        name, f"{name}-{life}", 2, ProbeEndpoint(name, "10.0.0.1", 29500, "0" * 32, "1" * 32), 29501
+        name, f"{name}-{life}", ProbeEndpoint(name, "10.0.0.1", 29500, "0" * 32, "1" * 32), 29501
     )
 
 
@@ -292,7 +292,7 @@ def test_what_a_node_says_for_others_or_of_nodes_that_are_not_there_does_not_cou
 def alone(tmp_path: Path) -> Iterator[LocalNode]:
     sockets = Sockets(*(socket.create_server(("127.0.0.1", 0)) for _ in range(2)))
     endpoint = ProbeEndpoint("a", "127.0.0.1", sockets.probes.getsockname()[1], "0" * 32, "1" * 32)
-    facts = NodeFacts("a", "a-1", 2, endpoint, sockets.all_reduce.getsockname()[1])
+    facts = NodeFacts("a", "a-1", endpoint, sockets.all_reduce.getsockname()[1])
     with contextlib.closing(LocalNode(facts, sockets, str(tmp_path), dict(os.environ))) as here:
         here.start()
         yield here
