@@ -13,7 +13,7 @@ same one. An entry of an outer CUDA_VISIBLE_DEVICES that can be seen not to exis
 entries before it, without an error.
 
 Which torch and which NCCL the workers will load is read from the metadata of what is installed: torch is not imported
-here. A version that is unknown counts as a current one.
+here.
 """
 
 from __future__ import annotations
@@ -317,26 +317,6 @@ _NAMES = ("torch", *_NCCL)
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Versions from `since` on and below `below`; empty: no such bound."""
-
-    since: str = ""
-    below: str = ""
-
-    def __contains__(self, version: str | None) -> bool:
-        if version is None:
-            return not self.below
-        release = _release(version)
-        return release >= _release(self.since) and (not self.below or release < _release(self.below))
-
-    def __str__(self) -> str:
-        return " ".join(filter(None, (self.since and f">= {self.since}", self.below and f"< {self.below}")))
-
-
-ANY = Range()
-
-
-@dataclass(frozen=True, slots=True)
 class Software:
     """Versions as installed; None where they are not known."""
 
@@ -354,7 +334,7 @@ class Software:
 
 
 CURRENT = Software()
-"""Unknown: as of today."""
+"""Unknown."""
 
 
 def find_software(environ: Mapping[str, str]) -> Software:
@@ -384,9 +364,3 @@ def _installed_here() -> dict[str, str]:
         except PackageNotFoundError:
             pass
     return found
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers that begin it: 2.13.0+cu130 is (2, 13, 0), which is above (2, 13)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()

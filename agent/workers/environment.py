@@ -5,11 +5,9 @@ set here with the same spelling and meaning, except that TORCHELASTIC_RESTART_CO
 (generation - 1), the same on all nodes, where torchrun counts each agent's own.
 
 The settings of NCCL and torch where the user has set none are a table. A row's value may name *facts* in braces: it
-holds only where these are known, its condition is met, and the versions are in its ranges. Of two rows with one name
-the later wins, so a profile is stronger than the defaults. docs/tuning.md shows the same rows.
-
-A value that is torch's or NCCL's own default is here only where that differs between versions. What costs speed, or
-has been seen to hang (timing, desync debugging, stack traces from the watchdog's thread), is not switched on.
+holds only where these are known and its condition is met. Of two rows with one name the later wins, so a profile is
+stronger than the defaults. docs/tuning.md shows the same rows. What costs speed, or has been seen to hang (timing,
+desync debugging, stack traces from the watchdog's thread), is not switched on.
 
 `Node` is this node as it was found at the start; from it and the rest follows the `WorkerSpec` of one worker. Nothing
 is started here, and nothing written but the folder of a generation.
@@ -32,7 +30,7 @@ from ..common.folders import NoTemporaryDirectory
 from ..common.variables import Variable, compose
 from ..configuration.config import Config, LogConfig
 from ..configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, process_group_s, watchdog_s
-from ..machine.devices import ANY, Range, Software
+from ..machine.devices import Software
 from ..machine.interfaces import Profile, Transport
 from ..machine.inventory import Machine
 from ..machine.network import Network, network_variables
@@ -216,18 +214,8 @@ class Row:
     value: str
     reason: str
     when: Condition = ALWAYS
-    torch: Range = ANY
-    nccl: Range = ANY
     aliases: tuple[str, ...] = ()
     yielding: bool = True
-
-
-def _renamed(new: str, old: str, value: str, reason: str) -> tuple[Row, Row]:
-    """The flight recorder's own names, which torch has from 2.8 on: the old ones are still read, with a warning."""
-    return (
-        Row(new, value, reason, WITH_NCCL, torch=Range(since="2.8"), aliases=(old,)),
-        Row(old, value, reason, WITH_NCCL, torch=Range(below="2.8"), aliases=(new,)),
-    )
 
 
 _PLACE = "below --log-dir, a folder for each generation; without --log-dir torch's own place is kept"
@@ -241,7 +229,6 @@ _STACKS = "to collect stacks a dump waits for Python's lock, which a hung proces
 _ERRORS = (
     "a failed collective ends its process; torchrun's 1 also tries to abort the communicator, which can hang"
 )
-_DEAD_PATH = "30 s until a path counts as dead, as newer NCCL has it: older ones give up after 8 s"
 
 DEFAULTS = (
     Row("OMP_NUM_THREADS", "1", "a thread per core in each of several workers is too many", SEVERAL_WORKERS),
@@ -249,14 +236,21 @@ DEFAULTS = (
     Row("PYTHONFAULTHANDLER", "1", "a worker that dies by a signal says where it was"),
     Row("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", _ERRORS, aliases=("NCCL_ASYNC_ERROR_HANDLING",)),
     Row("NCCL_DEBUG", "WARN", "NCCL says which call failed, and nothing else", WITH_NCCL),
-    *_renamed(
+    Row(
         "TORCH_FR_BUFFER_SIZE",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE",
         "2000",
         "the flight recorder keeps the last collectives of each rank",
+        WITH_NCCL,
+        aliases=("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     ),
     Row("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", _DUMP, WITH_NCCL),
-    *_renamed("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "{flight_records}/rank_", _PLACE),
+    Row(
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "{flight_records}/rank_",
+        _PLACE,
+        WITH_NCCL,
+        aliases=("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
+    ),
     Row("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "{flight_records}/pipe_", _PIPE, WITH_NCCL),
     Row("TORCH_INCLUDE_STACK_TRACE", "0", _STACKS, WITH_NCCL),
     Row(
@@ -275,17 +269,12 @@ _OVER_VERBS = (
         "there are other active RDMA ports, which NCCL would use as well",
         WITH_NCCL,
     ),
-    Row("NCCL_IB_TIMEOUT", "20", _DEAD_PATH, WITH_NCCL, nccl=Range(below="2.23")),
 )
-_GID_INDEX = "RoCE v2 in most set-ups; newer NCCL finds the index by itself"
 _LIBFABRIC = "else libfabric may offer another provider, such as TCP, without an error"
 
 PROFILES: dict[Transport, tuple[Row, ...]] = {
     "infiniband": _OVER_VERBS,
-    "roce": (
-        *_OVER_VERBS,
-        Row("NCCL_IB_GID_INDEX", "3", _GID_INDEX, WITH_NCCL, nccl=Range(below="2.21")),
-    ),
+    "roce": _OVER_VERBS,
     "efa": (Row("FI_PROVIDER", "efa", _LIBFABRIC, WITH_NCCL),),
 }
 
@@ -307,12 +296,7 @@ def _rows(profile: Profile) -> Iterator[tuple[str, Row]]:
 
 def _holds(row: Row, facts: Facts, known: dict[str, str]) -> bool:
     named = (name for _, name, _, _ in Formatter().parse(row.value) if name is not None)
-    return (
-        row.when.holds(facts)
-        and facts.software.torch in row.torch
-        and facts.software.nccl in row.nccl
-        and all(name in known for name in named)
-    )
+    return row.when.holds(facts) and all(name in known for name in named)
 
 
 KEPT_GENERATIONS = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 
 from elastic_agent.agent.common.variables import USER, settle
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
-from elastic_agent.agent.machine.devices import CURRENT, Range, Software, find_software
+from elastic_agent.agent.machine.devices import CURRENT, Software, find_software
 from elastic_agent.agent.machine.interfaces import TCP, Profile, RdmaPort, choose_profile
 from elastic_agent.agent.workers.environment import Facts, torch_settings
 
 GPU = Software("2.13.0+cu130", "2.30.7")
 CPU = Software("2.13.0+cpu")
-OLD = Software("2.7.1", "2.20.5")
 
 PLAIN = Facts(GPU, TCP, TimeoutConfig())
 RECORDED = replace(PLAIN, flight_records=Path("/logs/gen3/flight_records"))
@@ -40,35 +38,23 @@ def test_several_workers_do_not_each_take_all_cores() -> None:
     assert seen(replace(PLAIN, workers=2))["OMP_NUM_THREADS"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("software", "size", "file"),
-    [
-        (GPU, "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
-        (Software("2.8.0"), "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
-        (CURRENT, "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"),
-        (OLD, "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
-    ],
-)
-def test_the_flight_recorder_by_torchs_version(software: Software, size: str, file: str) -> None:
-    set_for_worker = seen(replace(RECORDED, software=software))
-    recorder = {
-        name: value
-        for name, value in set_for_worker.items()
-        if re.search("_FR_|TRACE_BUFFER|TEMP_FILE", name)
+def test_the_flight_recorder_keeps_its_records_by_generation() -> None:
+    recorder = {name: value for name, value in seen(RECORDED).items() if "_FR_" in name}
+    assert recorder == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": "/logs/gen3/flight_records/rank_",
     }
-    assert recorder == {size: "2000", file: "/logs/gen3/flight_records/rank_"}
 
 
 def test_dumps_that_would_not_be_found_are_left_where_torch_puts_them() -> None:
     assert not any("TEMP_FILE" in name for name in seen(PLAIN))
 
 
-@pytest.mark.parametrize("software", [GPU, OLD])
 @pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
 def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(
-    software: Software, name: str
+    name: str,
 ) -> None:
-    set_for_worker = seen(replace(PLAIN, software=software), {name: "7"})
+    set_for_worker = seen(PLAIN, {name: "7"})
     assert {name: value for name, value in set_for_worker.items() if "BUFFER_SIZE" in name} == {name: "7"}
 
 
@@ -143,10 +129,7 @@ def network_of(profile: Profile, software: Software = GPU) -> dict[str, str]:
         ([], GPU, {}),
         ([IB, STORAGE], GPU, {}),
         ([IB, ROCE], GPU, {"NCCL_IB_HCA": "=mlx5_0:1"}),
-        ([IB], OLD, {"NCCL_IB_TIMEOUT": "20"}),
-        ([ROCE], OLD, {"NCCL_IB_TIMEOUT": "20", "NCCL_IB_GID_INDEX": "3"}),
-        ([ROCE], Software("2.8.0", "2.22.3"), {"NCCL_IB_TIMEOUT": "20"}),
-        ([ROCE], CURRENT, {}),  # unknown versions are current ones
+        ([ROCE], CURRENT, {}),
         ([EFA], GPU, {"FI_PROVIDER": "efa"}),
     ],
 )
@@ -157,25 +140,6 @@ def test_what_a_profile_tells_nccl(
 
 
 # --- Versions
-
-
-@pytest.mark.parametrize(
-    ("bounds", "inside", "outside"),
-    [
-        (Range(), ["0.1", "99", None], []),
-        (
-            Range(since="2.8"),
-            ["2.8", "2.8.0", "2.8.0a0+git1", "2.13.0+cu130", "3.0", None],
-            ["2.7.9", "2.7.1+cu118"],
-        ),
-        (Range(below="2.21"), ["2.20.5", "2.3"], ["2.21", "2.21.5", "2.30.7", None]),
-    ],
-)
-def test_versions_are_numbers_and_an_unknown_one_is_current(
-    bounds: Range, inside: list[str | None], outside: list[str]
-) -> None:
-    assert all(version in bounds for version in inside)
-    assert not any(version in bounds for version in outside)
 
 
 def test_the_software_of_this_interpreter_and_of_another() -> None:

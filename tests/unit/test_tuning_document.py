@@ -11,11 +11,7 @@ HEADING = "| variable | value | when | why |\n|---|---|---|---|"
 
 
 def table_row(row: Row) -> str:
-    versions = [
-        f"{name} {bounds}" for name, bounds in (("torch", row.torch), ("NCCL", row.nccl)) if str(bounds)
-    ]
-    when = ", ".join(filter(None, [row.when.text, *versions])) or "always"
-    return f"| `{row.name}` | `{row.value}` | {when} | {row.reason} |"
+    return f"| `{row.name}` | `{row.value}` | {row.when.text or 'always'} | {row.reason} |"
 
 
 def tables() -> str:
