@@ -44,7 +44,7 @@ from .agent.configuration.options import (
 )
 from .agent.configuration.settings import comment
 from .agent.main.process import write_error_file
-from .agent.output.log_folders import log_directory
+from .agent.output.log_files import log_directory
 
 if TYPE_CHECKING:
     from .agent.machine.inventory import Machine

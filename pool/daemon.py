@@ -33,7 +33,7 @@ from ..agent.main.listeners import http_listener
 from ..agent.main.process import catch_signals, log_to, take_environment, thread_failed
 from ..agent.main.service_manager import ServiceManager
 from ..agent.output.console import take as take_console
-from ..agent.output.log_folders import own_logs
+from ..agent.output.log_files import own_logs
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..agent.rendezvous_io.store_opening import open_store, store_listener, store_options
 from ..health.checks.finding import NodeNeeds

@@ -1,7 +1,7 @@
 """Below the log directory of a pool's daemon: a folder for each job that has run here, and which of them are kept.
 
     DIR/<job>/<node>.log                    what the job's agents print on this node
-    DIR/<job>/<job>-<run>/gen<generation>/  what its workers print (`log_folders`)
+    DIR/<job>/<job>-<run>/gen<generation>/  what its workers print (`log_files`)
 
 The folders of jobs that the pool's store still knows are kept, and the newest few of others: a store may have lost all.
 What is deleted bears our mark with the same pool's name, and no daemon or agent holds it locked. What people have put
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
-from ..agent.output.log_folders import delete_run
+from ..agent.output.log_files import delete_run
 from ..agent.output.worker_logs import STREAMS
 from ..codec import Count, Document
 from ..threads import Thread

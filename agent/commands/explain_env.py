@@ -31,7 +31,7 @@ from ..configuration.parse import Group, Source
 from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
 from ..machine.network import NotReady
-from ..output.log_folders import FLIGHT_RECORDS, log_directory, run_folder
+from ..output.log_files import FLIGHT_RECORDS, log_directory, run_folder
 from ..workers.environment import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\

@@ -44,12 +44,14 @@ from ..configuration.load import ENV_PREFIX
 from ..configuration.parse import YES_OR_NO, Option, Parser, duration
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
 from ..configuration.settings import Settings
-from ..observability.sources import HERE_S, AgentsSource, CannotShow
+from ..observability.sources import AgentsSource, CannotShow
 from ..workers.processes.run_files import agents_here, run_directory_parents, stores_here
 from .store_command import CannotDo, store_command, world_of
 
 LOOK_S = 0.2
 """How often a command that waits reads the store."""
+HERE_S = 1.0
+"""How long the agents on this machine may take to say which jobs are here."""
 TRIES = 10
 """How often a command tries to write a key that others write, too."""
 

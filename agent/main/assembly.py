@@ -50,7 +50,7 @@ from ..observability.status import StatusPages
 from ..observability.steps import StepRate
 from ..output.console import Console
 from ..output.journal import EventFile, Journal, Kind
-from ..output.log_folders import log_directory
+from ..output.log_files import log_directory
 from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.store_link import StoreLink

@@ -24,7 +24,7 @@ from ...rendezvous.statements.inquiry import Inquiry, Stage, Suspicion
 from ...rendezvous.text import counted
 from ...worker.wire.messages import ReplicationReport
 from ..output.journal import Journal, Kind
-from ..output.log_folders import run_folder
+from ..output.log_files import run_folder
 from ..workers.processes.workers import WorkerGroup
 from .goodput import TrainingEvent
 from .membership import MembershipWatch, StragglerWatch, because, reason

@@ -29,8 +29,6 @@ from .status import JOB_PAGE, JOB_PATH, STATUS_PAGE, STATUS_PATH, JobStatus, Nod
 
 AT_ONCE = 128
 """Questions under way, each in a thread of its own."""
-HERE_S = 1.0
-"""How long an agent on this machine may take where another one answers: one that stands still holds up no command."""
 
 
 class CannotShow(Exception):
@@ -149,11 +147,7 @@ class AgentsSource(Source):
 
     def jobs(self) -> list[Found]:
         agents = {http: http for http in self._find()}
-        waits_s = min(HERE_S, self._timeout_s) if self._here and len(agents) > 1 else self._timeout_s
-        answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, waits_s)
-        if waits_s < self._timeout_s and not any(isinstance(each, NodeStatus) for each in answers.values()):
-            waits_s = self._timeout_s
-            answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, waits_s)
+        answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, self._timeout_s)
         # The address of a killed agent stays for a moment.
         alive = {http: answer for http, answer in answers.items() if answer is not Unreachable.REFUSED}
         if not alive and self._job is None:
@@ -166,7 +160,7 @@ class AgentsSource(Source):
             if isinstance(status := alive[http], NodeStatus) and isinstance(view := views[http], JobStatus)
         ]
         problems = [
-            problem(http, how, waits_s) for http, how in alive.items() if isinstance(how, Unreachable)
+            problem(http, how, self._timeout_s) for http, how in alive.items() if isinstance(how, Unreachable)
         ]
         if self._job is not None:
             found = [one for one in found if one.job.job == self._job]

@@ -14,8 +14,7 @@ it has one.
 A thread that does nothing else writes the file, `events-<node>.jsonl` in the folder of the run. While the disk is full
 or does not answer, events that find no room in the queue are dropped and counted, with one log line; nothing else
 suffers. The file is bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces the older one of
-that name. Beside it lie small files about this node's
-part in the run, such as its settings, for this user alone.
+that name. Beside it lie small files about this node's part in the run, such as its settings, for this user alone.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from typing import Annotated
 
 from ...codec import Count, Document, Invalid, Positive, Seconds, Within
 from ...rendezvous.text import Name, clean, line
-from .backlog import Backlog
-from .log_folders import RunFolder
+from ..common.io_thread import Backlog
+from .log_files import RunFolder
 from .masking import masked
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """What workers print: kept in a file per rank and stream, and shown as one `[node/rank]` stream on the console.
 
 A worker's stdout and stderr are pipes that the thread `worker-logs` reads. The bytes go, as they are, to
-`gen<generation>/rank<rank>/{stdout,stderr}.log` in the folder of the run (`log_folders`, `log_files`); whole lines,
+`gen<generation>/rank<rank>/{stdout,stderr}.log` in the folder of the run (`log_files`); whole lines,
 prefixed, go to the agent's own stdout and stderr; the last lines stay in memory for the failure summary. An
 `OutputRoute` says which of the first two a stream has; one whose file cannot be written is on the console in any
 case.
@@ -38,8 +38,7 @@ from pathlib import Path
 from ...threads import Thread
 from ..common.io_thread import IoThread
 from .console import Console
-from .log_files import LogFile, LogFiles
-from .log_folders import RunFolder, run_folder
+from .log_files import LogFile, LogFiles, RunFolder, run_folder
 
 LINE_MAX = 64 * 1024
 """A longer line is cut into pieces of this size."""

@@ -27,7 +27,7 @@ from ..common.events import Event
 from ..common.exits import describe_exit, lack_in
 from ..configuration.config import Config
 from ..observability.observer import Observer
-from ..output.log_folders import FLIGHT_RECORDS
+from ..output.log_files import FLIGHT_RECORDS
 from ..rendezvous_io.worker_reports import RefusedSaves
 from .environment import Node, bind_of_rank_0_failed, make_directory, worker_spec
 from .failure_handler import FailureHandler, HangWatch

@@ -14,7 +14,7 @@ from elastic_agent.agent.commands.runs.diagnose import main
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.main.assembly import about_node
 from elastic_agent.agent.output.journal import EventFile, Journal, Kind
-from elastic_agent.agent.output.log_folders import MARK
+from elastic_agent.agent.output.log_files import MARK
 
 CANARY = "c4n4ry-Value9"
 

@@ -97,7 +97,7 @@ def test_only_the_agents_of_the_job_count(here: list[Endpoint], capsys: pytest.C
         assert command.main(["letters"]) == CommandCode.DONE
         out, err = capsys.readouterr()
         assert [line.rpartition("  ")[2] for line in out.splitlines()] == ["of letters"]
-        assert f"the agent at {here[1]} gives no answer within 1 s" in err
+        assert f"the agent at {here[1]} gives no answer within 3 s" in err
         assert "if it is of job letters, its events are missing" in err
         assert command.main(["words"]) == CommandCode.NOT_FOUND
     assert "no agent of job words answers here, and words is no folder" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.output.log_folders import FLIGHT_RECORDS
+from elastic_agent.agent.output.log_files import FLIGHT_RECORDS
 from elastic_agent.agent.workers.hangs.flight_records import (
     COMES_WITHIN_S,
     MOST_BYTES,

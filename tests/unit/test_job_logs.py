@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.output.log_folders import RunFolder
+from elastic_agent.agent.output.log_files import RunFolder
 from elastic_agent.health.http import Request
 from elastic_agent.pool import job_logs
 from elastic_agent.pool.commands.logs import (

@@ -25,7 +25,7 @@ from elastic_agent.agent.output.journal import (
     read_events,
     read_file,
 )
-from elastic_agent.agent.output.log_folders import MARK, delete_run
+from elastic_agent.agent.output.log_files import MARK, delete_run
 from elastic_agent.worker.wire.messages import SaveReport
 
 PATIENCE_S = 20.0
@@ -289,8 +289,9 @@ def flushed(journal: Journal) -> None:
     assert done.wait(PATIENCE_S)
 
 
-def test_settings_lie_beside_the_events_for_this_user_alone(tmp_path: Path, lost: Lost) -> None:
-    journal = Journal("a", lambda: 1000.0, EventFile(lost, beside={"configuration-a.toml": "nnodes = 2"}))
+def test_files_about_the_node_lie_beside_and_are_for_this_user_alone(tmp_path: Path, lost: Lost) -> None:
+    beside = {"configuration-a.toml": "nnodes = 2"}
+    journal = Journal("a", lambda: 1000.0, EventFile(lost, beside=beside))
     journal.start()
     journal.begin(tmp_path / "job-run")
     journal.note(Kind.SAVE, "one")

@@ -14,7 +14,7 @@ from elastic_agent.agent.common.folders import NoTemporaryDirectory, make_own, p
 from elastic_agent.agent.configuration.config import LogConfig
 from elastic_agent.agent.configuration.values import Streams
 from elastic_agent.agent.main.assembly import choose_log_directory
-from elastic_agent.agent.output.log_folders import (
+from elastic_agent.agent.output.log_files import (
     KEPT_GENERATIONS,
     KEPT_RUNS,
     MARK,

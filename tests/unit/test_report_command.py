@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.agent.commands.runs.report import main
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.output.journal import EVENT
-from elastic_agent.agent.output.log_folders import MARK, RunFolder, run_folder
+from elastic_agent.agent.output.log_files import MARK, RunFolder, run_folder
 
 from .test_run_report import Journal, failing_once
 

@@ -30,7 +30,7 @@ from ...configuration.load import read_argv, read_environ
 from ...configuration.parse import PATH, Group, Option
 from ...configuration.settings import Settings
 from ...output.journal import JobEvent, journals, read_file
-from ...output.log_folders import FLIGHT_RECORDS, is_run, log_directory, newest_run
+from ...output.log_files import FLIGHT_RECORDS, is_run, log_directory, newest_run
 from ...output.masking import masked, secrets_in
 from ..store_command import CannotDo, one_line_errors
 

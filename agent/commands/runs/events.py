@@ -23,7 +23,7 @@ from ...common.exits import CommandCode
 from ...configuration.config import HELP, SCRIPT, ConfigError
 from ...configuration.load import read_argv
 from ...configuration.parse import Group, Option, duration
-from ...observability.sources import HERE_S, CannotShow, Unreachable, ask, problem
+from ...observability.sources import CannotShow, Unreachable, ask, problem
 from ...output.journal import EVENT, EVENTS_PATH, JobEvent, Kind
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
@@ -92,7 +92,7 @@ def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, t
         return FilesSource(str(folder), log_dir)
     try:
         found = agents_here(run_directory_parents(), os.getuid())
-        source = AgentsSource(found, subject, min(HERE_S, timeout_s) if len(found) > 1 else timeout_s)
+        source = AgentsSource(found, subject, timeout_s)
         whose = f"if it is of job {subject}, " if subject is not None else ""
         for text in source.problems:
             print(f"elastic-agent events: {text}: {whose}its events are missing", file=sys.stderr)

@@ -28,7 +28,7 @@ from typing import Any
 
 from ....codec import Invalid
 from ....rendezvous.statements.inquiry import LABEL, MAX_GROUPS, InGroup, Recorded
-from ...output.log_folders import FLIGHT_RECORDS
+from ...output.log_files import FLIGHT_RECORDS
 
 COMES_WITHIN_S = 4.0
 """A dump that comes later is not read; less than the shortest pause between two inquiries."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ....rendezvous.statements.inquiry import RankState, Recorded
 from ....threads import Thread
-from ...output.log_folders import run_folder
+from ...output.log_files import run_folder
 from ...output.masking import masked
 from .facts import WorkerFacts
 from .flight_records import FlightRecords
