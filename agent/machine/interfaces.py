@@ -1,6 +1,7 @@
 """The network interfaces of this machine and its RDMA ports, and how they are named to NCCL, gloo and TensorPipe.
 
-Links and addresses come from getifaddrs, which NCCL and gloo read, too. RDMA ports come from sysfs.
+Links and addresses come from getifaddrs, which NCCL and gloo read, too, and from /proc whether an IPv6 address is still
+being checked for duplicates, when it cannot be bound. RDMA ports come from sysfs.
 
 The network profile says which network the collectives cross, as NCCL itself would choose: RDMA where there is an active
 port, InfiniBand before EFA before RoCE, else TCP.
@@ -30,17 +31,22 @@ NCCL_SOCKET_IFNAME, NCCL_SOCKET_FAMILY = "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMI
 GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
 
 
+_FAILED, _DEPRECATED, _TENTATIVE = 0x08, 0x20, 0x40
+"""Flags of an address that cannot be bound, or is about to be withdrawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One address of an interface."""
+    """One address of an interface. `ready`: it can be bound, and is not about to be withdrawn."""
 
     ip: IP
     prefix: int
+    ready: bool = True
 
     @property
     def routable(self) -> bool:
         """Whether this address means the same on other hosts."""
-        return not (self.ip.is_loopback or self.ip.is_link_local)
+        return self.ready and not (self.ip.is_loopback or self.ip.is_link_local)
 
     def shares_subnet(self, other: IP) -> bool:
         return other in ipaddress.ip_network((self.ip, self.prefix), strict=False)
@@ -80,12 +86,13 @@ class RdmaPort:
         return f"{self.device}:{self.number}"
 
 
-def interfaces() -> tuple[Interface, ...]:
+def interfaces(proc: Path = Path("/proc")) -> tuple[Interface, ...]:
     """In the kernel's order; none where it does not answer (systemd: RestrictAddressFamilies without AF_NETLINK)."""
     try:
         listed, links = psutil.net_if_addrs(), psutil.net_if_stats()
     except OSError:
         return ()
+    not_ready = _not_ready(proc)
     addresses: dict[str, list[Address]] = {}
     for label, found in listed.items():
         name = label.partition(":")[0]  # eth0:1 is a second address of eth0
@@ -95,11 +102,18 @@ def interfaces() -> tuple[Interface, ...]:
                 prefix = (
                     int(ipaddress.ip_address(one.netmask)).bit_count() if one.netmask else ip.max_prefixlen
                 )
-                addresses.setdefault(name, []).append(Address(ip, prefix))
+                addresses.setdefault(name, []).append(Address(ip, prefix, (name, ip) not in not_ready))
     return tuple(
         Interface(name, link.isup, tuple(addresses.get(name, ())), link.mtu, link.speed or None)
         for name, link in links.items()
     )
+
+
+def _not_ready(proc: Path) -> set[tuple[str, IP]]:
+    """IPv6 addresses of interfaces, as in `fe800000000000000042c0fffea80002 02 40 20 80 eth0`."""
+    rows = [line.split() for line in read(proc / "net/if_inet6").splitlines()]
+    bad = _FAILED | _DEPRECATED | _TENTATIVE
+    return {(row[5], ipaddress.ip_address(int(row[0], 16))) for row in rows if int(row[4], 16) & bad}
 
 
 def rdma_ports(sys: Path = Path("/sys")) -> tuple[RdmaPort, ...]:
