@@ -4,8 +4,8 @@
     DIR/<job>/<job>-<run>/gen<generation>/  what its workers print (`log_files`)
 
 The folders of jobs that the pool's store still knows are kept, and the newest few of others: a store may have lost all.
-What is deleted bears our mark with the same pool's name, and no daemon or agent holds it locked. What people have put
-into such a folder stays, and the folder with it.
+What is deleted bears our mark with the same pool's name, and no process of the job has its output open. What people have
+put into such a folder stays, and the folder with it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ def job_folder(root: Path, job: str) -> Path | None:
 
 
 class JobFolders:
-    """One daemon's part in these folders. For its main thread: only `begin` waits for the disk."""
+    """One daemon's part in these folders. For its main thread."""
 
     def __init__(self, root: Path, pool: str, node: str) -> None:
         """`pool` is its name among all pools, in words."""
         self._root, self._pool, self._node = root, pool, node
-        self._mark = -1
         self._tidying: Thread | None = None
         self._unfinished: tuple[str, ...] | None = None
 
@@ -64,42 +63,26 @@ class JobFolders:
         return self._unfinished
 
     def begin(self, job: str) -> Path:
-        """No daemon deletes this job's folder from now on. Returns the file for what its agents print here, in a folder
-        that is there. Raises OSError."""
+        """Returns the file for what the job's agents print here, in a folder that is there. Raises OSError."""
         if _JOB.fullmatch(job) is None:
             raise OSError(f"{job!r} is no name for a folder: submit the job anew")
         folder = self._root / job
         folder.mkdir(parents=True, exist_ok=True)
-        mark = os.open(folder / MARK, _MARK_FLAGS | os.O_CREAT, 0o640)
-        try:
-            with contextlib.suppress(OSError):  # a disk without locks, on which nothing is deleted either
-                fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.ftruncate(mark, 0)
-            os.pwrite(mark, os.fsencode(self._pool), 0)
-        except OSError:
-            os.close(mark)
-            raise
-        self.end()
-        self._mark = mark
+        with open(os.open(folder / MARK, _MARK_FLAGS | os.O_CREAT | os.O_TRUNC, 0o640), "wb") as mark:
+            mark.write(os.fsencode(self._pool))
         return folder / f"{self._node}.log"
-
-    def end(self) -> None:
-        """The job is over here; its folder stays."""
-        if self._mark >= 0:
-            os.close(self._mark)
-            self._mark = -1
 
     def tidy(self, known: Collection[str]) -> None:
         """Deletes what is not kept while the store knows these jobs, in a thread of its own."""
         if self._tidying is None or not self._tidying.is_alive():
-            tidy = partial(_tidy, self._root, self._pool, known)
-            self._tidying = Thread(tidy, "job-folders", lambda: None)
+            work = partial(prune, self._root, self._pool, known)
+            self._tidying = Thread(work, "job-folders", lambda: None)
             self._tidying.start()
 
 
 def hold(output: int) -> None:
     """What a job's agents print goes to this open file. As long as a process that was started with it lives,
-    `unfinished` finds it. A disk without locks has none to find."""
+    `unfinished` finds it, and its folder is not deleted. A disk without locks has none to find."""
     with contextlib.suppress(OSError):
         fcntl.flock(output, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -120,18 +103,14 @@ def _is_held(output: Path) -> bool:
         os.close(file)
 
 
-def _tidy(root: Path, pool: str, known: Collection[str]) -> None:
-    with contextlib.suppress(OSError):  # a disk that fails here fails the next job, too, where it is logged
-        prune(root, pool, known)
-
-
 def prune(root: Path, pool: str, known: Collection[str]) -> None:
     """Deletes the folders of the pool's jobs that are not `known`, but for the newest. May take as long as the disk
-    does. Raises OSError."""
+    does; one that fails here fails the next job, too, where it is logged."""
     found = []
-    for folder in root.iterdir():
-        if folder.name not in known and (mark := _marked(folder)) is not None and mark[1] == pool:
-            found.append((mark[0], folder))
+    with contextlib.suppress(OSError):
+        for folder in root.iterdir():
+            if folder.name not in known and (mark := _marked(folder)) is not None and mark[1] == pool:
+                found.append((mark[0], folder))
     for _, folder in sorted(found, reverse=True)[KEPT_BEYOND:]:
         _delete(folder)
 
@@ -150,21 +129,19 @@ def _marked(folder: Path) -> tuple[float, str] | None:
 
 
 def _delete(folder: Path) -> None:
-    """If no daemon holds it. The mark goes last, so that what could not be deleted is tried again."""
+    """If no process of the job is left. The mark goes last, so that what could not be deleted is tried again."""
     with contextlib.suppress(OSError):
-        mark = os.open(folder / MARK, _MARK_FLAGS)
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for each in folder.iterdir():
-                if each.name.endswith(".log") and not each.is_dir():
-                    each.unlink()
-                elif each.name.startswith(f"{folder.name}-"):
-                    delete_run(each)
-            if os.listdir(folder) == [MARK]:
-                (folder / MARK).unlink()
-                folder.rmdir()
-        finally:
-            os.close(mark)
+        printed = [each for each in folder.iterdir() if each.name.endswith(".log") and not each.is_dir()]
+        if any(map(_is_held, printed)):
+            return
+        for each in printed:
+            each.unlink()
+        for each in folder.iterdir():
+            if each.name.startswith(f"{folder.name}-"):
+                delete_run(each)
+        if os.listdir(folder) == [MARK]:
+            (folder / MARK).unlink()
+            folder.rmdir()
 
 
 PATH = "/logs"

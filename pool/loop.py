@@ -218,7 +218,6 @@ class DaemonLoop:
         self._over(end)
 
     def _over(self, end: SeatEnd) -> None:
-        self._folders.end()
         self._metrics.pool_job_agents_ended_total.inc(outcome=end.outcome.value)
         self._member.ended(end)
         now = clock()

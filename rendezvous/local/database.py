@@ -104,12 +104,6 @@ def _of_another_user(file: Path) -> StoreRefused:
 
 def make(file: Path, timeout_s: float) -> None:
     """Make the file and its tables where they are not there. Raises StoreError."""
-    journal = file.with_suffix(".state")
-    if journal.exists():
-        raise StoreRefused(
-            f"{journal} is the queue of an earlier version of elastic-agent, which this one cannot read: let its jobs "
-            "end with that version, or note them (elastic-agent jobs), remove the file, and submit them again"
-        )
     try:
         with suppress(FileExistsError):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -550,16 +550,6 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         LocalStore.offer(store_file(tmp_path / "none", "pool"), 0.1)
 
 
-def test_the_queue_of_an_earlier_version_is_refused_by_name(file: Path) -> None:
-    journal = file.with_name("pool.state")
-    journal.write_text("0 0 {}")
-    with pytest.raises(
-        StoreRefused, match=f"{journal} is the queue of an earlier version(.|\n)*submit them again"
-    ):
-        LocalStore.offer(file, 1.0)
-    assert not file.exists()
-
-
 def test_a_file_of_another_version_or_that_is_damaged_or_gone_is_refused_with_what_to_do(
     file: Path, offer: Callable[..., LocalStore]
 ) -> None:

@@ -25,6 +25,7 @@ from elastic_agent.pool.job_logs import (
     JobFolders,
     LogRequest,
     Piece,
+    hold,
     prune,
     read_piece,
     split_piece,
@@ -42,11 +43,8 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "logs"
 
 
-def begin(root: Path, job: str, node: str = "a", pool: str = POOL) -> JobFolders:
-    folders = JobFolders(root, pool, node)
-    file = folders.begin(job)
-    file.write_bytes(f"of {job}\n".encode())
-    return folders
+def begin(root: Path, job: str, pool: str = POOL) -> None:
+    JobFolders(root, pool, "a").begin(job).write_bytes(f"of {job}\n".encode())
 
 
 def rank_file(root: Path, generation: int, text: str, *, rank: int = 0, run: str = "j-r1") -> Path:
@@ -171,23 +169,21 @@ def test_folders_of_forgotten_jobs_go_but_for_the_newest(root: Path) -> None:
     ended = [f"e{number:02}" for number in range(KEPT_BEYOND + 3)]
     for age, job in enumerate((*ended, "known", "elsewhere", "runs")):
         pool = "another pool" if job == "elsewhere" else POOL
-        folders = begin(root, job, pool=pool)
+        begin(root, job, pool=pool)
         rank = root / job / f"{job}-r1"
         run = RunFolder(rank)
         run.hold()
         run.release()
         (rank / "gen1/rank0").mkdir(parents=True)
         os.utime(root / job / MARK, (age, age))
-        if job != "runs":
-            folders.end()
-    os.utime(root / "runs" / MARK, (0, 0))
-    held = JobFolders(root, POOL, "b")
-    held.begin("runs")
+    output = JobFolders(root, POOL, "b").begin("runs").open("ab")
+    hold(output.fileno())
     os.utime(root / "runs" / MARK, (0, 0))
     (root / "mine").mkdir()
     (root / "file").write_text("")
     (root / ended[1] / "notes.txt").write_text("of a person")
-    prune(root, POOL, {"known"})
+    with output:
+        prune(root, POOL, {"known"})
     left = {path.name for path in root.iterdir()}
     assert left == {*ended[1:2], *ended[4:], "known", "elsewhere", "runs", "mine", "file"} | {ended[3]}
     assert {path.name for path in (root / ended[1]).iterdir()} == {"notes.txt", MARK}
