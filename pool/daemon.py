@@ -57,20 +57,28 @@ from .standby import AgentCommand, Standby
 log = logging.getLogger(__name__)
 
 
-def run_daemon(
-    config: Config,
-    name: str,
-    settings: Settings,
-    environment: Mapping[str, str],
-    events: queue.SimpleQueue[Any],
-    on_turn: Callable[[str], None],
-) -> Ending:
-    """One daemon's whole life. `events` gets this process' signals."""
+def run(resolved: Resolved) -> int:
+    """Returns when this node has left the pool: the exit code."""
+    config = resolved.config
+    name = config.node_id or unique_node_id()
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    listen(lambda thread, error: thread_failed(events, thread, error))
+    console = take_console(name)
+    log_to(console, name, config.logs)
+    manager = ServiceManager.take(os.environ, os.getpid(), clock)
+    environment = take_environment()
+    catch_signals(events, config.stop.more_signals)
+    manager.ready()
     with contextlib.ExitStack() as parts:
         try:
-            return _run(config, name, settings, environment, events, on_turn, parts)
+            ending = _run(config, name, resolved.settings, environment, events, manager.turn, parts)
         except CannotStart as refusal:
-            return Ending(refusal.code, str(refusal))
+            ending = Ending(refusal.code, str(refusal))
+    level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
+    log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
+    manager.stopping(f"ended with exit code {ending.code:d}: {ending.reason}")
+    console.close()
+    return ending.code
 
 
 def _run(
@@ -82,7 +90,7 @@ def _run(
     on_turn: Callable[[str], None],
     parts: contextlib.ExitStack,
 ) -> Ending:
-    """Raises CannotStart."""
+    """One daemon's whole life. `events` gets this process' signals. Raises CannotStart."""
     rng, token = random.SystemRandom(), secrets.token_hex(16)
     pool, lease_ttl_s = config.rendezvous.job_id, config.rendezvous.lease_ttl_s
     starting, looking = "waiting for the network", "looking for the pool's store"
@@ -227,23 +235,3 @@ def _log_root(config: Config) -> Path:
         raise CannotStart(
             ExitCode.NOT_HERE, f"no place for what jobs print: {error}; name one with --log-dir"
         ) from error
-
-
-def run(resolved: Resolved) -> int:
-    """Returns when this node has left the pool: the exit code."""
-    config = resolved.config
-    name = config.node_id or unique_node_id()
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    listen(lambda thread, error: thread_failed(events, thread, error))
-    console = take_console(name)
-    log_to(console, name, config.logs)
-    manager = ServiceManager.take(os.environ, os.getpid(), clock)
-    environment = take_environment()
-    catch_signals(events, config.stop.more_signals)
-    manager.ready()
-    ending = run_daemon(config, name, resolved.settings, environment, events, manager.turn)
-    level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
-    log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
-    manager.stopping(f"ended with exit code {ending.code:d}: {ending.reason}")
-    console.close()
-    return ending.code

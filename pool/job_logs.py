@@ -4,7 +4,7 @@
     DIR/<job>/<job>-<run>/gen<generation>/  what its workers print (`log_files`)
 
 The folders of jobs that the pool's store still knows are kept, and the newest few of others: a store may have lost all.
-What is deleted bears our mark with the same pool's name, and no process of the job has its output open. What people have
+What is deleted bears our mark with the same pool's name, and no process has the job's output open. What people have
 put into such a folder stays, and the folder with it.
 """
 

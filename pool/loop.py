@@ -65,7 +65,6 @@ class DaemonLoop:
         self._shown = ""
         self._counted = -1
         """The version of the view whose records were counted."""
-        self._tidied = False
         self.snapshot = DaemonSnapshot(clock())
         """Of the newest turn; for any thread."""
         self._unfinished: tuple[str, ...] = ()
@@ -187,15 +186,7 @@ class DaemonLoop:
         member, due, counts = self._member, self._assignment, self.snapshot.counts
         if member.view.version != self._counted:
             self._counted, counts = member.view.version, member.view.counts()
-        if member.tracks and not self._tidied:
-            self._tidy()
         self.snapshot = DaemonSnapshot(clock(), is_current, member.coordinates, status, due, counts)
-
-    def _tidy(self) -> None:
-        """The folders of jobs that the pool has forgotten."""
-        view = self._member.view
-        self._tidied = True
-        self._folders.tidy(frozenset(job.job for job in view.jobs) | {one.job for one in view.results})
 
     # ---------------------------------------------------------------- events
 
@@ -225,7 +216,8 @@ class DaemonLoop:
         if end.outcome in (SeatOutcome.NOT_HERE, SeatOutcome.REFUSED):
             self._checks.suspect(now)
         if self._member.tracks:
-            self._tidy()
+            view = self._member.view
+            self._folders.tidy({*(job.job for job in view.jobs), *(one.job for one in view.results)})
 
     def _not_taken(self, event: NotTaken) -> None:
         agent, assignment = self._agent, self._assignment
