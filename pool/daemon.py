@@ -24,7 +24,6 @@ from ..agent.common.folders import make_own
 from ..agent.common.ports import PortError, bind_listener
 from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, Config
 from ..agent.configuration.derive import Resolved
-from ..agent.configuration.options import SECRET_VARIABLES
 from ..agent.configuration.rendezvous import ENDPOINT
 from ..agent.configuration.settings import Settings
 from ..agent.machine.devices import probe
@@ -173,10 +172,7 @@ def _commands(
 ) -> Callable[[Assignment], AgentCommand]:
     """What starts the agent of a job on this node. `store`: the options of the pool's, by name."""
     own, inherited, options = own_words(settings, os.getcwd()), dict(environment), dict(store)
-    etcd, http = config.rendezvous.etcd, config.http_address
-    if etcd is not None and etcd.password is not None:
-        # The agents need it, too, and keep it from their workers.
-        inherited |= dict.fromkeys(SECRET_VARIABLES, etcd.password.text)
+    http = config.http_address
     if http is not None:
         # The port that a file or a variable names, which jobs' agents read, too, is the daemon's alone.
         options[HTTP_ADDRESS.name] = str(Endpoint(http.address, 0))

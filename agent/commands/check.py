@@ -27,7 +27,6 @@ from ..common.exits import CannotStart, CommandCode, ExitCode, exit_codes
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.derive import resolve_check
 from ..configuration.load import read_argv
-from ..configuration.options import SECRET_VARIABLES
 from ..configuration.parse import Group, Option, Source, duration, whole_number
 from ..configuration.settings import Settings
 from ..configuration.values import NodeCounts
@@ -83,7 +82,7 @@ def main(words: Sequence[str]) -> int:
         return CommandCode.DONE
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    environ = dict(os.environ)
     count = command_line[NODES].value
     try:
         config, machine, warnings = _inspect(command_line, environ)

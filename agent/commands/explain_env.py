@@ -26,7 +26,6 @@ from ..common.exits import ExitCode
 from ..common.variables import USER, Variable, settle
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.load import read_argv
-from ..configuration.options import SECRET_VARIABLES
 from ..configuration.parse import Group, Source
 from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
@@ -79,7 +78,7 @@ def main(words: Sequence[str]) -> int:
     if HELP in command_line:
         print(_USAGE, end="")
         return ExitCode.SUCCESS
-    environ = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    environ = dict(os.environ)
     try:
         resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
     except ConfigError as error:

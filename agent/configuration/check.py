@@ -37,7 +37,6 @@ from .rendezvous import (
     ETCD_INSECURE,
     ETCD_KEY,
     ETCD_OPTIONS,
-    ETCD_PASSWORD,
     ETCD_PASSWORD_FILE,
     ETCD_USER,
     JOB_ID,
@@ -111,13 +110,12 @@ def _scripts_like(path: Path) -> str:
     return ""
 
 
-_PASSWORD_NEEDS = (ETCD_USER, "a user with it", "add --etcd-user NAME, or leave the password out")
 _NEEDED_WITH: tuple[tuple[Option[object], Option[object], str, str], ...] = (
     (ETCD_KEY, ETCD_CERT, "a certificate with it", "add --etcd-cert FILE"),
     (ETCD_CERT, ETCD_KEY, "its key with it", "add --etcd-key FILE"),
     (ETCD_CERT, ETCD_CA, "an authority with it, by which the server is known", "add --etcd-ca FILE"),
-    (ETCD_PASSWORD, *_PASSWORD_NEEDS),
-    (ETCD_PASSWORD_FILE, *_PASSWORD_NEEDS),
+    (ETCD_PASSWORD_FILE, ETCD_USER, "a user with it", "add --etcd-user NAME, or leave the password out"),
+    (ETCD_USER, ETCD_PASSWORD_FILE, "a password with it", "add --etcd-password-file FILE"),
 )
 """An option, another one that must come with it, what is expected, and advice."""
 
@@ -344,19 +342,6 @@ def _check_etcd_credentials(rules: _Rules) -> None:
     for option, needed, expected, advice in _NEEDED_WITH:
         alone = settings[option].value is not None and settings[needed].value is None
         rules.expect_of_etcd(not alone, option, expected, advice)
-    user, password, file = (settings[option] for option in (ETCD_USER, ETCD_PASSWORD, ETCD_PASSWORD_FILE))
-    rules.expect_of_etcd(
-        user.value is None or password.value is not None or file.value is not None,
-        ETCD_USER,
-        "a password with it",
-        "add --etcd-password-file FILE, or set ELASTIC_AGENT_ETCD_PASSWORD",
-    )
-    rules.expect_of_etcd(
-        password.value is None or file.value is None,
-        ETCD_PASSWORD_FILE,
-        "one place for the password",
-        f"keep either it or {password.origin}",
-    )
     for path in (ETCD_CA, ETCD_CERT, ETCD_KEY, ETCD_PASSWORD_FILE):
         _check_file(rules, path, private=path in (ETCD_KEY, ETCD_PASSWORD_FILE))
 

@@ -85,9 +85,6 @@ OPTIONS = tuple(chain.from_iterable(GROUPS))
 
 TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # what to run; one source may give only one of them
 
-# Variables that no process which the agent starts may inherit, but for a daemon's agents of jobs.
-SECRET_VARIABLES = frozenset({"ELASTIC_AGENT_ETCD_PASSWORD"})
-
 
 FIRST: tuple[Option[object], ...] = (
     *(MIN_NODES, MAX_NODES, NPROC_PER_NODE, ENDPOINT, JOB_ID, MODULE, MAX_RESTARTS, LOG_DIR, LOG_LEVEL),

@@ -33,7 +33,6 @@ from .values import (
     Affinity,
     NodeCounts,
     NoticeSource,
-    Secret,
     Streams,
     WorkerCount,
     in_words,
@@ -283,8 +282,7 @@ def _read_store_address(text: str) -> StoreAddress:
         return StoreAddress((), before, folder=Path(os.path.normpath(after)))
     if "@" in text:
         raise ValueError(
-            "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE, or the"
-            " variable ELASTIC_AGENT_ETCD_PASSWORD"
+            "a user and a password do not belong here: use --etcd-user NAME and --etcd-password-file FILE"
         )
     if url and (before not in STORES or not STORES[before].cluster):
         raise ValueError(
@@ -306,14 +304,6 @@ def _read_store_address(text: str) -> StoreAddress:
 def _without_credentials(text: str) -> str:
     """Leaves out all of a URL that may hold a password, before an @ or in a query: no rule finds just the password."""
     return MASK if re.search(r"[@?#]", text) else text
-
-
-def _read_secret(text: str) -> Secret:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("it is not UTF-8") from None  # the error's own words would quote a part of it
-    return Secret(read_text(text))
 
 
 def read_streams(text: str) -> Streams:
@@ -432,7 +422,6 @@ LISTEN_ADDRESS = Parser(
     _read_listen_address,
     metavar="ADDRESS[:PORT]",
 )
-SECRET = Parser("a text that is not empty", _read_secret, lambda _: MASK)
 USER = Parser("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
 UNIX_TIME = Parser(
     "a Unix time: seconds since 1970, ten digits",

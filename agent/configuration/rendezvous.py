@@ -12,13 +12,11 @@ from .parse import (
     IDENTIFIER,
     MOST_NODES,
     PATH,
-    SECRET,
     STORE_ADDRESS,
     USER,
     Group,
     Option,
     Parser,
-    Source,
     StoreAddress,
     duration,
     read_backend,
@@ -26,7 +24,7 @@ from .parse import (
     read_job_id,
     whole_number,
 )
-from .values import ALONE, DEFAULT, STORES, Secret, in_words
+from .values import ALONE, DEFAULT, STORES, in_words
 
 DEFAULT_POOL = "pool"
 LOCAL_POOL = ("127.0.0.1", 29401)
@@ -163,15 +161,9 @@ ETCD_PASSWORD_FILE: Option[Path | None] = ETCD_OPTIONS.option(
     "etcd-password-file",
     PATH,
     "holds the password, as private as the key; read anew at every authentication, one newline at its end"
-    " does not count. Or set the variable ELASTIC_AGENT_ETCD_PASSWORD",
+    " does not count",
     metavar="FILE",
     conf=("password_file",),
-)
-ETCD_PASSWORD: Option[Secret | None] = ETCD_OPTIONS.option(
-    "etcd-password",
-    SECRET,
-    "the password itself, in the variable ELASTIC_AGENT_ETCD_PASSWORD; the workers do not inherit it",
-    sources=Source.ENV,
 )
 ETCD_INSECURE = ETCD_OPTIONS.flag(
     "etcd-insecure",
@@ -197,8 +189,7 @@ class EtcdConfig:
     cert: Path | None = ETCD_CERT.field()  # with `key`, for a server that asks who we are
     key: Path | None = ETCD_KEY.field()
     user: str | None = ETCD_USER.field()
-    """None: no authentication by password; else one of the following two is given."""
-    password: Secret | None = ETCD_PASSWORD.field()
+    """None: no authentication by password; else the next one is given."""
     password_file: Path | None = ETCD_PASSWORD_FILE.field()  # to be read anew at every authentication
 
 

@@ -30,9 +30,8 @@ from .config import (
 )
 from .options import OPTIONS, RDZV_CONF
 from .parse import BadPort, Option, Source
-from .rendezvous import ETCD_PASSWORD
 from .stopping import STOP_GRACE
-from .values import NodeCounts, Secret, UserCause
+from .values import NodeCounts, UserCause
 
 T = TypeVar("T")
 
@@ -44,6 +43,7 @@ SWITCHES: dict[str, tuple[Option[object], str]] = {
 
 REMOVED = {
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
+    "etcd-password": "write the password into a file of mode 600, and --etcd-password-file FILE",
     "exclude-stragglers": "leave it out: stragglers are named; elastic-agent exclude takes the node of one out",
     "failure-domain": "leave it out: replicas go to the next nodes in an order that racks and zones play no part in",
     "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
@@ -150,13 +150,11 @@ class Settings:
         the same."""
         rows = []
         for option in OPTIONS:
-            if option.shorthand or (Source.FILE not in option.sources and option is not ETCD_PASSWORD):
+            if option.shorthand or Source.FILE not in option.sources:
                 continue
             setting = self[option]
             if setting.value is None:
                 written = f"# {option.name}: not set"
-            elif isinstance(setting.value, Secret):
-                written = f"# {option.name}: {setting.value}"
             else:
                 # Of what has a form of its own for people, that form.
                 as_text = option is LOG_LEVEL or (isinstance(setting.value, tuple) and option is not ARGS)

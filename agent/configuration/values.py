@@ -38,16 +38,6 @@ class NodeCounts:
     max: int
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Secret:
-    """A text that no log, message or dump may show. Who uses it takes `text`, as late as possible."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return MASK
-
-
 @dataclass(frozen=True, slots=True)
 class Streams:
     """Some of the standard streams of a node's workers: each set is 1 for stdout, 2 for stderr, 3 for both or 0."""

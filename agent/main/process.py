@@ -22,7 +22,6 @@ from ...threads import Thread
 from ..common.events import Event, Signalled, ThreadFailed
 from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode, lack_in
 from ..configuration.config import LogConfig
-from ..configuration.options import SECRET_VARIABLES
 from ..configuration.stopping import StopConfig, leaves_in_s
 from ..output.console import Console, ConsoleHandler, JsonLines, TextLines
 from ..workers.processes.guard import Guard
@@ -32,8 +31,6 @@ log = logging.getLogger(__name__)
 
 def take_environment() -> Mapping[str, str]:
     """What the workers inherit; then this process changes its own."""
-    for secret in SECRET_VARIABLES:
-        os.environ.pop(secret, None)  # neither the guard nor any worker inherits it (I15)
     # The error file is this process's own; each worker has another one.
     environment = {name: value for name, value in os.environ.items() if name != ERROR_FILE}
     # A store that ends makes torch write pages of C++ frames; our log has what happened in one line.

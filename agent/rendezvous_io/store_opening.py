@@ -54,7 +54,6 @@ from ..configuration.rendezvous import (
     EtcdConfig,
     RendezvousConfig,
 )
-from ..configuration.values import Secret
 from ..machine.network import LOOPBACK, AddressError, default_source, endpoint_address
 
 log = logging.getLogger(__name__)
@@ -209,9 +208,7 @@ def _host(rendezvous: RendezvousConfig, listener: socket.socket, endpoint: str |
 
 def etcd_password(etcd: EtcdConfig) -> str:
     """As it is now: the file may have been replaced. Raises OSError, and StoreRefused for what is no text."""
-    if etcd.password_file is None:
-        assert etcd.password is not None, "a user has a password"
-        return etcd.password.text
+    assert etcd.password_file is not None, "a user has a password"
     content = etcd.password_file.read_bytes()
     try:
         return content.decode().removesuffix("\n")
@@ -240,7 +237,7 @@ def store_options(
     members = ",".join(map(str, rendezvous.endpoints))
     for field in fields(etcd):
         option, value = field.metadata.get("option"), getattr(etcd, field.name)
-        if option is not None and value is not None and not isinstance(value, Secret):
+        if option is not None and value is not None:
             words[option.name] = str(value.absolute() if isinstance(value, Path) else value)
     words |= {ETCD_INSECURE.name: "true"} if etcd.ca is None else {}
     return {**words, ENDPOINT.name: f"{rendezvous.backend}://{members}{etcd.prefix}"}

@@ -6,7 +6,6 @@ imported, for whichever backend, so nothing more is imported here before ours is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,6 @@ def creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Raises ValueError with everything that is wrong in `params`. Contacts no store yet."""
-    from ..configuration.options import SECRET_VARIABLES
     from .handler import EtcdV3Handler, read_parameters
 
-    # No worker may inherit a secret (I15).
-    secrets = {name: os.environ.pop(name) for name in SECRET_VARIABLES if name in os.environ}
-    return EtcdV3Handler(read_parameters(params, secrets))
+    return EtcdV3Handler(read_parameters(params))

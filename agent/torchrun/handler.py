@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -326,8 +326,8 @@ def _refusal(status: Status) -> Exception:
 # ---------------------------------------------------------------- torchrun's parameters
 
 
-def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) -> Config:
-    """`secrets` are the variables that hold one. Raises ValueError with all problems."""
+def read_parameters(params: RendezvousParameters) -> Config:
+    """Raises ValueError with all problems."""
     settings = Settings()
     settings.put(BACKEND_OPTION, ETCD.name, "--rdzv-backend")
     settings.put(JOB_ID, params.run_id, "--rdzv-id")
@@ -347,7 +347,7 @@ def read_parameters(params: RendezvousParameters, secrets: Mapping[str, str]) ->
                 Problem(f"--rdzv-conf {key}", None, expected, "correct it, or leave it out")
             )
     try:
-        return resolve(settings, secrets, lambda: uuid.uuid4().hex).config
+        return resolve(settings, {}, lambda: uuid.uuid4().hex).config
     except ConfigError as error:
         raise ValueError(in_torchruns_words(str(error))) from None
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -14,7 +15,6 @@ import pytest
 from elastic_agent.agent.commands import nodes, store_command
 from elastic_agent.agent.common.exits import CommandCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.agent.observability import sources as status_sources
 from elastic_agent.agent.observability.sources import (
     AT_ONCE,
@@ -324,7 +324,7 @@ def test_etcd_without_this_job_or_with_a_world_of_another_version(shared_etcd: E
     assert strange.code is CommandCode.MISMATCH
 
 
-def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
+def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other(tmp_path: Path) -> None:
     with etcd_cluster(args=("--bcrypt-cost", "4")) as cluster:
         cluster.ctl("put", "/elastic-agent/digits/world", WORLD.to_json())
         cluster.ctl("user", "add", "root:root")
@@ -334,12 +334,15 @@ def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other() -> None:
         cluster.ctl("role", "grant-permission", "look", "--prefix=true", "read", "/elastic-agent/digits/")
         cluster.ctl("user", "grant-role", "reader", "look")
         cluster.ctl("auth", "enable")
-        mine = {"user": "reader", "password": Secret("secret")}
+        files = {password: tmp_path / password for password in ("secret", "wrong")}
+        for password, file in files.items():
+            file.write_text(password)
+        mine = {"user": "reader", "password_file": files["secret"]}
         (found,) = StoreSource(etcd_place(cluster, "digits", **mine), PATIENCE_S).jobs()
         assert found.job.world == WORLD
         for job, how in (
             ("letters", mine),
-            ("digits", mine | {"password": Secret("wrong")}),
+            ("digits", mine | {"password_file": files["wrong"]}),
             ("digits", {}),
         ):
             assert (

@@ -24,7 +24,6 @@ STORE_MISMATCH = 76
 NOT_HERE = 73
 TOKEN_GONE_S = 4.0
 """Etcd counts in whole seconds, and looks once a second."""
-PASSWORD = {"ELASTIC_AGENT_ETCD_PASSWORD": "secret"}
 
 
 # --- History that is forgotten
@@ -116,8 +115,11 @@ def logins(cluster: EtcdCluster) -> int:
 def test_tokens_that_expire_interrupt_nothing(job: Job, forgetful: EtcdCluster, note_gap: NoteGap) -> None:
     """While nothing changes nobody needs one: etcd lets keep-alives pass without."""
     job.use_etcd(forgetful)
+    password = job.folder / "password"
+    password.write_text("secret")
+    password.chmod(0o600)
     for name in NODES:
-        job.join(name, "--nnodes=1:3", "--etcd-user=root", environment=PASSWORD)
+        job.join(name, "--nnodes=1:3", "--etcd-user=root", f"--etcd-password-file={password}")
     old = job.wait_for_training(world=3)
     job.wait_for_steps(old, TOKEN_GONE_S)
     before = logins(forgetful)

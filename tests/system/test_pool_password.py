@@ -1,4 +1,4 @@
-"""A pool in an etcd that asks for a password, given by the variable: jobs' agents have it, their workers do not."""
+"""A pool in an etcd that asks for a password, given in a file: the agents of its jobs read it, too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from .harness import Job
 from .pools import Pool
 
 PASSWORD = "only-for-agents"
-VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"
 
 
 @pytest.fixture
@@ -26,19 +25,22 @@ def guarded() -> Iterator[EtcdCluster]:
 
 
 @pytest.mark.parametrize("preload", ["none", "json"], ids=["cold", "standby"])
-def test_a_job_of_the_pool_has_the_store_s_password_and_its_workers_do_not(
+def test_a_job_of_the_pool_has_the_store_s_password_file(
     job: Job, guarded: EtcdCluster, preload: str
 ) -> None:
     [(host, port)] = guarded.endpoints
     pool = Pool(job)
     try:
-        pool.place = (f"--rdzv-endpoint=etcd://{host}:{port}", "--etcd-user=root")
-        pool.environment[VARIABLE] = PASSWORD
+        file = job.folder / "password"
+        file.write_text(PASSWORD)
+        file.chmod(0o600)
+        endpoint = f"--rdzv-endpoint=etcd://{host}:{port}"
+        pool.place = (endpoint, "--etcd-user=root", f"--etcd-password-file={file}")
         daemon = pool.daemon("a", f"--preload={preload}")
         pool.job.wait_for_text(daemon, "idle: waiting for a job")
         mine = pool.submit()
         [start] = pool.starts(mine, 1)
-        assert VARIABLE not in start["env"]
+        assert PASSWORD not in start["env"].values()
         pool.end_job(mine)
         assert pool.wait(mine) == PoolCode.DONE
         assert PASSWORD not in daemon.text

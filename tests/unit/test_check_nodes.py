@@ -314,19 +314,6 @@ def test_a_node_tries_and_measures_another(alone: LocalNode) -> None:
     assert alone.carry_out(Stage(4, "pairs", 2, pairs=(("a", "x"),)), {}) == NodeResults(), "x has ended"
 
 
-def test_no_probe_inherits_what_the_node_keeps_from_its_workers(
-    alone: LocalNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ELASTIC_AGENT_ETCD_PASSWORD", "secret")
-    program = "import os, sys; sys.exit('ELASTIC_AGENT_ETCD_PASSWORD' in os.environ or print('{}'))"
-    monkeypatch.setattr(processes, "PROGRAM", program.replace("{}", "{{}}"))
-    (reached,) = alone.carry_out(Stage(1, "reach"), {"b": facts_of("b")}).reached
-    stage = Stage(2, "pairs", 1, pairs=(("a", "b"),))
-    (measured,) = alone.carry_out(stage, {"b": facts_of("b")}).measured
-    for detail in (reached.detail, measured.detail):
-        assert detail == "the probe client has answered something else: []"
-
-
 def test_a_probe_that_crashes_is_this_nodes_own_trouble(
     alone: LocalNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

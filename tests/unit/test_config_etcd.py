@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 from elastic_agent.agent.configuration.config import Config, ConfigError
 from elastic_agent.agent.configuration.derive import Resolved, resolve
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.configuration.options import SECRET_VARIABLES
-from elastic_agent.agent.configuration.parse import Source
 from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.values import Secret
 from elastic_agent.rendezvous.records import Endpoint
 
 PASSWORD = "ELASTIC_AGENT_ETCD_PASSWORD"
@@ -180,9 +177,6 @@ def test_every_option_lands_from_every_source(source: str, files: Path) -> None:
     assert rendezvous.etcd == EtcdConfig(
         ca=Path("ca"), cert=Path("cert"), key=Path("key"), user="trainer", password_file=Path("pw")
     )
-    argv, environ = written(source, files, {**place, "etcd-insecure": "true", "etcd-user": "trainer"})
-    rendezvous = run_resolve(argv, {**environ, PASSWORD: CANARY}).config.rendezvous
-    assert rendezvous.etcd == EtcdConfig(user="trainer", password=Secret(CANARY))
 
 
 @pytest.mark.parametrize(
@@ -194,14 +188,7 @@ def test_every_option_lands_from_every_source(source: str, files: Path) -> None:
         ("--etcd-insecure --etcd-ca ca", {}, "--etcd-insecure 'true': expected no TLS with it"),
         ("--etcd-user root", {}, "--etcd-user 'root': expected a password with it"),
         ("--etcd-password-file pw", {}, "--etcd-password-file 'pw': expected a user with it"),
-        ("", {PASSWORD: CANARY}, f"{PASSWORD} '***': expected a user with it"),
-        (
-            "--etcd-user root --etcd-password-file pw",
-            {PASSWORD: CANARY},
-            f"--etcd-password-file 'pw': expected one place for the password; keep either it or {PASSWORD}",
-        ),
-        ("", {PASSWORD: ""}, f"{PASSWORD} '***': expected a text that is not empty"),
-        ("", {PASSWORD: os.fsdecode(b"\xff")}, f"{PASSWORD} '***': expected a text that is not empty; it is not"),
+        ("", {PASSWORD: CANARY}, f"{PASSWORD}: expected no such option any more; write the password into a file"),
         ("--etcd-user 'a b' --etcd-password-file pw", {}, "--etcd-user 'a b': expected 1 to 128 printable ASCII"),
         ("--etcd-ca ''", {}, "--etcd-ca '': expected a text"),
         ("--etcd-ca gone", {}, "--etcd-ca 'gone': expected a file that exists, can be read and is not empty"),
@@ -270,21 +257,18 @@ GIVEN = {**TLS, **LOGIN, "etcd-insecure": "true", "store-outage-grace": "5s"}
 
 
 def test_the_options_of_etcd_need_etcd(files: Path) -> None:
-    assert {option.name for option in ETCD_OPTIONS} == {*GIVEN, "etcd-password"}
+    assert {option.name for option in ETCD_OPTIONS} == {*GIVEN}
     for backend in (["--rdzv-backend", "c10d"], [], ["--rdzv-endpoint", "node1"]):
         for name, text in GIVEN.items():
             (found,) = problems_of([*backend, f"--{name}={text}"])
             assert found.startswith(f"--{name} '{text}': expected --rdzv-backend etcd with it, not ")
-        (found,) = problems_of(backend, {PASSWORD: CANARY})
-        assert found.startswith(f"{PASSWORD} '***': expected --rdzv-backend etcd with it, not ")
 
 
 def test_standalone_overrules_etcd_with_warnings(files: Path) -> None:
-    resolved = run_resolve([*LOCAL, "--etcd-ca=ca", "--standalone"], {PASSWORD: CANARY})
+    resolved = run_resolve([*LOCAL, "--etcd-ca=ca", "--standalone"])
     assert resolved.config.rendezvous == RendezvousConfig(job_id="j")
     assert resolved.warnings == tuple(
-        f"{origin} is ignored: --standalone overrules it"
-        for origin in ("--rdzv-endpoint", "--etcd-ca", PASSWORD)
+        f"{origin} is ignored: --standalone overrules it" for origin in ("--rdzv-endpoint", "--etcd-ca")
     )
 
 
@@ -321,31 +305,16 @@ def test_rules_with_an_unreadable_value_are_not_judged(files: Path) -> None:
 # --- Secrets
 
 
-def test_the_password_variable_is_no_option_and_no_key(files: Path) -> None:
+def test_a_password_itself_is_refused_wherever_it_is_and_not_shown(files: Path) -> None:
     file = files / "agent.toml"
     file.write_text(f"etcd-password = '{CANARY}'\n")
     for argv in (["--etcd-password", CANARY], [f"--etcd-password={CANARY}"], ["--config", str(file)]):
         (problem,) = problems_of([*LOCAL, *argv])
-        assert problem.endswith("did you mean etcd-password-file?") or "--etcd-password-file" in problem
+        assert "--etcd-password-file" in problem
         assert CANARY not in problem
-
-
-def test_every_secret_comes_from_a_variable_that_no_child_inherits() -> None:
-    secret = [option for option in ETCD_OPTIONS if option.sources == Source.ENV]
-    names = {f"ELASTIC_AGENT_{option.name.upper().replace('-', '_')}" for option in secret}
-    assert names == SECRET_VARIABLES == {PASSWORD}
-
-
-def test_a_password_is_shown_nowhere(files: Path) -> None:
-    resolved = run_resolve([*LOCAL, "--etcd-user", "root"], {PASSWORD: CANARY})
-    lines = resolved.settings.lines()
-    assert any(line.split() == ["#", "etcd-password:", "***", "#", PASSWORD] for line in lines)
-    etcd = resolved.config.rendezvous.etcd
-    assert etcd is not None
-    assert etcd.password is not None
-    assert etcd.password.text == CANARY
-    for shown in (*lines, repr(resolved.config), str(etcd), f"{etcd.password}", repr(resolved)):
-        assert CANARY not in shown
+    (problem,) = problems_of(LOCAL, {PASSWORD: CANARY})
+    assert "--etcd-password-file" in problem
+    assert CANARY not in problem
 
 
 @settings(deadline=None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.values import STORES, Secret
+from elastic_agent.agent.configuration.values import STORES
 from elastic_agent.agent.rendezvous_io.store_opening import etcd_password, open_to_look
 from elastic_agent.rendezvous.errors import StoreRefused
 from elastic_agent.rendezvous.records import Endpoint
@@ -24,7 +24,6 @@ def test_the_password_is_read_anew_and_only_one_newline_is_not_part_of_it(tmp_pa
     for content, password in ((b"first\n", "first"), (b" second\r\n\n", " second\r\n"), ("ä".encode(), "ä")):
         file.write_bytes(content)
         assert etcd_password(etcd) == password
-    assert etcd_password(EtcdConfig(user="u", password=Secret("third"))) == "third"
 
 
 def test_a_password_file_without_text_is_refused_and_not_shown(tmp_path: Path) -> None:
