@@ -12,7 +12,6 @@ import queue
 import re
 import secrets
 import socket
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -233,12 +232,12 @@ class LocalNode:
     def start(self) -> None:
         """Answer the others from now on, and write the file that they look for. Raises NoAnswer."""
         descriptor = self._sockets.probes.fileno()
-        server = self._begun("server", descriptors=[descriptor])
+        server = Probe("server", environ=self._environ, descriptors=[descriptor])
         self._lasting.callback(server.close)
         server.order({"listener": descriptor, "endpoint": plain(self.facts.endpoint)})
         server.answer(SERVES_S)
         if self._directory:
-            holder = self._begun("directory")
+            holder = Probe("directory", environ=self._environ)
             self._lasting.callback(lambda: holder.end(END_S))
             holder.order({"hold": self._directory})
             # Why there is none, the node's own check of the directory says.
@@ -273,7 +272,7 @@ class LocalNode:
         with contextlib.ExitStack() as stack:
             if self._directory and files:
                 with contextlib.suppress(NoAnswer):
-                    looking = self._begun("directory")
+                    looking = Probe("directory", environ=self._environ)
                     stack.callback(looking.close)
                     looking.order({"look": self._directory, "files": list(files)})
             order = self._order([one.endpoint for one in others], None)
@@ -324,7 +323,7 @@ class LocalNode:
         if not (self.facts.software.torch and other.software.torch):
             return None
         with contextlib.suppress(NoAnswer):
-            return self._begun(
+            return Probe(
                 "all_reduce",
                 python=job_python(self._environ),
                 environ=self._environ,
@@ -355,16 +354,3 @@ class LocalNode:
             "endpoints": [plain(endpoint) for endpoint in endpoints],
             "round": number,
         }
-
-    def _begun(
-        self,
-        name: str,
-        *,
-        python: str = sys.executable,
-        environ: Mapping[str, str] | None = None,
-        descriptors: Sequence[int] = (),
-    ) -> Probe:
-        try:
-            return Probe(name, python=python, environ=environ or self._environ, descriptors=descriptors)
-        except OSError as error:
-            raise NoAnswer(f"the probe {name} could not be started: {error.strerror}") from error

@@ -250,6 +250,8 @@ class StageDriver:
         self._store, self._runner, self._join_wait = store, runner, join_wait
         self._show, self._clock, self._sleep = show, clock, sleep
         self._me = runner.facts.node
+        self._number = 0
+        """Of the newest stage, where this node leads."""
         self._look_s = LOOK_S + LOOK_PER_NODE_S * join_wait.wanted
 
     def run(self) -> PairsReport:
@@ -305,33 +307,28 @@ class StageDriver:
     # --- The leader
 
     def _lead(self) -> PairsReport:
-        nodes = self._gather()
-        progress = _Progress(nodes)
-        if len(nodes) > 1:
-            many = len(nodes) > MOST_ALL_PAIRS
-            self._show(f"{len(nodes)} nodes are here; each tries to reach {'some' if many else 'all'} others")
-            self._stage(
-                progress,
-                Stage(0, "reach", pairs=ring(progress.there) if many else ()),
-                "as they tried to reach each other",
+        found = CheckResults(self._join_wait.wanted, self._join_wait.wait_s, self._gather())
+        if len(found.nodes) > 1:
+            many = len(found.nodes) > MOST_ALL_PAIRS
+            self._show(
+                f"{len(found.nodes)} nodes are here; each tries to reach {'some' if many else 'all'} others"
             )
-            self._round(progress, 1, first_round(progress.there))
-            self._round(
-                progress, 2, second_round(progress.there, progress.well(), near_pairs(nodes.values()))
-            )
-        by_name = tuple(nodes[name] for name in sorted(nodes))
-        found = CheckResults(
-            self._join_wait.wanted, self._join_wait.wait_s, by_name, progress.results, progress.gone
-        )
-        report = make_report(found)
+            stage = Stage(0, "reach", pairs=ring(found.names) if many else ())
+            self._stage(found, stage, "as they tried to reach each other")
+            self._round(found, 1, first_round(found.names))
+            compared = between_machines(found.nodes, found.measured)
+            well = all_well(found.reached, found.measured, compared)
+            self._round(found, 2, second_round(found.names, well, near_pairs(found.nodes)))
+        report = make_report(replace(found, nodes=tuple(sorted(found.nodes, key=lambda one: one.node))))
         if len(report.measured) > MOST_MEASURED:
             report = replace(report, measured=())
         self._store.publish_report(report)
-        self._store.publish_stage(replace(progress.last, number=progress.last.number + 1, what="report"))
+        members = tuple(Member(one.node, one.life) for one in found.nodes)
+        self._store.publish_stage(Stage(self._number + 1, "report", members=members))
         self.await_others()
         return report
 
-    def _gather(self) -> dict[str, NodeFacts]:
+    def _gather(self) -> tuple[NodeFacts, ...]:
         """This node first, the others by name, but for neighbours on one machine."""
         wanted, until = self._join_wait.wanted, self._clock() + self._join_wait.wait_s
         shown: set[str] = set()
@@ -344,69 +341,49 @@ class StageDriver:
             if len(nodes) >= wanted or self._clock() >= until:
                 found = {self._me: self._runner.facts, **dict(sorted(nodes.items()))}
                 order = spread({name: one.machine or name for name, one in found.items()})
-                return {name: found[name] for name in order}
+                return tuple(found[name] for name in order)
             self._sleep(self._look_s)
 
-    def _round(self, progress: _Progress, number: int, pairs: Iterable[Pair]) -> None:
+    def _round(self, found: CheckResults, number: int, pairs: Iterable[Pair]) -> None:
         for turn in turns(pairs):
-            now = tuple(pair for pair in turn if set(pair) <= set(progress.there))
+            now = tuple(pair for pair in turn if set(pair) <= set(found.names))
             if now:
                 self._show(f"round {number}: {counted(len(now), 'pair')} measuring")
-                self._stage(progress, Stage(0, "pairs", number, pairs=now), f"in round {number} of pairs")
+                self._stage(found, Stage(0, "pairs", number, pairs=now), f"in round {number} of pairs")
 
-    def _stage(self, progress: _Progress, stage: Stage, when: str) -> None:
+    def _stage(self, found: CheckResults, stage: Stage, when: str) -> None:
         """All do it, and this one gathers what they find."""
-        members = tuple(Member(name, progress.nodes[name].life) for name in progress.there)
-        stage = replace(stage, number=progress.last.number + 1, members=members)
-        progress.last = stage
+        self._number += 1
+        lives = {one.node: one.life for one in found.nodes}
+        members = tuple(Member(name, lives[name]) for name in found.names)
+        stage = replace(stage, number=self._number, members=members)
         until = self._clock() + STAGE_S
         self._store.publish_stage(stage)
         self._carry_out(stage)
         while True:
             given, present = self._store.results(stage), self._store.present()
             late = self._clock() >= until
-            for name in set(progress.there) - set(given):
-                life = present[name].life if name in present else ""
-                if life != progress.nodes[name].life:
-                    progress.gone[name] = when
+            for name in set(found.names) - set(given):
+                if name not in present or present[name].life != lives[name]:
+                    found.gone[name] = when
                 elif late:
-                    progress.gone[name] = f"or hangs: it gave no answer within {STAGE_S:g} s {when}"
-            if set(progress.there) <= set(given):
+                    found.gone[name] = f"or hangs: it gave no answer within {STAGE_S:g} s {when}"
+            if set(found.names) <= set(given):
                 break
             self._sleep(self._look_s)
         for name, results in given.items():
-            progress.add(name, results)
+            _take(found, name, results)
 
 
-class _Progress:
-    """What the leader knows of the check so far. `nodes` begin with the leader."""
-
-    def __init__(self, nodes: dict[str, NodeFacts]) -> None:
-        self.nodes = nodes
-        self.gone: dict[str, str] = {}
-        self.results: dict[str, NodeResults] = {}
-        self.last = Stage(0, "reach", members=tuple(Member(one.node, one.life) for one in nodes.values()))
-
-    @property
-    def there(self) -> list[str]:
-        return [name for name in self.nodes if name not in self.gone]
-
-    def add(self, name: str, results: NodeResults) -> None:
-        """Takes only what a node can know: its own tries and measurements, with nodes that are there."""
-        known = self.results.get(name, NodeResults())
-        reached = tuple(one for one in results.reached if one.source == name and one.target in self.nodes)
-        measured = tuple(one for one in results.measured if one.first == name and one.second in self.nodes)
-        self.results[name] = NodeResults(
-            known.reached + reached, known.measured + measured, known.seen + results.seen
-        )
-
-    def well(self) -> dict[Pair, bool]:
-        """Of the first round's pairs, but for those with a node that has ended."""
-        there = set(self.there)
-        reached = [one for results in self.results.values() for one in results.reached]
-        measured = [one for results in self.results.values() for one in results.measured]
-        found = all_well(reached, measured, between_machines(self.nodes.values(), measured))
-        return {pair: well for pair, well in found.items() if there.issuperset(pair)}
+def _take(found: CheckResults, name: str, results: NodeResults) -> None:
+    """Only what a node can know: its own tries and measurements, with nodes that are there."""
+    nodes = {one.node for one in found.nodes}
+    known = found.results.get(name, NodeResults())
+    reached = tuple(one for one in results.reached if one.source == name and one.target in nodes)
+    measured = tuple(one for one in results.measured if one.first == name and one.second in nodes)
+    found.results[name] = NodeResults(
+        known.reached + reached, known.measured + measured, known.seen + results.seen
+    )
 
 
 def _others(stage: Stage, me: str) -> list[str]:

@@ -39,34 +39,8 @@ THROTTLING = {
 }
 """By the bit of nvmlDeviceGetCurrentClocksThrottleReasons. Idle, a power cap and chosen clocks are no faults."""
 
-HARDWARE_XIDS = frozenset(
-    (
-        48,
-        61,
-        62,
-        63,
-        64,
-        74,
-        79,
-        92,
-        94,
-        95,
-        109,
-        110,
-        119,
-        120,
-        121,
-        136,
-        140,
-        143,
-        145,
-        149,
-        154,
-        155,
-        156,
-        158,
-    )
-)
+_LONG_KNOWN = frozenset((48, 61, 62, 63, 64, 74, 79, 92, 94, 95))
+HARDWARE_XIDS = _LONG_KNOWN | {109, 110, 119, 120, 121, 136, 140, 143, 145, 149, 154, 155, 156, 158}
 """Memory, NVLink, bus and firmware. The others (13, 31, 43, 45, ...) mostly come from programs."""
 
 XIDS_COUNT_S = 24 * 3600.0

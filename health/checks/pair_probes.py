@@ -98,19 +98,17 @@ def reach(me: str, address: str, endpoints: Sequence[ProbeEndpoint]) -> tuple[Re
         return tuple(pool.map(one, endpoints))
 
 
-def measure(
-    me: str, address: str, endpoint: ProbeEndpoint, number: int, clock: Callable[[], float] = time.monotonic
-) -> Measurement:
+def measure(me: str, address: str, endpoint: ProbeEndpoint, number: int) -> Measurement:
     """`address` is this node's own, and `number` the round. Never raises."""
     found = Measurement(number, me, endpoint.node)
     try:
         with opened(endpoint, address, ECHO) as connection:
-            found = replace(found, latency_s=_latency(connection, clock))
+            found = replace(found, latency_s=_latency(connection))
         for _ in range(STREAMS):
             with opened(endpoint, address, SINK) as connection:
-                found = replace(found, sent=max(found.sent or 0.0, _send_to(connection, clock)))
+                found = replace(found, sent=max(found.sent or 0.0, _send_to(connection)))
             with opened(endpoint, address, SOURCE) as connection:
-                received = receive_stream(connection, clock)[0]
+                received = receive_stream(connection)[0]
                 found = replace(found, received=max(found.received or 0.0, received))
             if 0.0 in (found.sent, found.received):
                 break
@@ -149,28 +147,28 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
     return found
 
 
-def receive_stream(connection: socket.socket, clock: Callable[[], float]) -> tuple[float, int, float]:
+def receive_stream(connection: socket.socket) -> tuple[float, int, float]:
     """Rate, bytes and seconds of what comes within `STREAM_S` after the first packet; all 0 when none comes in time.
 
     The first packet starts the clock and is not counted: what had gathered on the way would look like speed.
     """
     room = bytearray(CHUNK)
     began: float | None = None
-    count, ends = 0, clock() + ANSWER_S
+    count, ends = 0, time.monotonic() + ANSWER_S
     with contextlib.suppress(TimeoutError):
-        while (left_s := ends - clock()) > 0.0:
+        while (left_s := ends - time.monotonic()) > 0.0:
             connection.settimeout(left_s)
             got = connection.recv_into(room)
             if not got:
                 break
             if began is None:
-                began = clock()
+                began = time.monotonic()
                 ends = began + STREAM_S
             else:
                 count += got
     if began is None:
         return 0.0, 0, 0.0
-    took_s = max(clock() - began, 1e-6)
+    took_s = max(time.monotonic() - began, 1e-6)
     return count / took_s, count, took_s
 
 
@@ -196,14 +194,14 @@ def _connected(endpoint: ProbeEndpoint, source: str) -> socket.socket:
     return connection
 
 
-def _latency(connection: socket.socket, clock: Callable[[], float]) -> float:
+def _latency(connection: socket.socket) -> float:
     took: list[float] = []
-    ends = clock() + LATENCY_S
-    while len(took) < ROUND_TRIPS and clock() < ends:
-        began = clock()
+    ends = time.monotonic() + LATENCY_S
+    while len(took) < ROUND_TRIPS and time.monotonic() < ends:
+        began = time.monotonic()
         connection.sendall(b"x")
         _one_answer(connection, 1)
-        took.append(clock() - began)
+        took.append(time.monotonic() - began)
     return statistics.median(took)
 
 
@@ -218,12 +216,12 @@ def _offset(connection: socket.socket) -> float | None:
     return offset if took_s < LONGEST_EXCHANGE_S and abs(offset) < 2**40 else None  # nor is NaN
 
 
-def _send_to(connection: socket.socket, clock: Callable[[], float]) -> float:
+def _send_to(connection: socket.socket) -> float:
     """Send until the other side says at which rate it came. 0 when it says nothing."""
     chunk, answer = memoryview(bytes(CHUNK)), b""
-    ends = clock() + STREAM_S + 2 * ANSWER_S
+    ends = time.monotonic() + STREAM_S + 2 * ANSWER_S
     connection.setblocking(False)
-    while len(answer) < STREAMED.size and (left_s := ends - clock()) > 0.0:
+    while len(answer) < STREAMED.size and (left_s := ends - time.monotonic()) > 0.0:
         readable, writable, _ = select.select([connection], [connection], [], left_s)
         if readable:
             more = connection.recv(STREAMED.size - len(answer))
@@ -269,16 +267,14 @@ MOST_ECHOES = 1000
 wall_clock = time.time
 
 
-def serve(
-    listener: socket.socket, endpoint: ProbeEndpoint, clock: Callable[[], float] = time.monotonic
-) -> None:
+def serve(listener: socket.socket, endpoint: ProbeEndpoint) -> None:
     """Until the listener is closed or shut down."""
     room = threading.Semaphore(SERVED_AT_ONCE)
 
     def one(client: socket.socket) -> None:
         try:
             with client, contextlib.suppress(OSError):
-                _answer(client, endpoint, clock)
+                _answer(client, endpoint)
         finally:
             room.release()
 
@@ -296,48 +292,46 @@ def serve(
             pool.submit(one, client)
 
 
-def _answer(client: socket.socket, endpoint: ProbeEndpoint, clock: Callable[[], float]) -> None:
+def _answer(client: socket.socket, endpoint: ProbeEndpoint) -> None:
     client.settimeout(ANSWER_S)
     shown = receive_exactly(client, len(endpoint.request_token) + 1)
     if not hmac.compare_digest(shown[:-1], endpoint.request_token.encode()):
         return
     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     client.sendall(endpoint.reply_token.encode())
-    ends = clock() + LONGEST_S
+    ends = time.monotonic() + LONGEST_S
     want = shown[-1:]
     if want == REACH:
-        _echo(client, ends, clock, lambda: INSTANT.pack(wall_clock()))
+        _echo(client, ends, lambda: INSTANT.pack(wall_clock()))
     elif want == ECHO:
-        _echo(client, ends, clock, lambda: b"x")
+        _echo(client, ends, lambda: b"x")
     elif want == SINK:
-        _take(client, ends, clock)
+        _take(client, ends)
     elif want == SOURCE:
-        _send(client, clock)
+        _send(client)
 
 
-def _echo(
-    client: socket.socket, ends: float, clock: Callable[[], float], answer: Callable[[], bytes]
-) -> None:
+def _echo(client: socket.socket, ends: float, answer: Callable[[], bytes]) -> None:
     """The other side closes first, so that no port here waits for what may still come."""
     for _ in range(MOST_ECHOES):
-        if clock() >= ends or not client.recv(1):
+        if time.monotonic() >= ends or not client.recv(1):
             return
         client.sendall(answer())
 
 
-def _take(client: socket.socket, ends: float, clock: Callable[[], float]) -> None:
-    _, count, took_s = receive_stream(client, clock)
+def _take(client: socket.socket, ends: float) -> None:
+    _, count, took_s = receive_stream(client)
     client.settimeout(ANSWER_S)
     client.sendall(STREAMED.pack(count, took_s))
     # To close now would send a reset, and the answer might be lost to it.
-    while clock() < ends and client.recv(CHUNK):
+    while time.monotonic() < ends and client.recv(CHUNK):
         pass
 
 
-def _send(client: socket.socket, clock: Callable[[], float]) -> None:
+def _send(client: socket.socket) -> None:
     chunk = memoryview(bytes(CHUNK))
-    ends = clock() + STREAM_S + ANSWER_S
-    while (left_s := ends - clock()) > 0.0:
+    ends = time.monotonic() + STREAM_S + ANSWER_S
+    while (left_s := ends - time.monotonic()) > 0.0:
         client.settimeout(left_s)
         client.send(chunk)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

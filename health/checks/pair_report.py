@@ -6,7 +6,7 @@ Pure: one node makes the report of what all have found, and the others print the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -42,17 +42,17 @@ class PairsReport(Checked):
 
 @dataclass(frozen=True, slots=True)
 class CheckResults:
-    """All that is known at the end. `gone` says when each node ended that did."""
+    """All that is known so far. `gone` says when each node ended that did."""
 
     wanted: int
     waited_s: float
     nodes: tuple[NodeFacts, ...]
-    results: Mapping[str, NodeResults] = field(default_factory=dict)
-    gone: Mapping[str, str] = field(default_factory=dict)
+    results: dict[str, NodeResults] = field(default_factory=dict)
+    gone: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that were there to the end."""
+        """Of those that are still there."""
         return tuple(node.node for node in self.nodes if node.node not in self.gone)
 
     @property
@@ -146,8 +146,8 @@ _NETWORK: tuple[_Trait, ...] = (
     ),
     (
         "the number of active RDMA ports",
-        "NCCL fails or is slow between nodes whose ports do not match: check `rdma link` on these nodes, or choose"
-        " --network-profile ethernet for all.",
+        "NCCL fails or is slow between nodes whose ports do not match: check `rdma link` on these nodes, or set"
+        " NCCL_IB_DISABLE=1 on all.",
         lambda node: f"{node.rdma_ports}",
     ),
     (

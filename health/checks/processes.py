@@ -80,11 +80,14 @@ class Probe:
         environ: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        """`name` is a probe of `pair_probes`. `descriptors` are open there, too. Raises OSError."""
+        """`name` is a probe of `pair_probes`. `descriptors` are open there, too. Raises NoAnswer."""
         self._name = name
         module, main = f"{__package__}.pair_probes", f"{name}_main"
         environ = os.environ if environ is None else environ
-        self._process = start_probe_process(python, module, environ, main, descriptors=descriptors)
+        try:
+            self._process = start_probe_process(python, module, environ, main, descriptors=descriptors)
+        except OSError as error:
+            raise NoAnswer(f"the probe {name} could not be started: {error.strerror}") from error
 
     def order(self, order: Mapping[str, Any]) -> None:
         """Once."""
@@ -133,11 +136,7 @@ class Probe:
 
 def ask(name: str, order: Mapping[str, Any], wanted: str, limit_s: float, **options: Any) -> Any:
     """What the only answer of a process has under the name `wanted`. Raises NoAnswer."""
-    try:
-        probe = Probe(name, **options)
-    except OSError as error:
-        raise NoAnswer(f"the probe {name} could not be started: {error.strerror}") from error
-    with contextlib.closing(probe):
+    with contextlib.closing(Probe(name, **options)) as probe:
         probe.order(order)
         answer = probe.answer(limit_s)
     if wanted not in answer:
