@@ -5,9 +5,8 @@ set here with the same spelling and meaning, except that TORCHELASTIC_RESTART_CO
 (generation - 1), the same on all nodes, where torchrun counts each agent's own.
 
 The settings of NCCL and torch where the user has set none are a table. A row's value may name *facts* in braces: it
-holds only where these are known and its condition is met. Of two rows with one name the later wins, so a profile is
-stronger than the defaults. docs/tuning.md shows the same rows. What costs speed, or has been seen to hang (timing,
-desync debugging, stack traces from the watchdog's thread), is not switched on.
+holds only where these are known. docs/tuning.md shows the same rows. What costs speed, or has been seen to hang
+(timing, desync debugging, stack traces from the watchdog's thread), is not switched on.
 
 `Node` is this node as it was found at the start; from it and the rest follows the `WorkerSpec` of one worker. Nothing
 is started here, and nothing written but the folder of a generation.
@@ -18,7 +17,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter, Template
@@ -31,7 +30,7 @@ from ..common.variables import Variable, compose
 from ..configuration.config import Config, LogConfig
 from ..configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, process_group_s, watchdog_s
 from ..machine.devices import Software
-from ..machine.interfaces import Profile, Transport
+from ..machine.interfaces import Profile
 from ..machine.inventory import Machine
 from ..machine.network import Network, network_variables
 from ..output.worker_logs import OutputRoute
@@ -182,12 +181,16 @@ class Facts:
     @property
     def known(self) -> dict[str, str]:
         """What the value of a row may name."""
-        group_s = process_group_s(self.timeouts)
-        facts: dict[str, object] = {"flight_records": self.flight_records}
-        if self.profile.foreign_ports:
-            facts["ports"] = ",".join(self.profile.ports)
-        if group_s is not None:
-            facts |= {"process_group_timeout": group_s, "heartbeat": watchdog_s(group_s)}
+        profile, group_s = self.profile, process_group_s(self.timeouts)
+        over_verbs = profile.transport in ("infiniband", "roce")
+        facts: dict[str, object] = {
+            "threads": 1 if self.workers > 1 else None,
+            "flight_records": self.flight_records,
+            "ports": ",".join(profile.ports) if over_verbs and profile.foreign_ports else None,
+            "provider": "efa" if profile.transport == "efa" else None,
+            "process_group_timeout": group_s,
+            "heartbeat": watchdog_s(group_s) if group_s is not None else None,
+        }
         return {
             name: f"{fact:g}" if isinstance(fact, float) else str(fact)
             for name, fact in facts.items()
@@ -196,24 +199,14 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    text: str
-    holds: Callable[[Facts], bool]
-
-
-ALWAYS = Condition("", lambda facts: True)
-SEVERAL_WORKERS = Condition("several workers on the node", lambda facts: facts.workers > 1)
-WITH_NCCL = Condition("torch is not a CPU build", lambda facts: facts.software.has_nccl)
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
-    """One setting. `aliases` are its other names, under which the user may have set it."""
+    """One setting. `of_nccl`: it is nothing to a build of torch for CPUs. `aliases` are its other names, under which
+    the user may have set it."""
 
     name: str
     value: str
     reason: str
-    when: Condition = ALWAYS
+    of_nccl: bool = True
     aliases: tuple[str, ...] = ()
     yielding: bool = True
 
@@ -230,73 +223,62 @@ _ERRORS = (
     "a failed collective ends its process; torchrun's 1 also tries to abort the communicator, which can hang"
 )
 
+_LIBFABRIC = "else libfabric may offer another provider, such as TCP, without an error"
+
 DEFAULTS = (
-    Row("OMP_NUM_THREADS", "1", "a thread per core in each of several workers is too many", SEVERAL_WORKERS),
-    Row("PYTHONUNBUFFERED", "1", "a killed worker's last words are not lost in a buffer"),
-    Row("PYTHONFAULTHANDLER", "1", "a worker that dies by a signal says where it was"),
-    Row("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", _ERRORS, aliases=("NCCL_ASYNC_ERROR_HANDLING",)),
-    Row("NCCL_DEBUG", "WARN", "NCCL says which call failed, and nothing else", WITH_NCCL),
+    Row(
+        "OMP_NUM_THREADS",
+        "{threads}",
+        "a thread per core in each of several workers is too many",
+        of_nccl=False,
+    ),
+    Row("PYTHONUNBUFFERED", "1", "a killed worker's last words are not lost in a buffer", of_nccl=False),
+    Row("PYTHONFAULTHANDLER", "1", "a worker that dies by a signal says where it was", of_nccl=False),
+    Row(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "3",
+        _ERRORS,
+        of_nccl=False,
+        aliases=("NCCL_ASYNC_ERROR_HANDLING",),
+    ),
+    Row("NCCL_DEBUG", "WARN", "NCCL says which call failed, and nothing else"),
     Row(
         "TORCH_FR_BUFFER_SIZE",
         "2000",
         "the flight recorder keeps the last collectives of each rank",
-        WITH_NCCL,
         aliases=("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     ),
-    Row("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", _DUMP, WITH_NCCL),
+    Row("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", _DUMP),
     Row(
         "TORCH_FR_DUMP_TEMP_FILE",
         "{flight_records}/rank_",
         _PLACE,
-        WITH_NCCL,
         aliases=("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
     ),
-    Row("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "{flight_records}/pipe_", _PIPE, WITH_NCCL),
-    Row("TORCH_INCLUDE_STACK_TRACE", "0", _STACKS, WITH_NCCL),
+    Row("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "{flight_records}/pipe_", _PIPE),
+    Row("TORCH_INCLUDE_STACK_TRACE", "0", _STACKS),
     Row(
         PROCESS_GROUP_TIMEOUT,
         "{process_group_timeout}",
         "applied by elastic_agent.worker.init_process_group",
+        of_nccl=False,
         yielding=False,
     ),
-    Row(HEARTBEAT_VARIABLE, "{heartbeat}", _HEARTBEAT, WITH_NCCL),
+    Row(HEARTBEAT_VARIABLE, "{heartbeat}", _HEARTBEAT),
+    Row("NCCL_IB_HCA", "={ports}", "there are other active RDMA ports, which NCCL would use as well"),
+    Row("FI_PROVIDER", "{provider}", _LIBFABRIC),
 )
-
-_OVER_VERBS = (
-    Row(
-        "NCCL_IB_HCA",
-        "={ports}",
-        "there are other active RDMA ports, which NCCL would use as well",
-        WITH_NCCL,
-    ),
-)
-_LIBFABRIC = "else libfabric may offer another provider, such as TCP, without an error"
-
-PROFILES: dict[Transport, tuple[Row, ...]] = {
-    "infiniband": _OVER_VERBS,
-    "roce": _OVER_VERBS,
-    "efa": (Row("FI_PROVIDER", "efa", _LIBFABRIC, WITH_NCCL),),
-}
 
 
 def torch_settings(facts: Facts) -> tuple[Variable, ...]:
-    """The rows that hold, in the order in which they overrule each other."""
+    """The rows that hold."""
     known = facts.known
     return tuple(
-        Variable(row.name, row.value.format(**known), row.reason, row.yielding, room, row.aliases)
-        for room, row in _rows(facts.profile)
-        if _holds(row, facts, known)
+        Variable(row.name, row.value.format(**known), row.reason, row.yielding, "default", row.aliases)
+        for row in DEFAULTS
+        if facts.software.has_nccl or not row.of_nccl
+        if all(name in known for _, name, _, _ in Formatter().parse(row.value) if name is not None)
     )
-
-
-def _rows(profile: Profile) -> Iterator[tuple[str, Row]]:
-    yield from (("default", row) for row in DEFAULTS)
-    yield from ((f"profile {profile.transport}", row) for row in PROFILES.get(profile.transport, ()))
-
-
-def _holds(row: Row, facts: Facts, known: dict[str, str]) -> bool:
-    named = (name for _, name, _, _ in Formatter().parse(row.value) if name is not None)
-    return row.when.holds(facts) and all(name in known for name in named)
 
 
 KEPT_GENERATIONS = 3
