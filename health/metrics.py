@@ -21,8 +21,6 @@ UNKNOWN = "unknown"
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
 RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
 HANG_STATES = ("off", "learning", "watching", "suspecting")
-STAGES = ("initialization", "first_step", "steps", "evaluation", "save")
-"""The stages in which a hang can begin."""
 LOST_TIME_CAUSES = ("detect", "stop", "rendezvous", "backoff", "startup", "recompute", "waiting")
 STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
@@ -87,9 +85,6 @@ class Metrics(Page):
 
     rendezvous_generation = Row(
         Level, "Number of the newest world this node belonged to; 0 before the first."
-    )
-    rendezvous_total = Row(
-        Counter, "Rendezvous that ended, by result.", result=("ok", "timeout", "closed", "error")
     )
     rendezvous_duration_seconds = Row(
         Histogram,
@@ -170,10 +165,6 @@ class Metrics(Page):
         "coordinate.",
     )
 
-    notices_total = Row(
-        Counter,
-        "Notices that this machine goes away, and changes of their deadline, that the agent has read (--notice).",
-    )
     notice_deadline_timestamp_seconds = Row(
         Gauge,
         "When this machine goes away by the newest notice, in seconds since the epoch; absent without a deadline.",
@@ -290,11 +281,6 @@ class Metrics(Page):
     hang_stall_seconds = Row(
         Gauge, "How long this node's workers have made no visible progress; 0 without workers."
     )
-    hangs_total = Row(
-        Counter,
-        "Generations whose workers on this node were ended because of a hang, by the phase in which it began.",
-        phase=STAGES,
-    )
     port_bind_attempts_total = Row(
         Counter, "Attempts to bind a port, by what it is for.", purpose=PORT_PURPOSES
     )
@@ -346,10 +332,6 @@ class Metrics(Page):
     replica_last_step = Row(
         Gauge,
         "Newest training step of which the partners of this node have all its workers' shards in memory.",
-    )
-    replica_lag_seconds = Row(
-        Gauge,
-        "Seconds from the last copy of those shards in this node's memory to the last partner's acknowledgment.",
     )
     replica_sent_bytes_total = Row(Counter, "Bytes of shards that this node has sent to its partners.")
     replica_held_bytes = Row(Gauge, "Memory in bytes that replicas of other nodes' shards take on this node.")
@@ -413,14 +395,11 @@ class Metrics(Page):
         self.enter_state("init")
         self.count_nodes(active=0)
 
-    def replicated(
-        self, *, step: int, lag_s: float, sent_bytes: int, held_bytes: int, unreachable: int
-    ) -> None:
+    def replicated(self, *, step: int, sent_bytes: int, held_bytes: int, unreachable: int) -> None:
         """What the memory server has reported. Before step 1 nothing was replicated."""
         with self.lock:
             if step:
                 self.replica_last_step.set(step)
-                self.replica_lag_seconds.set(lag_s)
             self.replica_sent_bytes_total.inc(sent_bytes)
             self.replica_held_bytes.set(held_bytes)
             self.replica_partners_unreachable.set(unreachable)
@@ -448,7 +427,6 @@ class Metrics(Page):
             self.rendezvous_generation.set(generation)
             self.world_size.set(world_size)
             self.group_world_size.set(group_world_size)
-            self.rendezvous_total.inc(result="ok")
             self.rendezvous_duration_seconds.observe(duration_s)
 
     def leave_world(self) -> None:

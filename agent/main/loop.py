@@ -334,7 +334,6 @@ class Loop:
 
     def _finish_saves(self, action: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
-        self._services.observer.left(action.why)
         self._departing = self._end(action)
         self._services.disk_writer.departing = True
         world = self._participant.world

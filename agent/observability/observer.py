@@ -15,12 +15,11 @@ from pathlib import Path
 from ...health.checks.finding import Finding
 from ...health.metrics import Metrics
 from ...rendezvous.coordinator.exclusions import in_words, left_out
-from ...rendezvous.node.node_actions import Refusal
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
-from ...rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, Result, World
+from ...rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, World
 from ...rendezvous.statements.exclusion import Exclusion
-from ...rendezvous.statements.inquiry import Inquiry, Stage, Suspicion
+from ...rendezvous.statements.inquiry import Inquiry, Suspicion
 from ...rendezvous.text import counted
 from ...worker.wire.messages import ReplicationReport
 from ..output.journal import Journal, Kind
@@ -33,15 +32,6 @@ from .steps import StepRate
 from .training_account import TrainingAccount
 
 log = logging.getLogger(__name__)
-
-_RENDEZVOUS_ENDS: Mapping[Result | Refusal, str] = {
-    Refusal.JOIN_TIMEOUT: "timeout",
-    Refusal.STORE_AWAY: "timeout",
-    Refusal.DUPLICATE_NODE: "error",
-    Refusal.STORE_MISMATCH: "error",
-    Refusal.UNLIKE_THE_JOB: "error",
-    Refusal.UNFIT: "error",
-}
 
 
 @dataclass(slots=True)
@@ -57,7 +47,6 @@ class _Generation:
     failed: int = 0
     failed_at: float | None = None
     stopped_at: float | None = None
-    succeeded: bool = False
 
 
 class Observer:
@@ -272,10 +261,6 @@ class Observer:
             cause=inquiry.finding.value,
         )
 
-    def hung(self, stage: Stage) -> None:
-        """The workers here are ended because of a hang."""
-        self._metrics.hangs_total.inc(phase=stage.value)
-
     # ---------------------------------------------------------------- workers
 
     def starting(self, world: World, member: Member, now: float) -> None:
@@ -374,15 +359,13 @@ class Observer:
             self._metrics.detection_duration_seconds.observe(now - generation.failed_at, kind="process")
         self.training.record(TrainingEvent.STOPPING, now)
 
-    def gone(self, now: float, *, succeeded: bool) -> None:
-        self._generation.succeeded = succeeded
+    def gone(self, now: float) -> None:
         self._seeking_since = now
         self.training.record(TrainingEvent.GONE, now)
         self._metrics.leave_world()
 
     def noticed(self, text: str, deadline: float | None, now: float) -> None:
         """This machine goes away at `deadline`; None: at no known instant."""
-        self._metrics.notices_total.inc()
         ends_at = self._wall_clock() + deadline - now if deadline is not None else None
         self._metrics.notice_deadline_timestamp_seconds.set(ends_at)
         self._pages.noticed(text, deadline)
@@ -397,7 +380,6 @@ class Observer:
         """The memory server has brought copies to other nodes, or taken some, or cannot."""
         self._metrics.replicated(
             step=report.step,
-            lag_s=report.lag_s,
             sent_bytes=report.sent_bytes,
             held_bytes=report.held_bytes,
             unreachable=len(report.unreachable),
@@ -419,8 +401,3 @@ class Observer:
         """The main loop has ended, and so does this agent."""
         self.training.account(now)
         self.journal.note(Kind.AGENT_ENDED, reason, counts={"code": code})
-
-    def left(self, why: Result | Refusal) -> None:
-        """This node's part is over. Unless its workers had succeeded, it was waiting for a world until now."""
-        if why is not Refusal.ASKED and not self._generation.succeeded:
-            self._metrics.rendezvous_total.inc(result=_RENDEZVOUS_ENDS.get(why, "closed"))

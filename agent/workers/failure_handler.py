@@ -24,7 +24,7 @@ from functools import partial
 
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Phase
-from ...rendezvous.statements.inquiry import HANG, Inquiry, Stage, Suspicion, Urgency
+from ...rendezvous.statements.inquiry import HANG, Inquiry, Suspicion, Urgency
 from ..common.events import Event
 from ..configuration.config import Config
 from ..machine.cgroups import OomKills, find_counter
@@ -130,7 +130,6 @@ class HangWatch:
 
     def count(self, generation: Generation) -> None:
         """The workers of this generation are ended because of a hang."""
-        self._observer.hung(generation.stall.stage if generation.stall is not None else Stage.STEPS)
         self._hangs = [*self._hangs[-HANGS_KEPT:], self._clock()]
 
     def _ask_for_signs(self, generation: Generation, now: float) -> None:

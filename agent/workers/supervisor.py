@@ -434,7 +434,7 @@ class Supervisor:
             self._participant.workers_drained(number, kept=generation.kept)
         self._processes.logs.detach_generation(number)
         generation.finish()
-        self._observer.gone(now, succeeded=succeeded)
+        self._observer.gone(now)
         self._participant.workers_gone(number)
 
     # ---------------------------------------------------------------- starts

@@ -48,7 +48,7 @@ def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> Non
 
             metrics.enter_world(generation=8, world_size=2, group_world_size=1, duration_s=0.1)
             wait_for("elastic_agent_rendezvous_generation == 8")
-            wait_for('elastic_agent_rendezvous_total{result="ok"} == 2')
+            wait_for("elastic_agent_rendezvous_duration_seconds_count == 2")
 
             server.close()
             wait_for("up == 0")

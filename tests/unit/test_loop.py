@@ -300,14 +300,12 @@ class Scene:
         return self.lost
 
     def observer(self) -> object:
-        self.seen_to_leave: list[object] = []
         self.checked: list[Sequence[CheckFinding]] = []
         self.waits: list[str] = []
         return SimpleNamespace(
             compare=lambda participant: None,
             update=lambda snapshot, group, now: self.waits.append(snapshot.waiting_for),
             status=lambda snapshot, group: "",
-            left=self.seen_to_leave.append,
             leaving=lambda asked_by: None,
             noticed=lambda *_: None,
             notice_withdrawn=lambda: None,
@@ -637,7 +635,6 @@ def test_an_operator_may_let_this_node_leave() -> None:
     wish = Put(drain_key("a"), DrainRequest("a-1").to_json())
     scene.kv.transact((), (wish,), scene.now)
     assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, f"stopped by {DRAIN_COMMAND}")
-    assert scene.seen_to_leave
 
 
 def test_an_agent_that_can_offer_no_port_ends() -> None:
