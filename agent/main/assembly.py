@@ -1,12 +1,8 @@
-"""Makes the parts of an agent from its configuration. What is started, and in which order, is up to `run`.
-
-`program_of` is what this node would run, in a form that other nodes can compare with theirs.
-"""
+"""Makes the parts of an agent from its configuration. What is started, and in which order, is up to `run`."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import platform
@@ -22,11 +18,8 @@ from ... import __version__
 from ...health.checks.runner import CheckRun
 from ...health.checks.table import checks_for, rechecks_for
 from ...health.metrics import Build, Metrics, Place
-from ...rendezvous.coordinator.restarts import RestartPolicy
-from ...rendezvous.coordinator.view import Policy
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Endpoint
-from ...rendezvous.statements.terms import Program
 from ...rendezvous.store.interface import Store
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import MemoryFolder
@@ -36,8 +29,6 @@ from ..common.exits import CannotStart, ExitCode
 from ..common.folders import make_own
 from ..common.io_thread import IoThread
 from ..configuration.config import NO_FILES, Config, LogConfig
-from ..configuration.stopping import drain_timeout_s
-from ..configuration.values import Command
 from ..machine.gpus import GpuHealth, GpuMemory
 from ..machine.inventory import Machine, needs_of
 from ..machine.network import Network
@@ -50,7 +41,7 @@ from ..observability.status import StatusPages
 from ..observability.steps import StepRate
 from ..output.console import Console
 from ..output.journal import EventFile, Journal, Kind
-from ..output.log_files import log_directory
+from ..output.log_files import own_logs
 from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.store_link import StoreLink
@@ -145,39 +136,35 @@ class Agent:
         return service
 
 
-def choose_log_directory(logs: LogConfig) -> LogConfig:
-    """Takes one of this user's, where files are wanted and no directory is given. It is there when this returns. Raises
-    CannotStart for a directory that is given and cannot be made."""
-    given = logs.given_directory
-    try:
-        directory = log_directory(given, own=logs.in_own_folder)
-        if given is not None:
-            given.mkdir(parents=True, exist_ok=True)
-        elif directory is not None:
-            make_own(directory, readable=True)
-    except OSError as error:
-        if given is not None:
-            reason = f"--log-dir {given} cannot be made: {error.strerror}; name another, or leave it out"
-            raise CannotStart(ExitCode.NOT_HERE, reason) from error
-        log.warning("all that workers print goes to the console, and none to files: %s; set --log-dir", error)
-        return logs
-    if directory not in (None, logs.directory):
-        log.info("what workers print is in %s; --log-dir chooses another place", directory)
-    return replace(logs, directory=directory)
-
-
-def choose_run_directory(logs: LogConfig) -> Path | None:
-    """The folder of --log-dir, or this user's own; None: no files are wanted, or there is no place for them."""
+def choose_folders(logs: LogConfig) -> tuple[LogConfig, Path | None]:
+    """With the place of what workers print, and beside that the folder of the runs' events and evidence: where no
+    directory is given, one of this user's. They are there when this returns. Raises CannotStart for a directory that is
+    given and cannot be made."""
     if logs.directory == NO_FILES:
-        return None
+        return replace(logs, directory=None), None
+    if logs.directory is not None:
+        try:
+            logs.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = (
+                f"--log-dir {logs.directory} cannot be made: {error.strerror}; name another, or leave it out"
+            )
+            raise CannotStart(ExitCode.NOT_HERE, reason) from error
+        return logs, logs.directory
     try:
-        directory = log_directory(logs.directory, own=logs.directory is None)
-        if directory is not None and directory != logs.directory:
-            make_own(directory, readable=True)
+        own = own_logs()
+        make_own(own, readable=True)
     except OSError as error:
-        log.warning("events and evidence of failures are in no files: %s; set --log-dir", error)
-        return None
-    return directory
+        log.warning(
+            "all that workers print goes to the console, and none to files, nor do events and evidence of "
+            "failures: %s; set --log-dir",
+            error,
+        )
+        return logs, None
+    if not logs.wants_files:
+        return logs, own
+    log.info("what workers print is in %s; --log-dir chooses another place", own)
+    return replace(logs, directory=own), own
 
 
 def journal_of(agent: Agent) -> Journal:
@@ -324,63 +311,3 @@ def receiver_of(agent: Agent) -> ReportReceiver:
         agent.clock,
         agent.metrics.reports_dropped_total.inc,
     )
-
-
-def policy_of(config: Config) -> Policy:
-    """A store that does not outlive the job has ended with a member's agent when it is away: no world is whole then."""
-    kind = config.rendezvous.kind
-    outlives_job = config.rendezvous.store_outlives_job
-    grace_s = config.rendezvous.store_outage_grace_s if outlives_job else 0.0
-    return Policy(
-        job=config.rendezvous.job_id,
-        min_nodes=config.nodes.min,
-        max_nodes=config.nodes.max,
-        nodes_multiple_of=config.nodes_multiple_of,
-        last_call_s=config.rendezvous.last_call_s,
-        expected_nodes=config.rendezvous.expected_nodes,
-        join_timeout_s=config.rendezvous.join_timeout_s,
-        drain_timeout_s=drain_timeout_s(config.stop),
-        store_outlives_job=outlives_job,
-        runs_again=config.run_again,
-        store_outage_grace_s=grace_s,
-        unleased_s=config.rendezvous.lease_ttl_s if grace_s or kind.forgets_leases else 0.0,
-        restarts=RestartPolicy(max_failures=config.max_restarts),
-        cool_down_s=config.rendezvous.cool_down_s,
-    )
-
-
-def program_of(config: Config, outage_grace_s: float) -> Program:
-    """A script is known by its content: paths may differ from node to node. What is no script is known by its name.
-
-    `outage_grace_s`: how long this node goes on without the store.
-    """
-    command = config.command
-    return Program(
-        name=_name(command)[:256],
-        digest=_digest(command),
-        arguments=_salted(command.args, config.rendezvous.job_id)[:16],
-        lease_ttl_s=config.rendezvous.lease_ttl_s,
-        outage_grace_s=outage_grace_s,
-    )
-
-
-def _salted(words: Sequence[str], job_id: str) -> str:
-    """A digest that no table of digests holds: every job has another one of the same words."""
-    return hashlib.sha256("\0".join((job_id, *words)).encode(errors="surrogateescape")).hexdigest()
-
-
-def _name(command: Command) -> str:
-    if command.kind == "module":
-        return f"-m {command.target}"
-    return os.path.basename(command.target)
-
-
-def _digest(command: Command) -> str:
-    """Empty for a script that cannot be read: workers will say so."""
-    if command.kind in ("module", "binary"):
-        return hashlib.sha256(f"{command.kind} {_name(command)}".encode(errors="surrogateescape")).hexdigest()
-    try:
-        with open(command.target, "rb") as script:
-            return hashlib.sha256(script.read()).hexdigest()
-    except OSError:
-        return ""

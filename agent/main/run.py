@@ -51,6 +51,7 @@ from ..rendezvous_io.last_steps import LastSteps
 from ..rendezvous_io.measured_store import MeasuredStore
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import Binder, open_store, store_options
+from ..rendezvous_io.terms import policy_of, program_of
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.environment import Node, worker_env
 from ..workers.generation import Processes
@@ -72,13 +73,10 @@ from .assembly import (
     Agent,
     board_of,
     checks_of,
-    choose_log_directory,
-    choose_run_directory,
+    choose_folders,
     journal_of,
     metrics_of,
     pages_of,
-    policy_of,
-    program_of,
     receiver_of,
     recheck_of,
     send_spans,
@@ -112,8 +110,9 @@ def run(
     environment = take_environment()
     try:
         refuse_bad_syntax(config.command, environment)
+        logs, run_directory = choose_folders(config.logs)
         agent = Agent(
-            replace(config, logs=choose_log_directory(config.logs)),
+            replace(config, logs=logs),
             name,
             prepared.incarnation,
             environment,
@@ -124,7 +123,7 @@ def run(
             prepared.subreaper,
             machine,
             clock=clock,
-            run_directory=choose_run_directory(config.logs),
+            run_directory=run_directory,
             in_force=tuple(in_force),
         )
         ending = _run(agent, prepared)

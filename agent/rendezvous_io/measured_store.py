@@ -1,7 +1,7 @@
 """Store wrapper that measures how long the real store took, and counts how often it did not answer.
 
 All requests count alike: the main loop's, keep-alives, commits. A watch has no duration, as it waits for changes.
-An expired lease or a compacted history is an answer. Failures after our own `close` are not counted.
+An expired lease or a compacted history is no error. Failures after our own `close` are not counted.
 """
 
 from __future__ import annotations
@@ -61,20 +61,16 @@ class MeasuredStore(Store):
 
     def _measured(self, operation: str, ask: Callable[[], _T]) -> _T:
         asked_at = self._clock()
-        answered = True
         try:
-            return ask()
-        except LeaseExpired:
+            answer = ask()
+        except (LeaseExpired, StoreClosed):
             raise
-        except StoreError as error:
-            answered = False
-            if not isinstance(error, StoreClosed):
-                self._metrics.store_errors_total.inc(operation=operation)
+        except StoreError:
+            self._metrics.store_errors_total.inc(operation=operation)
             raise
-        finally:
-            if answered:
-                took_s = self._clock() - asked_at
-                self._metrics.store_request_duration_seconds.observe(took_s, operation=operation)
+        took_s = self._clock() - asked_at
+        self._metrics.store_request_duration_seconds.observe(took_s, operation=operation)
+        return answer
 
 
 class _MeasuredWatch(Watch):

@@ -26,7 +26,6 @@ import logging
 import os
 import queue
 import secrets
-import shlex
 import socket
 import stat
 import tempfile
@@ -119,8 +118,9 @@ def open_store(
         raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
     except StoreError as error:
         raise CannotStart(ExitCode.STORE_LOST, str(error)) from error
-    if hosted_at is not None:
-        _invite(config, hosted_at)
+    if hosted_at is not None and config.nodes.max > 1 and not rendezvous.endpoints:
+        place = f"--rdzv-endpoint={hosted_at} --rdzv-id={rendezvous.job_id}"
+        log.info("on each other node run the same command with %s", place)
     return store
 
 
@@ -241,29 +241,6 @@ def store_options(
             words[option.name] = str(value.absolute() if isinstance(value, Path) else value)
     words |= {ETCD_INSECURE.name: "true"} if etcd.ca is None else {}
     return {**words, ENDPOINT.name: f"{rendezvous.backend}://{members}{etcd.prefix}"}
-
-
-def _invite(config: Config, hosted_at: Endpoint) -> None:
-    """Log the command for the other nodes: the store is on a port that the kernel chose."""
-    if config.nodes.max == 1 or config.rendezvous.endpoints:
-        return
-    command, rendezvous, nodes = config.command, config.rendezvous, config.nodes
-    how = {"script": [], "run-path": ["--run-path"], "module": ["-m"], "binary": ["--no-python"]}[
-        command.kind
-    ]
-    words = [
-        "elastic-agent",
-        f"--min-nodes={nodes.min}",
-        f"--max-nodes={nodes.max}",
-        f"--nproc-per-node={config.nproc_per_node}",
-        *[f"--devices-per-worker={config.devices_per_worker}"] * (config.devices_per_worker > 1),
-        f"--rdzv-endpoint={hosted_at}",
-        f"--rdzv-id={rendezvous.job_id}",
-        *how,
-        command.target,
-        *command.args,
-    ]
-    log.info("on each other node run:\n    %s", shlex.join(words))
 
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -22,6 +22,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -38,7 +39,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from ...rendezvous.coordinator.view import Policy
 from ...rendezvous.errors import RendezvousError, StoreError
 from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.node.node_actions import Refusal
@@ -53,9 +53,9 @@ from ..configuration.parse import Option
 from ..configuration.rendezvous import BACKEND as BACKEND_OPTION
 from ..configuration.rendezvous import ENDPOINT, JOB_ID
 from ..configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS, Settings
-from ..configuration.stopping import drain_timeout_s
 from ..machine.network import unique_node_id, wait_for_network
 from ..rendezvous_io.store_opening import connect_to_store
+from ..rendezvous_io.terms import policy_of
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
 
 log = logging.getLogger(__name__)
@@ -188,21 +188,12 @@ class EtcdV3Handler(RendezvousHandler):
         except (CannotStart, PortError, StoreError) as error:
             raise RendezvousConnectionError(in_torchruns_words(str(error))) from error
         identity = NodeRecord(self._node, uuid.uuid4().hex[:12], address, listener.getsockname()[1], slots=1)
-        policy = Policy(
-            job=rendezvous.job_id,
-            min_nodes=config.nodes.min,
-            max_nodes=config.nodes.max,
-            nodes_multiple_of=config.nodes_multiple_of,
-            last_call_s=rendezvous.last_call_s,
-            expected_nodes=rendezvous.expected_nodes,
-            join_timeout_s=rendezvous.join_timeout_s,
-            drain_timeout_s=drain_timeout_s(config.stop),
+        policy = replace(
+            policy_of(config),
             store_outage_grace_s=0.0,
             unleased_s=0.0,
-            store_outlives_job=True,
             runs_again=True,
             restarts=NEVER_GIVE_UP,
-            cool_down_s=rendezvous.cool_down_s,
         )
         membership = Membership(
             store,

@@ -13,7 +13,7 @@ from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.folders import NoTemporaryDirectory, make_own, pool_folder_here
 from elastic_agent.agent.configuration.config import LogConfig
 from elastic_agent.agent.configuration.values import Streams
-from elastic_agent.agent.main.assembly import choose_log_directory
+from elastic_agent.agent.main.assembly import choose_folders
 from elastic_agent.agent.output.log_files import (
     KEPT_GENERATIONS,
     KEPT_RUNS,
@@ -111,7 +111,9 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
     assert path is not None
     assert path == tmp_path / f"elastic_agent_logs_{os.geteuid()}"
     assert not path.exists(), "nothing is made for --check-config and explain-env"
-    assert choose_log_directory(logs).directory == choose_log_directory(logs).directory == path
+    for _ in range(2):
+        chosen, runs = choose_folders(logs)
+        assert chosen.directory == runs == path
     assert path.stat().st_mode & 0o777 == 0o700
     path.chmod(0o770)
     with pytest.raises(PermissionError, match="not a folder of this user's alone"):
@@ -121,7 +123,7 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match=path.name):
         make_own(path, readable=True)
-    assert choose_log_directory(logs).directory is None
+    assert choose_folders(logs) == (logs, None)
 
 
 @pytest.mark.parametrize(
@@ -184,20 +186,20 @@ def test_a_full_temporary_directory_is_not_taken_but_looked_at(
 def test_dev_null_as_the_log_directory_means_no_files() -> None:
     """As under torchrun, whose --redirects have no effect then."""
     logs = LogConfig(Path("/dev/null"), redirects=Streams(3), stdout_filters=("loss",))
-    chosen = choose_log_directory(logs)
-    assert chosen.directory is None
+    chosen, runs = choose_folders(logs)
+    assert (chosen.directory, runs) == (None, None)
     for route in output_routes(chosen, 0, {}):
         assert (route.file, route.console, route.copied) == (False, True, ())
 
 
 def test_a_directory_that_is_named_is_made_or_refused(tmp_path: Path) -> None:
     logs = LogConfig(tmp_path / "of" / "jobs")
-    assert choose_log_directory(logs) == choose_log_directory(logs) == logs
+    assert choose_folders(logs) == choose_folders(logs) == (logs, logs.directory)
     assert (tmp_path / "of" / "jobs").is_dir()
     with pytest.raises(
         CannotStart, match=r"--log-dir /proc/x cannot be made: No such .+; name another"
     ) as no:
-        choose_log_directory(LogConfig(Path("/proc/x")))
+        choose_folders(LogConfig(Path("/proc/x")))
     assert no.value.code is ExitCode.NOT_HERE
 
 
@@ -207,6 +209,6 @@ def test_where_no_file_can_be_everything_is_shown(
     monkeypatch.delenv("TMPDIR", raising=False)
     monkeypatch.setattr(folders, "_PLACES", (str(tmp_path / "missing"),))
     logs = LogConfig(redirects=Streams(3))
-    assert choose_log_directory(logs) == logs
+    assert choose_folders(logs) == (logs, None)
     assert "goes to the console, and none to files" in caplog.text
-    assert choose_log_directory(LogConfig()) == LogConfig()
+    assert choose_folders(LogConfig()) == (LogConfig(), None)

@@ -20,12 +20,13 @@ from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network import Network
 from elastic_agent.agent.main import run as life
-from elastic_agent.agent.main.assembly import Agent, policy_of
+from elastic_agent.agent.main.assembly import Agent
 from elastic_agent.agent.main.listeners import Listeners
 from elastic_agent.agent.main.loop import Ending, Loop
 from elastic_agent.agent.main.prepared import Prepared
 from elastic_agent.agent.main.service_manager import ServiceManager
 from elastic_agent.agent.output.console import Console
+from elastic_agent.agent.rendezvous_io.terms import policy_of
 from elastic_agent.agent.workers.environment import Node
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.health.http import Probe
