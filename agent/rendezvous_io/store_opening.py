@@ -14,20 +14,16 @@ has joined again (`decide`). The file's age does not tell these apart: another j
 same job, started again as a whole, is a new run either way, which takes over the checkpoints of the dead one
 (`worker/storage/disk/ownership.py`).
 
-All users share the folder. So a part of the file's name is drawn by chance, for no other user to take it first, and
-the file counts only when it belongs to this user and no other user may have written it.
+All users share that memory, so the file lies in a folder of this user's alone (`make_own`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import queue
-import secrets
 import socket
-import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -35,13 +31,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
-from ...rendezvous.records import MAX_RECORD_BYTES, WORLD_KEY, Endpoint, Phase, World
+from ...rendezvous.records import WORLD_KEY, Endpoint, Phase, World
 from ...rendezvous.store.interface import Store
 from ...rendezvous.store.scoped import ScopedStore, run_prefix
 from ...rendezvous.store.store_kind import Access, Login, Tls
 from ..common.events import Event, unless_stopped
 from ..common.exits import CannotStart, ExitCode
-from ..common.folders import make_own, temporary_places
+from ..common.folders import make_own, own_name, temporary_places
 from ..common.ports import ONE_TRY, PortError, bind_listener
 from ..configuration.config import Config
 from ..configuration.rendezvous import (
@@ -249,21 +245,21 @@ SHARED_MEMORY = Path("/dev/shm")
 class StoreMemory:
     """The newest world of one job at one endpoint, in a file."""
 
-    def __init__(self, job: str, endpoint: str, folder: Path | None = None) -> None:
-        """`folder` is for tests."""
-        if folder is None:
+    def __init__(self, job: str, endpoint: str, place: Path | None = None) -> None:
+        """`place` is for tests."""
+        if place is None:
             usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-            folder = SHARED_MEMORY if usable else temporary_places()[0]
-        name = hashlib.sha256(f"{os.getuid()} {endpoint} {job}".encode()).hexdigest()[:16]
+            place = SHARED_MEMORY if usable else temporary_places()[0]
+        name = hashlib.sha256(f"{endpoint} {job}".encode()).hexdigest()[:16]
         self._job = job
-        prefix = f".elastic-agent-store-{name}-"
-        self.file = _newest_own(folder, prefix) or folder / f"{prefix}{secrets.token_hex(8)}.json"
+        self.file = place / own_name("elastic_agent_store_") / f"{name}.json"
         self._failed = False
 
     def recall(self) -> World | None:
         """The newest world of an earlier host that did not end the job."""
         try:
-            world = World.from_json(self._read())
+            make_own(self.file.parent)
+            world = World.from_json(self.file.read_text())
             if world.job != self._job:
                 raise RecordInvalid(WORLD_KEY, f"it is that of job {world.job!r}")
         except FileNotFoundError:
@@ -276,6 +272,7 @@ class StoreMemory:
     def remember(self, text: str) -> None:
         """`text` is the world that is about to be seen by all."""
         try:
+            make_own(self.file.parent)
             if World.from_json(text).phase is Phase.ENDED:
                 self.file.unlink(missing_ok=True)
             else:
@@ -287,15 +284,6 @@ class StoreMemory:
                 )
             self._failed = True
 
-    def _read(self) -> str:
-        fd = os.open(self.file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            found = os.fstat(fd)
-            others_may_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or others_may_write:
-                raise PermissionError("it is not this user's own file")
-            return file.read(MAX_RECORD_BYTES + 1).decode()
-
     def _write(self, content: bytes) -> None:
         """A reader sees all of it, or all of the one before."""
         fd, new = tempfile.mkstemp(prefix=f".{self.file.name}", dir=self.file.parent)
@@ -306,14 +294,3 @@ class StoreMemory:
         except OSError:
             os.unlink(new)
             raise
-
-
-def _newest_own(folder: Path, prefix: str) -> Path | None:
-    """An earlier host's file; those of other users do not count."""
-    found = []
-    for file in folder.glob(f"{prefix}*.json"):
-        with contextlib.suppress(OSError):
-            status = file.lstat()
-            if status.st_uid == os.getuid():
-                found.append((status.st_mtime_ns, file))
-    return max(found)[1] if found else None
