@@ -156,28 +156,43 @@ _CHANNELS = (
 )
 """Parts of names of kernel functions: which one waits has changed from kernel to kernel."""
 
-_WAITS = {
-    "futex": Wait.FUTEX,
-    "nanosleep": Wait.SLEEP,
-    "clock_nanosleep": Wait.SLEEP,
-    "pause": Wait.SLEEP,
-    "rt_sigtimedwait": Wait.SLEEP,
-    "read": Wait.READ,
-    "readv": Wait.READ,
-    "recvfrom": Wait.READ,
-    "recvmsg": Wait.READ,
-    "accept": Wait.READ,
-    "accept4": Wait.READ,
-    "flock": Wait.FUTEX,
-    "wait4": Wait.CHILD,
-    "waitid": Wait.CHILD,
-    "poll": Wait.POLL,
-    "ppoll": Wait.POLL,
-    "select": Wait.POLL,
-    "pselect6": Wait.POLL,
-    "epoll_wait": Wait.POLL,
-    "epoll_pwait": Wait.POLL,
-}
+_CALLS = (
+    ("read", 0, 63, Wait.READ),
+    ("readv", 19, 65, Wait.READ),
+    ("recvfrom", 45, 207, Wait.READ),
+    ("recvmsg", 47, 212, Wait.READ),
+    ("accept", 43, 202, Wait.READ),
+    ("accept4", 288, 242, Wait.READ),
+    ("flock", 73, 32, Wait.FUTEX),
+    ("write", 1, 64, None),
+    ("writev", 20, 66, None),
+    ("sendto", 44, 206, None),
+    ("sendmsg", 46, 211, None),
+    ("connect", 42, 203, None),
+    ("fsync", 74, 82, None),
+    ("fdatasync", 75, 83, None),
+    ("poll", 7, -1, Wait.POLL),
+    ("ppoll", 271, 73, Wait.POLL),
+    ("select", 23, -1, Wait.POLL),
+    ("pselect6", 270, 72, Wait.POLL),
+    ("epoll_wait", 232, -1, Wait.POLL),
+    ("epoll_pwait", 281, 22, Wait.POLL),
+    ("futex", 202, 98, Wait.FUTEX),
+    ("nanosleep", 35, 101, Wait.SLEEP),
+    ("clock_nanosleep", 230, 115, Wait.SLEEP),
+    ("pause", 34, -1, Wait.SLEEP),
+    ("rt_sigtimedwait", 128, 137, Wait.SLEEP),
+    ("wait4", 61, 260, Wait.CHILD),
+    ("waitid", 247, 95, Wait.CHILD),
+)
+"""The system calls in which a process may stand for long: the number of each on x86_64 and on aarch64 (-1: it has
+none), and what a thread waits for there; None: the kernel's function says that."""
+
+_COLUMN = {"x86_64": 1, "aarch64": 2}.get(platform.machine())
+_NAMES = {row[_COLUMN]: row[0] for row in _CALLS} if _COLUMN is not None else {}
+_WAITS = {name: wait for name, _, _, wait in _CALLS if wait is not None}
+_OF_DESCRIPTOR = frozenset(name for name, *_ in _CALLS[:14])
+"""Their first argument is a descriptor."""
 
 
 def wait_of(state: str, channel: str, call: str) -> Wait:
@@ -201,69 +216,6 @@ _MOST_TEXT = 160
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-_CALLS = {
-    "x86_64": {
-        0: "read",
-        1: "write",
-        7: "poll",
-        19: "readv",
-        20: "writev",
-        23: "select",
-        34: "pause",
-        35: "nanosleep",
-        43: "accept",
-        45: "recvfrom",
-        47: "recvmsg",
-        61: "wait4",
-        73: "flock",
-        74: "fsync",
-        75: "fdatasync",
-        202: "futex",
-        230: "clock_nanosleep",
-        232: "epoll_wait",
-        128: "rt_sigtimedwait",
-        247: "waitid",
-        270: "pselect6",
-        271: "ppoll",
-        281: "epoll_pwait",
-        288: "accept4",
-        44: "sendto",
-        46: "sendmsg",
-        42: "connect",
-    },
-    "aarch64": {
-        63: "read",
-        64: "write",
-        65: "readv",
-        66: "writev",
-        72: "pselect6",
-        73: "ppoll",
-        22: "epoll_pwait",
-        32: "flock",
-        82: "fsync",
-        83: "fdatasync",
-        95: "waitid",
-        98: "futex",
-        101: "nanosleep",
-        115: "clock_nanosleep",
-        137: "rt_sigtimedwait",
-        202: "accept",
-        203: "connect",
-        206: "sendto",
-        207: "recvfrom",
-        211: "sendmsg",
-        212: "recvmsg",
-        242: "accept4",
-        260: "wait4",
-    },
-}
-"""Of the calls in which a process may stand for long, the numbers by machine."""
-
-_READS = ("read", "readv", "recvfrom", "recvmsg", "accept", "accept4", "flock")
-_WRITES = ("write", "writev", "sendto", "sendmsg", "connect", "fsync", "fdatasync")
-_OF_DESCRIPTOR = frozenset((*_READS, *_WRITES))
-"""Their first argument is a descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +295,7 @@ def _call(folder: str, sockets: Callable[[], Mapping[str, str]]) -> tuple[str, s
     number, *arguments = read(f"{folder}/syscall").split()[:2] or [""]
     if not number.isdigit():
         return "", ""
-    call = _CALLS.get(platform.machine(), {}).get(int(number), number)
+    call = _NAMES.get(int(number), number)
     if call not in _OF_DESCRIPTOR or not arguments:
         return call, ""
     try:
