@@ -38,7 +38,7 @@ from .. import __file__ as _package
 from ..agent.common.events import ThreadFailed
 from ..agent.common.exits import ExitCode
 from ..agent.configuration.values import STORES
-from ..agent.workers.preloader import env_rules
+from ..agent.workers.preloader.imported import obstacle
 from ..codec import Document, Invalid
 from ..worker.wire.shared_progress import clock
 
@@ -265,7 +265,7 @@ class Standby:
 
 def why_cold(environment: Mapping[str, str], of_job: Mapping[str, str], directory: str, of_its: str) -> str:
     """Why a process that was started in this environment and directory cannot be what the job's would be."""
-    if different := env_rules.obstacle(environment, of_job):
+    if different := obstacle(environment, of_job):
         return different
     for name in SEARCH_PATHS if directory != of_its else ():
         if not all(entry.startswith("/") for entry in of_job.get(name, "/").split(":")):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib.util
@@ -18,7 +19,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
@@ -27,8 +28,7 @@ from typing import Any, NoReturn
 from ....worker.wire import stack_dump
 from ....worker.wire.environment import NAMES
 from ..processes.spare_wire import SCRIPT, BecomeWorker
-from . import env_rules, proc_title
-from .imported import Imported
+from .imported import Imported, obstacle, set_threads, set_too_late
 
 TORCH_SEED = 67280421310721
 """With which older versions of torch begin in every process."""
@@ -50,7 +50,7 @@ def become(start: BecomeWorker, imported: Imported, report: Callable[[str], None
     shadowed = "" if _safe_path() else imported.shadowed(first)
     if problem := imported.edited():
         _start_cold(start, report, f"{problem} has changed since it was imported")
-    if problem := env_rules.obstacle(imported.base, start.environment, imported.reads):
+    if problem := obstacle(imported.base, start.environment, imported.reads):
         _start_cold(start, report, problem)
     if shadowed:
         _start_cold(start, report, f"{first} has its own {shadowed}")
@@ -60,7 +60,7 @@ def become(start: BecomeWorker, imported: Imported, report: Callable[[str], None
             text, script = _script(os.path.join(os.getcwd(), start.target))
         except (OSError, SyntaxError, ValueError) as error:  # Python itself says it best
             _start_cold(start, report, f"{start.target} is no script that can be read: {error}")
-        if problem := env_rules.set_too_late(text, imported.reads):
+        if problem := set_too_late(text, imported.reads):
             _start_cold(start, report, f"{start.target} is not forked: {problem}")
     _take_environment(start, imported)
     _take_interpreter(start, first)
@@ -83,8 +83,8 @@ def _safe_path() -> bool:
 
 def _take_environment(start: BecomeWorker, imported: Imported) -> None:
     with contextlib.suppress(OSError):  # a kernel that shows the words of the preloaded process for ever
-        proc_title.show([sys.orig_argv[0], *start.command], start.environment)
-    proc_title.name(os.path.basename(sys.orig_argv[0]))
+        show_process([sys.orig_argv[0], *start.command], start.environment)
+    name_process(os.path.basename(sys.orig_argv[0]))
     wanted = start.environment
     set_by_modules = {
         name: value
@@ -94,7 +94,7 @@ def _take_environment(start: BecomeWorker, imported: Imported) -> None:
     os.environ.clear()
     os.environ.update({**wanted, **set_by_modules})
     time.tzset()
-    env_rules.set_threads()
+    set_threads()
     if wanted.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     stack_dump.register(wanted.get(NAMES["stacks"], ""))
@@ -169,3 +169,72 @@ def _module(name: str) -> Script:
         sys.exit(f"{sys.executable}: No module named {name} that can be executed")
     sys.argv[0] = spec.origin or name
     return Script(code, _main(loader, spec.origin, spec))
+
+
+# --- What /proc shows of this process
+#
+# The kernel shows what lay on the stack at exec. A forked child that has become a worker would be shown with the words
+# of its parent: to ps and py-spy, and to all who look for workers by the marks in their environment. `show_process`
+# points the kernel at new words (prctl PR_SET_MM_MAP, which needs no privilege where it has CHECKPOINT_RESTORE).
+
+PR_SET_MM = 35
+PR_SET_MM_MAP = 14
+PR_SET_NAME = 15
+KEEP_EXECUTABLE = 2**32 - 1
+"""exe_fd of -1."""
+
+_STAT = {
+    "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46, "start_brk": 47,
+    "arg_start": 48, "arg_end": 49, "env_start": 50, "env_end": 51,
+}  # fmt: skip
+"""The fields of /proc/PID/stat, by the numbers in proc(5)."""
+
+_WORDS = (
+    "start_code end_code start_data end_data start_brk brk start_stack arg_start arg_end env_start env_end"
+)
+
+
+class _Map(ctypes.Structure):
+    """struct prctl_mm_map."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in _WORDS.split()),
+        ("auxv", ctypes.c_void_p),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    ]
+
+
+def show_process(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raises OSError where the kernel does not let a process change that."""
+    words = b"".join(os.fsencode(word) + b"\0" for word in command)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    block = ctypes.create_string_buffer(words + variables, len(words) + len(variables) + 1)
+    # Never given back: the kernel shows what lies there until the process has ended, long after Python has.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
+    new = _as_it_is()
+    new.arg_start = ctypes.addressof(block)
+    new.arg_end = new.env_start = new.arg_start + len(words)
+    new.env_end = new.env_start + len(variables)
+    _set(new)
+
+
+def name_process(name: str) -> None:
+    """The short name that top shows: an exec would have set it to the file's."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, os.fsencode(name)[:15], 0, 0, 0)
+
+
+def _as_it_is() -> _Map:
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        after_name = file.read().rpartition(")")[2].split()
+    sbrk = ctypes.CDLL(None).sbrk
+    sbrk.restype = ctypes.c_void_p
+    found = {field: int(after_name[number - 3]) for field, number in _STAT.items()}
+    return _Map(**found, brk=sbrk(0), exe_fd=KEEP_EXECUTABLE)
+
+
+def _set(new: _Map) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(new), ctypes.c_ulong(ctypes.sizeof(new)), 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -44,15 +44,13 @@ if TYPE_CHECKING:
     from ....worker.ranks import gloo_threads, master_port
     from ..processes import shim, store_holder
     from ..processes import spare_wire as wire
-    from . import proc_title
-    from .become import Script, become
+    from .become import Script, become, show_process
     from .imported import Imported, Unfit, expanded
 else:
     # Our package by a name that is not used elsewhere: scripts may have another version of it, or none.
     package = sys.modules["elastic_agent_preloader"] = types.ModuleType("elastic_agent_preloader")
     package.__path__ = [str(Path(__file__).parents[3])]
-    from elastic_agent_preloader.agent.workers.preloader import proc_title
-    from elastic_agent_preloader.agent.workers.preloader.become import Script, become
+    from elastic_agent_preloader.agent.workers.preloader.become import Script, become, show_process
     from elastic_agent_preloader.agent.workers.preloader.imported import Imported, Unfit, expanded
     from elastic_agent_preloader.agent.workers.processes import shim, store_holder
     from elastic_agent_preloader.agent.workers.processes import spare_wire as wire
@@ -207,7 +205,7 @@ def _serve_stores(channel: int) -> NoReturn:
     os.dup2(channel, 0)
     os.close(channel)
     with contextlib.suppress(OSError):  # then ps shows it as one of us
-        proc_title.show([sys.executable, store_holder.__file__], os.environ)
+        show_process([sys.executable, store_holder.__file__], os.environ)
     # Of a client that is cut off torch would write pages of C++ frames; errors go to the channel.
     for stream in (1, 2):
         os.dup2(nothing := os.open(os.devnull, os.O_RDWR), stream)

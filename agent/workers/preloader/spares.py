@@ -29,7 +29,7 @@ from ...common.io_thread import IoThread
 from ..processes import spare_wire as wire
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
 from ..processes.workers import Process, tied
-from . import env_rules
+from .imported import ONE_THREAD, obstacle
 from .spare_policy import (
     CALM_S,
     HEALTHY_S,
@@ -148,7 +148,7 @@ class Spares:
         """From now on for workers like these, with what is preloaded already. Why that cannot be; empty if it is so.
 
         The preloaded process was started before its job was known, with `wanted` 0."""
-        preloaded, base = self._preloaded, {**self._interpreter.environment, **env_rules.ONE_THREAD}
+        preloaded, base = self._preloaded, {**self._interpreter.environment, **ONE_THREAD}
         if preloaded is None:
             return self.why_cold
         if tuple(names) != self._names:
@@ -159,7 +159,7 @@ class Spares:
             return f"workers run {interpreter.python}, and not {self._interpreter.python}"
         if preloaded.phase is Phase.LOADING and interpreter.environment != self._interpreter.environment:
             return "the job has variables of its own, and its imports are not done yet"
-        if problem := env_rules.obstacle(base, interpreter.environment, preloaded.reads):
+        if problem := obstacle(base, interpreter.environment, preloaded.reads):
             return problem
         self._interpreter, self._wanted = interpreter, wanted
         return ""
@@ -292,7 +292,7 @@ class Spares:
             with theirs, their_output:
                 process = subprocess.Popen(
                     tied([self._interpreter.python, "-u", str(PROCESS), str(os.getpid())]),
-                    env={**self._interpreter.environment, **env_rules.ONE_THREAD},
+                    env={**self._interpreter.environment, **ONE_THREAD},
                     stdin=theirs.fileno(),
                     stdout=their_output.fileno(),
                     stderr=subprocess.STDOUT,
