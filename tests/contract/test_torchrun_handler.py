@@ -79,7 +79,7 @@ def parameters(nnodes: str = "1:3", endpoint: str = "127.0.0.1:1", **conf: objec
 
 class Node:
     def __init__(self, store: Store, nnodes: str = "1:3", **conf: object) -> None:
-        self.handler = EtcdV3Handler(read_parameters(parameters(nnodes, **conf), {}), lambda: store)
+        self.handler = EtcdV3Handler(read_parameters(parameters(nnodes, **conf)), lambda: store)
         self._thread = ThreadPoolExecutor(1)
 
     def do(self, work: Callable[[], T]) -> Future[T]:
@@ -414,7 +414,7 @@ def test_a_store_that_cannot_be_reached_is_a_connection_error(error: Exception) 
     def connect() -> Store:
         raise error
 
-    handler = EtcdV3Handler(read_parameters(parameters(), {}), connect)
+    handler = EtcdV3Handler(read_parameters(parameters()), connect)
     with pytest.raises(RendezvousConnectionError, match=str(error)):
         handler.next_rendezvous()
     assert handler.num_nodes_waiting() == 0
