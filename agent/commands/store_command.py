@@ -19,7 +19,7 @@ from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, Store
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
 from ...threads import Thread
-from ..common.exits import Code, CommandCode, exit_codes
+from ..common.exits import Code, CommandCode, PoolCode, exit_codes
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.load import read_argv
 from ..configuration.parse import Option
@@ -63,33 +63,42 @@ def store_command(
     if HELP in command_line:
         print(command_help(usage, CommandCode, options))
         return 0
+
+    def run() -> int:
+        place = meeting_place(subject, command_line)
+        assert subject is not None, "a problem of the configuration"
+        limit_s = math.inf if timeout is None else command_line[timeout].value
+        ends_at = time.monotonic() + limit_s
+
+        def left() -> float:
+            return max(0.0, ends_at - time.monotonic())
+
+        def ask() -> None:
+            place.kind.load()
+            with contextlib.closing(open_to_look(place, min(ANSWER_S, left()))) as store:
+                work(store, place, subject, command_line, left())
+
+        _within(limit_s, ask, place)
+        return 0
+
+    return told(name, CommandCode, run)
+
+
+def told(name: str, codes: type[CommandCode | PoolCode], work: Callable[[], int]) -> int:
+    """What the work returns, or the code of why it has failed, which is said in one line."""
     code: Code
     reason: Exception
     try:
-        with one_line_errors(CommandCode.INTERRUPTED):
-            place = meeting_place(subject, command_line)
-            assert subject is not None, "a problem of the configuration"
-            limit_s = math.inf if timeout is None else command_line[timeout].value
-            ends_at = time.monotonic() + limit_s
-
-            def left() -> float:
-                return max(0.0, ends_at - time.monotonic())
-
-            def run() -> None:
-                place.kind.load()
-                with contextlib.closing(open_to_look(place, min(ANSWER_S, left()))) as store:
-                    work(store, place, subject, command_line, left())
-
-            _within(limit_s, run, place)
-            return 0
+        with one_line_errors(codes.INTERRUPTED):
+            return work()
     except CannotDo as error:
         code, reason = error.code, error
     except (ConfigError, StoreRefused) as error:
-        code, reason = CommandCode.BAD_CONFIG, error
+        code, reason = codes.BAD_CONFIG, error
     except (StoreMismatch, RecordInvalid) as error:
-        code, reason = CommandCode.MISMATCH, error
+        code, reason = codes.MISMATCH, error
     except StoreError as error:
-        code, reason = CommandCode.NO_ANSWER, error
+        code, reason = codes.NO_ANSWER, error
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...agent.commands.store_command import ANSWER_S, CannotDo, command_help, one_line_errors, pause
+from ...agent.commands.store_command import ANSWER_S, CannotDo, command_help, pause, told
 from ...agent.common.exits import ExitCode, PoolCode
 from ...agent.configuration.config import HELP, ConfigError, Problem
 from ...agent.configuration.derive import resolve_pool
@@ -26,9 +26,7 @@ from ...agent.configuration.settings import Settings
 from ...agent.rendezvous_io.store_opening import open_to_look
 from ...rendezvous.errors import (
     Compacted,
-    RecordInvalid,
     StoreError,
-    StoreMismatch,
     StoreRefused,
     StoreUnavailable,
 )
@@ -58,28 +56,18 @@ def pool_command(
     if HELP in command_line:
         print(command_help(usage, PoolCode, options))
         return 0
-    reason: Exception
+
+    def run() -> int:
+        place = _place(command_line, (check or _nothing_to_run)(command_line))
+        if subject and not first:
+            raise CannotDo(PoolCode.BAD_CONFIG, f"expected {subject}; write elastic-agent {name} {subject}")
+        with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
+            return work(store, read_view(store), first, command_line)
+
     try:
-        with one_line_errors(PoolCode.INTERRUPTED):
-            place = _place(command_line, (check or _nothing_to_run)(command_line))
-            if subject and not first:
-                raise CannotDo(
-                    PoolCode.BAD_CONFIG, f"expected {subject}; write elastic-agent {name} {subject}"
-                )
-            with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
-                return work(store, read_view(store), first, command_line)
-    except CannotDo as error:
-        code, reason = error.code, error
-    except (ConfigError, StoreRefused) as error:
-        code, reason = PoolCode.BAD_CONFIG, error
-    except (StoreMismatch, RecordInvalid) as error:
-        code, reason = PoolCode.MISMATCH, error
-    except StoreError as error:
-        code, reason = PoolCode.NO_ANSWER, error
+        return told(name, PoolCode, run)
     except BrokenPipeError:
         return PoolCode.OUTPUT_CLOSED
-    print(f"elastic-agent {name}: {reason}", file=sys.stderr)
-    return code
 
 
 def _nothing_to_run(command_line: Settings) -> list[Problem]:
