@@ -119,9 +119,8 @@ def seat_end(assignment: Assignment, code: int, error: str = "") -> SeatEnd:
 
 @dataclass(frozen=True, slots=True)
 class JobAgentEnded:
-    """The job's agent of this ticket has ended with this code, as `subprocess` counts it."""
+    """The job's agent here has ended with this code, as `subprocess` counts it."""
 
-    ticket: int
     code: int
     error: str = ""
     """Why, as its error file says; empty without one."""
@@ -129,18 +128,15 @@ class JobAgentEnded:
 
 @dataclass(frozen=True, slots=True)
 class NotTaken:
-    """The standby has ended, and has not become the job's agent of this ticket: nothing of the job was started."""
-
-    ticket: int
+    """The standby has ended, and has not become the job's agent here: nothing of the job was started."""
 
 
 class JobAgent:
     """For the main thread: the child gets its signal when the thread ends that started it."""
 
     def __init__(
-        self, ticket: int, job: AgentCommand, output: Path, post: Callable[[JobAgentEnded | NotTaken], None]
+        self, job: AgentCommand, output: Path, post: Callable[[JobAgentEnded | NotTaken], None]
     ) -> None:
-        self.ticket = ticket
         # Its name is that of a log, for JobFolders to delete it where a daemon that was killed has left it.
         self._error_file = output.with_name(f".{output.name}.error.log")
         self._job = replace(job, environment={ERROR_FILE: str(self._error_file), **job.environment})
@@ -186,7 +182,7 @@ class JobAgent:
             error = ""
         if self.leaves and code == -signal.SIGTERM:
             code = ExitCode.STOPPED_BY_SIGTERM  # it was asked to leave before it could hear that
-        return JobAgentEnded(self.ticket, code, masked(error, secrets_in(self._job.environment)))
+        return JobAgentEnded(code, masked(error, secrets_in(self._job.environment)))
 
     @property
     def has_ended(self) -> bool:
@@ -213,7 +209,7 @@ class JobAgent:
             if not taken:
                 process.kill()  # it may stand still
             code = process.wait()
-            self._post(self._ended(code) if taken else NotTaken(self.ticket))
+            self._post(self._ended(code) if taken else NotTaken())
 
         self._begin(follow)
 

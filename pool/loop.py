@@ -126,14 +126,14 @@ class DaemonLoop:
         return self._leaving is None and self._fatal is None and self._member.tracks
 
     def _start(self, due: Assignment) -> None:
-        job, ticket = due.job, due.seat.ticket
-        self._member.started(ticket)
+        job = due.job
+        self._member.started(due.seat.ticket)
         become = self._command(due)
         try:
             output = self._folders.begin(job.job)
             if not os.path.isdir(job.directory):
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
-            agent = JobAgent(ticket, become, output, self._events.put)
+            agent = JobAgent(become, output, self._events.put)
             waiting = self._standby.take(become.environment, become.directory)
             agent.start(waiting)
         except OSError as error:
@@ -161,7 +161,7 @@ class DaemonLoop:
             self._agent.leave()
 
     def _show(self, now: float) -> None:
-        """Log what has changed for people."""
+        """What this daemon does, for people."""
         member = self._member
         is_current = member.is_current(now)
         if not member.tracks:
@@ -179,14 +179,13 @@ class DaemonLoop:
         if status != self._shown:
             self._shown = status
             log.info("%s", status)
-        self._publish(status, is_current)
-        self._on_turn(status)
-
-    def _publish(self, status: str, is_current: bool) -> None:
-        member, due, counts = self._member, self._assignment, self.snapshot.counts
+        counts = self.snapshot.counts
         if member.view.version != self._counted:
             self._counted, counts = member.view.version, member.view.counts()
-        self.snapshot = DaemonSnapshot(clock(), is_current, member.coordinates, status, due, counts)
+        self.snapshot = DaemonSnapshot(
+            clock(), is_current, member.coordinates, status, self._assignment, counts
+        )
+        self._on_turn(status)
 
     # ---------------------------------------------------------------- events
 
@@ -196,7 +195,7 @@ class DaemonLoop:
         elif isinstance(event, JobAgentEnded):
             self._ended(event)
         elif isinstance(event, NotTaken):
-            self._not_taken(event)
+            self._not_taken()
         elif isinstance(event, Signalled):
             self._signalled(event)
 
@@ -219,12 +218,12 @@ class DaemonLoop:
             view = self._member.view
             self._folders.tidy({*(job.job for job in view.jobs), *(one.job for one in view.results)})
 
-    def _not_taken(self, event: NotTaken) -> None:
+    def _not_taken(self) -> None:
         agent, assignment = self._agent, self._assignment
         assert agent is not None, "only a job that is to run here can be handed over"
         assert assignment is not None, "it is that of a seat"
         if agent.leaves:
-            self._ended(JobAgentEnded(event.ticket, ExitCode.STOPPED_BY_SIGTERM))
+            self._ended(JobAgentEnded(ExitCode.STOPPED_BY_SIGTERM))
             return
         log.warning("job %s: the standby has ended without it; its agent starts cold", assignment.job.job)
         try:

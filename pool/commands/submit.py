@@ -46,7 +46,6 @@ from ...rendezvous.errors import RecordInvalid, StoreUnavailable
 from ...rendezvous.store.interface import Compare, Put, Store
 from ..job_agent import OF_THE_POOL
 from ..records import Job, PoolView
-from ..schedule import why_waiting
 from .jobs import LiveView, cancel_job, pool_command, present_user, read_view
 from .logs import JobLog, follow, say, show
 
@@ -156,12 +155,11 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
     except StoreUnavailable as error:
         unknown = f"whether job {job.job} is in the queue is not known; elastic-agent jobs tells"
         raise CannotDo(PoolCode.NO_ANSWER, f"{error}; {unknown}") from error
-    view = read_view(store)
-    waits = view.plan.run_of(job.job) is None and any(one.job == job.job for one in view.pool().jobs)
-    why = why_waiting(view.pool(), job, time.time()) if waits else "queued"
+    live = LiveView(store, read_view(store))
+    why = live.waits_for(job) or "queued"
     if settings[FOLLOW].value:
         say(f"job {job.job} ({job.name}): {why}")
-        return _follow(LiveView(store, view), job)
+        return _follow(live, job)
     say(f"{job.name}: {why}")
     print(job.job)
     return PoolCode.DONE

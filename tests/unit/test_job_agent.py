@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=(folder / "python_ran_after_fork").touch)
 for _ in range(30):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 job = AgentCommand((), {**os.environ, "PYTHONPATH": str(folder)}, str(folder))
-agent = JobAgent(1, job, folder / "output", lambda ended: None)
+agent = JobAgent(job, folder / "output", lambda ended: None)
 agent.start()
 print(agent._process.pid, flush=True)
 time.sleep(60)
@@ -93,10 +93,10 @@ def test_one_that_is_asked_to_leave_before_it_can_hear_that_has_left(
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
     ended: queue.SimpleQueue[JobAgentEnded | NotTaken] = queue.SimpleQueue()
-    agent = JobAgent(1, AgentCommand((), dict(os.environ), str(tmp_path)), tmp_path / "output", ended.put)
+    agent = JobAgent(AgentCommand((), dict(os.environ), str(tmp_path)), tmp_path / "output", ended.put)
     agent.start()
     agent.leave()
-    assert ended.get(timeout=PATIENCE_S) == JobAgentEnded(1, ExitCode.STOPPED_BY_SIGTERM)
+    assert ended.get(timeout=PATIENCE_S) == JobAgentEnded(ExitCode.STOPPED_BY_SIGTERM)
 
 
 def start_daemon(folder: Path, python: str) -> tuple[subprocess.Popen[str], int]:

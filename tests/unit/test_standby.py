@@ -103,7 +103,7 @@ class Handed:
             self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         job = AgentCommand(("--version",), {"PATH": "/bin"}, str(folder))
-        self.agent = JobAgent(7, job, folder / "logs" / "output", self.events.put)
+        self.agent = JobAgent(job, folder / "logs" / "output", self.events.put)
         self.agent.start(StandbyProcess(self.process, ours))
 
     def event(self) -> Any:
@@ -112,7 +112,7 @@ class Handed:
 
 def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path) -> None:
     handed = Handed(tmp_path, "channel.send(READY)\nreceive_job(channel)\nchannel.send(TAKEN)\nsys.exit(9)")
-    assert handed.event() == JobAgentEnded(7, 9)
+    assert handed.event() == JobAgentEnded(9)
 
 
 def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) ->
     handed = Handed(tmp_path, f"channel.send(READY)\nreceive_job(channel)\nchannel.send(TAKEN)\n{stop}")
     os.waitid(os.P_PID, handed.process.pid, os.WSTOPPED | os.WNOWAIT)
     handed.agent.leave()
-    assert handed.event() == JobAgentEnded(7, ExitCode.STOPPED_BY_SIGTERM)
+    assert handed.event() == JobAgentEnded(ExitCode.STOPPED_BY_SIGTERM)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) ->
 )
 def test_one_that_has_not_is_gone_before_another_agent_can_be_started(tmp_path: Path, code: str) -> None:
     handed = Handed(tmp_path, code)
-    assert handed.event() == NotTaken(7)
+    assert handed.event() == NotTaken()
     assert handed.process.returncode is not None
     handed.agent.start()
-    assert handed.event() == JobAgentEnded(7, 0)
+    assert handed.event() == JobAgentEnded(0)
     assert (tmp_path / "logs" / "output").read_text().startswith("elastic-agent ")
 
 
@@ -149,10 +149,10 @@ def test_a_real_standby_takes_no_job_whose_directory_it_cannot_enter(tmp_path: P
     assert waiting is not None
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     agent = JobAgent(
-        7, AgentCommand(("--version",), dict(os.environ), str(folder)), tmp_path / "output", events.put
+        AgentCommand(("--version",), dict(os.environ), str(folder)), tmp_path / "output", events.put
     )
     agent.start(waiting)
-    assert events.get(timeout=PATIENCE_S) == NotTaken(7)
+    assert events.get(timeout=PATIENCE_S) == NotTaken()
 
 
 def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> N
     for name in ("elastic_agent/__init__.py", "runpy.py", "signal.py", "contextlib.py"):
         (tmp_path / name).write_text("raise SystemExit(__file__)")
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    JobAgent(7, AgentCommand(("--version",), {}, str(tmp_path)), tmp_path / "output", events.put).start()
-    assert events.get(timeout=PATIENCE_S) == JobAgentEnded(7, 0), (tmp_path / "output").read_text()
+    JobAgent(AgentCommand(("--version",), {}, str(tmp_path)), tmp_path / "output", events.put).start()
+    assert events.get(timeout=PATIENCE_S) == JobAgentEnded(0), (tmp_path / "output").read_text()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> N
     ],
 )
 def test_a_job_that_no_system_can_start_ends_no_daemon(command: AgentCommand, tmp_path: Path) -> None:
-    agent = JobAgent(7, command, tmp_path / "output", lambda event: None)
+    agent = JobAgent(command, tmp_path / "output", lambda event: None)
     with pytest.raises(OSError, match="cannot be started"):
         agent.start()
 
@@ -184,9 +184,9 @@ def test_an_agent_that_ends_says_why_to_its_daemon(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise ValueError('boom')")
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     words = ("--preload=none", "--standalone", "--max-restarts=0", "train.py")
-    JobAgent(7, AgentCommand(words, dict(os.environ), str(tmp_path)), tmp_path / "output", events.put).start()
+    JobAgent(AgentCommand(words, dict(os.environ), str(tmp_path)), tmp_path / "output", events.put).start()
     ended = events.get(timeout=PATIENCE_S)
-    assert ended == JobAgentEnded(7, ExitCode.WORKERS_FAILED, "ValueError: boom (rank 0)")
+    assert ended == JobAgentEnded(ExitCode.WORKERS_FAILED, "ValueError: boom (rank 0)")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output", "train.py"]
 
 
@@ -195,8 +195,8 @@ def test_an_agent_that_is_installed_badly_is_no_failure_of_the_job(tmp_path: Pat
     (tmp_path / "elastic_agent" / "__init__.py").write_text("import nothing_of_this_name")
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     job = AgentCommand(("--version",), {"PYTHONPATH": str(tmp_path)}, "/")
-    JobAgent(7, job, tmp_path / "output", events.put).start()
-    assert events.get(timeout=PATIENCE_S) == JobAgentEnded(7, ExitCode.AGENT_FAILED)
+    JobAgent(job, tmp_path / "output", events.put).start()
+    assert events.get(timeout=PATIENCE_S) == JobAgentEnded(ExitCode.AGENT_FAILED)
     assert "nothing_of_this_name" in (tmp_path / "output").read_text()
 
 
@@ -204,7 +204,7 @@ def test_a_standby_is_not_lost_where_its_output_has_no_place(tmp_path: Path) -> 
     (tmp_path / "logs").write_text("no folder")
     ours, theirs = pair()
     process = subprocess.Popen(["sleep", "60"])
-    agent = JobAgent(7, AgentCommand((), {}, "/"), tmp_path / "logs" / "output", lambda event: None)
+    agent = JobAgent(AgentCommand((), {}, "/"), tmp_path / "logs" / "output", lambda event: None)
     with theirs, pytest.raises(OSError, match="logs"):
         agent.start(StandbyProcess(process, ours))
     assert process.returncode is not None
