@@ -1,8 +1,7 @@
 """The messages to the service manager that started this agent: systemd's notify protocol, one datagram at a time.
 
 READY is sent once everything that this node alone can refuse is checked, its HTTP server answers and signals are
-handled: not later, because the store may be away for long, and that is no reason to kill the start of a unit. For the
-same reason a start that has to wait for the network asks for more time (EXTEND_TIMEOUT) as long as it goes on. STATUS
+handled: not later, because the store may be away for long, and that is no reason to kill the start of a unit. STATUS
 is what the agent waits for, or which generation trains. WATCHDOG comes from the main thread alone: from every turn
 of the loop, and before there is one from the wait for the store. An agent whose main thread is stuck falls silent,
 and is killed and started again. STOPPING announces the end, from when on the manager counts its stop limit.
@@ -23,7 +22,6 @@ VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """Addressed to one process alone: a worker that inherited them could send in the agent's name."""
 
 STATUS_EVERY_S = 1.0
-EXTEND_BY_S = 30
 LONGEST_STATUS = 300
 
 
@@ -37,10 +35,9 @@ class ServiceManager:
         self._clock = clock
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address is not None else None
         self._unsent: list[str] = []
-        self._starting = True
         self._stopping = False
         self._status = ""
-        self._status_at = self._beat_at = self._extended_at = float("-inf")
+        self._status_at = self._beat_at = float("-inf")
         self._unreachable = False
 
     @classmethod
@@ -58,7 +55,6 @@ class ServiceManager:
         return None if self._beat_every_s is None else self._beat_at + self._beat_every_s
 
     def ready(self) -> None:
-        self._starting = False
         self._send_surely("READY=1")
 
     def turn(self, status: str) -> None:
@@ -67,9 +63,6 @@ class ServiceManager:
         now = self._clock()
         if status != self._status and now >= self._status_at + STATUS_EVERY_S and self._send_status(status):
             self._status_at = now
-        more_time = self._starting and now >= self._extended_at + EXTEND_BY_S / 3
-        if more_time and self._send(f"EXTEND_TIMEOUT_USEC={EXTEND_BY_S}000000"):
-            self._extended_at = now
         beat_at = self.next_beat
         if beat_at is not None and now >= beat_at and self._send("WATCHDOG=1"):
             self._beat_at = now

@@ -115,21 +115,6 @@ def test_beats_come_at_less_than_half_the_watchdogs_time_and_not_at_every_turn(
     assert manager.next_beat == pytest.approx(beats[-1] + 2.0)
 
 
-def test_a_start_that_waits_asks_for_more_time_until_it_is_ready(ear: Ear, clock: Clock) -> None:
-    manager = take(ear, clock)
-    asked = []
-    for _ in range(60):
-        manager.turn("waiting for the network")
-        asked += [clock.now] * ear.heard().count("EXTEND_TIMEOUT_USEC=30000000")
-        clock.now += 1.0
-    assert asked[0] == 100.0
-    assert {after - before for before, after in itertools.pairwise(asked)} == {10.0}
-    manager.ready()
-    clock.now += 20.0
-    manager.turn("waiting for the network")
-    assert ear.heard() == ["READY=1"]
-
-
 @pytest.mark.parametrize(
     ("variables", "watched"),
     [
