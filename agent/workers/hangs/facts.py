@@ -226,9 +226,9 @@ class Times:
     sleeps: int
 
 
-def times_of(pid: int, proc: str = "/proc") -> dict[int, Times]:
+def times_of(pid: int) -> dict[int, Times]:
     """By thread."""
-    folder = f"{proc}/{pid}/task"
+    folder = f"/proc/{pid}/task"
     found = {}
     for tid in _threads(folder):
         if (stat := stat_of(f"{folder}/{tid}")) is not None:
@@ -242,10 +242,9 @@ def process_facts(
     now: Mapping[int, Times],
     window_s: float,
     sockets: Callable[[], Mapping[str, str]],
-    proc: str = "/proc",
 ) -> ProcessFacts:
     """Without its stacks. `before` and `now` are its times, so far apart; `sockets` the machine's, by inode."""
-    folder = f"{proc}/{pid}"
+    folder = f"/proc/{pid}"
     stat = stat_of(folder)
     if stat is None:
         return ProcessFacts(pid, "", 0, ())
@@ -347,9 +346,9 @@ def sockets_of(tables: Iterable[tuple[str, str]]) -> dict[str, str]:
     return found
 
 
-def read_sockets(proc: str = "/proc") -> dict[str, str]:
+def read_sockets() -> dict[str, str]:
     """This network namespace's, which is the workers', too."""
-    return sockets_of((name, read(f"{proc}/self/net/{name}")) for name in ("tcp", "tcp6"))
+    return sockets_of((name, read(f"/proc/self/net/{name}")) for name in ("tcp", "tcp6"))
 
 
 def _address(text: str) -> str:

@@ -76,12 +76,9 @@ SignsTaker: TypeAlias = Callable[[float, Mapping[int, Signs]], object]
 class SignReader:
     """`look` is for the main thread."""
 
-    def __init__(
-        self, post: Callable[[Event], object], clock: Callable[[], float], proc: str = "/proc"
-    ) -> None:
+    def __init__(self, post: Callable[[Event], object], clock: Callable[[], float]) -> None:
         self._post = post
         self._clock = clock
-        self._proc = proc
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = Thread(self._serve, "hang-signs")
         self._families: dict[int, tuple[int, ...]] = {}
@@ -130,16 +127,16 @@ class SignReader:
         if known and now < self._searched_at + SEARCH_EVERY_S:
             return
         self._searched_at = now
-        stats = all_stats(self._proc)
+        stats = all_stats()
         self._families = {worker: family_of(worker, stats) for worker in workers}
 
     def _signs(self, worker: int, printed: int, *, threads: bool = False) -> Signs:
         ticks = moved = 0
         for pid in self._families[worker]:
-            if (stat := stat_of(f"{self._proc}/{pid}")) is not None:
+            if (stat := stat_of(f"/proc/{pid}")) is not None:
                 ticks += stat.ticks
-                moved += _moved(read(f"{self._proc}/{pid}/io"))
-        folder = f"{self._proc}/{worker}"
+                moved += _moved(read(f"/proc/{pid}/io"))
+        folder = f"/proc/{worker}"
         stirs = self._stirs(worker, self._clock()) if threads else False
         return Signs(
             ticks / _TICKS_PER_S, moved, printed, sleeps_of(folder), clean(debugger_of(folder)), stirs
@@ -149,7 +146,7 @@ class SignReader:
         sleeps = {
             f"{pid}/{thread}": count
             for pid in self._families[worker]
-            for thread, name, count in thread_sleeps(f"{self._proc}/{pid}")
+            for thread, name, count in thread_sleeps(f"/proc/{pid}")
             if not name.startswith(LIBRARIES)
         }
         before = self._sleeps.get(worker)

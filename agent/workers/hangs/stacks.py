@@ -260,14 +260,13 @@ class Depth:
     within_s: float
     """In all."""
     window_s: float
-    """Between the two moments; 0: there is one."""
-    children: bool
+    """Between the two moments, at which children are looked at, too; 0: there is one, without them."""
 
 
-QUICK = Depth(within_s=0.05, window_s=0.0, children=False)
+QUICK = Depth(within_s=0.05, window_s=0.0)
 """Before workers are ended because another one has failed: a restart waits for it."""
 
-THOROUGH = Depth(within_s=1.5, window_s=0.5, children=True)
+THOROUGH = Depth(within_s=1.5, window_s=0.5)
 """At a suspicion, and before workers that hang are ended."""
 
 
@@ -339,7 +338,7 @@ class Collector:
     @staticmethod
     def _families(targets: Sequence[Target], depth: Depth) -> dict[int, tuple[int, ...]]:
         """Each worker and the processes below it."""
-        if not depth.children:
+        if not depth.window_s:
             return {one.pid: (one.pid,) for one in targets}
         stats = all_stats()
         return {one.pid: family_of(one.pid, stats)[: 1 + MOST_CHILDREN] for one in targets}

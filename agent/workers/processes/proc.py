@@ -132,9 +132,9 @@ def living(pid: int, proc: Folder = "/proc") -> Stat | None:
     return stat
 
 
-def living_since(pid: int, proc: Folder = "/proc") -> str:
+def living_since(pid: int) -> str:
     """Its start time; empty when it has ended."""
-    stat = living(pid, proc)
+    stat = living(pid)
     return stat.start if stat is not None else ""
 
 
