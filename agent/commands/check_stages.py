@@ -83,15 +83,8 @@ class CheckStore:
     """The keys of a check, as one node reads and writes them. All methods raise StoreError, LeaseExpired when this node
     was too slow to keep its place, and RecordInvalid for what no node of this version has written."""
 
-    def __init__(
-        self,
-        store: Store,
-        ttl_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._store = ScopedStore(store, PREFIX)
-        self._ttl_s, self._clock, self._sleep = ttl_s, clock, sleep
+    def __init__(self, store: Store, ttl_s: float) -> None:
+        self._store, self._ttl_s = ScopedStore(store, PREFIX), ttl_s
         self._lease: int | None = None
         self._over = threading.Event()
         self._lost: Exception | None = None
@@ -166,16 +159,16 @@ class CheckStore:
 
     def _asked(self, question: Callable[[], _T]) -> _T:
         """All questions may be asked twice."""
-        until = self._clock() + OUTAGE_S
+        until = time.monotonic() + OUTAGE_S
         while True:
             if self._lost is not None:
                 raise LeaseExpired(f"this node did not keep its place in the store: {self._lost}")
             try:
                 return question()
             except StoreUnavailable:
-                if self._clock() >= until:
+                if time.monotonic() >= until:
                     raise
-                self._sleep(PAUSE_S)
+                time.sleep(PAUSE_S)
 
     def _keep(self) -> None:
         assert self._lease is not None
@@ -244,11 +237,8 @@ class StageDriver:
         runner: StageRunner,
         join_wait: JoinWait,
         show: Callable[[str], None] = lambda line: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._store, self._runner, self._join_wait = store, runner, join_wait
-        self._show, self._clock, self._sleep = show, clock, sleep
+        self._store, self._runner, self._join_wait, self._show = store, runner, join_wait, show
         self._me = runner.facts.node
         self._number = 0
         """Of the newest stage, where this node leads."""
@@ -258,10 +248,10 @@ class StageDriver:
         """This node has joined. Raises LeaderGone, and what a `CheckStore` does."""
         done, leader, busy = 0, "", False
         patient_s = self._join_wait.wait_s + SILENT_S
-        until = self._clock() + patient_s
+        until = time.monotonic() + patient_s
         while True:
             stage = self._store.stage()
-            if self._clock() >= until:
+            if time.monotonic() >= until:
                 raise LeaderGone(
                     f"nothing new for {patient_s:g} s: node {leader or 'that leads the other check'} hangs, and has to"
                     " be ended"
@@ -287,15 +277,15 @@ class StageDriver:
             elif stage.number > done:
                 leader, done = stage.members[0].node, stage.number
                 self._carry_out(stage)
-                until = self._clock() + patient_s
-            self._sleep(self._look_s)
+                until = time.monotonic() + patient_s
+            time.sleep(self._look_s)
 
     def await_others(self) -> None:
         """Waits until the others have left, at most `LEAVE_S`: they still need the store that this node hosts, or the
         report. A host that does not lead has left by then, so that it and the leader do not wait for each other."""
-        until = self._clock() + LEAVE_S
-        while self._clock() < until and set(self._store.present()) - {self._me}:
-            self._sleep(self._look_s)
+        until = time.monotonic() + LEAVE_S
+        while time.monotonic() < until and set(self._store.present()) - {self._me}:
+            time.sleep(self._look_s)
 
     def _takes_part(self, stage: Stage) -> bool:
         return Member(self._me, self._runner.facts.life) in stage.members
@@ -330,7 +320,7 @@ class StageDriver:
 
     def _gather(self) -> tuple[NodeFacts, ...]:
         """This node first, the others by name, but for neighbours on one machine."""
-        wanted, until = self._join_wait.wanted, self._clock() + self._join_wait.wait_s
+        wanted, until = self._join_wait.wanted, time.monotonic() + self._join_wait.wait_s
         shown: set[str] = set()
         while True:
             nodes = self._store.present()
@@ -338,11 +328,11 @@ class StageDriver:
                 shown = set(nodes)
                 names = ", ".join(sorted(nodes)[:16])
                 self._show(f"{len(nodes)} of {wanted} nodes are here: {names}")
-            if len(nodes) >= wanted or self._clock() >= until:
+            if len(nodes) >= wanted or time.monotonic() >= until:
                 found = {self._me: self._runner.facts, **dict(sorted(nodes.items()))}
                 order = spread({name: one.machine or name for name, one in found.items()})
                 return tuple(found[name] for name in order)
-            self._sleep(self._look_s)
+            time.sleep(self._look_s)
 
     def _round(self, found: CheckResults, number: int, pairs: Iterable[Pair]) -> None:
         for turn in turns(pairs):
@@ -357,12 +347,12 @@ class StageDriver:
         lives = {one.node: one.life for one in found.nodes}
         members = tuple(Member(name, lives[name]) for name in found.names)
         stage = replace(stage, number=self._number, members=members)
-        until = self._clock() + STAGE_S
+        until = time.monotonic() + STAGE_S
         self._store.publish_stage(stage)
         self._carry_out(stage)
         while True:
             given, present = self._store.results(stage), self._store.present()
-            late = self._clock() >= until
+            late = time.monotonic() >= until
             for name in set(found.names) - set(given):
                 if name not in present or present[name].life != lives[name]:
                     found.gone[name] = when
@@ -370,7 +360,7 @@ class StageDriver:
                     found.gone[name] = f"or hangs: it gave no answer within {STAGE_S:g} s {when}"
             if set(found.names) <= set(given):
                 break
-            self._sleep(self._look_s)
+            time.sleep(self._look_s)
         for name, results in given.items():
             _take(found, name, results)
 

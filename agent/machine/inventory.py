@@ -131,7 +131,6 @@ def needs_of(config: Config, machine: Machine) -> NodeNeeds:
     memory = describe_folder(config.memory_checkpoints)
     logs = config.logs.given_directory
     return NodeNeeds(
-        workers=machine.workers,
         ranks=machine.workers * config.nodes.max,
         copies_bytes=memory.limit if memory is not None and config.memory_checkpoints is not None else 0,
         checkpoint_directory=config.check_directory or "",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from ...codec import AtMost, Checked, Count, Document, Positive, Seconds, Text, Within
+from ...codec import AtMost, Checked, Count, Positive, Seconds, Text, Within
 
 MOST_BYTES = 16_384
 """Of one finding as JSON."""
@@ -86,8 +86,6 @@ _Path = Annotated[str, Text(4096)]
 class NodeNeeds(Checked):
     """As far as checks look at it. Empty texts and zeros: the job does not say, or does not need it."""
 
-    workers: Positive = 1
-    """On this node."""
     ranks: Positive = 1
     """Of the whole job, at its largest."""
     copies_bytes: Count = 0
@@ -103,9 +101,6 @@ class NodeNeeds(Checked):
     """NCCL uses InfiniBand or RoCE."""
     peers: Annotated[tuple[Annotated[str, Text(280)], ...], AtMost(MOST_PEERS)] = ()
     """Where other nodes' agents answer over HTTP, as HOST:PORT."""
-
-
-NEEDS = Document(NodeNeeds, version=1, most_chars=65_536)
 
 
 # --- Sizes, rates, durations and lists of names as findings show them

@@ -17,6 +17,7 @@ from .pairs import MOST_NODES, Measurement, Node, NodeResults, Reach, connected
 
 MOST_FINDINGS = 512
 
+
 PEER_CHECKS = (
     "peer-present",
     "peer-reachable",

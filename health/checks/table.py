@@ -12,13 +12,17 @@ from dataclasses import dataclass
 from .finding import Finding, NodeNeeds, Outcome
 from .gpus import GPU_CHECKS, check_gpus, check_xids
 from .machine import (
+    SILENT_ADVICE,
+    SLOW_NAMES_ADVICE,
     WRONG_ADVICE,
     check_arithmetic,
     check_directory,
+    check_interface,
     check_limits,
+    check_names,
+    check_peers,
     check_shared_memory,
 )
-from .network import SILENT_ADVICE, SLOW_NAMES_ADVICE, check_interface, check_names, check_peers
 
 CHECKPOINT_OPTION, LOG_OPTION = "--check-directory", "--log-dir"
 

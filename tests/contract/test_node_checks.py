@@ -16,8 +16,7 @@ import pytest
 
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.gpus import GPU_CHECKS, KERNEL_LOG, check_xids
-from elastic_agent.health.checks.machine import check_shared_memory
-from elastic_agent.health.checks.network import check_interface
+from elastic_agent.health.checks.machine import check_interface, check_shared_memory
 from elastic_agent.health.checks.runner import CheckRun, run_checks
 from elastic_agent.health.checks.table import BY_NAME, checks_for
 from tests.nvml_library import FakeLibrary

@@ -128,7 +128,6 @@ def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None
     )
     config = Config(Command("script", "t.py"), NodeCounts(1, 4), check_directory="/c")
     assert needs_of(config, machine) == NodeNeeds(
-        workers=2,
         ranks=8,
         checkpoint_directory="/c",
         interface="ib0",

@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 
 from elastic_agent.health.checks import machine
-from elastic_agent.health.checks.finding import NEEDS, Finding, NodeNeeds, Outcome
+from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.gpus import GPU_CHECKS, GpuFacts, NvmlFacts, check_xids, judge_nvml
-from elastic_agent.health.checks.machine import check_directory, check_limits, check_shared_memory
-from elastic_agent.health.checks.network import check_interface, check_names
-from elastic_agent.health.checks.runner import CheckAnswer, findings_of
+from elastic_agent.health.checks.machine import (
+    check_directory,
+    check_interface,
+    check_limits,
+    check_names,
+    check_shared_memory,
+)
+from elastic_agent.health.checks.runner import REQUEST, CheckAnswer, RunRequest, findings_of
 from elastic_agent.health.checks.table import BY_NAME, NODE_CHECKS, checks_for
 
 MIB, GIB = 2**20, 2**30
@@ -349,5 +354,6 @@ def test_a_probe_that_does_not_answer_is_a_finding_with_its_subject() -> None:
 
 
 def test_needs_travel() -> None:
-    needs = NodeNeeds(workers=8, ranks=64, interface="eth0", gpus=("0", "1"), rdma=True)
-    assert NEEDS.decode(NEEDS.encode(needs)) == needs
+    needs = NodeNeeds(ranks=64, interface="eth0", gpus=("0", "1"), rdma=True)
+    request = RunRequest({"open-files": 5.0}, needs)
+    assert REQUEST.decode(REQUEST.encode(request)) == request

@@ -16,9 +16,8 @@ import pytest
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.rendezvous_io.node_checks import HANGS, Recheck, peers_of
 from elastic_agent.health.checks import machine as arithmetic
-from elastic_agent.health.checks import network
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.network import check_peers
+from elastic_agent.health.checks.machine import check_peers
 from elastic_agent.health.checks.runner import run_checks
 from elastic_agent.health.checks.table import RECHECKS, checks_for, rechecks_for
 from elastic_agent.rendezvous.coordinator.exclusions import exclude
@@ -183,7 +182,7 @@ def test_what_devices_compute_is_judged(
 def test_a_node_that_hardly_any_peer_answers_fails(
     monkeypatch: pytest.MonkeyPatch, asked: int, silent: tuple[str, ...], outcome: Outcome
 ) -> None:
-    monkeypatch.setattr(network, "answers", lambda peer: peer not in silent)
+    monkeypatch.setattr(arithmetic, "answers", lambda peer: peer not in silent)
     assert check_peers(NodeNeeds(peers=("a:1", "b:1", "c:1")[:asked])).outcome is outcome
 
 
