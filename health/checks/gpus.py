@@ -154,7 +154,11 @@ def _throttling(gpus: Sequence[GpuFacts]) -> Finding:
     known = [gpu for gpu in gpus if gpu.throttled is not None]
     if not known:
         return Finding("gpu-throttling", Outcome.UNKNOWN, "these GPUs do not say why their clocks are low")
-    slow = {gpu.name: reasons for gpu in known if (reasons := _reasons(gpu.throttled or 0))}
+    reasons_of = {
+        gpu.name: [reason for bit, reason in THROTTLING.items() if bit & (gpu.throttled or 0)]
+        for gpu in known
+    }
+    slow = {name: reasons for name, reasons in reasons_of.items() if reasons}
     values: dict[str, float] = {"throttled": len(slow)}
     if not slow:
         return Finding("gpu-throttling", Outcome.OK, "no GPU is slowed down", values=values)
@@ -163,10 +167,6 @@ def _throttling(gpus: Sequence[GpuFacts]) -> Finding:
         "the slowest GPU sets the pace of all: check fans, inlet air and power (nvidia-smi -q -d PERFORMANCE)"
     )
     return Finding("gpu-throttling", Outcome.WARN, summary, advice, values)
-
-
-def _reasons(bits: int) -> list[str]:
-    return [reason for bit, reason in THROTTLING.items() if bits & bit]
 
 
 # --- Faults
@@ -412,9 +412,7 @@ class Nvml:
             raise NvmlError(self._words(answer), answer)
 
     def _words(self, answer: int) -> str:
-        words = getattr(self._library, "nvmlErrorString", None)
-        if words is None:
-            return f"error {answer}"
+        words = self._library.nvmlErrorString
         words.restype = ctypes.c_char_p
         return (words(answer) or b"").decode(errors="replace") or f"error {answer}"
 
@@ -447,25 +445,19 @@ def read_gpus(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> NvmlFacts:
 
 def _gpu(nvml: Nvml, name: str) -> GpuFacts:
     try:
-        return _known_gpu(nvml, name)
+        device = nvml.device(name)
+        remapped, pending, failed = nvml.remapped_rows(device) or (None, None, None)
+        return GpuFacts(
+            name=name,
+            uncorrected=nvml.uncorrected(device),
+            remapped=remapped,
+            remap_pending=pending,
+            remap_failed=failed,
+            retirement_pending=nvml.retirement_pending(device),
+            throttled=nvml.throttled(device),
+        )
     except NvmlError as error:
         return GpuFacts(name=name, problem=str(error), code=error.code)
-
-
-def _known_gpu(nvml: Nvml, name: str) -> GpuFacts:
-    """Raises NvmlError."""
-    device = nvml.device(name)
-    rows = nvml.remapped_rows(device)
-    remapped, pending, failed = rows if rows is not None else (None, None, None)
-    return GpuFacts(
-        name=name,
-        uncorrected=nvml.uncorrected(device),
-        remapped=remapped,
-        remap_pending=pending,
-        remap_failed=failed,
-        retirement_pending=nvml.retirement_pending(device),
-        throttled=nvml.throttled(device),
-    )
 
 
 def unaccounted_mib(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> list[float] | str:
