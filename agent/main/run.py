@@ -274,8 +274,8 @@ def _check(agent: Agent) -> None:
     """Beside all that follows."""
     checks, recheck = agent.checks, agent.recheck = checks_of(agent), recheck_of(agent)
     for each in (checks, recheck):
-        agent.ends.callback(each.close)
-    agent.subreaper.add_known(lambda: [*checks.pids, *recheck.pids])
+        agent.ends.callback(each.runs.close)
+    agent.subreaper.add_known(lambda: [*checks.runs.pids, *recheck.runs.pids])
     checks.begin(agent.incarnation)
 
 

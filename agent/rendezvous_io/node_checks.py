@@ -41,7 +41,7 @@ class JoinChecks:
         rng: random.Random,
     ) -> None:
         self._mode, self._rng = mode, rng
-        self._checks = BackgroundChecks(new_run, post, errors=mode == "fail")
+        self.runs = BackgroundChecks(new_run, post, errors=mode == "fail")
         self._checked = ""
         """The life of this node that the newest run is for."""
         self._again_at: float | None = None
@@ -52,15 +52,10 @@ class JoinChecks:
         """Why a node may not join before it is checked; empty: it may."""
         return CHECKING if self._mode == "fail" else ""
 
-    @property
-    def pids(self) -> Sequence[int]:
-        """Of this agent's children that are the checks'."""
-        return self._checks.pids
-
     def begin(self, incarnation: str) -> bool:
         """For a life of the node, which need not have begun. Whether findings follow."""
         self._checked, self._again_at = incarnation, None
-        return self._mode != "off" and self._checks.begin()
+        return self._mode != "off" and self.runs.begin()
 
     def turn(self, participant: Participant, now: float) -> float | None:
         """Begins what is due; the instant at which there is more to do."""
@@ -74,7 +69,7 @@ class JoinChecks:
 
     def take(self, participant: Participant, now: float) -> Sequence[Finding] | None:
         """What a run has found that has ended since the last turn; it decides whether the node joins."""
-        findings = self._checks.take()
+        findings = self.runs.take()
         if findings is not None:
             self._judge(failed(findings), participant, now)
         return findings
@@ -100,9 +95,6 @@ class JoinChecks:
         self._failures += 1
         return AGAIN.wait_s(self._failures - 1, self._rng)
 
-    def close(self) -> None:
-        self._checks.close()
-
 
 HANGS = "a check's process from an earlier run still hangs in the kernel"
 
@@ -114,12 +106,7 @@ class Recheck:
         """`new_run` gets the addresses of other nodes' agents, HOST:PORT."""
         self._new_run = new_run
         self._peers: Sequence[str] = ()
-        self._checks = BackgroundChecks(lambda: self._new_run(self._peers), post, errors=True)
-
-    @property
-    def pids(self) -> Sequence[int]:
-        """The processes of the checks, which are children of this agent."""
-        return self._checks.pids
+        self.runs = BackgroundChecks(lambda: self._new_run(self._peers), post, errors=True)
 
     def turn(self, participant: Participant, now: float) -> None:
         """Begin the check if it is due."""
@@ -127,12 +114,12 @@ class Recheck:
             return
         participant.recheck_begins()
         self._peers = peers_of(participant)
-        if not self._checks.begin():
+        if not self.runs.begin():
             participant.rechecked(now, passed=False, summary=HANGS)
 
     def take(self, participant: Participant, now: float) -> Sequence[Finding] | None:
         """What a run has found that has ended since the last turn; the result is in this node's record."""
-        findings = self._checks.take()
+        findings = self.runs.take()
         if findings is None:
             return None
         failures = failed(findings)
@@ -143,9 +130,6 @@ class Recheck:
         else:
             log.info("this node has passed its checks after its cool-down, and asks to be readmitted")
         return findings
-
-    def close(self) -> None:
-        self._checks.close()
 
 
 def peers_of(participant: Participant) -> tuple[str, ...]:

@@ -151,9 +151,9 @@ def test_a_process_that_hangs_is_the_checks_own_child_until_the_agent_ends() -> 
     scene = Scenery("warn", [[FAILS]], hangs=True)
     scene.checks.begin("a-1")
     scene.hear()
-    assert list(scene.checks.pids) == [4711]
-    scene.checks.close()
-    assert list(scene.checks.pids) == []
+    assert list(scene.checks.runs.pids) == [4711]
+    scene.checks.runs.close()
+    assert list(scene.checks.runs.pids) == []
 
 
 def test_while_a_probe_hangs_none_is_added_to_it() -> None:
@@ -181,7 +181,7 @@ def test_a_process_that_has_ended_is_let_go() -> None:
     scene.checks.begin("a-1")
     scene.hear()
     assert scene.runs[0].closed
-    assert list(scene.checks.pids) == []
+    assert list(scene.checks.runs.pids) == []
 
 
 # --- In the main loop

@@ -107,7 +107,7 @@ def test_a_probe_that_hangs_in_the_kernel_is_a_check_that_fails() -> None:
     assert record is not None
     assert record.recheck is not None
     assert record.recheck.summary == HANGS
-    scene.recheck.close()
+    scene.recheck.runs.close()
 
 
 def test_no_more_than_eight_peers_are_asked() -> None:
