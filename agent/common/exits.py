@@ -139,7 +139,7 @@ class CommandCode(Code):
     """How a sub-command ends; those about a pool and its jobs end with a `PoolCode`."""
 
     DONE = 0, "it is done, or shown"
-    FAILED = 1, "a check has failed; files that were changed are kept; nothing was converted"
+    FAILED = 1, "a check has failed; files that were changed are kept"
     NOT_FOUND = 66, "there is no such node, agent or run"
     NO_JOB = 67, "there is nothing of a job of this name, or it has ended; of report: no account of its time"
     NO_ANSWER = 69, "no answer in time; what was asked may be done all the same: see status"

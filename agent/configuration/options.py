@@ -58,11 +58,10 @@ COMMANDS = {
     "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus or Docker",
     **RUN_COMMANDS,
     "forget": "delete what an ended job left in etcd",
-    "convert": "make a sharded checkpoint of a replicated one, or the other way round",
 }
 """Sub-commands, each with its line in `--help`. `agent/commands` has a module for each that is in no group above."""
 
-AFTERWARDS = (*RUN_COMMANDS, "forget", "convert")
+AFTERWARDS = (*RUN_COMMANDS, "forget")
 """Those of them about what an ended job has left."""
 
 GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, LOGS, ITSELF)
@@ -157,7 +156,7 @@ def _commands(*, brief: bool = False) -> list[str]:
             f"  {', '.join(NODE_COMMANDS)}: take a node out of its job without losing a step; let it back in"
         )
         lines.append(
-            f"  {', '.join(AFTERWARDS)}: what a job has left: where its hours went, its keys in etcd, its checkpoints"
+            f"  {', '.join(AFTERWARDS)}: what a job has left: where its hours went, its keys in etcd"
         )
         lines.append(
             f"  {', '.join(POOL_COMMANDS)}: the queue of a pool, of nodes that run elastic-agent without a script"

@@ -53,8 +53,6 @@ worker/checkpointing/replicated: worker/errors worker/wire worker/state worker/s
 worker/checkpointing/sharded: worker/errors worker/wire worker/state worker/state/sharding worker/steps worker/ranks \
     worker/storage/memory worker/storage/disk worker/storage/disk/sharded worker/storage/replication \
     worker/checkpointing/loading worker/checkpointing/saving
-worker/checkpointing/conversion: worker/errors worker/wire worker/state worker/state/sharding worker/storage/memory \
-    worker/storage/disk worker/storage/disk/sharded
 worker/checkpointing: worker/errors worker/wire worker/state worker/steps worker/ranks \
     worker/storage/disk worker/checkpointing/replicated worker/checkpointing/sharded
 worker/dcp: worker/errors worker/wire worker/state/sharding worker/steps worker/ranks worker/storage/memory \

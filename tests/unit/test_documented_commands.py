@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands import convert
 from elastic_agent.agent.commands.check import OWN_OPTIONS as CHECK_OPTIONS
 from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
 from elastic_agent.agent.commands.files import KINDS
@@ -89,12 +88,6 @@ def problems(words: Sequence[str]) -> list[str]:
     name = words[0] if words else ""
     if name == "files":
         return [] if len(words) == 3 and words[1] in KINDS else ["expected KIND DIR"]
-    if name == "convert":
-        try:
-            convert.read(words[1:])
-        except ValueError as error:
-            return [str(error)]
-        return []
     if name in COMMANDS:
         subject = int(name in WITH_SUBJECT)
         given = read_argv(words[1 + subject :], OF_SUBCOMMANDS[name])
@@ -108,7 +101,6 @@ def test_what_is_not_taken_is_noticed() -> None:
         ["--frobnicate", "train.py"],
         ["status", "--rdzv-endpoint"],
         ["files", "sysv", "DIR"],
-        ["convert", "DIR"],
     ):
         assert problems(wrong)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from elastic_agent.worker.state.sharding.items import Form, Items, Row
 from elastic_agent.worker.state.sharding.layout import ShardLayouts
@@ -78,3 +79,8 @@ def test_dcp_reads_a_checkpoint_of_ours(tmp_path: Path) -> None:
     assert state["meta"] == {"seen": 5}
     size = (tmp_path / "disk" / manifest.file / data_name(2)).stat().st_size
     assert size < (tmp_path / "disk" / manifest.file / data_name(1)).stat().st_size
+
+    dcp_to_torch_save(tmp_path / "disk" / manifest.file, tmp_path / "one.pt")
+    one = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(one["model"]["weight"], WHOLE)
+    assert one["meta"] == {"seen": 5}

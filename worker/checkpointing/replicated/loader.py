@@ -143,7 +143,7 @@ class Loader(StateLoader):
         if wanted.is_sharded:
             raise CheckpointMismatch(
                 f"step {wanted.step} in {self._files.directory} is of a sharded state, and this script's is the same "
-                "on all ranks: `elastic-agent convert` makes one of it, or give this script another directory"
+                "on all ranks: torch's dcp_to_torch_save makes one file of it, or give this script another directory"
             )
         mine: BufferedReader | None = None
         if self._first_ranks[group.rank] == group.rank:

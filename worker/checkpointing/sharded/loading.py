@@ -188,7 +188,7 @@ class ShardLoading(StateLoader):
             if not source.what.is_sharded:
                 raise CheckpointMismatch(
                     f"step {source.what.step} in {self._files.directory} is of a state that was the same on all ranks: "
-                    "`elastic-agent convert` makes a sharded one of it"
+                    "give this script another directory, and load the file into its model and optimizer first"
                 )
             return CopiesOnDisk(self._files, source.what, stack)
         return CopiesInMemory(self._env, self._memory, source, stack)
