@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -129,10 +128,8 @@ def words_of(config: Any) -> list[str]:
         text = text_of(value)
         if text is None:
             _log.warning("LaunchConfig.%s=%r is ignored: elastic-agent has nothing like it", name, value)
-            continue
-        words.append(f"--{option}={text}")
-        if isinstance(value, str) and text != value:
-            _log.warning("LaunchConfig.%s=%r is taken as %r", name, value, text)
+        else:
+            words.append(f"--{option}={text}")
     words += _words_of_logs(getattr(config, "logs_specs", None))
     _warn_of_others(config)
     return words + [f"--{name}={value}" for name, value in getattr(config, "options", {}).items()]
@@ -171,12 +168,8 @@ def _warn_of_others(config: Any) -> None:
         value = getattr(config, field_.name)
         if value != default:
             _log.warning(
-                "LaunchConfig.%s=%r is ignored: elastic-agent has no such option", field_.name, value
+                "LaunchConfig.%s=%r is ignored: elastic-agent has nothing like it", field_.name, value
             )
-
-
-def _role(text: str) -> str | None:
-    return re.sub(r"[^ !#-\[\]-~]", "_", text)[:64] or None
 
 
 def _numa_binding(options: Any) -> str | None:
@@ -190,8 +183,8 @@ _RDZV_TIMEOUT_S = 900
 _OPTIONS: Mapping[str, tuple[str, Callable[[Any], str | None]]] = {
     "max_restarts": ("max-restarts", str),
     "local_addr": ("local-addr", str),
-    "role": ("role", _role),
-    "log_line_prefix_template": ("log-line-prefix-template", lambda text: text.replace("\0", " ")),
+    "role": ("role", str),
+    "log_line_prefix_template": ("log-line-prefix-template", str),
     "signals_to_handle": ("signals-to-handle", str),
     "duplicate_stdout_filters": ("duplicate-stdout-filters", join_texts),
     "duplicate_stderr_filters": ("duplicate-stderr-filters", join_texts),

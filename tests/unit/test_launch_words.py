@@ -84,7 +84,6 @@ def test_a_launch_config_of_ours_or_of_torch(config: object, ours: str) -> None:
     ("given", "ours", "warned"),
     [
         ({"role": "my trainer"}, ["--role=my trainer"], []),
-        ({"role": "m\u00fc"}, ["--role=m_"], ["role"]),
         (
             {"log_line_prefix_template": "a\nb"},
             ["--role=default_role", "--log-line-prefix-template=a\nb"],
