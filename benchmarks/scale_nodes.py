@@ -42,7 +42,7 @@ from elastic_agent.rendezvous.liveness.failure_detector import Peer
 from elastic_agent.rendezvous.node.driver import Driver
 from elastic_agent.rendezvous.node.node_actions import Action, Start, Stop
 from elastic_agent.rendezvous.node.participant import Participant
-from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NetworkFacts, NodeRecord
+from elastic_agent.rendezvous.records import Endpoint, Failure, Introduction, NodeRecord
 from elastic_agent.rendezvous.store.interface import (
     Change,
     Compare,
@@ -372,8 +372,7 @@ def _identity(number: int) -> NodeRecord:
     address = f"10.0.{number // 256}.{number % 256}"
     incarnation = f"{random.Random(number).getrandbits(48):012x}"
     http = Endpoint(address, FIRST_PORT - 1)
-    network = NetworkFacts("eth0", 100_000, 9000, ("mlx5_0:1",))
-    return NodeRecord(f"node-{number:04}", incarnation, address, FIRST_PORT, 8, http, network)
+    return NodeRecord(f"node-{number:04}", incarnation, address, FIRST_PORT, 8, http)
 
 
 def connect_etcd(host: str, port: int) -> Store:
