@@ -18,8 +18,10 @@ here.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -315,6 +317,20 @@ def _names(kind: str, installed: Sequence[_Gpu]) -> str:
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _NAMES = ("torch", *_NCCL)
 
+ASKING_S = 10.0
+"""How long another interpreter may take to list what it has installed."""
+
+_PROGRAM = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Software:
@@ -338,8 +354,9 @@ CURRENT = Software()
 
 
 def find_software(environ: Mapping[str, str]) -> Software:
-    """Of the interpreter that runs the workers; unknown where that is not ours."""
-    found = _installed_here() if job_python(environ) == sys.executable else {}
+    """Of the interpreter that runs the workers. Never raises: what cannot be read is unknown."""
+    python = job_python(environ)
+    found = _installed_here() if python == sys.executable else _installed_at(python)
     return Software(found.get("torch"), next((found[name] for name in _NCCL if name in found), None))
 
 
@@ -364,3 +381,18 @@ def _installed_here() -> dict[str, str]:
         except PackageNotFoundError:
             pass
     return found
+
+
+def _installed_at(python: str) -> dict[str, str]:
+    try:
+        answer = subprocess.run(
+            [python, "-c", _PROGRAM, *_NAMES],
+            stdin=subprocess.DEVNULL,  # the agent's is for its workers
+            capture_output=True,
+            timeout=ASKING_S,
+            check=True,
+        )
+        found = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}

@@ -199,7 +199,14 @@ def check_socket_names(environ: Mapping[str, str], interfaces: Iterable[Interfac
     if tensorpipe and tensorpipe not in names:
         wrong.append((TP_SOCKET_IFNAME, tensorpipe, "the whole name of an interface"))
     advice = "correct it, or unset it and the agent sets it"
+    # Only NCCL has patterns: such a value of the others is wrong on every machine.
     return [
-        Problem(variable, value, f"{what} of this node: {', '.join(names)}", advice, here=True)
+        Problem(
+            variable,
+            value,
+            f"{what} of this node: {', '.join(names)}",
+            advice,
+            here=variable == NCCL_SOCKET_IFNAME or value[0] not in "^=",
+        )
         for variable, value, what in wrong
     ]

@@ -323,7 +323,7 @@ class Network:
 def discover_network(config: Config, environ: Mapping[str, str]) -> Network | NotReady:
     """Now. Raises ConfigError with all that can never work. `environ` is what workers inherit."""
     here = interfaces()
-    problems = check_socket_names(environ, here)
+    problems = check_socket_names(environ, here) if here else []
     wanted = NetworkRequest(config.network_interface, memory=config.solitary, alone=config.nodes.max == 1)
     unknown: AddressError | None = None
     addresses: list[str | None] = []

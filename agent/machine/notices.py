@@ -75,7 +75,11 @@ class Notice:
 
 
 class SourceFailed(Exception):
-    """A source gives no answer, or one that none of its answers looks like; the text says why, or quotes it."""
+    """A source gives no answer; the text says why."""
+
+
+class WrongAnswer(SourceFailed):
+    """One that none of the source's answers looks like; the text quotes it."""
 
 
 class Source(Protocol):
@@ -107,13 +111,13 @@ class NoticeWatch:
     ) -> None:
         """`noticed` is called in the main loop with the text, which says who says so, and the deadline, None where no
         instant is known; with None and None when the notice is withdrawn. `expected`: the user has named the source,
-        and reads in the log that it gives no answer."""
+        and reads in the log that it gives no answer. A wrong answer is read there in any case."""
         self._source, self._noticed, self._post = source, noticed, post
         self._clock, self._wall_clock = clock, wall_clock
         self._expected = expected
         self._known: Notice | None = None
-        self._failing = False
-        """The log has that the source gives no answer."""
+        self._logged = logging.NOTSET
+        """The level at which the log has that the source fails."""
         self._closed = threading.Event()
         self._thread = Thread(self._work, "notices")
 
@@ -134,7 +138,7 @@ class NoticeWatch:
         except Exception as error:
             self._warn(error)
         else:
-            self._failing = False
+            self._logged = logging.NOTSET
             self._see(notice)
         return self._source.interval_s
 
@@ -149,11 +153,12 @@ class NoticeWatch:
             self._post(partial(self._noticed, notice.text, deadline))
 
     def _warn(self, error: Exception) -> None:
-        """Once for all troubles in a row."""
-        if not self._failing:
-            self._failing = True
-            defect = not isinstance(error, SourceFailed)
-            level = logging.WARNING if self._expected or defect else logging.DEBUG
+        """Once for all troubles in a row, and again for one that more people are to read of."""
+        defect = not isinstance(error, SourceFailed)
+        wrong = defect or isinstance(error, WrongAnswer)
+        level = logging.WARNING if self._expected or wrong else logging.DEBUG
+        if level > self._logged:
+            self._logged = level
             why = repr(error) if defect else error
             log.log(level, "a notice that this machine goes away would not be seen: %s", why, exc_info=defect)
 
@@ -248,7 +253,7 @@ class Aws:
         if reply.status != 404:  # it is not there until there is a notice
             action, at = _fields(reply, ACTION_PATH, "action", "time")
             if action not in ("terminate", "stop", "hibernate"):
-                raise SourceFailed(f"{ACTION_PATH}: action {quoted(action)}")
+                raise WrongAnswer(f"{ACTION_PATH}: action {quoted(action)}")
             return Notice(f"AWS interrupts this spot instance ({action}) at {at}", _instant(at, ACTION_PATH))
         if not self.leaves_on_rebalance or (reply := self._get(REBALANCE_PATH)).status == 404:
             return None
@@ -271,7 +276,7 @@ class Aws:
         reply = self.server.ask(TOKEN_PATH, {f"{TOKEN_HEADER}-ttl-seconds": str(TOKEN_TTL_S)}, "PUT")
         token = reply.body.decode("latin-1").strip()
         if reply.status != 200 or not re.fullmatch(r"[!-~]{1,512}", token):  # it may be secret: not shown
-            raise SourceFailed(f"{TOKEN_PATH}: status {reply.status}, no token in {len(reply.body)} bytes")
+            raise WrongAnswer(f"{TOKEN_PATH}: status {reply.status}, no token in {len(reply.body)} bytes")
         self._token, self._token_until = token, asked_at + TOKEN_TTL_S / 2
 
 
@@ -281,10 +286,10 @@ def _fields(reply: Reply, path: str, *names: str) -> list[str]:
             raise Invalid(f"status {reply.status}")
         values = [load_object(reply.body, "the answer").get(name) for name in names]
     except Invalid as error:
-        raise SourceFailed(f"{path}: {error}, {quoted(reply.body)}") from None
+        raise WrongAnswer(f"{path}: {error}, {quoted(reply.body)}") from None
     texts = [value for value in values if isinstance(value, str)]
     if len(texts) < len(names):
-        raise SourceFailed(f"{path}: texts {' and '.join(names)} are missing, {quoted(reply.body)}")
+        raise WrongAnswer(f"{path}: texts {' and '.join(names)} are missing, {quoted(reply.body)}")
     return texts
 
 
@@ -292,7 +297,7 @@ def _instant(text: str, path: str) -> float:
     try:
         return read_rfc3339(text)
     except ValueError:
-        raise SourceFailed(f"{path}: {quoted(text)} is no instant") from None
+        raise WrongAnswer(f"{path}: {quoted(text)} is no instant") from None
 
 
 PREEMPTED_PATH = "/computeMetadata/v1/instance/preempted"
@@ -321,7 +326,7 @@ class Gcp:
         ours = (reply.headers or {}).get("metadata-flavor") == "Google"
         if reply.status != 200 or word not in expected or not ours:
             kind = "" if ours else " without Metadata-Flavor: Google"
-            raise SourceFailed(f"{path}: status {reply.status}{kind}, {quoted(reply.body)}")
+            raise WrongAnswer(f"{path}: status {reply.status}{kind}, {quoted(reply.body)}")
         return word
 
 
@@ -356,7 +361,7 @@ class Azure:
                 raise Invalid(f"status {reply.status}")
             notices = list(self._events(load_object(reply.body, "the answer")))
         except Invalid as error:
-            raise SourceFailed(f"{EVENTS_PATH}: {error}, {quoted(reply.body)}") from None
+            raise WrongAnswer(f"{EVENTS_PATH}: {error}, {quoted(reply.body)}") from None
         # Those without an instant come first.
         return min(notices, key=lambda notice: notice.ends_at or 0.0, default=None)
 
@@ -364,7 +369,7 @@ class Azure:
         reply = self.server.ask(NAME_PATH, {"Metadata": "true"})
         name = reply.body.decode("latin-1").strip()
         if reply.status != 200 or not re.fullmatch(r"[\w.-]{1,128}", name, re.ASCII):
-            raise SourceFailed(f"{NAME_PATH}: status {reply.status}, {quoted(reply.body)}")
+            raise WrongAnswer(f"{NAME_PATH}: status {reply.status}, {quoted(reply.body)}")
         return name
 
     def _events(self, document: Mapping[str, Any]) -> Iterator[Notice]:
@@ -500,11 +505,12 @@ class WatchedCommand:
 
 
 def read_rfc3339(text: str) -> float:
-    """Unix time. Raises ValueError.
+    """Unix time, to the second before. Raises ValueError.
 
-    >>> read_rfc3339("2026-01-02T03:04:05Z") - read_rfc3339("2026-01-02T03:04:05+01:00")
+    >>> read_rfc3339("2026-01-02T03:04:05Z") - read_rfc3339("2026-01-02T03:04:05.9+01:00")
     3600.0
     """
+    text = re.sub(r"\.\d+(?=[Zz+-])", "", text)  # Python 3.10 reads 3 or 6 digits of a second alone
     found = datetime.fromisoformat(re.sub("[Zz]$", "+00:00", text))
     if found.tzinfo is None:
         raise ValueError("no instant of RFC 3339")

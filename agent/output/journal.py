@@ -14,7 +14,8 @@ it has one.
 A thread that does nothing else writes the file, `events-<node>.jsonl` in the folder of the run. While the disk is full
 or does not answer, events that find no room in the queue are dropped and counted, with one log line; nothing else
 suffers. The file is bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces the older one of
-that name. Beside it lie small files about this node's part in the run, such as its settings, for this user alone.
+that name. One that is removed while the job goes on is made again, and the log says so. Beside it lie small files about
+this node's part in the run, such as its settings, for this user alone.
 """
 
 from __future__ import annotations
@@ -187,7 +188,11 @@ class EventFile(Backlog[Callable[[], None]]):
         self._path = Path()
         self._fd = -1
         self._file_size = 0
+        self._counts_links = False
+        """The file system tells that a file was removed which is open."""
         self._beside_written = False
+        self._removed = False
+        """The file was removed, and the log says so."""
         self._failing = False
         """The last write failed, and the log says so."""
 
@@ -239,6 +244,11 @@ class EventFile(Backlog[Callable[[], None]]):
         if self._run is None:
             return
         try:
+            if self._fd >= 0 and self._counts_links and not os.fstat(self._fd).st_nlink:
+                self._close()
+                if not self._removed:
+                    self._removed = True
+                    log.warning("%s was removed, with the events in it: a new one is made", self._path)
             if self._fd >= 0 and self._file_size + len(data) > self._most_bytes:
                 os.replace(self._path, f"{self._path}{OLDER}")
                 self._close_file()
@@ -282,7 +292,8 @@ class EventFile(Backlog[Callable[[], None]]):
         """Open the file; returns a line break to write first if the last line was cut (disk full, agent killed)."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o640)
-        self._file_size = os.fstat(self._fd).st_size
+        found = os.fstat(self._fd)
+        self._file_size, self._counts_links = found.st_size, found.st_nlink > 0
         whole = not self._file_size or os.pread(self._fd, 1, self._file_size - 1) == b"\n"
         return b"" if whole else b"\n"
 

@@ -301,6 +301,29 @@ def test_files_about_the_node_lie_beside_and_are_for_this_user_alone(tmp_path: P
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_file_that_was_removed_is_made_again_and_said_once(
+    tmp_path: Path, lost: Lost, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "job-run"
+    journal = a_journal(lost)
+    journal.begin(folder)
+    journal.note(Kind.SAVE, "one")
+    flushed(journal)
+    (folder / "events-a.jsonl").unlink()
+    journal.note(Kind.SAVE, "two")
+    flushed(journal)
+    assert written(folder / "events-a.jsonl") == ["two"]
+    shutil.rmtree(folder)
+    journal.note(Kind.SAVE, "three")
+    flushed(journal)
+    delete_run(folder)
+    journal.close()
+    assert written(folder / "events-a.jsonl") == ["three"], "the agent holds the folder again"
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{folder / 'events-a.jsonl'} was removed")
+    assert lost.events == 0
+
+
 def test_a_file_that_the_disk_has_lost_is_opened_again(
     tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

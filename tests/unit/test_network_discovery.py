@@ -136,7 +136,7 @@ def test_without_netlink_a_single_node_trains_and_several_wait_for_an_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(network_discovery, "interfaces", lambda: ())
-    found = discover_network(a_config("memory"), {})
+    found = discover_network(a_config("memory"), {"GLOO_SOCKET_IFNAME": "eth0"})
     assert isinstance(found, Network)
     assert found.choice.address == "127.0.0.1"
     several = discover_network(a_config("c10d", "etcd1"), {})

@@ -41,6 +41,7 @@ from elastic_agent.agent.machine.notices import (
     SourceFailed,
     WatchedCommand,
     WatchedFile,
+    WrongAnswer,
     detect_cloud,
     read_contents,
     read_http_date,
@@ -79,7 +80,8 @@ def body(**fields: object) -> bytes:
         (AT, AT_UNIX),
         ("2026-01-02t03:04:05z", AT_UNIX),
         ("2026-01-02 03:04:05+00:00", AT_UNIX),
-        ("2026-01-02T04:04:05.500+01:00", AT_UNIX + 0.5),
+        ("2026-01-02T04:04:05.999999999+01:00", AT_UNIX),
+        ("2026-01-02T03:04:05.9Z", AT_UNIX),
         ("0001-01-01T00:00:00Z", -62135596800.0),
     ],
 )
@@ -154,7 +156,7 @@ def test_without_an_interruption_the_path_is_not_there() -> None:
 )
 def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
     for source in (aws(action=reply), aws(rebalance=reply, leaves_on_rebalance=True)):
-        with pytest.raises(SourceFailed) as refused:
+        with pytest.raises(WrongAnswer) as refused:
             source.poll()
         assert len(str(refused.value)) < 600
 
@@ -163,7 +165,7 @@ def test_what_aws_never_says_is_not_understood(reply: Reply) -> None:
     "reply", [Reply(403), Reply(200), Reply(200, b"a b"), Reply(200, b"a\r\nHost: x"), Reply(200, b"x" * 513)]
 )
 def test_what_is_no_token_is_not_understood_and_not_shown(reply: Reply) -> None:
-    with pytest.raises(SourceFailed) as refused:
+    with pytest.raises(WrongAnswer) as refused:
         aws(token=reply).poll()
     assert "'" not in str(refused.value)
 
@@ -250,7 +252,7 @@ def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | N
 def test_what_google_never_says_is_not_understood(reply: Reply) -> None:
     well = Reply(200, b"FALSE", GOOGLE)
     for answers in ({PREEMPTED_PATH: reply}, {PREEMPTED_PATH: well, MAINTENANCE_PATH: reply}):
-        with pytest.raises(SourceFailed):
+        with pytest.raises(WrongAnswer):
             Gcp(Server(answers)).poll()
 
 
@@ -318,7 +320,7 @@ def test_an_event_that_has_begun_has_no_instant_and_is_the_first(at: object) -> 
     "reply", [*(Reply(200, raw) for raw in HOSTILE), Reply(400, body(Events=[])), Reply(200, body(Events={}))]
 )
 def test_what_azure_never_says_is_not_understood(reply: Reply) -> None:
-    with pytest.raises(SourceFailed):
+    with pytest.raises(WrongAnswer):
         said_by_azure(reply)
 
 
@@ -643,3 +645,14 @@ def test_what_is_not_understood_is_one_warning_and_withdraws_nothing(
     given = scene.turns(Notice("x", 1030.0), *[SourceFailed("rubbish")] * 3)
     assert given == [("x", 40.0)]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("error", [WrongAnswer("status 403"), AttributeError("of None")])
+def test_a_silent_source_that_then_answers_wrongly_is_a_warning(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("elastic_agent").propagate = True
+    caplog.set_level(logging.DEBUG)
+    silent = SourceFailed("no route")
+    Scene().turns(silent, error, silent, error)
+    assert [record.levelname for record in caplog.records] == ["DEBUG", "WARNING"]

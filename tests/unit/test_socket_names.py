@@ -68,6 +68,22 @@ def test_what_fits_nothing_is_refused_with_key_value_and_remedy(variable: str, v
     assert text in str(problem)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "here"),
+    [
+        ("NCCL_SOCKET_IFNAME", "=eth", True),
+        ("GLOO_SOCKET_IFNAME", "eth5", True),
+        ("GLOO_SOCKET_IFNAME", "^docker0", False),
+        ("TP_SOCKET_IFNAME", "=eth0", False),
+    ],
+)
+def test_a_pattern_that_only_nccl_reads_is_wrong_on_every_machine(
+    variable: str, value: str, here: bool
+) -> None:
+    (problem,) = check_socket_names({variable: value}, HERE)
+    assert problem.here is here
+
+
 def test_all_problems_are_named() -> None:
     environ = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "nothing")
     assert [problem.origin for problem in check_socket_names(environ, HERE)] == [*environ]

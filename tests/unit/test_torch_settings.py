@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -142,10 +143,16 @@ def test_what_a_profile_tells_nccl(
 # --- Versions
 
 
-def test_the_software_of_this_interpreter_and_of_another() -> None:
+def test_the_software_of_this_interpreter_and_of_another(tmp_path: Path) -> None:
     here = find_software({})
     assert here.torch is not None
     assert find_software({"PYTHON_EXEC": "/no/such/python"}) == CURRENT
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    assert find_software({"PYTHON_EXEC": str(other)}) == here
+    other.write_text("#!/bin/sh\necho hello\n")
+    assert find_software({"PYTHON_EXEC": str(other)}) == CURRENT
 
 
 def test_torch_itself_still_knows_these_names() -> None:
