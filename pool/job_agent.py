@@ -151,7 +151,7 @@ class JobAgent:
         try:
             self._output.parent.mkdir(parents=True, exist_ok=True)
             self._error_file.unlink(missing_ok=True)
-            file = self._output.open("ab")
+            file = self._output.open("a+b")  # `hold` reads
         except OSError:
             if waiting is not None:
                 waiting.end()

@@ -87,18 +87,20 @@ def hold(output: int) -> None:
         fcntl.flock(output, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def _is_held(output: Path) -> bool:
+def _is_held(output: Path, *, unknown: bool = False) -> bool:
+    """`unknown`: the answer where the disk has none. NFS gives this lock only on a file that is open for writing, and
+    that of `hold` only on one that is open for reading."""
     try:
-        file = os.open(output, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(output, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return False
+        return unknown
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        return unknown
     finally:
         os.close(file)
 
@@ -129,10 +131,11 @@ def _marked(folder: Path) -> tuple[float, str] | None:
 
 
 def _delete(folder: Path) -> None:
-    """If no process of the job is left. The mark goes last, so that what could not be deleted is tried again."""
+    """If it is known that no process of the job is left. The mark goes last, so that what could not be deleted is tried
+    again."""
     with contextlib.suppress(OSError):
         printed = [each for each in folder.iterdir() if each.name.endswith(".log") and not each.is_dir()]
-        if any(map(_is_held, printed)):
+        if any(_is_held(each, unknown=True) for each in printed):
             return
         for each in printed:
             each.unlink()

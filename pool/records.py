@@ -406,7 +406,10 @@ class PoolView:
         if entry is None:
             return
         try:
-            self._records[key] = entry, RECORDS[prefix].from_json(key, entry.value)
+            record = RECORDS[prefix].from_json(key, entry.value)
+            if record.key != key:
+                raise RecordInvalid(key, f"it is the record of {record.key!r}")
+            self._records[key] = entry, record
         except RecordInvalid as error:
             log.warning("ignoring what is no record of this pool: %s", error)
 

@@ -177,7 +177,7 @@ class StandbyProcess:
 CALM_S = 20.0
 """The first steps of a job are left alone for so long before a standby is made for the next one."""
 
-RETRY_S = 10.0
+RETRY_S = 60.0
 """The pause before a standby that has ended by itself is replaced."""
 
 SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD")

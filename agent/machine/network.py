@@ -9,7 +9,7 @@ that is not there) is `NotReady`, for which `wait_for_network` waits; what can n
 opened or changed.
 
 Words: *plumbing* is an interface that joins containers or machines of this host, and is alike on every node; it is
-taken only by name.
+taken only by name. A *tunnel* is taken by name, or where a route leads.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ PLUMBING = (
     "tailscale",
 )  # fmt: skip
 """How their names begin. Tailscale's is here because it would carry a whole training between neighbours."""
+
+TUNNELS = ("wg", "tun", "tap", "ppp", "zt", "utun", "nebula", "gre", "ipip")
 
 MOST_LISTED = 12
 
@@ -236,7 +238,7 @@ def _fastest(interfaces: Iterable[Interface]) -> tuple[Interface, IP] | None:
     usable = [
         (interface, ip)
         for interface in interfaces
-        if interface.up and not interface.loopback and not interface.name.startswith(PLUMBING)
+        if interface.up and not interface.loopback and not interface.name.startswith((*PLUMBING, *TUNNELS))
         if (ip := _ip_on(interface, None)) is not None
     ]
     return max(usable, key=lambda found: found[0].speed_mbps or 0, default=None)

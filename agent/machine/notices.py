@@ -390,6 +390,8 @@ class Azure:
 # --- A file, a command
 
 MAX_CONTENTS, FILE_INTERVAL_S = 4096, 0.25
+SETTLED_S = 1.0
+"""A shell's `tool > PATH` makes the file empty first, and the tool writes later."""
 COMMAND_S, KILLED_S = 5.0, 1.0
 """A command that takes longer is killed, and has said nothing; and after SIGKILL, which one under sudo does not get."""
 
@@ -419,14 +421,22 @@ def read_contents(raw: bytes, said_by: str, since: float | None = None) -> Notic
 
 @dataclass(slots=True)
 class WatchedFile:
-    """A source."""
+    """A source. `wall_clock` counts as the file's times do."""
 
     path: str
+    wall_clock: Callable[[], float] = time.time
     interval_s: float = FILE_INTERVAL_S
 
     def poll(self) -> Notice | None:
+        """Contents that name no end are no notice yet just after they were written: the rest may follow."""
         found = self._read()
-        return read_contents(found[0], f"the file {self.path}", found[1]) if found is not None else None
+        if found is None:
+            return None
+        raw, written_at = found
+        fresh = 0.0 <= self.wall_clock() - written_at < SETTLED_S
+        if fresh and read_end(raw.decode("latin-1").strip()) is None:
+            return None
+        return read_contents(raw, f"the file {self.path}", written_at)
 
     def _read(self) -> tuple[bytes, float] | None:
         """Its beginning, and when it was written. None: it is not there. Raises SourceFailed."""

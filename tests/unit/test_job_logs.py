@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -187,6 +189,24 @@ def test_folders_of_forgotten_jobs_go_but_for_the_newest(root: Path) -> None:
     left = {path.name for path in root.iterdir()}
     assert left == {*ended[1:2], *ended[4:], "known", "elsewhere", "runs", "mine", "file"} | {ended[3]}
     assert {path.name for path in (root / ended[1]).iterdir()} == {"notes.txt", MARK}
+
+
+def test_nothing_is_deleted_where_the_disk_does_not_say_who_has_it_open(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    for age in range(KEPT_BEYOND + 1):
+        begin(root, f"e{age:02}")
+        os.utime(root / f"e{age:02}" / MARK, (age, age))
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", without_locks)
+        prune(root, POOL, set())
+    assert len(list(root.iterdir())) == KEPT_BEYOND + 1
+    assert (root / "e00/a.log").exists()
+    prune(root, POOL, set())
+    assert not (root / "e00").exists()
 
 
 def test_a_job_whose_name_leads_elsewhere_does_not_begin(root: Path) -> None:

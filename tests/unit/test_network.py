@@ -70,7 +70,7 @@ TO_OFFICE, TO_FABRIC = NetworkRequest(towards="10.0.0.9"), NetworkRequest(toward
         (NetworkRequest(towards="100.64.0.9"), "100.64.0.1", "10.0.0.1", ("eth0", "10.0.0.1")),
         (SEVERAL, None, "10.0.0.1", ("eth0", "10.0.0.1")),
         (SEVERAL, None, "10.8.0.1", ("wg0", "10.8.0.1")),
-        # Then the fastest: not the unplugged one, no plumbing.
+        # Then the fastest: not the unplugged one, no tunnel, no plumbing.
         (SEVERAL, None, None, ("eth1", "10.1.0.1")),
         (SEVERAL, None, "172.17.0.1", ("eth1", "10.1.0.1")),
         (SEVERAL, None, "10.3.0.1", ("eth1", "10.1.0.1")),
@@ -84,6 +84,16 @@ def test_the_choice(
     assert isinstance(choice, NetworkChoice), choice
     assert (choice.interface, choice.address) == expected
     assert choice.reason
+
+
+def test_without_a_default_route_no_tunnel_is_taken_for_the_fastest() -> None:
+    tunnels = tuple(
+        an_interface(name, "10.8.0.1/24", speed=10_000) for name in ("wg0", "tun0", "ztabc", "gre1")
+    )
+    choice = choose(SEVERAL, HostNetwork((LO, *tunnels, OFFICE)))
+    assert isinstance(choice, NetworkChoice), choice
+    assert choice.interface == OFFICE.name
+    assert isinstance(choose(SEVERAL, HostNetwork((LO, *tunnels))), NotReady)
 
 
 def test_the_choice_carries_what_is_known_of_the_interface_and_all_rdma_ports_of_the_node() -> None:

@@ -30,6 +30,7 @@ from elastic_agent.agent.machine.notices import (
     NAME_PATH,
     PREEMPTED_PATH,
     REBALANCE_PATH,
+    SETTLED_S,
     TOKEN_PATH,
     TOKEN_TTL_S,
     Aws,
@@ -409,9 +410,21 @@ def test_a_file_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
         os.close(writer)
 
 
-def test_an_empty_file_is_a_notice(tmp_path: Path) -> None:
-    (tmp_path / "leave").touch()
-    assert isinstance(WatchedFile(str(tmp_path / "leave")).poll(), Notice)
+@pytest.mark.parametrize("half", ["", "2026-01-02T03:", "soon"])
+def test_a_file_that_may_be_half_written_is_no_notice_yet(tmp_path: Path, half: str) -> None:
+    path = tmp_path / "leave"
+
+    def end(text: str, now: float) -> float | None:
+        """Of a file that was written at 5000 s."""
+        path.write_text(text)
+        os.utime(path, (5000.0, 5000.0))
+        found = WatchedFile(str(path), lambda: now).poll()
+        return found.ends_at if found is not None else None
+
+    assert [end(half, now) for now in (5000.0, 5000.9)] == [None, None]
+    assert end(half, 5000.0 + SETTLED_S) == 5000.0 + DEFAULT_S
+    assert end(half, 4999.0) == 5000.0 + DEFAULT_S, "by a clock that is behind the disk's"
+    assert end(AT, 5000.0) == AT_UNIX
 
 
 def command(tmp_path: Path, script: str) -> WatchedCommand:

@@ -408,6 +408,13 @@ def test_other_records_that_cannot_be_read_are_ignored(bench: Bench, key: str) -
     assert a.member.to_start is not None
 
 
+def test_a_record_under_the_key_of_another_is_ignored(bench: Bench) -> None:
+    a = bench.daemon("a")
+    bench.put("nodes/b", PoolNode("c", "c-1", "").to_json())
+    assert [node.node for node in a.member.view.nodes] == ["a"]
+    assert a.member.coordinates
+
+
 def test_who_has_no_readable_record_does_not_keep_others_from_coordinating(bench: Bench) -> None:
     """Such as a daemon of a later version that has the oldest record."""
     bench.put("nodes/other", '{"v": 2, "node": "other"}')

@@ -11,6 +11,7 @@ from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig
 from elastic_agent.agent.configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 from elastic_agent.agent.configuration.values import NodeCounts
+from elastic_agent.agent.torchrun.creator import PASSWORD, create_handler
 from elastic_agent.agent.torchrun.handler import in_torchruns_words, read_parameters
 from elastic_agent.rendezvous.records import Endpoint
 
@@ -67,6 +68,15 @@ def test_all_mistakes_are_listed_at_once_and_no_value_of_an_unknown_key() -> Non
     for origin in ("--rdzv-endpoint", "--rdzv-id", "--rdzv-conf lease_ttl", "--rdzv-conf password"):
         assert f". {origin}" in said
     assert "canary" not in said
+
+
+def test_a_password_that_workers_would_inherit_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(PASSWORD, "canary")
+    with pytest.raises(ValueError, match="--rdzv-conf password_file=FILE") as refused:
+        create_handler(RendezvousParameters("etcd-v3", "localhost", "job", 1, 3))
+    assert "canary" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
