@@ -64,6 +64,7 @@ def test_what_a_job_prints_is_followed_past_the_death_of_a_node(pool: Pool) -> N
     assert (shown.returncode, shown.stdout) == (0, "out of 1\n")
     assert "err of 1\n" in shown.stderr
     b.kill()
+    pool.job.wait_for(lambda: "generation 2 (" in followed(pool), "a generation without b in the log")
     (pool.folder / "go").touch()
     _, said = follow.communicate(timeout=60)
     assert follow.returncode == ExitCode.WORKERS_FAILED == pool.wait(job)
