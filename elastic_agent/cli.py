@@ -73,6 +73,10 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         room = next((room for room, names in rooms.items() if words[0] in names), "commands")
         command = importlib.import_module(f".agent.{room}.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))
+    if words and words[0] == "convert" and not os.path.exists("convert"):
+        instead = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
+        print(f"elastic-agent: convert is no command any more: use {instead}", file=sys.stderr)
+        return ExitCode.BAD_CONFIG
     try:
         return _run(words, prepared)
     except OSError as error:

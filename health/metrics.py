@@ -251,7 +251,7 @@ class Metrics(Page):
 
     store_request_duration_seconds = Row(
         Histogram,
-        "Seconds until the rendezvous store answered, for each request that it answered.",
+        "Seconds until the rendezvous store answered a request, but for those under an expired lease.",
         PROMPT_BUCKETS_S,
         operation=STORE_REQUESTS,
     )

@@ -30,13 +30,21 @@ MOST_WAITING = 64
 """Recoveries that wait for the thread."""
 COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _VARIABLES = (COLLECTOR, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_OURS = "http/protobuf"
 _PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _OF_LIBRARIES = ("opentelemetry", "requests", "urllib3")
 
 
 def sends_spans(environ: Mapping[str, str]) -> bool:
-    """OpenTelemetry's variables name a collector, and its packages are installed."""
+    """OpenTelemetry's variables name a collector, one for OTLP/HTTP, and its packages are installed."""
     named = [name for name in _VARIABLES if environ.get(name)]
+    if environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
+        return False
+    protocol = next(filter(None, (environ.get(name, "").strip().lower() for name in _PROTOCOLS)), _OURS)
+    if named and protocol != _OURS:
+        log.info("no spans are sent: %s names %s, and they go by %s alone", _PROTOCOLS[1], protocol, _OURS)
+        return False
     installed = bool(named) and all(map(_is_installed, _PACKAGES))
     if named and not installed:
         log.info("%s is set, but no spans are sent: pip install 'elastic-agent[otel]'", named[0])

@@ -242,17 +242,26 @@ def store_options(
 SHARED_MEMORY = Path("/dev/shm")
 
 
+def _can_be_own(folder: Path) -> bool:
+    try:
+        make_own(folder)
+    except OSError:
+        return False
+    return True
+
+
 class StoreMemory:
     """The newest world of one job at one endpoint, in a file."""
 
-    def __init__(self, job: str, endpoint: str, place: Path | None = None) -> None:
-        """`place` is for tests."""
-        if place is None:
-            usable = os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
-            place = SHARED_MEMORY if usable else temporary_places()[0]
+    def __init__(self, job: str, endpoint: str, *places: Path) -> None:
+        """`places` are for tests. Where another user has made our folder first, the next place has it."""
+        folders = [
+            place / own_name("elastic_agent_store_")
+            for place in places or (SHARED_MEMORY, *temporary_places())
+        ]
         name = hashlib.sha256(f"{endpoint} {job}".encode()).hexdigest()[:16]
         self._job = job
-        self.file = place / own_name("elastic_agent_store_") / f"{name}.json"
+        self.file = next(filter(_can_be_own, folders), folders[0]) / f"{name}.json"
         self._failed = False
 
     def recall(self) -> World | None:

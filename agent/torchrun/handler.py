@@ -334,9 +334,10 @@ def read_parameters(params: RendezvousParameters) -> Config:
             settings.put(RDZV_CONF_KEYS[key], text, f"--rdzv-conf {key}")
         elif key not in IGNORED_RDZV_CONF_KEYS:
             expected = f"a key of {', '.join(RDZV_CONF_KEYS)}"
-            settings.problems.append(
-                Problem(f"--rdzv-conf {key}", None, expected, "correct it, or leave it out")
-            )
+            advice = "correct it, or leave it out"
+            if key == "prefix":
+                advice = "write it in --rdzv-endpoint: etcd://HOST/PREFIX"
+            settings.problems.append(Problem(f"--rdzv-conf {key}", None, expected, advice))
     try:
         return resolve(settings, {}, lambda: uuid.uuid4().hex).config
     except ConfigError as error:

@@ -108,6 +108,17 @@ def test_the_spans_of_a_recovery_are_one_trace(collector: Collector) -> None:
         ({COLLECTOR: ""}, False),
         ({COLLECTOR: "http://collector:4318"}, True),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318/v1/traces"}, True),
+        ({COLLECTOR: "http://collector:4318", "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({COLLECTOR: "http://collector:4318", "OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({COLLECTOR: "http://collector:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, False),
+        (
+            {
+                COLLECTOR: "http://collector:4318",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            },
+            True,
+        ),
     ],
 )
 def test_spans_are_sent_where_a_collector_is_named(environ: dict[str, str], sends: bool) -> None:

@@ -88,6 +88,7 @@ def test_a_password_that_workers_would_inherit_is_refused_and_not_shown(
         ({"user": "trainer"}, "add --rdzv-conf password_file=FILE"),
         ({"join_timeout": 2}, "raise --rdzv-conf join_timeout or lower --rdzv-conf lease_ttl"),
         ({"leasettl": 2}, "lease_ttl"),
+        ({"prefix": "/mine"}, "write it in --rdzv-endpoint: etcd://HOST/PREFIX"),
     ],
 )
 def test_the_advice_can_be_followed(wrong: dict[str, object], advice: str) -> None:
