@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -202,8 +203,12 @@ def test_a_job_runs_where_its_directory_is(pool: Pool) -> None:
     pool.job.wait_for_text(lacks, "idle: waiting for a job")
     missing = pool.submit(f"--directory={place / 'runs'}")
     pool.job.wait_for_text(lacks, f"the job's directory {place / 'runs'} is not there on this node")
-    said = json.loads(pool.command("jobs", "--json").stdout)["jobs"][0]
-    assert said["state"] == "waiting"
+
+    def listed() -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(pool.command("jobs", "--json").stdout)["jobs"][0])
+
+    pool.job.wait_for(lambda: listed()["state"] == "waiting", "the node's refusal in the pool's plan")
+    said = listed()
     assert f"a: the job's directory {place / 'runs'} is not there on this node" in said["detail"]
     pool.daemon("b")
     (start,) = pool.starts(missing, 1)
