@@ -42,7 +42,7 @@ from ..health.http import Answers, HealthServer
 from ..rendezvous.errors import StoreError
 from ..rendezvous.records import Endpoint
 from ..rendezvous.text import clean
-from ..threads import Thread, listen
+from ..threads import listen
 from ..worker.wire.shared_progress import clock
 from .job_agent import agent_words, own_words
 from .job_logs import PATH as LOGS_PATH
@@ -205,9 +205,7 @@ def _serve(http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contex
     """Before the store is found: that takes as long as it takes, and is no reason to end this daemon."""
     json = dict.fromkeys(("/", POOL_PATH), pages.pool)
     slow = {"/metrics": pages.all_metrics, LOGS_PATH: logs.answer}  # they wait for another process or a disk
-    server = HealthServer(
-        http, Answers(pages.metrics, pages.liveness, pages.readiness, json, slow=slow), Thread
-    )
+    server = HealthServer(http, Answers(pages.metrics, pages.liveness, pages.readiness, json, slow=slow))
     server.start()
     parts.callback(server.close)
     log.info("metrics, /healthz, /readyz and /pool at http://%s", Endpoint(*server.address))

@@ -24,7 +24,6 @@ from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
 from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
-from ...threads import Thread
 from ...worker.wire.shared_progress import clock
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import make_folder
@@ -293,7 +292,7 @@ def _serve_http(agent: Agent) -> None:
         queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
         slow={OVERVIEW_PATH: board.state},
     )
-    server = agent.started(HealthServer(agent.listeners.http, answers, Thread))
+    server = agent.started(HealthServer(agent.listeners.http, answers))
     agent.http = server.address
     log.info("metrics, /healthz, /readyz and /node at http://%s", Endpoint(*server.address))
     options = store_options(agent.config, agent.network.endpoint, agent.listeners.store)

@@ -63,10 +63,10 @@ def policy(html: str) -> str:
 def read_page() -> Page:
     html = FILE.read_text(encoding="utf-8")
     headers = (
-        f"Content-Security-Policy: {policy(html)}",
-        "X-Content-Type-Options: nosniff",
-        "Referrer-Policy: no-referrer",
-        "Cache-Control: no-store",
+        ("Content-Security-Policy", policy(html)),
+        ("X-Content-Type-Options", "nosniff"),
+        ("Referrer-Policy", "no-referrer"),
+        ("Cache-Control", "no-store"),
     )
     return Page(HTTPStatus.OK, "text/html; charset=utf-8", html.encode(), headers)
 

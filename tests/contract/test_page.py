@@ -26,7 +26,6 @@ from elastic_agent.agent.output.journal import EVENTS_PATH, Journal, Kind
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
-from elastic_agent.threads import Thread
 from tests.browser import LACKING, Browser, browsing, find_chromium
 from tests.unit.test_page import job_of
 
@@ -84,7 +83,7 @@ class Agent:
             queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
             slow={OVERVIEW_PATH: board.state},
         )
-        self.server = HealthServer(bind, answers, Thread)
+        self.server = HealthServer(bind, answers)
         self.server.start()
 
     def end(self) -> None:

@@ -16,7 +16,6 @@ from elastic_agent.agent.rendezvous_io.store_link import MAX_ANSWER_BYTES, PeerL
 from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Probe
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer
 from elastic_agent.rendezvous.records import Endpoint, Introduction
-from elastic_agent.threads import Thread
 
 PATIENCE_S = 20.0
 ME = Introduction("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
@@ -26,9 +25,7 @@ ME = Introduction("a", "a-1", 3, confirmed_s=0.5, whole_s=None)
 def agent() -> Iterator[Endpoint]:
     ok = Probe(True, "")
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HealthServer(
-        listener, Answers(lambda: b"", lambda: ok, lambda: ok, {NODE_PATH: ME.to_json}), Thread
-    )
+    server = HealthServer(listener, Answers(lambda: b"", lambda: ok, lambda: ok, {NODE_PATH: ME.to_json}))
     server.start()
     yield Endpoint(*server.address)
     server.close()

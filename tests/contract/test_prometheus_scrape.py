@@ -9,7 +9,6 @@ from pathlib import Path
 
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.health.metrics import Build, Metrics, Place
-from elastic_agent.threads import Thread
 from tests.prometheus_server import prometheus
 
 
@@ -27,7 +26,7 @@ def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> Non
     metrics.enter_world(generation=7, world_size=4, group_world_size=2, duration_s=0.3)
     ok = Probe(True, "ok")
     server = HealthServer(
-        socket.create_server(("127.0.0.1", 0)), Answers(metrics.render, lambda: ok, lambda: ok), Thread
+        socket.create_server(("127.0.0.1", 0)), Answers(metrics.render, lambda: ok, lambda: ok)
     )
     server.start()
     target = "{}:{}".format(*server.address)

@@ -38,7 +38,6 @@ from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import SCHEMA, WORLD_KEY, Endpoint, NodeRecord, World, line_up, node_key
 from elastic_agent.rendezvous.store.interface import Put, Store
 from elastic_agent.rendezvous.store.memory import MemoryStore
-from elastic_agent.threads import Thread
 from tests.etcd_servers import HOST, EtcdCluster, etcd_cluster
 from tests.unit.test_status_pages import JOB, STATUS, WORLD
 
@@ -58,7 +57,7 @@ class Node:
         ok = Probe(True, "")
         pages = {STATUS_PATH: lambda: STATUS_PAGE.encode(self.status), JOB_PATH: lambda: job_page(self.job)}
         listener = socket.create_server(("127.0.0.1", 0))
-        self.server = HealthServer(listener, Answers(lambda: b"", lambda: ok, lambda: ok, pages), Thread)
+        self.server = HealthServer(listener, Answers(lambda: b"", lambda: ok, lambda: ok, pages))
         self.http = Endpoint(*self.server.address)
         self.server.start()
 
@@ -93,7 +92,7 @@ def stranger() -> Iterator[Endpoint]:
     """Another program that speaks HTTP."""
     ok = Probe(True, "")
     server = HealthServer(
-        socket.create_server(("127.0.0.1", 0)), Answers(lambda: b"", lambda: ok, lambda: ok), Thread
+        socket.create_server(("127.0.0.1", 0)), Answers(lambda: b"", lambda: ok, lambda: ok)
     )
     server.start()
     yield Endpoint(*server.address)

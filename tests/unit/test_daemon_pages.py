@@ -37,7 +37,6 @@ from elastic_agent.rendezvous.store.interface import Entry, Put
 from elastic_agent.rendezvous.store.interface import Snapshot as StoreSnapshot
 from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.rendezvous.store.scoped import run_prefix
-from elastic_agent.threads import Thread
 
 NOW = 100.0
 IDLE = DaemonSnapshot(NOW - 0.5, True, False, "idle: waiting for a job", None, PoolCounts(3, 2, 5, 1))
@@ -71,7 +70,7 @@ def agent() -> Iterator[Endpoint]:
     )
     ok = Probe(True, "")
     bind = socket.create_server(("127.0.0.1", 0))
-    server = HealthServer(bind, Answers(metrics.render, lambda: ok, lambda: ok), Thread)
+    server = HealthServer(bind, Answers(metrics.render, lambda: ok, lambda: ok))
     server.start()
     yield Endpoint(*server.address)
     server.close()

@@ -21,7 +21,6 @@ from elastic_agent.agent.observability.page import MOST_EVENTS, Board
 from elastic_agent.agent.output.journal import EVENT, EVENTS_PATH, EventFile, Journal, Kind
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import Endpoint
-from elastic_agent.threads import Thread
 
 PATIENCE_S = 20.0
 
@@ -34,7 +33,6 @@ def serving(journal: Journal, life: str, port: int = 0, job: str = "digits") -> 
     server = HealthServer(
         socket.create_server(("127.0.0.1", port)),
         Answers(lambda: b"", lambda: probe, lambda: probe, queried={EVENTS_PATH: board.events}),
-        Thread,
     )
     server.start()
     try:
