@@ -76,8 +76,8 @@ class ExitCode(Code):
     )
     UNKILLABLE = (
         74,
-        "processes here, of this agent or of an earlier one of the job, did not end after SIGKILL within"
-        " --kill-timeout: the machine has a device or disk that hangs",
+        "processes of this agent did not end after SIGKILL within --kill-timeout: the machine has a device or disk"
+        " that hangs",
     )
     JOIN_TIMEOUT = 75, "fewer than --min-nodes nodes met within --join-timeout; starting again later may work"
     STORE_MISMATCH = 76, "the store holds another job's data, or data of a newer version"

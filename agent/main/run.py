@@ -62,9 +62,7 @@ from ..workers.processes.run_files import (
     announce,
     keep_from_tmpfiles,
     run_directory_parent,
-    run_directory_parents,
 )
-from ..workers.processes.unkillable import await_end, file_for
 from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import GroupHelpers, WorkerGroup, tied
 from ..workers.supervisor import Supervisor
@@ -152,7 +150,6 @@ def _run(agent: Agent, prepared: Prepared) -> Ending:
     end_in_time(agent.config.stop)
     if prepared.adoption_error:
         log.warning("what workers leave behind is not adopted: %s", prepared.adoption_error)
-    _refuse_beside_remains(agent)
     agent.network = _wait_for_network(agent)
     agent.machine = replace(agent.machine, network=agent.network)
     agent.metrics = metrics_of(agent)
@@ -187,19 +184,6 @@ def _run(agent: Agent, prepared: Prepared) -> Ending:
 
 
 # ---------------------------------------------------------------- refused before anything is started
-
-
-def _refuse_beside_remains(agent: Agent) -> None:
-    """Raises CannotStart when workers of an earlier agent of the job live on here, which SIGKILL has not ended."""
-    where = dict.fromkeys(run_directory_parents())
-    if given := run_directory_parent(os.environ):
-        where[Path(given)] = None
-    job, within_s = agent.config.rendezvous.job_id, agent.config.stop.kill_timeout_s
-    _wait(
-        agent,
-        "waiting for the end of an earlier agent's workers",
-        lambda: await_end(tuple(where), os.geteuid(), job, within_s),
-    )
 
 
 def _wait_for_network(agent: Agent) -> Network:
@@ -252,8 +236,7 @@ def _start_helpers(agent: Agent, prepared: Prepared) -> None:
     guard = agent.guard = Guard()
     run_dir = agent.node.run_dir
     folders = [run_dir] if agent.memory is None else [run_dir, agent.memory.path]
-    remains = file_for(run_dir), agent.config.rendezvous.job_id
-    guard.start(agent.incarnation, folders, agent.node.cgroup, remains)
+    guard.start(agent.incarnation, folders, agent.node.cgroup)
     agent.ends.callback(guard.close)
     reader = NvmlReader(agent.machine.gpus, agent.environment, agent.io, agent.events.put)
     agent.started(reader)

@@ -25,7 +25,7 @@ from ...rendezvous.coordinator.inquiries import STILL_S
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
 from ...rendezvous.records import World
 from ...rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimony, Urgency
-from ...rendezvous.text import counted
+from ...rendezvous.text import counted, shortened
 from ...threads import Thread
 from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
@@ -41,8 +41,8 @@ from .hangs.signs import SignReader, Signs
 from .hangs.stacks import Target, WorkerStacks
 from .preloader.spares import Spares
 from .processes.guard import Guard
+from .processes.proc import process_status
 from .processes.subreaper import Subreaper
-from .processes.unkillable import process_statuses
 from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
 from .stopping import DrainState, Exit, JustInTimeState, LateExits
@@ -370,7 +370,8 @@ class Generation:
         unkillable = group.unkillable()
         if group.running and not unkillable:
             return ""  # they have ended, and the event is still to come: this process stood still itself
-        where = process_statuses(unkillable) or "nothing is known of what is left"
+        stats = filter(None, (process_status(f"/proc/{pid}") for pid in sorted(unkillable)))
+        where = shortened(stats, "; ") or "nothing is known of what is left"
         return (
             f"generation {self.number} does not end on this node, {bound_s:g} s after SIGKILL (--kill-timeout): "
             f"{where}. The others go on without this node; whatever device or disk these wait for must be repaired, "

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +118,39 @@ class Spy:
         return self._open(path, *args, **kwargs)
 
 
-@pytest.mark.parametrize("call", ["fork", "pipe"])
-def test_a_search_that_cannot_be_made_has_not_found_none(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_cannot_be_made_has_not_found_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the most processes that a user may have: what is left is killed by its session and cgroup all the same."""
 
-    def refuse() -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
 
-    before = os.listdir("/proc/self/fd")
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
     with monkeypatch.context() as patch:
-        patch.setattr(guard.os, call, refuse)
+        patch.setattr(guard._thread, "start_new_thread", refuse)
         patch.setattr(guard, "COMPLETE_WITHIN_S", 0.2)
         begun = time.monotonic()
-        report = guard._sweep("abc", {sleeper.pid}, 0, "0", "", ("", ""))
+        report = guard._sweep("abc", {sleeper.pid}, 0, "0", "")
     assert 0.2 <= time.monotonic() - begun < guard.SWEEP_S
     assert sleeper.wait() == -signal.SIGKILL
     assert report.endswith(f"killed what its workers left: {sleeper.pid}\n")
-    assert os.listdir("/proc/self/fd") == before
+
+
+def test_an_environment_that_hangs_in_the_kernel_keeps_the_guard_from_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+    def hang(*_: object) -> Iterator[int]:
+        yield sleeper.pid
+        time.sleep(1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(guard, "orphans_with", hang)
+        patch.setattr(guard, "MARKED_WITHIN_S", 0.02)
+        patch.setattr(guard, "COMPLETE_WITHIN_S", 0.1)
+        report = guard._sweep("abc", set(), 0, "0", "")
+    assert sleeper.wait() == -signal.SIGKILL
+    assert report.endswith(f"killed what its workers left: {sleeper.pid}\n")
 
 
 def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:

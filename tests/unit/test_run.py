@@ -142,7 +142,6 @@ def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
 
     for name in (
         "catch_signals",
-        "_refuse_beside_remains",
         "_start_helpers",
         "_check",
         "_serve_http",
@@ -155,7 +154,6 @@ def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
         life._run(agent, prepared(agent))
     assert steps == [
         "catch_signals",
-        "_refuse_beside_remains",
         "_wait_for_network",
         "_claim",
     ]
@@ -185,8 +183,7 @@ def test_http_answers_while_the_store_is_looked_for(
         assert '"a-1"' in probes.introduction()
         raise CannotStart(ExitCode.STORE_LOST, "no store")
 
-    for name in ("catch_signals", "_refuse_beside_remains"):
-        monkeypatch.setattr(life, name, lambda *_: None)
+    monkeypatch.setattr(life, "catch_signals", lambda *_: None)
     monkeypatch.setattr(life, "_wait_for_network", lambda *_: machine.network)
     for name in ("_claim", "_start_helpers", "store_options", "announce"):
         monkeypatch.setattr(life, name, lambda *_: None)

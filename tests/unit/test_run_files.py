@@ -84,12 +84,6 @@ def test_several_agents_are_found_each_once(tmp_path: Path, run_dir: Path) -> No
     assert sorted(http.port for http in found) == [1, 2, 9100]
 
 
-def test_an_agent_of_a_version_that_names_no_store_is_found(tmp_path: Path, run_dir: Path) -> None:
-    (run_dir / "agent.json").write_text('{"v": 1, "http": {"address": "127.0.0.1", "port": 9100}}')
-    assert agents_here([tmp_path], ME) == (HERE,)
-    assert stores_here([tmp_path], ME) == ()
-
-
 def test_an_agent_that_has_gone_is_not_found(tmp_path: Path, run_dir: Path) -> None:
     (run_dir / "agent.json").unlink()
     assert agents_here([tmp_path], ME) == ()

@@ -5,8 +5,6 @@ The guard holds the read end of a pipe whose write end only the agent has. End-o
 however it went; then the guard kills every process that belongs to the agent's workers until two searches in a row find
 none, removes the agent's folders, and exits. It reads `session SID` and `forget SID` lines.
 
-A process that does not die is written to the file for the agents that come after: see `unkillable`.
-
 A process *belongs* to an incarnation when its session is a worker's (workers lead their own), when it is an orphan
 whose environment carries the incarnation's marker, or when it descends from such a process. Each rule finds what the
 others miss: the first a scrubbed environment, the second those in sessions of their own, the third both while the
@@ -17,11 +15,13 @@ is empty: from then on its number may return as another session's.
 
 Invariant: the guard never kills pid 1, the agent or itself, nor a process that it did not just see belong.
 
-It must start within 20 ms: this file imports as little as it can, and `subprocess` only in the agent.
+It must start within 20 ms: this file imports as little as it can, and `subprocess` only in the agent. To read an
+environment may hang in the kernel: threads do that, and this process goes on and ends without them.
 """
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -32,11 +32,8 @@ from .proc import (
     KILL_WAIT_S,
     cgroup_members,
     empty_cgroup,
-    ends_within,
     find_processes,
     kill,
-    life_of_pids,
-    living,
     living_since,
     orphans_with,
     reap_within,
@@ -56,9 +53,6 @@ COMPLETE_WITHIN_S = 2.0
 """Until then only a search that has read all environments counts as one that has found none."""
 SWEEP_S = 5.0
 """The guard gives up on processes that do not die (waiting for a dead disk) after this long."""
-REPORT_AFTER_S = 1.0
-"""What lives so long after its SIGKILL is written down: early, as a service manager may kill the guard, too."""
-MAX_REPORTED = 100
 _PAUSE_S = 0.01
 
 _ROOT = os.path.abspath(__file__).rsplit("/", len(__name__.split(".")))[0]
@@ -85,11 +79,10 @@ class Guard:
         incarnation: str,
         folders: Iterable[str | os.PathLike[str]] = (),
         cgroup: str | os.PathLike[str] | None = None,
-        unkillable: tuple[str | os.PathLike[str], str] = ("", ""),
     ) -> None:
         """`folders` are the agent's own, of temporary files, `cgroup` that of all its workers: no other process can
-        remove them after a SIGKILL. `unkillable`: the file for what does not die, and the job named there."""
-        self._arguments = [incarnation, *(os.fspath(path) for path in (cgroup or "", *unkillable, *folders))]
+        remove them after a SIGKILL."""
+        self._arguments = [incarnation, *(os.fspath(path) for path in (cgroup or "", *folders))]
         self._launch()
 
     def watch(self, sid: int) -> None:
@@ -186,8 +179,8 @@ def _end(guard: subprocess.Popen[bytes], within_s: float = 0.0) -> None:
 # --- The process
 
 
-def main(incarnation: str, cgroup: str, file: str, job: str, *folders: str) -> None:
-    """`cgroup` and `file` may be empty."""
+def main(incarnation: str, cgroup: str, *folders: str) -> None:
+    """`cgroup` may be empty."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     agent = os.getppid()
@@ -202,7 +195,7 @@ def main(incarnation: str, cgroup: str, file: str, job: str, *folders: str) -> N
                 sessions.add(int(session))
             else:
                 sessions.discard(int(session))
-    report = _sweep(incarnation, sessions, agent, since, cgroup, (file, job))
+    report = _sweep(incarnation, sessions, agent, since, cgroup)
     remove_cgroup(cgroup)
     if folders:
         import shutil
@@ -217,18 +210,11 @@ def main(incarnation: str, cgroup: str, file: str, job: str, *folders: str) -> N
             pass
 
 
-def _sweep(
-    incarnation: str,
-    sessions: Collection[int],
-    agent: int,
-    since: str,
-    cgroup: str,
-    unkillable: tuple[str, str],
-) -> str:
+def _sweep(incarnation: str, sessions: Collection[int], agent: int, since: str, cgroup: str) -> str:
     """Kills what belongs, and returns the line for stderr; empty when nothing was left."""
     begun = time.monotonic()
     killed: set[int] = set()
-    quiet, written = 0, False
+    quiet = 0
     while quiet < 2 and time.monotonic() < begun + SWEEP_S:
         marked, complete = _marked_orphans(incarnation, since)
         found = find_processes(sessions, others=marked, spared={agent})
@@ -236,16 +222,10 @@ def _sweep(
             # Microseconds lie between the look and the kill; a pid comes back only after all others were used.
             if living_since(pid) == start and kill(pid):
                 killed.add(pid)
-        held = cgroup_members(cgroup)
-        killed.update(held)
+        killed.update(cgroup_members(cgroup))
         empty, elapsed_s = empty_cgroup(cgroup) and not found, time.monotonic() - begun
         quiet = quiet + 1 if empty and (complete or elapsed_s > COMPLETE_WITHIN_S) else 0
-        if unkillable[0] and not empty and not written and elapsed_s > REPORT_AFTER_S:
-            write_unkillable(*unkillable, {*found, *held})
-            written = True
         time.sleep(_PAUSE_S)
-    if quiet == 2 and written:
-        _remove(unkillable[0])
     if not killed:
         return ""
     unfinished = "" if quiet == 2 else "; some do not die"
@@ -253,63 +233,21 @@ def _sweep(
     return f"elastic-agent: the agent has ended; killed what its workers left: {pids}{unfinished}\n"
 
 
-def _marked_orphans(incarnation: str, since: str) -> tuple[set[int], bool]:
-    """Those whose environment carries the incarnation's marker, as far as they are found in time, and whether that was
-    all: a child looks for them, which may hang in the kernel, and is left behind then, or cannot be made now."""
-    import select
+def _marked_orphans(incarnation: str, since: str) -> tuple[list[int], bool]:
+    """Those whose environment carries the incarnation's marker, as far as a thread finds them in time, and whether
+    that was all."""
+    found: list[int] = []
+    searching = _thread.allocate_lock()
+    searching.acquire()
 
-    pipe: tuple[int, ...] = ()
+    def search() -> None:
+        for pid in orphans_with(f"ELASTIC_AGENT_INCARNATION={incarnation}", since):
+            found.append(pid)
+        searching.release()
+
     try:
-        ours, its = pipe = os.pipe()
-        child = os.fork()
-    except OSError:
-        for end in pipe:
-            os.close(end)
-        return set(), False
-    if child == 0:
-        try:
-            for pid in orphans_with(f"ELASTIC_AGENT_INCARNATION={incarnation}", since):
-                os.write(its, f"{pid} ".encode())
-        finally:
-            os._exit(0)
-    os.close(its)
-    deadline, found, complete = time.monotonic() + MARKED_WITHIN_S, b"", False
-    while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        data = os.read(ours, 65536)
-        if not data:
-            complete = True
-            break
-        found += data
-    os.close(ours)
-    kill(child)
-    if ends_within(child, KILL_WAIT_S / 10):
-        os.waitpid(child, 0)
-    return {int(pid) for pid in found.rpartition(b" ")[0].split()} - {child}, complete
-
-
-def write_unkillable(file: str, job: str, pids: Collection[int]) -> None:
-    """In the form that `unkillable` reads; the file appears whole or not at all."""
-    stats = ((pid, living(pid)) for pid in sorted(pids)[:MAX_REPORTED])
-    lines = [job, life_of_pids(), *(f"{pid} {stat.start}" for pid, stat in stats if stat is not None)]
-    text = "".join(f"{line}\n" for line in lines).encode()
-    begun = file + ".begun"
-    try:
-        fd = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except OSError:  # also where there is no name for it
-        return
-    try:
-        whole = os.write(fd, text) == len(text)  # a disk that is nearly full takes a part
-        if whole:
-            os.rename(begun, file)
-    except OSError:
-        whole = False
-    os.close(fd)
-    if not whole:
-        _remove(begun)
-
-
-def _remove(file: str) -> None:
-    try:
-        os.unlink(file)
-    except OSError:
-        pass
+        _thread.start_new_thread(search, ())
+    except RuntimeError:  # no thread can be made now
+        return [], False
+    complete = searching.acquire(timeout=MARKED_WITHIN_S)
+    return found[:], complete

@@ -138,19 +138,6 @@ def living_since(pid: int) -> str:
     return stat.start if stat is not None else ""
 
 
-def pid_namespace() -> int:
-    """By its inode; 0 where the kernel does not show it. A pid names a process in one namespace only."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-def life_of_pids() -> str:
-    """Within which pid and start time name a process: this life of the machine, and the PID namespace."""
-    return f"{read('/proc/sys/kernel/random/boot_id').strip()} {pid_namespace()}"
-
-
 def debugger_of(folder: Folder) -> str:
     """What traces the process at this place in /proc, as debuggers do; empty where nothing does, or a child of the
     caller's own."""

@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,62 +117,27 @@ def stores_here(where: Iterable[Path], uid: int) -> tuple[Mapping[str, str], ...
     return tuple(dict(store) for store in stores)
 
 
-def trusted_text(
-    file: Path | str, owners: set[int] | None, most_bytes: int, folder: int | None = None
-) -> str | None:
-    """The first bytes of a regular file of one of these owners, to which no other user may write; None of any other.
-
-    `folder`: the open directory in which it is.
-    """
-    try:
-        fd = os.open(file, _OPENED, dir_fd=folder)
-        try:
-            if _trusted_owner(fd, stat.S_IFREG, owners) is None:
-                return None
-            return os.read(fd, most_bytes + 1).decode()
-        finally:
-            os.close(fd)
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def paths_in(where: Iterable[Path]) -> Iterator[Path]:
-    """All that bears the name of an agent's run directory, or is beside one."""
+def _run_files(where: Iterable[Path], owners: set[int] | None) -> Iterator[RunFile]:
     for place in where:
-        try:
-            names = sorted(name for name in os.listdir(place) if name.startswith(RUN_DIR_PREFIX))
-        except OSError:
-            continue
-        yield from (place / name for name in names)
-
-
-def _run_files(where: Iterable[Path], owners: set[int] | None) -> list[RunFile]:
-    return [file for path in paths_in(where) if (file := _read(path, owners)) is not None]
+        with suppress(OSError):
+            for name in sorted(os.listdir(place)):
+                if name.startswith(RUN_DIR_PREFIX) and (file := _read(place / name, owners)) is not None:
+                    yield file
 
 
 def _read(run_dir: Path, owners: set[int] | None) -> RunFile | None:
     """None for whatever is not ours to trust, or no run file."""
     try:
-        directory = os.open(run_dir, _OPENED | os.O_DIRECTORY)
-    except OSError:
-        return None
-    try:
-        owner = _trusted_owner(directory, stat.S_IFDIR, owners)
-        if owner is None:
-            return None
-        text = trusted_text(_NAME, {owner}, _MOST_BYTES, directory)
-        if text is None:
-            return None
-        return _FILE.unpack({"store": {}, **_FILE.load(text)})  # older agents name none
+        with ExitStack() as opened:
+            directory = os.open(run_dir, _OPENED | os.O_DIRECTORY)
+            opened.callback(os.close, directory)
+            file = os.open(_NAME, _OPENED, dir_fd=directory)
+            opened.callback(os.close, file)
+            of_folder, of_file = os.fstat(directory), os.fstat(file)
+            if (of_folder.st_mode | of_file.st_mode) & _OTHERS_MAY_WRITE or not stat.S_ISREG(of_file.st_mode):
+                return None
+            if of_file.st_uid != of_folder.st_uid or (owners and of_file.st_uid not in owners):
+                return None
+            return _FILE.unpack(_FILE.load(os.read(file, _MOST_BYTES + 1).decode(errors="replace")))
     except (OSError, Invalid):
         return None
-    finally:
-        os.close(directory)
-
-
-def _trusted_owner(fd: int, kind: int, owners: set[int] | None) -> int | None:
-    """Who owns what is open there, if it is of this kind, one of these owners' and no other user may write to it."""
-    found = os.fstat(fd)
-    if stat.S_IFMT(found.st_mode) != kind or found.st_mode & _OTHERS_MAY_WRITE:
-        return None
-    return found.st_uid if owners is None or found.st_uid in owners else None
