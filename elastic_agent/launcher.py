@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +42,10 @@ FOLDER = "LAUNCHED_FUNCTION_FOLDER"
 RESULTS = "results-"
 """A folder for each generation, with a file for each rank of this node."""
 
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,107 +108,57 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def words_of(config: Any) -> list[str]:
-    """The options of `elastic-agent` for this `LaunchConfig`."""
-    words = [f"--min-nodes={config.min_nodes}", f"--max-nodes={config.max_nodes}"]
-    words.append(f"--nproc-per-node={config.nproc_per_node}")
-    endpoint = getattr(config, "rdzv_endpoint", "")
-    if endpoint:
-        words += [f"--rdzv-endpoint={endpoint}"]
-        words += [f"--rdzv-backend={config.rdzv_backend}"] if config.rdzv_backend else []
-    if getattr(config, "run_id", ""):
-        words.append(f"--rdzv-id={config.run_id}")
-    configs = dict(getattr(config, "rdzv_configs", None) or {})
+    """The options of `elastic-agent` for this `LaunchConfig`. What has none is ignored with a warning."""
+    words = []
+    for each in fields(config):
+        value = getattr(config, each.name)
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        if each.name in _READ_APART or (value == default and each.name not in _ALWAYS):
+            continue
+        if each.name not in _OPTIONS:
+            _log.warning("LaunchConfig.%s=%r is ignored: elastic-agent has nothing like it", each.name, value)
+        elif value is not None:
+            text = join_texts(value) if isinstance(value, list) else str(value)
+            text = text.lower() if isinstance(value, bool) else text
+            words.append(f"--{_OPTIONS[each.name]}={text}")
+    if config.rdzv_endpoint and config.rdzv_backend:
+        words.append(f"--rdzv-backend={config.rdzv_backend}")
+    configs = dict(config.rdzv_configs or {})
     if "rank" in configs:  # of torch's static rendezvous
         words.append(f"--node-rank={configs.pop('rank')}")
     if configs.get("timeout") == _RDZV_TIMEOUT_S:
         del configs["timeout"]
-    conf = ",".join(f"{key}={value}" for key, value in configs.items())
-    words += [f"--rdzv-conf={conf}"] if conf else []
-    for name, (option, text_of) in _OPTIONS.items():
-        value = getattr(config, name, None)
-        if value is None or (name in _UNSET and value == _UNSET[name]):
-            continue
-        text = text_of(value)
-        if text is None:
-            _log.warning("LaunchConfig.%s=%r is ignored: elastic-agent has nothing like it", name, value)
-        else:
-            words.append(f"--{option}={text}")
-    words += _words_of_logs(getattr(config, "logs_specs", None))
-    _warn_of_others(config)
+    if configs:
+        words.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in configs.items()))
     return words + [f"--{name}={value}" for name, value in getattr(config, "options", {}).items()]
-
-
-def _words_of_logs(specs: Any) -> list[str]:
-    """torch's logs_specs, which has its settings in private attributes. One of another class is ignored."""
-    if specs is None:
-        return []
-    if type(specs).__name__ != "DefaultLogsSpecs":
-        _log.warning("LaunchConfig.logs_specs=%r is ignored: elastic-agent writes its own log files", specs)
-        return []
-    words = []
-    folder = getattr(specs, "_root_log_dir", None)
-    if (
-        folder and folder != os.devnull and not Path(folder).name.startswith("torchelastic_")
-    ):  # torch's own choice
-        words.append(f"--log-dir={folder}")
-    for name in ("redirects", "tee"):
-        streams = getattr(specs, f"_{name}", 0)
-        if isinstance(streams, Mapping):
-            text = ",".join(f"{rank}:{int(each)}" for rank, each in streams.items())
-        else:
-            text = str(int(streams)) if streams else ""
-        words += [f"--{name}={text}"] if text else []
-    ranks = getattr(specs, "_local_ranks_filter", None)
-    return words + ([f"--local-ranks-filter={','.join(map(str, sorted(ranks)))}"] if ranks else [])
-
-
-def _warn_of_others(config: Any) -> None:
-    """Of fields that have no option here, and are set."""
-    for field_ in fields(config) if is_dataclass(config) else ():
-        if field_.name in _READ or field_.name in _OPTIONS:
-            continue
-        default = field_.default_factory() if field_.default_factory is not MISSING else field_.default
-        value = getattr(config, field_.name)
-        if value != default:
-            _log.warning(
-                "LaunchConfig.%s=%r is ignored: elastic-agent has nothing like it", field_.name, value
-            )
-
-
-def _numa_binding(options: Any) -> str | None:
-    mode = getattr(options.affinity_mode, "value", options.affinity_mode)
-    return mode if mode in ("node", "exclusive") else None
 
 
 _RDZV_TIMEOUT_S = 900
 """What torch's LaunchConfig writes into `rdzv_configs` where its user has given no timeout."""
 
-_OPTIONS: Mapping[str, tuple[str, Callable[[Any], str | None]]] = {
-    "max_restarts": ("max-restarts", str),
-    "local_addr": ("local-addr", str),
-    "role": ("role", str),
-    "log_line_prefix_template": ("log-line-prefix-template", str),
-    "signals_to_handle": ("signals-to-handle", str),
-    "duplicate_stdout_filters": ("duplicate-stdout-filters", join_texts),
-    "duplicate_stderr_filters": ("duplicate-stderr-filters", join_texts),
-    "virtual_local_rank": ("virtual-local-rank", lambda value: str(value).lower()),
-    "shutdown_timeout": ("shutdown-timeout", str),
-    "numa_options": ("numa-binding", _numa_binding),
+_OPTIONS: Mapping[str, str] = {
+    "min_nodes": "min-nodes",
+    "max_nodes": "max-nodes",
+    "nproc_per_node": "nproc-per-node",
+    "rdzv_endpoint": "rdzv-endpoint",
+    "run_id": "rdzv-id",
+    "max_restarts": "max-restarts",
+    "local_addr": "local-addr",
+    "role": "role",
+    "log_line_prefix_template": "log-line-prefix-template",
+    "signals_to_handle": "signals-to-handle",
+    "duplicate_stdout_filters": "duplicate-stdout-filters",
+    "duplicate_stderr_filters": "duplicate-stderr-filters",
+    "virtual_local_rank": "virtual-local-rank",
+    "shutdown_timeout": "shutdown-timeout",
 }
-"""By the field of torch's LaunchConfig: the option that means the same, and its text, None if it cannot be."""
+"""By the field of torch's LaunchConfig: the option that means the same."""
 
-_UNSET: Mapping[str, object] = {
-    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    "virtual_local_rank": False,
-    "shutdown_timeout": 30,
-}
-"""What torch has there when nothing was set."""
+_ALWAYS = {"min_nodes", "max_nodes", "nproc_per_node", "max_restarts"}
+"""Also where they are torch's defaults, which are not ours."""
 
-_READ = {
-    *("min_nodes", "max_nodes", "nproc_per_node", "run_id", "rdzv_endpoint", "rdzv_backend", "rdzv_configs"),
-    *("rdzv_timeout", "logs_specs", "options"),
-}
-"""Fields that `words_of` reads without the table."""
+_READ_APART = {"rdzv_backend", "rdzv_configs", "rdzv_timeout", "options", "logs_specs", "numa_options"}
+"""The last two are always there in torch's, whether its user has set them or not: they are ignored."""
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -243,45 +196,33 @@ def run_agent(words: list[str], variables: Mapping[str, str] = MappingProxyType(
 def _exit_code(words: list[str], environment: Mapping[str, str]) -> int:
     # Cells of a notebook show what this process prints, and not what others write to its terminal.
     shown = not hasattr(sys.stdout, "fileno") or type(sys.stdout).__module__.startswith("ipykernel")
-    with _forwarding() as forward_to:
-        process = subprocess.Popen(
-            tied([sys.executable, "-m", "elastic_agent", *words]),
-            env=dict(environment),
-            stdout=subprocess.PIPE if shown else None,
-            stderr=subprocess.STDOUT if shown else None,
-            text=shown,
-            start_new_session=True,  # a terminal's Ctrl-C comes through here, and once
-        )
-        forward_to(process)
-        while True:
-            try:
-                for line in process.stdout or ():
-                    print(line, end="")
-                return process.wait()
-            except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)
+    process = subprocess.Popen(
+        tied([sys.executable, "-m", "elastic_agent", *words]),
+        env=dict(environment),
+        stdout=subprocess.PIPE if shown else None,
+        stderr=subprocess.STDOUT if shown else None,
+        text=shown,
+        start_new_session=True,  # a terminal's Ctrl-C comes through here, and once
+    )
+    with _forwarding_to(process):
+        for line in process.stdout or ():
+            print(line, end="")
+        return process.wait()
 
 
 @contextmanager
-def _forwarding() -> Iterator[Callable[[subprocess.Popen[Any]], None]]:
-    """Signals go to the process that is named, and wait until it is. Only the main thread may have handlers; elsewhere
-    a signal is the program's own matter, and so is one that it ignores."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda process: None
-        return
-    before = {number: signal.getsignal(number) for number in _FORWARDED}
-    taken = [number for number, handler in before.items() if handler != signal.SIG_IGN]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
-
-    def forward_to(process: subprocess.Popen[Any]) -> None:
-        for number in taken:
-            signal.signal(number, lambda number, _: process.send_signal(number))
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
+def _forwarding_to(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Only the main thread may have handlers; elsewhere a signal is the program's own matter, and so is one that it
+    ignores."""
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in _FORWARDED}
+    taken = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    for number in taken:
+        signal.signal(number, lambda number, _: process.send_signal(number))
     try:
-        yield forward_to
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number in taken:
             signal.signal(number, before[number])
 
