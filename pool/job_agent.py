@@ -51,11 +51,11 @@ _MOST_ERROR = 500
 
 _OUTCOMES: Mapping[int, SeatOutcome] = {
     ExitCode.SUCCESS: SeatOutcome.SUCCEEDED,
-    ExitCode.WORKERS_FAILED: SeatOutcome.FAILED,
+    ExitCode.FAILED: SeatOutcome.FAILED,
     ExitCode.CRASH_LOOP: SeatOutcome.FAILED,
     ExitCode.NOT_ON_DISK: SeatOutcome.FAILED,
     ExitCode.UNLIKE_THE_JOB: SeatOutcome.REFUSED,
-    ExitCode.STORE_MISMATCH: SeatOutcome.REFUSED,
+    ExitCode.MISMATCH: SeatOutcome.REFUSED,
     ExitCode.BAD_CONFIG: SeatOutcome.REFUSED,
     ExitCode.STOPPED_BY_SIGTERM: SeatOutcome.LEFT,
     ExitCode.STOPPED_BY_SIGINT: SeatOutcome.LEFT,

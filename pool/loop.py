@@ -102,7 +102,7 @@ class DaemonLoop:
         if self._checks.judge(now) or self._unfinished:
             self._report_problem()
         if member.mismatch is not None and self._fatal is None:
-            self._fatal = Ending(ExitCode.STORE_MISMATCH, member.mismatch)
+            self._fatal = Ending(ExitCode.MISMATCH, member.mismatch)
         if self._fatal is not None:
             self._stop()
         elif (due := member.to_start) is not None:

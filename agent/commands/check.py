@@ -23,7 +23,7 @@ from ...health.checks.pairs import MOST_NODES
 from ...health.checks.runner import run_checks
 from ...health.checks.table import checks_for
 from ...rendezvous.text import counted
-from ..common.exits import CannotStart, CommandCode, ExitCode, exit_codes
+from ..common.exits import CannotStart, ExitCode, exit_codes
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.derive import resolve_check
 from ..configuration.load import read_argv
@@ -74,12 +74,12 @@ _COUNTED = {Outcome.FAIL: "failed", Outcome.WARN: "to look at", Outcome.UNKNOWN:
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `CommandCode`."""
+    """Returns an `ExitCode`."""
     command_line = read_argv(words, OWN_OPTIONS)
     if HELP in command_line:
         own = [option.help_text() for option in OWN_OPTIONS]
-        print("\n".join([_USAGE, *own, "", *exit_codes(CommandCode)]))
-        return CommandCode.DONE
+        print("\n".join([_USAGE, *own, "", *exit_codes()]))
+        return ExitCode.SUCCESS
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     environ = dict(os.environ)
@@ -88,15 +88,15 @@ def main(words: Sequence[str]) -> int:
         config, machine, warnings = _inspect(command_line, environ)
     except ConfigError as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
-        return CommandCode.CANNOT if error.code is ExitCode.NOT_HERE else CommandCode.BAD_CONFIG
+        return ExitCode.NOT_HERE if error.code is ExitCode.NOT_HERE else ExitCode.BAD_CONFIG
     except CannotStart as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
-        return CommandCode.CANNOT
+        return ExitCode.NOT_HERE
     for warning in warnings:
         print(f"elastic-agent check: warning: {warning}", file=sys.stderr)
     needs = needs_of(config, machine)
     began_at = time.monotonic()
-    with one_line_errors(CommandCode.INTERRUPTED):
+    with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
         findings = run_checks(checks_for(needs), needs, environ)
     if isinstance(machine.network, NotReady):
         missing = f"no network for the job: there is no {machine.network.missing}"
@@ -107,7 +107,7 @@ def main(words: Sequence[str]) -> int:
     if count is not None and isinstance(machine.network, Network):
         join_wait = JoinWait(count, command_line[WAIT].value)
         try:
-            with one_line_errors(CommandCode.INTERRUPTED):
+            with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
                 report = check_nodes(config, machine, name, findings, join_wait, environ, _say)
         except CannotCheck as error:
             print(f"elastic-agent check: {error}", file=sys.stderr)
@@ -119,7 +119,7 @@ def main(words: Sequence[str]) -> int:
         print(as_json(name, findings, seconds) if report is None else report_as_json(report, seconds))
     else:
         _print_table(whole, findings, seconds)
-    return CommandCode.FAILED if worst(findings) is Outcome.FAIL else CommandCode.DONE
+    return ExitCode.FAILED if worst(findings) is Outcome.FAIL else ExitCode.SUCCESS
 
 
 def _inspect(command_line: Settings, environ: Mapping[str, str]) -> tuple[Config, Machine, Sequence[str]]:

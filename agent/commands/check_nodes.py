@@ -26,7 +26,7 @@ from ...health.checks.processes import NoAnswer, Probe, ask
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch
 from ...rendezvous.store.interface import Store
 from ...rendezvous.store.wire import check_of
-from ..common.exits import CannotStart, CommandCode, ExitCode
+from ..common.exits import CannotStart, ExitCode
 from ..common.kernel_files import read
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import Config, ConfigError, Problem
@@ -36,17 +36,11 @@ from ..rendezvous_io.store_opening import open_store, store_listener
 from ..workers.processes.workers import job_python
 from .check_stages import CheckStore, JoinWait, LeaderGone, Stage, StageDriver
 
-_CODES = {
-    ExitCode.STORE_MISMATCH: CommandCode.MISMATCH,
-    ExitCode.STORE_LOST: CommandCode.NO_ANSWER,
-    ExitCode.BAD_CONFIG: CommandCode.BAD_CONFIG,
-}
-
 
 class CannotCheck(Exception):
     """There is no report; the text has the reason and what to try."""
 
-    def __init__(self, code: CommandCode, reason: str) -> None:
+    def __init__(self, code: ExitCode, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
@@ -91,13 +85,13 @@ def check_nodes(
                 check.await_others()
             return report
     except CannotStart as error:
-        raise CannotCheck(_CODES.get(error.code, CommandCode.CANNOT), str(error)) from error
+        raise CannotCheck(error.code, str(error)) from error
     except (PortError, NoAnswer) as error:
-        raise CannotCheck(CommandCode.CANNOT, str(error)) from error
+        raise CannotCheck(ExitCode.NOT_HERE, str(error)) from error
     except (StoreMismatch, RecordInvalid) as error:
-        raise CannotCheck(CommandCode.MISMATCH, str(error)) from error
+        raise CannotCheck(ExitCode.MISMATCH, str(error)) from error
     except (StoreError, LeaderGone) as error:
-        raise CannotCheck(CommandCode.NO_ANSWER, str(error)) from error
+        raise CannotCheck(ExitCode.NO_ANSWER, str(error)) from error
 
 
 def _open_store(config: Config, network: Network, show: Callable[[str], None]) -> tuple[Store, bool]:
@@ -120,7 +114,7 @@ def _open_store(config: Config, network: Network, show: Callable[[str], None]) -
         try:
             return open_store(own, network.endpoint, listener, queue.SimpleQueue()), hosts
         except CannotStart as error:
-            if hosts or error.code is not ExitCode.STORE_MISMATCH:
+            if hosts or error.code is not ExitCode.MISMATCH:
                 raise
     return open_store(config, network.endpoint, listener, queue.SimpleQueue()), hosts
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.exits import CommandCode, exit_codes
+from ..common.exits import ExitCode, exit_codes
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -34,26 +34,26 @@ are kept, and named, unless --force is given.
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `CommandCode`."""
+    """Returns an `ExitCode`."""
     if "--help" in words or "-h" in words:
         print(_help())
-        return CommandCode.DONE
+        return ExitCode.SUCCESS
     names = [word for word in words if word != "--force"]
     if names[:1] == ["shell"]:
         advice = "write elastic-agent --print-completion bash, or --help-all in place of the manual page"
         print(f"elastic-agent files: no such kind any more; {advice}", file=sys.stderr)
-        return CommandCode.BAD_CONFIG
+        return ExitCode.BAD_CONFIG
     if len(names) != 2 or names[0] not in KINDS or names[1].startswith("-"):
         kinds = ", ".join(KINDS)
         print(
             f"elastic-agent files: expected KIND DIR, with KIND one of {kinds}; see --help", file=sys.stderr
         )
-        return CommandCode.BAD_CONFIG
+        return ExitCode.BAD_CONFIG
     try:
         contents = contents_of(names[0])
     except OSError as error:
         print(f"elastic-agent files: {error.filename}: {error.strerror}", file=sys.stderr)
-        return CommandCode.CANNOT
+        return ExitCode.NOT_HERE
     outcome = write(contents, Path(names[1]), replace="--force" in words)
     try:
         print("".join(f"{file}\n" for file in outcome.there), end="", flush=True)
@@ -62,13 +62,13 @@ def main(words: Sequence[str]) -> int:
         print(f"elastic-agent files: {problem}", file=sys.stderr)
     if outcome.problem:
         print(f"elastic-agent files: {outcome.problem}", file=sys.stderr)
-        return CommandCode.CANNOT
+        return ExitCode.NOT_HERE
     for file in outcome.kept:
         print(
             f"elastic-agent files: {file} has another content and is kept; --force replaces it",
             file=sys.stderr,
         )
-    return CommandCode.FAILED if outcome.kept else CommandCode.DONE
+    return ExitCode.FAILED if outcome.kept else ExitCode.SUCCESS
 
 
 def contents_of(kind: str) -> dict[Path, bytes]:
@@ -108,4 +108,4 @@ def write(contents: Mapping[Path, bytes], target: Path, *, replace: bool) -> Out
 
 def _help() -> str:
     kinds = [f"  {kind:<12}{what}" for kind, what in KINDS.items()]
-    return "\n".join([_USAGE, "Kinds:", *kinds, "", *exit_codes(CommandCode)])
+    return "\n".join([_USAGE, "Kinds:", *kinds, "", *exit_codes()])

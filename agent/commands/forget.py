@@ -15,7 +15,7 @@ from ...rendezvous.errors import RecordInvalid, StoreUnavailable
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY
 from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Entry, Store
 from ...rendezvous.text import NAME, shortened
-from ..common.exits import CommandCode
+from ..common.exits import ExitCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
@@ -33,7 +33,7 @@ KEYS_AT_ONCE = MOST_OPERATIONS // 2
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `CommandCode`."""
+    """Returns an `ExitCode`."""
     return store_command("forget", words, _USAGE, _meeting_place, _work)
 
 
@@ -46,7 +46,7 @@ def forget(store: Store, job: str) -> int:
     entries = _read(store, job)
     if not entries:
         raise CannotDo(
-            CommandCode.NO_JOB, f"the store holds nothing of a job {job!r}: check its name and the prefix"
+            ExitCode.NO_JOB, f"the store holds nothing of a job {job!r}: check its name and the prefix"
         )
     others = [entry for entry in entries if entry.key != WORLD_KEY]
     for begin in range(0, len(others), KEYS_AT_ONCE):
@@ -82,7 +82,7 @@ def _read(store: Store, job: str) -> list[Entry]:
     )
     if nodes:
         raise CannotDo(
-            CommandCode.LATER,
+            ExitCode.LATER,
             f"job {job!r} has {len(nodes)} live nodes: {shortened(nodes)}. Stop their agents first (SIGTERM, or"
             " elastic-agent drain NODE); one that was killed is gone when its lease ends",
         )

@@ -37,7 +37,7 @@ from ...rendezvous.records import (
 from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ...rendezvous.store.interface import Compare, Delete, Entry, Put, Store
 from ...rendezvous.text import NAME, clean, shortened
-from ..common.exits import CommandCode
+from ..common.exits import ExitCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place
 from ..configuration.load import ENV_PREFIX
@@ -112,7 +112,7 @@ TIMEOUT: Option[float] = Option(
 
 
 def main(words: Sequence[str]) -> int:
-    """`words` begin with the command. Returns a `CommandCode`."""
+    """`words` begin with the command. Returns an `ExitCode`."""
     name, *rest = words
     place = _meeting_place_for(name)
     if name == "drain":
@@ -273,7 +273,7 @@ def drain(
                 show(f"node {node}: {state}")
         if clock() >= deadline:
             raise CannotDo(
-                CommandCode.LATER,
+                ExitCode.LATER,
                 f"node {node} had not left when --timeout was over: {shown or 'nothing is known of it'}. It was asked, "
                 "and may still leave; look with elastic-agent status",
             )
@@ -286,14 +286,14 @@ def _ask(store: Store, job: str, node: str) -> str:
         world, nodes, request = _read_drain(store, job, node)
         if world is None and not nodes:
             raise CannotDo(
-                CommandCode.NO_JOB,
+                ExitCode.NO_JOB,
                 f"the store holds nothing of a job {job!r}: check --rdzv-id and --rdzv-endpoint",
             )
         record = next((each for each in nodes if each.node == node), None)
         if record is None and world is not None and world.phase is Phase.ENDED:
-            raise CannotDo(CommandCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
+            raise CannotDo(ExitCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
         if record is None:
-            raise CannotDo(CommandCode.NOT_FOUND, _no_such_node(node, nodes, job))
+            raise CannotDo(ExitCode.NOT_FOUND, _no_such_node(node, nodes, job))
         life = life_of(record.incarnation)
         compare = Compare(drain_key(node), request.mod_revision if request is not None else 0)
         if store.transact((compare,), (Put(compare.key, DrainRequest(life).to_json()),)).succeeded:
@@ -337,7 +337,7 @@ def exclude_node(
     while any(each.node == node for each in nodes) and any(member.node == node for member in world.members):
         if clock() >= deadline:
             raise CannotDo(
-                CommandCode.LATER,
+                ExitCode.LATER,
                 f"node {node} is excluded, and was still in generation {world.generation} when --timeout was over: "
                 f"{_state_of(world)}. It stays while the others are fewer than the job needs (--min-nodes, "
                 "--nodes-multiple-of), and goes when another node comes. Where it is alone in its world, only it "
@@ -365,14 +365,14 @@ def _rows(
     life = life_of(record.incarnation) if record is not None else _last_life(world, node)
     if not life and not away:
         raise CannotDo(
-            CommandCode.NOT_FOUND,
+            ExitCode.NOT_FOUND,
             f"{_no_such_node(node, nodes, world.job)}. If the name is right and its agent is away, add --away: it is "
             "left out when it comes",
         )
     rows = exclude(world.exclusions, node, life, BY_OPERATOR, reason, record=record, operator=True)
     if node not in left_out(rows):
         raise CannotDo(
-            CommandCode.CANNOT,
+            ExitCode.NOT_HERE,
             f"{MAX_EXCLUSIONS} nodes of job {world.job!r} are excluded already, and a world remembers no more: stop "
             f"the agent of node {node} instead (`elastic-agent drain {node}`), or readmit another node",
         )
@@ -416,11 +416,11 @@ def _read_world(store: Store, job: str) -> tuple[World, int, Sequence[NodeRecord
     world, nodes, entries = _look(store, job)
     if world is None:
         raise CannotDo(
-            CommandCode.NO_JOB,
+            ExitCode.NO_JOB,
             f"the store holds no world of a job {job!r}: check --rdzv-id and --rdzv-endpoint, or wait for its first",
         )
     if world.phase is Phase.ENDED:
-        raise CannotDo(CommandCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
+        raise CannotDo(ExitCode.NO_JOB, f"job {job!r} has ended: {world.cause.detail}")
     return world, entries[WORLD_KEY].mod_revision, nodes
 
 
@@ -431,7 +431,7 @@ def readmit_node(store: Store, job: str, node: str, show: Callable[[str], None])
         out = left_out(world.exclusions)
         if node not in out:
             raise CannotDo(
-                CommandCode.NOT_FOUND,
+                ExitCode.NOT_FOUND,
                 f"node {node!r} of job {job!r} is not excluded; those that are: {shortened(out) or 'none'}",
             )
         return readmit(world.exclusions, frozenset({node}))

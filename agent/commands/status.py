@@ -27,7 +27,7 @@ from ...rendezvous.coordinator import stragglers
 from ...rendezvous.coordinator.exclusions import in_words, left_out
 from ...rendezvous.records import Endpoint
 from ...rendezvous.text import NAME, counted, shortened
-from ..common.exits import CommandCode
+from ..common.exits import ExitCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
 from ..configuration.load import read_argv, read_environ
@@ -93,25 +93,25 @@ _OF_THE_STORE = [option for option in (*MEETING, *ETCD_OPTIONS) if option is not
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `CommandCode`."""
+    """Returns an `ExitCode`."""
     job = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(_with_interval_attached(words[1:] if job is not None else words), STATUS_OPTIONS)
     if HELP in command_line:
-        print(command_help(_USAGE, CommandCode, STATUS_OPTIONS))
-        return CommandCode.DONE
+        print(command_help(_USAGE, STATUS_OPTIONS))
+        return ExitCode.SUCCESS
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         source = choose_source(command_line, os.environ, job)
         watch = Watch(source, command_line[TIMEOUT].value, time.monotonic)
         screen = _json_screen if command_line[JSON].value else _text_screen
-        with one_line_errors(CommandCode.INTERRUPTED):
+        with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
             return _show(watch, screen, command_line[WATCH].value)
     except ConfigError as error:
         print(f"elastic-agent status: {error}", file=sys.stderr)
-        return CommandCode.BAD_CONFIG
+        return ExitCode.BAD_CONFIG
     except BrokenPipeError:
-        return CommandCode.OUTPUT_CLOSED
+        return ExitCode.OUTPUT_CLOSED
 
 
 # --- Which source
@@ -188,7 +188,7 @@ class _HereOrStore(Source):
             self.silent = self._here.silent
             return found
         except CannotShow as nothing:
-            if nothing.code is not CommandCode.NOT_FOUND:
+            if nothing.code is not ExitCode.NOT_FOUND:
                 raise
             if self._store is None:
                 place = self._meeting_place()
@@ -221,11 +221,11 @@ def _show(
         text = screen(seen, watch.silent, interval_s)
         if text:
             print(text, flush=True)
-        if isinstance(seen, CannotShow) and (interval_s is None or seen.code is CommandCode.BAD_CONFIG):
+        if isinstance(seen, CannotShow) and (interval_s is None or seen.code is ExitCode.BAD_CONFIG):
             print(f"elastic-agent status: {seen}", file=sys.stderr)
             return seen.code
         if interval_s is None:
-            return CommandCode.DONE
+            return ExitCode.SUCCESS
         pause(interval_s)
 
 

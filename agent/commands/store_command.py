@@ -19,7 +19,7 @@ from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, Store
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
 from ...threads import Thread
-from ..common.exits import Code, CommandCode, PoolCode, exit_codes
+from ..common.exits import ExitCode, exit_codes
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.load import read_argv
 from ..configuration.parse import Option
@@ -37,7 +37,7 @@ LATE_S = 1.0
 class CannotDo(Exception):
     """Not done, or not all of it; the text has the reason and what to try."""
 
-    def __init__(self, code: Code, reason: str) -> None:
+    def __init__(self, code: ExitCode, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
@@ -51,7 +51,7 @@ def store_command(
     *options: Option[Any],
     timeout: Option[float] | None = None,
 ) -> int:
-    """Returns a `CommandCode`. The first word is the node or job, and both callables get it.
+    """Returns an `ExitCode`. The first word is the node or job, and both callables get it.
 
     `meeting_place` raises ConfigError with all problems, that of a wrong first word too; `work` raises CannotDo,
     StoreError and RecordInvalid. `options` are the command's own. `timeout` is another one, for all that the command
@@ -61,7 +61,7 @@ def store_command(
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, options)
     if HELP in command_line:
-        print(command_help(usage, CommandCode, options))
+        print(command_help(usage, options))
         return 0
 
     def run() -> int:
@@ -81,24 +81,24 @@ def store_command(
         _within(limit_s, ask, place)
         return 0
 
-    return told(name, CommandCode, run)
+    return told(name, run)
 
 
-def told(name: str, codes: type[CommandCode | PoolCode], work: Callable[[], int]) -> int:
+def told(name: str, work: Callable[[], int]) -> int:
     """What the work returns, or the code of why it has failed, which is said in one line."""
-    code: Code
+    code: ExitCode
     reason: Exception
     try:
-        with one_line_errors(codes.INTERRUPTED):
+        with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
             return work()
     except CannotDo as error:
         code, reason = error.code, error
     except (ConfigError, StoreRefused) as error:
-        code, reason = codes.BAD_CONFIG, error
+        code, reason = ExitCode.BAD_CONFIG, error
     except (StoreMismatch, RecordInvalid) as error:
-        code, reason = codes.MISMATCH, error
+        code, reason = ExitCode.MISMATCH, error
     except StoreError as error:
-        code, reason = codes.NO_ANSWER, error
+        code, reason = ExitCode.NO_ANSWER, error
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 
@@ -151,11 +151,11 @@ def pause(seconds: float) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-def command_help(usage: str, codes: Iterable[Code], options: Iterable[Option[Any]]) -> str:
+def command_help(usage: str, options: Iterable[Option[Any]]) -> str:
     """`options` are the command's own."""
     store = "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help-all."
     own = [option.help_text() for option in (*options, HELP, CONFIG_FILE)]
-    return "\n".join([usage, *own, "", store, "", *exit_codes(codes)])
+    return "\n".join([usage, *own, "", store, "", *exit_codes()])
 
 
 @contextlib.contextmanager

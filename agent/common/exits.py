@@ -1,4 +1,4 @@
-"""The agent's exit codes: what a service manager, a pod's restart rule or a script learns from how it ended.
+"""Exit codes: what a service manager, a pod's restart rule or a script learns from how an agent or a command ended.
 
 The numbers are a published interface: none is ever given a second meaning. 64 to 78 follow sysexits.h
 in the main, 128 + n is a shell's way to say "ended by signal n". `docs/configuration.md` shows the same table.
@@ -9,100 +9,112 @@ from __future__ import annotations
 import errno
 import math
 import signal
-from collections.abc import Iterable
 from enum import IntEnum
-from typing import TypeVar
 
 from .folders import NoTemporaryDirectory
 
-_C = TypeVar("_C", bound="Code")
 
-
-class Code(IntEnum):
+class ExitCode(IntEnum):
     """One way to end; `meaning` is the sentence for the operator."""
 
     meaning: str
 
-    def __new__(cls: type[_C], code: int, meaning: str) -> _C:
+    def __new__(cls, code: int, meaning: str) -> ExitCode:
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning
         return member
 
-
-def exit_codes(codes: Iterable[Code]) -> list[str]:
-    """The lines of a command's help that explain its codes."""
-    return ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in codes)]
-
-
-class ExitCode(Code):
-    """How an agent ends."""
-
-    SUCCESS = 0, "every worker of the last generation ended with exit code 0"
-    WORKERS_FAILED = (
+    SUCCESS = 0, "every worker ended with exit code 0; of a command: it is done"
+    FAILED = (
         1,
-        "workers kept failing, in more than one way, until the restarts (--max-restarts) were used up, or failed in a"
-        " way that no restart helps",
+        "workers kept failing, or failed in a way that no restart helps; of a command: a check or the job failed",
     )
-    CRASH_LOOP = (
-        3,
-        "one failure came again and again, until the restarts (--max-restarts) were used up, or twice if it is an error"
-        " of the script itself, such as an import that fails, or at once if Python cannot compile the script",
-    )
+    CRASH_LOOP = 3, "one failure came again and again, or is an error of the script itself"
     UNLIKE_THE_JOB = (
         65,
-        "this node has another --lease-ttl or --store-outage-grace than the job's nodes, or another script",
+        "this node's --lease-ttl, --store-outage-grace or script is not that of the job's nodes",
     )
-    STORE_LOST = 69, "the rendezvous store went away and did not come back in time; workers were stopped"
-    AGENT_FAILED = (
-        70,
-        "a part of the agent failed in a way that it was not made for, or could not be started; workers were stopped",
+    NOT_FOUND = 66, "there is no such node, agent, run or pool"
+    NO_JOB = 67, "there is nothing of a job of this name, or it has ended"
+    UNABLE = 68, "the pool could not run the job, or its time limit has passed"
+    NO_ANSWER = (
+        69,
+        "the store did not answer in time: an agent has stopped its workers, a command may be done or not",
     )
-    NO_NETWORK = (
-        71,
-        "no interface, route or host name that leads to the other nodes came up within --network-wait; starting again"
-        " later may work",
-    )
+    AGENT_FAILED = 70, "a part of the agent failed in a way that it was not made for; workers were stopped"
+    NO_NETWORK = 71, "no way to the other nodes came up within --network-wait; later may work"
     NOT_ON_DISK = (
         72,
-        "every worker ended with exit code 0, but the disk has not taken the last save, however often it was tried:"
-        " the log says which step and why",
+        "every worker ended with exit code 0, but the disk has not taken the last save: the log says why",
     )
     NOT_HERE = (
         73,
-        "this machine cannot run it now: too few devices, descriptors, threads or temporary files, an address,"
-        " a port or a node id that is taken or not its own,"
-        " or checks of it that fail (--check fail); another machine can, or this one later",
+        "this machine cannot: devices, files, threads, a port, a node id or a check; another may, or this later",
     )
     UNKILLABLE = (
         74,
-        "processes of this agent did not end after SIGKILL within --kill-timeout: the machine has a device or disk"
-        " that hangs",
+        "processes did not end after SIGKILL within --kill-timeout: a device or disk of the machine hangs",
     )
-    JOIN_TIMEOUT = 75, "fewer than --min-nodes nodes met within --join-timeout; starting again later may work"
-    STORE_MISMATCH = 76, "the store holds another job's data, or data of a newer version"
+    LATER = (
+        75,
+        "too few nodes met within --join-timeout; of a command: not within --timeout, or the job has live nodes",
+    )
+    MISMATCH = (
+        76,
+        "the store holds another job's data or data of a newer version, or what answers is another program",
+    )
     BAD_CONFIG = (
         78,
-        "no machine could run this: bad value, settings that contradict each other, nothing to run, etcd refuses us",
+        "no machine could run this: bad value, contradiction, nothing to run, or the store refuses us",
     )
     LOOP_STUCK = 79, "the agent's main loop stood still, so that it could no longer answer for its workers"
     LEFT_IN_TIME = (
         80,
-        "with --slurm: left by plan after a warning (SIGUSR1, SIGUSR2, --job-ends-at, --notice); the job is not done"
-        " and goes on from its checkpoint when it is started again",
+        "with --slurm: left by plan after a warning; started again, the job goes on from its checkpoint",
     )
-    STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C), after the workers were stopped"
-    STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM, after the workers were stopped"
+    STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C); an agent has stopped its workers"
+    OUTPUT_CLOSED = 141, "the reader of the command's output has closed it"
+    STOPPED_BY_SIGTERM = (
+        143,
+        "stopped by SIGTERM, after the workers were stopped; of wait: the job was cancelled",
+    )
+
+
+OF_COMMANDS = frozenset(
+    {
+        ExitCode.SUCCESS,
+        ExitCode.FAILED,
+        ExitCode.NOT_FOUND,
+        ExitCode.NO_JOB,
+        ExitCode.UNABLE,
+        ExitCode.NO_ANSWER,
+        ExitCode.NOT_HERE,
+        ExitCode.LATER,
+        ExitCode.MISMATCH,
+        ExitCode.BAD_CONFIG,
+        ExitCode.STOPPED_BY_SIGINT,
+        ExitCode.OUTPUT_CLOSED,
+        ExitCode.STOPPED_BY_SIGTERM,
+    }
+)
+ONLY_OF_COMMANDS = frozenset({ExitCode.NOT_FOUND, ExitCode.NO_JOB, ExitCode.UNABLE, ExitCode.OUTPUT_CLOSED})
+"""No agent ends so."""
+
+
+def exit_codes() -> list[str]:
+    """The lines of a command's help that explain its codes."""
+    return ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in ExitCode if code in OF_COMMANDS)]
 
 
 REQUEUE = frozenset(
     {
-        ExitCode.STORE_LOST,
+        ExitCode.NO_ANSWER,
         ExitCode.AGENT_FAILED,
         ExitCode.NO_NETWORK,
         ExitCode.NOT_HERE,
         ExitCode.UNKILLABLE,
-        ExitCode.JOIN_TIMEOUT,
+        ExitCode.LATER,
         ExitCode.LOOP_STUCK,
         ExitCode.LEFT_IN_TIME,
     }
@@ -133,43 +145,6 @@ def code_of_leave(number: int, *, requeues: bool) -> ExitCode:
     if requeues and number not in ENDINGS:
         return ExitCode.LEFT_IN_TIME
     return ExitCode.STOPPED_BY_SIGINT if number == signal.SIGINT else ExitCode.STOPPED_BY_SIGTERM
-
-
-class CommandCode(Code):
-    """How a sub-command ends; those about a pool and its jobs end with a `PoolCode`."""
-
-    DONE = 0, "it is done, or shown"
-    FAILED = 1, "a check has failed; files that were changed are kept"
-    NOT_FOUND = 66, "there is no such node, agent or run"
-    NO_JOB = 67, "there is nothing of a job of this name, or it has ended; of report: no account of its time"
-    NO_ANSWER = 69, "no answer in time; what was asked may be done all the same: see status"
-    CANNOT = 73, "this machine cannot: a file, a device; of exclude: as many nodes are excluded as can be"
-    LATER = 75, "not within --timeout, the node may still leave; of forget: the job has live nodes"
-    MISMATCH = 76, "what answers is another job's store, another program, or another version of elastic-agent"
-    BAD_CONFIG = 78, "a setting cannot work here, or the store refuses us"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); a node that was asked to leave does so"
-    OUTPUT_CLOSED = 141, "the reader of the output has closed it"
-
-
-class PoolCode(Code):
-    """How the commands about a pool end: submit, jobs, cancel, wait and logs. What is said of wait also goes for submit
-    and logs with --follow."""
-
-    DONE = 0, "it is done; of wait: the job has succeeded"
-    FAILED = 1, "of wait: the job has failed; or 3, 65 or 72, if that is how its agent has ended"
-    NO_POOL = 66, "no node offers itself to the pool"
-    NO_JOB = (
-        67,
-        "the pool has no such job, or several of this name; of logs: nothing that it has printed is left",
-    )
-    UNABLE = 68, "of wait: the job could not run, or its time limit has passed"
-    NO_ANSWER = 69, "the pool's store did not answer in time"
-    OVER = 75, "the job has ended already, or is cancelled already"
-    MISMATCH = 76, "what answers is no pool's store, or one of another version"
-    BAD_CONFIG = 78, "a setting cannot work, or the store refuses us; nothing was submitted"
-    CANCELLED = 143, "of wait: the job was cancelled"
-    INTERRUPTED = 130, "stopped by SIGINT (Ctrl-C); the job goes on"
-    OUTPUT_CLOSED = 141, "the reader of the output has closed it; the job goes on"
 
 
 class CannotStart(Exception):

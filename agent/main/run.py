@@ -449,7 +449,7 @@ def _live(agent: Agent, loop: Loop) -> Ending:
 
 def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for_others: bool) -> None:
     """Give up the lease, so that no node waits for it to expire; keep a store that we host up until all have left."""
-    if ending.code is ExitCode.STORE_LOST and not stays_for_others:
+    if ending.code is ExitCode.NO_ANSWER and not stays_for_others:
         return
     try:
         if participant.lease is not None:

@@ -21,7 +21,7 @@ from ...codec import Document, Invalid
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
 from ...rendezvous.store.interface import Entry, Store
-from ..common.exits import CommandCode
+from ..common.exits import ExitCode
 from ..common.http_client import NoAnswer, get
 from ..configuration.rendezvous import RendezvousConfig
 from ..rendezvous_io.store_opening import open_to_look
@@ -34,7 +34,7 @@ AT_ONCE = 128
 class CannotShow(Exception):
     """There is nothing to show; the text has the reason and what to try."""
 
-    def __init__(self, code: CommandCode, reason: str) -> None:
+    def __init__(self, code: ExitCode, reason: str) -> None:
         super().__init__(reason)
         self.code = code
 
@@ -166,10 +166,10 @@ class AgentsSource(Source):
             found = [one for one in found if one.job.job == self._job]
             if not found:
                 nothing = f"no agent of job {self._job} answers on this machine"
-                raise CannotShow(CommandCode.NOT_FOUND, "; ".join((nothing, *problems)))
+                raise CannotShow(ExitCode.NOT_FOUND, "; ".join((nothing, *problems)))
         if not found:
             strange = Unreachable.STRANGE in (*alive.values(), *views.values())
-            code = CommandCode.MISMATCH if strange else CommandCode.NO_ANSWER
+            code = ExitCode.MISMATCH if strange else ExitCode.NO_ANSWER
             reason = "; ".join(problems) or f"agent {next(iter(able))} does not answer {JOB_PATH}"
             raise CannotShow(code, reason)
         self.silent = tuple(problems)
@@ -192,9 +192,9 @@ class AgentsSource(Source):
         )
         if self._here:
             reason = "no agent of this user runs on this machine. Ask one by the address in its log, --agent HOST:PORT"
-            return CannotShow(CommandCode.NOT_FOUND, f"{reason}; or {store}")
+            return CannotShow(ExitCode.NOT_FOUND, f"{reason}; or {store}")
         return CannotShow(
-            CommandCode.NO_ANSWER,
+            ExitCode.NO_ANSWER,
             f"no process listens at {', '.join(map(str, agents))}: the agent has ended, or its address is another. It "
             f"is in the agent's log, behind 'metrics, /healthz, /readyz and /node at'; or {store}",
         )
@@ -239,12 +239,12 @@ class StoreSource(Source):
                 self._store = open_to_look(self._rendezvous, self._timeout_s)
             snapshot = self._store.read((WORLD_KEY, NODES_PREFIX))
         except StoreRefused as error:
-            raise CannotShow(CommandCode.BAD_CONFIG, str(error)) from error
+            raise CannotShow(ExitCode.BAD_CONFIG, str(error)) from error
         except StoreMismatch as error:
-            raise CannotShow(CommandCode.MISMATCH, str(error)) from error
+            raise CannotShow(ExitCode.MISMATCH, str(error)) from error
         except StoreError as error:
             self._store = None
-            raise CannotShow(CommandCode.NO_ANSWER, str(error)) from error
+            raise CannotShow(ExitCode.NO_ANSWER, str(error)) from error
         return [self._found(snapshot.entries)]
 
     def _found(self, entries: Iterable[Entry]) -> Found:
@@ -253,7 +253,7 @@ class StoreSource(Source):
         try:
             return found_in_store(where, self._rendezvous.job_id, entries)
         except RecordInvalid as error:
-            raise CannotShow(CommandCode.MISMATCH, str(error)) from error
+            raise CannotShow(ExitCode.MISMATCH, str(error)) from error
 
 
 def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:
@@ -271,7 +271,7 @@ def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:
             notes.append(f"the store's {error.key!r} cannot be read: {error.problem}")
     if world is None and not nodes and not notes:
         raise CannotShow(
-            CommandCode.NO_JOB,
+            ExitCode.NO_JOB,
             f"the {where} holds nothing of a job {job!r}: check --rdzv-id (and the PREFIX of an etcd:// endpoint); a "
             "job is there from its first agent's start on",
         )

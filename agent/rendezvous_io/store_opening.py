@@ -109,11 +109,11 @@ def open_store(
         requeues = config.stop.requeues
         store = unless_stopped(find, events, doing, on_wait, requeues=requeues)
     except StoreMismatch as error:
-        raise CannotStart(ExitCode.STORE_MISMATCH, str(error)) from error
+        raise CannotStart(ExitCode.MISMATCH, str(error)) from error
     except StoreRefused as error:
         raise CannotStart(ExitCode.BAD_CONFIG, str(error)) from error
     except StoreError as error:
-        raise CannotStart(ExitCode.STORE_LOST, str(error)) from error
+        raise CannotStart(ExitCode.NO_ANSWER, str(error)) from error
     if hosted_at is not None and config.nodes.max > 1 and not rendezvous.endpoints:
         place = f"--rdzv-endpoint={hosted_at} --rdzv-id={rendezvous.job_id}"
         log.info("on each other node run the same command with %s", place)

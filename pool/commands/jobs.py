@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...agent.commands.store_command import ANSWER_S, CannotDo, command_help, pause, told
-from ...agent.common.exits import ExitCode, PoolCode
+from ...agent.common.exits import ExitCode
 from ...agent.configuration.config import HELP, ConfigError, Problem
 from ...agent.configuration.derive import resolve_pool
 from ...agent.configuration.load import read_argv
@@ -45,7 +45,7 @@ def pool_command(
     subject: str = "",
     check: Callable[[Settings], list[Problem]] | None = None,
 ) -> int:
-    """Returns a `PoolCode`, or what `work` returns. With a `subject` the first word is one, and `work` gets it.
+    """Returns an `ExitCode`, or what `work` returns. With a `subject` the first word is one, and `work` gets it.
 
     `check`, of a command with something to run, finds more problems of the options before the store is asked; `work`
     raises CannotDo, StoreError and RecordInvalid.
@@ -54,20 +54,20 @@ def pool_command(
     first = words[0] if named else ""
     command_line = read_argv(words[1:] if named else words, options)
     if HELP in command_line:
-        print(command_help(usage, PoolCode, options))
+        print(command_help(usage, options))
         return 0
 
     def run() -> int:
         place = _place(command_line, (check or _nothing_to_run)(command_line))
         if subject and not first:
-            raise CannotDo(PoolCode.BAD_CONFIG, f"expected {subject}; write elastic-agent {name} {subject}")
+            raise CannotDo(ExitCode.BAD_CONFIG, f"expected {subject}; write elastic-agent {name} {subject}")
         with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
             return work(store, read_view(store), first, command_line)
 
     try:
-        return told(name, PoolCode, run)
+        return told(name, run)
     except BrokenPipeError:
-        return PoolCode.OUTPUT_CLOSED
+        return ExitCode.OUTPUT_CLOSED
 
 
 def _nothing_to_run(command_line: Settings) -> list[Problem]:
@@ -101,9 +101,9 @@ def find_job(view: PoolView, name: str) -> Job:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise CannotDo(PoolCode.NO_JOB, f"the pool has no job {name!r}: elastic-agent jobs lists them")
+        raise CannotDo(ExitCode.NO_JOB, f"the pool has no job {name!r}: elastic-agent jobs lists them")
     ids = ", ".join(job.job for job in found)
-    raise CannotDo(PoolCode.NO_JOB, f"{name!r} may be any of {ids}: write one of these")
+    raise CannotDo(ExitCode.NO_JOB, f"{name!r} may be any of {ids}: write one of these")
 
 
 def present_user() -> str:
@@ -174,10 +174,10 @@ OUTAGE_S = 60.0
 RETRY_S = 0.5
 
 _CODES = {
-    Outcome.SUCCEEDED: PoolCode.DONE,
-    Outcome.CANCELLED: PoolCode.CANCELLED,
-    Outcome.TIMED_OUT: PoolCode.UNABLE,
-    Outcome.UNABLE: PoolCode.UNABLE,
+    Outcome.SUCCEEDED: ExitCode.SUCCESS,
+    Outcome.CANCELLED: ExitCode.STOPPED_BY_SIGTERM,
+    Outcome.TIMED_OUT: ExitCode.UNABLE,
+    Outcome.UNABLE: ExitCode.UNABLE,
 }
 """Of a job that has not failed by its own fault."""
 _OF_AGENTS = (ExitCode.CRASH_LOOP, ExitCode.UNLIKE_THE_JOB, ExitCode.NOT_ON_DISK)
@@ -241,7 +241,7 @@ class LiveView:
 def code_of(result: JobResult) -> int:
     """The exit code of a command that waits for the job."""
     if result.outcome is Outcome.FAILED:
-        return result.code if result.code in _OF_AGENTS else PoolCode.FAILED
+        return result.code if result.code in _OF_AGENTS else ExitCode.FAILED
     return _CODES[result.outcome]
 
 
@@ -299,7 +299,7 @@ def _jobs(store: Store, view: PoolView, _: str, settings: Settings) -> int:
         else:
             print("\n".join(_lines(view, found)), flush=True)
         if not settings[WATCH].value:
-            return PoolCode.DONE
+            return ExitCode.SUCCESS
         pause(WATCH_S)
         view = read_view(store)
 
@@ -319,7 +319,7 @@ def _wait(store: Store, view: PoolView, name: str, _: Settings) -> int:
     job, live, shown = find_job(view, name), LiveView(store, view), ""
     while True:
         if (state := live.state(job.job)) is None:
-            raise CannotDo(PoolCode.NO_JOB, f"job {job.job} is not in the pool any more")
+            raise CannotDo(ExitCode.NO_JOB, f"job {job.job} is not in the pool any more")
         line = f"job {state.job}: {state.state}: {state.detail}"
         if line != shown:
             shown = line
@@ -331,7 +331,7 @@ def _wait(store: Store, view: PoolView, name: str, _: Settings) -> int:
 
 def _cancel(store: Store, view: PoolView, name: str, _: Settings) -> int:
     print(cancel_job(store, view, find_job(view, name)))
-    return PoolCode.DONE
+    return ExitCode.SUCCESS
 
 
 def cancel_job(store: Store, view: PoolView, job: Job) -> str:
@@ -345,9 +345,9 @@ def cancel_job(store: Store, view: PoolView, job: Job) -> str:
         return f"job {job.job} ({job.name}) is cancelled"
     if (ended := outcome.entries[1]) is not None:
         raise _has_ended(JobResult.from_json(ended.key, ended.value))
-    raise CannotDo(PoolCode.OVER, f"job {job.job} is cancelled already, and about to end")
+    raise CannotDo(ExitCode.NO_JOB, f"job {job.job} is cancelled already, and about to end")
 
 
 def _has_ended(result: JobResult) -> CannotDo:
     how = f"{result.outcome.value}, {result.reason}"
-    return CannotDo(PoolCode.OVER, f"job {result.job} has ended already: {how}")
+    return CannotDo(ExitCode.NO_JOB, f"job {result.job} has ended already: {how}")

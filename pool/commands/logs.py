@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ...agent.commands.store_command import CannotDo, pause
-from ...agent.common.exits import PoolCode
+from ...agent.common.exits import ExitCode
 from ...agent.common.http_client import NoAnswer, request
 from ...agent.configuration.parse import YES_OR_NO, Option, whole_number
 from ...agent.configuration.settings import Settings
@@ -316,18 +316,18 @@ def _logs(store: Store, view: PoolView, name: str, settings: Settings) -> int:
     reader = JobLog(job.job, show, say) if rank is None else RankLog(job.job, rank, show, say)
     if settings[FOLLOW].value:
         code = follow(live, job, reader)
-        return code if code is not None else PoolCode.INTERRUPTED
+        return code if code is not None else ExitCode.STOPPED_BY_SIGINT
     reader.read(view, all_of_it=True)
     reader.finish()
     if reader.found:
-        return PoolCode.DONE
+        return ExitCode.SUCCESS
     if waits := live.waits_for(job):
         say(f"job {job.job} ({job.name}) waits and has printed nothing: {waits}")
-        return PoolCode.DONE
+        return ExitCode.SUCCESS
     if rank is not None:
-        raise CannotDo(PoolCode.NO_JOB, f"no node has a file of rank {rank} of job {job.job} ({job.name})")
+        raise CannotDo(ExitCode.NO_JOB, f"no node has a file of rank {rank} of job {job.job} ({job.name})")
     raise CannotDo(
-        PoolCode.NO_JOB, f"no node has anything of job {job.job} ({job.name}): {_places(live, job)}"
+        ExitCode.NO_JOB, f"no node has anything of job {job.job} ({job.name}): {_places(live, job)}"
     )
 
 
@@ -343,7 +343,7 @@ def follow(
             say(f"job {job.job} ({job.name}): {result.outcome.value}: {result.reason}")
             return code_of(result)
         if live.state(job.job) is None:
-            raise CannotDo(PoolCode.NO_JOB, f"job {job.job} is not in the pool any more")
+            raise CannotDo(ExitCode.NO_JOB, f"job {job.job} is not in the pool any more")
         if (waits := live.waits_for(job)) and waits != waited_for:
             say(f"job {job.job} ({job.name}) waits: {waits}")
         waited_for = waits

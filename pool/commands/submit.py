@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...agent.commands.store_command import CannotDo
-from ...agent.common.exits import PoolCode
+from ...agent.common.exits import ExitCode
 from ...agent.configuration.config import (
     ARGS,
     CHECK_CONFIG,
@@ -126,14 +126,14 @@ def _check(settings: Settings) -> list[Problem]:
 def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
     if not view.nodes:
         raise CannotDo(
-            PoolCode.NO_POOL,
+            ExitCode.NOT_FOUND,
             "no node offers itself to this pool; start elastic-agent without a script on each of its nodes",
         )
     job = job_of(settings, os.getcwd(), time.time())
     most = max(node.most_nodes for node in view.nodes)
     if job.min_nodes > most:
         raise CannotDo(
-            PoolCode.BAD_CONFIG,
+            ExitCode.BAD_CONFIG,
             f"the job needs {job.min_nodes} nodes, and the pool has at most {most} (--max-nodes of its daemons)",
         )
     script = settings[SCRIPT].value if SCRIPT in settings else None
@@ -143,18 +143,18 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
         and not os.path.exists(os.path.join(job.directory, script))
     ):
         raise CannotDo(
-            PoolCode.BAD_CONFIG,
+            ExitCode.BAD_CONFIG,
             f"{job.directory}, where the job is to run, has no {script}: check its name, or see --directory",
         )
     try:
         text = job.to_json()
     except RecordInvalid as error:
-        raise CannotDo(PoolCode.BAD_CONFIG, f"{error.problem}: put it into a file, and name that") from error
+        raise CannotDo(ExitCode.BAD_CONFIG, f"{error.problem}: put it into a file, and name that") from error
     try:
         store.transact((Compare(job.key, 0),), (Put(job.key, text),))
     except StoreUnavailable as error:
         unknown = f"whether job {job.job} is in the queue is not known; elastic-agent jobs tells"
-        raise CannotDo(PoolCode.NO_ANSWER, f"{error}; {unknown}") from error
+        raise CannotDo(ExitCode.NO_ANSWER, f"{error}; {unknown}") from error
     live = LiveView(store, read_view(store))
     why = live.waits_for(job) or "queued"
     if settings[FOLLOW].value:
@@ -162,7 +162,7 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
         return _follow(live, job)
     say(f"{job.name}: {why}")
     print(job.job)
-    return PoolCode.DONE
+    return ExitCode.SUCCESS
 
 
 def _follow(live: LiveView, job: Job) -> int:
@@ -174,7 +174,7 @@ def _follow(live: LiveView, job: Job) -> int:
         asked.append(number)
         if len(asked) > 1:
             os.write(2, f"\n{_goes_on(job)}\n".encode())
-            os._exit(PoolCode.INTERRUPTED)
+            os._exit(ExitCode.STOPPED_BY_SIGINT)
 
     signal.signal(signal.SIGINT, ask_later)
     reader = JobLog(job.job, show, say)
@@ -184,7 +184,7 @@ def _follow(live: LiveView, job: Job) -> int:
             return code
         if not sys.stdin.isatty() or not _wants_its_end(job):
             say(_goes_on(job))
-            return PoolCode.INTERRUPTED
+            return ExitCode.STOPPED_BY_SIGINT
         try:
             say(cancel_job(live.store, read_view(live.store), job))
         except CannotDo as over:

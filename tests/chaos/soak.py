@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_agent.agent.common.exits import CommandCode, ExitCode
+from elastic_agent.agent.common.exits import ExitCode
 from tests.consoles import full_pipe
 from tests.etcd_servers import EtcdCluster
 from tests.system.etcd_jobs import agent_of
@@ -196,7 +196,7 @@ class Soak:
     def _drain(self, node: str) -> None:
         command = [sys.executable, "-m", "elastic_agent", "drain", node, *self._store]
         drain = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-        assert drain.returncode == CommandCode.DONE, f"elastic-agent drain: {drain.stdout}{drain.stderr}"
+        assert drain.returncode == ExitCode.SUCCESS, f"elastic-agent drain: {drain.stdout}{drain.stderr}"
 
     def _trained(self, fault: Fault, before: int) -> Generation | None:
         """The newest generation, when it follows the one before and every rank has done its steps there."""

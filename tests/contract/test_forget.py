@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, main
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
 from elastic_agent.rendezvous.records import (
@@ -78,12 +78,12 @@ def test_all_that_an_ended_job_has_left_is_deleted_and_nothing_of_another(
 ) -> None:
     neighbour = Job(shared_etcd, f"{ended.name}-2")  # its keys begin like this job's
     neighbour.put(Put(WORLD_KEY, "{}"))
-    assert forget(shared_etcd, ended.name) == CommandCode.DONE
+    assert forget(shared_etcd, ended.name) == ExitCode.SUCCESS
     assert f"job {ended.name} is forgotten: {WISHES + 2} keys deleted" in capsys.readouterr().out
     assert ended.keys == []
     assert neighbour.keys == [WORLD_KEY]
     neighbour.store.close()
-    assert forget(shared_etcd, ended.name) == CommandCode.NO_JOB
+    assert forget(shared_etcd, ended.name) == ExitCode.NO_JOB
 
 
 def test_a_job_is_forgotten_only_when_the_leases_of_its_nodes_have_ended(
@@ -92,15 +92,15 @@ def test_a_job_is_forgotten_only_when_the_leases_of_its_nodes_have_ended(
     lease, before = ended.store.grant(60.0), ended.keys
     node = NodeRecord("b", "b-1", "10.0.0.2", 4711, 1)
     ended.put(Put(node_key("b"), node.to_json(), lease))
-    assert forget(shared_etcd, ended.name) == CommandCode.LATER
+    assert forget(shared_etcd, ended.name) == ExitCode.LATER
     assert "has 1 live nodes: b" in capsys.readouterr().err
     assert ended.keys == sorted([*before, node_key("b")])
     ended.store.revoke(lease)
-    assert forget(shared_etcd, ended.name) == CommandCode.DONE
+    assert forget(shared_etcd, ended.name) == ExitCode.SUCCESS
     assert ended.keys == []
 
 
 def test_what_another_version_left_is_forgotten_too(shared_etcd: EtcdCluster, ended: Job) -> None:
     ended.put(Put(WORLD_KEY, '{"v": 1}'))
-    assert forget(shared_etcd, ended.name) == CommandCode.DONE
+    assert forget(shared_etcd, ended.name) == ExitCode.SUCCESS
     assert ended.keys == []

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.exits import ONLY_OF_COMMANDS, ExitCode
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.options import OPTIONS
 from elastic_agent.agent.configuration.parse import Source
@@ -270,24 +270,24 @@ def test_a_job_ends_by_the_agents_exit_codes() -> None:
     }
     assert by_action == {
         "FailJob": {
-            ExitCode.WORKERS_FAILED,
+            ExitCode.FAILED,
             ExitCode.CRASH_LOOP,
             ExitCode.NOT_ON_DISK,
-            ExitCode.STORE_MISMATCH,
+            ExitCode.MISMATCH,
             ExitCode.BAD_CONFIG,
         },
         "Ignore": {ExitCode.STOPPED_BY_SIGINT, ExitCode.STOPPED_BY_SIGTERM},
     }
-    another_pod_may_help = set(ExitCode) - set().union(*by_action.values())
+    another_pod_may_help = set(ExitCode) - ONLY_OF_COMMANDS - set().union(*by_action.values())
     assert another_pod_may_help == {
         ExitCode.SUCCESS,
         ExitCode.UNLIKE_THE_JOB,
-        ExitCode.STORE_LOST,
+        ExitCode.NO_ANSWER,
         ExitCode.AGENT_FAILED,
         ExitCode.NO_NETWORK,
         ExitCode.NOT_HERE,
         ExitCode.UNKILLABLE,
-        ExitCode.JOIN_TIMEOUT,
+        ExitCode.LATER,
         ExitCode.LOOP_STUCK,
         ExitCode.LEFT_IN_TIME,
     }

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 
 from elastic_agent.agent.commands import nodes, store_command
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.observability import sources as status_sources
 from elastic_agent.agent.observability.sources import (
@@ -231,17 +231,17 @@ def test_a_job_is_found_among_all_here(node: Callable[..., Node], frozen: Endpoi
     found = AgentsSource(lambda: (a.http, c.http, frozen), 1.0, here=True, job="words").jobs()
     assert [one.job.job for one in found] == ["words"]
     other = refused(AgentsSource(lambda: (a.http, frozen), 1.0, here=True, job="words"))
-    assert other.code is CommandCode.NOT_FOUND
+    assert other.code is ExitCode.NOT_FOUND
     assert f"no agent of job words answers on this machine; the agent at {frozen}" in str(other)
 
 
 def test_why_there_is_nothing_to_show(frozen: Endpoint, stranger: Endpoint) -> None:
     for source, code, words in (
-        (source_at(here=True), CommandCode.NOT_FOUND, "--agent HOST:PORT"),
-        (source_at(unused_port(), here=True), CommandCode.NOT_FOUND, "--rdzv-endpoint HOST:PORT"),
-        (source_at(unused_port()), CommandCode.NO_ANSWER, "no process listens"),
-        (source_at(frozen, timeout_s=SHORT_S), CommandCode.NO_ANSWER, "no answer within 0.3 s"),
-        (source_at(stranger), CommandCode.MISMATCH, "another program, or another version"),
+        (source_at(here=True), ExitCode.NOT_FOUND, "--agent HOST:PORT"),
+        (source_at(unused_port(), here=True), ExitCode.NOT_FOUND, "--rdzv-endpoint HOST:PORT"),
+        (source_at(unused_port()), ExitCode.NO_ANSWER, "no process listens"),
+        (source_at(frozen, timeout_s=SHORT_S), ExitCode.NO_ANSWER, "no answer within 0.3 s"),
+        (source_at(stranger), ExitCode.MISMATCH, "another program, or another version"),
     ):
         problem = refused(source)
         assert problem.code is code, str(problem)
@@ -271,11 +271,11 @@ def test_a_command_about_a_node_finds_its_job_among_all_here(
     monkeypatch.setattr(nodes, "HERE_S", SHORT_S)
     monkeypatch.setattr(nodes, "stores_here", lambda *_: stores)
     monkeypatch.setattr(store_command, "open_to_look", open_job)
-    assert nodes.main(["drain", "b"]) == CommandCode.NO_JOB
+    assert nodes.main(["drain", "b"]) == ExitCode.NO_JOB
     assert asked == ["digits"]
-    assert nodes.main(["drain", "a"]) == CommandCode.BAD_CONFIG
+    assert nodes.main(["drain", "a"]) == ExitCode.BAD_CONFIG
     assert "one job with node a, of those here: digits (a, b), words (a)" in capsys.readouterr().err
-    assert nodes.main(["drain", "x"]) == CommandCode.BAD_CONFIG
+    assert nodes.main(["drain", "x"]) == ExitCode.BAD_CONFIG
     assert "of those here: digits (a, b), s (no answer), words (a)" in capsys.readouterr().err
 
 
@@ -315,12 +315,12 @@ def test_etcd_lists_all_nodes_the_oldest_first_and_what_cannot_be_read(shared_et
 
 def test_etcd_without_this_job_or_with_a_world_of_another_version(shared_etcd: EtcdCluster) -> None:
     missing = refused(StoreSource(etcd_place(shared_etcd, "status-none"), PATIENCE_S))
-    assert missing.code is CommandCode.NO_JOB
+    assert missing.code is ExitCode.NO_JOB
     assert "check --rdzv-id" in str(missing)
     newer = WORLD.to_json().replace(f'"v":{SCHEMA}', '"v":99')
     shared_etcd.ctl("put", "/elastic-agent/status-new/world", newer)
     strange = refused(StoreSource(etcd_place(shared_etcd, "status-new"), PATIENCE_S))
-    assert strange.code is CommandCode.MISMATCH
+    assert strange.code is ExitCode.MISMATCH
 
 
 def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other(tmp_path: Path) -> None:
@@ -345,8 +345,7 @@ def test_a_user_of_etcd_who_may_only_read_can_look_and_no_other(tmp_path: Path) 
             ("digits", {}),
         ):
             assert (
-                refused(StoreSource(etcd_place(cluster, job, **how), PATIENCE_S)).code
-                is CommandCode.BAD_CONFIG
+                refused(StoreSource(etcd_place(cluster, job, **how), PATIENCE_S)).code is ExitCode.BAD_CONFIG
             )
 
 
@@ -357,7 +356,7 @@ def test_no_store_is_an_answer_in_time() -> None:
         RendezvousConfig("etcd", (place,), EtcdConfig(), "digits"),
         RendezvousConfig("c10d", (place,), None, "digits"),
     ):
-        assert refused(StoreSource(rendezvous, SHORT_S)).code is CommandCode.NO_ANSWER
+        assert refused(StoreSource(rendezvous, SHORT_S)).code is ExitCode.NO_ANSWER
 
 
 def test_a_c10d_store_shows_only_its_own_job(host_process: Callable[..., HostProcess]) -> None:
@@ -366,17 +365,17 @@ def test_a_c10d_store_shows_only_its_own_job(host_process: Callable[..., HostPro
     host = host_process("digits")
     place = (Endpoint(HOST, host.port),)
     source = StoreSource(RendezvousConfig("c10d", place, None, "digits"), PATIENCE_S)
-    assert refused(source).code is CommandCode.NO_JOB
+    assert refused(source).code is ExitCode.NO_JOB
     writer = C10dStore.connect(HOST, host.port, "digits", PATIENCE_S)
     put(writer, world=WORLD.to_json(), nodes__a=record("a", HOME).to_json())
     (found,) = source.jobs()
     assert (found.job.world, found.job.coordinator) == (WORLD, "a")
     other = refused(StoreSource(RendezvousConfig("c10d", place, None, "letters"), PATIENCE_S))
-    assert other.code is CommandCode.MISMATCH
+    assert other.code is ExitCode.MISMATCH
     assert "digits" in str(other)
     host.process.kill()
     host.process.wait()
-    assert refused(source).code is CommandCode.NO_ANSWER
+    assert refused(source).code is ExitCode.NO_ANSWER
     writer.close()
 
 

@@ -52,7 +52,7 @@ def test_a_directory_of_another_run_ends_the_job_at_once(job: Job, when: str) ->
     if when == "load":
         holder.claim.take(0)
     agent = job.start("a", TORCH_PRELOADED, "--nproc-per-node=2", script=(REPLACED, job.folder, when))
-    assert agent.exit_code() == ExitCode.WORKERS_FAILED, agent.text
+    assert agent.exit_code() == ExitCode.FAILED, agent.text
     for rank in (0, 1):
         assert (job.folder / f"started-{rank}").read_text().splitlines() == [when]
     assert "no restart helps" in agent.text

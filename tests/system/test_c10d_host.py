@@ -77,5 +77,5 @@ def test_another_jobs_store_where_the_host_was_is_no_failure_of_the_agent(job: J
     job.wait_for_training(world=2)
     agents["a"].kill()
     job.join("x", "--nnodes=2", "--rdzv-id=another", LEASE)
-    assert agents["b"].exit_code() == ExitCode.STORE_MISMATCH
+    assert agents["b"].exit_code() == ExitCode.MISMATCH
     assert agents["b"].says("expected 'default'")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.exits import PoolCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.workers.processes.proc import remove_cgroup
 
 from .harness import ORPHANS_S, RECORDER, Agent, Job
@@ -167,6 +167,6 @@ def test_a_job_is_held_in_a_cgroup_of_its_own_below_the_daemons(pool: Pool, dele
         own = delegated.parent / held.splitlines()[-1].partition("::/")[2]
         (own / "cgroup.procs").write_text(str(escaped.pid))
         pool.end_job(job)
-        assert pool.wait(job) == PoolCode.DONE
+        assert pool.wait(job) == ExitCode.SUCCESS
         assert escaped.wait(10) == -signal.SIGKILL
         pool.job.wait_for(lambda: below(delegated) == [], "the job's cgroup to be gone")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.health.checks.pair_report import PEER_CHECKS
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
@@ -115,7 +115,7 @@ def test_a_filter_a_slow_node_and_one_that_is_killed_are_named_by_all_others(
         victim = nodes["abcd".index("b" if leader != "b" else "d")]
         victim.process.kill()
         others = [node for node in nodes if node is not victim]
-        assert [node.process.wait(60.0) for node in others] == [CommandCode.FAILED] * 3, [
+        assert [node.process.wait(60.0) for node in others] == [ExitCode.FAILED] * 3, [
             node.said for node in others
         ]
     report, *same = [node.report for node in others]

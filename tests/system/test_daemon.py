@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_agent.agent.common.exits import ExitCode, PoolCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.pool.records import Outcome
 from tests.etcd_servers import etcd_cluster
 
@@ -35,9 +35,9 @@ def test_two_jobs_that_need_both_nodes_run_one_after_the_other(pool: Pool) -> No
     assert not pool.starts_of(second)
     pool.end_job(first)
     assert len(pool.starts(second, 2)) == 2
-    assert pool.wait(first) == PoolCode.DONE
+    assert pool.wait(first) == ExitCode.SUCCESS
     pool.end_job(second, 5)
-    assert pool.wait(second) == ExitCode.WORKERS_FAILED
+    assert pool.wait(second) == ExitCode.FAILED
     listed = json.loads(pool.command("jobs", "--json").stdout)["jobs"]
     assert [(one["job"], one["state"]) for one in listed] == [(first, "succeeded"), (second, "failed")]
     assert listed[1]["name"] == "later"
@@ -55,10 +55,10 @@ def test_a_job_gives_the_node_that_it_can_spare_to_the_next_one(pool: Pool) -> N
     (there,), (here,) = pool.seats(second), pool.seats(first)
     assert {here, there} == {"a", "b"}
     pool.end_job(second)
-    assert pool.wait(second) == PoolCode.DONE
+    assert pool.wait(second) == ExitCode.SUCCESS
     pool.job.wait_for(lambda: len(pool.seats(first)) == 2, "the first job to take the node again")
     pool.end_job(first)
-    assert pool.wait(first) == PoolCode.DONE
+    assert pool.wait(first) == ExitCode.SUCCESS
 
 
 def test_a_job_gives_a_node_back_and_takes_it_again_without_losing_a_step(pool: Pool) -> None:
@@ -71,11 +71,11 @@ def test_a_job_gives_a_node_back_and_takes_it_again_without_losing_a_step(pool: 
     one = pool.job.wait_for_training(world=1, after=two.number)
     lockstep.check_nothing_lost(two, one)
     pool.end_job(between)
-    assert pool.wait(between) == PoolCode.DONE
+    assert pool.wait(between) == ExitCode.SUCCESS
     again = pool.job.wait_for_training(world=2, after=one.number)
     lockstep.check_nothing_lost(one, again)
-    assert pool.command("cancel", trains).returncode == PoolCode.DONE
-    assert pool.wait(trains) == PoolCode.CANCELLED
+    assert pool.command("cancel", trains).returncode == ExitCode.SUCCESS
+    assert pool.wait(trains) == ExitCode.STOPPED_BY_SIGTERM
 
 
 def test_a_job_of_torch_does_each_step_once_while_its_nodes_come_and_go(pool: Pool) -> None:
@@ -96,11 +96,11 @@ def test_a_job_of_torch_does_each_step_once_while_its_nodes_come_and_go(pool: Po
     between = pool.submit()
     pool.starts(between, 1)
     pool.end_job(between)
-    assert pool.wait(between) == PoolCode.DONE
+    assert pool.wait(between) == ExitCode.SUCCESS
     alone = len(steps())
     pool.job.wait_for(lambda: any(world == 2 for _, world in steps()[alone:]), "both nodes to train again")
     (folder / "enough").touch()
-    assert pool.wait(counted) == PoolCode.DONE
+    assert pool.wait(counted) == ExitCode.SUCCESS
     done = [number for number, _ in steps()]
     assert done == list(range(1, len(done) + 1))
 
@@ -118,10 +118,10 @@ def test_a_job_goes_on_elsewhere_when_its_daemon_is_killed_which_then_comes_back
     again = pool.daemon(here, SHORT_LEASE)
     pool.job.wait_for_text(again, "idle: waiting for a job")
     pool.end_job(first)
-    assert pool.wait(first) == PoolCode.DONE
+    assert pool.wait(first) == ExitCode.SUCCESS
     pool.starts(waiting, 2)
     pool.end_job(waiting)
-    assert pool.wait(waiting) == PoolCode.DONE
+    assert pool.wait(waiting) == ExitCode.SUCCESS
 
 
 def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(pool: Pool) -> None:
@@ -139,7 +139,7 @@ def test_a_queue_outlives_all_daemons_and_the_last_job_is_reported_truthfully(po
     assert [states[job]["state"] for job in states] == ["failed", "running", "waiting"]
     pool.end_job(running)
     pool.end_job(waiting)
-    assert pool.wait(waiting) == PoolCode.DONE
+    assert pool.wait(waiting) == ExitCode.SUCCESS
     results = {result.job: result for result in pool.view().results}
     assert [(results[job].outcome, results[job].attempts) for job in (done, running, waiting)] == [
         (Outcome.FAILED, 1),
@@ -167,18 +167,18 @@ def test_a_node_takes_no_job_while_what_its_killed_daemon_has_started_still_ends
     assert not alive(left["pid"])
     for job in (beside, after):
         pool.end_job(job)
-        assert pool.wait(job) == PoolCode.DONE
+        assert pool.wait(job) == ExitCode.SUCCESS
 
 
 def test_jobs_are_cancelled_where_they_are(pool: Pool) -> None:
     pool.daemons("a")
     running, waiting = pool.submit(), pool.submit()
     pool.starts(running, 1)
-    assert pool.command("cancel", waiting).returncode == PoolCode.DONE
-    assert pool.wait(waiting) == PoolCode.CANCELLED
-    assert pool.command("cancel", running).returncode == PoolCode.DONE
-    assert pool.wait(running) == PoolCode.CANCELLED
-    assert pool.command("cancel", running).returncode == PoolCode.OVER
+    assert pool.command("cancel", waiting).returncode == ExitCode.SUCCESS
+    assert pool.wait(waiting) == ExitCode.STOPPED_BY_SIGTERM
+    assert pool.command("cancel", running).returncode == ExitCode.SUCCESS
+    assert pool.wait(running) == ExitCode.STOPPED_BY_SIGTERM
+    assert pool.command("cancel", running).returncode == ExitCode.NO_JOB
     assert not pool.workers()
     assert not pool.starts_of(waiting)
 
@@ -187,11 +187,11 @@ def test_a_job_beyond_its_time_limit_is_ended_and_the_next_one_runs(pool: Pool) 
     pool.daemons("a")
     long, after = pool.submit("--time-limit=1s"), pool.submit()
     pool.starts(after, 1)
-    assert pool.wait(long) == PoolCode.UNABLE
+    assert pool.wait(long) == ExitCode.UNABLE
     (result,) = pool.view().results
     assert (result.outcome, result.reason) == (Outcome.TIMED_OUT, "its time limit of 1 s")
     pool.end_job(after)
-    assert pool.wait(after) == PoolCode.DONE
+    assert pool.wait(after) == ExitCode.SUCCESS
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount of one process")
@@ -215,7 +215,7 @@ def test_a_job_runs_where_its_directory_is(pool: Pool) -> None:
     assert start["node"] == "b"
     assert start["cwd"] == os.path.realpath(place / "runs")
     pool.end_job(missing)
-    assert pool.wait(missing) == PoolCode.DONE
+    assert pool.wait(missing) == ExitCode.SUCCESS
 
 
 def test_a_job_whose_agent_is_killed_goes_on_elsewhere(pool: Pool) -> None:
@@ -228,7 +228,7 @@ def test_a_job_whose_agent_is_killed_goes_on_elsewhere(pool: Pool) -> None:
     refusal = pool.view().plan.setback_of(one).refusals[first["node"]]
     assert refusal.reason == "the job's agent was killed by SIGKILL"
     pool.end_job(one)
-    assert pool.wait(one) == PoolCode.DONE
+    assert pool.wait(one) == ExitCode.SUCCESS
 
 
 def test_a_daemon_that_is_stopped_leaves_by_plan_and_its_job_waits(pool: Pool) -> None:
@@ -245,7 +245,7 @@ def test_a_daemon_that_is_stopped_leaves_by_plan_and_its_job_waits(pool: Pool) -
     assert view.plan.run_of(one).attempt == 2  # type: ignore[union-attr]
     assert view.plan.setback_of(one).in_vain == 0, "it has left as it was asked to"
     pool.end_job(one)
-    assert pool.wait(one) == PoolCode.DONE
+    assert pool.wait(one) == ExitCode.SUCCESS
 
 
 @pytest.mark.parametrize("thread", ["job-agent", "store-requests", "local-store"])
@@ -271,11 +271,11 @@ def test_three_machines_share_jobs_that_a_fourth_submits_and_go_on_without_a_los
     with etcd_cluster(places=[net["store"].place]) as etcd:
         ((host, port),) = etcd.endpoints
         refused = pool.command("submit", f"--rdzv-endpoint=etcd://{host}:{port}", "--", "train.py")
-        assert refused.returncode == PoolCode.BAD_CONFIG
+        assert refused.returncode == ExitCode.BAD_CONFIG
         assert "--etcd-insecure" in refused.stderr
         pool.place = (f"--rdzv-endpoint=etcd://{host}:{port}", "--etcd-insecure")
         refused = pool.command("submit", *pool.place, "--", "train.py", enter=net["d"].enter)
-        assert refused.returncode == PoolCode.NO_POOL
+        assert refused.returncode == ExitCode.NOT_FOUND
         daemons = {name: pool.daemon(name, SHORT_LEASE, enter=net[name].enter) for name in "abc"}
         for agent in daemons.values():
             pool.job.wait_for_text(agent, "idle: waiting for a job")
@@ -290,7 +290,7 @@ def test_three_machines_share_jobs_that_a_fourth_submits_and_go_on_without_a_los
         net["c"].heal()
         pool.job.wait_for_text(daemons["c"], f"running job {one}(.|\n)*waiting for (.|\n)*running job {one}")
         pool.end_job(one)
-        assert pool.wait(one) == PoolCode.DONE
+        assert pool.wait(one) == ExitCode.SUCCESS
         assert not pool.workers()
 
 

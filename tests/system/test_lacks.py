@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from elastic_agent.agent.common.exits import CommandCode, ExitCode, PoolCode
+from elastic_agent.agent.common.exits import ExitCode
 
 FULL = "size=4k t {0}; head -c 8192 /dev/zero >{0}/fill 2>/dev/null"
 TRAIN = ("--nproc-per-node", "1", "--preload", "none", "--no-python", "true")
@@ -16,10 +16,10 @@ TRAIN = ("--nproc-per-node", "1", "--preload", "none", "--no-python", "true")
 ENDS = {
     TRAIN: ExitCode.NOT_HERE,
     ("--min-nodes", "1"): ExitCode.NOT_HERE,
-    ("status",): CommandCode.NOT_FOUND,
-    ("events",): CommandCode.NOT_FOUND,
-    ("jobs",): PoolCode.NO_ANSWER,
-    ("submit", "--", "true"): PoolCode.NO_ANSWER,
+    ("status",): ExitCode.NOT_FOUND,
+    ("events",): ExitCode.NOT_FOUND,
+    ("jobs",): ExitCode.NO_ANSWER,
+    ("submit", "--", "true"): ExitCode.NO_ANSWER,
     ("drain", "n1"): ExitCode.BAD_CONFIG,
 }
 

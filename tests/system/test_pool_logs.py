@@ -10,7 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from elastic_agent.agent.common.exits import ExitCode, PoolCode
+from elastic_agent.agent.common.exits import ExitCode
 
 from .harness import Agent
 from .pools import Pool
@@ -67,7 +67,7 @@ def test_what_a_job_prints_is_followed_past_the_death_of_a_node(pool: Pool) -> N
     pool.job.wait_for(lambda: "generation 2 (" in followed(pool), "a generation without b in the log")
     (pool.folder / "go").touch()
     _, said = follow.communicate(timeout=60)
-    assert follow.returncode == ExitCode.WORKERS_FAILED == pool.wait(job)
+    assert follow.returncode == ExitCode.FAILED == pool.wait(job)
     assert "last of 0" in followed(pool)
     assert f"job {job} (talker.py): failed: " in said
     listed = json.loads(pool.command("jobs", "--json").stdout)["jobs"][0]
@@ -101,5 +101,5 @@ def test_a_daemon_tells_prometheus_of_its_pool_and_its_job(pool: Pool) -> None:
     assert json.loads(page(pool, a, "/"))["running_jobs"] == 1
     assert json.loads(page(pool, a, "/pool"))["running"] == {"job": job, "name": "talk"}
     (pool.folder / "go").touch()
-    assert pool.wait(job) == PoolCode.DONE
+    assert pool.wait(job) == ExitCode.SUCCESS
     pool.job.wait_for(lambda: 'job="talk"' not in page(pool, a, "/metrics"), "none of the job's metrics")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.agent.common.exits import PoolCode
+from elastic_agent.agent.common.exits import ExitCode
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 from .harness import Job
@@ -42,7 +42,7 @@ def test_a_job_of_the_pool_has_the_store_s_password_file(
         [start] = pool.starts(mine, 1)
         assert PASSWORD not in start["env"].values()
         pool.end_job(mine)
-        assert pool.wait(mine) == PoolCode.DONE
+        assert pool.wait(mine) == ExitCode.SUCCESS
         assert PASSWORD not in daemon.text
     finally:
         pool.close()

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_agent.agent.commands import check
 from elastic_agent.agent.commands.check import as_json, main, table
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
@@ -79,11 +79,11 @@ def test_it_needs_no_script_and_takes_the_options_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"--check-directory={tmp_path}", f"--log-dir={tmp_path}/logs", "--port-range=29500-29600"]
-    assert main(["--json", *words]) == CommandCode.DONE
+    assert main(["--json", *words]) == ExitCode.SUCCESS
     document = json.loads(capsys.readouterr().out)
     found = {finding["check"] for finding in document["findings"]}
     assert found >= {"shared-memory", "checkpoint-directory", "log-directory", "interface"}
-    assert main([*words, "train-that-is-not-there.py"]) == CommandCode.BAD_CONFIG
+    assert main([*words, "train-that-is-not-there.py"]) == ExitCode.BAD_CONFIG
     assert not list(tmp_path.iterdir())
 
 
@@ -91,7 +91,7 @@ def test_a_directory_that_cannot_be_is_a_finding_and_no_error_of_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    assert main([f"--log-dir={tmp_path}/file"]) == CommandCode.FAILED
+    assert main([f"--log-dir={tmp_path}/file"]) == ExitCode.FAILED
     out = capsys.readouterr().out
     assert "1 failed" in out
     assert re.search(r"^FAIL  log-directory +\S+file: Not a directory$", out, re.MULTILINE)
@@ -112,7 +112,7 @@ def test_a_network_that_is_not_there_yet_fails(
     machine = Machine(Inventory((), 2), (), (), NotReady("route to 10.0.0.9", "add one"))
     monkeypatch.setattr(check, "inspect_machine", lambda *_, **__: machine)
     monkeypatch.setattr(check, "needs_of", lambda *_: NodeNeeds())
-    assert main([]) == CommandCode.FAILED
+    assert main([]) == ExitCode.FAILED
     assert "no network for the job: there is no route to 10.0.0.9" in capsys.readouterr().out
 
 
@@ -147,7 +147,7 @@ def test_the_page_has_every_check() -> None:
 
 def test_a_reader_that_has_gone_is_no_traceback() -> None:
     """Of any command, however much it prints."""
-    for words, code in ((["check", "--json"], CommandCode.OUTPUT_CLOSED), (["--help-all"], 141)):
+    for words, code in ((["check", "--json"], ExitCode.OUTPUT_CLOSED), (["--help-all"], 141)):
         reading, writing = os.pipe()
         os.close(reading)
         with open(writing, "wb") as pipe:

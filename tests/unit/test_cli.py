@@ -55,7 +55,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         assert machine is MACHINE
         assert prepared is None
         calls.append(config)
-        return ExitCode.WORKERS_FAILED
+        return ExitCode.FAILED
 
     module = types.ModuleType("elastic_agent.agent.main.run")
     module.run = run  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def test_a_command_that_is_gone_names_another_unless_it_is_a_script(
     assert "dcp_to_torch DIR FILE" in capsys.readouterr().err
     assert not started
     (tmp_path / "convert").write_text("pass\n")
-    assert main(["convert", "checkpoints"]) == ExitCode.WORKERS_FAILED
+    assert main(["convert", "checkpoints"]) == ExitCode.FAILED
     assert [config.command for config in started] == [Command("script", "convert", ("checkpoints",))]
 
 
@@ -168,7 +168,7 @@ def test_version(started: list[Config], capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_run_gets_the_configuration_and_its_exit_code_is_returned(script: str, started: list[Config]) -> None:
-    assert main(["--nproc-per-node", "2", script, "--help"]) == ExitCode.WORKERS_FAILED
+    assert main(["--nproc-per-node", "2", script, "--help"]) == ExitCode.FAILED
     (config,) = started
     assert config.nproc_per_node == 2
     assert config.command == Command("script", script, ("--help",))
@@ -450,5 +450,7 @@ def test_torchruns_print_completion_prints_ours(capsys: pytest.CaptureFixture[st
 
 
 def test_exit_codes_are_plain_numbers_with_a_meaning() -> None:
-    assert sorted(map(int, ExitCode)) == [0, 1, 3, 65, 69, 70, 71, 72, 73, 74, 75, 76, 78, 79, 80, 130, 143]
+    assert sorted(map(int, ExitCode)) == [
+        *(0, 1, 3, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 78, 79, 80, 130, 141, 143)
+    ]
     assert all(code.meaning for code in ExitCode)

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_agent.agent.commands.runs import diagnose
 from elastic_agent.agent.commands.runs.diagnose import main
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.main.assembly import about_node
 from elastic_agent.agent.output.journal import EventFile, Journal, Kind
 from elastic_agent.agent.output.log_files import MARK
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 def bundled(run: Path, tmp_path: Path, *words: str) -> dict[str, str]:
     """Texts by name in the folder."""
     archive = tmp_path / "out.tar.gz"
-    assert main([str(run), f"--output={archive}", *words]) == CommandCode.DONE
+    assert main([str(run), f"--output={archive}", *words]) == ExitCode.SUCCESS
     with tarfile.open(archive) as tar:
         found = {}
         for member in tar:
@@ -121,7 +121,7 @@ def test_it_is_this_users_alone_and_replaces_nothing(
     assert archive.stat().st_mode & 0o777 == 0o600
     assert capsys.readouterr().out == f"{archive}\n"
     before = archive.read_bytes()
-    assert main([str(run), f"--output={archive}"]) == CommandCode.CANNOT
+    assert main([str(run), f"--output={archive}"]) == ExitCode.NOT_HERE
     assert archive.read_bytes() == before
     assert "name another with --output" in capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_the_newest_run_of_a_job_is_found_by_its_name(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["digits", f"--log-dir={run.parent}"]) == CommandCode.DONE
+    assert main(["digits", f"--log-dir={run.parent}"]) == ExitCode.SUCCESS
     assert (tmp_path / "digits-3f2a.tar.gz").exists()
 
 
@@ -141,21 +141,21 @@ def test_a_folder_that_happens_to_have_the_jobs_name_is_not_packed(
     for job in ("digits", "other"):
         (tmp_path / job).mkdir()
         (tmp_path / job / "notes.txt").write_text("of the user's own")
-    assert main(["digits", f"--log-dir={run.parent}"]) == CommandCode.DONE
+    assert main(["digits", f"--log-dir={run.parent}"]) == ExitCode.SUCCESS
     assert (tmp_path / "digits-3f2a.tar.gz").exists()
-    assert main(["other", f"--log-dir={run.parent}"]) == CommandCode.NOT_FOUND
+    assert main(["other", f"--log-dir={run.parent}"]) == ExitCode.NOT_FOUND
     assert "other is no folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["--log-dir=/proc/self/fdinfo"], CommandCode.NOT_FOUND),
-        (["digits", "other"], CommandCode.BAD_CONFIG),
-        (["digits", "--log-dir=/nowhere"], CommandCode.NOT_FOUND),
-        (["no such job", "--log-dir=/tmp"], CommandCode.NOT_FOUND),
-        (["--help"], CommandCode.DONE),
+        (["--log-dir=/proc/self/fdinfo"], ExitCode.NOT_FOUND),
+        (["digits", "other"], ExitCode.BAD_CONFIG),
+        (["digits", "--log-dir=/nowhere"], ExitCode.NOT_FOUND),
+        (["no such job", "--log-dir=/tmp"], ExitCode.NOT_FOUND),
+        (["--help"], ExitCode.SUCCESS),
     ],
 )
-def test_how_it_ends(words: list[str], code: CommandCode) -> None:
+def test_how_it_ends(words: list[str], code: ExitCode) -> None:
     assert main(words) == code

@@ -10,7 +10,7 @@ import pytest
 from elastic_agent.agent.commands import nodes, store_command
 from elastic_agent.agent.commands.nodes import drain, main
 from elastic_agent.agent.commands.store_command import CannotDo
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import OF_COMMANDS, ExitCode
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.records import (
@@ -79,7 +79,7 @@ def test_each_state_of_the_node_is_shown_once(scene: Scene) -> None:
 
 
 def test_the_request_names_the_incarnation(scene: Scene) -> None:
-    assert scene.fails(timeout_s=0.5).code is CommandCode.LATER
+    assert scene.fails(timeout_s=0.5).code is ExitCode.LATER
     assert scene.request == DrainRequest("life-b")
     assert 0.5 <= scene.now < 1.0
 
@@ -100,9 +100,9 @@ def test_a_node_that_was_lost_before_it_read_the_request_leaves_none_behind(scen
 @pytest.mark.parametrize(
     ("world", "nodes", "code", "text"),
     [
-        (None, (), CommandCode.NO_JOB, "holds nothing of a job 'job'"),
-        (WORLD, (A,), CommandCode.NOT_FOUND, "has no node 'b' now; its nodes: a"),
-        (WORLD, (), CommandCode.NOT_FOUND, "its nodes: none"),
+        (None, (), ExitCode.NO_JOB, "holds nothing of a job 'job'"),
+        (WORLD, (A,), ExitCode.NOT_FOUND, "has no node 'b' now; its nodes: a"),
+        (WORLD, (), ExitCode.NOT_FOUND, "its nodes: none"),
         (
             replace(
                 WORLD,
@@ -111,13 +111,13 @@ def test_a_node_that_was_lost_before_it_read_the_request_leaves_none_behind(scen
                 cause=Cause(CauseKind.SUCCESS, detail="all done"),
             ),
             (),
-            CommandCode.NO_JOB,
+            ExitCode.NO_JOB,
             "job 'job' has ended: all done",
         ),
     ],
 )
 def test_who_cannot_leave(
-    world: World | None, nodes: tuple[NodeRecord, ...], code: CommandCode, text: str
+    world: World | None, nodes: tuple[NodeRecord, ...], code: ExitCode, text: str
 ) -> None:
     scene = Scene(*([world] if world is not None else []), *nodes)
     error = scene.fails()
@@ -147,7 +147,7 @@ def test_a_store_that_is_away_for_a_while_is_reported_once(scene: Scene) -> None
     scene.store = store = Away()
     scene.put(WORLD, A, B)
     scene.happens = iter([lambda: setattr(store, "away", 3)])
-    assert scene.fails(timeout_s=2.0).code is CommandCode.LATER
+    assert scene.fails(timeout_s=2.0).code is ExitCode.LATER
     assert scene.shown.count("the store does not answer, trying on: cut off") == 1
 
 
@@ -183,7 +183,7 @@ def test_without_any_word_of_a_store_it_is_that_of_the_job_on_this_machine(
 
     monkeypatch.setattr(nodes, "stores_here", lambda *_: tuple(stores))
     monkeypatch.setattr(store_command, "open_to_look", open_job)
-    assert main(["drain", "b", *words]) == CommandCode.NO_JOB
+    assert main(["drain", "b", *words]) == ExitCode.NO_JOB
     assert [(place.backend, place.job_id) for place in asked] == [(backend, job)]
 
 
@@ -201,12 +201,12 @@ def test_words_that_cannot_be_meant_are_problems(
     words: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(nodes, "stores_here", lambda *_: ())
-    assert main(["drain", *words]) == CommandCode.BAD_CONFIG
+    assert main(["drain", *words]) == ExitCode.BAD_CONFIG
     assert text in capsys.readouterr().err
 
 
 def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drain", "--help"]) == 0
     told = capsys.readouterr().out
-    for code in CommandCode:
+    for code in OF_COMMANDS:
         assert f"{int(code):>3}  {code.meaning}" in told

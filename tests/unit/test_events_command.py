@@ -16,7 +16,7 @@ import pytest
 
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.runs import events as command
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.observability.page import MOST_EVENTS, Board
 from elastic_agent.agent.output.journal import EVENT, EVENTS_PATH, EventFile, Journal, Kind
 from elastic_agent.health.http import Answers, HealthServer, Probe
@@ -70,14 +70,14 @@ def test_events_of_all_agents_here_are_in_the_order_of_their_clocks(
     b.note(Kind.WORKERS_STARTED, "2 workers started here", generation=1)
     with serving(a, "a-1") as first, serving(b, "b-1") as second:
         here += [first, second]
-        assert command.main([]) == CommandCode.DONE
+        assert command.main([]) == ExitCode.SUCCESS
         shown = [line.split(maxsplit=2)[2] for line in lines(capsys)]
         assert shown == [
             "b                1  workers started  2 workers started here",
             "a                1  generation       the job starts",
             "a                1  failure          rank 3 on b: ValueError: lr < 0",
         ]
-        assert command.main(["--json"]) == CommandCode.DONE
+        assert command.main(["--json"]) == ExitCode.SUCCESS
     read = [EVENT.decode(line) for line in lines(capsys)]
     assert [(event.node, event.number) for event in read] == [("b", 1), ("a", 1), ("a", 2), ("a", 3)]
 
@@ -92,12 +92,12 @@ def test_only_the_agents_of_the_job_count(here: list[Endpoint], capsys: pytest.C
         socket.create_server(("127.0.0.1", 0)) as frozen,
     ):
         here += [first, Endpoint(*frozen.getsockname()[:2]), second]
-        assert command.main(["letters"]) == CommandCode.DONE
+        assert command.main(["letters"]) == ExitCode.SUCCESS
         out, err = capsys.readouterr()
         assert [line.rpartition("  ")[2] for line in out.splitlines()] == ["of letters"]
         assert f"the agent at {here[1]} gives no answer within 3 s" in err
         assert "if it is of job letters, its events are missing" in err
-        assert command.main(["words"]) == CommandCode.NOT_FOUND
+        assert command.main(["words"]) == ExitCode.NOT_FOUND
     assert "no agent of job words answers here, and words is no folder" in capsys.readouterr().err
 
 
@@ -106,7 +106,7 @@ def test_more_events_than_an_answer_holds_are_all_shown(capsys: pytest.CaptureFi
     for number in range(2 * MOST_EVENTS + 7):
         journal.note(Kind.DRAIN, f"save {number}")
     with serving(journal, "a-1") as http:
-        assert command.main(["--agent", str(http)]) == CommandCode.DONE
+        assert command.main(["--agent", str(http)]) == ExitCode.SUCCESS
     assert [line.rpartition(" ")[2] for line in lines(capsys)] == [str(n) for n in range(2 * MOST_EVENTS + 7)]
 
 
@@ -121,7 +121,7 @@ def test_who_follows_ends_when_its_reader_does_though_nothing_happens() -> None:
             assert following.stdout.readline().endswith("one\n")
             following.stdout.close()
             try:
-                assert following.wait(PATIENCE_S) == CommandCode.OUTPUT_CLOSED
+                assert following.wait(PATIENCE_S) == ExitCode.OUTPUT_CLOSED
             finally:
                 following.kill()
             assert following.stderr.read() == ""
@@ -157,7 +157,7 @@ def test_it_follows_an_agent_into_its_next_life_and_to_its_end(
 
     happens = steps()
     monkeypatch.setattr(command, "pause", lambda seconds: next(happens))
-    assert command.main(["--agent", str(http), "--follow"]) == CommandCode.DONE
+    assert command.main(["--agent", str(http), "--follow"]) == ExitCode.SUCCESS
     assert [line.rpartition("save             ")[2] for line in lines(capsys)] == [
         "one",
         "two",
@@ -181,24 +181,24 @@ def test_the_files_of_a_run_are_read_where_no_agent_answers(
         ["digits", f"--log-dir={tmp_path}"],
         ["digits", f"--log-dir={tmp_path}", "--follow"],
     ):
-        assert command.main(words) == CommandCode.DONE
+        assert command.main(words) == ExitCode.SUCCESS
         shown = [line.split("  ")[-1] for line in lines(capsys)]
         assert shown == ["b starts", "b ends", "a starts", "a ends"], words
     (folder / "events-a.jsonl").unlink()
     (folder / "events-b.jsonl").unlink()
-    assert command.main([str(folder)]) == CommandCode.NOT_FOUND
+    assert command.main([str(folder)]) == ExitCode.NOT_FOUND
     assert "has no events-NODE.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["./nothing/here"], CommandCode.NOT_FOUND, "is no folder"),
-        (["nobody"], CommandCode.NOT_FOUND, "has no run of a job of this name"),
-        ([], CommandCode.NOT_FOUND, "no agent answers here"),
-        (["a", "--agent", "h:1"], CommandCode.BAD_CONFIG, "leave out"),
-        (["a", "b"], CommandCode.BAD_CONFIG, "one job, or one run"),
-        (["--agent", "h"], CommandCode.BAD_CONFIG, "HOST:PORT"),
+        (["./nothing/here"], ExitCode.NOT_FOUND, "is no folder"),
+        (["nobody"], ExitCode.NOT_FOUND, "has no run of a job of this name"),
+        ([], ExitCode.NOT_FOUND, "no agent answers here"),
+        (["a", "--agent", "h:1"], ExitCode.BAD_CONFIG, "leave out"),
+        (["a", "b"], ExitCode.BAD_CONFIG, "one job, or one run"),
+        (["--agent", "h"], ExitCode.BAD_CONFIG, "HOST:PORT"),
     ],
 )
 def test_what_cannot_be_shown_says_why(
@@ -206,7 +206,7 @@ def test_what_cannot_be_shown_says_why(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
-    code: CommandCode,
+    code: ExitCode,
     says: str,
 ) -> None:
     monkeypatch.setenv("ELASTIC_AGENT_LOG_DIR", str(tmp_path))
@@ -237,7 +237,7 @@ def test_another_program_is_no_agent(answer: bytes, capsys: pytest.CaptureFixtur
         thread = threading.Thread(target=serve)
         thread.start()
         port = listener.getsockname()[1]
-        assert command.main(["--agent", f"127.0.0.1:{port}"]) == CommandCode.MISMATCH
+        assert command.main(["--agent", f"127.0.0.1:{port}"]) == ExitCode.MISMATCH
         thread.join(PATIENCE_S)
     assert "another program" in capsys.readouterr().err
 
@@ -245,7 +245,7 @@ def test_another_program_is_no_agent(answer: bytes, capsys: pytest.CaptureFixtur
 def test_an_agent_that_stands_still_gives_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         words = ["--agent", f"127.0.0.1:{listener.getsockname()[1]}", "--timeout", "200ms"]
-        assert command.main(words) == CommandCode.NO_ANSWER
+        assert command.main(words) == ExitCode.NO_ANSWER
     assert "gives no answer within 0.2 s" in capsys.readouterr().err
 
 

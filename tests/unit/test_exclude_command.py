@@ -11,7 +11,7 @@ import pytest
 from elastic_agent.agent.commands import nodes, store_command
 from elastic_agent.agent.commands.nodes import exclude_node, read_reason, readmit_node
 from elastic_agent.agent.commands.store_command import CannotDo
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import OF_COMMANDS, ExitCode
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
@@ -101,7 +101,7 @@ def test_a_node_that_the_job_has_excluded_before_may_be_away(scene: Scene) -> No
 def test_a_name_that_the_job_does_not_know_needs_a_word_more(scene: Scene) -> None:
     with pytest.raises(CannotDo, match=r"has no node 'c' now; .*add --away") as caught:
         scene.exclude("c")
-    assert caught.value.code is CommandCode.NOT_FOUND
+    assert caught.value.code is ExitCode.NOT_FOUND
     assert scene.world.exclusions == ()
     scene.exclude("c", away=True)
     assert scene.world.exclusions == (replace(OUT, node="c", life=""),)
@@ -121,7 +121,7 @@ def test_a_job_that_waits_without_the_node_is_told(scene: Scene) -> None:
 def test_a_node_that_is_needed_stays_and_the_command_says_so(scene: Scene) -> None:
     with pytest.raises(CannotDo, match="It stays while the others are fewer than the job needs") as caught:
         scene.exclude(timeout_s=1.0)
-    assert caught.value.code is CommandCode.LATER
+    assert caught.value.code is ExitCode.LATER
     assert scene.now == 1.0
 
 
@@ -130,7 +130,7 @@ def test_a_world_that_remembers_no_more_exclusions_says_so(scene: Scene) -> None
     scene.put(replace(WORLD, exclusions=full))
     with pytest.raises(CannotDo, match="64 nodes of job 'job' are excluded already") as caught:
         scene.exclude()
-    assert caught.value.code is CommandCode.CANNOT
+    assert caught.value.code is ExitCode.NOT_HERE
     assert scene.world.exclusions == full
 
 
@@ -166,8 +166,8 @@ def test_a_store_where_others_always_win_is_no_answer(scene: Scene, monkeypatch:
 @pytest.mark.parametrize(
     ("world", "node", "code", "text"),
     [
-        (WORLD, "c", CommandCode.NOT_FOUND, "has no node 'c' now; its nodes: a, b"),
-        (None, "b", CommandCode.NO_JOB, "holds no world of a job 'job'"),
+        (WORLD, "c", ExitCode.NOT_FOUND, "has no node 'c' now; its nodes: a, b"),
+        (None, "b", ExitCode.NO_JOB, "holds no world of a job 'job'"),
         (
             replace(
                 WORLD,
@@ -176,13 +176,13 @@ def test_a_store_where_others_always_win_is_no_answer(scene: Scene, monkeypatch:
                 cause=Cause(CauseKind.SUCCESS, detail="it is over"),
             ),
             "b",
-            CommandCode.NO_JOB,
+            ExitCode.NO_JOB,
             "has ended: it is over",
         ),
     ],
 )
 def test_what_cannot_be_done_is_said(
-    scene: Scene, world: World | None, node: str, code: CommandCode, text: str
+    scene: Scene, world: World | None, node: str, code: ExitCode, text: str
 ) -> None:
     if world is None:
         scene.delete(WORLD_KEY)
@@ -203,7 +203,7 @@ def test_a_node_is_readmitted_whether_the_job_or_an_operator_has_excluded_it(sce
         CannotDo, match="node 'b' of job 'job' is not excluded; those that are: none"
     ) as caught:
         readmit_node(scene.store, "job", "b", scene.shown.append)
-    assert caught.value.code is CommandCode.NOT_FOUND
+    assert caught.value.code is ExitCode.NOT_FOUND
 
 
 def test_agents_do_what_the_commands_write() -> None:
@@ -238,7 +238,7 @@ def test_the_timeout_is_for_the_whole_command(
     monkeypatch.setattr(store_command, "LATE_S", 0.0)
     words = ["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=0.1"]
     try:
-        assert nodes.main(["exclude", *words]) == CommandCode.NO_ANSWER
+        assert nodes.main(["exclude", *words]) == ExitCode.NO_ANSWER
     finally:
         over.set()
         for thread in threading.enumerate():
@@ -255,7 +255,7 @@ def test_a_machine_without_room_for_a_thread_is_said(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     words = ["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=5"]
-    assert nodes.main(["exclude", *words]) == CommandCode.NO_ANSWER
+    assert nodes.main(["exclude", *words]) == ExitCode.NO_ANSWER
     assert "no thread could be started: allow more processes" in capsys.readouterr().err
 
 
@@ -286,10 +286,10 @@ def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("exclude", "readmit"):
         assert nodes.main([command, "--help"]) == 0
         told = capsys.readouterr().out
-        for code in CommandCode:
+        for code in OF_COMMANDS:
             assert f"{int(code):>3}  {code.meaning}" in told
 
 
 def test_a_command_without_a_node_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert nodes.main(["exclude", "--rdzv-endpoint", "etcd://nowhere:1"]) == CommandCode.BAD_CONFIG
+    assert nodes.main(["exclude", "--rdzv-endpoint", "etcd://nowhere:1"]) == ExitCode.BAD_CONFIG
     assert "elastic-agent exclude NODE" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands.files import DEPLOY, KINDS, main
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.options import OPTIONS, bash_completion
 from elastic_agent.agent.configuration.parse import Source
 
@@ -18,7 +18,7 @@ from elastic_agent.agent.configuration.parse import Source
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_deployments_files_are_written_out(kind: str, tmp_path: Path) -> None:
     target = tmp_path / "new" / kind
-    assert main([kind, str(target)]) == CommandCode.DONE
+    assert main([kind, str(target)]) == ExitCode.SUCCESS
     source = DEPLOY / kind
     written = {
         str(file.relative_to(target)): file.read_bytes() for file in target.rglob("*") if file.is_file()
@@ -42,16 +42,16 @@ def test_the_completion_knows_every_option_and_command(tmp_path: Path) -> None:
 def test_a_file_that_somebody_changed_is_kept_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["systemd", str(tmp_path)]) == CommandCode.DONE
+    assert main(["systemd", str(tmp_path)]) == ExitCode.SUCCESS
     changed = tmp_path / "job.toml"
     changed.write_text("mine")
     (tmp_path / "job.env").unlink()
     capsys.readouterr()
-    assert main(["systemd", str(tmp_path)]) == CommandCode.FAILED
+    assert main(["systemd", str(tmp_path)]) == ExitCode.FAILED
     assert changed.read_text() == "mine"
     assert (tmp_path / "job.env").exists()
     assert str(changed) in capsys.readouterr().err
-    assert main(["systemd", str(tmp_path), "--force"]) == CommandCode.DONE
+    assert main(["systemd", str(tmp_path), "--force"]) == ExitCode.SUCCESS
     assert changed.read_text() != "mine"
 
 
@@ -60,19 +60,19 @@ def test_what_is_not_understood_writes_nothing(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words) == CommandCode.BAD_CONFIG
+    assert main(words) == ExitCode.BAD_CONFIG
     assert "one of systemd, helm" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_a_kind_of_an_earlier_version_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["shell", "x"]) == CommandCode.BAD_CONFIG
+    assert main(["shell", "x"]) == ExitCode.BAD_CONFIG
     assert "write elastic-agent --print-completion bash, or --help-all" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert main(["helm", str(tmp_path / "file")]) == CommandCode.CANNOT
+    assert main(["helm", str(tmp_path / "file")]) == ExitCode.NOT_HERE
     assert str(tmp_path / "file") in capsys.readouterr().err
 
 
@@ -87,7 +87,7 @@ def test_an_output_that_cannot_be_written_is_named_and_the_files_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdout", Full())
-    assert main(["grafana", str(tmp_path)]) == CommandCode.DONE
+    assert main(["grafana", str(tmp_path)]) == ExitCode.SUCCESS
     assert list(tmp_path.iterdir())
     error = capsys.readouterr().err
     assert "the output cannot be written" in error
@@ -103,7 +103,7 @@ def test_a_file_that_the_disk_has_no_room_for_is_named(
         return len(content)
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    assert main(["systemd", str(tmp_path)]) == CommandCode.CANNOT
+    assert main(["systemd", str(tmp_path)]) == ExitCode.NOT_HERE
     shown = capsys.readouterr()
     assert f"{tmp_path / 'job.toml'}: No space left on device" in shown.err
     assert str(tmp_path / "job.env") in shown.out.split(), "what was written before is named"

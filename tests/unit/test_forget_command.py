@@ -9,7 +9,7 @@ import pytest
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, forget, main
 from elastic_agent.agent.commands.store_command import CannotDo
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,
@@ -50,7 +50,7 @@ def test_a_job_with_live_nodes_is_left_alone(store: MemoryStore) -> None:
     store.transact((), (Put(node_key("b"), "{}"),))
     with pytest.raises(CannotDo, match="has 1 live nodes: b") as caught:
         forget(store, "job")
-    assert caught.value.code is CommandCode.LATER
+    assert caught.value.code is ExitCode.LATER
     assert keys(store) == sorted([*before, node_key("b")])
 
 
@@ -83,7 +83,7 @@ def test_the_world_of_another_job_is_left_alone() -> None:
 def test_an_unknown_job_is_named() -> None:
     with pytest.raises(CannotDo, match="nothing of a job 'job'") as caught:
         forget(MemoryStore(), "job")
-    assert caught.value.code is CommandCode.NO_JOB
+    assert caught.value.code is ExitCode.NO_JOB
 
 
 ETCD = "--rdzv-endpoint=etcd://127.0.0.1"
@@ -103,7 +103,7 @@ ETCD = "--rdzv-endpoint=etcd://127.0.0.1"
 def test_words_that_cannot_be_meant_are_problems(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == CommandCode.BAD_CONFIG
+    assert main(words) == ExitCode.BAD_CONFIG
     assert text in capsys.readouterr().err
 
 
@@ -112,6 +112,6 @@ def test_the_command_asks_the_etcd_of_that_job(
 ) -> None:
     asked = []
     monkeypatch.setattr(store_command, "open_to_look", lambda place, timeout_s: asked.append(place) or store)
-    assert main(["digits", ETCD]) == CommandCode.DONE
+    assert main(["digits", ETCD]) == ExitCode.SUCCESS
     assert [(place.backend, place.job_id) for place in asked] == [("etcd", "digits")]
     assert f"job digits is forgotten: {2 * KEYS_AT_ONCE + 2} keys deleted" in capsys.readouterr().out

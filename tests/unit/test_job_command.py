@@ -67,8 +67,8 @@ def test_a_later_attempt_may_run_a_job_again_that_has_ended(attempt: int, again:
 
 MEANINGS = {
     SeatOutcome.SUCCEEDED: {ExitCode.SUCCESS},
-    SeatOutcome.FAILED: {ExitCode.WORKERS_FAILED, ExitCode.CRASH_LOOP, ExitCode.NOT_ON_DISK},
-    SeatOutcome.REFUSED: {ExitCode.UNLIKE_THE_JOB, ExitCode.STORE_MISMATCH, ExitCode.BAD_CONFIG},
+    SeatOutcome.FAILED: {ExitCode.FAILED, ExitCode.CRASH_LOOP, ExitCode.NOT_ON_DISK},
+    SeatOutcome.REFUSED: {ExitCode.UNLIKE_THE_JOB, ExitCode.MISMATCH, ExitCode.BAD_CONFIG},
     SeatOutcome.LEFT: {ExitCode.STOPPED_BY_SIGTERM, ExitCode.STOPPED_BY_SIGINT, ExitCode.LEFT_IN_TIME},
 }
 

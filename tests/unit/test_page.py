@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.observability.job_report import JobReport, report
 from elastic_agent.agent.observability.page import (
     COLUMNS,
@@ -255,7 +255,7 @@ def test_who_asks_while_another_looks_gets_the_state_before(
 @pytest.mark.parametrize(
     ("problem", "shown"),
     [
-        (CannotShow(CommandCode.NO_ANSWER, "it stands still"), "it stands still"),
+        (CannotShow(ExitCode.NO_ANSWER, "it stands still"), "it stands still"),
         (
             RuntimeError("can't start new thread"),
             'the agent could not look: RuntimeError("can\'t start new thread")',

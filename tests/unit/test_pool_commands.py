@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands.store_command import CannotDo
-from elastic_agent.agent.common.exits import PoolCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.pool.commands import jobs, logs, submit
 from elastic_agent.pool.commands.jobs import OUTAGE_S, LiveView, cancel, code_of, wait
 from elastic_agent.pool.commands.logs import JobLog, follow
@@ -96,7 +96,7 @@ def test_an_unknown_job_is_named(
     command: Command, pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.put(JOB)
-    assert command(["zz"]) == PoolCode.NO_JOB
+    assert command(["zz"]) == ExitCode.NO_JOB
     assert capsys.readouterr().err.endswith(": the pool has no job 'zz': elastic-agent jobs lists them\n")
 
 
@@ -107,7 +107,7 @@ def test_a_job_that_is_not_named_is_asked_for(
 ) -> None:
     """As in `wait "$id"` after a `submit` that was refused."""
     pool.put(JOB)
-    assert command(words) == PoolCode.BAD_CONFIG
+    assert command(words) == ExitCode.BAD_CONFIG
     assert ": expected JOB; write elastic-agent " in capsys.readouterr().err
 
 
@@ -117,7 +117,7 @@ def test_a_name_of_several_jobs_is_refused(
     command: Command, name: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.put(JOB, replace(JOB, job="ab34"))
-    assert command([name]) == PoolCode.NO_JOB
+    assert command([name]) == ExitCode.NO_JOB
     assert f"'{name}' may be any of ab12, ab34: write one of these" in capsys.readouterr().err
     assert not pool.view.pool().cancelled
 
@@ -125,13 +125,13 @@ def test_a_name_of_several_jobs_is_refused(
 @pytest.mark.parametrize("name", ["ab12", "ab1", "train.py"])
 def test_a_job_is_found_by_its_id_the_beginning_of_it_or_its_name(name: str, pool: PoolStore) -> None:
     pool.put(JOB, replace(JOB, job="cd34", name="other.py"))
-    assert cancel([name]) == PoolCode.DONE
+    assert cancel([name]) == ExitCode.SUCCESS
     assert set(pool.view.pool().cancelled) == {"ab12"}
 
 
 def test_an_id_wins_over_the_beginning_of_another_one(pool: PoolStore) -> None:
     pool.put(JOB, replace(JOB, job="ab123"))
-    assert cancel(["ab12"]) == PoolCode.DONE
+    assert cancel(["ab12"]) == ExitCode.SUCCESS
 
 
 @pytest.mark.parametrize("command", ABOUT_ONE_JOB)
@@ -139,7 +139,7 @@ def test_an_id_wins_over_the_beginning_of_another_one(pool: PoolStore) -> None:
 def test_a_command_about_a_job_wants_one(
     command: Command, words: list[str], pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(words) == PoolCode.BAD_CONFIG
+    assert command(words) == ExitCode.BAD_CONFIG
     assert "expected JOB; write elastic-agent" in capsys.readouterr().err
 
 
@@ -150,7 +150,7 @@ def test_a_word_too_many_is_refused(
     command: Command, words: list[str], pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.put(JOB)
-    assert command(words) == PoolCode.BAD_CONFIG
+    assert command(words) == ExitCode.BAD_CONFIG
     assert f"'{words[-1]}': expected nothing more" in capsys.readouterr().err
     assert not pool.view.pool().cancelled
 
@@ -161,12 +161,12 @@ def test_a_word_too_many_is_refused(
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (StoreUnavailable("no answer"), PoolCode.NO_ANSWER),
-        (StoreRefused("not you"), PoolCode.BAD_CONFIG),
+        (StoreUnavailable("no answer"), ExitCode.NO_ANSWER),
+        (StoreRefused("not you"), ExitCode.BAD_CONFIG),
     ],
 )
 def test_a_store_that_does_not_answer_is_said(
-    error: StoreError, code: PoolCode, store: PoolStore, capsys: pytest.CaptureFixture[str]
+    error: StoreError, code: ExitCode, store: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.broken = error
     for command, words in (
@@ -183,7 +183,7 @@ def test_records_that_cannot_be_read_hide_no_other(
 ) -> None:
     pool.put(JOB)
     pool.transact((), (Put(NODES_PREFIX + "z", "{}"), Put(JOBS_PREFIX + "x", "nonsense")))
-    assert jobs.jobs([]) == PoolCode.DONE
+    assert jobs.jobs([]) == ExitCode.SUCCESS
     shown = capsys.readouterr().out
     assert shown.startswith("2 nodes, 2 idle; 1 job\n")
     assert "ab12" in shown
@@ -196,7 +196,7 @@ def test_a_plan_that_cannot_be_read_is_of_another_version(
 ) -> None:
     pool.transact((), (Put(PLAN_KEY, '{"v": 99}'),))
     for command in (jobs.jobs, submit.submit):
-        assert command(["x.py"] if command is submit.submit else []) == PoolCode.MISMATCH
+        assert command(["x.py"] if command is submit.submit else []) == ExitCode.MISMATCH
         assert "'plan'" in capsys.readouterr().err
     assert not [entry for entry in pool.read(SCOPES).entries if entry.key.startswith(JOBS_PREFIX)]
 
@@ -207,7 +207,7 @@ def test_output_that_is_closed_has_a_code(pool: PoolStore, monkeypatch: pytest.M
             raise BrokenPipeError
 
     monkeypatch.setattr("sys.stdout", Closed())
-    assert jobs.jobs([]) == PoolCode.OUTPUT_CLOSED
+    assert jobs.jobs([]) == ExitCode.OUTPUT_CLOSED
 
 
 # --- submit
@@ -217,7 +217,7 @@ def test_the_last_line_of_submit_is_the_id_of_what_is_in_the_queue(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--name=n --env=A=1,B=x,y,C= --directory=d --time-limit=5m --min-nodes=2 --max-nodes=4 --hang-timeout=60s"
-    assert submit.submit([*words.split(), "-m", "pkg.train", "--lr", "1"]) == PoolCode.DONE
+    assert submit.submit([*words.split(), "-m", "pkg.train", "--lr", "1"]) == ExitCode.SUCCESS
     [job] = pool.view.jobs
     assert capsys.readouterr() == (f"{job.job}\n", "n: needs 2 nodes; 2 idle\n")
     assert job == Job(
@@ -239,14 +239,14 @@ def test_a_script_that_is_not_in_the_jobs_directory_is_refused(
     pool: PoolStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = f"--directory={tmp_path}"
-    assert submit.submit([here, "nofile.py"]) == PoolCode.BAD_CONFIG
+    assert submit.submit([here, "nofile.py"]) == ExitCode.BAD_CONFIG
     assert f"{tmp_path}, where the job is to run, has no nofile.py" in capsys.readouterr().err
     (tmp_path / "nofile.py").touch()
-    assert submit.submit([here, "nofile.py"]) == PoolCode.DONE
+    assert submit.submit([here, "nofile.py"]) == ExitCode.SUCCESS
 
 
 def test_nothing_is_submitted_where_no_node_is(store: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit.submit(["x.py"]) == PoolCode.NO_POOL
+    assert submit.submit(["x.py"]) == ExitCode.NOT_FOUND
     assert "start elastic-agent without a script on each of its nodes" in capsys.readouterr().err
     assert not store.view.jobs
 
@@ -254,7 +254,7 @@ def test_nothing_is_submitted_where_no_node_is(store: PoolStore, capsys: pytest.
 def test_a_job_that_is_larger_than_the_pool_can_be_is_refused(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.submit(["--min-nodes=3", "x.py"]) == PoolCode.BAD_CONFIG
+    assert submit.submit(["--min-nodes=3", "x.py"]) == ExitCode.BAD_CONFIG
     assert "needs 3 nodes, and the pool has at most 2 (--max-nodes of its daemons)" in capsys.readouterr().err
     assert not pool.view.jobs
 
@@ -274,7 +274,7 @@ def test_a_job_that_is_larger_than_the_pool_can_be_is_refused(
 def test_what_looks_like_a_secret_is_not_stored(
     name: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.submit([f"--env=A=1,{name}=hunter2", "x.py"]) == PoolCode.BAD_CONFIG
+    assert submit.submit([f"--env=A=1,{name}=hunter2", "x.py"]) == ExitCode.BAD_CONFIG
     shown = capsys.readouterr().err
     assert f"--env {name}: expected no secret" in shown
     assert "give the file's name" in shown
@@ -286,13 +286,13 @@ def test_what_looks_like_a_secret_is_not_stored(
     "name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_TOKEN_PATH", "API_KEY_FILE", "KEY"]
 )
 def test_what_is_no_secret_is_stored(name: str, pool: PoolStore) -> None:
-    assert submit.submit([f"--env={name}=1", "x.py"]) == PoolCode.DONE
+    assert submit.submit([f"--env={name}=1", "x.py"]) == ExitCode.SUCCESS
 
 
 def test_a_job_that_is_too_large_for_a_record_is_refused(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.submit(["x.py", *["y" * 30_000] * (MAX_JOB_CHARS // 30_000 + 1)]) == PoolCode.BAD_CONFIG
+    assert submit.submit(["x.py", *["y" * 30_000] * (MAX_JOB_CHARS // 30_000 + 1)]) == ExitCode.BAD_CONFIG
     assert ": put it into a file, and name that" in capsys.readouterr().err
     assert not pool.view.jobs
 
@@ -302,7 +302,7 @@ def test_bad_options_are_named_all_at_once(pool: PoolStore, capsys: pytest.Captu
         "--min-nodes=3 --max-nodes=2 --env=MY_TOKEN=1 --time-limit=0 --node-id=n --log-dir=/l --lease-ttl=1s"
         " --nodes-multiple-of=2"
     )
-    assert submit.submit([*words.split(), "--rdzv-endpoint=h:1"]) == PoolCode.BAD_CONFIG
+    assert submit.submit([*words.split(), "--rdzv-endpoint=h:1"]) == ExitCode.BAD_CONFIG
     shown = capsys.readouterr().err
     for part in (
         "--time-limit '0'",
@@ -327,7 +327,7 @@ def test_a_submission_without_an_answer_names_the_job(
         raise StoreUnavailable("no answer in time")
 
     monkeypatch.setattr(pool, "transact", transact)
-    assert submit.submit(["x.py"]) == PoolCode.NO_ANSWER
+    assert submit.submit(["x.py"]) == ExitCode.NO_ANSWER
     [job] = pool.view.jobs
     assert f"no answer in time; whether job {job.job} is in the queue is not known" in capsys.readouterr().err
 
@@ -337,15 +337,15 @@ def test_a_submission_without_an_answer_names_the_job(
 
 def test_a_job_is_cancelled_once(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(JOB)
-    assert cancel(["ab12"]) == PoolCode.DONE
+    assert cancel(["ab12"]) == ExitCode.SUCCESS
     assert capsys.readouterr().out == "job ab12 (train.py) is cancelled\n"
-    assert cancel(["ab12"]) == PoolCode.OVER
+    assert cancel(["ab12"]) == ExitCode.NO_JOB
     assert "job ab12 is cancelled already, and about to end" in capsys.readouterr().err
 
 
 def test_what_has_ended_is_not_cancelled(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(JOB, RESULT)
-    assert cancel(["ab12"]) == PoolCode.OVER
+    assert cancel(["ab12"]) == ExitCode.NO_JOB
     assert "job ab12 has ended already: failed, a: exit code 3" in capsys.readouterr().err
     assert not pool.view.pool().cancelled
 
@@ -367,7 +367,7 @@ def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureF
     seats = tuple(Seat(node.node, node.incarnation, 1 + place) for place, node in enumerate(nodes))
     runs = (Run("cd34", 1, 1.75e9, seats),)
     pool.put(*nodes, JOB, RESULT, replace(JOB, job="cd34"), replace(JOB, job="ef56"), Plan(2, runs))
-    assert jobs.jobs(["--json"]) == PoolCode.DONE
+    assert jobs.jobs(["--json"]) == ExitCode.SUCCESS
     common = {"name": "train.py", "submitted_at": 1.7e9, "submitted_by": "u@h"}
     assert json.loads(capsys.readouterr().out) == {
         "schema": 1,
@@ -419,12 +419,12 @@ def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureF
         (Outcome.SUCCEEDED, 0, 0),
         (Outcome.FAILED, 3, 3),
         (Outcome.FAILED, 72, 72),
-        (Outcome.FAILED, 0, PoolCode.FAILED),
-        (Outcome.FAILED, 76, PoolCode.FAILED),
-        (Outcome.FAILED, 78, PoolCode.FAILED),
-        (Outcome.CANCELLED, 0, PoolCode.CANCELLED),
-        (Outcome.TIMED_OUT, 0, PoolCode.UNABLE),
-        (Outcome.UNABLE, 0, PoolCode.UNABLE),
+        (Outcome.FAILED, 0, ExitCode.FAILED),
+        (Outcome.FAILED, 76, ExitCode.FAILED),
+        (Outcome.FAILED, 78, ExitCode.FAILED),
+        (Outcome.CANCELLED, 0, ExitCode.STOPPED_BY_SIGTERM),
+        (Outcome.TIMED_OUT, 0, ExitCode.UNABLE),
+        (Outcome.UNABLE, 0, ExitCode.UNABLE),
     ],
 )
 def test_wait_ends_as_the_job_did(
@@ -447,7 +447,7 @@ def test_wait_says_when_the_job_is_forgotten(pool: PoolStore, capsys: pytest.Cap
     live = Forgetting(pool, pool.view)
     with pytest.raises(CannotDo, match="not in the pool any more") as caught:
         follow(live, JOB, JobLog("ab12", lambda stream, lines: None, lambda text: None))
-    assert caught.value.code is PoolCode.NO_JOB
+    assert caught.value.code is ExitCode.NO_JOB
     live.close()
 
 
@@ -550,7 +550,7 @@ def test_ctrl_c_asks_whether_to_cancel(
         live: LiveView, job: Job, reader: JobLog, interrupted: Callable[[], bool]
     ) -> int | None:
         if pool.view.pool().cancelled:
-            return PoolCode.CANCELLED
+            return ExitCode.STOPPED_BY_SIGTERM
         signal.raise_signal(signal.SIGINT)
         assert interrupted()
         return None
@@ -564,10 +564,10 @@ def test_ctrl_c_asks_whether_to_cancel(
     assert shown.startswith(f"job {job.job} (x.py): ")
     assert f"cancel job {job.job}? [y/N] " in shown
     if answer == "y\n":
-        assert code == PoolCode.CANCELLED
+        assert code == ExitCode.STOPPED_BY_SIGTERM
         assert set(pool.view.pool().cancelled) == {job.job}
     else:
-        assert code == PoolCode.INTERRUPTED
+        assert code == ExitCode.STOPPED_BY_SIGINT
         assert not pool.view.pool().cancelled
         assert f"elastic-agent logs {job.job} --follow shows it" in shown
 
@@ -580,7 +580,7 @@ def test_ctrl_c_without_a_terminal_leaves_the_job_running(
 
     monkeypatch.setattr(submit, "follow", interrupt)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert submit.submit(["--follow", "x.py"]) == PoolCode.INTERRUPTED
+    assert submit.submit(["--follow", "x.py"]) == ExitCode.STOPPED_BY_SIGINT
     assert "cancel job" not in capsys.readouterr().err.replace("elastic-agent cancel", "")
     assert not pool.view.pool().cancelled
 
@@ -590,7 +590,7 @@ def test_ctrl_c_without_a_terminal_leaves_the_job_running(
 
 def test_logs_of_a_job_that_waits_say_what_for(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(replace(JOB, min_nodes=9))
-    assert logs.logs(["ab12"]) == PoolCode.DONE
+    assert logs.logs(["ab12"]) == ExitCode.SUCCESS
     output, shown = capsys.readouterr()
     assert output == ""
     assert "waits and has printed nothing: needs 9 nodes" in shown
@@ -600,7 +600,7 @@ def test_logs_that_are_gone_are_named_with_their_place(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.put(JOB, replace(RESULT, nodes=("gone",), logs={"gone": "/l/ab12/gone.log"}))
-    assert logs.logs(["ab12"]) == PoolCode.NO_JOB
+    assert logs.logs(["ab12"]) == ExitCode.NO_JOB
     shown = capsys.readouterr().err
     assert "node gone has left the pool; what it has is in /l/ab12/gone.log there" in shown
     assert "it was in gone:/l/ab12/gone.log" in shown
@@ -609,5 +609,5 @@ def test_logs_that_are_gone_are_named_with_their_place(
 @pytest.mark.parametrize("rank", ["-1", "x", "99999999999"])
 def test_logs_of_what_is_no_rank(rank: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(JOB)
-    assert logs.logs(["ab12", f"--rank={rank}"]) == PoolCode.BAD_CONFIG
+    assert logs.logs(["ab12", f"--rank={rank}"]) == ExitCode.BAD_CONFIG
     assert f"--rank '{rank}'" in capsys.readouterr().err

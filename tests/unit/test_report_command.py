@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands.runs.report import main
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.output.journal import EVENT
 from elastic_agent.agent.output.log_files import MARK, RunFolder, run_folder
 
@@ -33,9 +33,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_folder_of_a_run_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run)]) == CommandCode.DONE
+    assert main([str(run)]) == ExitCode.SUCCESS
     assert capsys.readouterr().out.startswith("run job-1: succeeded, 2 min 28 s")
-    assert main([str(run), "--json"]) == CommandCode.DONE
+    assert main([str(run), "--json"]) == ExitCode.SUCCESS
     document = json.loads(capsys.readouterr().out)
     assert document["ettr"] == pytest.approx(120 / 148)
     assert sum(document["seconds"].values()) == document["wall_seconds"] == 148.0
@@ -43,7 +43,7 @@ def test_the_folder_of_a_run_is_reported(run: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_picture_is_to_be_drawn_from_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run), "--picture", "p.png"]) == CommandCode.BAD_CONFIG
+    assert main([str(run), "--picture", "p.png"]) == ExitCode.BAD_CONFIG
     assert "no such option any more; draw from report --json" in capsys.readouterr().err
 
 
@@ -59,7 +59,7 @@ def test_a_torn_line_an_unknown_kind_and_a_schema_of_tomorrow_are_skipped(
     assert unknown != first != tomorrow
     noise = "not JSON\n\x00\xff\n" + "x" * 100_000 + "\n"
     file.write_text("".join([first, unknown, tomorrow, noise, *rest]) + rest[-1][:40])
-    assert main([str(run), "--json"]) == CommandCode.DONE
+    assert main([str(run), "--json"]) == ExitCode.SUCCESS
     assert capsys.readouterr().out == whole
 
 
@@ -81,12 +81,12 @@ def test_a_job_stands_for_its_newest_run(
         folder = write(tmp_path / name, failing_once())
         os.utime(folder / MARK, (at, at))
     (tmp_path / "job-unmarked").mkdir()
-    assert main(["job", f"--log-dir={tmp_path}"]) == CommandCode.DONE
+    assert main(["job", f"--log-dir={tmp_path}"]) == ExitCode.SUCCESS
     assert capsys.readouterr().out.startswith("run job-new:")
     monkeypatch.setenv("ELASTIC_AGENT_LOG_DIR", str(tmp_path))
-    assert main(["job-of-another"]) == CommandCode.DONE
+    assert main(["job-of-another"]) == ExitCode.SUCCESS
     assert capsys.readouterr().out.startswith("run job-of-another-1:")
-    assert main([]) == CommandCode.DONE
+    assert main([]) == ExitCode.SUCCESS
     shown, said = capsys.readouterr()
     assert shown.startswith("run jobs-1:")
     assert said == f"elastic-agent report: {tmp_path}/jobs-1, the newest run there\n"
@@ -96,26 +96,26 @@ def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> N
     folder = RunFolder(run_folder(tmp_path, "a.job-7", "0123abcd"))
     folder.hold()
     write(folder.path, failing_once())
-    assert main(["a.job-7", f"--log-dir={tmp_path}"]) == CommandCode.DONE
+    assert main(["a.job-7", f"--log-dir={tmp_path}"]) == ExitCode.SUCCESS
     folder.release()
 
 
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        (["--log-dir={tmp}/empty"], CommandCode.NOT_FOUND, "no run is in {tmp}/empty"),
-        (["{run}", "{run}"], CommandCode.BAD_CONFIG, "one run"),
-        (["{run}", "--jsn"], CommandCode.BAD_CONFIG, "--json"),
-        (["none", "--log-dir={tmp}"], CommandCode.NOT_FOUND, "has no run of a job of this name"),
-        (["none", "--log-dir={tmp}/none"], CommandCode.NOT_FOUND, "No such file or directory"),
-        (["{tmp}/empty"], CommandCode.NOT_FOUND, "is no folder of a run"),
-        (["{tmp}/early"], CommandCode.NO_JOB, "nothing of how time was spent"),
-        (["{tmp}/folder"], CommandCode.NOT_FOUND, "name the folder of a run"),
+        (["--log-dir={tmp}/empty"], ExitCode.NOT_FOUND, "no run is in {tmp}/empty"),
+        (["{run}", "{run}"], ExitCode.BAD_CONFIG, "one run"),
+        (["{run}", "--jsn"], ExitCode.BAD_CONFIG, "--json"),
+        (["none", "--log-dir={tmp}"], ExitCode.NOT_FOUND, "has no run of a job of this name"),
+        (["none", "--log-dir={tmp}/none"], ExitCode.NOT_FOUND, "No such file or directory"),
+        (["{tmp}/empty"], ExitCode.NOT_FOUND, "is no folder of a run"),
+        (["{tmp}/early"], ExitCode.NO_JOB, "nothing of how time was spent"),
+        (["{tmp}/folder"], ExitCode.NOT_FOUND, "name the folder of a run"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(
     words: list[str],
-    code: CommandCode,
+    code: ExitCode,
     says: str,
     run: Path,
     tmp_path: Path,

@@ -107,7 +107,7 @@ def test_the_lease_is_given_up_after_the_loop_has_ended_with_its_workers(
 
 def test_a_store_that_is_lost_is_not_asked_for_a_farewell(calls: list[str]) -> None:
     store, participant = cast(Store, Recorded("store", calls)), cast(Participant, Recorded("it", calls))
-    life._depart(store, participant, ended(ExitCode.STORE_LOST), stays_for_others=False)
+    life._depart(store, participant, ended(ExitCode.NO_ANSWER), stays_for_others=False)
     assert calls == []
 
 
@@ -181,7 +181,7 @@ def test_http_answers_while_the_store_is_looked_for(
         assert probes.liveness() == Probe(True, "starting")
         assert probes.readiness() == Probe(False, "looking for the rendezvous store")
         assert '"a-1"' in probes.introduction()
-        raise CannotStart(ExitCode.STORE_LOST, "no store")
+        raise CannotStart(ExitCode.NO_ANSWER, "no store")
 
     monkeypatch.setattr(life, "catch_signals", lambda *_: None)
     monkeypatch.setattr(life, "_wait_for_network", lambda *_: machine.network)

@@ -186,7 +186,7 @@ def test_an_agent_that_ends_says_why_to_its_daemon(tmp_path: Path) -> None:
     words = ("--preload=none", "--standalone", "--max-restarts=0", "train.py")
     JobAgent(AgentCommand(words, dict(os.environ), str(tmp_path)), tmp_path / "output", events.put).start()
     ended = events.get(timeout=PATIENCE_S)
-    assert ended == JobAgentEnded(ExitCode.WORKERS_FAILED, "ValueError: boom (rank 0)")
+    assert ended == JobAgentEnded(ExitCode.FAILED, "ValueError: boom (rank 0)")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output", "train.py"]
 
 

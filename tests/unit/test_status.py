@@ -11,7 +11,7 @@ import pytest
 
 from elastic_agent.agent.commands import status
 from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_source
-from elastic_agent.agent.common.exits import CommandCode
+from elastic_agent.agent.common.exits import OF_COMMANDS, ExitCode
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.observability.job_report import as_json
@@ -76,7 +76,7 @@ def test_a_job_of_a_pool_is_looked_for_in_the_pools_store() -> None:
 def test_what_is_no_job_of_a_pool_is_refused(
     words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["status", *words]) == CommandCode.BAD_CONFIG
+    assert main(["status", *words]) == ExitCode.BAD_CONFIG
     assert said in capsys.readouterr().err
 
 
@@ -111,7 +111,7 @@ def test_a_mistake_is_named_with_its_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         source(*words)
-    assert main(["status", *words]) == CommandCode.BAD_CONFIG
+    assert main(["status", *words]) == ExitCode.BAD_CONFIG
     assert said in capsys.readouterr().err
 
 
@@ -128,7 +128,7 @@ def test_where_no_agent_is_the_store_of_the_environment_is_asked(monkeypatch: py
     assert here.jobs() == [Found("store", JOB)]
     with pytest.raises(CannotShow) as nothing:
         source().jobs()
-    assert nothing.value.code is CommandCode.NOT_FOUND
+    assert nothing.value.code is ExitCode.NOT_FOUND
 
 
 def test_a_job_is_looked_for_among_the_agents_here_first_and_then_in_the_pool(
@@ -142,7 +142,7 @@ def test_a_job_is_looked_for_among_the_agents_here_first_and_then_in_the_pool(
     monkeypatch.setattr(status, "agents_here", lambda *_: [])
 
     def away(self: StoreSource) -> list[Found]:
-        raise CannotShow(CommandCode.NO_ANSWER, "no agent hosts it")
+        raise CannotShow(ExitCode.NO_ANSWER, "no agent hosts it")
 
     monkeypatch.setattr(StoreSource, "jobs", away)
     with pytest.raises(
@@ -198,8 +198,8 @@ def through(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 EMPTY = [Found("agent", JobStatus("digits", None, (), None, complete=True))]
-NO_JOB = CannotShow(CommandCode.NO_JOB, "no such job")
-REFUSED = CannotShow(CommandCode.BAD_CONFIG, "a wrong password")
+NO_JOB = CannotShow(ExitCode.NO_JOB, "no such job")
+REFUSED = CannotShow(ExitCode.BAD_CONFIG, "a wrong password")
 
 
 def test_once(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +272,7 @@ def test_watching_ends_when_trying_again_cannot_help(
     through: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     through(EMPTY, REFUSED, EMPTY)
-    assert main(["status", "--watch=0.1"]) == CommandCode.BAD_CONFIG
+    assert main(["status", "--watch=0.1"]) == ExitCode.BAD_CONFIG
     assert "a wrong password" in capsys.readouterr().err
 
 
@@ -291,7 +291,7 @@ def test_help_names_every_option_and_every_code(capsys: pytest.CaptureFixture[st
     assert main(["status", "--timeout", "x", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"--{option.name}" in text for option in STATUS_OPTIONS)
-    assert all(code.meaning in text for code in CommandCode)
+    assert all(code.meaning in text for code in OF_COMMANDS)
     assert max(map(len, text.splitlines())) <= 120
 
 

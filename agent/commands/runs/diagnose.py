@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from .... import __version__
 from ....rendezvous.text import NAME
-from ...common.exits import Code, CommandCode, exit_codes
+from ...common.exits import ExitCode, exit_codes
 from ...configuration.config import HELP, LOG_DIR, SCRIPT, ConfigError
 from ...configuration.load import read_argv, read_environ
 from ...configuration.parse import PATH, Group, Option
@@ -42,7 +42,7 @@ def run_command(
     options: Sequence[Option[Any]],
     work: Callable[[Path, Settings], None],
 ) -> int:
-    """Returns a `CommandCode`. The first word is the run, without it the newest of all is taken; `work` gets its
+    """Returns an `ExitCode`. The first word is the run, without it the newest of all is taken; `work` gets its
     folder, and raises CannotDo."""
     run = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if run is not None else words, options)
@@ -54,13 +54,13 @@ def run_command(
     problems = command_line.problems
     if SCRIPT in command_line:
         problems.append(command_line[SCRIPT].problem("one run", "leave it out"))
-    code: Code
+    code: ExitCode
     reason: Exception
     if problems:
-        code, reason = CommandCode.BAD_CONFIG, ConfigError(problems)
+        code, reason = ExitCode.BAD_CONFIG, ConfigError(problems)
     else:
         try:
-            with one_line_errors(CommandCode.INTERRUPTED):
+            with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
                 folder = find_run(run, given_log_dir(command_line))
                 if run is None:
                     print(f"elastic-agent {name}: {folder}, the newest run there", file=sys.stderr)
@@ -69,7 +69,7 @@ def run_command(
         except CannotDo as error:
             code, reason = error.code, error
         except BrokenPipeError:
-            return CommandCode.OUTPUT_CLOSED
+            return ExitCode.OUTPUT_CLOSED
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 
@@ -79,9 +79,7 @@ def run_help(usage: str, options: Iterable[Option[Any]]) -> str:
     where = replace(
         LOG_DIR, help="the folder of the runs (default: where agents without it keep their files)"
     )
-    return "\n".join(
-        [usage, *(option.help_text() for option in (*options, where)), "", *exit_codes(CommandCode)]
-    )
+    return "\n".join([usage, *(option.help_text() for option in (*options, where)), "", *exit_codes()])
 
 
 def given_log_dir(command_line: Settings) -> Path | None:
@@ -101,13 +99,13 @@ def find_run(run: str | None, log_dir: Path | None) -> Path:
         found = newest_run(directory, run) if directory is not None and named else None
     except OSError as error:
         reason = f"{run or directory or '--log-dir'}: {error.strerror or error}; see --log-dir"
-        raise CannotDo(CommandCode.NOT_FOUND, reason) from None
+        raise CannotDo(ExitCode.NOT_FOUND, reason) from None
     if found is not None:
         return found
     where = f"{run} is no folder of a run, and {directory} has no run of a job of this name; see --log-dir"
     if run is None:
         where = f"no run is in {directory}: name the folder of one, or see --log-dir"
-    raise CannotDo(CommandCode.NOT_FOUND, where)
+    raise CannotDo(ExitCode.NOT_FOUND, where)
 
 
 def journals_in(folder: Path) -> Iterator[Iterator[JobEvent]]:
@@ -116,9 +114,9 @@ def journals_in(folder: Path) -> Iterator[Iterator[JobEvent]]:
         files = journals(folder)
         if not files:
             reason = f"{folder} has no events-NODE.jsonl: name the folder of a run"
-            raise CannotDo(CommandCode.NOT_FOUND, reason)
+            raise CannotDo(ExitCode.NOT_FOUND, reason)
     except OSError as error:
-        raise CannotDo(CommandCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
+        raise CannotDo(ExitCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
     for parts in files.values():
         yield _events_in(parts)
 
@@ -128,7 +126,7 @@ def _events_in(parts: Iterable[Path]) -> Iterator[JobEvent]:
         for part in parts:
             yield from read_file(part)
     except OSError as error:
-        raise CannotDo(CommandCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
+        raise CannotDo(ExitCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
 
 
 MOST_OF_A_FILE = 2 * 2**20
@@ -237,7 +235,7 @@ OUTPUT: Option[Path | None] = DIAGNOSE_OPTIONS.option(
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `CommandCode`."""
+    """Returns an `ExitCode`."""
     return run_command("diagnose", words, _USAGE, DIAGNOSE_OPTIONS, _work)
 
 
@@ -254,7 +252,7 @@ def _work(folder: Path, command_line: Settings) -> None:
             raise
     except OSError as error:
         reason = f"{target}: {error.strerror}; name another with --output"
-        raise CannotDo(CommandCode.CANNOT, reason) from None
+        raise CannotDo(ExitCode.NOT_HERE, reason) from None
     print(target, flush=True)
     print(
         f"elastic-agent diagnose: {done.files} files. Secrets that were recognized are masked; look through the "

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from ....codec import Invalid, load_object
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import NAME
-from ...common.exits import CommandCode
+from ...common.exits import ExitCode
 from ...configuration.config import HELP, SCRIPT, ConfigError
 from ...configuration.load import read_argv
 from ...configuration.parse import Group, Option, duration
@@ -52,12 +52,12 @@ TIMEOUT: Option[float] = EVENTS_OPTIONS.option(
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `CommandCode`."""
+    """Returns an `ExitCode`."""
     subject = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if subject is not None else words, (*EVENTS_OPTIONS, AGENT))
     if HELP in command_line:
         print(run_help(_USAGE, (*EVENTS_OPTIONS, AGENT)))
-        return CommandCode.DONE
+        return ExitCode.SUCCESS
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     problems = command_line.problems
@@ -68,19 +68,19 @@ def main(words: Sequence[str]) -> int:
         problems.append(command_line[AGENT].problem("an agent, or a job", f"leave out it or {subject}"))
     if problems:
         print(f"elastic-agent events: {ConfigError(problems)}", file=sys.stderr)
-        return CommandCode.BAD_CONFIG
+        return ExitCode.BAD_CONFIG
     log_dir = given_log_dir(command_line)
     show = _as_json if command_line[JSON].value else _as_text
     try:
-        with one_line_errors(CommandCode.INTERRUPTED):
+        with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
             source = _choose(subject, agent, log_dir, command_line[TIMEOUT].value)
             _show(source, show, follow=follow)
-            return CommandCode.DONE
+            return ExitCode.SUCCESS
     except (CannotShow, CannotDo) as error:
         print(f"elastic-agent events: {error}", file=sys.stderr)
         return error.code
     except BrokenPipeError:
-        return CommandCode.OUTPUT_CLOSED
+        return ExitCode.OUTPUT_CLOSED
 
 
 def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, timeout_s: float) -> Source:
@@ -98,13 +98,13 @@ def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, t
             print(f"elastic-agent events: {text}: {whose}its events are missing", file=sys.stderr)
         return source
     except CannotShow as nothing:
-        if subject is None or nothing.code is not CommandCode.NOT_FOUND:
+        if subject is None or nothing.code is not ExitCode.NOT_FOUND:
             raise
         try:
             return FilesSource(subject, log_dir)
         except CannotDo as error:
             reason = f"no agent of job {subject} answers here, and {error}"
-            raise CannotShow(CommandCode.NOT_FOUND, reason) from None
+            raise CannotShow(ExitCode.NOT_FOUND, reason) from None
 
 
 def _show(source: Source, show: Callable[[JobEvent], str], *, follow: bool) -> None:
@@ -167,7 +167,7 @@ class AgentsSource:
             raise self._cannot(*silent[0])
         whose = f"of job {job} " if job is not None else ""
         raise CannotShow(
-            CommandCode.NOT_FOUND,
+            ExitCode.NOT_FOUND,
             f"no agent {whose}answers here: ask one by the address in its log, --agent HOST:PORT, or name a run",
         )
 
@@ -209,7 +209,7 @@ class AgentsSource:
         return ask(agent.http, f"{EVENTS_PATH}?since={agent.seen}", _answer, self._timeout_s, MOST_ANSWER)
 
     def _cannot(self, http: Endpoint, how: Unreachable) -> CannotShow:
-        code = CommandCode.MISMATCH if how is Unreachable.STRANGE else CommandCode.NO_ANSWER
+        code = ExitCode.MISMATCH if how is Unreachable.STRANGE else ExitCode.NO_ANSWER
         return CannotShow(code, problem(http, how, self._timeout_s))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ....rendezvous.statements.inquiry import HANG
 from ....rendezvous.text import counted
-from ...common.exits import CommandCode
+from ...common.exits import ExitCode
 from ...configuration.parse import Group
 from ...configuration.settings import Settings
 from ...output.journal import JobEvent, Kind
@@ -411,7 +411,7 @@ JSON = REPORT_OPTIONS.flag("json", "one JSON document instead of text")
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns a `CommandCode`."""
+    """Returns an `ExitCode`."""
     return run_command("report", words, _USAGE, REPORT_OPTIONS, _work)
 
 
@@ -426,4 +426,4 @@ def _read(folder: Path) -> Report:
     try:
         return report_of(folder.resolve().name, journals_in(folder))
     except ReportError as error:
-        raise CannotDo(CommandCode.NO_JOB, f"{folder}: {error}") from None
+        raise CannotDo(ExitCode.NO_JOB, f"{folder}: {error}") from None
