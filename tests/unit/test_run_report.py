@@ -10,22 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.commands.runs.lives import (
-    RESTARTING,
-    Slice,
-    Stretch,
-    Use,
-    binned,
-    job_time,
-    lives_of,
-    until,
-)
+from elastic_agent.agent.commands.runs.lives import RESTARTING, Stretch, Use, job_seconds, lives_of
 from elastic_agent.agent.commands.runs.report import (
-    BINS,
-    Formed,
     Report,
     ReportError,
     document,
+    duration_s,
     lines,
     report_of,
 )
@@ -129,11 +119,14 @@ def test_the_seconds_of_one_node_are_those_of_the_job_until_its_end() -> None:
     assert found.ettr == pytest.approx(120.0 / 148.0)
     assert found.restarting_s == pytest.approx(13.0)
     assert (found.result, found.began_at) == ("succeeded", EPOCH)
-    assert found.generations == (Formed(1, EPOCH + 5, "start", 1, 2), Formed(2, EPOCH + 71, "killed", 1, 2))
+    assert [(one.generation, one.at, one.cause) for one in found.generations] == [
+        (1, EPOCH + 5, "start"),
+        (2, EPOCH + 71, "killed"),
+    ]
     assert found.causes == (("killed", 1),)
     [recovery] = found.recoveries
     assert (recovery.generation, recovery.node, recovery.cause) == (2, "a", "killed")
-    assert recovery.duration_s == 9.0
+    assert duration_s(recovery) == 9.0
 
 
 def test_a_second_of_the_job_is_one_second_however_many_nodes_it_has() -> None:
@@ -165,7 +158,7 @@ def test_time_without_any_agent_is_the_jobs_too() -> None:
     a.spend(productive=10.0)
     found = report(a)
     assert shown(found) == {"productive": 20.0, "absent": 100.0}
-    assert found.nodes[0].starts == 2
+    assert found.nodes["a"]["starts"] == 2
 
 
 def test_an_agent_whose_first_event_is_missing_is_another_one_all_the_same() -> None:
@@ -178,7 +171,7 @@ def test_an_agent_whose_first_event_is_missing_is_another_one_all_the_same() -> 
     a.spend(productive=5.0)
     found = report(a)
     assert shown(found) == {"productive": 25.0, "absent": 80.0}
-    assert found.nodes[0].starts == 2
+    assert found.nodes["a"]["starts"] == 2
 
 
 def test_what_an_agent_did_after_its_last_account_is_not_known() -> None:
@@ -247,10 +240,10 @@ def test_each_event_counts_once_however_many_nodes_noted_it_and_the_worst_node_i
     late.begin(50.0)
     late.note(Kind.EXCLUSION, about="b", counts={"times": 2})
     found = report(*journals, late)
-    b, c, a, _ = found.nodes
-    assert (b.node, b.failures, b.losses, b.hangs, b.exclusions) == ("b", 2, 0, 1, 2)
-    assert (c.node, c.losses, c.failures) == ("c", 1, 0)
-    assert (a.node, a.straggling, a.starts) == ("a", 5, 1)
+    assert list(found.nodes) == ["b", "c", "a", "late"]
+    assert found.nodes["b"] == {"starts": 1, "failures": 2, "hangs": 1, "exclusions": 2}
+    assert found.nodes["c"] == {"starts": 1, "losses": 1}
+    assert found.nodes["a"] == {"starts": 1, "straggling": 5}
     assert found.causes == (("join", 2), ("killed", 2), ("lost", 1))
 
 
@@ -268,7 +261,7 @@ def test_a_hang_is_put_down_to_the_node_that_the_next_world_or_the_end_names() -
         node.note(Kind.FAILURE, cause="hang")
         node.note(Kind.JOB_ENDED, cause="crash_loop", about="b")
     found = report(*journals)
-    assert [(node.node, node.hangs, node.failures) for node in found.nodes] == [("b", 2, 0), ("a", 0, 0)]
+    assert found.nodes == {"b": {"starts": 1, "hangs": 2}, "a": {"starts": 1}}
     assert found.causes == (("hang", 2), ("join", 1))
 
 
@@ -290,7 +283,7 @@ def test_the_slowest_recovery_is_that_of_the_slowest_node() -> None:
         journals.append(node)
     found = report(*journals).recoveries
     assert [(one.generation, one.node) for one in found] == [(number, "b") for number in range(19, 9, -1)]
-    assert found[0].phases == {Use.STOP: 1.0, Use.LOAD: 21.0}
+    assert found[0].seconds == {"stop": 1.0, "load": 21.0}
 
 
 def test_what_lies_between_two_accounts_is_in_the_order_in_which_it_can_have_been() -> None:
@@ -426,11 +419,6 @@ def test_the_seconds_add_up_to_the_wall_clock_whatever_the_journals_say(journals
         )
         + 1e-5
     ), "a job has no second that none of its nodes has"
-    assert len(found.timeline) == BINS
-    for use in Use:
-        assert sum(one.seconds.get(use, 0.0) for one in found.timeline) == pytest.approx(
-            found.seconds[use], abs=1e-5
-        )
     assert list(lines(found))
 
 
@@ -446,47 +434,23 @@ def any_stretches(draw: st.DrawFn) -> list[Stretch]:
     return found
 
 
-@given(any_stretches())
-def test_slices_follow_each_other_and_each_is_divided_without_rest(stretches: list[Stretch]) -> None:
-    slices = list(job_time(stretches))
-    for one, following in pairwise(slices):
-        assert one.ended_at == following.began_at
-    for one in slices:
-        assert sum(one.seconds.values()) == pytest.approx(one.ended_at - one.began_at)
-        present = [s for s in stretches if s.began_at <= one.began_at and one.ended_at <= s.ended_at]
-        assert (Use.ABSENT in one.seconds) == (not present)
-        if present:
-            _check_division(one, present)
-
-
-def _check_division(one: Slice, present: list[Stretch]) -> None:
-    """By the words of `job_time`, node by node."""
-    length_s = one.ended_at - one.began_at
-    busy = [stretch for stretch in present if stretch.use is not Use.WAITING]
-    assert one.seconds.get(Use.WAITING, 0.0) == (0.0 if busy else length_s)
-    if busy:
-        stopping = sum(stretch.use is Use.STOP for stretch in busy) / len(busy)
-        assert one.seconds.get(Use.STOP, 0.0) == pytest.approx(stopping * length_s)
-    blocked = max(min(1.0, each.blocked_s / (each.ended_at - each.began_at)) for each in present) * length_s
-    stepping = sum(one.seconds.get(use, 0.0) for use in (Use.PRODUCTIVE, Use.REDONE, Use.SAVING))
-    assert one.seconds.get(Use.SAVING, 0.0) == pytest.approx(min(blocked, stepping))
-
-
 @given(any_stretches(), SECONDS)
-def test_what_is_cut_off_and_what_is_left_make_the_whole(stretches: list[Stretch], end: float) -> None:
-    slices = list(job_time(stretches))
-    left = list(until(slices, end))
-    assert all(one.ended_at <= end for one in left)
-    wanted = max(0.0, min(end, slices[-1].ended_at) - slices[0].began_at) if slices else 0.0
-    assert sum(sum(one.seconds.values()) for one in left) == pytest.approx(wanted)
-
-
-def test_bins_have_one_length() -> None:
-    slices = [Slice(0.0, 1.0, {Use.PRODUCTIVE: 1.0}), Slice(1.0, 4.0, {Use.STOP: 1.5, Use.START: 1.5})]
-    assert binned(slices, 2) == (
-        Slice(0.0, 2.0, {Use.PRODUCTIVE: 1.0, Use.STOP: 0.5, Use.START: 0.5}),
-        Slice(2.0, 4.0, {Use.STOP: 1.0, Use.START: 1.0}),
-    )
+def test_each_instant_is_divided_without_rest(stretches: list[Stretch], end: float) -> None:
+    """Between two changes, node by node."""
+    wanted = dict.fromkeys(Use, 0.0)
+    instants = sorted({min(at, end) for one in stretches for at in (one.began_at, one.ended_at)})
+    for at, until in pairwise(instants):
+        present = [one for one in stretches if one.began_at <= at and until <= one.ended_at]
+        busy = [one for one in present if one.use is not Use.WAITING]
+        for one in busy:
+            wanted[one.use] += (until - at) / len(busy)
+        if not busy:
+            wanted[Use.WAITING if present else Use.ABSENT] += until - at
+    found = job_seconds(stretches, end)
+    stepping = (Use.PRODUCTIVE, Use.REDONE, Use.SAVING)
+    for use in set(Use) - set(stepping):
+        assert found[use] == pytest.approx(wanted[use])
+    assert sum(found[use] for use in stepping) == pytest.approx(sum(wanted[use] for use in stepping))
 
 
 def test_the_phases_of_restarts_are_those_of_the_account() -> None:

@@ -18,7 +18,7 @@ import stat
 import sys
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +29,7 @@ from ...configuration.config import HELP, LOG_DIR, SCRIPT, ConfigError
 from ...configuration.load import read_argv, read_environ
 from ...configuration.parse import PATH, Group, Option
 from ...configuration.settings import Settings
+from ...observability.sources import CannotShow
 from ...output.journal import JobEvent, journals, read_file
 from ...output.log_files import FLIGHT_RECORDS, is_run, log_directory, newest_run
 from ...output.masking import masked, secrets_in
@@ -40,36 +41,34 @@ def run_command(
     words: Sequence[str],
     usage: str,
     options: Sequence[Option[Any]],
-    work: Callable[[Path, Settings], None],
+    work: Callable[[str | None, Settings], None],
 ) -> int:
-    """Returns an `ExitCode`. The first word is the run, without it the newest of all is taken; `work` gets its
-    folder, and raises CannotDo."""
+    """Returns an `ExitCode`. The first word is the run; `work` gets it, and raises CannotDo, CannotShow or
+    ConfigError."""
     run = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if run is not None else words, options)
     if HELP in command_line:
         print(run_help(usage, options))
-        return 0
+        return ExitCode.SUCCESS
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     problems = command_line.problems
     if SCRIPT in command_line:
-        problems.append(command_line[SCRIPT].problem("one run", "leave it out"))
+        problems.append(command_line[SCRIPT].problem("one job, or one run", "leave it out"))
     code: ExitCode
     reason: Exception
-    if problems:
-        code, reason = ExitCode.BAD_CONFIG, ConfigError(problems)
-    else:
-        try:
-            with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-                folder = find_run(run, given_log_dir(command_line))
-                if run is None:
-                    print(f"elastic-agent {name}: {folder}, the newest run there", file=sys.stderr)
-                work(folder, command_line)
-            return 0
-        except CannotDo as error:
-            code, reason = error.code, error
-        except BrokenPipeError:
-            return ExitCode.OUTPUT_CLOSED
+    try:
+        if problems:
+            raise ConfigError(problems)
+        with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
+            work(run, command_line)
+        return ExitCode.SUCCESS
+    except ConfigError as error:
+        code, reason = ExitCode.BAD_CONFIG, error
+    except (CannotDo, CannotShow) as error:
+        code, reason = error.code, error
+    except BrokenPipeError:
+        return ExitCode.OUTPUT_CLOSED
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 
@@ -79,12 +78,22 @@ def run_help(usage: str, options: Iterable[Option[Any]]) -> str:
     where = replace(
         LOG_DIR, help="the folder of the runs (default: where agents without it keep their files)"
     )
-    return "\n".join([usage, *(option.help_text() for option in (*options, where)), "", *exit_codes()])
+    return "\n".join(
+        [usage, *(option.help_text() for option in (*options, where)), "", *exit_codes(ExitCode)]
+    )
 
 
 def given_log_dir(command_line: Settings) -> Path | None:
     """The --log-dir of the command line, else of the environment."""
     return (command_line if LOG_DIR in command_line else read_environ(os.environ))[LOG_DIR].value
+
+
+def folder_of(name: str, run: str | None, command_line: Settings) -> Path:
+    """Of the run that the command `name` is about; the newest of all is named. Raises CannotDo."""
+    folder = find_run(run, given_log_dir(command_line))
+    if run is None:
+        print(f"elastic-agent {name}: {folder}, the newest run there", file=sys.stderr)
+    return folder
 
 
 def find_run(run: str | None, log_dir: Path | None) -> Path:
@@ -112,11 +121,11 @@ def journals_in(folder: Path) -> Iterator[Iterator[JobEvent]]:
     """The journal of each node, in the order in which it was written. Raises CannotDo."""
     try:
         files = journals(folder)
-        if not files:
-            reason = f"{folder} has no events-NODE.jsonl: name the folder of a run"
-            raise CannotDo(ExitCode.NOT_FOUND, reason)
     except OSError as error:
         raise CannotDo(ExitCode.NOT_FOUND, f"{error.filename}: {error.strerror}") from None
+    if not files:
+        reason = f"{folder} has no events-NODE.jsonl: name the folder of a run"
+        raise CannotDo(ExitCode.NOT_FOUND, reason)
     for parts in files.values():
         yield _events_in(parts)
 
@@ -130,64 +139,45 @@ def _events_in(parts: Iterable[Path]) -> Iterator[JobEvent]:
 
 
 MOST_OF_A_FILE = 2 * 2**20
-MOST_FILES = 20_000
 MOST_IN_ALL = 512 * 2**20
 
 _TEXTS = re.compile(r".*\.(log|txt|toml)|events-.+\.jsonl(\.1)?")
 
 
-@dataclass(slots=True)
-class Bundled:
-    """What the archive contains, and what it does not."""
-
-    files: int = 0
-    bytes: int = 0
-    notes: list[str] = field(default_factory=list)
-    """One line for each file that was cut or left out."""
-
-
-def write_bundle(
-    archive: IO[bytes], run: Path, about: Callable[[Bundled], str], known: Collection[str]
-) -> Bundled:
-    """Everything below the folder `run`, in a folder of the same name; `known` are secrets' values. Raises
-    OSError when the archive cannot be written."""
-    done = Bundled()
+def write_bundle(archive: IO[bytes], run: Path, known: Collection[str]) -> int:
+    """Everything below the folder `run`, in a folder of the same name; `known` are secrets' values. Returns the number
+    of files. Raises OSError when the archive cannot be written."""
+    about = [f"elastic-agent {__version__}, Python {platform.python_version()}, {platform.platform()}"]
+    files = size = 0
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        for path in _files(run, done):
-            name = path.relative_to(run)
+        for name in _files(run):
+            is_text = _TEXTS.fullmatch(name.name) is not None
+            if not is_text and FLIGHT_RECORDS not in name.parts:
+                if not name.name.startswith("."):
+                    about.append(f"{name}: left out: no file of the agent's")
+                continue
             try:
-                content = _content(path, name, done)
+                content, cut = _content(run / name)
             except OSError as error:
-                done.notes.append(f"{name}: left out: {error.strerror}")
+                about.append(f"{name}: left out: {error.strerror}")
                 continue
-            if FLIGHT_RECORDS not in name.parts:
-                text = content.decode(errors="replace")
-                content = masked(text, known).encode(errors="replace")
-            if done.bytes + len(content) > MOST_IN_ALL:
-                done.notes.append(f"{name}: left out: the archive is full")
+            if is_text:
+                content = masked(content.decode(errors="replace"), known).encode(errors="replace")
+            if size + len(content) > MOST_IN_ALL:
+                about.append(f"{name}: left out: the archive is full")
                 continue
+            if cut:
+                about.append(f"{name}: its end only")
             _add(tar, f"{run.name}/{name}", content)
-            done.files += 1
-            done.bytes += len(content)
-        text = masked(about(done), known)
-        _add(tar, f"{run.name}/about.txt", text.encode(errors="replace"))
-    return done
+            files, size = files + 1, size + len(content)
+        _add(tar, f"{run.name}/about.txt", masked("\n".join([*about, ""]), known).encode(errors="replace"))
+    return files
 
 
-def _files(run: Path, done: Bundled) -> Iterator[Path]:
-    """The newest generations first: if the archive is full, old files are left out."""
-    found = []
-    for folder, _, names in os.walk(run):
-        found += [Path(folder, name) for name in names]
-    found.sort(key=lambda path: (-_generation(path.relative_to(run)), str(path)))
-    for path in found[:MOST_FILES]:
-        name = path.relative_to(run)
-        if _TEXTS.fullmatch(path.name) or FLIGHT_RECORDS in name.parts:
-            yield path
-        elif not path.name.startswith("."):
-            done.notes.append(f"{name}: left out: no file of the agent's")
-    if len(found) > MOST_FILES:
-        done.notes.append(f"{len(found) - MOST_FILES} files more are left out")
+def _files(run: Path) -> list[Path]:
+    """Below the folder. The newest generations first: if the archive is full, old files are left out."""
+    found = [Path(folder, name).relative_to(run) for folder, _, names in os.walk(run) for name in names]
+    return sorted(found, key=lambda name: (-_generation(name), str(name)))
 
 
 def _generation(name: Path) -> int:
@@ -196,18 +186,19 @@ def _generation(name: Path) -> int:
     return int(found[1]) if found else 2**63
 
 
-def _content(path: Path, name: Path, done: Bundled) -> bytes:
+def _content(path: Path) -> tuple[bytes, bool]:
+    """And whether it was cut."""
     # A worker may have put anything there: no link to elsewhere, and no pipe that would make us wait.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(0, "it is not a regular file")
-        if found.st_size > MOST_OF_A_FILE:
-            done.notes.append(f"{name}: the last {MOST_OF_A_FILE} of {found.st_size} bytes")
+        cut = found.st_size > MOST_OF_A_FILE
+        if cut:
             file.seek(-MOST_OF_A_FILE, os.SEEK_END)
             file.readline()  # half a line may be half a secret
-        return file.read(MOST_OF_A_FILE)
+        return file.read(MOST_OF_A_FILE), cut
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -239,14 +230,14 @@ def main(words: Sequence[str]) -> int:
     return run_command("diagnose", words, _USAGE, DIAGNOSE_OPTIONS, _work)
 
 
-def _work(folder: Path, command_line: Settings) -> None:
-    folder = folder.resolve()
+def _work(run: str | None, command_line: Settings) -> None:
+    folder = folder_of("diagnose", run, command_line).resolve()
     target = command_line[OUTPUT].value or Path(f"{folder.name}.tar.gz")
     try:
         file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with open(file, "wb") as archive:
-                done = write_bundle(archive, folder, _about, secrets_in(os.environ))
+                files = write_bundle(archive, folder, secrets_in(os.environ))
         except BaseException:
             target.unlink()
             raise
@@ -255,16 +246,7 @@ def _work(folder: Path, command_line: Settings) -> None:
         raise CannotDo(ExitCode.NOT_HERE, reason) from None
     print(target, flush=True)
     print(
-        f"elastic-agent diagnose: {done.files} files. Secrets that were recognized are masked; look through the "
-        "archive before you send it to others",
+        f"elastic-agent diagnose: {files} files. Secrets that were recognized are masked; look through the archive "
+        "before you send it to others",
         file=sys.stderr,
     )
-
-
-def _about(done: Bundled) -> str:
-    lines = [
-        f"elastic-agent {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        f"{done.files} files, {done.bytes} bytes",
-        *done.notes,
-    ]
-    return "\n".join(lines) + "\n"

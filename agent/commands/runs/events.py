@@ -5,11 +5,10 @@ It only asks and reads. Events of several nodes are sorted by time, each by the 
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -20,15 +19,15 @@ from ....codec import Invalid, load_object
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import NAME
 from ...common.exits import ExitCode
-from ...configuration.config import HELP, SCRIPT, ConfigError
-from ...configuration.load import read_argv
+from ...configuration.config import ConfigError
 from ...configuration.parse import Group, Option, duration
+from ...configuration.settings import Settings
 from ...observability.sources import CannotShow, Unreachable, ask, problem
 from ...output.journal import EVENT, EVENTS_PATH, JobEvent, Kind
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
-from ..store_command import CannotDo, one_line_errors, pause
-from .diagnose import find_run, given_log_dir, journals_in, run_help
+from ..store_command import CannotDo, pause
+from .diagnose import find_run, given_log_dir, journals_in, run_command
 
 _USAGE = """\
 usage: elastic-agent events [JOB] [--follow] [--json] [--agent HOST:PORT]
@@ -53,34 +52,24 @@ TIMEOUT: Option[float] = EVENTS_OPTIONS.option(
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    subject = words[0] if words and not words[0].startswith("-") else None
-    command_line = read_argv(words[1:] if subject is not None else words, (*EVENTS_OPTIONS, AGENT))
-    if HELP in command_line:
-        print(run_help(_USAGE, (*EVENTS_OPTIONS, AGENT)))
-        return ExitCode.SUCCESS
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    problems = command_line.problems
-    agent, follow = command_line[AGENT].value, bool(command_line[FOLLOW].value)
-    if SCRIPT in command_line:
-        problems.append(command_line[SCRIPT].problem("one job, or one run", "leave it out"))
+    return run_command("events", words, _USAGE, (*EVENTS_OPTIONS, AGENT), _work)
+
+
+def _work(subject: str | None, command_line: Settings) -> None:
+    """Raises CannotShow, CannotDo and ConfigError."""
+    agent = command_line[AGENT].value
     if agent is not None and subject is not None:
-        problems.append(command_line[AGENT].problem("an agent, or a job", f"leave out it or {subject}"))
-    if problems:
-        print(f"elastic-agent events: {ConfigError(problems)}", file=sys.stderr)
-        return ExitCode.BAD_CONFIG
-    log_dir = given_log_dir(command_line)
-    show = _as_json if command_line[JSON].value else _as_text
-    try:
-        with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-            source = _choose(subject, agent, log_dir, command_line[TIMEOUT].value)
-            _show(source, show, follow=follow)
-            return ExitCode.SUCCESS
-    except (CannotShow, CannotDo) as error:
-        print(f"elastic-agent events: {error}", file=sys.stderr)
-        return error.code
-    except BrokenPipeError:
-        return ExitCode.OUTPUT_CLOSED
+        raise ConfigError([command_line[AGENT].problem("an agent, or a job", f"leave out it or {subject}")])
+    show = EVENT.encode if command_line[JSON].value else _as_text
+    source = _choose(subject, agent, given_log_dir(command_line), command_line[TIMEOUT].value)
+    while True:
+        for event in source.read():
+            if text := show(event):
+                print(text)
+        sys.stdout.flush()
+        if not command_line[FOLLOW].value or source.over:
+            return
+        pause(FOLLOWS_S)
 
 
 def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, timeout_s: float) -> Source:
@@ -107,18 +96,6 @@ def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, t
             raise CannotShow(ExitCode.NOT_FOUND, reason) from None
 
 
-def _show(source: Source, show: Callable[[JobEvent], str], *, follow: bool) -> None:
-    """Raises CannotShow and CannotDo."""
-    while True:
-        for event in source.read():
-            if text := show(event):
-                print(text)
-        sys.stdout.flush()
-        if not follow or source.over:
-            return
-        pause(FOLLOWS_S)
-
-
 # --- Agents
 
 
@@ -127,6 +104,7 @@ class _Agent:
     http: Endpoint
     life: str = ""
     seen: int = 0
+    """The number of the newest event that it has told."""
     over: bool = False
 
 
@@ -134,7 +112,6 @@ class _Agent:
 class _Answer:
     job: str
     life: str
-    newest: int
     events: tuple[JobEvent, ...]
 
 
@@ -144,39 +121,32 @@ class AgentsSource:
     def __init__(self, agents: Iterable[Endpoint], job: str | None, timeout_s: float) -> None:
         """`job`: ask only the agents of this job; None: all. Raises CannotShow."""
         self._timeout_s = timeout_s
-        self._waiting: list[JobEvent] = []
-        self._agents: list[_Agent] = []
-        self.problems: list[str] = []
-        """Why other agents did not answer."""
         asked = [_Agent(http) for http in agents]
         with ThreadPoolExecutor(len(asked) or 1, thread_name_prefix="ask") as pool:
-            answers = list(pool.map(self._ask, asked))
-        silent = [
-            (each.http, how) for each, how in zip(asked, answers, strict=True) if isinstance(how, Unreachable)
+            answers = list(zip(asked, pool.map(self._ask, asked), strict=True))
+        self._agents = [
+            agent for agent, how in answers if isinstance(how, _Answer) and job in (None, how.job)
         ]
         # The address of an agent that was killed stays for a moment.
-        silent = [(http, how) for http, how in silent if how is not Unreachable.REFUSED]
-        for agent, answer in zip(asked, answers, strict=True):
-            if isinstance(answer, _Answer) and job in (None, answer.job):
-                self._agents.append(agent)
-                self._waiting += self._take(agent, answer)
-        self.problems = [problem(http, how, timeout_s) for http, how in silent]
-        if self._agents:
-            return
-        if silent and job is None:
-            raise self._cannot(*silent[0])
-        whose = f"of job {job} " if job is not None else ""
-        raise CannotShow(
-            ExitCode.NOT_FOUND,
-            f"no agent {whose}answers here: ask one by the address in its log, --agent HOST:PORT, or name a run",
-        )
+        silent = [
+            self._cannot(agent.http, how)
+            for agent, how in answers
+            if isinstance(how, Unreachable) and how is not Unreachable.REFUSED
+        ]
+        self.problems = [str(error) for error in silent]
+        """Why other agents did not answer."""
+        if not self._agents:
+            if silent and job is None:
+                raise silent[0]
+            whose = f"of job {job} " if job is not None else ""
+            raise CannotShow(
+                ExitCode.NOT_FOUND,
+                f"no agent {whose}answers here: ask one by the address in its log, --agent HOST:PORT, or name a run",
+            )
 
     def read(self) -> list[JobEvent]:
         """The events since the last call, in order. Raises CannotShow."""
-        events, self._waiting = self._waiting, []
-        for agent in self._agents:
-            if not agent.over:
-                events += self._take(agent, self._ask(agent))
+        events = [event for agent in self._agents if not agent.over for event in self._take(agent)]
         return sorted(events, key=lambda event: (event.at, event.node, event.number))
 
     @property
@@ -184,26 +154,21 @@ class AgentsSource:
         """No more events will come."""
         return all(agent.over for agent in self._agents)
 
-    def _take(self, agent: _Agent, answer: _Answer | Unreachable) -> list[JobEvent]:
-        """All new events of this agent, beginning with `answer`. Raises CannotShow."""
-        events: list[JobEvent] = []
-        while True:
+    def _take(self, agent: _Agent) -> Iterator[JobEvent]:
+        """All new events of this agent. Raises CannotShow."""
+        while not agent.over:
+            answer = self._ask(agent)
             if answer is Unreachable.REFUSED:
                 agent.over = True
-                return events
-            if isinstance(answer, Unreachable):
+            elif isinstance(answer, Unreachable):
                 raise self._cannot(agent.http, answer)
-            if agent.life not in ("", answer.life):  # a new agent, which numbers its events from 1
-                agent.seen, agent.life = 0, ""
-                answer = self._ask(agent)
-                continue
-            agent.life = answer.life
-            events += answer.events
-            before = agent.seen
-            agent.seen = max((event.number for event in answer.events), default=before)
-            if agent.seen >= answer.newest or agent.seen == before:
-                return events
-            answer = self._ask(agent)
+            elif agent.life not in ("", answer.life):  # a new agent, which numbers its events from 1
+                agent.seen, agent.life = 0, answer.life
+            elif not answer.events:
+                return
+            else:
+                agent.seen, agent.life = max(event.number for event in answer.events), answer.life
+                yield from answer.events
 
     def _ask(self, agent: _Agent) -> _Answer | Unreachable:
         return ask(agent.http, f"{EVENTS_PATH}?since={agent.seen}", _answer, self._timeout_s, MOST_ANSWER)
@@ -216,9 +181,9 @@ class AgentsSource:
 def _answer(text: str) -> _Answer:
     """Raises Invalid."""
     body = load_object(text, "page")
-    job, life, newest, events = (body.get(key) for key in ("job", "incarnation", "newest", "events"))
-    if isinstance(job, str) and isinstance(life, str) and type(newest) is int and isinstance(events, list):
-        return _Answer(job, life, newest, tuple(_readable(events)))
+    job, life, events = (body.get(key) for key in ("job", "incarnation", "events"))
+    if isinstance(job, str) and isinstance(life, str) and isinstance(events, list):
+        return _Answer(job, life, tuple(_readable(events)))
     raise Invalid("page without events")
 
 
@@ -252,10 +217,6 @@ Source: TypeAlias = AgentsSource | FilesSource
 
 
 # --- Words
-
-
-def _as_json(event: JobEvent) -> str:
-    return EVENT.encode(event)
 
 
 def _as_text(event: JobEvent) -> str:

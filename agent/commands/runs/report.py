@@ -14,10 +14,10 @@ It reads files, asks no agent and changes nothing. The run may still go on.
 from __future__ import annotations
 
 import json
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from ....rendezvous.statements.inquiry import HANG
 from ....rendezvous.text import counted
@@ -27,25 +27,11 @@ from ...configuration.settings import Settings
 from ...output.journal import JobEvent, Kind
 from ..status import span
 from ..store_command import CannotDo
-from .diagnose import journals_in, run_command
-from .lives import (
-    RESTARTING,
-    STEPS_TELL,
-    Life,
-    Slice,
-    Use,
-    binned,
-    job_time,
-    lives_of,
-    stretches_of,
-    until,
-)
+from .diagnose import folder_of, journals_in, run_command
+from .lives import RESTARTING, STEPS_TELL, Life, Use, job_seconds, lives_of, stretches_of
 
 MOST_RECOVERIES = 10
 """Only the slowest recoveries are listed."""
-BINS = 120
-"""Slices of the timeline."""
-
 _LOST = "lost"
 """The cause of a world after a node was lost."""
 _SLOW = "slow"
@@ -58,54 +44,9 @@ class ReportError(Exception):
     """There is nothing to report; the text says why, and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFigures:
-    """The troubles of one node. Each counts once, however many nodes have noted it."""
-
-    node: str
-    starts: int
-    """Lives of its agent."""
-    failures: int
-    """Generations that ended because a worker of this node failed, without hangs."""
-    losses: int
-    """Generations that ended because the node was lost."""
-    hangs: int
-    """Generations that ended because one of its workers hung."""
-    exclusions: int
-    straggling: int
-    """How often one of its ranks became slower than the others."""
-
-    @property
-    def trouble(self) -> tuple[int, int]:
-        """More is worse."""
-        return self.failures + self.losses + self.hangs, self.exclusions + self.straggling
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecovery:
-    """How long training stood still before a generation, on the node that took longest."""
-
-    generation: int
-    at: float
-    """When training went on."""
-    cause: str
-    node: str
-    phases: Mapping[Use, float]
-
-    @property
-    def duration_s(self) -> float:
-        return sum(self.phases.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Formed:
-    """A generation that was formed. `cause`: why the one before ended."""
-
-    generation: int
-    at: float
-    cause: str
-    nodes: int
-    workers: int
+TROUBLES = ("failures", "losses", "hangs", "exclusions", "straggling")
+"""Of a node: generations that ended because a worker of it failed, it was lost, or a worker of it hung; how often it
+was excluded, and ranks of it that became slower than the others. Each counts once, however many nodes noted it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +61,15 @@ class Report:
     """The time of the last account."""
     seconds: Mapping[Use, float]
     """The seconds of each use; they add up to `wall_s`."""
-    generations: tuple[Formed, ...]
+    generations: tuple[JobEvent, ...]
+    """How each was formed; `cause`: why the one before ended."""
     causes: tuple[tuple[str, int], ...]
     """Why generations ended, and how many did for that reason, the most frequent first."""
-    nodes: tuple[NodeFigures, ...]
-    """The worst first."""
-    recoveries: tuple[JobRecovery, ...]
-    """The slowest, at most MOST_RECOVERIES."""
-    timeline: tuple[Slice, ...]
+    nodes: Mapping[str, Counter[str]]
+    """Lives of its agent (`starts`) and `TROUBLES` of each node, the worst first."""
+    recoveries: tuple[JobEvent, ...]
+    """How long training stood still before a generation, on the node that took longest, and for which cause: the
+    slowest, at most MOST_RECOVERIES."""
 
     @property
     def wall_s(self) -> float:
@@ -149,43 +91,40 @@ def report_of(run: str, journals: Iterable[Iterable[JobEvent]]) -> Report:
     lives = [life for journal in journals for life in lives_of(journal)]
     events = sorted((event for life in lives for event in life.events), key=lambda event: event.at)
     ends = [event for event in events if event.kind is Kind.JOB_ENDED]
-    slices = list(job_time(stretches_of(lives)))
-    if ends:
-        slices = list(until(slices, ends[-1].at))
-    if not slices:
+    stretches = stretches_of(lives)
+    if not stretches:
         raise ReportError(
             "the journals say nothing of how time was spent: the first account is a minute after the start"
         )
-    seconds = dict.fromkeys(Use, 0.0)
-    for one in slices:
-        for use, spent in one.seconds.items():
-            seconds[use] += spent
+    end = min(max(one.ended_at for one in stretches), ends[-1].at if ends else math.inf)
     generations = _generations(events)
     return Report(
         run,
         ends[-1].cause if ends else "",
-        slices[0].began_at,
-        slices[-1].ended_at,
-        seconds,
+        min(*(one.began_at for one in stretches), end),
+        end,
+        job_seconds(stretches, end),
         generations,
         _causes(generations, events),
         _nodes(lives, events),
         _recoveries(generations, events),
-        binned(slices, BINS),
     )
 
 
-def _generations(events: Iterable[JobEvent]) -> tuple[Formed, ...]:
+def duration_s(recovery: JobEvent) -> float:
+    return sum(recovery.seconds.get(phase.value, 0.0) for phase in RESTARTING)
+
+
+def _generations(events: Iterable[JobEvent]) -> tuple[JobEvent, ...]:
     """The generations, each from the first node that noted it."""
-    found: dict[int, Formed] = {}
+    found: dict[int, JobEvent] = {}
     for event in events:
-        if event.kind is Kind.WORLD and event.generation not in found:
-            nodes, workers = (event.counts.get(name, 0) for name in ("nodes", "workers"))
-            found[event.generation] = Formed(event.generation, event.at, event.cause, nodes, workers)
+        if event.kind is Kind.WORLD:
+            found.setdefault(event.generation, event)
     return tuple(found[number] for number in sorted(found))
 
 
-def _causes(generations: Sequence[Formed], events: Iterable[JobEvent]) -> tuple[tuple[str, int], ...]:
+def _causes(generations: Sequence[JobEvent], events: Iterable[JobEvent]) -> tuple[tuple[str, int], ...]:
     """Counts the causes for which generations ended, that of the last generation's failure included."""
     counted = Counter(one.cause or "unknown" for one in generations if one.cause != _START)
     last = max((one.generation for one in generations), default=0)
@@ -194,24 +133,31 @@ def _causes(generations: Sequence[Formed], events: Iterable[JobEvent]) -> tuple[
     return tuple(sorted(counted.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> tuple[NodeFigures, ...]:
-    starts = Counter(life.node for life in lives)
-    ended = _ended(events)
-    failures = Counter(node for (_, node), cause in ended.items() if cause != HANG)
-    hangs = Counter(node for (_, node), cause in ended.items() if cause == HANG)
-    lost = {(e.generation, e.about) for e in events if e.kind is Kind.WORLD and e.about and e.cause == _LOST}
-    losses = Counter(node for _, node in lost)
-    excluded = {(e.about, e.counts.get("times", 0)) for e in events if e.kind is Kind.EXCLUSION and e.about}
-    exclusions = Counter(node for node, _ in excluded)
-    straggling = _straggling(lives)
-    found = [
-        NodeFigures(
-            *(node, starts[node], failures[node], losses[node]),
-            *(hangs[node], exclusions[node], straggling[node]),
-        )
-        for node in starts | failures | losses | hangs | exclusions | straggling
-    ]
-    return tuple(sorted(found, key=lambda node: (*(-number for number in node.trouble), node.node)))
+def _nodes(lives: Iterable[Life], events: Sequence[JobEvent]) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for life in lives:
+        found[life.node]["starts"] += 1
+    once: set[tuple[str, str, tuple[int, int | None]]] = {
+        (about, "hangs" if cause == HANG else "failures", (generation, None))
+        for (generation, about), cause in _ended(events).items()
+    }
+    for event in events:
+        if event.kind is Kind.WORLD and event.cause == _LOST:
+            once.add((event.about, "losses", (event.generation, None)))
+        elif event.kind is Kind.EXCLUSION:
+            once.add((event.about, "exclusions", (event.counts.get("times", 0), None)))
+        elif event.kind is Kind.STRAGGLER and event.cause == _SLOW:
+            once.add((event.about, "straggling", (event.generation, event.rank)))
+    for about, trouble, _ in once:
+        if about:
+            found[about][trouble] += 1
+    return dict(sorted(found.items(), key=lambda item: (_health(item[1]), item[0])))
+
+
+def _health(node: Counter[str]) -> tuple[int, int]:
+    """Less is worse."""
+    ended = node["failures"] + node["losses"] + node["hangs"]
+    return -ended, -(node["exclusions"] + node["straggling"])
 
 
 def _ended(events: Sequence[JobEvent]) -> dict[tuple[int, str], str]:
@@ -228,37 +174,20 @@ def _ended(events: Sequence[JobEvent]) -> dict[tuple[int, str], str]:
     return found
 
 
-def _straggling(lives: Iterable[Life]) -> Counter[str]:
-    """How often a rank of each node became slower than the others, as counted by the node that noted it most often."""
-    noted: dict[str, Counter[str]] = {}
-    for life in lives:
-        here = noted.setdefault(life.node, Counter())
-        here.update(e.about for e in life.events if e.kind is Kind.STRAGGLER and e.about and e.cause == _SLOW)
-    most: Counter[str] = Counter()
-    for seen in noted.values():
-        most |= seen
-    return most
-
-
-def _recoveries(generations: Iterable[Formed], events: Iterable[JobEvent]) -> tuple[JobRecovery, ...]:
+def _recoveries(generations: Iterable[JobEvent], events: Iterable[JobEvent]) -> tuple[JobEvent, ...]:
     causes = {one.generation: one.cause for one in generations}
-    longest: dict[int, JobRecovery] = {}
+    longest: dict[int, JobEvent] = {}
     for event in events:
-        if event.kind is Kind.RECOVERY:
-            phases = {
-                phase: event.seconds[phase.value] for phase in RESTARTING if phase.value in event.seconds
-            }
-            cause = causes.get(event.generation, event.cause)
-            one = JobRecovery(event.generation, event.at, cause, event.node, phases)
-            known = longest.get(event.generation)
-            if known is None or one.duration_s > known.duration_s:
-                longest[event.generation] = one
-    slowest = sorted(longest.values(), key=lambda one: (-one.duration_s, one.generation))
+        known = longest.get(event.generation)
+        if event.kind is Kind.RECOVERY and (known is None or duration_s(event) > duration_s(known)):
+            longest[event.generation] = replace(event, cause=causes.get(event.generation, event.cause))
+    slowest = sorted(longest.values(), key=lambda one: (-duration_s(one), one.generation))
     return tuple(slowest[:MOST_RECOVERIES])
 
 
 SCHEMA = 1
 """The version of the JSON document."""
+COLUMNS = ("starts", *TROUBLES)
 
 NAMES = {
     Use.PRODUCTIVE: "productive",
@@ -296,10 +225,7 @@ def lines(report: Report) -> Iterator[str]:
         yield from _table(("GENERATIONS ENDED BY", ""), report.causes)
     yield ""
     heads = ("NODE", "STARTS", "FAILURES", "LOST", "HANGS", "EXCLUDED", "STRAGGLING")
-    rows = [
-        (one.node, one.starts, one.failures, one.losses, one.hangs, one.exclusions, one.straggling)
-        for one in report.nodes
-    ]
+    rows = [(node, *(counts[name] for name in COLUMNS)) for node, counts in report.nodes.items()]
     yield from _table(heads, rows)
     if report.recoveries:
         yield ""
@@ -323,15 +249,15 @@ def _hours(report: Report) -> Iterator[str]:
 
 
 def _slowest(report: Report) -> Iterator[str]:
-    phases = [use for use in RESTARTING if any(use in one.phases for one in report.recoveries)]
+    phases = [use for use in RESTARTING if any(use.value in one.seconds for one in report.recoveries)]
     heads = ("SLOWEST RECOVERIES", "CAUSE", "NODE", "SECONDS", *(NAMES[use].upper() for use in phases))
     rows = [
         (
             f"generation {one.generation}",
             one.cause,
             one.node,
-            f"{one.duration_s:.2f}",
-            *(f"{one.phases[use]:.2f}" if use in one.phases else "-" for use in phases),
+            f"{duration_s(one):.2f}",
+            *(f"{one.seconds[use.value]:.2f}" if use.value in one.seconds else "-" for use in phases),
         )
         for one in report.recoveries
     ]
@@ -358,6 +284,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[s
 
 def document(report: Report) -> dict[str, object]:
     """As `--json` prints it. None: not known."""
+    unknown = STEPS_TELL if report.ettr is None else ()
     return {
         "schema": SCHEMA,
         "run": report.run,
@@ -366,34 +293,26 @@ def document(report: Report) -> dict[str, object]:
         "ended_at": report.ended_at,
         "wall_seconds": round(report.wall_s, 4),
         "ettr": report.ettr,
-        "seconds": _by_name(report.seconds)
-        | (dict.fromkeys((use.value for use in STEPS_TELL), None) if report.ettr is None else {}),
+        "seconds": {
+            use.value: None if use in unknown else round(spent, 4) for use, spent in report.seconds.items()
+        },
         "restarting_seconds": round(report.restarting_s, 4),
         "generations": [
             {"generation": one.generation, "at": one.at, "cause": one.cause}
-            | {"nodes": one.nodes, "workers": one.workers}
+            | {name: one.counts.get(name, 0) for name in ("nodes", "workers")}
             for one in report.generations
         ],
         "causes": dict(report.causes),
         "nodes": [
-            {"node": one.node, "starts": one.starts, "failures": one.failures, "losses": one.losses}
-            | {"hangs": one.hangs, "exclusions": one.exclusions, "straggling": one.straggling}
-            for one in report.nodes
+            {"node": node, **{name: counts[name] for name in COLUMNS}}
+            for node, counts in report.nodes.items()
         ],
         "slowest_recoveries": [
             {"generation": one.generation, "at": one.at, "cause": one.cause, "node": one.node}
-            | {"seconds": round(one.duration_s, 4), "phases": _by_name(one.phases)}
+            | {"seconds": round(duration_s(one), 4), "phases": one.seconds}
             for one in report.recoveries
         ],
-        "timeline": [
-            {"began_at": one.began_at, "ended_at": one.ended_at, "seconds": _by_name(one.seconds)}
-            for one in report.timeline
-        ],
     }
-
-
-def _by_name(seconds: Mapping[Use, float]) -> dict[str, float]:
-    return {use.value: round(spent, 4) for use, spent in seconds.items()}
 
 
 _USAGE = """\
@@ -415,15 +334,11 @@ def main(words: Sequence[str]) -> int:
     return run_command("report", words, _USAGE, REPORT_OPTIONS, _work)
 
 
-def _work(folder: Path, command_line: Settings) -> None:
-    report = _read(folder)
-    shown = json.dumps(document(report)) if command_line[JSON].value else "\n".join(lines(report))
-    print(shown, flush=True)
-
-
-def _read(folder: Path) -> Report:
-    """Raises CannotDo."""
+def _work(run: str | None, command_line: Settings) -> None:
+    folder = folder_of("report", run, command_line)
     try:
-        return report_of(folder.resolve().name, journals_in(folder))
+        report = report_of(folder.resolve().name, journals_in(folder))
     except ReportError as error:
         raise CannotDo(ExitCode.NO_JOB, f"{folder}: {error}") from None
+    shown = json.dumps(document(report)) if command_line[JSON].value else "\n".join(lines(report))
+    print(shown, flush=True)
