@@ -20,7 +20,7 @@ UNKNOWN = "unknown"
 """The label for causes that this page was not made with: other nodes may have causes of their own."""
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
 RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
-HANG_STATES = ("off", "learning", "watching", "suspecting")
+HANG_STATES = ("off", "watching", "suspecting")
 LOST_TIME_CAUSES = ("detect", "stop", "rendezvous", "backoff", "startup", "recompute", "waiting")
 STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
@@ -275,7 +275,7 @@ class Metrics(Page):
     )
     hang_detector_state = Row(
         Gauge,
-        "1 for the state of this node's hang detector: off, learning its limits, watching, or suspecting a hang.",
+        "1 for the state of this node's hang detector: off, watching, or suspecting a hang.",
         state=HANG_STATES,
     )
     hang_stall_seconds = Row(
@@ -346,12 +346,6 @@ class Metrics(Page):
     events_dropped_total = Row(
         Counter,
         "Events of the job that are not in this node's event file because the disk was full or stood still.",
-    )
-    diagnostics_dumps_total = Row(
-        Counter,
-        "Tools that collected evidence of the workers before their end or at a suspicion, by result.",
-        tool=("look", "proc", "stacks", "flight-recorder", "nvml", "files"),
-        result=("ok", "failed", "late"),
     )
     log_file_bytes_dropped_total = Row(
         Counter,

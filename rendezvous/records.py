@@ -23,7 +23,7 @@ from .statements.paces import Comparison, Paces
 from .statements.terms import Limits, Program
 from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line, lines
 
-SCHEMA = 17
+SCHEMA = 18
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024

@@ -245,9 +245,8 @@ class GpuMemory:
 class GpuHealth:
     """For the main thread."""
 
-    def __init__(self, reader: NvmlReader, count: Callable[[str], None] = lambda result: None) -> None:
-        """`count` takes the result of each question after the first: "ok", "late", "failed"."""
-        self._reader, self._count = reader, count
+    def __init__(self, reader: NvmlReader) -> None:
+        self._reader = reader
         self._asks = True
         self._baseline: NvmlFacts | None = None
         self._reading: NvmlFacts | None = None
@@ -289,7 +288,6 @@ class GpuHealth:
         """The failure is reported without the answer."""
         if self.waiting:
             self._late = True
-            self._count("late")
             self._say("NVML does not answer in time")
 
     def handle(self, message: bytes) -> None:
@@ -307,9 +305,7 @@ class GpuHealth:
         if reading.absent or reading.problem:
             self._dismiss(reading.problem)
             return
-        if self._baseline is not None:
-            self._count("ok")
-        else:
+        if self._baseline is None:
             self._baseline = self._next_baseline = reading
         self._asked = self._late = False
         self._reading = reading
@@ -340,8 +336,6 @@ class GpuHealth:
 
     def _dismiss(self, problem: str) -> None:
         """Without the driver's library there is no problem to speak of: the check `gpu-visible` names it."""
-        if self._baseline is not None:
-            self._count("failed")
         if problem:
             self._say(problem)
         self._asks = self._asked = False

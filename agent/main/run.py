@@ -243,10 +243,7 @@ def _start_helpers(agent: Agent, prepared: Prepared) -> None:
     agent.gpu_memory = GpuMemory(reader, agent.config.gpu_memory_wait_s, agent.clock)
     agent.gpu_memory.start()
 
-    def count(result: str) -> None:
-        agent.metrics.diagnostics_dumps_total.inc(tool="nvml", result=result)
-
-    agent.gpu_health = GpuHealth(reader, count)
+    agent.gpu_health = GpuHealth(reader)
     agent.gpu_health.start()
     agent.spares = spares_of(agent, prepared)
     agent.ends.callback(agent.spares.close)
@@ -381,10 +378,7 @@ def _serve_workers(agent: Agent) -> Processes:
 
 
 def _keep_evidence(agent: Agent) -> EvidenceKeeper:
-    def count(tool: str, result: str) -> None:
-        agent.metrics.diagnostics_dumps_total.inc(tool=tool, result=result)
-
-    keeper = EvidenceKeeper(agent.name, agent.run_directory, agent.clock, count, agent.secrets)
+    keeper = EvidenceKeeper(agent.name, agent.run_directory, agent.clock, agent.secrets)
     agent.ends.callback(keeper.close)
     return keeper
 

@@ -246,7 +246,7 @@ class Observer:
             suspicion.why,
             generation=suspicion.generation,
             about=self.journal.node,
-            cause=suspicion.stage.value,
+            cause=suspicion.urgency.value,
         )
 
     def heard_verdict(self, generation: int, inquiry: Inquiry) -> None:

@@ -28,7 +28,7 @@ from ..workers.processes.workers import WorkerGroup
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 7
+SCHEMA = 8
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 64 * 1024

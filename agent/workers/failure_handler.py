@@ -34,7 +34,7 @@ from .failures.causes import Cause, CauseTable
 from .failures.failure import HANG_SIGNAL, describe_failure, hang_failure, small, summarize
 from .failures.post_mortem import ErrorReport, KernelLog, PostMortem, address, gpu_events, read_error_file
 from .generation import Crash, Generation, Processes
-from .hangs.detector import Learned, patience
+from .hangs.detector import Durations
 from .hangs.keeper import Look
 from .hangs.signs import LOOK_EVERY_S, Signs
 from .hangs.stacks import QUICK, THOROUGH, Depth
@@ -52,33 +52,17 @@ SEEN_WITHIN_S = 2.0
 STILL_FOR_S = 8.0
 """From which on the workers' threads are looked at, too: steps are mostly shorter, and threads many."""
 
-HANGS_KEPT = 16
-"""Instants of the newest hangs; each makes the limits that are learned longer for a while."""
-
 
 class HangWatch:
     """The search for hangs on this node, over all generations."""
 
-    def __init__(
-        self,
-        participant: Participant,
-        observer: Observer,
-        processes: Processes,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, participant: Participant, observer: Observer, processes: Processes) -> None:
         self._participant = participant
         self._observer = observer
         self._signs = processes.signs
         self._logs = processes.logs
-        self._clock = clock
-        self._hangs: list[float] = []
-        """When generations were ended because of a hang."""
         self._signs_due_at = 0.0
-        self.learned = Learned()
-
-    def patience(self, now: float) -> float:
-        """How many times longer than learned the limits of a generation that starts now are."""
-        return patience(self._hangs, now)
+        self.learned = Durations()
 
     def generation_begins(self) -> None:
         self._participant.workers_suspected(None)
@@ -88,15 +72,15 @@ class HangWatch:
         workers: the local rank that is the likeliest to be stuck by itself, and why."""
         hang, running = generation.hang, generation.running
         stall, before = generation.stalls(now), generation.stall
-        limit_s = hang.limit_s(running)
+        limit_s = hang.limit_s()
         self._observer.watches(hang.state(stall).value, hang.stalled_s(running, now), limit_s)
         if limit_s is None:
             return None
         self._ask_for_signs(generation, now)
         inquiry = self._inquiry(generation.number)
-        if (stall and (stall.stage, stall.urgency)) != (before and (before.stage, before.urgency)):
+        if (stall and stall.urgency) != (before and before.urgency):
             generation.stall = stall
-            suspicion = Suspicion(generation.number, stall.stage, stall.why, stall.urgency) if stall else None
+            suspicion = Suspicion(generation.number, stall.why, stall.urgency) if stall else None
             self._participant.workers_suspected(suspicion)
             if stall is not None and suspicion is not None:
                 self._observer.suspects(suspicion)
@@ -128,10 +112,6 @@ class HangWatch:
         hangs = failure is not None and failure.generation == generation and failure.cause == HANG
         return world.cause.node if hangs else None
 
-    def count(self, generation: Generation) -> None:
-        """The workers of this generation are ended because of a hang."""
-        self._hangs = [*self._hangs[-HANGS_KEPT:], self._clock()]
-
     def _ask_for_signs(self, generation: Generation, now: float) -> None:
         if now < self._signs_due_at:
             return
@@ -143,7 +123,7 @@ class HangWatch:
 
         def read(at: float, seen: Mapping[int, Signs]) -> None:
             if not generation.over:
-                generation.signs(at, seen)
+                generation.hang.signs(at, seen)
 
         self._signs.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
 
@@ -324,7 +304,6 @@ class FailureHandler:
         look = self._look_before_end(generation, "hang", THOROUGH)
         if not look.over and self._clock() < look.began_at + SEEN_WITHIN_S:
             return
-        self._hangs.count(generation)
         generation.hung = True
         worker = self._worker(generation, local_rank, -HANG_SIGNAL)
         failure = hang_failure(worker, self._causes, summary, known_as)

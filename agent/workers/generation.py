@@ -35,9 +35,9 @@ from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.last_steps import LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
-from .hangs.detector import HangDetector, Learned, Stall, ends_alone
+from .hangs.detector import Durations, HangDetector, Stall, ends_alone
 from .hangs.keeper import EvidenceKeeper
-from .hangs.signs import SignReader, Signs
+from .hangs.signs import SignReader
 from .hangs.stacks import Target, WorkerStacks
 from .preloader.spares import Spares
 from .processes.guard import Guard
@@ -125,9 +125,8 @@ class Generation:
     world: World
     group: WorkerGroup
     started_at: float
-    learned: Learned
-    """The limits learned over all generations of the job here."""
-    patience: float = 1.0
+    learned: Durations
+    """Of steps, over all generations of the job here."""
     pages: WorkerPages = field(init=False)
     stacks: WorkerStacks = field(init=False, default_factory=WorkerStacks)
     read: Mapping[int, Reading] = field(init=False, default_factory=dict)
@@ -155,10 +154,6 @@ class Generation:
     """False: this machine lacks what its workers need, and no other part of the agent knows of them."""
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
-    debugged: bool = field(init=False, default=False)
-    """The log has said that a debugger holds up the search for hangs."""
-    _inquiry: Inquiry | None = field(init=False, default=None)
-    _inquiry_at: float = field(init=False, default=0.0)
     _master_over: threading.Event = field(init=False, default_factory=threading.Event)
     """The port where the workers meet may close, or need not be reached any more."""
 
@@ -166,7 +161,7 @@ class Generation:
         config, number = self.config, self.number
         self.pages = WorkerPages(number, all_signalled=config.stop.requeues)
         self.paces = PaceWatch(self.pages, number, len(self.world.members))
-        self.hang = HangDetector(config.timeouts.hang, self.learned, self.started_at, self.patience)
+        self.hang = HangDetector(config.timeouts.hang, self.learned, self.started_at)
         self.late_exits = LateExits(config.timeouts.exit_s or None)
         self.just_in_time = JustInTimeState(number, config.stop.just_in_time_grace_s, self.pages.newest_step)
         self.drain = DrainState(number)
@@ -228,7 +223,6 @@ class Generation:
         polled = [reading.polled_at for reading in self.read.values() if reading.polled_at is not None]
         saving = [local_rank for local_rank, reading in self.read.items() if reading.saving]
         self.hang.marked(saving, max(polled, default=None))
-        self.hang.loaded = any(reading.loaded_at is not None for reading in self.read.values())
         loads = _chosen_step(self.read)
         return Progress(
             tuple(step for _, step, _ in stepped),
@@ -236,9 +230,9 @@ class Generation:
             loads,
         )
 
-    def reported(self, at: float, *, saved: bool) -> None:
-        """A worker has reported a save, or else a load."""
-        self.hang.reported(at, saved=saved)
+    def reported(self, at: float) -> None:
+        """A worker has reported a save or a load."""
+        self.hang.reported(at)
         self.late_exits.alive(at)
 
     def stalls(self, now: float) -> Stall | None:
@@ -249,30 +243,11 @@ class Generation:
             self.last_limit_at = now
         return stall
 
-    def signs(self, at: float, seen: Mapping[int, Signs]) -> None:
-        """What the workers have used until `at`."""
-        self.hang.signs(at, seen)
-        if self.hang.debuggers and not self.debugged:
-            self.debugged = True
-            held = ", ".join(
-                f"rank {self.group.ranks[local_rank]} by {what}"
-                for local_rank, what in self.hang.debuggers.items()
-            )
-            log.warning("debugged: %s; while that lasts no hang is looked for here (said once)", held)
-
     def ends_alone(self, stall: Stall, inquiry: Inquiry | None, now: float) -> bool:
         still = [self.hang.still_s(local_rank, now) for local_rank in self.running]
         all_still = all(one is not None and one >= STILL_S for one in still)
-        if inquiry != self._inquiry:
-            self._inquiry, self._inquiry_at = inquiry, now
         return ends_alone(
-            stall,
-            self.config.timeouts.hang,
-            inquiry,
-            self.last_limit_at,
-            now,
-            all_still=all_still,
-            asked_at=self._inquiry_at,
+            stall, self.config.timeouts.hang, inquiry, self.last_limit_at, now, all_still=all_still
         )
 
     def targets(self, tail: Callable[[int, int], tuple[str, ...]], now: float) -> list[Target]:
@@ -304,7 +279,7 @@ class Generation:
         for state in testimony.ranks:
             step = newest.get(state.rank)
             if step is not None and (state.step is None or step > state.step):
-                state = RankState(state.rank, Doing.MOVES, step, 0.0)
+                state = RankState(state.rank, Doing.WORKS, step, 0.0)
             ranks.append(state)
         return replace(testimony, ranks=tuple(ranks))
 

@@ -66,7 +66,7 @@ class Supervisor:
         self._post = post
         self._spares_due_at: float | None = None
         self._refused_saves = RefusedSaves()
-        self._hangs = HangWatch(participant, observer, processes, clock)
+        self._hangs = HangWatch(participant, observer, processes)
         self._failures = FailureHandler(
             config, node, participant, observer, processes, self._hangs, self._stop_failed, post, clock
         )
@@ -114,9 +114,7 @@ class Supervisor:
         self._hangs.generation_begins()
         log_bad_state(world)
         group = self._processes.new_group(world.generation, self.worker_exited)
-        generation = self._generation = Generation(
-            self._config, world, group, now, self._hangs.learned, self._hangs.patience(now)
-        )
+        generation = self._generation = Generation(self._config, world, group, now, self._hangs.learned)
         if not again:
             self._observer.starting(world, member, now)
         self._failures.generation_begins()
@@ -204,8 +202,6 @@ class Supervisor:
         if not generation.stopping:
             self._look(generation)
             blamed = None if generation.hung else self._hangs.blamed(generation.number)
-            if blamed is not None:
-                self._hangs.count(generation)
             if blamed in ("", self._node.name):
                 generation.hung, gently, asking = True, True, HANG_SIGNAL
             if reason is not None:
@@ -341,7 +337,7 @@ class Supervisor:
             return
         self._look(generation)
         self._observer.training.reported(report, at)
-        generation.reported(at, saved=isinstance(report, SaveReport))
+        generation.reported(at)
         if report.result == "ok":
             self._participant.workers_advanced(report.step)
 

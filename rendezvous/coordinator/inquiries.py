@@ -6,8 +6,8 @@
 
 The workers run on during an inquiry. Whether its verdict ends the generation depends on how sure the verdict is, and on
 how long the workers have been still (`ENDS_FROM`). One rank at work for which all others wait is left alone until the
-last limit: from outside, an evaluation, an index that is built or a compilation looks as a loop without end does,
-whether it holds Python's lock or not. A node that gets no verdict ends its workers by its own limit.
+last limit: from outside, an evaluation, an index that is built or a compilation looks as a loop without end does. A
+node that gets no verdict ends its workers by its own limit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..statements.inquiry import (
     Verdict,
 )
 from .candidates import named
-from .verdict import NEVER, WAITING, verdict, waits_recorded
+from .verdict import NEVER, verdict, waits_recorded
 from .view import Publish, View, Wait
 
 FIRST_PAUSE_S = 5.0
@@ -44,12 +44,10 @@ ENDS_FROM = {
 }
 """The findings that end a generation, and the urgency from which they do."""
 
-AT_WORK = (Doing.MOVES, Doing.BUSY)
-"""An evaluation or a compilation on one rank looks like this, and so does a loop that never ends."""
 LONG_WAIT_S = 300.0
 """When all others have waited so long for one that is at work, it may be taken for a hang, at the last limit."""
 MAY_BE_SLOW = (Doing.UNINTERRUPTIBLE, Doing.IN_SAVE)
-MAY_GET_SOME = (Doing.READING, Doing.IN_DATA_LOADER, Doing.LOCKED, Doing.ASLEEP, Doing.OTHER)
+MAY_GET_SOME = (Doing.WAITS, Doing.OTHER)
 """What they wait for, while anything of them moves: bytes that come, a child or a thread that is at work."""
 
 STILL_S = 20.0
@@ -135,9 +133,9 @@ def weighed(found: Verdict, answers: Mapping[str, Testimony], *, all_answered: b
     named = next((one for one in said if one.rank == found.rank), None)
     if named is None or named.doing in NEVER:
         return found
-    if named.doing in AT_WORK:
+    if named.doing is Doing.WORKS:
         others = [one for one in said if one is not named]
-        waited = all(one.doing in WAITING and _still(one, LONG_WAIT_S) for one in others)
+        waited = all(one.doing is Doing.IN_COLLECTIVE and _still(one, LONG_WAIT_S) for one in others)
         for_long = all_answered and others and waited
         return replace(found, finding=Finding.DOUBTFUL if for_long else Finding.HEALTHY)
     if not all_answered:
@@ -153,8 +151,7 @@ def all_go_on(found: Verdict, answers: Mapping[str, Testimony]) -> bool:
     """Every rank has done something lately: the script is in a phase in which it reports no steps, such as a test, and
     where each rank stands is chance. At the first limit ranks that hang may have been active so lately, too."""
     said = [one for testimony in answers.values() for one in testimony.ranks]
-    stuck = (*NEVER, Doing.HOLDS_GIL)  # those who ask for Python's lock use some processor time
-    if any(one.doing in stuck for one in said):
+    if any(one.doing in NEVER for one in said):
         return False
     # A thread that waits for its GPU may use a processor for that.
     wait_s = LONG_WAIT_S if found.rank is None else STILL_S

@@ -6,8 +6,7 @@ collective than most. The majority is assumed to be right, since all ranks run o
 evenly, no rank is named.
 
 All may wait for a rank that is at work and will come by itself: then the finding is HEALTHY, and the rank is named if
-all others wait. While a debugger holds a rank, the finding is HEALTHY, too. A rank that can never go on by itself makes
-the finding CERTAIN.
+all others wait. A rank that can never go on by itself makes the finding CERTAIN.
 
 Where ranks compute on GPUs, a wait for other ranks looks from outside as work does. There torch's flight recorder says
 who waits: the guilty rank is one that has not entered the collective in which others wait, or has entered another one
@@ -24,9 +23,6 @@ from ..records import World
 from ..statements.inquiry import Doing, Finding, InGroup, RankState, Recorded, Testimony, Verdict
 from ..text import counted, shortened
 
-WAITING = (Doing.IN_COLLECTIVE, Doing.AT_STORE)
-"""The rank waits for other ranks."""
-
 NEVER = (Doing.GONE, Doing.STOPPED)
 """The rank can never go on by itself."""
 
@@ -40,17 +36,10 @@ _WORDS = {
     Doing.STOPPED: "is stopped",
     Doing.UNINTERRUPTIBLE: "is in uninterruptible sleep",
     Doing.IN_SAVE: "is saving",
-    Doing.IN_DATA_LOADER: "waits for its data",
-    Doing.LOCKED: "waits for a lock or another thread",
-    Doing.READING: "waits for bytes, or the end of a child",
-    Doing.ASLEEP: "sleeps",
-    Doing.HOLDS_GIL: "does not let go of Python's lock",
-    Doing.BUSY: "computes in one place",
-    Doing.MOVES: "is at work",
-    Doing.DEBUGGED: "is under a debugger",
-    Doing.OTHER: "does something else",
     Doing.IN_COLLECTIVE: "is in a collective",
-    Doing.AT_STORE: "waits at the store",
+    Doing.WAITS: "waits by itself",
+    Doing.WORKS: "is at work",
+    Doing.OTHER: "does something else",
 }
 
 
@@ -64,13 +53,11 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
     )
     if not states:
         return Verdict(Finding.UNCLEAR, "no node has said what its workers do")
-    waiting = [one for one in states if one.doing in WAITING]
-    rest = [one for one in states if one.doing not in WAITING]
-    if debugged := [one for one in rest if one.doing is Doing.DEBUGGED]:
-        return Verdict(Finding.HEALTHY, f"{_place(debugged[0], world)} is under a debugger")
+    waiting = [one for one in states if one.doing is Doing.IN_COLLECTIVE]
+    rest = [one for one in states if one.doing is not Doing.IN_COLLECTIVE]
     if dead := [one for one in rest if one.doing in NEVER]:
         return _named(Finding.CERTAIN, _first(dead), waiting, world)
-    if moving := [one for one in rest if one.doing is Doing.MOVES]:
+    if moving := [one for one in rest if one.doing is Doing.WORKS]:
         if len(rest) == 1:
             return _named(Finding.HEALTHY, moving[0], waiting, world)
         ranks = _ranks(moving)
@@ -80,8 +67,8 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
     if (recorded := _by_records(states, world)) is not None:
         return recorded
     states = [_as_recorded(one) for one in states]
-    waiting = [one for one in states if one.doing in WAITING]
-    rest = [one for one in states if one.doing not in WAITING]
+    waiting = [one for one in states if one.doing is Doing.IN_COLLECTIVE]
+    rest = [one for one in states if one.doing is not Doing.IN_COLLECTIVE]
     known = [one for one in rest if one.doing is not Doing.OTHER]
     if known and waiting:
         return _named(Finding.LIKELY, _first(known), waiting, world)
@@ -96,7 +83,7 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
 
 def _all_wait(waiting: Sequence[RankState], world: World) -> Verdict:
     """All ranks wait for each other: the guilty one waits in another collective than most."""
-    told = [one for one in waiting if one.doing is Doing.AT_STORE or one.collective]
+    told = [one for one in waiting if one.collective]
     for alike, of in ((_collective, told), (_exact_place, told), (_step, waiting)):
         most = Counter(map(alike, of)).most_common()
         if len(most) <= 1:
@@ -228,7 +215,7 @@ def _step(one: RankState) -> int:
 
 
 def _collective(one: RankState) -> Hashable:
-    return one.doing, one.collective
+    return one.collective
 
 
 def _exact_place(one: RankState) -> Hashable:
@@ -257,14 +244,12 @@ def _named(finding: Finding, one: RankState, waiting: Sequence[RankState], world
 
 def _what(one: RankState, *, own: bool = False) -> str:
     """
-    >>> _what(RankState(0, Doing.AT_STORE))
-    'at the store'
+    >>> _what(RankState(0, Doing.IN_COLLECTIVE, collective="barrier"))
+    'in barrier'
     """
     if one.doing is Doing.IN_COLLECTIVE and one.collective:
         return f"waits in {one.collective}" if own else f"in {one.collective}"
-    if own:
-        return _WORDS[one.doing]
-    return "at the store" if one.doing is Doing.AT_STORE else "in a collective"
+    return _WORDS[one.doing] if own else "in a collective"
 
 
 def _node(rank: int, world: World) -> str:

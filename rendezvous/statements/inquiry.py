@@ -33,22 +33,8 @@ LABEL = re.compile(r"[ !#-\[\]-~]{1,48}")
 Label = Annotated[str, Text(48, LABEL)]
 
 
-class Stage(enum.Enum):
-    """What the workers were at when they became still; each has limits of its own."""
-
-    INITIALIZATION = "initialization"
-    """No step yet, or nothing that looks like steps."""
-    FIRST_STEP = "first_step"
-    """The state is loaded: what is compiled is compiled now."""
-    STEPS = "steps"
-    EVALUATION = "evaluation"
-    """Between two steps, longer than between most: the script does something else."""
-    SAVE = "save"
-    """A checkpoint is being saved."""
-
-
 class Urgency(enum.Enum):
-    """How long the workers have been still, in the limits of their stage. It decides which findings may end them."""
+    """How long the workers have been still, by the limits in force. It decides which findings may end them."""
 
     EARLY = "early"
     """Only a rank that can never go on by itself ends the generation."""
@@ -63,7 +49,6 @@ class Suspicion:
     """The workers of this node in `generation` are still, and have been active before."""
 
     generation: Positive
-    stage: Stage
     why: Annotated[str, line(512)]
     """For people: which signs, and for how long."""
     urgency: Urgency = Urgency.EARLY
@@ -79,27 +64,14 @@ class Doing(enum.Enum):
     UNINTERRUPTIBLE = "uninterruptible"
     """It waits in the kernel for a disk, a file server or a device."""
     IN_SAVE = "in_save"
-    IN_DATA_LOADER = "in_data_loader"
-    """It waits for its data, or for a process that prepares them."""
     IN_COLLECTIVE = "in_collective"
     """It waits for other ranks: `collective` says in which one; empty: it most likely does."""
-    AT_STORE = "at_store"
-    """It waits at the workers' store for a key that another rank sets: a rendezvous or a barrier."""
-    LOCKED = "locked"
-    """It waits for a lock of its own process, or for another thread."""
-    READING = "reading"
-    """It waits for bytes from a pipe, a socket, or the end of a child."""
-    ASLEEP = "asleep"
-    HOLDS_GIL = "holds_gil"
-    """Native code waits, and no Python code of this process can run meanwhile."""
-    BUSY = "busy"
-    """It uses the processor, and is at the same place each time that it is looked at."""
-    MOVES = "moves"
-    """It is at work: where it stands changes, or steps, output or bytes do."""
-    DEBUGGED = "debugged"
-    """A debugger holds it, or may."""
+    WAITS = "waits"
+    """For something of its own: time, a lock, bytes, a child. `where` says for what."""
+    WORKS = "works"
+    """It uses the processor."""
     OTHER = "other"
-    """Nothing of the above can be said."""
+    """Nothing of the above can be said, as of one that computes on a GPU, or only waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +181,6 @@ def telling(states: tuple[RankState, ...]) -> tuple[RankState, ...]:
     """As many states as a testimony may have, by rank. Ranks that wait for no other rank are kept before others."""
     if len(states) <= MAX_RANKS:
         return states
-    waits = (Doing.IN_COLLECTIVE, Doing.AT_STORE)
-    chosen = sorted(states, key=lambda one: (one.doing in waits, _TELLING[one.doing], one.rank))[:MAX_RANKS]
+    waits = Doing.IN_COLLECTIVE
+    chosen = sorted(states, key=lambda one: (one.doing is waits, _TELLING[one.doing], one.rank))[:MAX_RANKS]
     return tuple(sorted(chosen, key=lambda one: one.rank))

@@ -138,10 +138,10 @@ class Checks:
             return
         team = self.teams[world.generation]
         worker = team.workers.get(world.cause.node)
-        goes_on = worker is None or worker.acts or worker.hangs in (Doing.MOVES, Doing.DEBUGGED)
+        goes_on = worker is None or worker.acts or worker.comes_back
         if goes_on:
             self.broken("I13", f"{world.cause.node or 'no node'} is blamed: {failure.summary}")
-        if worker.hangs is Doing.BUSY and self.now < worker.hangs_since + LONG_WAIT_S:
+        if worker.hangs is Doing.WORKS and self.now < worker.hangs_since + LONG_WAIT_S:
             self.broken("I13", f"{world.cause.node} may only be slow: {failure.summary}")
         self.seen["hang ended"] += 1
         self.disturb()

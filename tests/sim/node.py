@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elastic_agent.agent.main.heartbeat import Silence, Turned, why_stuck
-from elastic_agent.agent.workers.hangs.detector import HangDetector, Learned
+from elastic_agent.agent.workers.hangs.detector import Durations, HangDetector
 from elastic_agent.rendezvous.errors import Compacted, LeaseExpired, StoreUnavailable
 from elastic_agent.rendezvous.liveness.failure_detector import Absence, Peer, ProbeResult
 from elastic_agent.rendezvous.liveness.lease_validity import LEASE_MARGIN
@@ -157,7 +157,7 @@ class SimNode:
         self.kept: LeaseId | None = None
         """The lease that is kept alive."""
         self.watched, self.stopping = None, False
-        self.learned = Learned()
+        self.learned = Durations()
         self.drained_with = 0
         self.wakes_at = self.clock()
         self.guarded(self.keep_alive)()
@@ -552,9 +552,7 @@ class SimNode:
         if urgency is not self.suspected:
             self.suspected = urgency
             self.agent.workers_suspected(
-                Suspicion(worker.generation, stall.stage, stall.why, stall.urgency)
-                if stall is not None
-                else None
+                Suspicion(worker.generation, stall.why, stall.urgency) if stall is not None else None
             )
             self.turn()
         self.sim.after(HANG_LOOK_S, self.guarded(lambda: self.watch_hangs(worker)))

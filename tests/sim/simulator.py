@@ -54,9 +54,9 @@ LAST_LIMIT_S = 1800.0
 """A loop without end is left alone until then where little is known of the steps."""
 SETTLES_S = 60.0
 WORKS_S = 100.0
-"""How long one rank is at work, or under a debugger, while the others wait for it."""
-HOLDS_UP = (Doing.MOVES, Doing.DEBUGGED)
-HANGS = (Doing.STOPPED, Doing.ASLEEP, Doing.MOVES, Doing.BUSY, Doing.DEBUGGED)
+"""How long one rank is at work while the others wait for it."""
+HANGS = ((Doing.STOPPED, False), (Doing.WAITS, False), (Doing.WORKS, True), (Doing.WORKS, False))
+"""What a worker does, and whether it comes back."""
 REQUEST_TIMEOUT_S = 1.0
 DRAIN_TIMEOUT_S = 8.0
 OF_AGENTS = ("a stuck loop is not missed", "a dead thread is not missed")
@@ -66,8 +66,7 @@ OF_HANGS = (
     "who waits is blamed",
     "no answer is waited for",
     "who computes is taken for asleep",
-    "who computes is never ended",
-    "a debugger's stop is one for ever",
+    "who waits is taken for at work",
 )
 """In those runs a worker hangs early."""
 BUGS = (
@@ -464,13 +463,13 @@ class Simulation(Checks):
         if not able:
             self.after(1.0, self.hang_one)
             return
-        node, doing = self.hangs.choice(able), self.hangs.choice(HANGS)
+        node, (doing, comes_back) = self.hangs.choice(able), self.hangs.choice(HANGS)
         worker = node.worker
         assert worker is not None
         self.seen[f"fault hang {doing.value}"] += 1
         self.note(f"the worker on {node.name} does nothing but this: {doing.value}")
-        worker.hangs, worker.hangs_since = doing, self.now
-        if doing in HOLDS_UP:
+        worker.hangs, worker.hangs_since, worker.comes_back = doing, self.now, comes_back
+        if comes_back:
             self.after(WORKS_S, worker.go_on)
 
     def restart(self, node: SimNode, after_s: float) -> None:
@@ -524,9 +523,8 @@ class Simulation(Checks):
 
 SWAPPED = {
     "who waits is blamed": {Doing.IN_COLLECTIVE: Doing.STOPPED, Doing.STOPPED: Doing.IN_COLLECTIVE},
-    "who computes is taken for asleep": {Doing.BUSY: Doing.ASLEEP, Doing.MOVES: Doing.ASLEEP},
-    "who computes is never ended": {Doing.BUSY: Doing.DEBUGGED},
-    "a debugger's stop is one for ever": {Doing.DEBUGGED: Doing.STOPPED},
+    "who computes is taken for asleep": {Doing.WORKS: Doing.WAITS},
+    "who waits is taken for at work": {Doing.IN_COLLECTIVE: Doing.WORKS},
 }
 """What a coordinator with one of these bugs takes for what."""
 

@@ -109,6 +109,7 @@ class Worker:
         self.hangs: Doing | None = None
         """What it does for ever, if it never finishes a step again."""
         self.hangs_since = 0.0
+        self.comes_back = False
         team.workers[node.name] = self
         self.after(0.1, 2.0, self.begin)
 
@@ -140,7 +141,7 @@ class Worker:
         if self.hangs is not None:
             return self.hangs
         waits = any(peer.entered < self.entered for peer in self.team.workers.values())
-        return Doing.IN_COLLECTIVE if self.entered > self.step and waits else Doing.MOVES
+        return Doing.IN_COLLECTIVE if self.entered > self.step and waits else Doing.WORKS
 
     # ------------------------------------------------------------ load
 

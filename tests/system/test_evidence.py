@@ -70,7 +70,7 @@ def test_workers_that_hang_are_looked_at_before_they_are_ended(job: Job, tmp_pat
     agent = job.start("a", *options, script=(RECORDER, "--report", "--fault=1:0:3:hang"))
     agent.exit_code()
     [first, *_] = sorted((folder_of(agent) / "a").glob("*/summary.txt"))
-    assert re.match(r"rank 0: locked, recorder\.py:\d+ in ", first.read_text())
+    assert re.match(r"rank 0: waits, recorder\.py:\d+ in ", first.read_text())
     (journal,) = folder_of(agent).parents[1].glob("events-*.jsonl")
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     told = [

@@ -26,7 +26,7 @@ def test_the_rank_that_has_not_entered_the_collective_is_named_and_ended(job: Jo
     assert [agent.exit_code(300.0) for agent in agents] == [0, 0]
     for agent in agents:
         assert agent.says(
-            r"hang: rank 1 on node . \(recorded_rank\.py:\d+ in main.*\) sleeps and has not entered "
+            r"hang: rank 1 on node . \(recorded_rank\.py:\d+ in main.*\) waits by itself and has not entered "
         )
         assert agent.says(r"all_reduce \d+ of default_pg, in which 1 rank waits, by torch's flight recorder")
         assert agent.says("rank . is done in 2$")

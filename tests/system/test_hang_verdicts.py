@@ -20,7 +20,7 @@ def run(job: Job, what: str, steps: str) -> None:
     if what == "compute":
         assert all(agent.says("rank . is done in 1$") for agent in agents), "it was only slow"
         return
-    words = "is stopped" if what == "stop" else "sleeps"
+    words = "is stopped" if what == "stop" else "waits by itself"
     for agent in agents:
         assert agent.says(rf"hang: rank 1 on node {blamed.name} {words}")
         assert agent.says("rank . is done in 2$")

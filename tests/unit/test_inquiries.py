@@ -32,7 +32,6 @@ from elastic_agent.rendezvous.statements.inquiry import (
     Inquiry,
     RankState,
     Recorded,
-    Stage,
     Suspicion,
     Urgency,
     Verdict,
@@ -49,9 +48,9 @@ B = NodeRecord("b", "b-1", "host-b", 4002, slots=1, ready=True)
 C = NodeRecord("c", "c-1", "host-c", 4003, slots=1, ready=True)
 WAITS, ASLEEP, STOPPED, BUSY, DISK = (
     Doing.IN_COLLECTIVE,
-    Doing.ASLEEP,
+    Doing.WAITS,
     Doing.STOPPED,
-    Doing.BUSY,
+    Doing.WORKS,
     Doing.UNINTERRUPTIBLE,
 )
 
@@ -63,7 +62,7 @@ def world(inquiry: Inquiry | None = None) -> World:
 
 
 def still(node: NodeRecord, urgency: Urgency, generation: int = 4) -> NodeRecord:
-    return replace(node, suspicion=Suspicion(generation, Stage.STEPS, "no step for 5 s", urgency))
+    return replace(node, suspicion=Suspicion(generation, "no step for 5 s", urgency))
 
 
 def says(node: NodeRecord, rank: int, doing: Doing, inquiry: int = 1) -> NodeRecord:
@@ -114,11 +113,7 @@ def test_answers_are_waited_for_but_not_for_ever() -> None:
         (DISK, LAST, None),
         (WAITS, OVERDUE, Finding.UNCLEAR),
         (WAITS, LAST, None),
-        (Doing.MOVES, LAST, Finding.HEALTHY),
         (BUSY, LAST, Finding.HEALTHY),
-        (Doing.HOLDS_GIL, EARLY, Finding.LIKELY),
-        (Doing.HOLDS_GIL, OVERDUE, None),
-        (Doing.DEBUGGED, LAST, Finding.HEALTHY),
     ],
 )
 def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
@@ -133,8 +128,7 @@ def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
         assert after.inquiry is not None
         assert (after.inquiry.finding, after.inquiry.number) == (finding, 1)
         assert after.inquiry.why
-        nobody = doing in (WAITS, Doing.DEBUGGED)
-        assert (after.inquiry.node, after.inquiry.rank) == (("", None) if nobody else ("b", 1))
+        assert (after.inquiry.node, after.inquiry.rank) == (("", None) if doing is WAITS else ("b", 1))
         return
     assert after.phase is Phase.STOPPING
     failure = after.cause.failure
@@ -148,13 +142,12 @@ def test_what_ends_a_generation_depends_on_how_sure_and_how_urgent_it_is(
     assert (after.inquiry.node, after.inquiry.rank) == (failure.node, failure.rank)
 
 
-@pytest.mark.parametrize("doing", [Doing.MOVES, BUSY])
-def test_a_loop_without_end_is_ended_at_the_last_limit_and_not_before(doing: Doing) -> None:
+def test_a_loop_without_end_is_ended_at_the_last_limit_and_not_before() -> None:
     """So is an evaluation on one rank that takes as long: from outside it is the same."""
 
     def after(urgency: Urgency) -> World:
         waits = replace(still(A, urgency), testimony=Said(4, 1, (RankState(0, WAITS, 7, 590.0),)))
-        return published(decided(world(Inquiry(1, urgency)), waits, says(B, 1, doing)))
+        return published(decided(world(Inquiry(1, urgency)), waits, says(B, 1, BUSY)))
 
     assert after(OVERDUE).phase is Phase.RUNNING
     ended = after(LAST)
@@ -169,23 +162,22 @@ def test_workers_that_went_on_before_the_verdict_are_not_ended() -> None:
     assert published(decided(asked, says(A, 0, WAITS), says(B, 1, STOPPED))).phase is Phase.STOPPING
 
 
-@pytest.mark.parametrize("doing", [Doing.MOVES, BUSY])
 @pytest.mark.parametrize(
     ("waits", "waited_s", "complete", "finding"),
     [
         (WAITS, 60.0, True, Finding.HEALTHY),
         (WAITS, None, True, Finding.HEALTHY),
         (WAITS, LONG_WAIT_S, False, Finding.HEALTHY),
-        (Doing.MOVES, LONG_WAIT_S, True, Finding.HEALTHY),
+        (BUSY, LONG_WAIT_S, True, Finding.HEALTHY),
         (None, None, True, Finding.HEALTHY),  # there is no other
         (WAITS, LONG_WAIT_S, True, Finding.DOUBTFUL),
     ],
 )
 def test_who_is_at_work_is_doubtful_only_when_all_others_have_waited_for_long(
-    doing: Doing, waits: Doing | None, waited_s: float | None, complete: bool, finding: Finding
+    waits: Doing | None, waited_s: float | None, complete: bool, finding: Finding
 ) -> None:
-    found = Verdict(Finding.LIKELY, "rank 1 computes in one place", "b", 1)
-    answers = {"b": Said(4, 1, (RankState(1, doing, 7, 0.5),))}
+    found = Verdict(Finding.LIKELY, "rank 1 is at work", "b", 1)
+    answers = {"b": Said(4, 1, (RankState(1, BUSY, 7, 0.5),))}
     if waits is not None:
         answers["a"] = Said(4, 1, (RankState(0, waits, 7, waited_s),))
     assert weighed(found, answers, all_answered=complete).finding is finding
@@ -194,16 +186,11 @@ def test_who_is_at_work_is_doubtful_only_when_all_others_have_waited_for_long(
 @pytest.mark.parametrize(
     ("doing", "still_s", "finding"),
     [
-        (Doing.HOLDS_GIL, 2.0, Finding.LIKELY),  # who asks for the lock uses some
-        (Doing.READING, STILL_S, Finding.LIKELY),
-        (Doing.READING, 2.0, Finding.DOUBTFUL),
-        (Doing.READING, None, Finding.DOUBTFUL),
-        (Doing.IN_DATA_LOADER, 2.0, Finding.DOUBTFUL),
+        (ASLEEP, None, Finding.DOUBTFUL),
         (Doing.OTHER, 2.0, Finding.DOUBTFUL),
         (Doing.OTHER, STILL_S, Finding.LIKELY),
-        (Doing.LOCKED, 1.0, Finding.DOUBTFUL),
-        (Doing.LOCKED, STILL_S, Finding.LIKELY),
-        (Doing.ASLEEP, 1.0, Finding.DOUBTFUL),
+        (ASLEEP, 1.0, Finding.DOUBTFUL),
+        (ASLEEP, STILL_S, Finding.LIKELY),
         (DISK, 60.0, Finding.DOUBTFUL),
         (Doing.IN_SAVE, 60.0, Finding.DOUBTFUL),
     ],
@@ -221,10 +208,9 @@ def test_what_waits_for_something_that_moves_may_be_slow(
     ("first", "second", "over"),
     [
         # a test without step(): at a look one rank reads, or all are in the same collective
-        (RankState(0, WAITS, 7, 1.0), RankState(1, Doing.READING, 7, 3.0), False),
+        (RankState(0, WAITS, 7, 1.0), RankState(1, ASLEEP, 7, 3.0), False),
         (RankState(0, WAITS, 7, 1.0), RankState(1, WAITS, 7, 3.0), False),
         (RankState(0, WAITS, 7, 1.0), RankState(1, STOPPED, 7, 3.0), True),
-        (RankState(0, WAITS, 7, 1.0), RankState(1, Doing.HOLDS_GIL, 7, 3.0), True),
         (RankState(0, WAITS, 7, 60.0), RankState(1, ASLEEP, 7, 60.0), True),
     ],
 )

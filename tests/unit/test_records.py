@@ -53,7 +53,6 @@ from elastic_agent.rendezvous.statements.inquiry import (
     Inquiry,
     RankState,
     Recorded,
-    Stage,
     Suspicion,
     Urgency,
 )
@@ -100,8 +99,8 @@ NODE = NodeRecord(
     recheck=Recheck(2, False, "/dev/shm is full"),
     paces=Paces(3, 20, 300_000, (200_000, 280_000)),
     comparison=Comparison(3, 200_000, (Straggler("a", 1, 280_000), Straggler("b", 3, 290_000))),
-    suspicion=Suspicion(3, Stage.STEPS, "no step for 5 s", Urgency.EARLY),
-    testimony=Said(3, 1, (RankState(0, Doing.ASLEEP, 17, 5.0), RankState(1, Doing.OTHER, recorded=RECORDED))),
+    suspicion=Suspicion(3, "no step for 5 s", Urgency.EARLY),
+    testimony=Said(3, 1, (RankState(0, Doing.WAITS, 17, 5.0), RankState(1, Doing.OTHER, recorded=RECORDED))),
 )
 WORLD = World(
     job="job",
@@ -449,7 +448,6 @@ WRONG: dict[str, dict[Path, list[Any]]] = {
         ("comparison", "stragglers"): [None, 1, True, "x", {}, [1], [None], [[]]],
         ("suspicion",): OBJECT,
         ("suspicion", "generation"): number(1),
-        ("suspicion", "stage"): CHOICE,
         ("suspicion", "why"): text(512),
         ("suspicion", "urgency"): CHOICE,
         ("testimony",): OBJECT,

@@ -37,7 +37,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        17,
+        18,
         {
             "NodeRecord": (
                 "node incarnation address port slots http limits program node_rank "
@@ -77,17 +77,13 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Standby": "node memory",
             "CauseKind": "start failure join leave lost withdrawn success",
             "BadState": "generation step",
-            "Suspicion": "generation stage why urgency",
-            "Stage": "initialization first_step steps evaluation save",
+            "Suspicion": "generation why urgency",
             "Urgency": "early overdue last",
             "Testimony": "generation inquiry ranks",
             "RankState": "rank doing step still_s collective where recorded",
             "Recorded": "still_s fresh groups",
             "InGroup": "group size entered waits_in collective",
-            "Doing": (
-                "gone stopped uninterruptible in_save in_data_loader in_collective at_store locked reading asleep "
-                "holds_gil busy moves debugged other"
-            ),
+            "Doing": "gone stopped uninterruptible in_save in_collective waits works other",
             "Inquiry": "number urgency finding why node rank",
             "Finding": "healthy unclear doubtful likely certain",
         },
@@ -115,7 +111,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "status pages": (
-        7,
+        8,
         {
             "NodeStatus": (
                 "job node incarnation version agent_age_s state waiting_for coordinates world phase phase_s "
@@ -125,8 +121,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
             "CheckStatus": "check outcome summary advice",
-            "World": "records 17",
-            "NodeRecord": "records 17",
+            "World": "records 18",
+            "NodeRecord": "records 18",
         },
     ),
     "run file": (

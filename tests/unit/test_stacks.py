@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -18,18 +16,14 @@ from elastic_agent.agent.workers.hangs.facts import Frame
 from elastic_agent.agent.workers.hangs.signs import SignReader
 from elastic_agent.agent.workers.hangs.stacks import (
     MOST_FRAMES,
-    QUICK,
-    Answers,
-    Collector,
+    Answer,
     StackFile,
     Target,
     ask,
     parse,
     why_not,
 )
-from elastic_agent.agent.workers.hangs.testimony import rank_state
-from elastic_agent.agent.workers.processes.proc import debugger_of, stat_of
-from elastic_agent.rendezvous.statements.inquiry import Doing, RankState
+from elastic_agent.agent.workers.processes.proc import stat_of
 from elastic_agent.worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 
 BEGIN = """
@@ -59,8 +53,11 @@ def running(file: StackFile, script: str, lines: int = 1, begin: str = BEGIN) ->
         process.kill()
 
 
-def asked(file: StackFile, pids: Sequence[int], within_s: float = 10.0) -> Answers:
-    return ask([(file, pids)], time.monotonic() + within_s, time.monotonic, time.sleep)
+def asked(file: StackFile, pid: int, within_s: float = 10.0) -> Answer:
+    [answer] = ask(
+        [Target(0, 0, pid, file)], time.monotonic() + within_s, time.monotonic, time.sleep
+    ).values()
+    return answer
 
 
 def functions(text: str) -> list[str]:
@@ -70,37 +67,30 @@ def functions(text: str) -> list[str]:
 
 def test_a_process_says_where_it_stands(file: StackFile) -> None:
     with running(file, "stand_here()") as [pid]:
-        found = asked(file, [pid])
-        assert functions(found.texts[pid]) == ["stand_here", "<module>"]
-        assert found.refused == {}
-        assert functions(asked(file, [pid]).texts[pid]) == ["stand_here", "<module>"]  # again
+        found = asked(file, pid)
+        assert functions(found.text) == ["stand_here", "<module>"]
+        assert found.refused == ""
+        assert functions(asked(file, pid).text) == ["stand_here", "<module>"]  # again
 
 
 def test_also_while_native_code_holds_the_lock_of_python(file: StackFile) -> None:
     script = "def native():\n  print(os.getpid(), flush=True)\n  ctypes.PyDLL(None).getchar()\nnative()"
     with running(file, script) as [pid]:
-        assert functions(asked(file, [pid]).texts[pid]) == ["native", "<module>"]
+        assert functions(asked(file, pid).text) == ["native", "<module>"]
 
 
 def test_all_its_threads_do_and_the_main_one_is_the_last(file: StackFile) -> None:
     with running(
         file, "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nstand_here()"
     ) as [pid]:
-        threads = parse(asked(file, [pid]).texts[pid])
+        threads = parse(asked(file, pid).text)
         assert [thread.frames[-1].function for thread in threads] == ["_bootstrap", "<module>"]
-
-
-def test_each_fork_answers_for_itself(file: StackFile) -> None:
-    script = "def fork():\n  stand_here()\nif os.fork(): stand_here()\nelse: fork()"
-    with running(file, script, lines=2) as pids:
-        found = asked(file, pids)
-        assert sorted(functions(found.texts[pid])[1] for pid in pids) == ["<module>", "fork"]
 
 
 def test_one_that_lets_go_of_the_signal_is_not_killed_by_it(file: StackFile) -> None:
     script = f"faulthandler.unregister({SIGNAL}); signal.signal({SIGNAL}, signal.SIG_DFL); stand_here()"
     with running(file, script) as [pid]:
-        assert "has let go" in asked(file, [pid]).refused[pid]
+        assert "has let go" in asked(file, pid).refused
         assert stat_of(f"/proc/{pid}") is not None
 
 
@@ -128,7 +118,7 @@ def stand_here():
 stand_here()
 """
     with running(file, script, begin="") as [pid]:
-        assert functions(asked(file, [pid]).texts[pid]) == ["stand_here", "<module>"]
+        assert functions(asked(file, pid).text) == ["stand_here", "<module>"]
 
 
 def test_faulthandler_stays_the_scripts(file: StackFile) -> None:
@@ -137,7 +127,7 @@ def test_faulthandler_stays_the_scripts(file: StackFile) -> None:
         "faulthandler.register(signal.SIGUSR1); stand_here()"
     )
     with running(file, script) as [pid]:
-        assert functions(asked(file, [pid]).texts[pid]) == ["stand_here", "<module>"]
+        assert functions(asked(file, pid).text) == ["stand_here", "<module>"]
 
 
 def test_one_that_is_stopped_is_not_asked_nor_one_that_has_ended(file: StackFile) -> None:
@@ -147,30 +137,6 @@ def test_one_that_is_stopped_is_not_asked_nor_one_that_has_ended(file: StackFile
             assert time.monotonic() < deadline
         assert "cannot answer" in why_not(pid, file)
     assert why_not(pid, file) == "it has ended"
-
-
-def test_one_under_a_debugger_is_not_asked_and_known_as_such(file: StackFile) -> None:
-    """Whether it stands or runs."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    seize, interrupt = 0x4206, 0x4207
-    with running(file, "stand_here()") as [pid]:
-        if libc.ptrace(seize, pid, None, None) != 0:
-            pytest.skip(f"this machine lets nobody trace: {os.strerror(ctypes.get_errno())}")
-        assert f"process {os.getpid()} (" in why_not(pid, file)
-        collector = Collector(time.monotonic, time.sleep)
-
-        def state() -> RankState:
-            [facts] = collector.look([Target(0, 0, pid, file)], QUICK)
-            return rank_state(facts)
-
-        assert (state().doing, f"process {os.getpid()} (" in state().where) == (Doing.DEBUGGED, True)
-        assert libc.ptrace(interrupt, pid, None, None) == 0
-        os.waitpid(pid, os.WUNTRACED)
-        assert state().doing is Doing.DEBUGGED
-        reader = SignReader(lambda read: None, time.monotonic)
-        reader._search((pid,))
-        assert reader._signs(pid, 0).debugger
-    assert debugger_of(f"/proc/{os.getpid()}") == ""
 
 
 @pytest.mark.parametrize(
@@ -214,19 +180,9 @@ time.sleep(100)
     assert found == stirs
 
 
-@pytest.mark.parametrize(("own", "debugger"), [(True, ""), (False, "process 200 (py spy)")])
-def test_a_tool_of_the_agents_own_is_no_debugger(own: bool, debugger: str, tmp_path: Path) -> None:
-    parent = os.getpid() if own else 1
-    for pid, name, above in ((100, "python", 1), (200, "py spy", parent)):
-        (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {above} 0")
-    (tmp_path / "100" / "status").write_text("Name:\tpython\nTracerPid:\t200\nUid:\t0")
-    assert debugger_of(tmp_path / "100") == debugger
-
-
 def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:
     with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
-        assert "may block" in asked(file, [pid]).refused[pid]
+        assert "may block" in asked(file, pid).refused
 
 
 @pytest.mark.parametrize("used_again", [False, True])
@@ -243,16 +199,17 @@ def test_a_file_that_is_closed_meanwhile_is_left_alone(used_again: bool) -> None
         time.sleep(seconds)
 
     with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
-        found = ask([(file, [pid])], time.monotonic() + 10, time.monotonic, sleep)
-    assert "not answered" in found.refused[pid]
+        [found] = ask([Target(0, 0, pid, file)], time.monotonic() + 10, time.monotonic, sleep).values()
+    assert "not answered" in found.refused
     if used_again:
         os.close(another[0])
 
 
 def test_without_time_nobody_is_waited_for(file: StackFile) -> None:
     with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
-        found = asked(file, [pid, 1], within_s=0.0)
-        assert found.refused[1] == "there was no time left"
+        began_at = time.monotonic()
+        assert "not answered" in asked(file, pid, within_s=0.0).refused
+        assert time.monotonic() < began_at + 5.0
 
 
 def test_without_a_file_there_are_no_stacks_and_the_script_runs() -> None:

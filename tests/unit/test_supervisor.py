@@ -14,12 +14,11 @@ import pytest
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.output.journal import Kind
 from elastic_agent.agent.workers.failure_handler import KNOWN_WITHIN_S, SEEN_WITHIN_S
-from elastic_agent.agent.workers.hangs.detector import ALONE_S, VERDICT_S, Stall
-from elastic_agent.agent.workers.hangs.signs import Signs
+from elastic_agent.agent.workers.hangs.detector import VERDICT_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
 from elastic_agent.rendezvous.records import Failure, Phase
-from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Stage, Urgency
+from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Urgency
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
 from elastic_agent.worker.wire.shared_progress import LEAVES_SIGTERM
@@ -324,40 +323,6 @@ def test_workers_that_do_not_move_are_ended_by_the_signal_that_shows_where_they_
     node.exit(1, -signal.SIGABRT)
     assert node.turn()
     assert len(node.reported) == 1
-
-
-def test_an_inquiry_that_has_just_begun_is_waited_for(tmp_path: Path) -> None:
-    """Many before it may have found a rank elsewhere at work."""
-    node = Supervised(tmp_path, 1, TimeoutConfig(hang="auto"))
-    node.start()
-    generation = node.supervisor._generation
-    assert generation is not None
-    generation.hang.stepped(0, 3, node.now)
-    now = node.now + 10 * ALONE_S
-    stall = Stall(Stage.STEPS, Urgency.LAST, now - node.now, 600.0, 0, True, "")
-    asked = Inquiry(7, Urgency.LAST)
-    assert not generation.ends_alone(stall, replace(asked, finding=Finding.HEALTHY), now)
-    assert not generation.ends_alone(stall, asked, now + 1.0)
-    assert not generation.ends_alone(stall, asked, now + 3.0)
-    assert generation.ends_alone(stall, asked, now + 1.0 + ALONE_S)
-
-
-def test_while_a_debugger_holds_a_worker_nothing_is_suspected_and_the_log_says_why_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    node = Supervised(tmp_path, 2, TimeoutConfig(hang=10.0))
-    node.start()
-    generation = node.supervisor._generation
-    assert generation is not None
-    generation.hang.stepped(0, 3, node.now)
-    for _ in range(10):
-        node.turn(2.0)
-        seen = {0: Signs(1.0, 0, 0), 1: Signs(1.0, 0, 0, 0, "process 7 (gdb)")}
-        generation.signs(node.now, seen)
-    assert node.participant._session.record.suspicion is None
-    assert [record.message for record in caplog.records if "debugged" in record.message] == [
-        "debugged: rank 1 by process 7 (gdb); while that lasts no hang is looked for here (said once)"
-    ]
 
 
 def test_a_worker_that_leaves_sigterm_to_the_agent_is_killed_where_sigterm_would_have_ended_it(

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from elastic_agent.rendezvous.coordinator.verdict import NEVER, RECORDED_STILL_S, WAITING, verdict
+from elastic_agent.rendezvous.coordinator.verdict import NEVER, RECORDED_STILL_S, verdict
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.statements.inquiry import Doing, Finding, InGroup, RankState, Recorded
 from elastic_agent.rendezvous.statements.inquiry import Testimony as Answer
@@ -27,7 +27,7 @@ def waiting(*but: int) -> list[RankState]:
     return [replace(REDUCE, rank=rank) for rank in range(6) if rank not in but]
 
 
-ALONE = [doing for doing in Doing if doing not in (*WAITING, Doing.MOVES, Doing.DEBUGGED)]
+ALONE = [doing for doing in Doing if doing not in (Doing.IN_COLLECTIVE, Doing.WORKS)]
 
 
 @pytest.mark.parametrize("doing", ALONE)
@@ -41,7 +41,7 @@ def test_the_one_that_does_something_else_is_named_with_its_node(doing: Doing, r
 
 
 def test_who_is_at_work_may_come_by_itself() -> None:
-    moves = RankState(2, Doing.MOVES)
+    moves = RankState(2, Doing.WORKS)
     found = verdict(said(*waiting(2), moves), WORLD)
     assert (found.finding, found.rank, found.node) == (Finding.HEALTHY, 2, "n1")
     assert "rank 2 on node n1 is at work, while 5 ranks wait in all_reduce" in found.why
@@ -49,21 +49,14 @@ def test_who_is_at_work_may_come_by_itself() -> None:
     assert (found.finding, found.rank) == (Finding.HEALTHY, None)
 
 
-@pytest.mark.parametrize("doing", [doing for doing in Doing if doing is not Doing.DEBUGGED])
-def test_while_a_debugger_holds_one_nothing_is_a_hang(doing: Doing) -> None:
-    found = verdict(said(*waiting(2, 4), RankState(2, doing), RankState(4, Doing.DEBUGGED)), WORLD)
-    assert (found.finding, found.rank) == (Finding.HEALTHY, None)
-    assert "rank 4 on node n2 is under a debugger" in found.why
-
-
 def test_beside_one_at_work_one_that_never_goes_on_is_named() -> None:
-    states = [*waiting(2, 4), RankState(2, Doing.MOVES), RankState(4, Doing.STOPPED)]
+    states = [*waiting(2, 4), RankState(2, Doing.WORKS), RankState(4, Doing.STOPPED)]
     assert verdict(said(*states), WORLD).rank == 4
 
 
 def test_the_most_certain_is_named_and_of_equals_who_is_behind() -> None:
-    asleep, reading = RankState(1, Doing.ASLEEP, 7), RankState(2, Doing.READING, 7)
-    assert verdict(said(*waiting(1, 2), asleep, reading), WORLD).rank == 2
+    asleep, saving = RankState(1, Doing.WAITS, 7), RankState(2, Doing.IN_SAVE, 7)
+    assert verdict(said(*waiting(1, 2), asleep, saving), WORLD).rank == 2
     assert verdict(said(*waiting(1, 2), asleep, replace(asleep, rank=2, step=6)), WORLD).rank == 2
 
 
@@ -71,7 +64,7 @@ def test_the_most_certain_is_named_and_of_equals_who_is_behind() -> None:
     "other",
     [
         replace(REDUCE, collective="broadcast"),
-        RankState(0, Doing.AT_STORE),
+        replace(REDUCE, collective="init_process_group"),
     ],
 )
 def test_the_one_in_another_collective_does_not_come(other: RankState) -> None:
@@ -110,7 +103,7 @@ UNTOLD = replace(REDUCE, collective="", where="thread 9 (python) is in state S")
 
 def test_among_ranks_that_most_likely_wait_one_that_sleeps_is_named_and_none_for_where_it_waits() -> None:
     untold = [replace(UNTOLD, rank=rank, where=f"thread {rank}") for rank in range(6)]
-    found = verdict(said(*untold[1:], RankState(0, Doing.ASLEEP)), WORLD)
+    found = verdict(said(*untold[1:], RankState(0, Doing.WAITS)), WORLD)
     assert (found.finding, found.rank) == (Finding.LIKELY, 0)
     assert "5 ranks wait in a collective" in found.why
     assert verdict(said(*untold), WORLD).finding is Finding.UNCLEAR
@@ -127,13 +120,13 @@ def test_all_in_the_same_names_nobody() -> None:
 
 
 def test_where_nobody_waits_for_others_nobody_is_named() -> None:
-    found = verdict(said(*(RankState(rank, Doing.ASLEEP) for rank in range(6))), WORLD)
+    found = verdict(said(*(RankState(rank, Doing.WAITS) for rank in range(6))), WORLD)
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
 
 
 def test_a_job_of_one_rank_is_judged_by_itself() -> None:
     world = replace(WORLD, members=(Member("n0", "i0", 1, 0),))
-    found = verdict(said(RankState(0, Doing.LOCKED)), world)
+    found = verdict(said(RankState(0, Doing.WAITS)), world)
     assert (found.rank, found.finding) == (0, Finding.DOUBTFUL), "nobody is seen to wait for it"
 
 
@@ -150,7 +143,7 @@ def test_ranks_that_are_not_in_the_world_are_no_ones() -> None:
 
 
 def test_the_order_of_answers_does_not_matter() -> None:
-    states = [*waiting(1, 4), RankState(1, Doing.ASLEEP), RankState(4, Doing.ASLEEP)]
+    states = [*waiting(1, 4), RankState(1, Doing.WAITS), RankState(4, Doing.WAITS)]
     answers = said(*states)
     assert len({verdict(order, WORLD) for order in permutations(answers)}) == 1
 
@@ -179,7 +172,7 @@ def pair(*ranks: int, entered: int, waits_in: int | None) -> InGroup:
 
 
 @pytest.mark.parametrize("rank", range(6))
-@pytest.mark.parametrize("doing", [Doing.OTHER, Doing.ASLEEP, Doing.IN_DATA_LOADER, Doing.LOCKED, Doing.BUSY])
+@pytest.mark.parametrize("doing", [Doing.OTHER, Doing.WAITS, Doing.IN_SAVE])
 def test_the_rank_that_has_not_entered_the_collective_of_the_others_is_named(doing: Doing, rank: int) -> None:
     found = verdict(said(*there(rank), shown(rank, at(6, None), doing=doing)), WORLD)
     assert (found.finding, found.rank, found.node) == (Finding.LIKELY, rank, f"n{rank // 2}")
@@ -195,7 +188,7 @@ def test_the_rank_that_has_entered_another_collective_in_its_place_is_named() ->
 
 def test_the_record_is_a_better_witness_than_the_place() -> None:
     """Rank 1 sleeps in its script, while its GPU waits as the others' do; rank 4 stands at another line than most."""
-    asleep = shown(1, at(7, 7), doing=Doing.ASLEEP)
+    asleep = shown(1, at(7, 7), doing=Doing.WAITS)
     elsewhere = replace(
         shown(4, at(7, 7), doing=Doing.IN_COLLECTIVE), collective="barrier", where="train.py:99 in x"
     )
@@ -218,11 +211,11 @@ def test_that_all_are_in_one_collective_acquits_nobody_of_another_group() -> Non
     states = [shown(rank, at(7, 7), trio[rank - 2]) for rank in (2, 3, 4)]
     assert verdict(said(*there(2, 3, 4), *states), WORLD).rank == 3
     alone = replace(WORLD, members=(Member("n0", "i0", 1, 0),))
-    assert "all 1 rank" not in verdict(said(shown(0, at(7, 7), doing=Doing.LOCKED)), alone).why
+    assert "all 1 rank" not in verdict(said(shown(0, at(7, 7), doing=Doing.WAITS)), alone).why
 
 
 def test_of_several_that_have_not_entered_one_is_named_but_in_doubt() -> None:
-    two = shown(2, at(6, None)), shown(3, at(5, None), doing=Doing.IN_DATA_LOADER)
+    two = shown(2, at(6, None)), shown(3, at(5, None), doing=Doing.WAITS)
     found = verdict(said(*there(2, 3), *two), WORLD)
     assert (found.finding, found.rank) == (Finding.DOUBTFUL, 3)
 
@@ -254,9 +247,9 @@ def test_what_the_records_do_not_show_for_certain_names_nobody(states: list[Rank
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
 
 
-@pytest.mark.parametrize("doing", [Doing.MOVES, Doing.DEBUGGED])
-def test_a_rank_at_work_is_no_hang_whatever_is_recorded(doing: Doing) -> None:
-    assert verdict(said(*there(3), shown(3, at(6, None), doing=doing)), WORLD).finding is Finding.HEALTHY
+def test_a_rank_at_work_is_no_hang_whatever_is_recorded() -> None:
+    works = shown(3, at(6, None), doing=Doing.WORKS)
+    assert verdict(said(*there(3), works), WORLD).finding is Finding.HEALTHY
 
 
 def test_one_that_waits_elsewhere_is_no_suspect_but_the_one_it_waits_for_is() -> None:
@@ -296,15 +289,15 @@ def test_one_whose_wait_all_its_partners_share_may_compute_on_its_gpu() -> None:
 
 def test_a_rank_that_spins_in_a_collective_waits_for_a_rank_without_record() -> None:
     """Such as one that holds Python's lock: torch needs it for the dump."""
-    found = verdict(said(*there(3), RankState(3, Doing.HOLDS_GIL)), WORLD)
+    found = verdict(said(*there(3), RankState(3, Doing.WAITS)), WORLD)
     assert (found.finding, found.rank) == (Finding.LIKELY, 3)
     early = [replace(one, recorded=replace(one.recorded, still_s=1.0)) for one in there(3)]
-    assert verdict(said(*early, RankState(3, Doing.HOLDS_GIL)), WORLD).finding is Finding.UNCLEAR
+    assert verdict(said(*early, RankState(3, Doing.WAITS)), WORLD).finding is Finding.UNCLEAR
 
 
 def test_two_ranks_are_enough_to_see_which_one_is_missing() -> None:
     world = replace(WORLD, members=MEMBERS[:1])
-    found = verdict(said(shown(0, at(7, 7)), shown(1, at(6, None), doing=Doing.ASLEEP)), world)
+    found = verdict(said(shown(0, at(7, 7)), shown(1, at(6, None), doing=Doing.WAITS)), world)
     assert (found.finding, found.rank) == (Finding.LIKELY, 1)
     split = verdict(said(shown(0, at(7, 7)), shown(1, at(7, 7, "broadcast"))), world)
     assert split.rank is None

@@ -78,9 +78,7 @@ def run_help(usage: str, options: Iterable[Option[Any]]) -> str:
     where = replace(
         LOG_DIR, help="the folder of the runs (default: where agents without it keep their files)"
     )
-    return "\n".join(
-        [usage, *(option.help_text() for option in (*options, where)), "", *exit_codes(ExitCode)]
-    )
+    return "\n".join([usage, *(option.help_text() for option in (*options, where)), "", *exit_codes()])
 
 
 def given_log_dir(command_line: Settings) -> Path | None:

@@ -5,6 +5,9 @@ which a worker uses no processor, moves no bytes and prints nothing. Either is o
 be the reason for it, or be at work while these wait. So an early one costs no more than a question: what do all of them
 do?
 
+There are two rows of limits, `STEPS` and `UNKNOWN`, of three numbers each. Nothing but how long a step mostly takes is
+learned.
+
 Pure but for its own state: readings and instants are arguments, seconds on the monotonic clock.
 """
 
@@ -17,7 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ....rendezvous.statements.inquiry import ANSWER_S, LOOK_S, Finding, Inquiry, Stage, Urgency
+from ....rendezvous.statements.inquiry import LOOK_S, Finding, Inquiry, Urgency
 from .signs import LOOK_EVERY_S, Signs, Stillness
 
 HangTimeout: TypeAlias = float | Literal["auto"] | None
@@ -29,11 +32,6 @@ ALONE_S = 60.0
 """And one with learned limits, when the last of them is over."""
 
 
-REMEMBERED = 512
-"""Durations of one stage; the oldest are forgotten."""
-PERCENTILE = 0.99
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Seconds without any sign of life from which on a suspicion is as urgent as that."""
@@ -42,115 +40,53 @@ class Limits:
     overdue_s: float
     last_s: float
 
-    def urgency(self, still_s: float) -> Urgency | None:
-        """None: that is nothing unusual."""
-        passed = [
-            urgency
-            for urgency, limit_s in (
-                (Urgency.EARLY, self.early_s),
-                (Urgency.OVERDUE, self.overdue_s),
-                (Urgency.LAST, self.last_s),
-            )
-            if still_s >= limit_s
-        ]
-        return passed[-1] if passed else None
+    def passed(self, still_s: float) -> tuple[Urgency, float] | None:
+        """The longest that is over; None: that is nothing unusual."""
+        over = [(urgency, limit_s) for urgency, limit_s in self._rising if still_s >= limit_s]
+        return over[-1] if over else None
 
     def next_s(self, still_s: float) -> float:
         """The next of them; infinity beyond the last."""
-        return min((s for s in (self.early_s, self.overdue_s, self.last_s) if s > still_s), default=math.inf)
+        return min((limit_s for _, limit_s in self._rising if limit_s > still_s), default=math.inf)
 
-    def patient(self, factor: float) -> Limits:
-        """After hangs that came one after the other: what was taken for one may be how this job works."""
-        return Limits(self.early_s, self.overdue_s * factor, self.last_s * factor)
+    @property
+    def _rising(self) -> tuple[tuple[Urgency, float], ...]:
+        return (Urgency.EARLY, self.early_s), (Urgency.OVERDUE, self.overdue_s), (Urgency.LAST, self.last_s)
 
 
-UNKNOWN = Limits(60.0, 300.0, 1800.0)
-"""Until enough is known, far beyond what a stage takes: an import, a download, a compilation."""
+UNKNOWN = Limits(30.0 - LOOK_EVERY_S - LOOK_S, 300.0, 1800.0)
+"""Of workers that report no steps, or too few so far, and of those that save or evaluate. A rank is named within 30 s:
+the last sign of life may be as old as the pause between two looks, and then the workers are looked at. It is ended
+late: it may wait for a service, or load, or compile."""
+STEPS = Limits(5.0, 30.0, 600.0)
+"""Of workers that report steps: the least, where steps are short. A look is begun so early that it is over by then."""
 TIMES = Limits(3.0, 5.0, 5.0)
-"""So many of what is usual: of the 99th percentile of the durations of a stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The limits of one stage, once `enough` of its durations are known."""
-
-    least: Limits
-    enough: int
-    ahead_s: float = 0.0
-    """The first of them holds so much sooner: the look and the inquiry take as long, and the rank is to be named by
-    then."""
-
-    def limits(self, durations: Durations) -> Limits:
-        if len(durations) < self.enough:
-            return UNKNOWN
-        usual_s, least = durations.percentile(), self.least
-        return Limits(
-            max(least.early_s, TIMES.early_s * usual_s) - self.ahead_s,
-            max(least.overdue_s, TIMES.overdue_s * usual_s),
-            max(least.last_s, TIMES.last_s * usual_s),
-        )
-
-
-ROWS: Mapping[Stage, Row] = {
-    Stage.STEPS: Row(Limits(5.0, 30.0, 600.0), 10, LOOK_S),
-    Stage.EVALUATION: Row(Limits(30.0, 60.0, 600.0), 2),
-    Stage.SAVE: Row(Limits(30.0, 60.0, 600.0), 2),
-}
-"""Of workers that report steps. What happens once, before the first step, is never learned."""
-FROM_OUTSIDE = Row(Limits(30.0, 300.0, 600.0), 0, LOOK_EVERY_S + LOOK_S)
-"""Of workers that report no steps: durations are pauses in which nothing was seen of them. The last sign of life may be
-as old as the pause between two looks when it is seen. A rank is named soon, and ended late: what looks like a hang may
-be a rank that waits for a service, in a part of the script that comes once."""
+"""Else so many of the usual steps."""
+ENOUGH = 10
+"""Steps from which on it is known how long they take."""
 
 
 class Durations:
-    """The newest of one kind."""
+    """How long the newest steps took. Of a job, over all generations."""
 
     def __init__(self) -> None:
-        self._newest: deque[float] = deque(maxlen=REMEMBERED)
-        self._percentile: float | None = None
-
-    def __len__(self) -> int:
-        return len(self._newest)
+        self._newest: deque[float] = deque(maxlen=512)
+        self._usual_s: float | None = None
 
     def add(self, seconds: float) -> None:
         self._newest.append(seconds)
-        self._percentile = None
+        self._usual_s = None
 
-    def percentile(self) -> float:
-        """0 without any."""
-        if self._percentile is None:
-            ordered = sorted(self._newest)
-            self._percentile = ordered[math.ceil(PERCENTILE * len(ordered)) - 1] if ordered else 0.0
-        return self._percentile
-
-
-@dataclass(slots=True)
-class Learned:
-    """What an agent has learned of its job, over all generations."""
-
-    durations: dict[Stage, Durations] = field(default_factory=lambda: {stage: Durations() for stage in Stage})
-    pauses: Durations = field(default_factory=Durations)
-
-    def limits(self, stage: Stage, *, reports_steps: bool) -> Limits:
-        if stage is Stage.STEPS and not reports_steps:
-            return FROM_OUTSIDE.limits(self.pauses)
-        return ROWS[stage].limits(self.durations[stage]) if stage in ROWS else UNKNOWN
-
-
-PATIENCE_WINDOW_S = 3600.0
-MOST_PATIENCE = 16.0
-
-
-def patience(hangs: list[float], now: float) -> float:
-    """How many times longer the limits are, after hangs at these instants: twice for each within an hour."""
-    lately = sum(at > now - PATIENCE_WINDOW_S for at in hangs)
-    return min(MOST_PATIENCE, 2.0**lately)
+    @property
+    def usual_s(self) -> float | None:
+        """Only one in a hundred takes longer; None: not known yet."""
+        if self._usual_s is None and len(self._newest) >= ENOUGH:
+            self._usual_s = sorted(self._newest)[math.ceil(0.99 * len(self._newest)) - 1]
+        return self._usual_s
 
 
 class State(enum.Enum):
     OFF = "off"
-    LEARNING = "learning"
     WATCHING = "watching"
     SUSPECTING = "suspecting"
 
@@ -159,11 +95,7 @@ class State(enum.Enum):
 class Stall:
     """What is unusual now."""
 
-    stage: Stage
     urgency: Urgency
-    still_s: float
-    limit_s: float
-    """The one that was passed."""
     local_rank: int
     """The likeliest of this node to be stuck by itself."""
     reports_steps: bool
@@ -175,86 +107,62 @@ class HangDetector:
     """Of one generation on this node."""
 
     timeout: HangTimeout
-    learned: Learned
+    learned: Durations
     began_at: float
-    patience: float = 1.0
-    """Limits that are learned are so many times longer; see `patience`."""
     steps: dict[int, int] = field(default_factory=dict)
     """The newest step of each worker that has finished one, by local rank."""
     alive_at: float = 0.0
     """The newest report of a worker."""
-    loaded: bool = False
-    """The workers have loaded their state, so that a first step follows."""
     saving: Collection[int] = ()
     """Local ranks that are in a save now."""
     polled_at: float = 0.0
-    debuggers: Mapping[int, str] = field(default_factory=dict)
-    """What traces workers now, by local rank: while anything does, nothing here is a stall."""
+    _stepped_at: dict[int, float] = field(default_factory=dict)
+    _aside: set[int] = field(default_factory=set)
+    """Who has saved or evaluated since its newest step: how long that took teaches nothing."""
+    _stillness: dict[int, Stillness] = field(default_factory=dict)
     _asked: tuple[float, float] = (0.0, 0.0)
     """Between these two instants the workers were last asked what they do."""
     _looked_at: float = 0.0
-    _stillness: dict[int, Stillness] = field(default_factory=dict)
-    _saved_at: float = 0.0
-    _gap: dict[int, tuple[int, float, Stage]] = field(default_factory=dict)
-    """By local rank: its newest step, its instant, and what has happened since."""
 
     # ---------------------------------------------------------------- what is seen
 
     def stepped(self, local_rank: int, step: int, at: float) -> None:
-        if (before := self._gap.get(local_rank)) is not None and step > before[0] and at > before[1]:
-            stage = self._stage_since(before[1], at) if before[2] is Stage.STEPS else before[2]
-            self.learned.durations[stage].add((at - before[1]) / (step - before[0]))
-        self._gap[local_rank] = step, at, Stage.STEPS
-        self.steps[local_rank] = step
-        self._alive(at)
+        before, before_at = self.steps.get(local_rank, step), self._stepped_at.get(local_rank, at)
+        if step > before and at > before_at and local_rank not in self._aside:
+            self.learned.add((at - before_at) / (step - before))
+        self._aside.discard(local_rank)
+        self.steps[local_rank], self._stepped_at[local_rank] = step, at
+        self.reported(at)
 
-    def reported(self, at: float, *, saved: bool) -> None:
-        """A worker has reported a save, or else a load."""
-        if saved:
-            self._saved_at = max(self._saved_at, at)
-        self._alive(at)
-
-    def _alive(self, at: float) -> None:
+    def reported(self, at: float) -> None:
+        """A worker has reported something: a save, a load."""
         self.alive_at = max(self.alive_at, at)
 
     def marked(self, saving: Collection[int], polled_at: float | None) -> None:
         """Who is in a save, and when one of them last asked for news between two steps."""
         self.saving = saving
         if saving:
-            self._gap = {local: (step, at, Stage.SAVE) for local, (step, at, _) in self._gap.items()}
+            self._aside = set(self.steps)
         if polled_at is not None and polled_at > self.polled_at:
             self.polled_at = polled_at
-            self._alive(polled_at)
+            self._aside = set(self.steps)
+            self.reported(polled_at)
 
     def asked(self, at: float) -> None:
         """The workers are asked for their stacks: what they do for that is no sign of life."""
-        self._asked = at, at + ANSWER_S
+        self._asked = at, at + 2 * LOOK_S
 
     def signs(self, at: float, seen: Mapping[int, Signs]) -> None:
         """What the workers have used until `at`, by local rank."""
         began_at, ended_at = self._asked
         asked, self._looked_at = began_at <= at and self._looked_at < ended_at, at
         for local_rank, signs in seen.items():
-            stillness = self._stillness.setdefault(local_rank, Stillness(self.began_at))
-            warm = stillness.warm
-            pause_s = stillness.look(at, signs, asked=asked)
-            if pause_s > 0 and warm and not self.debuggers:
-                self.learned.pauses.add(pause_s)
-        self.debuggers = {local_rank: signs.debugger for local_rank, signs in seen.items() if signs.debugger}
-        if self.debuggers:
-            self._count_from(at)
-
-    def _count_from(self, at: float) -> None:
-        """What came before teaches nothing, and is no stall."""
-        self._alive(at)
-        self._gap = {local_rank: (step, at, stage) for local_rank, (step, _, stage) in self._gap.items()}
-        for stillness in self._stillness.values():
-            stillness.active_at = stillness.worked_at = at
+            self._stillness.setdefault(local_rank, Stillness(self.began_at)).look(at, signs, asked=asked)
 
     def still_s(self, local_rank: int, now: float) -> float | None:
         """For how long nothing of this worker has moved; None: not known."""
         stillness = self._stillness.get(local_rank)
-        seen_at = [self._gap[local_rank][1]] if local_rank in self._gap else []
+        seen_at = [self._stepped_at[local_rank]] if local_rank in self._stepped_at else []
         if stillness is not None:
             seen_at.append(stillness.worked_at)
         return max(0.0, now - max(seen_at)) if seen_at else None
@@ -263,115 +171,73 @@ class HangDetector:
 
     def stall(self, running: Collection[int], now: float) -> Stall | None:
         """Of the workers with these local ranks."""
-        if self.timeout is None or not running or self.debuggers:
+        if self.timeout is None or not running:
             return None
         local_rank, since = self._since(running)
-        stage, still_s = self._stage(local_rank), now - since
-        limits = self._limits(stage)
-        urgency = limits.urgency(still_s)
-        if urgency is None:
+        passed = self._limits().passed(now - since)
+        if passed is None:
             return None
-        limit_s = {
-            Urgency.EARLY: limits.early_s,
-            Urgency.OVERDUE: limits.overdue_s,
-            Urgency.LAST: limits.last_s,
-        }[urgency]
-        return Stall(stage, urgency, still_s, limit_s, local_rank, self._reports_steps, self._why(limit_s))
+        urgency, limit_s = passed
+        nothing = "no step or checkpoint reported" if self.steps else "no output, processor time or bytes"
+        whose = "--hang-timeout" if isinstance(self.timeout, float) else "learned"
+        return Stall(urgency, local_rank, bool(self.steps), f"{nothing} for {limit_s:.3g} s ({whose})")
 
     def due_at(self, running: Collection[int], now: float) -> float | None:
         """When `stall` may say something else without any sign; None: never."""
-        if self.timeout is None or not running or self.debuggers:
+        if self.timeout is None or not running:
             return None
-        local_rank, since = self._since(running)
-        at = since + self._limits(self._stage(local_rank)).next_s(now - since)
+        _, since = self._since(running)
+        at = since + self._limits().next_s(now - since)
         return at if at < math.inf else None
 
     def stalled_s(self, running: Collection[int], now: float) -> float:
         return max(0.0, now - self._since(running)[1]) if running else 0.0
 
-    def limit_s(self, running: Collection[int]) -> float | None:
+    def limit_s(self) -> float | None:
         """The one in force now from which on a suspicion counts in full; None: there is none."""
-        if self.timeout is None or isinstance(self.timeout, float):
-            return self.timeout
-        local_rank = self._since(running)[0] if running else 0
-        return self._limits(self._stage(local_rank)).overdue_s
+        return self._limits().overdue_s if self.timeout == "auto" else self.timeout
 
     def state(self, stall: Stall | None) -> State:
         if self.timeout is None:
             return State.OFF
-        if stall is not None:
-            return State.SUSPECTING
-        if isinstance(self.timeout, float):
-            return State.WATCHING
-        enough = len(self.learned.durations[Stage.STEPS]) >= ROWS[Stage.STEPS].enough
-        warm = any(stillness.warm for stillness in self._stillness.values())
-        return State.WATCHING if (enough if self._reports_steps else warm) else State.LEARNING
-
-    @property
-    def _reports_steps(self) -> bool:
-        return bool(self.steps)
+        return State.SUSPECTING if stall is not None else State.WATCHING
 
     def _since(self, running: Collection[int]) -> tuple[int, float]:
         """Who is still, and since when. Where they report steps it is the one that is behind the others: the likeliest
         of this node to be stuck by itself."""
-        if self._reports_steps:
+        if self.steps:
             return min(self.steps, key=lambda local_rank: (self.steps[local_rank], local_rank)), self.alive_at
         since = {one: self._stillness[one].active_at for one in running if one in self._stillness}
         if not since:
             return min(running), math.inf
         stillest = min(since, key=lambda one: (since[one], one))
-        return stillest, max(since[stillest], self._saved_at)
+        return stillest, max(since[stillest], self.alive_at)
 
-    def _stage(self, local_rank: int) -> Stage:
-        if self.saving:
-            return Stage.SAVE
-        if self._reports_steps:
-            return self._stage_since(max(at for _, at, _ in self._gap.values()), math.inf)
-        if self.loaded and not self._saved_at:
-            return Stage.FIRST_STEP
-        stillness = self._stillness.get(local_rank)
-        return Stage.STEPS if stillness is not None and stillness.warm else Stage.INITIALIZATION
-
-    def _stage_since(self, stepped_at: float, until: float) -> Stage:
-        if stepped_at < self._saved_at <= until:
-            return Stage.SAVE
-        return Stage.EVALUATION if stepped_at < self.polled_at <= until else Stage.STEPS
-
-    def _limits(self, stage: Stage) -> Limits:
-        if not isinstance(self.timeout, float):
-            learned = self.learned.limits(stage, reports_steps=self._reports_steps)
-            return learned.patient(self.patience)
-        limit_s = self.timeout
-        if stage in (Stage.INITIALIZATION, Stage.FIRST_STEP):
-            limit_s = max(limit_s, UNKNOWN.overdue_s)
-        return Limits(limit_s, limit_s, limit_s)
-
-    def _why(self, limit_s: float) -> str:
-        whose = "--hang-timeout" if isinstance(self.timeout, float) else "learned"
-        if not self._reports_steps:
-            return f"no output, processor time or bytes for {limit_s:.3g} s ({whose})"
-        return f"no step or checkpoint reported for {limit_s:.3g} s ({whose})"
+    def _limits(self) -> Limits:
+        if isinstance(self.timeout, float):
+            limit_s = self.timeout if self.steps else max(self.timeout, UNKNOWN.overdue_s)
+            return Limits(limit_s, limit_s, limit_s)
+        usual_s = self.learned.usual_s
+        aside = self.saving or self.polled_at > max(self._stepped_at.values(), default=0.0)
+        if not self.steps or usual_s is None or aside:
+            return UNKNOWN
+        return Limits(
+            max(STEPS.early_s, TIMES.early_s * usual_s) - LOOK_S,
+            max(STEPS.overdue_s, TIMES.overdue_s * usual_s),
+            max(STEPS.last_s, TIMES.last_s * usual_s),
+        )
 
 
 def ends_alone(
-    stall: Stall,
-    timeout: HangTimeout,
-    inquiry: Inquiry | None,
-    since: float,
-    now: float,
-    *,
-    all_still: bool,
-    asked_at: float = 0.0,
+    stall: Stall, timeout: HangTimeout, inquiry: Inquiry | None, since: float, now: float, *, all_still: bool
 ) -> bool:
     """A node without a verdict ends its workers by itself. `since`: when the last limit was over; `inquiry`: the newest
-    that it knows of, as it is since `asked_at`; `all_still`: none of its workers uses anything."""
+    that it knows of; `all_still`: none of its workers uses anything."""
     if stall.urgency is not Urgency.LAST:
         return False
     if isinstance(timeout, float) and stall.reports_steps:
         return now >= since + VERDICT_S
     asked = inquiry if inquiry is not None and inquiry.urgency is Urgency.LAST else None
-    if asked is not None and asked.finding is Finding.HEALTHY:
-        return False
-    if asked is not None and asked.finding is None:
-        since = max(since, asked_at)
+    if asked is not None and asked.finding in (None, Finding.HEALTHY):
+        return False  # the verdict is to come, or a rank elsewhere is at work
     return all_still and now >= since + (VERDICT_S if isinstance(timeout, float) else ALONE_S)

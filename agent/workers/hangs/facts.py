@@ -9,30 +9,15 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field
 
 from ....rendezvous.statements.inquiry import Recorded
 from ....rendezvous.text import clean
 from ...common.kernel_files import read
-from ..processes.proc import debugger_of, sleeps_of, stat_of
+from ..processes.proc import stat_of
 
 BUSY_SHARE = 0.3
 """Of one processor."""
-
-
-class Wait(Enum):
-    """What a thread waits for in the kernel, by its wait channel and system call."""
-
-    NOTHING = "runs"
-    FUTEX = "a lock, or another thread"
-    SLEEP = "time to pass"
-    READ = "bytes"
-    POLL = "one of several descriptors"
-    CHILD = "the end of a child"
-    OTHER = "something else in the kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,298 +51,120 @@ class ThreadFacts:
     name: str
     state: str
     """A letter, as in proc(5)."""
-    state_before: str = ""
-    """The same, at the beginning of the window."""
+    waits_for: str = ""
+    """For people, by its system call; empty: it runs, or that is not shown."""
     channel: str = ""
     """The kernel's function where it waits."""
-    call: str = ""
-    """The system call, by name or number."""
-    on: str = ""
-    """What is behind the descriptor of that call: pipe:[4711], a socket's addresses, a path."""
-    cpu_s: float = 0.0
-    """Within `WorkerFacts.window_s`."""
-    wakes: float = 0.0
-    """How often in a second it went to sleep, meanwhile."""
-
-    @property
-    def asleep(self) -> bool:
-        """In uninterruptible sleep, and not just for a moment."""
-        return self.state == "D" and self.state_before in ("", "D")
-
-    def runs(self, window_s: float) -> bool:
-        """It uses a processor, or waits for one, and does not only look whether there is something to do."""
-        return self.cpu_s > BUSY_SHARE * window_s > 0 or self.state == self.state_before == "R"
-
-    @property
-    def wait(self) -> Wait:
-        return wait_of(self.state, self.channel, self.call)
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessFacts:
-    pid: int
-    name: str
-    parent: int
-    threads: tuple[ThreadFacts, ...]
-    """The first is the process' own; empty: it has ended, or was ending."""
-    memory_bytes: int = 0
-    stacks: tuple[ThreadStack, ...] = ()
-    """The last is the main thread's. Empty: not known."""
-    later: tuple[ThreadStack, ...] = ()
-    """The same, after the window; empty: they were not asked for again."""
-    devices: bool = False
-    """It has a GPU's device file open."""
-    why_no_stacks: str = ""
-    debugger: str = ""
-    """What traces it, for people."""
-
-    @property
-    def main(self) -> ThreadFacts | None:
-        return self.threads[0] if self.threads else None
-
-    @property
-    def cpu_s(self) -> float:
-        return sum(thread.cpu_s for thread in self.threads)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """One worker: its process, and those that it has started."""
+    """One worker."""
 
     rank: int
     local_rank: int
-    process: ProcessFacts
-    children: tuple[ProcessFacts, ...] = ()
+    pid: int
+    threads: tuple[ThreadFacts, ...]
+    """The first is the main one; empty: the process has ended, or was ending."""
+    stacks: tuple[ThreadStack, ...] = ()
+    """The last is the main thread's. Empty: not known."""
+    why_no_stacks: str = ""
     window_s: float = 0.0
-    """Over which times were measured; 0: they were not."""
+    """Over which processor time was measured; 0: it was not."""
+    main_cpu_s: float = 0.0
+    """Of the main thread, meanwhile."""
+    memory_bytes: int = 0
+    devices: bool = False
+    """It has a GPU's device file open."""
     step: int | None = None
     still_s: float | None = None
     last_lines: tuple[str, ...] = ()
     recorded: Recorded | None = None
     """By torch's flight recorder."""
 
+    @property
+    def main(self) -> ThreadFacts | None:
+        return self.threads[0] if self.threads else None
 
-_CHANNELS = (
-    ("futex", Wait.FUTEX),
-    ("nanosleep", Wait.SLEEP),
-    ("do_sigtimedwait", Wait.SLEEP),
-    ("pause", Wait.SLEEP),
-    ("poll", Wait.POLL),
-    ("do_select", Wait.POLL),
-    ("do_wait", Wait.CHILD),
-    ("pipe_read", Wait.READ),
-    ("pipe_wait", Wait.READ),
-    ("_recv", Wait.READ),
-    ("stream_read", Wait.READ),
-    ("wait_data", Wait.READ),
-    ("inet_csk_accept", Wait.READ),
-    ("wait_for_packets", Wait.READ),
-    ("_read", Wait.READ),
-)
-"""Parts of names of kernel functions: which one waits has changed from kernel to kernel."""
+    @property
+    def runs(self) -> bool:
+        """Its main thread uses a processor, and does not only look now and then whether there is something to do."""
+        running = self.main is not None and self.main.state == "R"
+        return running or self.main_cpu_s > BUSY_SHARE * self.window_s > 0
+
+
+LOCK = "a lock or another thread"
+TIME = "time to pass"
+BYTES = "bytes"
+CHILD = "the end of a child"
+ANY = "one of several descriptors"
 
 _CALLS = (
-    ("read", 0, 63, Wait.READ),
-    ("readv", 19, 65, Wait.READ),
-    ("recvfrom", 45, 207, Wait.READ),
-    ("recvmsg", 47, 212, Wait.READ),
-    ("accept", 43, 202, Wait.READ),
-    ("accept4", 288, 242, Wait.READ),
-    ("flock", 73, 32, Wait.FUTEX),
-    ("write", 1, 64, None),
-    ("writev", 20, 66, None),
-    ("sendto", 44, 206, None),
-    ("sendmsg", 46, 211, None),
-    ("connect", 42, 203, None),
-    ("fsync", 74, 82, None),
-    ("fdatasync", 75, 83, None),
-    ("poll", 7, -1, Wait.POLL),
-    ("ppoll", 271, 73, Wait.POLL),
-    ("select", 23, -1, Wait.POLL),
-    ("pselect6", 270, 72, Wait.POLL),
-    ("epoll_wait", 232, -1, Wait.POLL),
-    ("epoll_pwait", 281, 22, Wait.POLL),
-    ("futex", 202, 98, Wait.FUTEX),
-    ("nanosleep", 35, 101, Wait.SLEEP),
-    ("clock_nanosleep", 230, 115, Wait.SLEEP),
-    ("pause", 34, -1, Wait.SLEEP),
-    ("rt_sigtimedwait", 128, 137, Wait.SLEEP),
-    ("wait4", 61, 260, Wait.CHILD),
-    ("waitid", 247, 95, Wait.CHILD),
+    (LOCK, (202, 73), (98, 32)),
+    (TIME, (35, 230, 34, 128), (101, 115, 137)),
+    (BYTES, (0, 19, 45, 47, 43, 288), (63, 65, 207, 212, 202, 242)),
+    (ANY, (7, 271, 23, 270, 232, 281), (73, 72, 22)),
+    (CHILD, (61, 247), (260, 95)),
 )
-"""The system calls in which a process may stand for long: the number of each on x86_64 and on aarch64 (-1: it has
-none), and what a thread waits for there; None: the kernel's function says that."""
-
+"""What is waited for in futex and flock; nanosleep, clock_nanosleep, pause and sigtimedwait; read, readv, recvfrom,
+recvmsg, accept and accept4; poll, ppoll, select, pselect6, epoll_wait and epoll_pwait; wait4 and waitid: by the numbers
+of x86_64 and of aarch64."""
 _COLUMN = {"x86_64": 1, "aarch64": 2}.get(platform.machine())
-_NAMES = {row[_COLUMN]: row[0] for row in _CALLS} if _COLUMN is not None else {}
-_WAITS = {name: wait for name, _, _, wait in _CALLS if wait is not None}
-_OF_DESCRIPTOR = frozenset(name for name, *_ in _CALLS[:14])
-"""Their first argument is a descriptor."""
-
-
-def wait_of(state: str, channel: str, call: str) -> Wait:
-    """The system call says it for certain; where it is not shown, the channel does.
-
-    >>> wait_of("S", "anon_pipe_read", "").name, wait_of("S", "", "futex").name, wait_of("R", "0", "").name
-    ('READ', 'FUTEX', 'NOTHING')
-    """
-    if state == "R":
-        return Wait.NOTHING
-    if call in _WAITS:
-        return _WAITS[call]
-    return next((wait for part, wait in _CHANNELS if part in channel), Wait.OTHER)
-
-
-# --- From /proc
+_WAITS = {number: row[0] for row in _CALLS for number in row[_COLUMN]} if _COLUMN is not None else {}
 
 MOST_THREADS = 256
 """Of one process."""
-_MOST_TEXT = 160
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """What a thread has used up to an instant: processor time, and how often it went to sleep by itself."""
-
-    cpu_s: float
-    sleeps: int
+def main_cpu_s(pid: int) -> float:
+    """What its main thread has used so far."""
+    stat = stat_of(f"/proc/{pid}/task/{pid}")
+    return stat.own_ticks * _TICK_S if stat is not None else 0.0
 
 
-def times_of(pid: int) -> dict[int, Times]:
-    """By thread."""
+def threads_of(pid: int) -> tuple[ThreadFacts, ...]:
+    """The main one first."""
     folder = f"/proc/{pid}/task"
-    found = {}
-    for tid in _threads(folder):
-        if (stat := stat_of(f"{folder}/{tid}")) is not None:
-            found[tid] = Times(stat.own_ticks * _TICK_S, sleeps_of(f"{folder}/{tid}"))
-    return found
+    tids = sorted(map(int, _names(folder)), key=lambda tid: (tid != pid, tid))[:MOST_THREADS]
+    return tuple(facts for tid in tids if (facts := _thread(f"{folder}/{tid}")) is not None)
 
 
-def process_facts(
-    pid: int,
-    before: Mapping[int, Times],
-    now: Mapping[int, Times],
-    window_s: float,
-    sockets: Callable[[], Mapping[str, str]],
-) -> ProcessFacts:
-    """Without its stacks. `before` and `now` are its times, so far apart; `sockets` the machine's, by inode."""
-    folder = f"/proc/{pid}"
-    stat = stat_of(folder)
-    if stat is None:
-        return ProcessFacts(pid, "", 0, ())
-    tids = sorted(_threads(f"{folder}/task"), key=lambda tid: (tid != pid, tid))[:MOST_THREADS]
-    threads = tuple(
-        _within(facts, before.get(facts.tid), now.get(facts.tid), window_s)
-        for tid in tids
-        if (facts := _thread(f"{folder}/task/{tid}", sockets)) is not None
-    )
-    resident = read(f"{folder}/statm").split()
-    memory = int(resident[1]) * _PAGE if len(resident) > 1 else 0
-    return ProcessFacts(
-        pid,
-        clean(stat.name),
-        stat.parent,
-        threads,
-        memory,
-        devices=_has_device(folder),
-        debugger=clean(debugger_of(folder)),
-    )
+def memory_of(pid: int) -> int:
+    resident = read(f"/proc/{pid}/statm").split()
+    return int(resident[1]) * _PAGE if len(resident) > 1 else 0
 
 
-def _thread(folder: str, sockets: Callable[[], Mapping[str, str]]) -> ThreadFacts | None:
-    stat = stat_of(folder)
-    if stat is None:
-        return None
-    call, on = _call(folder, sockets) if stat.state != "R" else ("", "")
-    channel = read(f"{folder}/wchan")
-    return ThreadFacts(
-        int(stat.pid),
-        clean(stat.name),
-        stat.state,
-        channel="" if channel == "0" else clean(channel),
-        call=call,
-        on=on,
-    )
-
-
-def _within(facts: ThreadFacts, before: Times | None, now: Times | None, window_s: float) -> ThreadFacts:
-    if before is None or now is None or window_s <= 0:
-        return facts
-    return replace(facts, cpu_s=now.cpu_s - before.cpu_s, wakes=(now.sleeps - before.sleeps) / window_s)
-
-
-def _call(folder: str, sockets: Callable[[], Mapping[str, str]]) -> tuple[str, str]:
-    """The system call in which the thread waits, and what is behind its descriptor."""
-    number, *arguments = read(f"{folder}/syscall").split()[:2] or [""]
-    if not number.isdigit():
-        return "", ""
-    call = _NAMES.get(int(number), number)
-    if call not in _OF_DESCRIPTOR or not arguments:
-        return call, ""
-    try:
-        on = os.readlink(f"{folder}/fd/{int(arguments[0], 16)}")
-    except (OSError, ValueError):
-        return call, ""
-    if on.startswith("socket:["):
-        on = sockets().get(on[len("socket:[") : -1], on)
-    return call, clean(on)[:_MOST_TEXT]
-
-
-def _threads(folder: str) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(folder)]
-    except OSError:
-        return []
-
-
-def _has_device(folder: str) -> bool:
-    try:
-        names = os.listdir(f"{folder}/fd")
-    except OSError:
-        return False
-    for name in names:
+def has_gpu(pid: int) -> bool:
+    for name in _names(f"/proc/{pid}/fd"):
         try:
-            if os.readlink(f"{folder}/fd/{name}").startswith(_DEVICES):
+            if os.readlink(f"/proc/{pid}/fd/{name}").startswith(_DEVICES):
                 return True
         except OSError:
             continue
     return False
 
 
-# --- Sockets
+def _thread(folder: str) -> ThreadFacts | None:
+    stat = stat_of(folder)
+    if stat is None:
+        return None
+    channel = read(f"{folder}/wchan")
+    number = read(f"{folder}/syscall").partition(" ")[0]
+    waits_for = _WAITS.get(int(number), f"system call {number}") if number.isdigit() else ""
+    return ThreadFacts(
+        int(stat.pid),
+        clean(stat.name),
+        stat.state,
+        "" if stat.state == "R" else waits_for,
+        "" if channel == "0" else clean(channel),
+    )
 
 
-def sockets_of(tables: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The addresses of each TCP socket by its inode, from texts of /proc/net/tcp and tcp6 by name.
-
-    >>> row = "0: 0100007F:1F90 0200007F:C350 01 00000000:00000000 00:00000000 00000000 0 0 4711 1"
-    >>> sockets_of([("tcp", "header\\n" + row)])
-    {'4711': 'tcp 127.0.0.1:8080 to 127.0.0.2:50000'}
-    """
-    found = {}
-    for name, text in tables:
-        for row in text.splitlines()[1:]:
-            fields = row.split()
-            if len(fields) > 9:
-                found[fields[9]] = f"{name} {_address(fields[1])} to {_address(fields[2])}"
-    return found
-
-
-def read_sockets() -> dict[str, str]:
-    """This network namespace's, which is the workers', too."""
-    return sockets_of((name, read(f"/proc/self/net/{name}")) for name in ("tcp", "tcp6"))
-
-
-def _address(text: str) -> str:
-    """The kernel writes words of the machine's order."""
-    address, _, port = text.partition(":")
+def _names(folder: str) -> list[str]:
     try:
-        words = bytes.fromhex(address)
-        packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-        family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-        return f"{socket.inet_ntop(family, packed)}:{int(port, 16)}"
-    except ValueError:
-        return text
+        return os.listdir(folder)
+    except OSError:
+        return []

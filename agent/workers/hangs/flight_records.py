@@ -207,12 +207,12 @@ class FlightRecords:
             if now - one.asked_at <= NEWEST_S and one.groups
         }
 
-    def order(self, ranks: Sequence[int], count: Callable[[str], None]) -> None:
+    def order(self, ranks: Sequence[int]) -> None:
         """Ask these ranks, and wait for the dumps of those that take the order. In a thread of its own: a disk may
         stand still."""
         asked_at = self._clock()
         before = {rank: self._stamp(rank) for rank in ranks}
-        missing = dict.fromkeys(ask(self._generation, ranks), "late")
+        missing = set(ask(self._generation, ranks))
         until = asked_at + COMES_WITHIN_S
         while missing and self._clock() < until:
             for rank in tuple(missing):
@@ -223,15 +223,11 @@ class FlightRecords:
                 try:
                     groups = groups_of(read_pickle(self._content(rank)))
                 except (Invalid, OSError):
-                    missing[rank] = "failed"  # unless torch is still writing it
-                    continue
+                    continue  # torch may still be writing it
                 self._show(rank, groups, asked_at)
-                del missing[rank]
-                count("ok")
+                missing.remove(rank)
             if missing:
                 self._sleep(PAUSE_S)
-        for result in missing.values():
-            count(result)
 
     def _show(self, rank: int, groups: tuple[InGroup, ...], asked_at: float) -> None:
         before = self._shown.get(rank)

@@ -25,9 +25,8 @@ from ....rendezvous.statements.inquiry import RankState, Recorded
 from ....threads import Thread
 from ...output.log_files import run_folder
 from ...output.masking import masked
-from .facts import WorkerFacts
 from .flight_records import FlightRecords
-from .stacks import Collector, Depth, Target
+from .stacks import Depth, Target, look_at
 from .testimony import one_line, rank_state, report
 
 log = logging.getLogger(__name__)
@@ -79,17 +78,14 @@ class EvidenceKeeper:
         node: str,
         directory: Path | None,
         clock: Callable[[], float],
-        count: Callable[[str, str], None] = lambda tool, result: None,
         secrets: Collection[str] = (),
     ) -> None:
-        """Below `directory` are the folders of runs; None: there are no files. `count(tool, result)` is called in any
-        thread. `secrets`: known values, which no file has."""
+        """Below `directory` are the folders of runs; None: there are no files. `secrets`: known values, which no file
+        has."""
         self._node = node
         self._directory = directory
         self._clock = clock
-        self._count = count
         self._secrets = secrets
-        self._collector = Collector(clock, time.sleep)
         self._run: Path | None = None
         self._generation = 0
         self._looks = 0
@@ -139,7 +135,6 @@ class EvidenceKeeper:
         writing = self._thread is not None and self._thread.is_alive()
         look = Look(None if writing else self._next_path(why), self._clock())
         if self._newest is not None and not self._newest.over:
-            self._count("look", "late")
             look.end()
             then(look)
             return look
@@ -182,14 +177,13 @@ class EvidenceKeeper:
         generation: int,
         records: FlightRecords | None,
     ) -> None:
-        seen = self._collector.look(targets, depth)
+        seen = look_at(targets, depth, self._clock, time.sleep)
         if records is not None:
             recorded = self._recorded(records, targets, look.began_at + depth.within_s - READ_S)
             seen = tuple(replace(one, recorded=recorded.get(one.rank)) for one in seen)
         states = tuple(map(rank_state, seen))
         look.end(states)
         then(look)
-        self._count_all(seen)
         texts = {
             f"rank{one.rank}.txt": report(one, state, self._node, generation)
             for one, state in zip(seen, states, strict=True)
@@ -204,18 +198,11 @@ class EvidenceKeeper:
         """Ordered only now, when all stacks are written; in a thread of its own, for a disk may stand still."""
         asked_at = self._clock()
         if self._asking is None or not self._asking.is_alive():
-            order = partial(
-                records.order, [one.rank for one in targets], partial(self._count, "flight-recorder")
-            )
+            order = partial(records.order, [one.rank for one in targets])
             self._asking = Thread(order, "evidence", lambda: None)
             self._asking.start()
             self._asking.join(max(0.0, until - self._clock()))
         return records.recorded(asked_at)
-
-    def _count_all(self, seen: Sequence[WorkerFacts]) -> None:
-        for one in seen:
-            self._count("proc", "ok" if one.process.threads else "failed")
-            self._count("stacks", "ok" if one.process.stacks else "failed")
 
     def _write(self, path: Path, texts: dict[str, str], generation: int) -> bool:
         try:
@@ -227,7 +214,6 @@ class EvidenceKeeper:
                 _write_private(path / name, data)
             self._failing = False
         except OSError as error:
-            self._count("files", "failed")
             if not self._failing:
                 self._failing = True
                 log.warning(
@@ -235,7 +221,6 @@ class EvidenceKeeper:
                 )
             return False
         self._written_of = generation
-        self._count("files", "ok")
         return True
 
 

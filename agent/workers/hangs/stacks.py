@@ -1,15 +1,12 @@
 """Looks at workers from outside, and says what it saw: effects, and a bound of time.
 
-A look is *quick*, of the workers themselves and at one moment, where something is to be ended at once; or *thorough*,
-with their children, and twice, so that what moves is told from what does not. What the kernel shows is read before a
-signal is sent, for the signal itself may wake what it asks.
+A look is *quick*, at one moment, where something is to be ended at once; or *thorough*, with a window over which
+processor time is measured. What the kernel shows is read before a signal is sent, for the signal itself may wake what
+it asks.
 
-By that signal processes are asked where their Python threads stand (`worker.wire.stack_dump`), and write it to a file.
-
-A worker and its forks share one file, so they are asked one after the other, and what was written in between belongs to
-the one that was asked; workers are asked at the same time. There is no mark at the end of what one writes: it is over
-when nothing more has come for `QUIET_S`. A process that is stopped, or in uninterruptible sleep, would answer when it
-goes on, in another's place: it is not asked.
+By that signal workers are asked where their Python threads stand (`worker.wire.stack_dump`), all at the same time; each
+writes it to a file of its own. There is no mark at the end of what one writes: it is over when nothing more has come
+for `QUIET_S`. A process that is stopped, or in uninterruptible sleep, would answer when it goes on: it is not asked.
 
 `parse` is a pure function. What it reads was written by a process that is not trusted.
 """
@@ -21,24 +18,13 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ....rendezvous.text import clean
 from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
-from ..processes.proc import all_stats, debugger_of, family_of, stat_of, status_field
-from .facts import (
-    Frame,
-    ProcessFacts,
-    ThreadFacts,
-    ThreadStack,
-    Times,
-    WorkerFacts,
-    process_facts,
-    read_sockets,
-    times_of,
-)
+from ..processes.proc import stat_of, status_field
+from .facts import Frame, ThreadStack, WorkerFacts, has_gpu, main_cpu_s, memory_of, threads_of
 
 QUIET_S = 0.004
 PAUSE_S = 0.0005
@@ -59,7 +45,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)')
 
 
 class StackFile:
-    """In this process' memory: one worker and its forks write there.
+    """In this process' memory: one worker writes there.
 
     The thread of a look may still use it when the main thread closes it: from then on it is empty, and its descriptor,
     which may be another file's by then, is not touched.
@@ -126,16 +112,14 @@ class WorkerStacks:
         self._files.clear()
 
 
-def why_not(pid: int, file: StackFile) -> str:
+def why_not(pid: int, file: StackFile | None) -> str:
     """Why this process must not be asked; empty if it may."""
     seen = stat_of(f"/proc/{pid}")
     if seen is None or seen.state in ("Z", "X"):
         return "it has ended"
     if seen.state not in _ANSWERS:
         return f"its state is {seen.state}: it cannot answer"
-    if debugger := debugger_of(f"/proc/{pid}"):
-        return f"{debugger} traces it, and would show the signal as its own"
-    if not _catches(pid) or not file.is_open_in(pid):
+    if file is None or not _catches(pid) or not file.is_open_in(pid):
         return "it was not started from a spare, or has let go of the signal"
     return ""
 
@@ -144,87 +128,68 @@ def _catches(pid: int) -> bool:
     return bool(int(status_field(f"/proc/{pid}", "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One worker to look at, and what is known of it without that."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    stacks: StackFile | None = None
+    step: int | None = None
+    still_s: float | None = None
+    last_lines: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
-class _Asked:
-    """The processes that share one file, and how far they have been asked."""
+class Answer:
+    """What one worker says of itself."""
 
-    file: StackFile
-    left: list[int]
-    pid: int = 0
-    since: float = 0.0
-    grown_at: float = 0.0
-    size: int = 0
-    texts: dict[int, str] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
+    pid: int
+    file: StackFile | None
+    text: str = ""
+    refused: str = ""
+    """Why there is no text."""
+    _size: int = 0
+    _grown_at: float = 0.0
 
-    def turn(self, now: float) -> bool:
-        """Whether there is more to wait for."""
-        if self.pid:
-            self._look(now)
-        while not self.pid and self.left:
-            self._ask(self.left.pop(0), now)
-        return bool(self.pid)
-
-    def _look(self, now: float) -> None:
-        size = self.file.size
-        if size != self.size:
-            self.size, self.grown_at = size, now
-        waits_s = QUIET_S if size else ANSWER_S
-        if now - self.grown_at >= waits_s:
-            self.end()
-
-    def _ask(self, pid: int, now: float) -> None:
-        if refusal := why_not(pid, self.file):
-            self.refused[pid] = refusal
+    def ask(self, now: float) -> None:
+        self.refused, self._grown_at = why_not(self.pid, self.file), now
+        if self.refused or self.file is None:
             return
         try:
             self.file.clear()
-            os.kill(pid, SIGNAL)
+            os.kill(self.pid, SIGNAL)
         except OSError as error:
-            self.refused[pid] = error.strerror or str(error)
-            return
-        self.pid, self.since, self.grown_at, self.size = pid, now, now, 0
+            self.refused = error.strerror or str(error)
+
+    def waits(self, now: float) -> bool:
+        """Whether there is more to come."""
+        if self.refused or self.file is None:
+            return False
+        size = self.file.size
+        if size != self._size:
+            self._size, self._grown_at = size, now
+        return now - self._grown_at < (QUIET_S if size else ANSWER_S)
 
     def end(self) -> None:
-        if not self.pid:
-            return
-        if text := self.file.read():
-            self.texts[self.pid] = text
-        else:
-            self.refused[self.pid] = "it has not answered: it may block the signal"
-        self.pid = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """By pid."""
-
-    texts: Mapping[int, str]
-    refused: Mapping[int, str]
+        if not self.refused and self.file is not None:
+            self.text = self.file.read()
+            self.refused = "" if self.text else "it has not answered: it may block the signal"
 
 
 def ask(
-    families: Sequence[tuple[StackFile, Sequence[int]]],
-    until: float,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> Answers:
-    """The stacks of all these processes, as far as they come before the instant `until`."""
-    asked = [_Asked(file, list(pids)) for file, pids in families]
-    while _turn_all(asked, clock()) and clock() < until:
+    targets: Sequence[Target], until: float, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> dict[int, Answer]:
+    """By pid: the stacks of all these processes, as far as they come before the instant `until`."""
+    answers = [Answer(one.pid, one.stacks) for one in targets]
+    for one in answers:
+        one.ask(clock())
+    while sum(one.waits(clock()) for one in answers) and clock() < until:
         sleep(PAUSE_S)
-    texts: dict[int, str] = {}
-    refused: dict[int, str] = {}
-    for one in asked:
+    for one in answers:
         one.end()
-        texts |= one.texts
-        refused |= one.refused | dict.fromkeys(one.left, "there was no time left")
-    return Answers(texts, refused)
-
-
-def _turn_all(asked: Sequence[_Asked], now: float) -> bool:
-    """Whether one of them has more to wait for. None waits for another."""
-    return sum(one.turn(now) for one in asked) > 0
+    return {one.pid: one for one in answers}
 
 
 def parse(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> tuple[ThreadStack, ...]:
@@ -246,8 +211,6 @@ def parse(text: str, source: Callable[[str, int], str] = lambda file, line: "") 
 
 # --- A look
 
-MOST_CHILDREN = 32
-"""Of one worker, that are looked at."""
 MOST_SOURCE = 2**20
 """Bytes of a file whose lines are looked at."""
 _MOST_LINE = 200
@@ -260,7 +223,7 @@ class Depth:
     within_s: float
     """In all."""
     window_s: float
-    """Between the two moments, at which children are looked at, too; 0: there is one, without them."""
+    """Over which processor time is measured; 0: it is not."""
 
 
 QUICK = Depth(within_s=0.05, window_s=0.0)
@@ -270,112 +233,37 @@ THOROUGH = Depth(within_s=1.5, window_s=0.5)
 """At a suspicion, and before workers that hang are ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One worker to look at, and what is known of it without that."""
-
-    rank: int
-    local_rank: int
-    pid: int
-    stacks: StackFile | None = None
-    step: int | None = None
-    still_s: float | None = None
-    last_lines: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """What the kernel shows of all these processes."""
-
-    at: float
-    processes: Mapping[int, ProcessFacts]
-    times: Mapping[int, Mapping[int, Times]]
-
-
-class Collector:
-    """For any thread; each look by itself."""
-
-    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        self._clock = clock
-        self._sleep = sleep
-
-    def look(self, targets: Sequence[Target], depth: Depth) -> tuple[WorkerFacts, ...]:
-        """At all of them, for `depth.within_s` at most. Never raises for what it may find."""
-        until = self._clock() + depth.within_s
-        families = self._families(targets, depth)
-        sockets = cache(read_sockets)
-        first = self._moment(families.values(), None, sockets)
-        stacks = self._ask(targets, families, until - depth.window_s)
-        if depth.window_s:
-            self._sleep(max(0.0, min(first.at + depth.window_s, until) - self._clock()))
-            last, window_s = self._moment(families.values(), first, sockets), self._clock() - first.at
-            later = self._ask(targets, {one.pid: (one.pid,) for one in targets}, until)
-        else:
-            last, later, window_s = first, Answers({}, {}), 0.0
-
-        def facts(pid: int) -> ProcessFacts:
-            return replace(
-                last.processes[pid],
-                stacks=parse(stacks.texts.get(pid, ""), _source),
-                later=parse(later.texts.get(pid, "")),
-                why_no_stacks=stacks.refused.get(pid, ""),
-            )
-
-        return tuple(
-            WorkerFacts(
-                one.rank,
-                one.local_rank,
-                facts(one.pid),
-                tuple(facts(child) for child in families[one.pid][1:]),
-                window_s,
-                one.step,
-                one.still_s,
-                one.last_lines,
-            )
-            for one in targets
+def look_at(
+    targets: Sequence[Target], depth: Depth, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> tuple[WorkerFacts, ...]:
+    """At all of them, for `depth.within_s` at most. Never raises for what it may find. For any thread."""
+    began_at = clock()
+    until = began_at + depth.within_s
+    before = {one.pid: main_cpu_s(one.pid) for one in targets}
+    if depth.window_s:
+        sleep(depth.window_s)
+    window_s = clock() - began_at if depth.window_s else 0.0
+    spent = {one.pid: main_cpu_s(one.pid) - before[one.pid] for one in targets}
+    threads = {one.pid: threads_of(one.pid) for one in targets}
+    answers = ask(targets, until, clock, sleep)
+    return tuple(
+        WorkerFacts(
+            one.rank,
+            one.local_rank,
+            one.pid,
+            threads[one.pid],
+            parse(answers[one.pid].text, _source),
+            answers[one.pid].refused,
+            window_s,
+            spent[one.pid],
+            memory_of(one.pid),
+            has_gpu(one.pid),
+            one.step,
+            one.still_s,
+            one.last_lines,
         )
-
-    @staticmethod
-    def _families(targets: Sequence[Target], depth: Depth) -> dict[int, tuple[int, ...]]:
-        """Each worker and the processes below it."""
-        if not depth.window_s:
-            return {one.pid: (one.pid,) for one in targets}
-        stats = all_stats()
-        return {one.pid: family_of(one.pid, stats)[: 1 + MOST_CHILDREN] for one in targets}
-
-    def _moment(
-        self,
-        families: Collection[Sequence[int]],
-        before: _Moment | None,
-        sockets: Callable[[], Mapping[str, str]],
-    ) -> _Moment:
-        now = self._clock()
-        pids = [pid for family in families for pid in family]
-        times = {pid: times_of(pid) for pid in pids}
-        processes = {}
-        for pid in pids:
-            was = before.times[pid] if before is not None else {}
-            facts = process_facts(pid, was, times[pid], now - before.at if before else 0.0, sockets)
-            processes[pid] = _with_state_before(facts, before.processes[pid]) if before is not None else facts
-        return _Moment(now, processes, times)
-
-    def _ask(self, targets: Sequence[Target], families: Mapping[int, Sequence[int]], until: float) -> Answers:
-        asked = [(one.stacks, families[one.pid]) for one in targets if one.stacks is not None]
-        return ask(asked, until, self._clock, self._sleep)
-
-
-def _with_state_before(facts: ProcessFacts, before: ProcessFacts) -> ProcessFacts:
-    known = {thread.tid: thread for thread in before.threads}
-
-    def longer(thread: ThreadFacts) -> ThreadFacts:
-        was = known.get(thread.tid)
-        if was is None:
-            return thread
-        if thread.state == "R":  # where it waits when it does
-            thread = replace(thread, channel=was.channel, call=was.call, on=was.on)
-        return replace(thread, state_before=was.state)
-
-    return replace(facts, threads=tuple(map(longer, facts.threads)))
+        for one in targets
+    )
 
 
 def _source(file: str, line: int) -> str:

@@ -1,11 +1,16 @@
 """Finds what one worker does, from the facts, and writes both for people: pure functions.
 
-Two signs count: what the kernel says of the main thread, and its Python stack. Of a stack the innermost part that
-belongs to torch names what a wait is for; the same place twice, with a window between, that it is one.
+    its process has ended                                                   gone
+    it is stopped, or its cgroup is frozen                                  stopped
+    its main thread waits in the kernel and cannot be interrupted           uninterruptible
+    it stands in a function that saves                                      in a save
+    it stands in a function of torch that waits for other ranks             in a collective
+    else: its main thread uses a processor                                  works; with a GPU open: not known
+    else                                                                    waits
 
-Without stacks, as of a worker that did not start from a spare, the kernel's signs are all. A thread that waits for
-another one, in a process with threads of a library of collectives, is taken to be in a collective, but not in which:
-so one that sleeps or reads stands out, and one that waits for a lock does not.
+Of a stack the innermost part that belongs to torch names what a wait is for. Without stacks, as of a worker that did
+not start from a spare, the kernel's signs are all: one that waits for another thread, in a process with threads of a
+library of collectives, is taken to be in a collective, but not in which.
 """
 
 from __future__ import annotations
@@ -13,27 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ....rendezvous.statements.inquiry import MAX_WHERE, Doing, InGroup, RankState
-from .facts import Frame, ProcessFacts, ThreadFacts, ThreadStack, Wait, WorkerFacts, wait_of
+from .facts import BYTES, CHILD, LOCK, TIME, Frame, ThreadFacts, WorkerFacts
 
-GIL_WAKES = 25
-"""In a second: who waits for Python's lock asks for it 200 times a second (`sys.getswitchinterval`); on a machine that
-has too much to do, less often."""
-GIL_SHARE = 0.1
-"""Who gets it now and then uses more of a processor than that, and who only asks for it does not."""
-
-BYTES_SHARE = 0.05
-"""Of one processor, from which on a thread of a library of collectives moves bytes, and does not only wait for some."""
-
-_STOPPED = ("T", "t")
 _GONE = ("Z", "X")
 _FROZEN = ("freez", "refrigerator")
 
-_FILE_SERVERS = ("request_wait_answer", "fuse_", "nfs", "rpc_wait", "lustre", "ceph")
-
 _DISTRIBUTED = "/torch/distributed/"
 _DDP = "/torch/nn/parallel/distributed.py"
-_BACKWARD = ("/torch/autograd/graph.py", "_engine_run_backward")
-_LOADER = ("/torch/utils/data/",)
+_BACKWARD = "/torch/autograd/graph.py"
 _SAVES = (
     "/torch/serialization.py",
     "/torch/distributed/checkpoint/",
@@ -45,13 +37,6 @@ _NO_COLLECTIVES = (
     "/torch/distributed/checkpoint/",
     "/torch/distributed/elastic/",
     "/torch/distributed/launcher/",
-)
-_STORE_FUNCTIONS = (
-    "init_process_group",
-    "_new_process_group_helper",
-    "rendezvous",
-    "_store_based_barrier",
-    "new_group",
 )
 _OWN_WAITS = ("/elastic_agent/worker/steps/own_time.py", "waits")
 """Stands around `Work.wait` and the broadcast of DDP's buffers, where the worker calls `step()`."""
@@ -71,7 +56,7 @@ def rank_state(facts: WorkerFacts) -> RankState:
     """What this worker does."""
     doing, where, collective = _judge(facts)
     return RankState(
-        facts.rank, doing, facts.step, facts.still_s, collective, where[:MAX_WHERE], facts.recorded
+        facts.rank, doing, facts.step, facts.still_s, collective[:64], where[:MAX_WHERE], facts.recorded
     )
 
 
@@ -79,125 +64,53 @@ _Judged = tuple[Doing, str, str]
 
 
 def _judge(facts: WorkerFacts) -> _Judged:
-    process, main = facts.process, facts.process.main
-    if main is None or (main.state in _GONE and all(one.state in _GONE for one in process.threads)):
+    main = facts.main
+    if main is None or all(one.state in _GONE for one in facts.threads):
         return Doing.GONE, "its process has ended", ""
-    if process.debugger:
-        return Doing.DEBUGGED, f"by {process.debugger}", ""
-    if main.state in _STOPPED or any(part in main.channel for part in _FROZEN):
+    if main.state == "T" or any(
+        part in main.channel for part in _FROZEN
+    ):  # a debugger's stop is "t", and ends
         return Doing.STOPPED, _kernel_words(main), ""
-    if _file_server(process, main):
+    if main.state == "D":
         return Doing.UNINTERRUPTIBLE, _kernel_words(main), ""
-    if asleep := next((one for one in process.threads if one.asleep), None):
-        return Doing.UNINTERRUPTIBLE, _kernel_words(asleep), ""
-    frames = _main_frames(process.stacks) or _main_frames(process.later)  # an answer may be late
-    if not frames:
-        return _without_stacks(facts, process, main)
-    return _with_stacks(facts, process, main, frames)
+    frames = facts.stacks[-1].frames if facts.stacks else ()
+    return _with_stacks(facts, main, frames) if frames else _without_stacks(facts, main)
 
 
-def _file_server(process: ProcessFacts, main: ThreadFacts) -> bool:
-    """It waits for one: at first such that a signal may end that, and from then on so that none does."""
-    return any(part in main.channel for part in _FILE_SERVERS) or (main.state == "D" and not process.stacks)
+def _without_stacks(facts: WorkerFacts, main: ThreadFacts) -> _Judged:
+    words = _kernel_words(main)
+    if facts.runs:
+        return _at_work(facts), words, ""
+    if main.waits_for == LOCK and any(one.name.startswith(_COLLECTIVE_THREADS) for one in facts.threads):
+        return Doing.IN_COLLECTIVE, words, ""
+    return Doing.WAITS if main.waits_for in (TIME, BYTES, CHILD) else Doing.OTHER, words, ""
 
 
-def _without_stacks(facts: WorkerFacts, process: ProcessFacts, main: ThreadFacts) -> _Judged:
-    doing = {Wait.SLEEP: Doing.ASLEEP, Wait.READ: Doing.READING, Wait.CHILD: Doing.READING}.get(main.wait)
-    if doing is None and main.runs(facts.window_s):
-        doing = Doing.OTHER if process.devices else Doing.MOVES
-    if doing is None and main.wait is Wait.FUTEX and _has_collectives(process):
-        doing = Doing.IN_COLLECTIVE
-    return doing or Doing.OTHER, _kernel_words(main), ""
-
-
-def _has_collectives(process: ProcessFacts) -> bool:
-    return any(thread.name.startswith(_COLLECTIVE_THREADS) for thread in process.threads)
-
-
-def _with_stacks(
-    facts: WorkerFacts, process: ProcessFacts, main: ThreadFacts, frames: Sequence[Frame]
-) -> _Judged:
-    where = _where(frames, main)
-    runs = main.runs(facts.window_s)
-    later = _main_frames(process.later)
-    if later and not _same(frames, later):
-        return Doing.MOVES, where, ""
-    asking = _ask_for_lock_of_python(process, facts.window_s)
-    if main in asking:
-        others_run = any(one.runs(facts.window_s) for one in process.threads if one is not main)
-        held = "it waits for Python's lock, which another thread holds"
-        return (Doing.BUSY if others_run else Doing.HOLDS_GIL), f"{where}; {held}", ""
-    innermost = frames[0]
+def _with_stacks(facts: WorkerFacts, main: ThreadFacts, frames: Sequence[Frame]) -> _Judged:
+    place = _own(frames).place
+    where = f"{place}, waits for {main.waits_for}" if main.waits_for else place
     for at, frame in enumerate(frames):
         if _is_in(frame, _SAVES):
             return Doing.IN_SAVE, where, ""
-        if _is_in(frame, _LOADER):
-            if any(child.main is not None and child.main.runs(facts.window_s) for child in facts.children):
-                return Doing.MOVES, f"{where}; its data loader is at work", ""
-            return Doing.IN_DATA_LOADER, _of_loader(where, facts.children), ""
-        if frame.function in _STORE_FUNCTIONS and _DISTRIBUTED in frame.file:
-            return Doing.AT_STORE, _own(frames).place, ""
-        if _is_collective(frame) or _BACKWARD[0] in frame.file:
-            backward = not _is_collective(frame)
-            if (backward and runs) or not all(map(_is_plumbing, frames[:at])):
+        if _is_collective(frame) or _BACKWARD in frame.file:
+            if not all(map(_is_plumbing, frames[:at])):
                 break  # a module's forward inside DDP's, a backward of the script's own
-            return _in_collective(facts, frames, "backward" if backward else _name(frames[at:]))
-    if asking and main.wait not in (Wait.READ, Wait.POLL, Wait.CHILD):
-        one = asking[0]
-        held = f"thread {one.tid} ({one.name}) waits for Python's lock, which this one holds"
-        return (Doing.BUSY if runs else Doing.HOLDS_GIL), f"{where}; {held}", ""
-    if runs:
-        return (Doing.OTHER if process.devices else Doing.BUSY), where, ""
-    if main.wait is Wait.FUTEX and any(word in innermost.source for word in _WAITS_OF_WORK):
-        return Doing.IN_COLLECTIVE, _own(frames).place, "wait"
-    doing = {
-        Wait.FUTEX: Doing.LOCKED,
-        Wait.SLEEP: Doing.ASLEEP,
-        Wait.READ: Doing.READING,
-        Wait.POLL: Doing.READING,
-        Wait.CHILD: Doing.READING,
-    }.get(main.wait, Doing.OTHER)
-    return doing, where, ""
+            if facts.runs and not (facts.devices and _is_collective(frame)):
+                break  # a GPU's library may use a processor only to wait
+            name = _name(frames[at:]) if _is_collective(frame) else "backward"
+            return Doing.IN_COLLECTIVE, place, name
+    if facts.runs:
+        return _at_work(facts), where, ""
+    if main.waits_for == LOCK and any(word in frames[0].source for word in _WAITS_OF_WORK):
+        return Doing.IN_COLLECTIVE, place, "wait"
+    # It may wait for a thread of its own, which waits for a disk.
+    stuck = next((one for one in facts.threads if one.state == "D"), None)
+    return (Doing.WAITS, where, "") if stuck is None else (Doing.UNINTERRUPTIBLE, _kernel_words(stuck), "")
 
 
-def _in_collective(facts: WorkerFacts, frames: Sequence[Frame], name: str) -> _Judged:
-    """Unless it works there itself. A GPU's library may use a processor only to wait."""
-    process, place = facts.process, _own(frames).place
-    collective = name[:64]
-    if process.devices or not process.threads:
-        return Doing.IN_COLLECTIVE, place, collective
-    if process.threads[0].runs(facts.window_s):
-        return Doing.BUSY, f"{place}, in {collective}", ""
-    for thread in process.threads[1:]:
-        if thread.name.startswith(_COLLECTIVE_THREADS) and thread.cpu_s > BYTES_SHARE * facts.window_s > 0:
-            return Doing.MOVES, f"{place}; {thread.name} moves the bytes of {collective}", ""
-    return Doing.IN_COLLECTIVE, place, collective
-
-
-def _main_frames(stacks: Sequence[ThreadStack]) -> tuple[Frame, ...]:
-    return stacks[-1].frames if stacks else ()
-
-
-def _same(before: Sequence[Frame], after: Sequence[Frame]) -> bool:
-    """In one function, called from the same lines: at which line of it does not count, for a loop has several."""
-    return [_outline(frame, inner=at == 0) for at, frame in enumerate(before)] == [
-        _outline(frame, inner=at == 0) for at, frame in enumerate(after)
-    ]
-
-
-def _outline(frame: Frame, *, inner: bool) -> tuple[str, str, int]:
-    return frame.file, frame.function, 0 if inner else frame.line
-
-
-def _ask_for_lock_of_python(process: ProcessFacts, window_s: float) -> list[ThreadFacts]:
-    """These threads ask for it all the time, and get nowhere."""
-    return [
-        one
-        for one in process.threads
-        if one.wakes >= GIL_WAKES
-        and one.cpu_s <= GIL_SHARE * window_s
-        and wait_of("S", one.channel, one.call) is Wait.FUTEX
-    ]
+def _at_work(facts: WorkerFacts) -> Doing:
+    """It computes; or, with a GPU, it may do so only to wait for that."""
+    return Doing.OTHER if facts.devices else Doing.WORKS
 
 
 def _is_in(frame: Frame, parts: Iterable[str]) -> bool:
@@ -230,61 +143,28 @@ def _name(frames: Sequence[Frame]) -> str:
     return name
 
 
-def _where(frames: Sequence[Frame], main: ThreadFacts) -> str:
-    """The innermost frame of the user's own code, and what the kernel says."""
-    kernel = "" if main.wait is Wait.NOTHING else f", waits for {_waits_for(main)}"
-    return f"{_own(frames).place}{kernel}"
-
-
 def _own(frames: Sequence[Frame]) -> Frame:
+    """The innermost frame of the user's own code."""
     return next((frame for frame in frames if not _is_in(frame, _LIBRARY)), frames[0])
 
 
-def _waits_for(thread: ThreadFacts) -> str:
-    on = f" from {thread.on}" if thread.on else ""
-    return f"{thread.wait.value}{on}"
-
-
 def _kernel_words(thread: ThreadFacts) -> str:
+    waits = f", waits for {thread.waits_for}" if thread.waits_for else ""
     channel = f", in the kernel's {thread.channel}" if thread.channel else ""
-    on = f", at {thread.on}" if thread.on else ""
-    return f"thread {thread.tid} ({thread.name}) is in state {thread.state}{channel}{on}"
-
-
-def _of_loader(where: str, children: Sequence[ProcessFacts]) -> str:
-    stuck = [(child, child.main) for child in children if child.main is not None and child.cpu_s == 0]
-    shown = next(((child, main) for child, main in stuck if main.state in (*_STOPPED, "D")), None)
-    if shown is None:
-        shown = next(((child, main) for child, main in stuck if _at_work(child)), None)
-    if shown is None:
-        return where
-    child, main = shown
-    place = _child_place(child)
-    return f"{where}; its process {child.pid} {place or f'is in state {main.state}, {_waits_for(main)}'}"
-
-
-def _at_work(child: ProcessFacts) -> bool:
-    """Fetching, and not waiting for an order."""
-    return any(frame.function == "fetch" for frame in _main_frames(child.stacks))
-
-
-def _child_place(child: ProcessFacts) -> str:
-    frames = _main_frames(child.stacks)
-    return f"stands at {_own(frames).place}" if frames else ""
+    return f"thread {thread.tid} ({thread.name}) is in state {thread.state}{waits}{channel}"
 
 
 # --- A text without source lines, command lines or variables: these may have secrets
 
 MOST_CHARS = 256 * 1024
 """Of one worker's."""
-_CUT = "\n... (cut)\n"
 _MIB = 1 << 20
 
 
 def one_line(state: RankState) -> str:
     """
-    >>> one_line(RankState(3, Doing.ASLEEP, 7, where="train.py:9 in step"))
-    'rank 3: asleep, train.py:9 in step, step 7'
+    >>> one_line(RankState(3, Doing.WAITS, 7, where="train.py:9 in step"))
+    'rank 3: waits, train.py:9 in step, step 7'
     """
     parts = [
         f"rank {state.rank}: {state.doing.value}",
@@ -297,67 +177,31 @@ def one_line(state: RankState) -> str:
 
 
 def report(facts: WorkerFacts, state: RankState, node: str, generation: int) -> str:
-    lines = [
-        one_line(state),
-        f"local rank {facts.local_rank} on node {node}, generation {generation}",
-        "",
-        *_process(facts.process, facts.window_s),
-    ]
-    for child in facts.children:
-        lines += ["", f"child of process {child.parent}:", *_process(child, facts.window_s)]
+    return "\n".join(_lines(facts, state, node, generation))[:MOST_CHARS] + "\n"
+
+
+def _lines(facts: WorkerFacts, state: RankState, node: str, generation: int) -> Iterator[str]:
+    used = f", main thread: {facts.main_cpu_s:.2f} s in {facts.window_s:.2f} s" if facts.window_s else ""
+    gpu = ", has a GPU open" if facts.devices else ""
+    yield one_line(state)
+    yield f"local rank {facts.local_rank} on node {node}, generation {generation}"
+    yield f"process {facts.pid}: {facts.memory_bytes / _MIB:.0f} MiB resident{used}{gpu}"
+    yield from map(_kernel_words, facts.threads)
+    if facts.why_no_stacks:
+        yield f"no Python stacks: {facts.why_no_stacks}"
+    for stack in facts.stacks:
+        yield f"Python thread {stack.name}, innermost frame first:"
+        yield from (f"  {frame.file}:{frame.line} in {frame.function}" for frame in stack.frames)
     if facts.recorded is not None:
-        lines += ["", f"flight recorder, unchanged for at least {facts.recorded.still_s:.0f} s:"]
-        lines += [f"  {_in_group(group)}" for group in facts.recorded.groups]
+        yield f"flight recorder, unchanged for at least {facts.recorded.still_s:.0f} s:"
+        yield from map(_in_group, facts.recorded.groups)
     if facts.last_lines:
-        lines += ["", "last lines of its output:", *(f"  {line}" for line in facts.last_lines)]
-    text = "\n".join(lines) + "\n"
-    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - len(_CUT)] + _CUT
+        yield "last lines of its output:"
+        yield from (f"  {line}" for line in facts.last_lines)
 
 
 def _in_group(group: InGroup) -> str:
     if group.waits_in is None:
-        return f"group {group.group}: {group.collective} {group.entered} has ended"
+        return f"  group {group.group}: {group.collective} {group.entered} has ended"
     more = f", has entered all up to {group.entered}" if group.entered > group.waits_in else ""
-    return f"group {group.group}: waits in {group.collective} {group.waits_in}{more}"
-
-
-def _process(process: ProcessFacts, window_s: float) -> Iterator[str]:
-    if not process.threads:
-        yield f"process {process.pid} has ended"
-        return
-    used = f", {process.cpu_s:.2f} s of processor time in {window_s:.2f} s" if window_s else ""
-    gpu = ", has a GPU open" if process.devices else ""
-    yield f"process {process.pid} ({process.name}): {process.memory_bytes / _MIB:.0f} MiB resident{used}{gpu}"
-    for thread in process.threads:
-        yield f"  {_thread(thread, window_s)}"
-    if process.why_no_stacks:
-        yield f"no Python stacks: {process.why_no_stacks}"
-    if process.stacks:
-        yield "Python stacks, innermost frame first:"
-        yield from _stacks(process.stacks)
-    if process.later:
-        same = process.later == process.stacks
-        yield f"{window_s:.2f} s later: {'the same' if same else ''}"
-        if not same:
-            yield from _stacks(process.later)
-
-
-def _thread(thread: ThreadFacts, window_s: float) -> str:
-    before = f" (before: {thread.state_before})" if thread.state_before not in ("", thread.state) else ""
-    parts = [
-        f"thread {thread.tid} ({thread.name}): {thread.state}{before}",
-        f"in the kernel's {thread.channel}" if thread.channel else "",
-        f"in {thread.call}" if thread.call else "",
-        f"at {thread.on}" if thread.on else "",
-        f"{thread.cpu_s:.2f} s of processor time, sleeps {thread.wakes:.0f} times a second"
-        if window_s
-        else "",
-    ]
-    return ", ".join(filter(None, parts))
-
-
-def _stacks(stacks: Sequence[ThreadStack]) -> Iterator[str]:
-    for stack in stacks:
-        yield f"  thread {stack.name}"
-        for frame in stack.frames:
-            yield f"    {frame.file}:{frame.line} in {frame.function}"
+    return f"  group {group.group}: waits in {group.collective} {group.waits_in}{more}"

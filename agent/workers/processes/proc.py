@@ -138,20 +138,6 @@ def living_since(pid: int) -> str:
     return stat.start if stat is not None else ""
 
 
-def debugger_of(folder: Folder) -> str:
-    """What traces the process at this place in /proc, as debuggers do; empty where nothing does, or a child of the
-    caller's own."""
-    folder = os.fspath(folder)
-    pid = status_field(folder, "TracerPid")
-    if not pid.isdecimal() or pid == "0":
-        stat = stat_of(folder)
-        return "a process that is not seen here" if stat is not None and stat.state == "t" else ""
-    tracer = stat_of(f"{os.path.dirname(folder)}/{pid}")
-    if tracer is not None and tracer.parent == int(os.readlink("/proc/self")):
-        return ""
-    return f"process {pid} ({tracer.name})" if tracer is not None else f"process {pid}"
-
-
 def process_status(folder: Folder) -> str:
     """`folder` is its place in /proc. Empty when it is gone. Of several threads, one that holds the others up."""
     folder = os.fspath(folder)
