@@ -43,9 +43,9 @@ _USAGE = """\
 usage: elastic-agent check [--json] [options of a run] [SCRIPT [arguments]]
        elastic-agent check --nodes N --rdzv-endpoint HOST:PORT [--wait SECONDS] [--json] [options of a run]
 
-Checks this node for the job that these options describe: GPUs (NVML, the kernel's log), /dev/shm, the directory of
-checkpoints (--check-directory), --log-dir, limits, name resolution and the interface. Starts nothing and leaves
-nothing. The same checks run before each join: see --check in elastic-agent --help-all, and docs/checks.md.
+Checks this node for the job that these options describe: GPUs (NVML, the kernel's log), /dev/shm, --log-dir, limits,
+name resolution and the interface. Starts nothing and leaves nothing. The same checks run before each join: see --check
+in elastic-agent --help-all, and docs/checks.md.
 With --nodes, started on every node, the nodes meet in the store and try each other out; all print the same report.
 """
 

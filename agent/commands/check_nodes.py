@@ -70,7 +70,7 @@ def check_nodes(
         with contextlib.ExitStack() as parts:
             sockets = bind_sockets(config, network.choice.address)
             facts = describe(name, machine, network.choice, sockets, findings)
-            local = LocalNode(facts, sockets, config.check_directory or "", environ)
+            local = LocalNode(facts, sockets, "", environ)
             parts.callback(local.close)
             local.start()
             store, hosts = _open_store(config, network, show)

@@ -329,13 +329,6 @@ CHECK: Option[CheckMode] = NODES.option(
     metavar="fail|warn|off",
     default="warn",
 )
-CHECK_DIRECTORY: Option[str | None] = NODES.option(
-    "check-directory",
-    TEXT,
-    "where your script keeps its checkpoints, for the checks: writable, room, time of an fsync. The script itself is"
-    " not told",
-    metavar="DIR",
-)
 
 NETWORK = Group("Network")
 LOCAL_ADDR: Option[str | None] = NETWORK.option(
@@ -415,7 +408,6 @@ class Config:
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = NODE_ID.field()  # None: the agent makes one that no other agent has
     check: CheckMode = CHECK.field()
-    check_directory: str | None = CHECK_DIRECTORY.field()  # None: the checks know of none
     local_addr: str | None = LOCAL_ADDR.field()  # None: the address that other nodes reach is found out
     network_interface: str | None = NETWORK_INTERFACE.field()  # None: the one that leads to the other nodes
     network_wait_s: float = NETWORK_WAIT.field()  # for an interface, a route or a name that is not there yet

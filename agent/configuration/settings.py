@@ -42,6 +42,7 @@ SWITCHES: dict[str, tuple[Option[object], str]] = {
 
 
 REMOVED = {
+    "check-directory": "leave it out: the agent does not know where the script keeps its checkpoints",
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
     "etcd-password": "write the password into a file of mode 600, and --etcd-password-file FILE",
     "exclude-stragglers": "leave it out: stragglers are named; elastic-agent exclude takes the node of one out",

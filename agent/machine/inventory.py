@@ -133,7 +133,6 @@ def needs_of(config: Config, machine: Machine) -> NodeNeeds:
     return NodeNeeds(
         ranks=machine.workers * config.nodes.max,
         copies_bytes=memory.limit if memory is not None and config.memory_checkpoints is not None else 0,
-        checkpoint_directory=config.check_directory or "",
         log_directory=str(logs) if logs is not None else "",
         interface=choice.interface if choice is not None else "",
         address=choice.address if choice is not None else "",

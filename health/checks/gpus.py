@@ -22,12 +22,12 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated
 
 from ...codec import AtMost, Checked, Codec, Count, Text, Within
-from .finding import MIB, Finding, NodeNeeds, Outcome, listed, span
+from .finding import MIB, Finding, NodeNeeds, Outcome, listed
 
 GPU_CHECKS = ("gpu-visible", "gpu-ecc", "gpu-remapped-rows", "gpu-throttling")
 
@@ -60,12 +60,8 @@ class GpuFacts(Checked):
     """NVML's code of the problem; 0 without one."""
     uncorrected: Count | None = None
     """Memory errors since the last reset."""
-    remapped: Count | None = None
-    """Rows that were replaced because of uncorrected errors."""
     remap_pending: bool | None = None
     remap_failed: bool | None = None
-    retirement_pending: bool | None = None
-    """Pages wait to be taken out of use, on GPUs that remap no rows."""
     throttled: Annotated[int, Within(0, 2**63 - 1)] | None = None
     """Bits of `THROTTLING`, and others."""
 
@@ -91,82 +87,63 @@ def judge_nvml(facts: NvmlFacts, needs: NodeNeeds) -> tuple[Finding, ...]:
     """One finding for each of `GPU_CHECKS`, or only the first where NVML does not answer."""
     count = len(needs.gpus)
     if facts.absent:
-        summary = f"{count} GPUs, and libnvidia-ml.so.1 is not here"
+        summary = f"{count} GPUs, and {LIBRARY} is not here"
         advice = "let the container have the driver's utilities (NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
         return (Finding("gpu-visible", Outcome.UNKNOWN, summary, advice),)
     if facts.problem:
         advice = "see nvidia-smi and dmesg: reboot, or reload the driver, whose library and module must agree"
         return (Finding("gpu-visible", Outcome.FAIL, f"NVML does not start: {facts.problem}", advice),)
-    lost = [gpu for gpu in facts.gpus if gpu.problem]
+    lost = [f"{gpu.name}: {gpu.problem}" for gpu in facts.gpus if gpu.problem]
     seen = [gpu for gpu in facts.gpus if not gpu.problem]
-    values: dict[str, float] = {"expected": count, "visible": len(seen)}
     if lost:
-        summary = (
-            f"{len(seen)} of {count} GPUs answer: {listed([f'{gpu.name}: {gpu.problem}' for gpu in lost])}"
-        )
+        summary = f"{len(seen)} of {count} GPUs answer: {listed(lost)}"
         advice = "see nvidia-smi and dmesg for its Xid: reset it (nvidia-smi -r), or reboot; else exchange it"
-        visible = Finding("gpu-visible", Outcome.FAIL, summary, advice, values)
+        visible = Finding("gpu-visible", Outcome.FAIL, summary, advice)
     else:
-        driver = f", driver {facts.driver}" if facts.driver else ""
-        visible = Finding("gpu-visible", Outcome.OK, f"{count} GPUs answer{driver}", values=values)
-    return (visible, _ecc(seen), _rows(seen), _throttling(seen)) if seen else (visible,)
+        visible = Finding("gpu-visible", Outcome.OK, f"{count} GPUs answer, driver {facts.driver}")
+    return (visible, *(_judge(check, seen) for check in GPU_CHECKS[1:] if seen))
 
 
-def _ecc(gpus: Sequence[GpuFacts]) -> Finding:
-    known = [gpu for gpu in gpus if gpu.uncorrected is not None]
-    if not known:
-        return Finding("gpu-ecc", Outcome.UNKNOWN, "these GPUs count no memory errors, or not for this user")
-    bad = {gpu.name: gpu.uncorrected or 0 for gpu in known if gpu.uncorrected}
-    values: dict[str, float] = {"uncorrected": sum(bad.values())}
-    if not bad:
-        return Finding(
-            "gpu-ecc", Outcome.OK, "no uncorrected memory error since the last reset", values=values
-        )
-    counts = listed([f"{name}: {number}" for name, number in bad.items()])
-    advice = "drain the node and reset these GPUs (nvidia-smi -r); if it comes again, exchange them"
-    return Finding("gpu-ecc", Outcome.FAIL, f"uncorrected memory errors: {counts}", advice, values)
+def _judge(check: str, gpus: Sequence[GpuFacts]) -> Finding:
+    fact, advice = _FACTS_AND_ADVICE[check]
+    troubles = [
+        (outcome, f"{gpu.name}: {text}")
+        for gpu in gpus
+        for name, outcome, text in _troubles(gpu)
+        if name == check
+    ]
+    if troubles:
+        fails = any(outcome is Outcome.FAIL for outcome, _ in troubles)
+        summary = listed([text for _, text in troubles])
+        return Finding(check, Outcome.FAIL if fails else Outcome.WARN, summary, advice)
+    if all(getattr(gpu, fact) is None for gpu in gpus):
+        return Finding(check, Outcome.UNKNOWN, "these GPUs do not say it, or not to this user")
+    return Finding(check, Outcome.OK, f"nothing to say of {len(gpus)} GPUs")
 
 
-def _rows(gpus: Sequence[GpuFacts]) -> Finding:
-    known = [gpu for gpu in gpus if gpu.remap_failed is not None]
-    if not known:
-        return Finding("gpu-remapped-rows", Outcome.UNKNOWN, "these GPUs remap no rows, or do not say so")
-    failed = [gpu.name for gpu in known if gpu.remap_failed]
-    pending = [gpu.name for gpu in known if gpu.remap_pending]
-    remapped = sum(gpu.remapped or 0 for gpu in known)
-    values: dict[str, float] = {"remapped": remapped, "pending": len(pending), "failed": len(failed)}
-    if failed:
-        summary, advice = (
-            f"remapping failed on {listed(failed)}",
-            "exchange these GPUs: no spare rows are left",
-        )
-        return Finding("gpu-remapped-rows", Outcome.FAIL, summary, advice, values)
-    if pending:
-        summary = f"a remapping waits for a reset on {listed(pending)}"
-        advice = "reset these GPUs (nvidia-smi -r) before the next job, or reboot"
-        return Finding("gpu-remapped-rows", Outcome.WARN, summary, advice, values)
-    return Finding(
-        "gpu-remapped-rows", Outcome.OK, f"none pending, none failed, {remapped} done", values=values
-    )
+def _troubles(gpu: GpuFacts) -> Iterator[tuple[str, Outcome, str]]:
+    if gpu.uncorrected:
+        yield "gpu-ecc", Outcome.FAIL, f"{gpu.uncorrected} uncorrected memory errors since the last reset"
+    if gpu.remap_failed:
+        yield "gpu-remapped-rows", Outcome.FAIL, "a remapping has failed: no spare rows are left"
+    elif gpu.remap_pending:
+        yield "gpu-remapped-rows", Outcome.WARN, "a remapping waits for a reset"
+    for bit, reason in THROTTLING.items():
+        if bit & (gpu.throttled or 0):
+            yield "gpu-throttling", Outcome.WARN, reason
 
 
-def _throttling(gpus: Sequence[GpuFacts]) -> Finding:
-    known = [gpu for gpu in gpus if gpu.throttled is not None]
-    if not known:
-        return Finding("gpu-throttling", Outcome.UNKNOWN, "these GPUs do not say why their clocks are low")
-    reasons_of = {
-        gpu.name: [reason for bit, reason in THROTTLING.items() if bit & (gpu.throttled or 0)]
-        for gpu in known
-    }
-    slow = {name: reasons for name, reasons in reasons_of.items() if reasons}
-    values: dict[str, float] = {"throttled": len(slow)}
-    if not slow:
-        return Finding("gpu-throttling", Outcome.OK, "no GPU is slowed down", values=values)
-    summary = listed([f"{name}: {', '.join(reasons)}" for name, reasons in slow.items()])
-    advice = (
-        "the slowest GPU sets the pace of all: check fans, inlet air and power (nvidia-smi -q -d PERFORMANCE)"
-    )
-    return Finding("gpu-throttling", Outcome.WARN, summary, advice, values)
+_FACTS_AND_ADVICE = {
+    "gpu-ecc": ("uncorrected", "reset these GPUs (nvidia-smi -r); if it comes again, exchange them"),
+    "gpu-remapped-rows": (
+        "remap_failed",
+        "reset these GPUs (nvidia-smi -r) before the next job; one whose remapping has failed is to be exchanged",
+    ),
+    "gpu-throttling": (
+        "throttled",
+        "the slowest GPU sets the pace of all: check fans, inlet air and power (nvidia-smi -q -d PERFORMANCE)",
+    ),
+}
 
 
 # --- Faults
@@ -211,8 +188,6 @@ def _faults(before: GpuFacts, now: GpuFacts) -> Iterator[tuple[Fault, str]]:
         yield Fault.MEMORY, f"uncorrected memory errors: {now.uncorrected}, were {before.uncorrected}"
     if now.remap_failed and before.remap_failed is False:
         yield Fault.MEMORY, "a remapping of a row has failed"
-    if now.retirement_pending and before.retirement_pending is False:
-        yield Fault.MEMORY, "pages of its memory wait for their retirement"
 
 
 def moved_on(before: NvmlFacts, now: NvmlFacts, gpus: Collection[str]) -> NvmlFacts:
@@ -222,23 +197,14 @@ def moved_on(before: NvmlFacts, now: NvmlFacts, gpus: Collection[str]) -> NvmlFa
 
 
 def described(before: NvmlFacts, now: NvmlFacts) -> str:
-    """The reading for people: a line for each GPU, with what was there `before` where it has changed."""
+    """The reading for people: a line for each GPU, and one for what was there `before` where it has changed."""
+    lines = [f"driver {now.driver} {now.problem}"]
     known = {gpu.name: gpu for gpu in before.gpus}
-    lines = [f"driver {now.driver}" if now.driver else "", now.problem]
-    lines += [_line(known.get(gpu.name), gpu) for gpu in now.gpus]
-    return "".join(f"{line}\n" for line in lines if line)
-
-
-def _line(before: GpuFacts | None, now: GpuFacts) -> str:
-    if now.problem:
-        return f"{now.name}: {now.problem} (code {now.code})"
-    parts = []
-    for field in fields(now):
-        value, was = getattr(now, field.name), getattr(before or now, field.name)
-        if field.name in ("name", "problem", "code") or value is None:
-            continue
-        parts.append(f"{field.name} {value}" + (f" (was {was})" if was != value else ""))
-    return f"{now.name}: {', '.join(parts)}"
+    for gpu in now.gpus:
+        lines.append(f"now {gpu}")
+        if known.get(gpu.name, gpu) != gpu:
+            lines.append(f"was {known[gpu.name]}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 # --- The kernel's log
@@ -259,14 +225,13 @@ def check_xids(needs: NodeNeeds, log: str = KERNEL_LOG) -> Finding:
     except OSError:
         advice = "run as root, or sysctl -w kernel.dmesg_restrict=0"
         return Finding("gpu-xid", Outcome.UNKNOWN, "this user may not read the kernel's log", advice)
-    values: dict[str, float] = {"xids": len(xids)}
     if not xids:
-        return Finding("gpu-xid", Outcome.OK, "no hardware Xid in the kernel's log of a day", values=values)
+        return Finding("gpu-xid", Outcome.OK, "no hardware Xid in the kernel's log of a day")
     up_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    newest = {(gpu, number): max(0.0, up_s - at_s) for gpu, number, at_s in xids}
-    shown = listed([f"Xid {number} of {gpu}, {_ago(age)} ago" for (gpu, number), age in newest.items()])
+    newest = {(gpu, number): (up_s - at_s) / 60 for gpu, number, at_s in xids}
+    shown = listed([f"Xid {number} of {gpu}, {ago:.0f} min ago" for (gpu, number), ago in newest.items()])
     advice = "look the number up in NVIDIA's list of Xid messages; reset the GPU (nvidia-smi -r) if it was not since"
-    return Finding("gpu-xid", Outcome.WARN, shown, advice, values)
+    return Finding("gpu-xid", Outcome.WARN, shown, advice)
 
 
 def _hardware_xids(descriptor: int, since_s: float) -> Iterator[tuple[str, int, float]]:
@@ -292,12 +257,6 @@ def _messages(descriptor: int) -> Iterator[tuple[float, str]]:
         fields = head.split(",")
         if len(fields) > 2 and fields[2].isdigit():
             yield int(fields[2]) / 1e6, text
-
-
-def _ago(age_s: float) -> str:
-    return (
-        f"{age_s / 3600:.0f} h" if age_s >= 7200 else f"{age_s / 60:.0f} min" if age_s >= 120 else span(age_s)
-    )
 
 
 # --- NVML
@@ -361,19 +320,13 @@ class Nvml:
         )
         return count.value if known else None
 
-    def remapped_rows(self, device: ctypes.c_void_p) -> tuple[int, bool, bool] | None:
-        """For uncorrected errors; whether some wait for a reset; whether one has failed."""
+    def remapped_rows(self, device: ctypes.c_void_p) -> tuple[bool, bool] | None:
+        """Whether some wait for a reset, and whether one has failed."""
         numbers = [ctypes.c_uint() for _ in range(4)]
         if not self._know("nvmlDeviceGetRemappedRows", device, *map(ctypes.byref, numbers)):
             return None
-        _, uncorrected, pending, failed = (number.value for number in numbers)
-        return uncorrected, bool(pending), bool(failed)
-
-    def retirement_pending(self, device: ctypes.c_void_p) -> bool | None:
-        """Whether pages of memory wait to be taken out of use, as on GPUs that remap no rows."""
-        pending = ctypes.c_uint()
-        known = self._know("nvmlDeviceGetRetiredPagesPendingStatus", device, ctypes.byref(pending))
-        return bool(pending.value) if known else None
+        _, _, pending, failed = (bool(number.value) for number in numbers)
+        return pending, failed
 
     def throttled(self, device: ctypes.c_void_p) -> int | None:
         """The bits of the reasons for low clocks."""
@@ -446,14 +399,12 @@ def read_gpus(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> NvmlFacts:
 def _gpu(nvml: Nvml, name: str) -> GpuFacts:
     try:
         device = nvml.device(name)
-        remapped, pending, failed = nvml.remapped_rows(device) or (None, None, None)
+        pending, failed = nvml.remapped_rows(device) or (None, None)
         return GpuFacts(
             name=name,
             uncorrected=nvml.uncorrected(device),
-            remapped=remapped,
             remap_pending=pending,
             remap_failed=failed,
-            retirement_pending=nvml.retirement_pending(device),
             throttled=nvml.throttled(device),
         )
     except NvmlError as error:

@@ -17,8 +17,6 @@ from .finding import (
     Finding,
     Outcome,
     listed,
-    rate,
-    span,
 )
 from .pairs import (
     MOST_NODES,
@@ -120,9 +118,8 @@ def peer_finding(
     nodes: tuple[str, ...] = (),
     links: Sequence[Pair] = (),
     decided: bool = True,
-    values: Mapping[str, float] | None = None,
 ) -> PeerFinding:
-    finding = Finding(check, outcome, summary[:2048], advice[:2048], dict(values or {}))
+    finding = Finding(check, outcome, summary[:2048], advice[:2048])
     return PeerFinding(finding, nodes, tuple(pair_of(*pair) for pair in links), decided)
 
 
@@ -155,7 +152,6 @@ class _PairCheck:
     good: str
     """What is said where all pairs passed."""
     outcome: Callable[[Sequence[Pair]], Outcome] = lambda pairs: Outcome.FAIL
-    values: Mapping[str, float] = field(default_factory=dict)
     missing: str = ""
     """Why nothing was tried."""
     broken: Set[Pair] | None = None
@@ -202,7 +198,7 @@ def _judged(check: _PairCheck, names: Sequence[str]) -> Iterator[PeerFinding]:
     if not check.results:
         yield peer_finding(name, Outcome.UNKNOWN, check.missing or "not tried")
     elif verdict.well:
-        yield peer_finding(name, Outcome.OK, check.good, values=check.values)
+        yield peer_finding(name, Outcome.OK, check.good)
 
 
 def _two_kinds(check: _PairCheck, failed: Sequence[Pair]) -> PeerFinding:
@@ -262,7 +258,7 @@ def _reach(
     results = by_reach(reached, measured)
     pairs = f"{len(results)} pair{'s' if len(results) > 1 else ''}"
     good = f"all that tried to reach each other did: {pairs}, {len(reached)} ways"
-    return _PairCheck("peer-reachable", results, show, advise, good, values={"pairs": float(len(results))})
+    return _PairCheck("peer-reachable", results, show, advise, good)
 
 
 def _bandwidth(measured: Sequence[Measurement]) -> _PairCheck:
@@ -307,7 +303,6 @@ def _bandwidth(measured: Sequence[Measurement]) -> _PairCheck:
         advise,
         f"one stream carries {rate(middle)}, at least {rate(least)}",
         outcome,
-        {"median_bytes_per_second": middle, "least_bytes_per_second": least},
         broken=vanished,
     )
 
@@ -334,7 +329,6 @@ def _all_reduce(nodes: Sequence[NodeFacts], measured: Sequence[Measurement]) -> 
         show,
         advise,
         f"an all-reduce of 4 MiB takes {span(middle)}, at most {span(max(took))}",
-        values={"median_seconds": middle},
         missing=f"not tried: no torch on {listed(without, 8)}" if without else "not tried",
     )
 
@@ -351,6 +345,28 @@ def _ways(one: Measurement) -> Iterator[tuple[str, str, float]]:
         yield one.first, one.second, one.sent
     if one.received is not None:
         yield one.second, one.first, one.received
+
+
+def span(seconds: float) -> str:
+    """
+    >>> span(0.000045), span(0.0021), span(0.4), span(3600.0)
+    ('45 us', '2.1 ms', '400 ms', '3600.0 s')
+    """
+    if seconds >= 1.0:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f}".removesuffix(".0") + " ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def rate(bytes_per_s: float) -> str:
+    """
+    >>> rate(1.25e9), rate(117.4e6), rate(900.0)
+    ('1.2 GB/s', '117 MB/s', '900 B/s')
+    """
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_per_s >= size:
+            number = bytes_per_s / size
+            return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
+    return f"{bytes_per_s:.0f} B/s"
 
 
 _OBSTACLES = {

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from ...codec import AtMost, Checked, Count
-from .finding import Finding, Outcome, listed, span
-from .pair_findings import NodeFacts, PeerFinding, pair_findings, peer_finding
+from .finding import Finding, Outcome, listed
+from .pair_findings import NodeFacts, PeerFinding, pair_findings, peer_finding, span
 from .pairs import MOST_NODES, Measurement, Node, NodeResults, Reach, connected
 
 MOST_FINDINGS = 512
@@ -116,7 +116,7 @@ def _own(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
     for node in nodes:
         for one in node.findings:
             summary = f"node {node.node}: {one.summary}"[:2048]
-            same = Finding(one.check, one.outcome, summary, one.advice, one.values, one.seconds)
+            same = Finding(one.check, one.outcome, summary, one.advice)
             yield PeerFinding(same, (node.node,) if one.outcome is Outcome.FAIL else ())
 
 
@@ -232,19 +232,18 @@ def _clocks(found: CheckResults) -> Iterator[PeerFinding]:
     middle = statistics.median_low(offsets.values())
     off = {node: offset - middle for node, offset in offsets.items() if abs(offset - middle) > OFFSET_S}
     spread_s = max(offsets.values()) - min(offsets.values())
-    values = {"spread_seconds": spread_s}
     if not off:
         summary = f"the clocks of {len(offsets)} nodes differ by at most {span(spread_s)}"
-        yield peer_finding("clock-between-nodes", Outcome.OK, summary, values=values)
+        yield peer_finding("clock-between-nodes", Outcome.OK, summary)
         return
     advice = "start chrony or another NTP service on all nodes: else logs cannot be compared, and certificates fail"
     if len(offsets) == 2:
         summary = f"the clocks of {' and '.join(offsets)} differ by {span(spread_s)}"
-        yield peer_finding("clock-between-nodes", Outcome.WARN, summary, advice, values=values)
+        yield peer_finding("clock-between-nodes", Outcome.WARN, summary, advice)
         return
     words = [f"{node} is {span(abs(by))} {'ahead' if by > 0 else 'behind'}" for node, by in off.items()]
     summary = f"clocks differ from those of most nodes: {listed(words, 8)}"
-    yield peer_finding("clock-between-nodes", Outcome.WARN, summary, advice, nodes=tuple(off), values=values)
+    yield peer_finding("clock-between-nodes", Outcome.WARN, summary, advice, nodes=tuple(off))
 
 
 def _directories(found: CheckResults) -> Iterator[PeerFinding]:

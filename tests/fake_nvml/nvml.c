@@ -80,7 +80,6 @@ int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *not, 
     return 0;
 }
 
-int nvmlDeviceGetRetiredPagesPendingStatus(void *device, unsigned *pending) { *pending = (unsigned)said("retiring"); return 0; }
 
 /* What is asked last of each GPU: the file with ".asked" at its name's end gets a byte. */
 int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) {

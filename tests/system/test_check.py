@@ -38,16 +38,16 @@ def test_a_node_with_a_full_disk_joins_when_there_is_room(job: Job, in_etcd: Non
     two = ("--min-nodes=1", "--max-nodes=2", "--check=fail")
     job.join("a", *two)
     job.wait_for_training(1)
-    b = job.join("b", *two, f"--check-directory={full.parent}")
-    job.wait_for_text(b, r"check checkpoint-directory failed: \S+ \(tmpfs\): 4 MiB free\. To do: make room")
+    b = job.join("b", *two, f"--log-dir={full.parent}/logs")
+    job.wait_for_text(b, r"check log-directory failed: \S+: 4 MiB free\. To do: make room")
     job.wait_for_text(b, "this node does not join: 1 of its checks failed; checking again in")
     status, body = b.get("/readyz")
     assert status == 503
-    assert "checkpoint-directory" in body
-    assert b.metric("elastic_agent_check_outcome", check="checkpoint-directory") == 2
+    assert "log-directory" in body
+    assert b.metric("elastic_agent_check_outcome", check="log-directory") == 2
     assert b.metric("elastic_agent_check_outcome", check="open-files") == 0
     _, page = b.get("/status")
-    assert [check["check"] for check in json.loads(page)["checks"]] == ["checkpoint-directory"]
+    assert [check["check"] for check in json.loads(page)["checks"]] == ["log-directory"]
     asked = [sys.executable, "-m", "elastic_agent", "status", f"--agent={b.url.removeprefix('http://')}"]
     shown = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "this node does not join before its checks pass" in shown

@@ -23,7 +23,7 @@ from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network import Network, NetworkChoice, NotReady
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.pair_report import PEER_CHECKS
-from elastic_agent.health.checks.table import NODE_CHECKS, RECHECKS
+from elastic_agent.health.checks.table import AT_JOIN, RECHECKS
 
 FOUND = (
     Finding("open-files", Outcome.OK, "1024 descriptors"),
@@ -70,19 +70,17 @@ def test_the_document() -> None:
         "outcome": "warn",
         "summary": "64 MiB",
         "advice": "make it larger",
-        "values": {},
-        "seconds": 0.0,
     }
 
 
 def test_it_needs_no_script_and_takes_the_options_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"--check-directory={tmp_path}", f"--log-dir={tmp_path}/logs", "--port-range=29500-29600"]
+    words = [f"--log-dir={tmp_path}/logs", "--port-range=29500-29600"]
     assert main(["--json", *words]) == ExitCode.SUCCESS
     document = json.loads(capsys.readouterr().out)
     found = {finding["check"] for finding in document["findings"]}
-    assert found >= {"shared-memory", "checkpoint-directory", "log-directory", "interface"}
+    assert found >= {"shared-memory", "log-directory", "interface"}
     assert main([*words, "train-that-is-not-there.py"]) == ExitCode.BAD_CONFIG
     assert not list(tmp_path.iterdir())
 
@@ -126,10 +124,9 @@ def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None
         Network(NetworkChoice("ib0", "10.0.0.1", "")),
         profile=Profile("infiniband", "", ports=("mlx5_0:1",)),
     )
-    config = Config(Command("script", "t.py"), NodeCounts(1, 4), check_directory="/c")
+    config = Config(Command("script", "t.py"), NodeCounts(1, 4))
     assert needs_of(config, machine) == NodeNeeds(
         ranks=8,
-        checkpoint_directory="/c",
         interface="ib0",
         address="10.0.0.1",
         gpus=("0000:5e:00.0", "MIG-1"),
@@ -139,7 +136,7 @@ def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None
 
 def test_the_page_has_every_check() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checks.md").read_text()
-    names = [name for one in (*NODE_CHECKS, *RECHECKS) for name in one.names]
+    names = [*AT_JOIN, *(check.name for check in RECHECKS)]
     assert sorted(re.findall(r"^\| `([a-z-]+)` \|.*\|.*\|$", page, re.MULTILINE)) == sorted(
         [*names, *PEER_CHECKS]
     )
@@ -157,7 +154,7 @@ def test_a_reader_that_has_gone_is_no_traceback() -> None:
 
 
 def test_a_terminal_without_unicode_gets_the_table() -> None:
-    command = [sys.executable, "-m", "elastic_agent", "check", "--check-directory=/nonesuch/日本"]
+    command = [sys.executable, "-m", "elastic_agent", "check", "--log-dir=/nonesuch/日本"]
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert "/nonesuch/\\u65e5\\u672c" in done.stdout, done.stderr

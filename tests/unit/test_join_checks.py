@@ -46,7 +46,7 @@ class FakeRun(CheckRun):
         return self.found
 
     def end(self) -> None:
-        self.close()
+        self.closed = not self.hangs
 
     def close(self) -> None:
         self.closed = True

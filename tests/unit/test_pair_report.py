@@ -321,7 +321,7 @@ def test_nothing_follows_from_tries_with_a_node_that_ended() -> None:
 
 
 def test_what_a_node_found_out_about_itself_is_in_the_report_of_all() -> None:
-    bad = Finding("gpu-ecc", Outcome.FAIL, "GPU 3 has errors", "replace it", {"count": 2.0}, 0.1)
+    bad = Finding("gpu-ecc", Outcome.FAIL, "GPU 3 has errors", "replace it")
     report = make_report(found("ab", nodes=(a_node("a"), a_node("b", findings=(bad,)))))
     assert report.findings[0].nodes == ("b",)
     assert report.findings[0].finding == replace(bad, summary="node b: GPU 3 has errors")

@@ -131,10 +131,10 @@ def test_while_the_job_stands_still_none_is_asked_that_may_be_dead() -> None:
 
 
 def test_it_looks_at_what_is_checked_before_a_join_and_more() -> None:
-    names = [check.name for check in rechecks_for(NodeNeeds(peers=("h:1",), checkpoint_directory="/c"))]
-    before = [check.name for check in checks_for(NodeNeeds(checkpoint_directory="/c"))]
+    names = [check.name for check in rechecks_for(NodeNeeds(peers=("h:1",), log_directory="/c"))]
+    before = [check.name for check in checks_for(NodeNeeds(log_directory="/c"))]
     assert names == [*before, "arithmetic", "peers"]
-    assert {"shared-memory", "checkpoint-directory"} <= set(before)
+    assert {"shared-memory", "log-directory"} <= set(before)
     assert "peers" not in [check.name for check in rechecks_for(NEEDS)]
 
 
