@@ -38,13 +38,12 @@ class SpareKeeper:
         wanted: int = 2,
         python: str = sys.executable,
         first_on_path: Path | str = "",
-        script: str = "",
         **environment: str,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.late_s = 0.0
         self.spares = Spares(
-            Interpreter(python, {**os.environ, **environment}, str(first_on_path or os.getcwd()), script),
+            Interpreter(python, {**os.environ, **environment}, str(first_on_path or os.getcwd())),
             names,
             wanted,
             started_io(),

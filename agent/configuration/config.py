@@ -302,12 +302,9 @@ GPU_MEMORY_WAIT: Option[float] = NODES.option(
 )
 PRELOAD: Option[tuple[str, ...]] = NODES.option(
     "preload",
-    Parser(
-        "names of modules with commas between, default or auto among them or alone, or none", read_preload
-    ),
+    Parser("names of modules with commas between, default among them or alone, or none", read_preload),
     "a process imports these modules in advance, and workers are forked from it within milliseconds. default: torch,"
-    " and what DistributedDataParallel imports when it is first used; auto: besides, what"
-    " the script itself imports from site-packages (alone it means default,auto);"
+    " and what DistributedDataParallel imports when it is first used;"
     " none: each worker imports all by itself, as under torchrun",
     metavar="NAMES",
     default="default",

@@ -54,11 +54,11 @@ def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, 
 
 
 def interpreter_of(
-    prepared: Prepared, environment: Mapping[str, str], first_on_path: str = "", script: str = ""
+    prepared: Prepared, environment: Mapping[str, str], first_on_path: str = ""
 ) -> Interpreter:
     """By its mark the guard finds the preloaded process, too."""
     marked = {**environment, **WorkerEnv(incarnation=prepared.incarnation).variables()}
-    return Interpreter(job_python(environment), marked, first_on_path, script)
+    return Interpreter(job_python(environment), marked, first_on_path)
 
 
 def new_spares(prepared: Prepared, interpreter: Interpreter, words: Sequence[str], wanted: int) -> Spares:

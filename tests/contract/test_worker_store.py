@@ -83,10 +83,7 @@ class Node:
 class NoSpares:
     why_cold = "there are none"
 
-    def start_worker(self, *_: object) -> None:
-        return None
-
-    def start_store_holder(self, channel: int) -> None:
+    def hand_out(self, *_: object) -> None:
         return None
 
 

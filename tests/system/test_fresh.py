@@ -156,7 +156,7 @@ LIGHT = (
         "what proc tells, and the environment",
         """
         import ctypes, os, time
-        def words(name): return open(f"/proc/self/{name}").read().split(chr(0))
+        def words(name): return open(f"/proc/self/{name}").read().rstrip(chr(0)).split(chr(0))
         print([words("cmdline"), sorted(words("environ")), words("comm")], sorted(os.environ.items()))
         libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p
         print(libc.getenv(b"A_MARK"), time.tzname, os.getcwd(), os.getpgrp() == os.getsid(0) == os.getpid())

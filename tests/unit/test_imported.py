@@ -1,22 +1,10 @@
-"""What of a script's own text is preloaded, and when a process with what it has imported is no longer fit to fork."""
+"""When a process with what it has imported is no longer fit to fork."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-
-from elastic_agent.agent.workers.preloader.imported import imported_by
-
-
-def test_only_what_lies_in_site_packages_counts(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import json, sys\nimport torch.nn as nn\nfrom pytest import raises\nif True:\n    import numpy\n"
-        "import no_such_module.x\nimport tests\n# import yaml\nx = 'import mypy'\nfrom . import here\nimport torch.nn\n"
-    )
-    assert imported_by(str(script)) == ["torch.nn", "pytest", "numpy"]
-    assert imported_by(str(tmp_path / "nowhere.py")) == []
 
 
 def test_a_file_that_has_changed_is_found(tmp_path: Path) -> None:

@@ -47,10 +47,7 @@ class Logs(Ignored):
 class NoSpares:
     why_cold = "there are none"
 
-    def start_worker(self, *_: object) -> None:
-        return None
-
-    def start_store_holder(self, channel: int) -> None:
+    def hand_out(self, *_: object) -> None:
         return None
 
 

@@ -10,7 +10,6 @@ because of the environment or the script, the child starts cold: it executes the
 from __future__ import annotations
 
 import builtins
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -82,17 +81,15 @@ def _safe_path() -> bool:
 
 
 def _take_environment(start: BecomeWorker, imported: Imported) -> None:
-    with contextlib.suppress(OSError):  # a kernel that shows the words of the preloaded process for ever
-        show_process([sys.orig_argv[0], *start.command], start.environment)
-    name_process(os.path.basename(sys.orig_argv[0]))
     wanted = start.environment
+    show_process([sys.orig_argv[0], *start.command], wanted)
+    name_process(os.path.basename(sys.orig_argv[0]))
     set_by_modules = {
         name: value
         for name, value in imported.variables.items()
         if wanted.get(name) == imported.base.get(name)
     }
-    os.environ.clear()
-    os.environ.update({**wanted, **set_by_modules})
+    os.environ.update(set_by_modules)
     time.tzset()
     set_threads()
     if wanted.get("PYTHONFAULTHANDLER"):
@@ -172,69 +169,27 @@ def _module(name: str) -> Script:
 
 
 # --- What /proc shows of this process
-#
-# The kernel shows what lay on the stack at exec. A forked child that has become a worker would be shown with the words
-# of its parent: to ps and py-spy, and to all who look for workers by the marks in their environment. `show_process`
-# points the kernel at new words (prctl PR_SET_MM_MAP, which needs no privilege where it has CHECKPOINT_RESTORE).
-
-PR_SET_MM = 35
-PR_SET_MM_MAP = 14
-PR_SET_NAME = 15
-KEEP_EXECUTABLE = 2**32 - 1
-"""exe_fd of -1."""
-
-_STAT = {
-    "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46, "start_brk": 47,
-    "arg_start": 48, "arg_end": 49, "env_start": 50, "env_end": 51,
-}  # fmt: skip
-"""The fields of /proc/PID/stat, by the numbers in proc(5)."""
-
-_WORDS = (
-    "start_code end_code start_data end_data start_brk brk start_stack arg_start arg_end env_start env_end"
-)
-
-
-class _Map(ctypes.Structure):
-    """struct prctl_mm_map."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in _WORDS.split()),
-        ("auxv", ctypes.c_void_p),
-        ("auxv_size", ctypes.c_uint32),
-        ("exe_fd", ctypes.c_uint32),
-    ]
 
 
 def show_process(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Raises OSError where the kernel does not let a process change that."""
-    words = b"".join(os.fsencode(word) + b"\0" for word in command)
-    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
-    block = ctypes.create_string_buffer(words + variables, len(words) + len(variables) + 1)
-    # Never given back: the kernel shows what lies there until the process has ended, long after Python has.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(block))
-    new = _as_it_is()
-    new.arg_start = ctypes.addressof(block)
-    new.arg_end = new.env_start = new.arg_start + len(words)
-    new.env_end = new.env_start + len(variables)
-    _set(new)
+    """Shows these words to ps and py-spy, and these variables, which become the process' own, to all who look for
+    workers by their marks.
+
+    The kernel shows what lay on the stack at exec: that of the preloaded process, which was started with room for more.
+    What finds no room is not shown."""
+    os.environ.clear()
+    os.environ.update(environment)  # C's `getenv` finds copies from here on
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        words, words_end, variables, variables_end = map(int, file.read().rpartition(")")[2].split()[45:49])
+    shown = (f"{name}={value}" for name, value in environment.items())
+    for start, end, texts in ((words, words_end, command), (variables, variables_end, shown)):
+        text = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+PR_SET_NAME = 15
 
 
 def name_process(name: str) -> None:
     """The short name that top shows: an exec would have set it to the file's."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, os.fsencode(name)[:15], 0, 0, 0)
-
-
-def _as_it_is() -> _Map:
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        after_name = file.read().rpartition(")")[2].split()
-    sbrk = ctypes.CDLL(None).sbrk
-    sbrk.restype = ctypes.c_void_p
-    found = {field: int(after_name[number - 3]) for field, number in _STAT.items()}
-    return _Map(**found, brk=sbrk(0), exe_fd=KEEP_EXECUTABLE)
-
-
-def _set(new: _Map) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(new), ctypes.c_ulong(ctypes.sizeof(new)), 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))

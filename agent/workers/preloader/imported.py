@@ -41,9 +41,6 @@ DEFAULT_PRELOAD = (
 )
 """What makes the construction of DDP, its first steps and checkpoints import nothing."""
 
-NOT_IN_EVERY_TORCH = frozenset({"torch.profiler._cupti_monitor"})  # in 2.13, and gone in 2.14
-"""Of the modules above: the absence of one is no news."""
-
 GPU_DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/dxg")
 """NVIDIA; AMD; AMD and Intel, to render; other accelerators; any, under Windows' Linux."""
 
@@ -56,31 +53,6 @@ class Unfit(Exception):
         self.stale = stale
 
 
-def expanded(words: Iterable[str], script: str) -> list[str]:
-    """The names of modules that the words of --preload stand for, with a job that runs this script."""
-    several = {"default": DEFAULT_PRELOAD, "auto": imported_by(script)}
-    return [name for word in words for name in several.get(word, (word,))]
-
-
-def imported_by(script: str) -> list[str]:
-    """The modules that this script imports, as far as its text shows, and that are installed in site-packages: a job's
-    own are edited, and Python's are quickly imported. Imports nothing."""
-    try:
-        with open(script, encoding="utf-8", errors="replace") as file:
-            names = re.findall(r"^[ \t]*(?:from|import)[ \t]+(\w[\w.]*)", file.read(), re.MULTILINE)
-    except OSError:
-        return []
-    return [name for name in dict.fromkeys(names) if _origin(name.partition(".")[0]).startswith(_installed())]
-
-
-def _origin(top: str) -> str:
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return ""
-    return (spec.origin or "") if spec is not None else ""
-
-
 def _installed() -> tuple[str, str]:
     return sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 
@@ -88,38 +60,33 @@ def _installed() -> tuple[str, str]:
 class Imported:
     """Made once, in a process that has one thread and forks others later."""
 
-    def __init__(self, names: Iterable[str], fresh: Collection[str] = (), first_on_path: str = "") -> None:
-        """Imports these modules. `fresh` are those of a process that has just started; `first_on_path` is the folder
-        where workers look first, too."""
+    def __init__(self, words: Iterable[str], first_on_path: str = "") -> None:
+        """Imports what these words of --preload name. `first_on_path` is the folder where workers look first, too."""
         self.base = dict(os.environ)
         """The environment that the modules have read."""
         self.skipped: dict[str, str] = {}
         """Names that could not be imported, and why."""
         before = len(sys.modules)
         with _first(first_on_path), _recorded_reads() as self.reads:
-            for name in names:
+            for name in (
+                name for word in words for name in (DEFAULT_PRELOAD if word == "default" else (word,))
+            ):
                 try:
                     importlib.import_module(name)
                 except (Exception, SystemExit) as error:
-                    absent = isinstance(error, ModuleNotFoundError) and error.name == name
-                    if not absent or name not in NOT_IN_EVERY_TORCH:
-                        self.skipped[name] = f"{type(error).__name__}: {error}"
+                    self.skipped[name] = f"{type(error).__name__}: {error}"
         importlib.invalidate_caches()
         self.count = len(sys.modules) - before
         self.variables = {name: value for name, value in os.environ.items() if self.base.get(name) != value}
         """That modules have set when they were imported: scripts shall have them, too."""
-        self._tops = {name for name in sys.modules if "." not in name}.difference(
-            fresh, sys.builtin_module_names
-        )
-        self._files = _sources(sys.modules.values())
-        self._edited = {path: was for path, was in self._files.items() if not path.startswith(_installed())}
+        self._tops = {name for name in sys.modules if "." not in name}.difference(sys.builtin_module_names)
+        self._files = _edited_files(sys.modules.values())
 
     def check(self) -> None:
         """Raises Unfit when a fork would not be like a process that imports all of this now."""
         threads = os.listdir("/proc/self/task")
         if len(threads) > 1:
-            names = ", ".join(sorted(_thread_name(thread) for thread in threads))
-            raise Unfit(f"it has {len(threads)} threads ({names}), of which a fork has only one")
+            raise Unfit(f"it has {len(threads)} threads, of which a fork has only one")
         cuda: Any = sys.modules.get("torch.cuda")
         if cuda is not None and cuda.is_initialized():
             raise Unfit("it has a CUDA context, which no fork can use")
@@ -127,13 +94,12 @@ class Imported:
             raise Unfit(
                 f"something that it imports has opened {driver}, a GPU's driver, which no fork can use"
             )
-        if changed := _changed(self._files):
+        if changed := self.edited():
             raise Unfit(f"{changed} has changed since it was imported", stale=True)
 
     def edited(self) -> str:
-        """A file that people edit and that has changed; empty if there is none. What is installed is only checked
-        in the background, and before each fork."""
-        return _changed(self._edited)
+        """A file that people edit and that is no longer what was loaded; empty if there is none."""
+        return next((path for path, known in self._files.items() if _version(path) != known), "")
 
     def shadowed(self, folder: str) -> str:
         """Imported modules in whose place something else is imported, when this folder comes first on sys.path."""
@@ -199,30 +165,11 @@ def gpu_driver_in_use(open_files: str = "/proc/self/fd") -> str:
     return ""
 
 
-def _thread_name(thread: str) -> str:
-    try:
-        with open(f"/proc/self/task/{thread}/comm") as file:
-            return file.read().strip()
-    except OSError:  # it has just ended
-        return "?"
-
-
-def _sources(modules: Iterable[ModuleType]) -> dict[str, tuple[int, int]]:
-    """Size and time of change of each file, as it was loaded; not of Python's own."""
-    python = os.path.dirname(os.__file__)
-    found = {}
-    for module in list(modules):
-        path = getattr(module, "__file__", None)
-        if not isinstance(path, str) or (path.startswith(python) and "-packages" not in path):
-            continue
-        if (loaded := _version(path)) is not None:
-            found[path] = loaded
-    return found
-
-
-def _changed(files: dict[str, tuple[int, int]]) -> str:
-    """The first file that is no longer what was loaded; empty if there is none."""
-    return next((path for path, known in files.items() if _version(path) != known), "")
+def _edited_files(modules: Iterable[ModuleType]) -> dict[str, tuple[int, int] | None]:
+    """What is loaded from elsewhere than Python's own folders and site-packages, as it is now."""
+    python = os.path.dirname(os.__file__), *_installed()
+    files = (getattr(module, "__file__", None) for module in list(modules))
+    return {path: _version(path) for path in files if isinstance(path, str) and not path.startswith(python)}
 
 
 def _version(path: str) -> tuple[int, int] | None:
@@ -235,6 +182,10 @@ def _version(path: str) -> tuple[int, int] | None:
 
 
 # --- Its environment
+
+ROOM_NAME = "ELASTIC_AGENT_PRELOADER_ROOM"
+ROOM = {ROOM_NAME: " " * 2**16}
+"""For the variables that the kernel shall show of a worker, see `become`."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """For the preloaded process, so that its libraries start no threads: a fork would not have them. MKL does as
@@ -260,8 +211,6 @@ NUMBER = re.compile(r"([1-9]\d*)?")
 _SETTING = re.compile(
     r"""environb?\s*\[\s*b?["'](\w+)["']\s*\]\s*=(?!=)|(?:setdefault|putenv)\(\s*b?["'](\w+)["']"""
 )
-_UPDATING = re.compile(r"environb?\s*(?:\.update\(|\|=)")
-_WORD = re.compile(r"\b[A-Z][A-Z0-9_]{2,}\b")
 
 
 def obstacle(base: Mapping[str, str], worker: Mapping[str, str], reads: Collection[str] = ()) -> str:
@@ -279,10 +228,7 @@ def obstacle(base: Mapping[str, str], worker: Mapping[str, str], reads: Collecti
 def set_too_late(script: str, reads: Collection[str] = ()) -> str:
     """Why this text of a script asks for a cold start: a variable that it sets, as far as that can be seen, has been
     read already. Empty if there is none."""
-    names: set[str] = {first or second for first, second in _SETTING.findall(script)}
-    if _UPDATING.search(script):
-        names |= set(_WORD.findall(script))
-    for name in sorted(names):
+    for name in sorted({first or second for first, second in _SETTING.findall(script)}):
         if not _fits(name, AT_START) and (name in reads or _fits(name, AT_LOADING)):
             return f"it sets {name}, which has an effect only before its modules are loaded"
     return ""

@@ -14,44 +14,32 @@ In the job's interpreter, which need not have this package installed: standard l
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import signal
+import socket
 import sys
-
-FRESH = frozenset(sys.modules) - {"__future__"}
-"""What a process has imported that has just started. Asked for before anything else is imported."""
-
-import contextlib  # noqa: E402
-import gc  # noqa: E402
-import os  # noqa: E402
-import select  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import types  # noqa: E402
-from collections.abc import Callable, Collection, Sequence  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import TYPE_CHECKING, Any, NoReturn  # noqa: E402
+import time
+import types
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
-
-CHECK_EVERY_S = 5.0
-"""An idle process looks so often whether it is still fit."""
-
-UNUSED_CHECK_EVERY_S = 60.0
-"""One of which no spare was wanted yet, as no job is known: a look costs 6 ms, and the first fork is after another."""
-
 
 if TYPE_CHECKING:
     from ....worker.ranks import gloo_threads, master_port
     from ..processes import shim, store_holder
     from ..processes import spare_wire as wire
     from .become import Script, become, show_process
-    from .imported import Imported, Unfit, expanded
+    from .imported import ROOM_NAME, Imported, Unfit
 else:
     # Our package by a name that is not used elsewhere: scripts may have another version of it, or none.
     package = sys.modules["elastic_agent_preloader"] = types.ModuleType("elastic_agent_preloader")
     package.__path__ = [str(Path(__file__).parents[3])]
     from elastic_agent_preloader.agent.workers.preloader.become import Script, become, show_process
-    from elastic_agent_preloader.agent.workers.preloader.imported import Imported, Unfit, expanded
+    from elastic_agent_preloader.agent.workers.preloader.imported import ROOM_NAME, Imported, Unfit
     from elastic_agent_preloader.agent.workers.processes import shim, store_holder
     from elastic_agent_preloader.agent.workers.processes import spare_wire as wire
     from elastic_agent_preloader.worker.ranks import gloo_threads, master_port
@@ -71,6 +59,8 @@ def main(agent_pid: int) -> Script:
     ignored = [number for number in shim.STAY_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
     for number in store_holder.IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    del os.environ[ROOM_NAME]
+    show_process(sys.orig_argv[:-1], os.environ.copy())
     received = wire.receive(channel)
     if received is None:
         os._exit(0)
@@ -92,8 +82,7 @@ def main(agent_pid: int) -> Script:
 def load(preload: wire.Preload) -> Imported:
     """Imports the modules named."""
     gc.disable()
-    names = expanded(preload.names, preload.script)
-    imported = Imported(dict.fromkeys(names), FRESH, preload.first_on_path)
+    imported = Imported(preload.names, preload.first_on_path)
     gloo_threads.watch()
     master_port.watch()
     gc.collect()
@@ -101,63 +90,38 @@ def load(preload: wire.Preload) -> Imported:
     return imported
 
 
-def _serve(channel: socket.socket, imported: Imported) -> Newborn | None:
+def _serve(channel: socket.socket, imported: Imported) -> socket.socket | None:
     """None at the end of this process' work. Raises Unfit."""
-    used = False
-    while True:
-        asked, _, _ = select.select([channel], [], [], CHECK_EVERY_S if used else UNUSED_CHECK_EVERY_S)
-        sockets: list[int] = []
-        if asked:
-            received = wire.receive(channel)
-            if received is None:
-                return None
-            _, sockets = received
+    while (received := wire.receive(channel)) is not None:
         imported.check()
-        used |= bool(sockets)
-        if sockets and (born := fork_spares(sockets)) is not None:
+        if (born := fork_spares(received[1])) is not None:
             channel.close()
             return born
+    return None
 
 
 # --- Birth
 
 
-@dataclass(frozen=True, slots=True)
-class Newborn:
-    """Here a new process goes on. It has its own socket to the agent, and a pipe that ends when the agent is its
-    parent."""
-
-    channel: socket.socket
-    orphaned: int
-
-
-def fork_spares(sockets: Sequence[int]) -> Newborn | None:
-    """One for each socket. In this process None; where the system lets none be made the agent sees the socket closed.
-
-    It returns in each spare, too.
-    """
-    orphaned, parent = os.pipe()
+def fork_spares(sockets: Sequence[int]) -> socket.socket | None:
+    """One for each socket, which is its own to the agent: returned in the spare. In this process None; where the system
+    lets none be made the agent sees the socket closed."""
     try:
         intermediate = os.fork()
-    except OSError as error:
-        print(f"elastic-agent: no spare can be forked: {error.strerror}", file=sys.stderr, flush=True)
+    except OSError:
         intermediate = -1
     if intermediate == 0:
-        born = _fork_twice(sockets)
-        os.close(parent)
-        return Newborn(born, orphaned)
+        return _fork_twice(sockets)
     for descriptor in sockets:
         os.close(descriptor)
     if intermediate > 0:
         os.waitpid(intermediate, 0)
-    # Only now: when the intermediate process can be waited for, its children have got their new parent.
-    os.close(parent)
-    os.close(orphaned)
     return None
 
 
 def _fork_twice(sockets: Sequence[int]) -> socket.socket:
-    """Returns in the spares only."""
+    """Returns in the spares only, when the agent is their parent."""
+    intermediate = os.getpid()
     for mine in sockets:
         try:
             child = os.fork()
@@ -167,31 +131,31 @@ def _fork_twice(sockets: Sequence[int]) -> socket.socket:
             for other in sockets:
                 if other != mine:
                     os.close(other)
+            while os.getppid() == intermediate:
+                time.sleep(0.0005)
             return socket.socket(fileno=mine)
     os._exit(0)
 
 
-def live(born: Newborn, imported: Imported, agent_pid: int, stay_ignored: Collection[int]) -> Script:
+def live(channel: socket.socket, imported: Imported, agent_pid: int, stay_ignored: Collection[int]) -> Script:
     """A spare, from its birth until it receives what to become. `stay_ignored`: the signals that this process was
     started to ignore, as all that it becomes shall."""
     for number in store_holder.IGNORED:
         if signal.getsignal(number) is signal.SIG_IGN and number not in stay_ignored:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default)
-    os.read(born.orphaned, 1)
-    os.close(born.orphaned)
     if problem := shim.tie(agent_pid):
         _refuse(problem)
-    wire.send(born.channel, wire.Ready(os.getpid()))
-    received = wire.receive(born.channel)
+    wire.send(channel, wire.Ready(os.getpid()))
+    received = wire.receive(channel)
     if received is None:
         os._exit(0)
     message, descriptors = received
     if isinstance(message, wire.ServeStores):
-        born.channel.close()
+        channel.close()
         _serve_stores(descriptors[0])
     assert isinstance(message, wire.BecomeWorker), message
-    return _become_worker(message, descriptors, born.channel, imported)
+    return _become_worker(message, descriptors, channel, imported)
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -204,12 +168,7 @@ def _serve_stores(channel: int) -> NoReturn:
     os.setsid()
     os.dup2(channel, 0)
     os.close(channel)
-    with contextlib.suppress(OSError):  # then ps shows it as one of us
-        show_process([sys.executable, store_holder.__file__], os.environ)
-    # Of a client that is cut off torch would write pages of C++ frames; errors go to the channel.
-    for stream in (1, 2):
-        os.dup2(nothing := os.open(os.devnull, os.O_RDWR), stream)
-        os.close(nothing)
+    show_process([sys.executable, store_holder.__file__], os.environ.copy())
     store_holder.main()
     os._exit(0)
 

@@ -1,13 +1,15 @@
 """The agent's end of warm starts: keeps a preloaded process and its spares, and hands spares out to become workers.
 
 The preloaded process (`process`) is started with the agent, imports in the background, and forks spares on demand; each
-has its own socket to the agent and is the agent's child. `spare_policy` decides how many spares are wanted and how long
-a start waits for them; here it is done. Without a spare workers start cold, for the reason `why_cold`.
+has its own socket to the agent and is the agent's child. Without a spare workers start cold, for the reason `why_cold`.
 
 The io thread waits for all sockets and posts `read`; the main thread, which has all state, reads them.
 
-Invariants: a spare that was taken is never offered again, and one that was not taken receives nothing. Spares that were
-forked live on when the preloaded process ends, and are dropped when what they have imported is out of date.
+Words: a spare is *ready* when it has reported so, and *coming* from the moment it was asked for.
+
+Invariants: no start waits for a preloaded process or for spares any longer than is declared here. A spare that was
+taken is never offered again, and one that was not taken receives nothing. Spares that were forked live on when the
+preloaded process ends, and are dropped when what they have imported is out of date.
 """
 
 from __future__ import annotations
@@ -29,24 +31,26 @@ from ...common.io_thread import IoThread
 from ..processes import spare_wire as wire
 from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
 from ..processes.workers import Process, tied
-from .imported import ONE_THREAD, obstacle
-from .spare_policy import (
-    CALM_S,
-    HEALTHY_S,
-    Phase,
-    Stock,
-    before_start,
-    due_at,
-    in_background,
-    overdue,
-    pause_s,
-)
+from .imported import ONE_THREAD, ROOM, obstacle
 
 log = logging.getLogger(__name__)
 
 PROCESS = Path(__file__).with_name("process.py")
 
-OUTPUT_MOST = 16 * 1024
+LOADING_S = 60.0
+"""For the imports: a cold start beside them would import the same on the same cores and from the same disk."""
+
+FORKING_S = 5.0
+"""From the request for spares to the last of them. A fork takes some 10 ms, many on a machine with too much to do."""
+
+CALM_S = 2.0
+"""A generation is left alone for so long before spares are made for its successor: its start needs the cores."""
+
+RETRY_S = 5.0
+"""Before a preloaded process that has ended or hung is replaced."""
+
+ROOM_FOR_WORDS = 4096
+"""In the command line that ps shows of a worker, see `become`."""
 
 ENDING_S = 0.5
 """How long the end of a process may take whose socket is closed already, before it is helped."""
@@ -86,10 +90,8 @@ class _Preloaded:
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
-    output: socket.socket
-    """What it and its spares print: hardly ever anything."""
     since: float
-    phase: Phase = Phase.LOADING
+    loaded: bool = False
     reads: frozenset[str] = frozenset()
     """Variables that its modules have read."""
 
@@ -104,8 +106,6 @@ class Interpreter:
     """What they inherit, with the mark of this agent."""
     first_on_path: str
     """The folder where they look first for modules; empty while no job is known."""
-    script: str = ""
-    """What they run, if that is a file of Python's."""
 
 
 class Spares:
@@ -133,9 +133,9 @@ class Spares:
         self._preloaded: _Preloaded | None = None
         self._spares: list[Spare] = []
         self._asked_at = 0.0
+        """When the first of those coming were asked for."""
         self._fork_failed = False
         """Some of those that were asked for last have ended before they were ready."""
-        self._failures = 0
         self._retry_at: float | None = None
         self._calm_at = 0.0
         self._ending: list[subprocess.Popen[bytes]] = []
@@ -153,11 +153,9 @@ class Spares:
             return self.why_cold
         if tuple(names) != self._names:
             return f"--preload is {','.join(names)}, and was {','.join(self._names)}"
-        if "auto" in names and interpreter.script != self._interpreter.script:
-            return "--preload auto looks into the job's script, which was not known"
         if interpreter.python != self._interpreter.python:
             return f"workers run {interpreter.python}, and not {self._interpreter.python}"
-        if preloaded.phase is Phase.LOADING and interpreter.environment != self._interpreter.environment:
+        if not preloaded.loaded and interpreter.environment != self._interpreter.environment:
             return "the job has variables of its own, and its imports are not done yet"
         if problem := obstacle(base, interpreter.environment, preloaded.reads):
             return problem
@@ -195,13 +193,7 @@ class Spares:
     @property
     def loaded(self) -> bool:
         """Whether there is nothing to wait for any more: it is ready, or gone, and then for an unknown time."""
-        return self._preloaded is None or self._preloaded.phase is not Phase.LOADING
-
-    def _stock(self) -> Stock:
-        preloaded, coming = self._preloaded, len(self._spares) - self.ready
-        if preloaded is None:
-            return Stock(Phase.BROKEN, 0.0, self.ready)
-        return Stock(preloaded.phase, preloaded.since, self.ready, coming, self._asked_at, self._fork_failed)
+        return self._preloaded is None or self._preloaded.loaded
 
     # --- What the agent asks for
 
@@ -209,10 +201,14 @@ class Spares:
         """Whether so many processes may be started now, warm or cold. If not: again after an event, or `turn`'s
         instant."""
         self._replace_if_overdue(now)
-        advice = before_start(self._stock(), count, now)
-        if advice.ask:
-            self._ask_for(advice.ask, now)
-        return advice.wait_until is None
+        if self._preloaded is None or self.ready >= count:
+            return True
+        if not self._preloaded.loaded:
+            return False
+        if self._fork_failed:
+            return True
+        self._ask_for(count - len(self._spares), now)
+        return False
 
     def take(self) -> Spare | None:
         """A spare for the caller alone; None where there is none, for the reason `why_cold`."""
@@ -224,13 +220,7 @@ class Spares:
             self._discard(spare)
         return None
 
-    def start_worker(self, start: wire.BecomeWorker, streams: Sequence[int]) -> Spare | None:
-        return self._hand_out(start, streams)
-
-    def start_store_holder(self, channel: int) -> Spare | None:
-        return self._hand_out(wire.ServeStores(), [channel])
-
-    def _hand_out(
+    def hand_out(
         self, message: wire.BecomeWorker | wire.ServeStores, descriptors: Sequence[int]
     ) -> Spare | None:
         while spare := self.take():
@@ -252,11 +242,9 @@ class Spares:
             self._retry_at = None
             self._preloaded = self._launch(now)
         self._replace_if_overdue(now)
-        if missing := in_background(self._stock(), self._wanted, self._calm_at, now):
-            self._ask_for(missing, now)
-        instants = [self._retry_at, due_at(self._stock())]
-        if now < self._calm_at:
-            instants.append(self._calm_at)
+        if self._preloaded is not None and self._preloaded.loaded and now >= self._calm_at:
+            self._ask_for(self._wanted - len(self._spares), now)
+        instants = [self._retry_at, self._due_at, self._calm_at if now < self._calm_at else None]
         return min((at for at in instants if at is not None), default=None)
 
     def read(self, descriptor: int) -> None:
@@ -264,9 +252,6 @@ class Spares:
         now, owner = self._clock(), self._owners.get(descriptor)
         if owner is None:
             return  # it was closed meanwhile
-        if isinstance(owner, _Preloaded) and descriptor == owner.output.fileno():
-            self._on_output(owner)
-            return
         try:
             received = wire.receive(owner.channel)
         except BlockingIOError:
@@ -287,27 +272,25 @@ class Spares:
 
     def _launch(self, now: float) -> _Preloaded | None:
         """None when that failed, which is logged."""
-        (ours, theirs), (output, their_output) = wire.pair(), socket.socketpair()
+        ours, theirs = wire.pair()
+        job = self._interpreter
         try:
-            with theirs, their_output:
+            with theirs:
                 process = subprocess.Popen(
-                    tied([self._interpreter.python, "-u", str(PROCESS), str(os.getpid())]),
-                    env={**self._interpreter.environment, **ONE_THREAD},
+                    tied([job.python, "-u", str(PROCESS), str(os.getpid()), " " * ROOM_FOR_WORDS]),
+                    env={**job.environment, **ONE_THREAD, **ROOM},
                     stdin=theirs.fileno(),
-                    stdout=their_output.fileno(),
-                    stderr=subprocess.STDOUT,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
-            job = self._interpreter
-            wire.send(ours, wire.Preload(self._names, job.script, job.first_on_path))
+            wire.send(ours, wire.Preload(self._names, job.first_on_path))
         except OSError as error:
             ours.close()
-            output.close()
             self._failed(f"it cannot be started: {error}", now)
             return None
-        preloaded = _Preloaded(process, ours, output, now)
+        preloaded = _Preloaded(process, ours, now)
         self._watch(ours, preloaded)
-        self._watch(output, preloaded)
         self.why_cold = "the preloaded process has not yet done its imports"
         return preloaded
 
@@ -318,10 +301,9 @@ class Spares:
             ended = "it has closed its socket" if returncode is None else describe_exit(returncode)
             self._failed(ended, now)
         elif isinstance(message, wire.Loaded):
-            took_s, preloaded.phase, preloaded.since = now - preloaded.since, Phase.READY, now
-            preloaded.reads = frozenset(message.reads)
+            preloaded.loaded, preloaded.reads = True, frozenset(message.reads)
             self.why_cold = "no spare was ready"
-            log.info("preloaded %d modules in %.1f s", message.modules, took_s)
+            log.info("preloaded %d modules in %.1f s", message.modules, now - preloaded.since)
             for name, why in message.skipped.items():
                 asked_for = logging.WARNING if name in self._names else logging.INFO
                 log.log(asked_for, "not preloaded: %s (%s); workers import it themselves", name, why)
@@ -335,45 +317,39 @@ class Spares:
                 self.why_cold = f"the preloaded process cannot be forked: {message.why}"
                 log.warning("workers start cold from now on: %s", self.why_cold)
 
-    def _on_output(self, preloaded: _Preloaded) -> None:
-        try:
-            data = preloaded.output.recv(OUTPUT_MOST)
-        except BlockingIOError:
-            data = b"\n"
-        if not data:
-            self._close(preloaded.output)
-            return
-        self._await(preloaded.output.fileno())
-        for line in data.decode(errors="backslashreplace").splitlines():
-            if line:
-                log.warning("the preloaded process prints: %s", line)
-
     def _failed(self, why: str, now: float) -> None:
         """It is not there any more; another one will be, after a pause."""
-        self._failures += 1
-        pause = pause_s(self._failures)
-        self._retry_at = now + pause
+        self._retry_at = now + RETRY_S
         self.why_cold = f"there is no preloaded process: {why}"
-        log.warning("the preloaded process is gone: %s; starting another in %g s", why, pause)
+        log.warning("the preloaded process is gone: %s; starting another in %g s", why, RETRY_S)
+
+    @property
+    def _due_at(self) -> float | None:
+        """When the preloaded process must be taken to hang."""
+        if self._preloaded is None:
+            return None
+        if not self._preloaded.loaded:
+            return self._preloaded.since + LOADING_S
+        return self._asked_at + FORKING_S if len(self._spares) > self.ready else None
 
     def _replace_if_overdue(self, now: float) -> None:
-        if overdue(self._stock(), now):
+        if self._due_at is not None and now >= self._due_at:
             # Its messages may have come long ago, while this process stood still or had not begun to read.
             for descriptor in list(self._owners):
                 self.read(descriptor)
-        if self._preloaded is None:
+        preloaded = self._preloaded
+        if preloaded is None or self._due_at is None or now < self._due_at:
             return
-        if problem := overdue(self._stock(), now):
-            self._end(self._preloaded)
-            self._failed(problem, now)
-        elif self._preloaded.phase is Phase.READY and now >= self._preloaded.since + HEALTHY_S:
-            self._failures = 0
+        problem = (
+            f"it has not forked all spares within {FORKING_S:g} s"
+            if preloaded.loaded
+            else f"it has not done its imports within {LOADING_S:g} s"
+        )
+        self._end(preloaded)
+        self._failed(problem, now)
 
     def _end(self, preloaded: _Preloaded) -> None:
         """It has nothing to finish. There is no wait for its end, which a dead disk may delay."""
-        if preloaded.output.fileno() in self._owners:
-            self._on_output(preloaded)  # its last words
-        self._close(preloaded.output)
         self._close(preloaded.channel)
         self._ending.append(preloaded.process)
         preloaded.process.kill()
@@ -384,14 +360,15 @@ class Spares:
     # --- Spares
 
     def _ask_for(self, count: int, now: float) -> None:
+        """Of the preloaded process, which has loaded; nothing if none are missing."""
+        if count <= 0:
+            return
         assert self._preloaded is not None
         pairs = [wire.pair() for _ in range(min(count, wire.MOST_DESCRIPTORS))]
         try:
             wire.send(self._preloaded.channel, wire.Fork(), [theirs.fileno() for _, theirs in pairs])
-        except (
-            OSError
-        ):  # it has ended, as its socket will show, or does not read any more, and will be overdue
-            pass
+        except OSError:
+            pass  # it has ended, as its socket will show, or does not read any more, and will be overdue
         if len(self._spares) == self.ready:
             self._asked_at, self._fork_failed = now, False
         for ours, theirs in pairs:

@@ -37,8 +37,6 @@ class Preload:
     """The first message to the preloaded process: the words of `--preload`."""
 
     names: tuple[str, ...]
-    script: str
-    """What `auto` among them looks into; empty: none is known."""
     first_on_path: str
     """Empty: no job is known yet, and no folder of one is looked into."""
 

@@ -30,6 +30,7 @@ from ...common.events import Event
 from ...common.exits import describe_exit
 from ...common.io_thread import IoThread
 from .proc import KILL_WAIT_S, ends_within
+from .spare_wire import ServeStores
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE
 from .workers import Process, Spares, start_helper
 
@@ -134,7 +135,7 @@ class WorkerStore:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                process = self._spares.start_store_holder(theirs.fileno()) or self._start_cold(theirs)
+                process = self._spares.hand_out(ServeStores(), [theirs.fileno()]) or self._start_cold(theirs)
         except OSError:
             ours.close()
             raise

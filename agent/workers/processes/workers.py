@@ -38,7 +38,7 @@ from .proc import (
     kill,
     remove_cgroup,
 )
-from .spare_wire import BecomeWorker
+from .spare_wire import BecomeWorker, ServeStores
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +70,7 @@ class Spares(Protocol):
 
     why_cold: str
 
-    def start_worker(self, start: BecomeWorker, streams: Sequence[int]) -> Process | None: ...
-
-    def start_store_holder(self, channel: int) -> Process | None: ...
+    def hand_out(self, message: BecomeWorker | ServeStores, descriptors: Sequence[int]) -> Process | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +107,6 @@ def arguments(command: Command, local_rank: int) -> list[str]:
 def first_on_path(command: Command, cwd: str) -> str:
     """The folder where Python looks first for what a worker imports."""
     return cwd if command.kind == "module" else os.path.dirname(os.path.realpath(command.target))
-
-
-def script_of(command: Command, cwd: str) -> str:
-    """The file of Python's that workers run: of a module, where it is below this folder. Empty: none is known."""
-    if command.kind == "binary":
-        return ""
-    place = os.path.join(
-        cwd, command.target.replace(".", "/") if command.kind == "module" else command.target
-    )
-    places = (f"{place}.py", f"{place}/__main__.py") if command.kind == "module" else (place,)
-    return next((each for each in places if os.path.isfile(each)), "")
 
 
 def job_python(environ: Mapping[str, str]) -> str:
@@ -261,7 +248,7 @@ class WorkerGroup:
                     *_place(spec.cpus, self._cgroup),
                     tuple(cold),
                 )
-                process = spares.start_worker(start, (STANDARD_INPUT, out_end, err_end))
+                process = spares.hand_out(start, (STANDARD_INPUT, out_end, err_end))
             why_cold = ""
             if process is None:
                 why_cold = spec.cold or spares.why_cold
@@ -359,8 +346,6 @@ class WorkerGroup:
         """Drive the stop on. Whether nothing of this generation is left on this node."""
         if self.running:
             if self._kill_at is not None and self._clock() >= self._kill_at:
-                if self.killed:
-                    self._post_missed_exits()
                 self._kill()
             return False
         sessions = self.pids
@@ -415,12 +400,6 @@ class WorkerGroup:
     def _count_from_now(self) -> None:
         if self._kills_since is None:
             self._kills_since = self._clock()
-
-    def _post_missed_exits(self) -> None:
-        """What was killed a second ago has ended; the thread that posts it may be missing."""
-        for local_rank, process in self._processes.items():
-            if local_rank not in self.returncodes and has_ended(process.pid):
-                self._post(partial(self._on_exit, self.generation, local_rank, self._clock()))
 
     def _unreaped(self) -> list[Process]:
         return [process for local, process in self._processes.items() if local not in self.returncodes]
