@@ -192,12 +192,12 @@ def read_preload(text: str) -> tuple[str, ...]:
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     if words == ("none",):
         return ()
-    if words == ("auto",):
-        return ("default", "auto")
     if not all(part.isidentifier() for word in words for part in word.split(".")):
         raise ValueError
     if "none" in words:
         raise ValueError("none stands alone")
+    if "auto" in words:
+        raise ValueError("auto is no more: name the modules, as in default,transformers")
     return words
 
 
@@ -361,7 +361,7 @@ def read_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def read_notice(text: str) -> NoticeSource:
-    match = _matched(r"(auto|aws|aws-rebalance|gcp|azure|off)|(file|command):([^\0]+)", text)
+    match = _matched(r"(auto|aws|gcp|azure|off)|(file):([^\0]+)", text)
     kind, path = match[1] or match[2], match[3] or ""
     if path and not os.path.isabs(path):
         raise ValueError("write the whole path, from / on")

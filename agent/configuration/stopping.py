@@ -122,14 +122,12 @@ JOB_ENDS_AT: Option[int | None] = STOPPING.option(
 NOTICE: Option[NoticeSource] = STOPPING.option(
     "notice",
     Parser(
-        "auto, aws, aws-rebalance, gcp, azure, off, file:PATH or command:PATH with a path from / on",
+        "auto, aws, gcp, azure, off, or file:PATH with a path from / on",
         read_notice,
     ),
     "who says that this machine goes away, as spot machines do: then the node leaves by plan, within the time there is."
-    " auto: the metadata server of the cloud that the firmware names (aws, gcp or azure), none elsewhere;"
-    " aws-rebalance: also when AWS recommends to replace the machine. A file that is there, or a command that ends with"
-    " exit code 0, is a notice; its contents, or what it prints, are seconds or an instant (Unix time, RFC 3339),"
-    " else 30 s",
+    " auto: the metadata server of the cloud that the firmware names (aws, gcp or azure), none elsewhere."
+    " A file that is there is a notice; its contents are seconds or an instant (Unix time, RFC 3339), else 30 s",
     metavar="SOURCE",
     default="auto",
 )

@@ -65,9 +65,9 @@ LogFormat = Literal["text", "json"]
 class NoticeSource:
     """Where a notice that this machine goes away comes from."""
 
-    kind: Literal["auto", "aws", "aws-rebalance", "gcp", "azure", "file", "command", "off"]
+    kind: Literal["auto", "aws", "gcp", "azure", "file", "off"]
     path: str = ""
-    """Of the file or command."""
+    """Of the file."""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.path}" if self.path else self.kind

@@ -18,7 +18,6 @@ from elastic_agent.agent.machine.notices import (
     MAX_BYTES,
     NAME_PATH,
     PREEMPTED_PATH,
-    REBALANCE_PATH,
     TIMEOUT_S,
     Aws,
     Azure,
@@ -61,8 +60,6 @@ def test_ec2() -> None:
     with contextlib.closing(Cloud(header=("X-aws-ec2-metadata-token", "s3cret"), token="s3cret")) as cloud:
         source = Aws(cloud.asked, time.monotonic)
         assert source.poll() is None
-        cloud.pages[REBALANCE_PATH] = json.dumps({"noticeTime": AT})
-        assert not isinstance(source.poll(), Notice)
         cloud.pages[ACTION_PATH] = json.dumps({"action": "terminate", "time": AT})
         found = source.poll()
         assert isinstance(found, Notice)

@@ -140,7 +140,7 @@ REFUSED: dict[str, Sequence[str]] = {
     "just-in-time-grace": ["-1"],
     "memory-checkpoints": ["2 GB", "-1GiB", "most", "9999999TiB"],
     "memory-replicas": ["-1", "9", "all"],
-    "notice": ["", "ec2", "aws:/x", "file", "file:", "file:leave", "command:", "command:x y", "off:/x"],
+    "notice": ["", "ec2", "aws:/x", "file", "file:", "file:leave", "command:/x", "off:/x"],
     "job-ends-at": ["0", "soon", "10m", "19000000000"],
     "hang-timeout": ["0", "never"],
     "exit-timeout": ["0.5", "never"],
@@ -208,12 +208,6 @@ def problems_of(argv: Sequence[str], environ: Mapping[str, str] | None = None) -
     with pytest.raises(ConfigError) as caught:
         parse(argv, environ or {})
     return [str(problem) for problem in caught.value.problems]
-
-
-def test_auto_alone_is_preloaded_with_the_default(script: str) -> None:
-    assert run_resolve(["--preload=auto", script]).config.preload == ("default", "auto")
-    assert run_resolve(["--preload=json,auto", script]).config.preload == ("json", "auto")
-    assert run_resolve(["--preload=none", script]).config.preload == ()
 
 
 def test_the_tables_of_this_test_know_every_option() -> None:
