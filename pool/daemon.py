@@ -93,9 +93,7 @@ def _run(
     rng, token = random.SystemRandom(), secrets.token_hex(16)
     pool, lease_ttl_s = config.rendezvous.job_id, config.rendezvous.lease_ttl_s
     starting, looking = "waiting for the network", "looking for the pool's store"
-    network = unless_stopped(
-        lambda: wait_for_network(config, environment), events, starting, lambda: on_turn(starting)
-    )
+    network = unless_stopped(lambda: wait_for_network(config), events, starting, lambda: on_turn(starting))
     address = network.choice.address
     listener, http = _listen(config, network.endpoint, address)
     served_at = http.getsockname()[:2]

@@ -132,7 +132,7 @@ def _inspect(command_line: Settings, environ: Mapping[str, str]) -> tuple[Config
         config = replace(config, nodes=NodeCounts(count, count))
     machine = inspect_machine(config, environ, resources=False)
     if count is not None and isinstance(machine.network, NotReady):
-        machine = replace(machine, network=wait_for_network(config, environ))
+        machine = replace(machine, network=wait_for_network(config))
     return config, machine, resolved.warnings
 
 

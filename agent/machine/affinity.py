@@ -41,14 +41,13 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class CpuLayout:
-    """What the agent may use: its `cores` by NUMA node and number, and so many CPUs' time of its cgroup's `quota`.
+    """What the agent may use: its `cores` by NUMA node and number.
 
     `near` has the CPUs next to a device, by its address, as far as the machine shows it.
     """
 
     cores: tuple[Core, ...]
     near: Mapping[str, Collection[int]] = field(default_factory=dict)
-    quota: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def share(affinity: Affinity, devices: Sequence[Device | None], layout: CpuLayou
     elif not any(devices):
         homes = _spread(workers, layout.cores)
     sharers = Counter(home.cores for home in homes)
-    return tuple(_share(affinity, home, sharers[home.cores], workers, layout.quota) for home in homes)
+    return tuple(_share(affinity, home, sharers[home.cores]) for home in homes)
 
 
 def _near(device: Device | None, layout: CpuLayout) -> _Home:
@@ -125,13 +124,11 @@ def _part(items: Sequence[T], taker: int, takers: int) -> Sequence[T]:
     return items[first : max(first + 1, (taker + 1) * len(items) // takers)]
 
 
-def _share(affinity: Affinity, home: _Home, sharers: int, workers: int, quota: float | None) -> CpuShare:
+def _share(affinity: Affinity, home: _Home, sharers: int) -> CpuShare:
     cpus = tuple(sorted(cpu for core in home.cores for cpu in core.cpus))
     threads, why = len(home.cores) // sharers, "one for each core that the worker has"
     if sharers > 1:
         why = f"its part of {len(home.cores)} cores that {sharers} workers share"
-    if quota is not None and quota / workers < threads:
-        threads, why = int(quota / workers), f"the cgroup gives {workers} workers the time of {quota:g} CPUs"
     with_others = f", shared by {sharers} workers" if sharers > 1 else ""
     return CpuShare(
         f"affinity {affinity}: CPUs {cpu_list(cpus)}{with_others}, {home.which}",
@@ -146,7 +143,6 @@ def _share(affinity: Affinity, home: _Home, sharers: int, workers: int, quota: f
 def probe_cpus(
     addresses: Sequence[str],
     sys: Path = Path("/sys"),
-    proc: Path = Path("/proc"),
     allowed: Collection[int] = (),
 ) -> CpuLayout:
     """The layout of our own affinity mask (or of `allowed`), which leaves out what is offline or another cpuset's."""
@@ -168,29 +164,7 @@ def probe_cpus(
             "-1",
         ):  # -1: not known to the firmware, which then lists all CPUs
             near[address] = frozenset(allowed.intersection(_read_list(device / "local_cpulist")))
-    return CpuLayout(tuple(sorted(cores, key=lambda core: (core.numa, core.cpus))), near, _quota(sys, proc))
-
-
-def _quota(sys: Path, proc: Path) -> float | None:
-    """The smallest of our cgroup and those above it, in CPUs; of either version of cgroups."""
-    quotas = []
-    for line in read(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        # In a container the path may be the host's, and all that is there is the container's own root.
-        root = sys / ("fs/cgroup/cpu" if controllers else "fs/cgroup")
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if controllers:
-                limits = [read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")]
-            else:
-                limits = read(folder / "cpu.max").split()
-            if len(limits) == 2 and all(map(str.isdecimal, limits)):
-                quotas.append(int(limits[0]) / int(limits[1]))
-            if folder == root:
-                break
-    return min(quotas, default=None)
+    return CpuLayout(tuple(sorted(cores, key=lambda core: (core.numa, core.cpus))), near)
 
 
 def _read_list(file: Path) -> list[int]:

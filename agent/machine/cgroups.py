@@ -124,23 +124,6 @@ def find_counter(proc: Path = Path("/proc/self")) -> Path | None:
     return None
 
 
-def warn_of_group_kill(proc: Path = Path("/proc/self")) -> None:
-    """Where the kernel is set to kill a cgroup as a whole, the agent dies with its first worker."""
-    for folder in upwards(own_cgroup("", proc)):
-        try:
-            as_a_whole = (folder / "memory.oom.group").read_text().strip() == "1"
-        except OSError:
-            continue
-        if as_a_whole:
-            log.warning(
-                "when memory runs out, the kernel will kill this agent and the states in its memory together with the"
-                " worker that is too large: memory.oom.group is 1 in %s. Kubernetes from 1.28 on: singleProcessOOMKill:"
-                " true in the kubelet's configuration (1.32); systemd: OOMPolicy=continue in the unit",
-                folder,
-            )
-            return
-
-
 def _kills(counter: Path | None) -> int | None:
     """None: there is no count now."""
     return read_rows(counter).get("oom_kill") if counter is not None else None

@@ -109,19 +109,9 @@ def resolve_workers(nproc: WorkerCount, per_worker: int, inventory: Inventory) -
         return nproc
     available = len(inventory.cuda)
     if available % per_worker:
-        expected = f"a number that divides this node's CUDA devices, because of --nproc-per-node {nproc}"
-        divisors = ", ".join(str(number) for number in range(1, available + 1) if available % number == 0)
-        whole = (
-            f", or --nproc-per-node {available // per_worker} to leave {available % per_worker} idle"
-            if available > per_worker
-            else ""
-        )
-        raise _wrong(
-            "--devices-per-worker",
-            per_worker,
-            f"{expected}: {_listed(inventory)}",
-            f"use {divisors}{whole}",
-        )
+        expected = f"a number that divides this node's CUDA devices: {_listed(inventory)}"
+        advice = "choose one that does, or give --nproc-per-node a number"
+        raise _wrong("--devices-per-worker", per_worker, expected, advice)
     return available // per_worker
 
 
@@ -139,7 +129,9 @@ def pin(
             f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU{mask}"
         )
     if workers * per_worker > len(available):
-        raise _too_few(workers, per_worker, inventory)
+        expected = f"at most as many workers, each with {per_worker}, as there are CUDA devices: {_listed(inventory)}"
+        advice = "lower it or --devices-per-worker, or let workers share devices with --device-pinning none"
+        raise _wrong("--nproc-per-node", workers, expected, advice)
     own = available[local_rank * per_worker : (local_rank + 1) * per_worker]
     if per_worker > 1 and any(device.entry.startswith("MIG-") for device in own):
         raise _wrong(
@@ -172,25 +164,6 @@ def pin(
         f"{_cuda(local_rank * per_worker, per_worker)}",
         own,
         (order,),
-    )
-
-
-def _too_few(workers: int, per_worker: int, inventory: Inventory) -> ConfigError:
-    available = len(inventory.cuda)
-    if per_worker > available:
-        expected = f"at most as many devices of a worker as there are CUDA devices: {_listed(inventory)}"
-        return _wrong(
-            "--devices-per-worker", per_worker, expected, f"lower --devices-per-worker to {available}"
-        )
-    most, of_each = (
-        available // per_worker,
-        f" with {per_worker} devices of its own for each" if per_worker > 1 else "",
-    )
-    return _wrong(
-        "--nproc-per-node",
-        workers,
-        f"at most as many workers{of_each} as there are CUDA devices: {_listed(inventory)}",
-        f"lower --nproc-per-node to {most}, or let workers share devices with --device-pinning none",
     )
 
 

@@ -133,13 +133,6 @@ class NvmlReader:
             self.on_health(answer)
 
 
-def memory_fact(gpus: Sequence[str], wait_s: float) -> str:
-    """The sentence for --check-config; empty without GPUs."""
-    if not gpus or not wait_s:
-        return "GPU memory: a restart does not wait for it" if gpus else ""
-    return f"GPU memory: a restart waits up to {wait_s:g} s until {', '.join(gpus)} have it back"
-
-
 class GpuMemory:
     """Waits for the GPUs' memory. For the main thread."""
 

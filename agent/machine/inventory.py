@@ -34,7 +34,6 @@ from .devices import (
     probe,
     resolve_workers,
 )
-from .gpus import memory_fact
 from .interfaces import TCP, Profile, choose_profile, rdma_ports
 from .network import Network, NotReady, discover_network
 from .preflight import check_resources, check_target
@@ -102,7 +101,7 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     inventory = _ask(lambda: probe(environ), problems)
     pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
     profile = choose_profile(rdma_ports())
-    network = _ask(lambda: discover_network(config, environ), problems)
+    network = _ask(lambda: discover_network(config), problems)
     if resources:
         _ask(lambda: check_resources(config, environ), problems)
         _ask(lambda: check_target(config.command, environ), problems)
@@ -111,11 +110,9 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     first = [worker.first for worker in pinned]
     layout = probe_cpus([device.address for device in first if device and device.address])
     shares = share(config.affinity, first, layout)
-    memory = memory_fact(_nvml_names(pinned, inventory), config.gpu_memory_wait_s)
     software = find_software(environ)
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
-        *filter(None, [memory]),
         _network_fact(config, network),
         f"network profile {profile.transport}: {profile.reason}",
         f"workers use {software}",

@@ -20,7 +20,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ...rendezvous.records import Endpoint
@@ -35,7 +35,6 @@ from .interfaces import (
     TP_SOCKET_IFNAME,
     Interface,
     RdmaPort,
-    check_socket_names,
     interfaces,
     rdma_ports,
 )
@@ -322,10 +321,9 @@ class Network:
     endpoint: Endpoint | None = None
 
 
-def discover_network(config: Config, environ: Mapping[str, str]) -> Network | NotReady:
-    """Now. Raises ConfigError with all that can never work. `environ` is what workers inherit."""
+def discover_network(config: Config) -> Network | NotReady:
+    """Now. Raises ConfigError for what can never work."""
     here = interfaces()
-    problems = check_socket_names(environ, here) if here else []
     wanted = NetworkRequest(config.network_interface, memory=config.solitary, alone=config.nodes.max == 1)
     unknown: AddressError | None = None
     addresses: list[str | None] = []
@@ -338,31 +336,22 @@ def discover_network(config: Config, environ: Mapping[str, str]) -> Network | No
     except AddressError as error:
         unknown = error
     routed = source_address(wanted.towards) if wanted.towards is not None else None
-    choice: NetworkChoice | NotReady | None = None
-    try:
-        choice = choose(wanted, HostNetwork(here, routed, default_source(), rdma_ports()))
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    choice = choose(wanted, HostNetwork(here, routed, default_source(), rdma_ports()))
     if unknown is not None:
         advice = "check --rdzv-endpoint and --local-addr, and /etc/hosts and DNS on this node"
         return NotReady(f"a host name ({unknown})", advice)
-    if not isinstance(choice, NetworkChoice):
-        assert choice is not None, "what was refused has been raised"
+    if isinstance(choice, NotReady):
         return choice
     return Network(choice, _endpoint(config, addresses, choice))
 
 
-def wait_for_network(
-    config: Config, environ: Mapping[str, str], sleep: Callable[[float], None] = time.sleep
-) -> Network:
+def wait_for_network(config: Config, sleep: Callable[[float], None] = time.sleep) -> Network:
     """Looks for as long as --network-wait. Raises CannotStart."""
     give_up_at = time.monotonic() + config.network_wait_s
     logged = ""
     while True:
         try:
-            found = discover_network(config, environ)
+            found = discover_network(config)
         except ConfigError as error:
             raise CannotStart(error.code, str(error)) from error
         if isinstance(found, Network):

@@ -1,4 +1,4 @@
-"""What settings name on this machine, found wanting at once, and not hours later: folders, memory, addresses, the
+"""What settings name on this machine, found wanting at once, and not hours later: folders, memory, the
 source of notices, and the module or program that workers are to run.
 
 That one is looked for where they will look, and nothing of it is run: of a module only its outermost package, and
@@ -7,34 +7,20 @@ only where workers run in our interpreter. That a script is a file, `configurati
 
 from __future__ import annotations
 
-import ast
-import errno
 import importlib.util
 import os
 import shutil
-import socket
-import stat
 import sys
-import tokenize
-import warnings
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from ...rendezvous.records import Endpoint
 from ..checkpoints.folder import SHARED_MEMORY
-from ..common.exits import CannotStart, ExitCode
 from ..common.folders import NoTemporaryDirectory, own_path
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.values import Command, NoticeSource
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from ..workers.processes.workers import job_python
-
-_NEVER = {
-    errno.EADDRNOTAVAIL: "an address of this node, as `ip address` lists them",
-    errno.EACCES: "a port that this user may listen on, above 1023",
-    errno.EAFNOSUPPORT: "an IPv4 address: this node has no IPv6",
-}
 
 
 def check_resources(config: Config, environ: Mapping[str, str]) -> None:
@@ -42,7 +28,6 @@ def check_resources(config: Config, environ: Mapping[str, str]) -> None:
     problems = [
         *_log_dir(config.logs.given_directory),
         *_memory(config.memory_checkpoints),
-        *_http(config.http_address),
         *_notice(config.stop.notice),
         *_run_directory(environ),
     ]
@@ -79,41 +64,16 @@ def _memory(limit: int | None) -> Iterator[Problem]:
         yield Problem("--memory-checkpoints", given, expected, advice, here=True)
 
 
-def _http(http: Endpoint | None) -> Iterator[Problem]:
-    if http is None:
-        return
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in http.address else socket.AF_INET) as asked:
-            asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            asked.bind((http.address, http.port))
-    except OSError as error:
-        expected = _NEVER.get(error.errno or 0)
-        if expected is not None:  # a port that is taken may be free in a moment
-            yield Problem("--http-address", str(http), expected, "correct it, or leave it out", here=True)
-
-
 def _notice(source: NoticeSource) -> Iterator[Problem]:
     """A file that is not there is no notice."""
     path = source.path
-    if source.kind == "command" and not (os.path.isfile(path) and os.access(path, os.X_OK)):
-        expected = "a program that exists and that this user may run"
-        yield Problem("--notice", str(source), expected, "correct its path or its mode", here=True)
-    if source.kind == "file" and (found := _no_file(path)):
-        expected = f"a regular file that this user may read, or none yet, but {found}"
+    if (
+        source.kind == "file"
+        and os.path.exists(path)
+        and not (os.path.isfile(path) and os.access(path, os.R_OK))
+    ):
+        expected = "a regular file that this user may read, or none yet"
         yield Problem("--notice", str(source), expected, "name another, or remove what is there", here=True)
-
-
-def _no_file(path: str) -> str:
-    """What is wrong with it; empty: nothing."""
-    try:
-        regular = stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    if not regular:
-        return f"{path} is no regular file"
-    return "" if os.access(path, os.R_OK) else f"this user may not read {path}"
 
 
 def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -140,33 +100,6 @@ def check_target(command: Command, environ: Mapping[str, str]) -> None:
             f"check its name; Python looks in {os.getcwd()}, in PYTHONPATH and among what is installed for it"
         )
         raise ConfigError([Problem("-m", command.target, f"a module, but {missing}", advice)])
-
-
-def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
-    """Raises CannotStart for a script that this Python cannot parse. What is odd, such as its encoding, the workers
-    find out."""
-    path = command.target
-    if (
-        command.kind not in ("script", "run-path")
-        or path[-3:] != ".py"
-        or job_python(environ) != sys.executable
-    ):
-        return
-    try:
-        with tokenize.open(path) as file:
-            source = file.read()
-    except (OSError, SyntaxError, ValueError):
-        return
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(source, path)
-    except SyntaxError as error:
-        found = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
-        reason = f"{path}, line {error.lineno}: {found}; correct the script"
-        raise CannotStart(ExitCode.CRASH_LOOP, reason) from error
-    except (ValueError, RecursionError, MemoryError):
-        return
 
 
 def _missing(package: str) -> str:

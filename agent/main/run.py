@@ -32,12 +32,11 @@ from ..common.events import unless_stopped
 from ..common.exits import CannotStart, ExitCode, lack_in
 from ..common.ports import OfferedPort
 from ..configuration.config import Config
-from ..machine.cgroups import claim_cgroup, warn_of_group_kill
+from ..machine.cgroups import claim_cgroup
 from ..machine.gpus import GpuHealth, GpuMemory, NvmlReader
 from ..machine.inventory import Machine
 from ..machine.network import Network, NotReady, reachable_at, unique_node_id, wait_for_network
 from ..machine.notices import NoticeWatch, source_for
-from ..machine.preflight import refuse_bad_syntax
 from ..observability.observer import Observer
 from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
 from ..observability.status import JOB_PATH, STATUS_PATH
@@ -64,7 +63,7 @@ from ..workers.processes.run_files import (
     run_directory_parent,
 )
 from ..workers.processes.worker_store import WorkerStore
-from ..workers.processes.workers import GroupHelpers, WorkerGroup, tied
+from ..workers.processes.workers import GroupHelpers, WorkerGroup
 from ..workers.supervisor import Supervisor
 from .assembly import (
     Agent,
@@ -106,7 +105,6 @@ def run(
     manager = ServiceManager.take(os.environ, os.getpid(), clock)
     environment = take_environment()
     try:
-        refuse_bad_syntax(config.command, environment)
         logs, run_directory = choose_folders(config.logs)
         agent = Agent(
             replace(config, logs=logs),
@@ -190,9 +188,7 @@ def _wait_for_network(agent: Agent) -> Network:
     """As it was found before, or as soon as it is there."""
     found = agent.machine.network
     if isinstance(found, NotReady):
-        found = _wait(
-            agent, "waiting for the network", lambda: wait_for_network(agent.config, agent.environment)
-        )
+        found = _wait(agent, "waiting for the network", lambda: wait_for_network(agent.config))
     log.info("network: %s", found.choice)
     return found
 
@@ -231,7 +227,6 @@ def _claim(agent: Agent, bind: Binder) -> None:
 
 def _start_helpers(agent: Agent, prepared: Prepared) -> None:
     """Processes that serve the workers of all generations."""
-    warn_of_group_kill()
     agent.ends.callback(agent.io.close)
     guard = agent.guard = Guard()
     run_dir = agent.node.run_dir
@@ -422,7 +417,7 @@ def _make_loop(agent: Agent, processes: Processes, bind: Binder) -> Loop:
 def _watch_for_notices(agent: Agent, loop: Loop) -> None:
     """Not before this node is about to join: until then it has nothing to lose."""
     wanted = agent.config.stop.notice
-    source = source_for(wanted, agent.environment, tied, agent.clock)
+    source = source_for(wanted, agent.clock)
     if source is not None:
         expected = wanted.kind != "auto"
         post, clock = agent.events.put, agent.clock

@@ -166,34 +166,6 @@ def test_the_users_number_of_threads_is_kept(tmp_path: Path) -> None:
         assert compose({"OMP_NUM_THREADS": "7"}, shares[0].variables) == {"OMP_NUM_THREADS": "7"}
 
 
-@pytest.mark.parametrize(
-    ("files", "threads"),
-    [
-        ({"self/cgroup": "0::/pod/job", "cpu.max": "max 100000"}, "8"),
-        (
-            {"self/cgroup": "0::/pod/job", "pod/job/cpu.max": "max 100000", "pod/cpu.max": "350000 100000"},
-            "3",
-        ),
-        ({"self/cgroup": "0::/pod/job", "pod/job/cpu.max": "50000 100000"}, "1"),
-        ({"self/cgroup": "0::/pod/job", "cpu.max": "1600000 100000"}, "8"),  # more than there is
-        ({"self/cgroup": "3:cpu,cpuacct:/host/path\n0::/", "cpu/cpu.cfs_quota_us": "200000"}, "2"),
-        ({"self/cgroup": "3:cpu,cpuacct:/job", "cpu/job/cpu.cfs_quota_us": "-1"}, "8"),
-        ({"self/cgroup": "4:cpuset:/job", "cpuset/job/cpu.cfs_quota_us": "100000"}, "8"),
-    ],
-)
-def test_threads_that_the_cgroup_gives_no_time_for_are_not_started(
-    tmp_path: Path, files: dict[str, str], threads: str
-) -> None:
-    sys, proc = machine(tmp_path / "sys"), tmp_path / "proc"
-    for name, text in files.items():
-        file = (proc if name == "self/cgroup" else sys / "fs/cgroup") / name
-        write(file, text)
-        if name.endswith("quota_us"):
-            write(file.with_name("cpu.cfs_period_us"), "100000")
-    found = probe_cpus([], sys=sys, proc=proc, allowed=ALL)
-    assert placed("cores", CPU_ONLY, found) == [("0-15", threads)]
-
-
 def test_every_decision_has_its_reason(tmp_path: Path) -> None:
     shares = share("cores", FOUR, layout(machine(tmp_path)))
     assert shares[2].reason == (

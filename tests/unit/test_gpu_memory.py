@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.machine.devices import Device
-from elastic_agent.agent.machine.gpus import ANSWER_S, FIRST_S, GpuMemory, NvmlReader, memory_fact
+from elastic_agent.agent.machine.gpus import ANSWER_S, FIRST_S, GpuMemory, NvmlReader
 from elastic_agent.health.checks.gpus import NvmlFacts, unaccounted_mib
 from tests.io_threads import started_io
 from tests.nvml_library import FakeLibrary
@@ -289,16 +288,3 @@ time.sleep(600)
     while (reader / "cmdline").exists() and (reader / "cmdline").read_bytes():
         assert time.monotonic() < deadline, "the reader lives on"
         time.sleep(0.02)
-
-
-@pytest.mark.parametrize(
-    ("devices", "wait_s", "text"),
-    [
-        ([Device("0", ONE)], 0.0, "does not wait for it"),
-        ([Device("0", ONE), Device("1")], 30.0, f"up to 30 s until {ONE}, 1 have it back"),
-        ([Device("MIG-aa", ONE)], 30.0, "MIG-aa"),
-    ],
-)
-def test_what_is_waited_for(devices: list[Device], wait_s: float, text: str) -> None:
-    assert text in memory_fact([device.nvml_name for device in devices], wait_s)
-    assert memory_fact([], wait_s) == ""

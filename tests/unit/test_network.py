@@ -139,14 +139,6 @@ def test_what_may_still_come_is_named_and_no_loopback_taken_instead(
     assert found.advice
 
 
-def test_an_address_that_cannot_be_bound_yet_does_not_count() -> None:
-    checking = replace(V6, addresses=tuple(replace(address, ready=False) for address in V6.addresses))
-    there = HostNetwork((LO, checking), "fd02::1")
-    assert isinstance(choose(NetworkRequest(towards="fd02::9"), there), NotReady)
-    assert isinstance(choose(NetworkRequest(interface="eth2"), there), NotReady)
-    assert isinstance(choose(SEVERAL, there), NotReady)
-
-
 def test_one_node_alone_may_use_loopback_where_nothing_else_is_up() -> None:
     choice = choose(NetworkRequest(towards="10.0.0.9", alone=True), HostNetwork((LO, UNPLUGGED)))
     assert isinstance(choice, NetworkChoice)

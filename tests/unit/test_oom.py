@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.machine.cgroups import LATELY_S, OomKills, find_counter, warn_of_group_kill
+from elastic_agent.agent.machine.cgroups import LATELY_S, OomKills, find_counter
 
 
 @pytest.fixture
@@ -69,19 +68,3 @@ def test_a_counter_that_cannot_be_read_for_a_while_makes_no_strike(tmp_path: Pat
     counter.write_text("oom_kill 3\n")
     assert kills.lately(3.0)
     assert late.lately(3.0)
-
-
-@pytest.mark.parametrize("place", ["pod", "pod/job"])
-def test_a_cgroup_that_is_killed_as_a_whole_is_warned_of(
-    proc: Path, caplog: pytest.LogCaptureFixture, place: str
-) -> None:
-    warn_of_group_kill(proc)
-    group = proc.parent / "cgroup" / place / "memory.oom.group"
-    group.write_text("0\n")
-    warn_of_group_kill(proc)
-    assert not caplog.records
-    group.write_text("1\n")
-    caplog.set_level(logging.WARNING)
-    warn_of_group_kill(proc)
-    assert f"memory.oom.group is 1 in {group.parent}" in caplog.text
-    assert "singleProcessOOMKill" in caplog.text

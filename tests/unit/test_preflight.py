@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from elastic_agent.agent.common import folders
-from elastic_agent.agent.common.exits import CannotStart, ExitCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, LogConfig, Problem
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.values import Command, NoticeSource
 from elastic_agent.agent.machine import preflight
-from elastic_agent.agent.machine.preflight import check_resources, check_target, refuse_bad_syntax
+from elastic_agent.agent.machine.preflight import check_resources, check_target
 from elastic_agent.agent.workers.processes.run_files import run_directory_parent
-from elastic_agent.rendezvous.records import Endpoint
 
 SCRIPT = Command("script", "train.py")
 
@@ -56,46 +53,22 @@ def test_no_more_memory_is_asked_for_than_there_is() -> None:
     assert (problem.origin, problem.here) == ("--memory-checkpoints", True)
 
 
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        (Endpoint("127.0.0.1", 0), None),
-        (Endpoint("0.0.0.0", 0), None),
-        (Endpoint("192.0.2.99", 9100), "an address of this node"),
-    ],
-)
-def test_the_http_address_must_be_of_this_machine(address: Endpoint, expected: str | None) -> None:
-    assert [problem.expected.partition(",")[0] for problem in problems_of(http_address=address)] == (
-        [] if expected is None else [expected]
-    )
-
-
-def test_a_port_that_is_taken_may_be_free_in_a_moment() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert problems_of(http_address=Endpoint("127.0.0.1", taken.getsockname()[1])) == []
-
-
 def test_a_source_of_notices_that_can_never_answer_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(kind: Literal["auto", "off", "file", "command"], path: Path | str) -> bool:
-        found = problems_of(stop=StopConfig(notice=NoticeSource(kind, str(path))))
-        assert all((one.origin, one.value, one.here) == ("--notice", f"{kind}:{path}", True) for one in found)
+    def refused(path: Path | str) -> bool:
+        found = problems_of(stop=StopConfig(notice=NoticeSource("file", str(path))))
+        assert all((one.origin, one.value, one.here) == ("--notice", f"file:{path}", True) for one in found)
         return bool(found)
 
     (tmp_path / "text").touch()
     os.mkfifo(tmp_path / "pipe")
-    assert not refused("auto", "")
-    assert not refused("off", "")
     for path in (tmp_path / "text", tmp_path / "none", tmp_path / "no" / "folder"):
-        assert not refused("file", path)
+        assert not refused(path)
     for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
-        assert refused("file", path)
-    assert not refused("command", sys.executable)
-    for path in (tmp_path, tmp_path / "pipe", tmp_path / "text", tmp_path / "none"):
-        assert refused("command", path)
+        assert refused(path)
     monkeypatch.setattr(preflight.os, "access", lambda path, mode: path != str(tmp_path / "text"))
-    assert refused("file", tmp_path / "text")
+    assert refused(tmp_path / "text")
 
 
 def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
@@ -176,36 +149,3 @@ def test_a_program_is_looked_for_where_workers_look(tmp_path: Path, monkeypatch:
     for name in ("no_such_prog", "./text", "./none"):
         with pytest.raises(ConfigError, match="a program that exists"):
             check_target(Command("binary", name), {"PATH": "/usr/bin"})
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "written", "refused"),
-    [
-        ("script", "train.py", b"x = 1\nif x\n    print(x)\n", True),
-        ("run-path", "train.py", b"def f():\nprint(1)\n", True),
-        ("script", "train.py", b"print('\\d')\n", False),
-        ("script", "train.py", b"# coding: latin-1\nprint('\xe9')\n", False),
-        ("script", "train.py", b"print('\xe9')\n", False),
-        ("script", "train.py", b"# coding: martian\n", False),
-        ("script", "train.txt", b"if x\n", False),
-        ("binary", "train.py", b"if x\n", False),
-    ],
-)
-@pytest.mark.filterwarnings("error")
-def test_a_script_that_python_cannot_compile_is_refused(
-    kind: Literal["script", "run-path", "binary"],
-    name: str,
-    written: bytes,
-    refused: bool,
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / name
-    script.write_bytes(written)
-    command = Command(kind, str(script))
-    refuse_bad_syntax(command, {"PYTHON_EXEC": "/another/python"})
-    if not refused:
-        refuse_bad_syntax(command, {})
-        return
-    with pytest.raises(CannotStart, match=r"train\.py, line 2: \w+Error: .+; correct the script") as refusal:
-        refuse_bad_syntax(command, {})
-    assert refusal.value.code is ExitCode.CRASH_LOOP
