@@ -100,10 +100,6 @@ def test_the_watchdog_and_the_liveness_probe_have_one_idea_of_stuck() -> None:
     assert seconds(setting("WatchdogSec")) == STUCK_AFTER_S > 3 * HEARTBEAT_S
 
 
-def test_what_could_not_be_killed_is_known_after_a_stop() -> None:
-    assert setting("RuntimeDirectoryPreserve") == "yes"
-
-
 def test_every_exit_code_is_a_success_worth_another_start_or_a_persons() -> None:
     assert setting("Restart") == "on-failure"
     fine = {ExitCode.SUCCESS, *map(int, setting("SuccessExitStatus").split())}

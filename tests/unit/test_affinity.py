@@ -55,7 +55,7 @@ def write(file: Path, text: str) -> None:
 
 
 def layout(root: Path, allowed: Sequence[int] = ALL) -> CpuLayout:
-    return probe_cpus(list(GPUS), sys=root, proc=root / "no-proc", allowed=allowed)
+    return probe_cpus(list(GPUS), sys=root, allowed=allowed)
 
 
 def placed(affinity: Affinity, devices: Sequence[Device | None], found: CpuLayout) -> list[tuple[str, str]]:
