@@ -233,6 +233,6 @@ IGNORED_TORCHRUN_OPTIONS = {
     "monitor-interval": "a worker's end is noticed at once, nothing is polled",
     "start-method": "it only concerns functions as entry points",
     "event-log-handler": "events go to the agent's log",
-    "exit-barrier-timeout": "an agent waits for no other at its end; --exit-timeout is for ranks that do not end",
+    "exit-barrier-timeout": "an agent waits for no other at its end; --hang-timeout is for ranks that do not end",
     "logs-specs": "--log-dir, --redirects and --tee say where lines go",
 }

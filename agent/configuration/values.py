@@ -75,12 +75,9 @@ class NoticeSource:
 
 BUILT_IN_CAUSES = frozenset(
     (
-        *("ecc", "xid", "host_out_of_memory", "refused", "port", "gpu_missing", "storage"),
-        *("import_error", "script_error", "cuda_out_of_memory", "device_assert", "nccl_usage"),
-        *("collective_broken", "cuda_error", "nccl", "store_lost", "store_unreachable"),
-        *("shared_memory_full", "disk_full", "limit", "data_loader", "connection_lost", "command"),
-        *("terminated", "exception", "killed", "segfault", "bus_error", "abort", "signal", "unknown"),
-        *("hang", "not_started", "store_server"),
+        *("gpu_fault", "host_out_of_memory", "refused", "port", "import_error", "script_error"),
+        *("cuda_out_of_memory", "connection_lost", "cuda_error", "nccl", "disk_full", "command"),
+        *("terminated", "exception", "killed", "signal", "unknown", "hang", "not_started", "store_server"),
     )
 )
 """The names of `failures/causes`, which a row of the file may change."""

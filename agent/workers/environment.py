@@ -30,7 +30,6 @@ from ..common.variables import Variable, compose
 from ..configuration.config import Config, LogConfig
 from ..configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, process_group_s, watchdog_s
 from ..machine.devices import Software
-from ..machine.interfaces import Profile
 from ..machine.inventory import Machine
 from ..machine.network import Network, network_variables
 from ..output.worker_logs import OutputRoute
@@ -66,22 +65,19 @@ def worker_env(
 
     `memory_address` is the memory server's, HOST:PORT; empty: there is none.
     """
-    env = WorkerEnv(
+    if memory is None:
+        memory_address = ""
+    return WorkerEnv(
         incarnation=incarnation,
         devices=config.devices_per_worker,
         socket=str(run_dir / "socket"),
         reports=str(run_dir / "reports"),
-    )
-    if memory is None:
-        return env
-    env = replace(env, memory=str(memory.path), memory_bytes=memory.limit, writes=str(run_dir / "writes"))
-    if not memory_address:
-        return env
-    return replace(
-        env,
-        memory_server=str(run_dir / "memory"),
+        memory=str(memory.path) if memory is not None else "",
+        memory_bytes=memory.limit if memory is not None else 0,
+        writes=str(run_dir / "writes") if memory is not None else "",
+        memory_server=str(run_dir / "memory") if memory_address else "",
         memory_address=memory_address,
-        memory_replicas=min(config.memory_replicas, config.nodes.max - 1),
+        memory_replicas=min(config.memory_replicas, config.nodes.max - 1) if memory_address else 0,
     )
 
 
@@ -107,7 +103,6 @@ def chosen_variables(config: Config, machine: Machine, place: WorkerPlace) -> tu
     """All variables of one worker that the user has not set; of two with one name the later counts."""
     facts = Facts(
         machine.software,
-        machine.profile,
         config.timeouts,
         workers=place.member.slots,
         flight_records=place.flight_records,
@@ -172,7 +167,6 @@ class Facts:
     """What the table depends on."""
 
     software: Software
-    profile: Profile
     timeouts: TimeoutConfig
     workers: int = 1
     flight_records: Path | None = None
@@ -181,13 +175,10 @@ class Facts:
     @property
     def known(self) -> dict[str, str]:
         """What the value of a row may name."""
-        profile, group_s = self.profile, process_group_s(self.timeouts)
-        over_verbs = profile.transport in ("infiniband", "roce")
+        group_s = process_group_s(self.timeouts)
         facts: dict[str, object] = {
             "threads": 1 if self.workers > 1 else None,
             "flight_records": self.flight_records,
-            "ports": ",".join(profile.ports) if over_verbs and profile.foreign_ports else None,
-            "provider": "efa" if profile.transport == "efa" else None,
             "process_group_timeout": group_s,
             "heartbeat": watchdog_s(group_s) if group_s is not None else None,
         }
@@ -222,8 +213,6 @@ _STACKS = "to collect stacks a dump waits for Python's lock, which a hung proces
 _ERRORS = (
     "a failed collective ends its process; torchrun's 1 also tries to abort the communicator, which can hang"
 )
-
-_LIBFABRIC = "else libfabric may offer another provider, such as TCP, without an error"
 
 DEFAULTS = (
     Row(
@@ -265,8 +254,6 @@ DEFAULTS = (
         yielding=False,
     ),
     Row(HEARTBEAT_VARIABLE, "{heartbeat}", _HEARTBEAT),
-    Row("NCCL_IB_HCA", "={ports}", "there are other active RDMA ports, which NCCL would use as well"),
-    Row("FI_PROVIDER", "{provider}", _LIBFABRIC),
 )
 
 

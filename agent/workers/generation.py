@@ -45,7 +45,7 @@ from .processes.proc import process_status
 from .processes.subreaper import Subreaper
 from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
-from .stopping import DrainState, Exit, JustInTimeState, LateExits
+from .stopping import DrainState, Exit, JustInTimeState
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,6 @@ class Generation:
     """The newest inquiry whose finding the log has."""
     hung: bool = field(init=False, default=False)
     """The workers are ended because they did not move."""
-    late_exits: LateExits = field(init=False)
     just_in_time: JustInTimeState = field(init=False)
     drain: DrainState = field(init=False)
     postponed: HowToStop | None = field(init=False, default=None)
@@ -162,7 +161,6 @@ class Generation:
         self.pages = WorkerPages(number, all_signalled=config.stop.requeues)
         self.paces = PaceWatch(self.pages, number, len(self.world.members))
         self.hang = HangDetector(config.timeouts.hang, self.learned, self.started_at)
-        self.late_exits = LateExits(config.timeouts.exit_s or None)
         self.just_in_time = JustInTimeState(number, config.stop.just_in_time_grace_s, self.pages.newest_step)
         self.drain = DrainState(number)
 
@@ -219,7 +217,6 @@ class Generation:
         )
         for at, step, local_rank in stepped:
             self.hang.stepped(local_rank, step, at)
-            self.late_exits.alive(at)
         polled = [reading.polled_at for reading in self.read.values() if reading.polled_at is not None]
         saving = [local_rank for local_rank, reading in self.read.items() if reading.saving]
         self.hang.marked(saving, max(polled, default=None))
@@ -233,7 +230,6 @@ class Generation:
     def reported(self, at: float) -> None:
         """A worker has reported a save or a load."""
         self.hang.reported(at)
-        self.late_exits.alive(at)
 
     def stalls(self, now: float) -> Stall | None:
         """The stall of the workers that run here; None without one."""
@@ -287,7 +283,6 @@ class Generation:
         kind = self.drain.exited(local_rank, returncode, at, stopping=self.stopping, hung=self.hung)
         if kind is Exit.ENDED:
             self._master_over.set()
-            self.late_exits.ended(self.group.ranks[local_rank], at)
         return kind
 
     # ---------------------------------------------------------------- how it ends
@@ -358,12 +353,6 @@ class Generation:
         stop, since = self.config.stop, self.drain.since
         taken_s = now - since if since is not None else 0.0
         return stop.grace_s - min(taken_s, drain_timeout_s(stop))
-
-    def late_cause(self, now: float) -> str:
-        """Why workers that live on after others have ended with success hang; empty if they do not."""
-        running = {self.group.ranks[local_rank]: local_rank for local_rank in self.running}
-        mute = [self.group.pid(local) for local in running.values() if not self._reports_steps(local)]
-        return self.late_exits.turn(now, running, mute)
 
     def _reports_steps(self, local_rank: int) -> bool:
         reading = self.read.get(local_rank)

@@ -16,16 +16,6 @@ one whose boundary is the newest is asked to keep its state, and another one whe
 when the time is over, all are let go, and the generation is stopped as if none guarded.
 
 No I/O: the messages to send are returned. Owned by the main thread; instants are seconds on the monotonic clock.
-
-`LateExits` watches the workers of one generation that live on after others have ended with success: are they at work,
-or stuck? A job is over only when all of its workers have ended. One that is stuck after its script's last line, in the
-end of the interpreter or of a library, would keep all nodes for ever. One that writes the final model is at work. So
-what counts is the time since the last sign of life: a step, a checkpoint, the end of a rank.
-
-A worker that reports steps is at work while it reports steps or checkpoints. One that reports none can only be watched
-from outside: it is at work while its processes use the processor. So a script without the worker library may do what
-it likes on rank 0 after the others have ended, and a library that sleeps for ever at the end of it is found all the
-same.
 """
 
 from __future__ import annotations
@@ -33,19 +23,17 @@ from __future__ import annotations
 import enum
 import logging
 import math
-import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from ...rendezvous.node.drain import stranded
 from ...rendezvous.records import StopAt
-from ...rendezvous.text import counted, shortened
+from ...rendezvous.text import counted
 from ...worker.steps.drain import DRAINED
 from ...worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, Kept, ToGuard
 from ...worker.wire.shared_progress import Reading
 from .failures.failure import HANG_SIGNAL
-from .processes.proc import all_stats
 
 log = logging.getLogger(__name__)
 
@@ -298,100 +286,3 @@ class JustInTimeState:
     def _end(self) -> Orders:
         self.over = True
         return [(local_rank, Go()) for local_rank in sorted(self._guards)]
-
-
-EXIT_LOOK_EVERY_S = 5.0
-"""Between two looks at the processor time of workers that report no steps."""
-
-AT_WORK = 0.01
-"""The share of one processor's time, between two looks, from which on such a worker is at work."""
-
-FIRST_WARNING_S = 10.0
-"""The ranks of a job end within seconds of each other; more is worth a line in the log."""
-
-SECOND_WARNING_S = 60.0
-"""From then on, twice as long each time."""
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
-class LateExits:
-    """Of one generation, on this node."""
-
-    def __init__(self, limit_s: float | None) -> None:
-        """`limit_s` None: nothing is ever a hang."""
-        self._limit_s = limit_s
-        self._alive_at: float | None = None
-        """When one of those that live on was last at work; None: no rank has ended."""
-        self._next_warning_s = FIRST_WARNING_S
-        self._ended: list[int] = []
-        self._elsewhere = False
-        self._looked: tuple[float, float] | None = None
-        """When, and the processor time used until then."""
-
-    def ended(self, rank: int, at: float) -> None:
-        """A rank of this node has ended with success."""
-        self._ended.append(rank)
-        self._alive_at = at if self._alive_at is None else max(self._alive_at, at)
-
-    def others_ended(self, now: float) -> None:
-        """Ranks of other nodes have ended with success."""
-        if not self._elsewhere:
-            self._elsewhere = True
-            self._alive_at = now
-
-    def alive(self, at: float) -> None:
-        """One of those that live on is at work."""
-        if self._alive_at is not None:
-            self._alive_at = max(self._alive_at, at)
-
-    def turn(self, now: float, running: Collection[int], mute: Collection[int]) -> str:
-        """Log which ranks live on, when it is due. `running` are ranks; `mute` the sessions of those that have reported
-        no step. Returns why this is a hang; empty if it is not."""
-        if self._alive_at is None or not running:
-            return ""
-        if mute:
-            self._look(now, mute)
-        silence_s, still = now - self._alive_at, "lives" if len(running) == 1 else "live"
-        state = (
-            f"{self._ended_ranks()} with success; {_ranks(running)} still {still}, "
-            f"without a step or checkpoint for {silence_s:.0f} s"
-        )
-        if self._limit_s is not None and silence_s >= self._limit_s:
-            return f"hang after the end of other ranks: {state} (--exit-timeout)"
-        if silence_s >= self._next_warning_s:
-            self._next_warning_s = max(SECOND_WARNING_S, 2 * self._next_warning_s)
-            bound = (
-                f"a hang after {self._limit_s:g} s"
-                if self._limit_s is not None
-                else "waiting without a limit"
-            )
-            log.warning("%s: %s (--exit-timeout)", state, bound)
-        return ""
-
-    def _look(self, now: float, mute: Collection[int]) -> None:
-        if self._looked is not None and now < self._looked[0] + EXIT_LOOK_EVERY_S:
-            return
-        used_s = session_processor_time(mute)
-        if self._looked is not None and used_s - self._looked[1] >= AT_WORK * (now - self._looked[0]):
-            self.alive(now)
-        self._looked = now, used_s
-
-    def _ended_ranks(self) -> str:
-        if not self._ended:
-            return "ranks of other nodes have ended"
-        ended = _ranks(self._ended)
-        if self._elsewhere:
-            return f"{ended} and ranks of other nodes have ended"
-        return f"{ended} {'has' if len(self._ended) == 1 else 'have'} ended"
-
-
-def session_processor_time(sessions: Collection[int]) -> float:
-    """Seconds, of all processes in these sessions and of their children that have ended."""
-    return sum(stat.ticks for stat in all_stats().values() if stat.session in sessions) / _TICKS_PER_S
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    names = sorted(ranks)
-    shown = shortened(map(str, names))
-    return f"rank {shown}" if len(names) == 1 else f"ranks {shown}"

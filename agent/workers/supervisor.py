@@ -395,7 +395,7 @@ class Supervisor:
             self.stop(self._config.stop.failure_grace_s, gently=True, reason=reason)
 
     def _watch(self, generation: Generation, now: float) -> None:
-        """Undisturbed workers: have they lasted, do they hang, do some live on after others have ended?"""
+        """Undisturbed workers: have they lasted, do they hang?"""
         if now >= generation.started_at + STABLE_AFTER_S:
             self._participant.workers_stable(generation.number)
         if (paces := generation.paces.turn(now)) is not None:
@@ -405,13 +405,6 @@ class Supervisor:
             stuck = self._hangs.turn(generation, now)
             if stuck is not None:
                 self._failures.end_stuck(generation, *stuck, HANG)
-                return
-        if not drain.under_way:
-            world = self._participant.world
-            if world is not None and world.generation == generation.number and world.finishing:
-                generation.late_exits.others_ended(now)
-            if cause := generation.late_cause(now):
-                self._failures.end_stuck(generation, min(generation.running), cause, "hang at the end")
                 return
         self._failures.forget_look()
 

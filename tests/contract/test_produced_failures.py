@@ -117,21 +117,21 @@ CASES = [
     Case("terminated", "import os; os.kill(os.getpid(), 15)"),
     Case("terminated", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"),
     Case("terminated", "raise KeyboardInterrupt"),
-    Case("segfault", "import ctypes; ctypes.string_at(0)"),
-    Case("segfault", "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)"),
-    Case("bus_error", BUS_ERROR),
-    Case("abort", "import os; os.abort()"),
+    Case("signal", "import ctypes; ctypes.string_at(0)"),
+    Case("signal", "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)"),
+    Case("signal", BUS_ERROR),
+    Case("signal", "import os; os.abort()"),
     Case("signal", "import os; os.kill(os.getpid(), 4)"),
     Case("signal", "import os; os.kill(os.getpid(), 8)", says="SIGFPE"),
     Case("disk_full", "open('/dev/full', 'w', buffering=1).write('x\\n')"),
     Case("disk_full", argv=of_shell("cat /proc/version > /dev/full")),
-    Case("storage", "open('/proc/self/mem', 'rb').read(1)", says="Input/output error"),
-    Case("limit", MANY_FILES),
-    Case("data_loader", LOADER),
+    Case("exception", "open('/proc/self/mem', 'rb').read(1)", says="Input/output error"),
+    Case("exception", MANY_FILES),
+    Case("exception", LOADER),
     Case("connection_lost", "import socket; socket.create_connection(('127.0.0.1', 1))"),
-    Case("store_unreachable", UNREACHABLE),
-    Case("store_lost", NEVER_WRITTEN),
-    Case("store_lost", SERVER_GONE),
+    Case("connection_lost", UNREACHABLE),
+    Case("connection_lost", NEVER_WRITTEN),
+    Case("connection_lost", SERVER_GONE),
     Case("refused", REFUSED),
     Case("command", ARGUMENTS),
     Case("command", argv=(PYTHON, "/nowhere/train.py")),
@@ -208,7 +208,7 @@ dist.all_reduce(ones)
 @pytest.mark.parametrize(
     ("does", "root"),
     [
-        ("os.kill(os.getpid(), 11)", "segfault"),
+        ("os.kill(os.getpid(), 11)", "signal"),
         ("raise ValueError('no')", "exception"),
         ("os._exit(7)", "unknown"),
         ("import no_such_module", "import_error"),
@@ -222,7 +222,7 @@ def test_a_rank_whose_collective_broke_is_collateral_of_the_one_that_ended(does:
     other, guilty = (start((PYTHON, "-c", RANK, port, rank, does)) for rank in "01")
     try:
         broken = judged(other)
-        assert (broken.cause, broken.collateral) == ("collective_broken", True)
+        assert (broken.cause, broken.collateral) == ("connection_lost", True)
         if root:
             failure = judged(guilty)
             assert (failure.cause, failure.collateral) == (root, False)
@@ -263,5 +263,5 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 
 def test_what_follows_from_a_produced_failure_is_in_its_row() -> None:
-    produced = {case.cause for case in CASES} | {"port", "collective_broken"}
+    produced = {case.cause for case in CASES} | {"port", "connection_lost"}
     assert {TABLE.named(name).action for name in produced} == set(Action) - {Action.EXCLUDE_NODE}

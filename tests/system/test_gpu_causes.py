@@ -50,7 +50,7 @@ def test_a_node_whose_gpu_has_memory_errors_is_excluded_at_the_first_failure(
     without = job.wait_for_training(world=1, after=both.number)
     assert without.nodes == ["a"]
     assert bad.says("NVML: GPU 0000:3b:00.0: uncorrected memory errors: 3, were 1")
-    assert bad.metric("elastic_agent_worker_exits_total", reason="ecc") == 1
+    assert bad.metric("elastic_agent_worker_exits_total", reason="gpu_fault") == 1
     job.wait_for(lambda: bad.metric("elastic_agent_node_excluded") == 1, "node b to know it")
 
 
@@ -85,7 +85,7 @@ def test_what_nvml_shows_is_kept_and_counts_when_a_worker_of_that_gpu_fails(
     assert f"{OTHER_GPU}: uncorrected 2 (was 0)" in text
     os.kill(second.pid(1), signal.SIGABRT)
     third = job.wait_for_training(world=2, after=second.number)
-    job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="ecc")
+    job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="gpu_fault")
     os.kill(third.pid(1), signal.SIGABRT)
     job.wait_for_training(world=2, after=third.number)
     job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="abort")  # these errors are told

@@ -42,7 +42,7 @@ action = "free"
 name = "import_error"
 action = "restart"
 [[cause]]
-name = "storage"
+name = "disk_full"
 contains = "lustre"
 [[cause]]
 name = "flaky_storage"
@@ -51,7 +51,7 @@ contains = "another"
 CAUSES = (
     UserCause("flaky_storage", 'weka "client"|\\bé\\n', Action.FREE),
     UserCause("import_error", action=Action.RESTART),
-    UserCause("storage", "lustre"),
+    UserCause("disk_full", "lustre"),
     UserCause("flaky_storage", "another"),
 )
 

@@ -278,7 +278,7 @@ def test_an_exception_that_was_only_logged_is_not_blamed_for_a_kill(
         ),
         (("Fatal Python error: Segmentation fault", "", "Thread 0x1 (most recent call first):"), "exception"),
         ((), "exception"),
-        (("one", "two", "three", "went on", "Fatal Python error: Aborted"), "abort"),
+        (("one", "two", "three", "went on", "Fatal Python error: Aborted"), "signal"),
     ],
 )
 def test_a_worker_that_crashes_as_it_ends_over_an_exception_failed_for_that(
@@ -490,17 +490,17 @@ def test_the_summary_shows_all_lines_of_an_exception_once() -> None:
                 "torch.distributed.DistBackendError: NCCL error in: x.cpp:1",
                 "ncclRemoteError: A call failed possibly",
             ],
-            "collective_broken",
+            "connection_lost",
         ),
         (
             1,
             ["torch.distributed.DistNetworkError: The client socket has timed out after 60000ms"],
-            "store_unreachable",
+            "connection_lost",
         ),
         (
             1,
             ["RuntimeError: [x.cpp] Connection closed by peer [127.0.0.1]:2"],
-            "collective_broken",
+            "connection_lost",
         ),
         (1, ["ValueError: NCCL is a nice library"], "exception"),
     ],
@@ -514,8 +514,8 @@ def test_a_failure_of_the_network_is_known_by_its_exception(
 
 def test_the_watchdog_of_nccl_aborts_with_a_reason(tmp_path: Path) -> None:
     line = "[rank1]:[E1 ProcessGroupNCCL.cpp:688] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(...)"
-    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3", line)).cause == "collective_broken"
-    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3",)).cause == "abort"
+    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3", line)).cause == "connection_lost"
+    assert examined(tmp_path, -6, log_tail=("NCCL version 2.27.3",)).cause == "signal"
     assert examined(tmp_path, -9, log_tail=(line,)).cause == "killed"
 
 

@@ -135,22 +135,22 @@ def examined(
 @pytest.mark.parametrize(
     ("fault", "own", "returncode", "log_tail", "cause"),
     [
-        (MEMORY, True, 7, (), "ecc"),
-        (MEMORY, True, -6, (), "ecc"),
-        (LOST, True, 1, ILLEGAL_ACCESS, "xid"),
+        (MEMORY, True, 7, (), "gpu_fault"),
+        (MEMORY, True, -6, (), "gpu_fault"),
+        (LOST, True, 1, ILLEGAL_ACCESS, "gpu_fault"),
         (MEMORY, True, -9, (), "killed"),  # from outside; the errors may be hours old
         (MEMORY, True, 1, ASSERTION, "script_error"),
         (LOST, True, 1, NO_MODULE, "import_error"),
         (MEMORY, True, 1, GPU_MEMORY, "cuda_out_of_memory"),
-        (MEMORY, False, -6, (), "abort"),
-        (LOST, True, 7, (), "xid"),
-        (LOST, True, 1, TIMED_OUT, "xid"),
-        (LOST, False, 1, TIMED_OUT, "collective_broken"),
+        (MEMORY, False, -6, (), "signal"),
+        (LOST, True, 7, (), "gpu_fault"),
+        (LOST, True, 1, TIMED_OUT, "gpu_fault"),
+        (LOST, False, 1, TIMED_OUT, "connection_lost"),
         (LOST, False, 7, (), "unknown"),
         (MEMORY, False, 1, ASSERTION, "script_error"),
         (LOST, False, -9, (), "killed"),
         (None, True, 7, (), "unknown"),
-        (None, True, 1, TIMED_OUT, "collective_broken"),
+        (None, True, 1, TIMED_OUT, "connection_lost"),
         (None, True, -9, (), "killed"),
     ],
 )
@@ -161,7 +161,7 @@ def test_the_cause_that_follows(
     faults = () if fault is None else (fault,)
     failure = examined(faults, GPU if own else OTHER, returncode, log_tail)
     assert failure.cause == cause
-    if cause in ("ecc", "xid"):
+    if cause == "gpu_fault":
         assert fault is not None
         assert failure.summary.endswith(f"; NVML: {fault.text}")
         assert not failure.collateral

@@ -14,21 +14,18 @@ from elastic_agent.agent.workers.failures.post_mortem import (
     address,
     parse,
 )
-from elastic_agent.health.checks.gpus import Fault
-
-XID, ECC = Fault.LOST, Fault.MEMORY
 
 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ("NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off.", (XID, "0000:3b:00")),
-        ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.", (XID, "0000:44:00")),
-        ("NVRM: Xid (PCI:0000:3B:00): 74, pid='<unknown>', name=<unknown>, NVLink", (XID, "0000:3b:00")),
-        ("NVRM: Xid (PCI:0001:3b:00): 119, pid=77, name=python3, Timeout waiting for RPC", (XID, "0001:3b:00")),
-        ("NVRM: Xid (PCI:0000:3b:00): 48, pid=1, An uncorrectable double bit error (DBE)", (ECC, "0000:3b:00")),
-        ("NVRM: Xid (PCI:0000:3b:00): 94, pid=7, name=python, Contained: SM (0x1).", (ECC, "0000:3b:00")),
-        ("NVRM: Xid (PCI:0000:3b:00): 95, pid=7, Uncontained: LTC TAG", (ECC, "0000:3b:00")),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off.", "0000:3b:00"),
+        ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.", "0000:44:00"),
+        ("NVRM: Xid (PCI:0000:3B:00): 74, pid='<unknown>', name=<unknown>, NVLink", "0000:3b:00"),
+        ("NVRM: Xid (PCI:0001:3b:00): 119, pid=77, name=python3, Timeout waiting for RPC", "0001:3b:00"),
+        ("NVRM: Xid (PCI:0000:3b:00): 48, pid=1, An uncorrectable double bit error (DBE)", "0000:3b:00"),
+        ("NVRM: Xid (PCI:0000:3b:00): 94, pid=7, name=python, Contained: SM (0x1).", "0000:3b:00"),
+        ("NVRM: Xid (PCI:0000:3b:00): 95, pid=7, Uncontained: LTC TAG", "0000:3b:00"),
         ("NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=python, MMU Fault", None),
         ("NVRM: Xid (PCI:0000:3b:00): 13, pid=7, Graphics Exception", None),
         ("NVRM: Xid (PCI:0000:3b:00): 43, pid=7, Ch 00000010", None),
@@ -39,16 +36,15 @@ XID, ECC = Fault.LOST, Fault.MEMORY
         ("eth0: link up", None),
     ],
 )  # fmt: skip
-def test_a_message_that_tells_of_trouble(message: str, expected: tuple[Fault, str] | None) -> None:
+def test_a_message_that_tells_of_trouble(message: str, expected: str | None) -> None:
     found = list(parse([message]))
-    assert [(event.fault, event.device) for event in found] == ([expected] if expected else [])
-    assert all(event.text == message for event in found)
+    assert found == ([(expected, f"the kernel: {message}")] if expected else [])
 
 
 def test_what_a_message_holds_is_cleaned_and_cut() -> None:
-    [event] = parse(["NVRM: Xid (PCI:0000:3b:00): 79, \x1b[31m" + "x" * 5000])
-    assert len(event.text) == 160
-    assert event.text.isprintable()
+    [(_, text)] = parse(["NVRM: Xid (PCI:0000:3b:00): 79, \x1b[31m" + "x" * 5000])
+    assert len(text) == len("the kernel: ") + 160
+    assert text.isprintable()
 
 
 def test_only_what_concerns_a_workers_gpus_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +52,7 @@ def test_only_what_concerns_a_workers_gpus_is_told_of_it(monkeypatch: pytest.Mon
     log = KernelLog(Path("/dev/null"))
     monkeypatch.setattr(log, "_fd", 0)
     monkeypatch.setattr(post_mortem, "_messages", lambda fd: said)
-    assert [event.text for event in log.events({"0000:3b:00"})] == [said[0]]
+    assert log.events({"0000:3b:00"}) == (f"the kernel: {said[0]}",)
 
 
 def test_an_address_has_one_form() -> None:
@@ -94,7 +90,7 @@ def test_only_the_kernels_own_records_count_and_those_that_are_lost_are_passed_o
         return record
 
     monkeypatch.setattr(post_mortem.os, "read", read)
-    assert [event.device for event in parse(post_mortem._messages(0))] == ["0000:01:00", "0000:03:00"]
+    assert [device for device, _ in parse(post_mortem._messages(0))] == ["0000:01:00", "0000:03:00"]
     assert not records
 
 

@@ -76,7 +76,7 @@ def test_a_failure_is_reported_with_what_nvml_says(node: Supervised) -> None:
     assert not node.reported, "NVML has not answered yet"
     node.nvml_says(2)
     node.turn()
-    assert [failure.cause for failure in node.participant.failures] == ["ecc"]
+    assert [failure.cause for failure in node.participant.failures] == ["gpu_fault"]
     assert node.reported[0].endswith("; NVML: GPU 0000:3b:00.0: uncorrected memory errors: 2, were 0")
 
 
@@ -145,7 +145,7 @@ def test_a_log_disk_that_hangs_does_not_keep_nvml_from_being_asked(node: Supervi
     assert len(node.reported) == 1
     node.nvml_says(1)
     node.turn(KNOWN_WITHIN_S)
-    assert [failure.cause for failure in node.participant.failures] == ["unknown", "ecc"]
+    assert [failure.cause for failure in node.participant.failures] == ["unknown", "gpu_fault"]
 
 
 def test_a_generation_is_not_over_before_its_last_failure_is_examined(node: Supervised) -> None:

@@ -12,13 +12,13 @@ import pytest
 from elastic_agent.agent.common.variables import USER, settle
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.machine.devices import CURRENT, Software, find_software
-from elastic_agent.agent.machine.interfaces import TCP, Profile, RdmaPort, choose_profile
+from elastic_agent.agent.machine.interfaces import RdmaPort, choose_profile
 from elastic_agent.agent.workers.environment import Facts, torch_settings
 
 GPU = Software("2.13.0+cu130", "2.30.7")
 CPU = Software("2.13.0+cpu")
 
-PLAIN = Facts(GPU, TCP, TimeoutConfig())
+PLAIN = Facts(GPU, TimeoutConfig())
 RECORDED = replace(PLAIN, flight_records=Path("/logs/gen3/flight_records"))
 
 
@@ -60,7 +60,7 @@ def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(
 
 
 def test_whatever_the_user_has_set_is_the_users() -> None:
-    facts = Facts(GPU, TCP, TimeoutConfig(60.0), workers=2)
+    facts = Facts(GPU, TimeoutConfig(60.0), workers=2)
     ours = torch_settings(facts)
     mine = {variable.name: "mine" for variable in ours if variable.yielding}
     assert {variable.name: variable.value for variable in settle(mine, ours) if variable.by == USER} == mine
@@ -116,28 +116,6 @@ def test_which_network_a_job_crosses(ports: list[RdmaPort], transport: str, own:
         own,
         foreign,
     )
-
-
-def network_of(profile: Profile, software: Software = GPU) -> dict[str, str]:
-    plain = seen(replace(PLAIN, software=software))
-    set_for_worker = seen(replace(PLAIN, software=software, profile=profile))
-    return {name: value for name, value in set_for_worker.items() if plain.get(name) != value}
-
-
-@pytest.mark.parametrize(
-    ("ports", "software", "expected"),
-    [
-        ([], GPU, {}),
-        ([IB, STORAGE], GPU, {}),
-        ([IB, ROCE], GPU, {"NCCL_IB_HCA": "=mlx5_0:1"}),
-        ([ROCE], CURRENT, {}),
-        ([EFA], GPU, {"FI_PROVIDER": "efa"}),
-    ],
-)
-def test_what_a_profile_tells_nccl(
-    ports: list[RdmaPort], software: Software, expected: dict[str, str]
-) -> None:
-    assert network_of(choose_profile(ports), software) == expected
 
 
 # --- Versions

@@ -1,9 +1,10 @@
 """The causes of failures: one table. The first row that matches names the cause of a worker's end.
 
-A row has conditions, the `Action` that follows, and a hint for the operator. Its name is the `reason` of the metrics
-and the `cause` in the store. Only what the kernel or NVML reports excludes a node: a script can print anything. Rows
-for reports of the kernel and the driver come first, then rows for exceptions and last lines, then rows for exit codes
-and signals. The user's rows, `[[cause]]` in the configuration file, come before all.
+A row says what it is known by, the `Action` that follows, and a hint for the operator. Its name is the `reason` of the
+metrics and the `cause` in the store. Only what the kernel or NVML reports excludes a node: a script can print anything.
+Rows that are known by exceptions and last lines come before those by exit codes and signals. The user's rows,
+`[[cause]]` in the configuration file, come before all. What no row knows is an `exception`, or `unknown`: its last
+lines are shown.
 
 - `collateral`: the end follows from another failure, whose cause may still become known.
 - `outside`: a user or another program killed the worker; neither script, state nor node has failed.
@@ -13,88 +14,56 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
-from ....health.checks.gpus import Fault
 from ....rendezvous.records import Action
 from ....rendezvous.statements import inquiry
 from ...configuration.values import UserCause
 from .post_mortem import PostMortem, says_port_taken
 
-Condition: TypeAlias = Callable[[PostMortem], bool]
-"""Patterns in it are compiled when they are first needed: the start of an agent does not wait for that."""
-
 
 @dataclass(frozen=True, slots=True)
 class Cause:
+    """It matches if any of what it is known by does; without any, only the agent itself finds it. Patterns are compiled
+    when they are first needed: the start of an agent does not wait for that."""
+
     name: str
     action: Action
     hint: str
-    when: tuple[Condition, ...] = ()
-    """The row matches if any of them holds. Empty: only the agent itself finds this cause."""
+    raises: tuple[str, ...] = ()
+    """Patterns of the type of the exception that ended the worker, from any module."""
+    says: tuple[str, ...] = ()
+    """Patterns in what the worker said at its end, in upper or lower case."""
+    signals: tuple[int, ...] = ()
+    """That ended the worker, which has recorded no exception."""
+    codes: tuple[int, ...] = ()
+    also: Callable[[PostMortem], bool] | None = None
     collateral: bool = False
     outside: bool = False
     of_gpu: bool = False
     """A worker may end so because its GPU is broken: NVML is heard."""
 
-
-def _types(*names: str) -> str:
-    """Exceptions of these types, from any module."""
-    return rf"(?m:(?:[\w.]+\.)?(?:{'|'.join(names)})(?::|$))"
-
-
-def _raised(*names: str, text: str | None = None) -> Condition:
-    """An exception of one of these types ended the worker; `text` matches somewhere in its message."""
-    types = _types(*names) if names else ""
-
-    def holds(worker: PostMortem) -> bool:
-        if not worker.exception or not re.match(types, worker.exception):
-            return False
-        return text is None or re.search(text, worker.exception) is not None
-
-    return holds
+    def matches(self, worker: PostMortem) -> bool:
+        exception = worker.exception
+        return (
+            (self.also is not None and self.also(worker))
+            or any(re.match(rf"(?m:(?:[\w.]+\.)?{name}(?::|$))", exception) for name in self.raises)
+            or any(re.search(text, words, re.IGNORECASE) for text in self.says for words in worker.words)
+            or (not exception and worker.signal in self.signals)
+            or worker.code in self.codes
+        )
 
 
-def _says(*texts: str) -> Condition:
-    """One of the texts is in `PostMortem.words`, with which the worker ended."""
-    pattern = f"(?i:{'|'.join(texts)})"
-    return lambda worker: any(re.search(pattern, words) for words in worker.words)
-
-
-def _exits(*codes: int, text: str | None = None) -> Condition:
-    """The worker exited with one of these codes; `text` matches in `PostMortem.words`."""
-
-    def holds(worker: PostMortem) -> bool:
-        if worker.code not in codes:
-            return False
-        return text is None or any(re.search(text, words) for words in worker.words)
-
-    return holds
-
-
-def _killed(*signals: int) -> Condition:
-    """One of these signals ended the worker, which has recorded no exception. None given: any signal."""
-
-    def holds(worker: PostMortem) -> bool:
-        if worker.exception or not worker.signal:
-            return False
-        return not signals or worker.signal in signals
-
-    return holds
-
-
-def _machine(fault: Fault) -> Condition:
-    """The kernel or NVML reported this of a GPU while the worker ran."""
-    return lambda worker: any(event.fault is fault for event in worker.events)
+def _machine_has_failed(worker: PostMortem) -> bool:
+    return bool(worker.events)
 
 
 def _out_of_memory(worker: PostMortem) -> bool:
     """The kernel killed the worker, or a child of it, because no memory was left."""
-    if not worker.oom_killed:
-        return False
-    return worker.signal == signal.SIGKILL or re.search(_CHILD_KILLED, worker.exception) is not None
+    child = r"DataLoader worker \(pid.*\) is killed by signal: Killed"
+    killed = worker.signal == signal.SIGKILL or re.search(child, worker.exception) is not None
+    return worker.oom_killed and killed
 
 
 def _port_taken(worker: PostMortem) -> bool:
@@ -102,23 +71,16 @@ def _port_taken(worker: PostMortem) -> bool:
     return bool((worker.exception or worker.returncode > 0) and says_port_taken(worker.words))
 
 
-_CHILD_KILLED = r"DataLoader worker \(pid.*\) is killed by signal: Killed"
-
-# Only a device's "out of memory": the host's has no such prefix.
-_GPU_MEMORY = (
-    r"(CUDA|HIP|XPU) out of memory",
-    r"CUDA error: out of memory",
-    r"Cuda failure[^\n]*out of memory",
-    r"CUBLAS_STATUS_ALLOC_FAILED",
-    r"cudaErrorMemoryAllocation",
-)
-# Errors that the worker library raises on all ranks together, and would raise in the next generation, too. Not among
-# them are ranks whose values differ: that may come from a fault, after which a restart helps.
-_REFUSED = r"(elastic_agent\.worker\.errors\.)?(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining): "
+def _no_module(worker: PostMortem) -> bool:
+    """As Python says of -m."""
+    text = ": No module named |Error while finding module specification"
+    return worker.code == 1 and any(re.search(text, words) for words in worker.words)
 
 
-def _refused(worker: PostMortem) -> bool:
-    return re.match(_REFUSED, worker.exception) is not None
+def _not_run(worker: PostMortem) -> bool:
+    """Python found no script, or the script does not know its arguments."""
+    text = r"can't open file|(?m:^usage: )|: error: "
+    return worker.code == 2 and any(re.search(text, words) for words in worker.words)
 
 
 HANG = Cause(
@@ -127,165 +89,118 @@ HANG = Cause(
     "its stacks are in its log and in the evidence: they say where each thread stood. docs/runbook.md, Evidence, says"
     " how to read them",
 )
-NOT_STARTED = Cause(
-    "not_started",
-    Action.FREE,
-    "the agent could not start it: its log says why",
-)
+NOT_STARTED = Cause("not_started", Action.FREE, "the agent could not start it: its log says why")
 STORE_SERVER = Cause(
     "store_server", Action.FREE, "the process that serves the workers' store ended, or its port was taken"
 )
-UNKNOWN = Cause("unknown", Action.RESTART, "read its last lines", (lambda worker: worker.code != 0,))
+UNKNOWN = Cause(
+    "unknown", Action.RESTART, "read its last lines", also=lambda worker: worker.code != 0, of_gpu=True
+)
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
-        "ecc",
+        "gpu_fault",
         Action.EXCLUDE_NODE,
-        "memory that could not be corrected: reset the GPU or start the machine anew, and replace it if it comes again",
-        (_machine(Fault.MEMORY),),
-    ),
-    Cause(
-        "xid",
-        Action.EXCLUDE_NODE,
-        "the driver lost a GPU or its link: reset the GPU (nvidia-smi -r) or start the machine anew; see the Xid's"
-        " number in NVIDIA's catalog",
-        (_machine(Fault.LOST),),
+        "the driver lost a GPU or its link, or memory could not be corrected: reset the GPU (nvidia-smi -r) or start"
+        " the machine anew, and replace it if it comes again",
+        also=_machine_has_failed,
     ),
     Cause(
         "host_out_of_memory",
         Action.RESTART,
         "no memory was left on this machine or in its cgroup: fewer data loader workers, a smaller batch, or a higher"
         " limit",
+        ("MemoryError", "_ArrayMemoryError"),
         (
-            _out_of_memory,
-            _raised("MemoryError", "_ArrayMemoryError"),
-            _says(
-                r"DefaultCPUAllocator: (can't|not enough)",
-                r"Cannot allocate memory",
-                r"std::bad_alloc",
-                r"unable to mmap \d+ bytes from file .*Cannot allocate",
-            ),
+            r"DefaultCPUAllocator: (can't|not enough)",
+            "Cannot allocate memory",
+            r"std::bad_alloc",
         ),
+        also=_out_of_memory,
     ),
     Cause(
+        # Errors that the worker library raises on all ranks together, and would raise in the next generation, too. Not
+        # among them are ranks whose values differ: that may come from a fault, after which a restart helps.
         "refused",
         Action.END,
         "the worker library has refused what the script does, on all ranks alike: the error says what to change",
-        (_refused,),
+        ("DirectoryNotShared", "OtherRun", "Sharded", "MeshMismatch", "UnsupportedTraining"),
     ),
     Cause(
         "port",
         Action.FREE,
         "the port is named with its owner; a port of 0, or the MASTER_PORT that the agent gives, is never taken",
-        (_port_taken,),
-    ),
-    Cause(
-        "gpu_missing",  # on all nodes alike where the script or the container hides the GPUs
-        Action.RESTART,
-        "no usable GPU or driver here: compare nvidia-smi, the driver and the fabric manager with the other nodes'",
-        (
-            _says(
-                "no CUDA-capable device is detected",
-                "No CUDA GPUs are available",
-                "CUDA driver initialization failed",
-                "CUDA unknown error - this may be due to an incorrectly set up environment",
-                "CUDA driver version is insufficient",
-                "Found no NVIDIA driver",
-                "system not yet initialized",
-                "Driver/library version mismatch",
-                r"libcuda\.so\.1: cannot open",
-            ),
-        ),
-        of_gpu=True,
-    ),
-    Cause(
-        "storage",  # before import_error: a module on such a file system is there after a restart
-        Action.RESTART,
-        "a file system fails: dmesg and its server say why; if it is always the same node, repair its mount",
-        (
-            _says(
-                "Input/output error",
-                "Read-only file system",
-                "Stale file handle",
-                "Transport endpoint is not connected",
-                "PytorchStreamWriter failed",
-                "PytorchStreamReader failed",
-            ),
-        ),
+        also=_port_taken,
     ),
     Cause(
         "import_error",
         Action.STOP,
         "a module is missing, or cannot be imported, in the environment of the workers",
-        (
-            _raised("ImportError", "ModuleNotFoundError"),
-            _exits(1, text=r": No module named |Error while finding module specification"),
-        ),
+        ("ImportError", "ModuleNotFoundError"),
+        also=_no_module,
     ),
     Cause(
         "script_error",
         Action.STOP,
-        "an error in the script's code, or an assertion of it that does not hold",
+        "an error in the script's code: an assertion that does not hold, an index or label out of range"
+        " (CUDA_LAUNCH_BLOCKING=1 shows where), two ranks on one GPU",
         (
-            _raised("SyntaxError", "IndentationError", "TabError", "AssertionError"),
-            _raised("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError"),
+            *("SyntaxError", "IndentationError", "TabError", "AssertionError", "NameError"),
+            *("UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError"),
+        ),
+        (
+            *("device-side assert triggered", "cudaErrorAssert"),
+            *("ncclInvalidUsage", "ncclInvalidArgument", "Duplicate GPU detected"),
         ),
     ),
     Cause(
         "cuda_out_of_memory",
         Action.RESTART,
         "a smaller batch, activation checkpointing or more shards; nvidia-smi shows what else uses the GPU",
-        (_raised("OutOfMemoryError"), _says(*_GPU_MEMORY)),
-    ),
-    Cause(
-        "device_assert",
-        Action.STOP,
-        "an index or label is out of its range: run with CUDA_LAUNCH_BLOCKING=1 to see where",
-        (_says("device-side assert triggered", "cudaErrorAssert"),),
-    ),
-    Cause(
-        "nccl_usage",
-        Action.STOP,
-        "NCCL was called in a way that it forbids, most often two ranks on one GPU",
-        (_says("ncclInvalidUsage", "ncclInvalidArgument", "Duplicate GPU detected"),),
-    ),
-    Cause(
-        "collective_broken",
-        Action.RESTART,
-        "another rank ended or never came, or the network to it broke: look for what failed first, then at links and"
-        " switches",
+        ("OutOfMemoryError",),
         (
-            _says(
-                "ncclRemoteError",
-                "remote process exited or there was a network error",
-                "Connection closed by remote peer",
-                "NCCL communicator was aborted",
-                "Watchdog caught collective operation timeout",
-                r"(Connection closed by peer|Connection reset by peer|Broken pipe) \[",
-                r"gloo[^\n]*(Connection (closed|reset|refused)|Broken pipe|Read timeout|timed? ?out)",
-                r"Timed out waiting \d+ms for (recv|send) operation",
-                r"Application timeout caused pair closure",
-                r"Gloo connectFullMesh failed",
-                r"Rank \d+ failed to pass monitoredBarrier",
-            ),
+            "(CUDA|HIP|XPU) out of memory",
+            r"Cuda (error|failure)[^\n]*out of memory",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+            "cudaErrorMemoryAllocation",
+        ),
+    ),
+    Cause(
+        "connection_lost",
+        Action.RESTART,
+        "another rank or the store of the workers ended or was never there, or the network to it broke: look for what"
+        " failed first, then at firewall, interface and links",
+        (
+            *("DistStoreError", "DistNetworkError"),
+            *("ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError"),
+        ),
+        (
+            "ncclRemoteError",
+            "remote process exited or there was a network error",
+            "Connection closed by remote peer",
+            "NCCL communicator was aborted",
+            "Watchdog caught collective operation timeout",
+            r"(Connection closed by peer|Connection reset by peer|Broken pipe) \[",
+            r"gloo[^\n]*(Connection (closed|reset|refused)|Broken pipe|Read timeout|timed? ?out)",
+            r"Timed out waiting \d+ms for (recv|send) operation",
+            "Application timeout caused pair closure",
+            "Gloo connectFullMesh failed",
+            r"Rank \d+ failed to pass monitoredBarrier",
+            "Failed to recv, got 0 bytes",
+            r"TCPStore[^\n]*(Broken pipe|Connection reset|timeout)",
         ),
         collateral=True,
     ),
     Cause(
         "cuda_error",
         Action.RESTART,
-        "an error of CUDA or of its libraries: CUDA_LAUNCH_BLOCKING=1 shows where; if it is always the same node,"
-        " suspect its GPU or driver",
+        "an error of CUDA or its libraries, or no GPU that can be used: CUDA_LAUNCH_BLOCKING=1 shows where; if it is"
+        " always the same node, suspect its GPU or driver",
+        ("AcceleratorError", r"NVMLError\w*"),
         (
-            _raised("AcceleratorError", r"NVMLError\w*"),
-            _says(
-                "CUDA error:",
-                "CUDNN_STATUS_",
-                "CUBLAS_STATUS_",
-                "CUSOLVER_STATUS_",
-                "Cuda failure",
-                "cudaError",
-            ),
+            *("CUDA error:", "CUDA unknown error", "CUDNN_STATUS_", "CUBLAS_STATUS_", "CUSOLVER_STATUS_"),
+            *("Cuda failure", "cudaError", "cudaGetDeviceCount"),
+            *("No CUDA GPUs are available", "CUDA driver", "Found no NVIDIA driver"),
         ),
         of_gpu=True,
     ),
@@ -293,149 +208,58 @@ CAUSES: tuple[Cause, ...] = (
         "nccl",
         Action.RESTART,
         "NCCL failed: NCCL_DEBUG=WARN says why; interface, limits and /dev/shm are the usual ones",
+        ("DistBackendError",),
         (
-            _raised("DistBackendError"),
-            _says(
-                "NCCL error",
-                "nccl(Internal|System|UnhandledCuda)Error",
-                "unhandled system error",
-                "watchdog thread terminated with exception",
-            ),
+            "NCCL error",
+            "nccl(Internal|System|UnhandledCuda)Error",
+            "watchdog thread terminated with exception",
         ),
         of_gpu=True,
     ),
     Cause(
-        "store_lost",
-        Action.RESTART,
-        "the store of the workers ended with the node or process that served it, or a rank never wrote there",
-        (
-            _raised("DistStoreError"),
-            _raised("DistNetworkError", text="(?i)Broken pipe|Connection (was|reset)|got 0 bytes"),
-            _says(
-                "Failed to recv, got 0 bytes",
-                r"TCPStore[^\n]*(Broken pipe|Connection reset|timeout)",
-            ),
-        ),
-        collateral=True,
-    ),
-    Cause(
-        "store_unreachable",
-        Action.RESTART,
-        "the node of rank 0 was not reached: a firewall, the wrong interface, or a MASTER_ADDR of the script's own",
-        (_raised("DistNetworkError"),),
-    ),
-    Cause(
-        "shared_memory_full",
-        Action.RESTART,
-        "/dev/shm is too small for data loaders and copies of the state: raise its size (sharedMemory, --shm-size)",
-        (
-            _says(
-                "insufficient shared memory",
-                "out of shared memory",
-                r"unable to (write to|resize|allocate)[^\n]*</torch_",
-                r"No space left on device[^\n]*/dev/shm",
-                "No space left on device.*shm_open",
-            ),
-        ),
-    ),
-    Cause(
         "disk_full",
         Action.RESTART,
-        "make room, or write elsewhere: df and quota say which file system it is",
-        (_says("No space left on device", "Disk quota exceeded"),),
-    ),
-    Cause(
-        "limit",
-        Action.RESTART,
-        "a limit of this user or cgroup: ulimit -n (files), ulimit -u and pids.max (processes and threads)",
-        (
-            _says(
-                "Too many open files",
-                "can't start new thread",
-                r"\[Errno 11\] Resource temporarily unavailable",
-            ),
-        ),
-    ),
-    Cause(
-        "data_loader",
-        Action.RESTART,
-        "a process of a data loader ended: its own output is above; num_workers=0 shows the error in place",
-        (_says(r"DataLoader worker \(pid", "worker .* exited unexpectedly"),),
-    ),
-    Cause(
-        "connection_lost",
-        Action.RESTART,
-        "the other end of a connection has gone: another rank, or a server of the script's own",
-        (
-            _raised(
-                "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError"
-            ),
-        ),
-        collateral=True,
+        "make room, or write elsewhere: df and quota say which file system it is. /dev/shm is made larger by"
+        " sharedMemory or --shm-size",
+        (),
+        ("No space left on device", "Disk quota exceeded", "(insufficient|out of) shared memory"),
     ),
     Cause(
         "command",
         Action.STOP,
         "the program or script is not there, may not be run, or does not know its arguments, which are all"
         " after SCRIPT",
-        (_exits(126, 127), _exits(2, text=r"can't open file|(?m:^usage: )|: error: ")),
+        codes=(126, 127),
+        also=_not_run,
     ),
     Cause(
         "terminated",
         Action.RESTART,
         "a person or program asked this worker alone to stop; to stop the job, signal the agent",
-        (
-            _killed(
-                *(
-                    signal.SIGTERM,
-                    signal.SIGINT,
-                    signal.SIGHUP,
-                    signal.SIGQUIT,
-                    signal.SIGUSR1,
-                    signal.SIGUSR2,
-                )
-            ),
-            _raised("KeyboardInterrupt", "SIGTERMException"),
+        ("KeyboardInterrupt", "SIGTERMException"),
+        signals=(
+            *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+            *(signal.SIGUSR1, signal.SIGUSR2),
         ),
         outside=True,
     ),
-    Cause(
-        "exception",
-        Action.RESTART,
-        "see the traceback",
-        (_raised(),),
-    ),
+    Cause("exception", Action.RESTART, "see the traceback", also=lambda worker: bool(worker.exception)),
     Cause(
         "killed",
         Action.RESTART,
         "a user, a batch system or a user-space memory killer (systemd-oomd, earlyoom) sent SIGKILL; the kernel did"
         " not, as far as the agent can see",
-        (_killed(signal.SIGKILL),),
+        signals=(signal.SIGKILL,),
         outside=True,
     ),
     Cause(
-        "segfault",
+        "signal",
         Action.RESTART,
-        "a fault in native code: PYTHONFAULTHANDLER=1 shows the Python stack; if it is always the same node, test its"
-        " memory",
-        (_killed(signal.SIGSEGV),),
+        "a crash of native code: its name says which, and PYTHONFAULTHANDLER=1 shows the Python stack; if it is always"
+        " the same node, test its memory",
+        also=lambda worker: bool(worker.signal),
         of_gpu=True,
     ),
-    Cause(
-        "bus_error",
-        Action.RESTART,
-        "often a full /dev/shm, or a mapped file that became shorter",
-        (_killed(signal.SIGBUS),),
-        of_gpu=True,
-    ),
-    Cause(
-        "abort",
-        Action.RESTART,
-        "native code gave up: its last lines say why",
-        (_killed(signal.SIGABRT),),
-        of_gpu=True,
-    ),
-    Cause("signal", Action.RESTART, "see the signal's name", (_killed(),)),
     UNKNOWN,
     HANG,
     NOT_STARTED,
@@ -449,15 +273,17 @@ class CauseTable:
 
     def __init__(self, users: Sequence[UserCause] = ()) -> None:
         actions = {user.name: user.action for user in users if user.action is not None}
-        built_in = tuple(
-            replace(cause, action=actions[cause.name]) if cause.name in actions else cause for cause in CAUSES
+        self._built_in = tuple(
+            replace(cause, action=actions.get(cause.name, cause.action)) for cause in CAUSES
         )
-        known = {cause.name: cause for cause in built_in}
-        self._own = tuple(
-            (user.contains, known.get(user.name) or _own(user, actions)) for user in users if user.contains
-        )
-        self._built_in = built_in
-        self._by_name = {**{cause.name: cause for _, cause in self._own}, **known}
+        self._by_name = {cause.name: cause for cause in self._built_in}
+        self._own: list[tuple[str, Cause]] = []
+        for user in users:
+            if user.contains:
+                hint = "a row of the configuration file has named it"
+                cause = self._by_name.get(user.name) or Cause(user.name, actions[user.name], hint)
+                self._own.append((user.contains, cause))
+        self._by_name.update((cause.name, cause) for _, cause in self._own)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -469,16 +295,5 @@ class CauseTable:
 
     def classify(self, worker: PostMortem) -> Cause:
         """The first row that matches; UNKNOWN if none does, as for an end with success."""
-        return next(self._matching(worker), UNKNOWN)
-
-    def _matching(self, worker: PostMortem) -> Iterator[Cause]:
-        for text, cause in self._own:
-            if any(text in line for line in worker.lines):
-                yield cause
-        for cause in self._built_in:
-            if any(condition(worker) for condition in cause.when):
-                yield cause
-
-
-def _own(user: UserCause, actions: Mapping[str, Action]) -> Cause:
-    return Cause(user.name, actions[user.name], "a row of the configuration file has named it")
+        own = (cause for text, cause in self._own if any(text in line for line in worker.lines))
+        return next(own, None) or next((cause for cause in self._built_in if cause.matches(worker)), UNKNOWN)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ....rendezvous import records
 from ....rendezvous.records import Failure
 from ...common.exits import describe_exit
-from .causes import HANG, UNKNOWN, Cause, CauseTable
+from .causes import HANG, Cause, CauseTable
 from .post_mortem import (
     BY_ITSELF,
     RANK_PREFIX,
@@ -23,7 +23,6 @@ from .post_mortem import (
     PostMortem,
     clean,
     cut,
-    detail_after,
     find_last_words,
     find_traceback,
     first_line,
@@ -55,9 +54,7 @@ def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
         ["in its drain: no Checkpointer has kept the state after its last step"] if worker.not_kept else []
     )
     if not report.exception and (found := _traceback(worker)) is not None:
-        detail = detail_after(found.exception or "", log_tail)
-        worker = replace(worker, report=found, detail=detail)
-        report = found
+        worker, report = replace(worker, report=found), found
     cause, worker = _classify(causes, worker)
     summary = describe_exit(worker.returncode, worker.oom_killed)
     said = worker.exception
@@ -67,7 +64,7 @@ def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
         said = says_port_taken(worker.words)
         summary += f": {said}"
     notes += notes_of_ports(said, worker.master_port, taken=cause.name == "port")
-    notes += [f"{event.by}: {event.text}" for event in worker.events[:1]]
+    notes += worker.events[:1]
     known_as = fingerprint(worker.returncode, report.exception)
     return replace(
         _failure(worker, cause, known_as, _noted(summary, notes)),
@@ -102,11 +99,9 @@ def _failure(worker: PostMortem, cause: Cause, known_as: str, summary: str) -> F
 
 def _classify(causes: CauseTable, worker: PostMortem) -> tuple[Cause, PostMortem]:
     """The cause, and the worker with the reports of the machine that belong to it. A broken GPU of the worker is the
-    cause of what a broken GPU may look like, of an end that follows from another one, and of what nothing else
-    explains. What ended otherwise, as by an error of the script, has its own cause: the fault may have been there for
-    hours."""
+    cause of what may look like one, and of an end that follows from another. Else the fault may be hours old."""
     cause = causes.classify(worker)
-    if not worker.own_gpus or not (cause.of_gpu or cause.collateral or cause.name == UNKNOWN.name):
+    if not worker.own_gpus or not (cause.of_gpu or cause.collateral):
         return cause, worker
     worker = replace(worker, events=(*worker.events, *worker.own_gpus))
     return causes.classify(worker), worker
@@ -159,12 +154,13 @@ def _fit(text: str | None, most_bytes: int, *, keep_end: bool = False) -> str | 
 
 def _last_that_fit(lines: Sequence[str]) -> tuple[str, ...]:
     """At least the end of the last one."""
-    kept: tuple[str, ...] = ()
-    for line in reversed(lines[-records.MAX_LOG_LINES :]):
-        if kept and len(json.dumps((line, *kept))) > records.MAX_LOG_TAIL:
-            break
-        kept = (_fit(line, records.MAX_LOG_TAIL - 2, keep_end=True) or "", *kept)
-    return kept
+    separators = len('", "') * records.MAX_LOG_LINES
+    text = _fit(
+        "\n".join(map(clean, lines[-records.MAX_LOG_LINES :])),
+        records.MAX_LOG_TAIL - separators,
+        keep_end=True,
+    )
+    return tuple(text.split("\n")) if text else ()
 
 
 def summarize(first: Failure, others: Sequence[Failure], hint: str, evidence: str = "") -> str:

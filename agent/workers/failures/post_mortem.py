@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....health.checks.gpus import HARDWARE_XIDS, Fault, GpuFault
+from ....health.checks.gpus import HARDWARE_XIDS, GpuFault
 from ....rendezvous.text import clean as clean_line
 from ...common.ports import find_owner
 
@@ -36,8 +36,9 @@ RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 # A traceback's frame; faulthandler's `File "x", line 1 in f` has no comma and is no Python exception.
 _FRAME = re.compile(r'^\s+File ".*", line \d+(, in .*)?$')
 _CRASH = re.compile(r"Fatal Python error: |terminate called |Segmentation fault|Aborted")
-_DETAIL = re.compile(r"nccl\w+:|Last error:|Cuda failure|.*\bfailed\b")
+_DETAIL = re.compile(r"nccl\w+:|Last error:|Cuda failure")
 _MOST_DETAIL = 4
+"""What NCCL says below the exception."""
 _HEADER = "Traceback (most recent call last):"
 _SECONDS = re.compile("[0-9]{1,12}")
 
@@ -89,8 +90,9 @@ def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
     if end is None:
         return None
     start = next((at for at in reversed(range(frame)) if lines[at] == _HEADER), 0)
+    detail = [line for line in lines[end + 1 : end + 1 + _MOST_DETAIL] if _DETAIL.match(line)]
     return ErrorReport(
-        exception=cut(lines[end], _EXCEPTION_MAX),
+        exception=cut("\n".join((lines[end], *detail)), _EXCEPTION_MAX),
         traceback=cut("\n".join(lines[start : end + 1]), _TRACEBACK_MAX, keep_end=True),
     )
 
@@ -101,14 +103,7 @@ def find_last_words(lines: Sequence[str]) -> ErrorReport | None:
     end = next((at for at, line in enumerate(lines) if _CRASH.match(line)), len(lines))
     words = [line for line in lines[:end] if line.strip()]
     found = find_traceback(words)
-    return found if found is not None and found.exception in words[-LAST_WORDS:] else None
-
-
-def detail_after(exception: str, lines: Sequence[str]) -> str:
-    """NCCL's own lines of detail, which torch prints below the exception; empty without any."""
-    lines = [RANK_PREFIX.sub("", line) for line in lines]
-    at = next((at for at in reversed(range(len(lines))) if lines[at] == exception), len(lines))
-    return "\n".join(line for line in lines[at + 1 : at + 1 + _MOST_DETAIL] if _DETAIL.match(line))
+    return found if found is not None and first_line(found.exception or "") in words[-LAST_WORDS:] else None
 
 
 def _read_regular_file(path: Path) -> bytes:
@@ -159,24 +154,10 @@ BY_ITSELF = frozenset(
 """Signals that a process causes itself: its last output says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class MachineEvent:
-    """One report of the kernel, or of NVML (`by`). `device`: the PCI address of a GPU, like "0000:3b:00"."""
-
-    fault: Fault
-    text: str
-    device: str = ""
-    by: str = "the kernel"
-
-
 KMSG = Path("/dev/kmsg")
 
-ECC_XIDS = frozenset((48, 92, 94, 95, 140))
-"""Errors of a GPU's memory that were not corrected, or too many that were."""
 _INFORM = frozenset((63,))
 """The driver has remapped a row of memory: another message reports the error itself."""
-LOST_XIDS = HARDWARE_XIDS - ECC_XIDS - _INFORM
-"""The driver has lost a GPU, its firmware or its link."""
 
 _MOST_RECORDS = 20_000
 _RECORD_BYTES = 8192
@@ -200,8 +181,6 @@ class PostMortem:
     returncode: int
     report: ErrorReport = field(default_factory=ErrorReport)
     """Its own: from its error file, or else the last traceback in its output."""
-    detail: str = ""
-    """What NCCL has printed below that exception."""
     log_tail: tuple[str, ...] = ()
     log_file: Path | None = None
     master_port: int = 0
@@ -210,15 +189,15 @@ class PostMortem:
     not_kept: bool = False
     """The worker had done the last step of a planned change, and no Checkpointer had kept its state."""
     oom_killed: bool = False
-    own_gpus: tuple[MachineEvent, ...] = ()
-    """What NVML shows of its GPUs, and no earlier failure of a worker of theirs has told."""
-    events: tuple[MachineEvent, ...] = ()
-    """What the kernel, and then NVML, report that belongs to this end."""
+    own_gpus: tuple[str, ...] = ()
+    """Faults that NVML shows of its GPUs, and no earlier failure of a worker of theirs has told."""
+    events: tuple[str, ...] = ()
+    """Faults of its GPUs that belong to this end, as the kernel, and then NVML, report them."""
 
     @property
     def exception(self) -> str:
         """`Type: message`, with all of its lines; empty without one."""
-        return "\n".join(filter(None, (self.report.exception, self.detail)))
+        return self.report.exception or ""
 
     @property
     def signal(self) -> int:
@@ -249,29 +228,21 @@ class PostMortem:
         return (*self.exception.split("\n"), *self.log_tail)
 
 
-def gpu_events(faults: Sequence[GpuFault], own: Collection[str]) -> tuple[MachineEvent, ...]:
+def gpu_events(faults: Sequence[GpuFault], own: Collection[str]) -> tuple[str, ...]:
     """What NVML shows of the GPUs `own` of a worker."""
-    return tuple(
-        MachineEvent(fault.fault, clean(fault.text), by="NVML") for fault in faults if fault.gpu in own
-    )
+    return tuple(f"NVML: {clean(fault.text)}" for fault in faults if fault.gpu in own)
 
 
 # --- The kernel's log
 
 
-def parse(messages: Iterable[str]) -> Iterator[MachineEvent]:
-    """The events in these messages, the oldest first."""
+def parse(messages: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The lost GPUs and errors of their memory in these messages, each with the address of the GPU like
+    "0000:3b:00"; the oldest first."""
     for message in messages:
         found = _XID.search(message)
-        fault = _fault(int(found[2])) if found is not None else None
-        if found is not None and fault is not None:
-            yield MachineEvent(fault, cut(clean(message), _TEXT_MAX), address(found[1]))
-
-
-def _fault(xid: int) -> Fault | None:
-    if xid in ECC_XIDS:
-        return Fault.MEMORY
-    return Fault.LOST if xid in LOST_XIDS else None
+        if found is not None and int(found[2]) in HARDWARE_XIDS - _INFORM:
+            yield address(found[1]), f"the kernel: {cut(clean(message), _TEXT_MAX)}"
 
 
 def address(device: str) -> str:
@@ -289,7 +260,7 @@ class KernelLog:
 
     def __init__(self, path: Path = KMSG) -> None:
         self._fd = _opened(path)
-        self._events: list[MachineEvent] = []
+        self._events: list[tuple[str, str]] = []
 
     def forget(self) -> None:
         """Skip all messages until now."""
@@ -297,12 +268,12 @@ class KernelLog:
         if self._fd is not None:
             os.lseek(self._fd, 0, os.SEEK_END)
 
-    def events(self, devices: Collection[str]) -> tuple[MachineEvent, ...]:
+    def events(self, devices: Collection[str]) -> tuple[str, ...]:
         """Those of these GPUs since `forget`, the oldest first; empty if the log cannot be read."""
         if self._fd is not None:
             room = _MOST_EVENTS - len(self._events)
             self._events += list(parse(_messages(self._fd)))[:room]
-        return tuple(event for event in self._events if event.device in devices)
+        return tuple(text for device, text in self._events if device in devices)
 
 
 def _opened(path: Path) -> int | None:
