@@ -26,79 +26,32 @@ class ExitCode(IntEnum):
         return member
 
     SUCCESS = 0, "every worker ended with exit code 0; of a command: it is done"
-    FAILED = (
-        1,
-        "workers kept failing, or failed in a way that no restart helps; of a command: a check or the job failed",
-    )
+    FAILED = 1, "workers failed, and no restart helped; of a command: a check or the job failed"
     CRASH_LOOP = 3, "one failure came again and again, or is an error of the script itself"
-    UNLIKE_THE_JOB = (
-        65,
-        "this node's --lease-ttl, --store-outage-grace or script is not that of the job's nodes",
-    )
+    UNLIKE_THE_JOB = 65, "this node's --lease-ttl, --store-outage-grace or script is not the job's"
     NOT_FOUND = 66, "there is no such node, agent, run or pool"
     NO_JOB = 67, "there is nothing of a job of this name, or it has ended"
     UNABLE = 68, "the pool could not run the job, or its time limit has passed"
-    NO_ANSWER = (
-        69,
-        "the store did not answer in time: an agent has stopped its workers, a command may be done or not",
-    )
+    NO_ANSWER = 69, "the store did not answer in time; what a command asked may be done all the same"
     AGENT_FAILED = 70, "a part of the agent failed in a way that it was not made for; workers were stopped"
-    NO_NETWORK = 71, "no way to the other nodes came up within --network-wait; later may work"
-    NOT_ON_DISK = (
-        72,
-        "every worker ended with exit code 0, but the disk has not taken the last save: the log says why",
-    )
-    NOT_HERE = (
-        73,
-        "this machine cannot: devices, files, threads, a port, a node id or a check; another may, or this later",
-    )
-    UNKILLABLE = (
-        74,
-        "processes did not end after SIGKILL within --kill-timeout: a device or disk of the machine hangs",
-    )
-    LATER = (
-        75,
-        "too few nodes met within --join-timeout; of a command: not within --timeout, or the job has live nodes",
-    )
-    MISMATCH = (
-        76,
-        "the store holds another job's data or data of a newer version, or what answers is another program",
-    )
-    BAD_CONFIG = (
-        78,
-        "no machine could run this: bad value, contradiction, nothing to run, or the store refuses us",
-    )
-    LOOP_STUCK = 79, "the agent's main loop stood still, so that it could no longer answer for its workers"
-    LEFT_IN_TIME = (
-        80,
-        "with --slurm: left by plan after a warning; started again, the job goes on from its checkpoint",
-    )
-    STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C); an agent has stopped its workers"
+    NO_NETWORK = 71, "no way to the other nodes came up in time; later may work"
+    NOT_ON_DISK = 72, "all ended with exit code 0, but the disk has not taken the last save: the log says why"
+    NOT_HERE = 73, "this machine cannot: devices, files, threads, a port, a node id, a check; another may"
+    UNKILLABLE = 74, "processes did not end after SIGKILL: a device or disk of the machine hangs"
+    LATER = 75, "too few nodes met within --join-timeout; of a command: not within --timeout"
+    MISMATCH = 76, "the store is another job's or of a newer version, or what answers is another program"
+    BAD_CONFIG = 78, "no machine could run this: a bad value or contradiction, or the store refuses us"
+    LOOP_STUCK = 79, "the agent's main loop stood still: it could no longer answer for its workers"
+    LEFT_IN_TIME = 80, "with --slurm: left by plan after a warning; the job goes on when it is started again"
+    STOPPED_BY_SIGINT = 130, "stopped by SIGINT (Ctrl-C)"
     OUTPUT_CLOSED = 141, "the reader of the command's output has closed it"
-    STOPPED_BY_SIGTERM = (
-        143,
-        "stopped by SIGTERM, after the workers were stopped; of wait: the job was cancelled",
-    )
+    STOPPED_BY_SIGTERM = 143, "stopped by SIGTERM; of wait: the job was cancelled"
 
 
 OF_COMMANDS = frozenset(
-    {
-        ExitCode.SUCCESS,
-        ExitCode.FAILED,
-        ExitCode.NOT_FOUND,
-        ExitCode.NO_JOB,
-        ExitCode.UNABLE,
-        ExitCode.NO_ANSWER,
-        ExitCode.NOT_HERE,
-        ExitCode.LATER,
-        ExitCode.MISMATCH,
-        ExitCode.BAD_CONFIG,
-        ExitCode.STOPPED_BY_SIGINT,
-        ExitCode.OUTPUT_CLOSED,
-        ExitCode.STOPPED_BY_SIGTERM,
-    }
+    code for code in ExitCode if code in (0, 1, 66, 67, 68, 69, 73, 75, 76, 78, 130, 141, 143)
 )
-ONLY_OF_COMMANDS = frozenset({ExitCode.NOT_FOUND, ExitCode.NO_JOB, ExitCode.UNABLE, ExitCode.OUTPUT_CLOSED})
+ONLY_OF_COMMANDS = frozenset(code for code in ExitCode if code in (66, 67, 68, 141))
 """No agent ends so."""
 
 
@@ -107,18 +60,7 @@ def exit_codes() -> list[str]:
     return ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in ExitCode if code in OF_COMMANDS)]
 
 
-REQUEUE = frozenset(
-    {
-        ExitCode.NO_ANSWER,
-        ExitCode.AGENT_FAILED,
-        ExitCode.NO_NETWORK,
-        ExitCode.NOT_HERE,
-        ExitCode.UNKILLABLE,
-        ExitCode.LATER,
-        ExitCode.LOOP_STUCK,
-        ExitCode.LEFT_IN_TIME,
-    }
-)
+REQUEUE = frozenset(code for code in ExitCode if code in (69, 70, 71, 73, 74, 75, 79, 80))
 """Another start of the job, there or on other nodes, goes on. A person wanted the end of the others, or has to look."""
 
 

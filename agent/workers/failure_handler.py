@@ -32,7 +32,7 @@ from ..observability.observer import Observer
 from .environment import Node, error_file
 from .failures.causes import Cause, CauseTable
 from .failures.failure import HANG_SIGNAL, describe_failure, hang_failure, small, summarize
-from .failures.post_mortem import ErrorReport, KernelLog, PostMortem, address, gpu_events, read_error_file
+from .failures.post_mortem import ErrorReport, PostMortem, gpu_events, read_error_file
 from .generation import Crash, Generation, Processes
 from .hangs.detector import Durations
 from .hangs.keeper import Look
@@ -164,7 +164,6 @@ class FailureHandler:
         self._clock = clock
         self._causes = CauseTable(config.causes)
         self._oom_kills = OomKills(find_counter())
-        self._kernel_log = KernelLog()
         self.failed: list[Failure] = []
         """The workers of the newest generation that have failed, as they were examined."""
         self._told: Failure | None = None
@@ -177,9 +176,8 @@ class FailureHandler:
         self._oom_kills.update(now)
 
     def generation_begins(self) -> None:
-        """What the kernel and NVML have said until now concerns earlier workers."""
+        """What NVML has said until now concerns earlier workers."""
         self.failed, self._told, self._before_end = [], None, None
-        self._kernel_log.forget()
         self._gpus.generation_begins()
 
     # ---------------------------------------------------------------- looks at what the workers do
@@ -269,10 +267,8 @@ class FailureHandler:
 
     def _post_mortem(self, generation: Generation, crash: Crash, now: float) -> PostMortem:
         group, drain, local_rank = generation.group, generation.drain, crash.local_rank
-        machine, faults = self._node.machine, self._gpus.faults
-        own_gpus = machine.gpus_of(local_rank)
+        faults, own_gpus = self._gpus.faults, self._node.machine.gpus_of(local_rank)
         self._gpus.told(own_gpus)
-        devices = {address(device.address) for device in machine.devices_of(local_rank) if device.address}
         return replace(
             self._worker(generation, local_rank, crash.returncode),
             report=read_error_file(error_file(self._node, group.generation, local_rank)) or ErrorReport(),
@@ -282,7 +278,6 @@ class FailureHandler:
             not_kept=local_rank in drain.finished - drain.kept,
             oom_killed=self._oom_kills.lately(now),
             own_gpus=gpu_events(faults, own_gpus),
-            events=self._kernel_log.events(devices),
         )
 
     def _worker(self, generation: Generation, local_rank: int, returncode: int) -> PostMortem:

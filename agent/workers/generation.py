@@ -15,7 +15,6 @@ import logging
 import signal
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -398,28 +397,24 @@ def _chosen_step(read: Mapping[int, Reading]) -> int | None:
 
 WARN_AFTER_S = 2.0
 """Then the check is over, too. The kernel has sent two SYNs by then."""
-PAUSE_S = 0.5
-"""After an answer that was no connection."""
 
 
 def check_master(world: World, node: str, over: threading.Event) -> None:
     """Connect from `node` to the port where the workers of `world` meet, and close: the store there sees a client that
-    sent nothing. Warn where that fails for `WARN_AFTER_S`, unless it need no longer be: then it is `over`."""
-    to, ends, found = world.master, time.monotonic() + WARN_AFTER_S, ""
-    while not over.is_set() and (left_s := ends - time.monotonic()) > 0:
-        try:
-            socket.create_connection((to.address, to.port), left_s).close()
-            return
-        except TimeoutError:
-            found = "no answer"
-        except OSError as error:
-            found = (error.strerror or str(error)).lower()
-        over.wait(min(PAUSE_S, max(0.0, ends - time.monotonic())))
+    sent nothing. Warn where that fails, unless it need no longer be: then it is `over`."""
+    to = world.master
+    try:
+        socket.create_connection((to.address, to.port), WARN_AFTER_S).close()
+        return
+    except TimeoutError:
+        found = f"no answer for {WARN_AFTER_S:g} s"
+    except OSError as error:
+        found = (error.strerror or str(error)).lower()
     if not over.is_set():
         log.warning(
-            "generation %d: node %s does not reach %s of node %s, where the workers meet: %s for %g s. Harmless "
+            "generation %d: node %s does not reach %s of node %s, where the workers meet: %s. Harmless "
             "for scripts that do not use MASTER_PORT. If a packet filter stands between the nodes, open that port "
             "(--port-range bounds which it is), and those that gloo and NCCL choose; otherwise look at routes and "
             "--network-interface",
-            *(world.generation, node, to, world.members[0].node, found, WARN_AFTER_S),
+            *(world.generation, node, to, world.members[0].node, found),
         )

@@ -1,7 +1,7 @@
 """The causes of failures: one table. The first row that matches names the cause of a worker's end.
 
 A row says what it is known by, the `Action` that follows, and a hint for the operator. Its name is the `reason` of the
-metrics and the `cause` in the store. Only what the kernel or NVML reports excludes a node: a script can print anything.
+metrics and the `cause` in the store. Only what NVML reports excludes a node: a script can print anything.
 Rows that are known by exceptions and last lines come before those by exit codes and signals. The user's rows,
 `[[cause]]` in the configuration file, come before all. What no row knows is an `exception`, or `unknown`: its last
 lines are shown.
@@ -55,10 +55,6 @@ class Cause:
         )
 
 
-def _machine_has_failed(worker: PostMortem) -> bool:
-    return bool(worker.events)
-
-
 def _out_of_memory(worker: PostMortem) -> bool:
     """The kernel killed the worker, or a child of it, because no memory was left."""
     child = r"DataLoader worker \(pid.*\) is killed by signal: Killed"
@@ -101,9 +97,9 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "gpu_fault",
         Action.EXCLUDE_NODE,
-        "the driver lost a GPU or its link, or memory could not be corrected: reset the GPU (nvidia-smi -r) or start"
+        "the driver lost a GPU, or its memory could not be corrected: reset the GPU (nvidia-smi -r) or start"
         " the machine anew, and replace it if it comes again",
-        also=_machine_has_failed,
+        also=lambda worker: worker.gpu_failed,
     ),
     Cause(
         "host_out_of_memory",
@@ -274,7 +270,7 @@ class CauseTable:
     def __init__(self, users: Sequence[UserCause] = ()) -> None:
         actions = {user.name: user.action for user in users if user.action is not None}
         self._built_in = tuple(
-            replace(cause, action=actions.get(cause.name, cause.action)) for cause in CAUSES
+            replace(cause, action=actions[cause.name]) if cause.name in actions else cause for cause in CAUSES
         )
         self._by_name = {cause.name: cause for cause in self._built_in}
         self._own: list[tuple[str, Cause]] = []

@@ -64,7 +64,7 @@ def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
         said = says_port_taken(worker.words)
         summary += f": {said}"
     notes += notes_of_ports(said, worker.master_port, taken=cause.name == "port")
-    notes += worker.events[:1]
+    notes += worker.own_gpus[:1] if worker.gpu_failed else ()
     known_as = fingerprint(worker.returncode, report.exception)
     return replace(
         _failure(worker, cause, known_as, _noted(summary, notes)),
@@ -98,12 +98,12 @@ def _failure(worker: PostMortem, cause: Cause, known_as: str, summary: str) -> F
 
 
 def _classify(causes: CauseTable, worker: PostMortem) -> tuple[Cause, PostMortem]:
-    """The cause, and the worker with the reports of the machine that belong to it. A broken GPU of the worker is the
+    """The cause, and the worker with what NVML reports if that belongs to it. A broken GPU of the worker is the
     cause of what may look like one, and of an end that follows from another. Else the fault may be hours old."""
     cause = causes.classify(worker)
     if not worker.own_gpus or not (cause.of_gpu or cause.collateral):
         return cause, worker
-    worker = replace(worker, events=(*worker.events, *worker.own_gpus))
+    worker = replace(worker, gpu_failed=True)
     return causes.classify(worker), worker
 
 

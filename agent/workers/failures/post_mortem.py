@@ -3,10 +3,6 @@
 The worker's own report is torch's *error file*, which `@record` writes for an uncaught exception, or the last Python
 traceback in its output. The user's program has written both. Reading them never raises, whatever they contain, and long
 texts are cut.
-
-`KernelLog` reads /dev/kmsg for lost GPUs and errors of their memory, if this process may: that needs CAP_SYSLOG where
-kernel.dmesg_restrict is 1, and containers seldom have the device. If it may not, there are no events, and nothing else
-changes.
 """
 
 from __future__ import annotations
@@ -16,11 +12,11 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....health.checks.gpus import HARDWARE_XIDS, GpuFault
+from ....health.checks.gpus import GpuFault
 from ....rendezvous.text import clean as clean_line
 from ...common.ports import find_owner
 
@@ -154,21 +150,6 @@ BY_ITSELF = frozenset(
 """Signals that a process causes itself: its last output says why."""
 
 
-KMSG = Path("/dev/kmsg")
-
-_INFORM = frozenset((63,))
-"""The driver has remapped a row of memory: another message reports the error itself."""
-
-_MOST_RECORDS = 20_000
-_RECORD_BYTES = 8192
-"""The longest record that the kernel writes."""
-_MOST_EVENTS = 64
-_TEXT_MAX = 160
-_OF_KERNEL = 8
-"""User programs may write into the log, too: their facility gives a priority of at least this."""
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]*\): (\d+)\b")
-
-
 @dataclass(frozen=True, slots=True)
 class PostMortem:
     """One worker's end. `returncode` as in `subprocess`; `log_tail`: its last lines; `master_port`: its MASTER_PORT;
@@ -191,8 +172,8 @@ class PostMortem:
     oom_killed: bool = False
     own_gpus: tuple[str, ...] = ()
     """Faults that NVML shows of its GPUs, and no earlier failure of a worker of theirs has told."""
-    events: tuple[str, ...] = ()
-    """Faults of its GPUs that belong to this end, as the kernel, and then NVML, report them."""
+    gpu_failed: bool = False
+    """They belong to this end."""
 
     @property
     def exception(self) -> str:
@@ -231,74 +212,6 @@ class PostMortem:
 def gpu_events(faults: Sequence[GpuFault], own: Collection[str]) -> tuple[str, ...]:
     """What NVML shows of the GPUs `own` of a worker."""
     return tuple(f"NVML: {clean(fault.text)}" for fault in faults if fault.gpu in own)
-
-
-# --- The kernel's log
-
-
-def parse(messages: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The lost GPUs and errors of their memory in these messages, each with the address of the GPU like
-    "0000:3b:00"; the oldest first."""
-    for message in messages:
-        found = _XID.search(message)
-        if found is not None and int(found[2]) in HARDWARE_XIDS - _INFORM:
-            yield address(found[1]), f"the kernel: {cut(clean(message), _TEXT_MAX)}"
-
-
-def address(device: str) -> str:
-    """The address of a PCI device as the kernel writes it, without the function.
-
-    >>> address("00000000:3B:00.0"), address("0000:3b:00")
-    ('0000:3b:00', '0000:3b:00')
-    """
-    domain, _, rest = device.partition(":")
-    return f"{domain[-4:]}:{rest}".lower().partition(".")[0]
-
-
-class KernelLog:
-    """For one thread. No call waits."""
-
-    def __init__(self, path: Path = KMSG) -> None:
-        self._fd = _opened(path)
-        self._events: list[tuple[str, str]] = []
-
-    def forget(self) -> None:
-        """Skip all messages until now."""
-        self._events.clear()
-        if self._fd is not None:
-            os.lseek(self._fd, 0, os.SEEK_END)
-
-    def events(self, devices: Collection[str]) -> tuple[str, ...]:
-        """Those of these GPUs since `forget`, the oldest first; empty if the log cannot be read."""
-        if self._fd is not None:
-            room = _MOST_EVENTS - len(self._events)
-            self._events += list(parse(_messages(self._fd)))[:room]
-        return tuple(text for device, text in self._events if device in devices)
-
-
-def _opened(path: Path) -> int | None:
-    try:
-        # In some containers it leads to the console, where a reader would take what another one waits for.
-        if not stat.S_ISCHR(os.stat(path).st_mode) or os.stat(path).st_rdev != os.makedev(1, 11):
-            return None
-        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-
-
-def _messages(fd: int) -> Iterator[str]:
-    """A read gives one record: `priority,number,microseconds,flags;message`, and further lines about it."""
-    for _ in range(_MOST_RECORDS):
-        try:
-            record = os.read(fd, _RECORD_BYTES).decode(errors="replace")
-        except BrokenPipeError:
-            continue  # the kernel has written over records that were still to be read
-        except OSError:
-            return  # there is no more
-        head, _, message = record.partition(";")
-        priority = head.partition(",")[0]
-        if priority.isdigit() and int(priority) < _OF_KERNEL:
-            yield message.partition("\n")[0]
 
 
 # --- Ports: a worker that found one taken
