@@ -133,8 +133,6 @@ class Failure:
     traceback: Annotated[str, lines(MAX_TRACEBACK)] | None = None
     log_tail: Annotated[tuple[Annotated[str, line(MAX_LOG_TAIL)], ...], AtMost(MAX_LOG_LINES)] = ()
     log_file: Annotated[str, line(MAX_LOG_FILE)] | None = None
-    raised_at: Count | None = None
-    """Seconds since the epoch, by the worker's clock, if its error file says so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,8 @@ class CannotStart(Exception):
 # A lack is no failure of the script. While a job runs, what this node cannot have is tried again for `GIVES_UP_S` by
 # this node alone; then it leaves, with exit code 73, as it does at once for a lack at its own start.
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Between two tries: it doubles."""
+PAUSE_S, PAUSE_AFTER_FAILURE_S = 0.5, 2.0
+"""Between two tries."""
 GIVES_UP_S = 10.0
 MOST_FAILURES = 2
 
@@ -136,12 +136,12 @@ class Lack:
 
     def over(self) -> None:
         self._since = math.inf
-        self._tries = self._failures = 0
+        self._failures = 0
         self.again_at = -math.inf
         """When there may be another try."""
 
     def __bool__(self) -> bool:
-        return self._tries > 0
+        return self._since < math.inf
 
     def met(self, now: float, *, failed: bool = False) -> bool:
         """By a try. Whether there may be another. `failed`: a generation fails by it, which is free of cost only for a
@@ -149,9 +149,7 @@ class Lack:
         if now > self.again_at + GIVES_UP_S:
             self.over()  # of another lack
         self._since = min(self._since, now)
-        pause_s = LONGEST_PAUSE_S if failed else FIRST_PAUSE_S * 2.0**self._tries
-        self.again_at = now + min(LONGEST_PAUSE_S, pause_s)
-        self._tries += 1
+        self.again_at = now + (PAUSE_AFTER_FAILURE_S if failed else PAUSE_S)
         self._failures += failed
         return now < self._since + GIVES_UP_S and self._failures < MOST_FAILURES
 
@@ -161,13 +159,10 @@ class Lack:
 _SIGNAL_HINTS: dict[int, str] = {
     signal.SIGABRT: "the program gave up: often a C++ exception or NCCL's watchdog",
     signal.SIGBUS: "often a full /dev/shm, or a mapped file that became shorter",
-    signal.SIGFPE: "arithmetic in native code, such as an integer division by zero",
     signal.SIGILL: "an instruction that this processor lacks: built for another machine",
     signal.SIGKILL: "a user, a batch system or a user-space memory killer sent it",
     signal.SIGSEGV: "a fault in native code; `python -X faulthandler` shows where",
     signal.SIGTERM: "something asked it to stop",
-    signal.SIGUSR1: "such as Slurm's --signal sends to all processes; this one does not handle it",
-    signal.SIGUSR2: "such as Slurm's --signal sends to all processes; this one does not handle it",
 }
 _OOM_HINT = "the kernel's out-of-memory killer: no memory was left on this machine or in its cgroup"
 _CODE_HINTS = {126: "the command could not be run", 127: "the command was not found"}

@@ -119,13 +119,13 @@ def _write(path: str, text: str) -> None:
 
 
 def error_report(code: int, reason: str, failure: Failure | None, at_s: float) -> dict[str, Any]:
-    """`code` and `reason` are the agent's. The time is that of the failure, where the worker has written it."""
+    """`code` and `reason` are the agent's."""
     if failure is None:
         extra = {"py_callstack": "", "timestamp": str(int(at_s))}
         return {"message": {"message": reason, "extraInfo": extra, "errorCode": code}}
     extra = {
         "py_callstack": failure.traceback or "\n".join(failure.log_tail),
-        "timestamp": str(int(at_s) if failure.raised_at is None else failure.raised_at),
+        "timestamp": str(int(at_s)),
         "rank": str(failure.rank),
         "node": failure.node,
     }

@@ -101,14 +101,8 @@ class WorkerPlace:
 
 def chosen_variables(config: Config, machine: Machine, place: WorkerPlace) -> tuple[Variable, ...]:
     """All variables of one worker that the user has not set; of two with one name the later counts."""
-    facts = Facts(
-        machine.software,
-        config.timeouts,
-        workers=place.member.slots,
-        flight_records=place.flight_records,
-    )
     return (
-        *torch_settings(facts),
+        *torch_settings(machine.software, config.timeouts, place.member.slots, place.flight_records),
         *(network_variables(machine.network.choice) if isinstance(machine.network, Network) else ()),
         *contract(place, config.max_restarts),
         *machine.variables(place.local_rank),
@@ -160,33 +154,6 @@ def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ..
         )
         for name, value in group.items()
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the table depends on."""
-
-    software: Software
-    timeouts: TimeoutConfig
-    workers: int = 1
-    flight_records: Path | None = None
-    """Where the flight recorder's dumps of this generation belong; None where they would not be found."""
-
-    @property
-    def known(self) -> dict[str, str]:
-        """What the value of a row may name."""
-        group_s = process_group_s(self.timeouts)
-        facts: dict[str, object] = {
-            "threads": 1 if self.workers > 1 else None,
-            "flight_records": self.flight_records,
-            "process_group_timeout": group_s,
-            "heartbeat": watchdog_s(group_s) if group_s is not None else None,
-        }
-        return {
-            name: f"{fact:g}" if isinstance(fact, float) else str(fact)
-            for name, fact in facts.items()
-            if fact
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +224,23 @@ DEFAULTS = (
 )
 
 
-def torch_settings(facts: Facts) -> tuple[Variable, ...]:
-    """The rows that hold."""
-    known = facts.known
+def torch_settings(
+    software: Software, timeouts: TimeoutConfig, workers: int = 1, flight_records: Path | None = None
+) -> tuple[Variable, ...]:
+    """The rows that hold. `flight_records`: where the dumps of this generation belong; None: nowhere that they would be
+    found."""
+    group_s = process_group_s(timeouts)
+    facts = {
+        "threads": "1" if workers > 1 else "",
+        "flight_records": str(flight_records or ""),
+        "process_group_timeout": f"{group_s:g}" if group_s is not None else "",
+        "heartbeat": str(watchdog_s(group_s)) if group_s is not None else "",
+    }
+    known = {name: value for name, value in facts.items() if value}
     return tuple(
         Variable(row.name, row.value.format(**known), row.reason, row.yielding, "default", row.aliases)
         for row in DEFAULTS
-        if facts.software.has_nccl or not row.of_nccl
+        if software.has_nccl or not row.of_nccl
         if all(name in known for _, name, _, _ in Formatter().parse(row.value) if name is not None)
     )
 

@@ -31,7 +31,7 @@ from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer
 from .environment import Node, error_file
 from .failures.causes import Cause, CauseTable
-from .failures.failure import HANG_SIGNAL, describe_failure, hang_failure, small, summarize
+from .failures.failure import HANG_SIGNAL, describe_failure, failure_of, small, summarize
 from .failures.post_mortem import ErrorReport, PostMortem, gpu_events, read_error_file
 from .generation import Crash, Generation, Processes
 from .hangs.detector import Durations
@@ -301,7 +301,7 @@ class FailureHandler:
             return
         generation.hung = True
         worker = self._worker(generation, local_rank, -HANG_SIGNAL)
-        failure = hang_failure(worker, self._causes, summary, known_as)
+        failure = failure_of(worker, self._causes.named(HANG), known_as, summary)
         self._report(generation, failure, failure.summary, HANG_SIGNAL)
 
     # ---------------------------------------------------------------- reports

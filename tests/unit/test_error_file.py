@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,12 +56,6 @@ def test_the_first_failed_worker_is_named_with_its_traceback_and_code(tmp_path: 
         },
         "errorCode": -11,
     }
-
-
-def test_the_time_is_that_of_the_failure_if_the_worker_wrote_it(tmp_path: Path) -> None:
-    message = written(tmp_path / "error.json", replace(FAILURE, raised_at=1600000000))["message"]
-    assert isinstance(message, dict)
-    assert message["extraInfo"]["timestamp"] == "1600000000"
 
 
 def test_without_a_worker_to_blame_it_has_the_agents_own_reason(tmp_path: Path) -> None:

@@ -71,7 +71,6 @@ FAILURE = Failure(
     traceback="Traceback ...",
     log_tail=("the last line",),
     log_file="/logs/rank1.log",
-    raised_at=1700000000,
 )
 RECORDED = Recorded(
     12.5, False, (InGroup("default_pg", None, 7, 6, "all_reduce"), InGroup("1 #5dcb363a", 2, 3, None, "send"))
@@ -386,7 +385,6 @@ FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "traceback"): text(1400)[1:],
     ("failure", "log_tail"): [None, 1, True, "x", {}, [1], [None], ["x" * 801], ["x"] * 17],
     ("failure", "log_file"): text(500)[1:],
-    ("failure", "raised_at"): number()[1:],
 }
 SECONDS: list[Any] = [None, *AGE]
 LIMITS_FIELDS: dict[Path, list[Any]] = {

@@ -60,7 +60,7 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Condition": "stable notified polling overdue drained state_saved succeeded stopped",
             "Failure": (
                 "generation fingerprint summary cause action collateral outside node rank local_rank returncode "
-                "exception traceback log_tail log_file raised_at"
+                "exception traceback log_tail log_file"
             ),
             "Action": "restart stop end exclude-node free",
             "GenerationProgress": "generation loaded reached",

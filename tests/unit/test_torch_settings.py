@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,21 +13,22 @@ from elastic_agent.agent.common.variables import USER, settle
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.machine.devices import CURRENT, Software, find_software
 from elastic_agent.agent.machine.interfaces import RdmaPort, choose_profile
-from elastic_agent.agent.workers.environment import Facts, torch_settings
+from elastic_agent.agent.workers.environment import torch_settings
 
 GPU = Software("2.13.0+cu130", "2.30.7")
 CPU = Software("2.13.0+cpu")
 
-PLAIN = Facts(GPU, TimeoutConfig())
-RECORDED = replace(PLAIN, flight_records=Path("/logs/gen3/flight_records"))
+PLAIN: dict[str, Any] = {"software": GPU, "timeouts": TimeoutConfig()}
+RECORDED = PLAIN | {"flight_records": Path("/logs/gen3/flight_records")}
 
 
-def seen(facts: Facts, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {variable.name: variable.value for variable in settle(environment or {}, torch_settings(facts))}
+def seen(facts: dict[str, Any], environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    settings = settle(environment or {}, torch_settings(**facts))
+    return {variable.name: variable.value for variable in settings}
 
 
 def test_on_a_cpu_nothing_is_said_of_nccl_but_what_torchrun_says_too() -> None:
-    assert seen(replace(PLAIN, software=CPU)) == {
+    assert seen(PLAIN | {"software": CPU}) == {
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
@@ -36,7 +37,7 @@ def test_on_a_cpu_nothing_is_said_of_nccl_but_what_torchrun_says_too() -> None:
 
 def test_several_workers_do_not_each_take_all_cores() -> None:
     assert "OMP_NUM_THREADS" not in seen(PLAIN)
-    assert seen(replace(PLAIN, workers=2))["OMP_NUM_THREADS"] == "1"
+    assert seen(PLAIN | {"workers": 2})["OMP_NUM_THREADS"] == "1"
 
 
 def test_the_flight_recorder_keeps_its_records_by_generation() -> None:
@@ -60,8 +61,7 @@ def test_a_setting_that_the_user_has_made_under_either_name_stands_alone(
 
 
 def test_whatever_the_user_has_set_is_the_users() -> None:
-    facts = Facts(GPU, TimeoutConfig(60.0), workers=2)
-    ours = torch_settings(facts)
+    ours = torch_settings(GPU, TimeoutConfig(60.0), workers=2)
     mine = {variable.name: "mine" for variable in ours if variable.yielding}
     assert {variable.name: variable.value for variable in settle(mine, ours) if variable.by == USER} == mine
     (decree,) = [variable.name for variable in settle(mine, ours) if variable.by != USER]
@@ -83,7 +83,7 @@ def test_whatever_the_user_has_set_is_the_users() -> None:
 def test_each_rung_of_the_ladder_follows_from_the_one_below(
     timeouts: TimeoutConfig, group: str | None, heartbeat: str | None
 ) -> None:
-    set_for_worker = seen(replace(PLAIN, timeouts=timeouts))
+    set_for_worker = seen(PLAIN | {"timeouts": timeouts})
     assert set_for_worker.get("ELASTIC_AGENT_PROCESS_GROUP_TIMEOUT_S") == group
     assert set_for_worker.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
 
@@ -143,6 +143,6 @@ def test_torch_itself_still_knows_these_names() -> None:
         for name in ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp")
     )
     library = (here / "lib/libtorch_cpu.so").read_bytes()
-    for name in seen(replace(RECORDED, timeouts=TimeoutConfig(60.0))):
+    for name in seen(RECORDED | {"timeouts": TimeoutConfig(60.0)}):
         if name.startswith("TORCH_"):
             assert name in headers or name.encode() in library, name

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ....rendezvous import records
 from ....rendezvous.records import Failure
 from ...common.exits import describe_exit
-from .causes import HANG, Cause, CauseTable
+from .causes import Cause, CauseTable
 from .post_mortem import (
     BY_ITSELF,
     RANK_PREFIX,
@@ -34,8 +34,6 @@ HANG_SIGNAL = signal.SIGABRT
 """Ends a worker that hangs: PYTHONFAULTHANDLER makes it print the stacks of its threads first."""
 
 SUMMARY_MAX = 500
-_NOTE_MAX = 250
-"""The most characters of notes at the end of a summary."""
 _FINGERPRINT_MAX = 300
 
 # What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
@@ -56,35 +54,27 @@ def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
     if not report.exception and (found := _traceback(worker)) is not None:
         worker, report = replace(worker, report=found), found
     cause, worker = _classify(causes, worker)
-    summary = describe_exit(worker.returncode, worker.oom_killed)
-    said = worker.exception
-    if report.exception is not None:
-        summary += f": {first_line(report.exception)}"
-    elif cause.name == "port":
-        said = says_port_taken(worker.words)
-        summary += f": {said}"
+    said = worker.exception or (says_port_taken(worker.words) if cause.name == "port" else "")
     notes += notes_of_ports(said, worker.master_port, taken=cause.name == "port")
     notes += worker.own_gpus[:1] if worker.gpu_failed else ()
+    ended = describe_exit(worker.returncode, worker.oom_killed)
+    words = f": {cut(first_line(said), SUMMARY_MAX // 2)}" if said else ""
+    summary = "; ".join((f"{ended}{words}", *notes))
     known_as = fingerprint(worker.returncode, report.exception)
     return replace(
-        _failure(worker, cause, known_as, _noted(summary, notes)),
+        failure_of(worker, cause, known_as, summary),
         exception=report.exception,
         traceback=report.traceback,
         log_tail=log_tail,
-        raised_at=report.raised_at,
     )
 
 
-def hang_failure(worker: PostMortem, causes: CauseTable, summary: str, known_as: str) -> Failure:
-    """The failure of a worker that the agent ends because it hangs, with the fingerprint `known_as`."""
-    return _failure(worker, causes.named(HANG.name), known_as, cut(summary, SUMMARY_MAX))
-
-
-def _failure(worker: PostMortem, cause: Cause, known_as: str, summary: str) -> Failure:
+def failure_of(worker: PostMortem, cause: Cause, known_as: str, summary: str) -> Failure:
+    """`known_as`: its fingerprint."""
     return Failure(
         worker.generation,
         known_as,
-        summary,
+        cut(summary, SUMMARY_MAX),
         cause.name,
         cause.action,
         cause.collateral,
@@ -115,11 +105,6 @@ def _traceback(worker: PostMortem) -> ErrorReport | None:
         return find_traceback(worker.log_tail)
     by_itself = worker.asked or -worker.returncode in BY_ITSELF
     return find_last_words(worker.log_tail) if by_itself else None
-
-
-def _noted(summary: str, notes: Sequence[str]) -> str:
-    end = cut("".join(f"; {note}" for note in notes), _NOTE_MAX)
-    return cut(summary, SUMMARY_MAX - len(end)) + end
 
 
 def fingerprint(returncode: int, exception: str | None) -> str:

@@ -36,7 +36,6 @@ _DETAIL = re.compile(r"nccl\w+:|Last error:|Cuda failure")
 _MOST_DETAIL = 4
 """What NCCL says below the exception."""
 _HEADER = "Traceback (most recent call last):"
-_SECONDS = re.compile("[0-9]{1,12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,6 @@ class ErrorReport:
 
     exception: str | None = None
     traceback: str | None = None
-    raised_at: int | None = None
-    """Seconds since the epoch, as the worker wrote it."""
 
 
 def read_error_file(path: Path) -> ErrorReport | None:
@@ -67,13 +64,7 @@ def read_error_file(path: Path) -> ErrorReport | None:
     else:
         traceback = None
     exception = cut(clean_lines(text), _EXCEPTION_MAX)
-    return ErrorReport(exception, traceback, raised_at=_instant(details.get("timestamp")))
-
-
-def _instant(timestamp: object) -> int | None:
-    """Seconds since the epoch: torch writes them as a string, older versions as a number."""
-    text = str(timestamp)
-    return int(text) if _SECONDS.fullmatch(text) else None
+    return ErrorReport(exception, traceback)
 
 
 def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
