@@ -103,21 +103,6 @@ def duration(least_s: float) -> Parser[float]:
     )
 
 
-def time_limit(least_s: float) -> Parser[float]:
-    """0: there is none."""
-    any_duration = duration(0.0)
-
-    def parse(text: str) -> float:
-        value_s = 0.0 if text == "none" else any_duration.parse(text)
-        if 0 < value_s < least_s:
-            raise ValueError
-        return value_s
-
-    return replace(
-        duration(least_s), expects=f"{duration(least_s).expects}; 0 or none for no limit", parse=parse
-    )
-
-
 _UNIT_BYTES = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 

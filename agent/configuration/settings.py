@@ -46,6 +46,7 @@ REMOVED = {
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
     "etcd-password": "write the password into a file of mode 600, and --etcd-password-file FILE",
     "exclude-stragglers": "leave it out: stragglers are named; elastic-agent exclude takes the node of one out",
+    "exit-timeout": "leave it out: ranks that live on at the end are judged by --hang-timeout like all others",
     "failure-domain": "leave it out: replicas go to the next nodes in an order that racks and zones play no part in",
     "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
     "memory-replica-rate": "leave it out; to hold replicas back, limit the interface with tc, or --memory-replicas 0",

@@ -34,7 +34,6 @@ from .parse import (
     read_notice,
     read_restarts,
     read_signals,
-    time_limit,
     whole_number,
 )
 from .rendezvous import SLURM
@@ -146,14 +145,6 @@ HANG_TIMEOUT: Option[float | Literal["auto"] | None] = TIMEOUTS.option(
     metavar="DURATION",
     default="auto",
 )
-EXIT_TIMEOUT: Option[float] = TIMEOUTS.option(
-    "exit-timeout",
-    time_limit(1.0),
-    "when some ranks have ended with success, others that report neither a step nor a checkpoint for that long (or that"
-    " never reported a step, and hardly use the processor) hang at their end, and have failed; must be longer than"
-    " what one rank does alone at the end, such as writing the final model; 0 or none: only say so",
-    default="5m",
-)
 PROCESS_GROUP_TIMEOUT: Option[float | None] = TIMEOUTS.option(
     "process-group-timeout",
     duration(1.0),
@@ -192,8 +183,6 @@ class TimeoutConfig:
     """None: never."""
     process_group_s: float | None = PROCESS_GROUP_TIMEOUT.field()
     """None: follows from `hang_s`, else torch's or the script's own."""
-    exit_s: float = EXIT_TIMEOUT.field()
-    """Without a step after other ranks have ended with success. 0: never."""
 
     @property
     def hang_s(self) -> float | None:
