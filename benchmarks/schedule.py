@@ -99,7 +99,6 @@ def _job(name: str, least: int, most: int) -> Job:
         directory="/srv",
         min_nodes=least,
         max_nodes=most,
-        time_limit_s=None,
         submitted_at=NOW,
         submitted_by="user@host",
     )

@@ -41,7 +41,6 @@ from ..health.checks.table import checks_for
 from ..health.http import Answers, HealthServer
 from ..rendezvous.errors import StoreError
 from ..rendezvous.records import Endpoint
-from ..rendezvous.text import clean
 from ..threads import listen
 from ..worker.wire.shared_progress import clock
 from .job_agent import agent_words, own_words
@@ -111,7 +110,6 @@ def _run(
         most_nodes=MOST_NODES if settings[MAX_NODES].is_default else config.nodes.max,
         http=reachable_at(served_at, address),
         token=token,
-        logs=str(logs),
     )
     member = PoolMember(record, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), wall=time.time)
     link = StoreLink(store, member, lease_ttl_s, events.put, clock, rng)
@@ -119,9 +117,7 @@ def _run(
     log.info("node %s offers itself to pool %s", name, place)
     standby = Standby(config.preload, config.rendezvous.kind.name, environment, clock)
     parts.callback(standby.close)
-    checks = IdleChecks(
-        config.check, _new_run(config, environment, network.choice), events.put, metrics.checked
-    )
+    checks = IdleChecks(config.check, _new_run(config, environment, network.choice), events.put)
     parts.callback(checks.close)
     loop = DaemonLoop(
         member,
@@ -129,7 +125,6 @@ def _run(
         JobFolders(logs, place, name),
         standby,
         checks,
-        metrics,
         _commands(config, name, settings, environment, options, logs),
         events,
         on_turn,
@@ -216,8 +211,6 @@ def _log_root(config: Config) -> Path:
     try:
         if given is not None:
             root = given.absolute()
-            if clean(str(root)) != str(root):
-                raise OSError(f"{str(root)!r} has characters that no log shows")
             root.mkdir(parents=True, exist_ok=True)
             return root
         own = own_logs()

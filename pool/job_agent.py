@@ -35,7 +35,7 @@ from ..threads import Thread
 from .job_logs import hold
 from .member import Assignment
 from .records import SeatEnd, SeatOutcome, short
-from .standby import DAEMON_ENDED, AgentCommand, StandbyProcess, send_job, start_child, was_taken
+from .standby import DAEMON_ENDED, AgentCommand, StandbyProcess, start_child
 
 OF_THE_POOL: frozenset[str] = frozenset(
     option.name
@@ -126,17 +126,10 @@ class JobAgentEnded:
     """Why, as its error file says; empty without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class NotTaken:
-    """The standby has ended, and has not become the job's agent here: nothing of the job was started."""
-
-
 class JobAgent:
     """For the main thread: the child gets its signal when the thread ends that started it."""
 
-    def __init__(
-        self, job: AgentCommand, output: Path, post: Callable[[JobAgentEnded | NotTaken], None]
-    ) -> None:
+    def __init__(self, job: AgentCommand, output: Path, post: Callable[[JobAgentEnded], None]) -> None:
         # Its name is that of a log, for JobFolders to delete it where a daemon that was killed has left it.
         self._error_file = output.with_name(f".{output.name}.error.log")
         self._job = replace(job, environment={ERROR_FILE: str(self._error_file), **job.environment})
@@ -145,9 +138,10 @@ class JobAgent:
         self._process: subprocess.Popen[bytes] | None = None
         self.leaves = False
 
-    def start(self, waiting: StandbyProcess | None = None) -> None:
-        """As a process of its own, or as the standby. `NotTaken` follows, and then it may be started again, or
-        `JobAgentEnded`. Raises OSError: then nothing follows."""
+    def start(self, waiting: StandbyProcess | None = None) -> bool:
+        """As the standby, or as a process of its own where that does not take the job. `JobAgentEnded` follows. Returns
+        whether it is the standby. Raises OSError: then nothing follows."""
+        job = self._job
         try:
             self._output.parent.mkdir(parents=True, exist_ok=True)
             self._error_file.unlink(missing_ok=True)
@@ -158,19 +152,21 @@ class JobAgent:
             raise
         with file:
             hold(file.fileno())
-            if waiting is not None:
-                self._hand_over(waiting, file.fileno())
-                return
-            job = self._job
-            self._process = process = start_child(
-                ["elastic_agent", *job.words],
-                DAEMON_ENDED,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=job.directory,
-                env=job.environment,
+            taken = waiting is not None and waiting.hand_over(job, file.fileno())
+            self._process = process = (
+                waiting.process
+                if waiting is not None and taken
+                else start_child(
+                    ["elastic_agent", *job.words],
+                    DAEMON_ENDED,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    cwd=job.directory,
+                    env=job.environment,
+                )
             )
         self._begin(lambda: self._post(self._ended(process.wait())))
+        return taken
 
     def _ended(self, code: int) -> JobAgentEnded:
         try:
@@ -195,23 +191,6 @@ class JobAgent:
             self.leaves = True  # before the thread that waits for it can see its end
             os.kill(self._process.pid, signal.SIGTERM)
             os.kill(self._process.pid, signal.SIGCONT)
-
-    def _hand_over(self, waiting: StandbyProcess, output: int) -> None:
-        self._process = process = waiting.process
-        try:
-            send_job(waiting.channel, self._job, output)
-        except OSError:
-            waiting.channel.close()  # which it sees, if it is not gone
-
-        def follow() -> None:
-            with waiting.channel:
-                taken = was_taken(waiting.channel)
-            if not taken:
-                process.kill()  # it may stand still
-            code = process.wait()
-            self._post(self._ended(code) if taken else NotTaken())
-
-        self._begin(follow)
 
     def _begin(self, waiting: Callable[[], None]) -> None:
         """As soon as the machine lets a thread start: the job runs meanwhile."""

@@ -6,7 +6,7 @@ import logging
 import os
 import queue
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,12 @@ from ..agent.common.events import Event, Signalled, ThreadFailed, run_next
 from ..agent.common.exits import ENDINGS, ExitCode, code_of_leave
 from ..agent.configuration.values import CheckMode
 from ..agent.rendezvous_io.store_link import StoreLink
-from ..health.checks.finding import Finding
 from ..health.checks.runner import BackgroundChecks, CheckRun, failed
 from ..worker.wire.shared_progress import clock
-from .job_agent import JobAgent, JobAgentEnded, NotTaken, seat_end
+from .job_agent import JobAgent, JobAgentEnded, seat_end
 from .job_logs import JobFolders
 from .member import Assignment, PoolMember
-from .pages import DaemonSnapshot, PoolMetrics
+from .pages import DaemonSnapshot
 from .records import SeatEnd, SeatOutcome
 from .standby import AgentCommand, Standby
 
@@ -48,14 +47,13 @@ class DaemonLoop:
         folders: JobFolders,
         standby: Standby,
         checks: IdleChecks,
-        metrics: PoolMetrics,
         command: Callable[[Assignment], AgentCommand],
         events: queue.SimpleQueue[Any],
         on_turn: Callable[[str], None],
     ) -> None:
         """`command` is what starts the agent of a job here."""
         self._member, self._link, self._folders = member, link, folders
-        self._standby, self._checks, self._metrics = standby, checks, metrics
+        self._standby, self._checks = standby, checks
         self._command, self._events, self._on_turn = command, events, on_turn
         self._agent: JobAgent | None = None
         self._assignment: Assignment | None = None
@@ -63,8 +61,6 @@ class DaemonLoop:
         self._depart_by: float | None = None
         self._fatal: Ending | None = None
         self._shown = ""
-        self._counted = -1
-        """The version of the view whose records were counted."""
         self.snapshot = DaemonSnapshot(clock())
         """Of the newest turn; for any thread."""
         self._unfinished: tuple[str, ...] = ()
@@ -99,7 +95,7 @@ class DaemonLoop:
 
     def _turn(self, now: float) -> float | None:
         member = self._member
-        if self._checks.judge(now) or self._unfinished:
+        if self._checks.turn(now, idle=self._agent is None) or self._unfinished:
             self._report_problem()
         if member.mismatch is not None and self._fatal is None:
             self._fatal = Ending(ExitCode.MISMATCH, member.mismatch)
@@ -114,16 +110,9 @@ class DaemonLoop:
         self._link.keep(member.lease)
         self._link.follow(member.subscription)
         self._show(now)
-        instants = (
-            member.wake_at(now),
-            self._standby.turn(now) if self._may_stand_by else None,
-            self._checks.turn(now) if self._agent is None else None,
-        )
-        return min((at for at in instants if at is not None), default=None)
-
-    @property
-    def _may_stand_by(self) -> bool:
-        return self._leaving is None and self._fatal is None and self._member.tracks
+        if self._leaving is None and self._fatal is None and member.tracks:
+            self._standby.turn(now)
+        return member.wake_at(now)
 
     def _start(self, due: Assignment) -> None:
         job = due.job
@@ -135,25 +124,23 @@ class DaemonLoop:
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
             agent = JobAgent(become, output, self._events.put)
             waiting = self._standby.take(become.environment, become.directory)
-            agent.start(waiting)
+            taken = agent.start(waiting)
         except OSError as error:
-            self._cannot_start(due, error)
+            log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
+            self._over(SeatEnd(job.job, due.seat.ticket, SeatOutcome.NOT_HERE, 0, str(error)))
             return
+        if waiting is not None and not taken:
+            log.warning("job %s: the standby has ended without it; its agent starts cold", job.job)
+        how = " by the standby" if taken else ""
         log.info(
             "job %s (%s): started%s, attempt %d; its output is in %s",
             job.job,
             job.name,
-            " by the standby" if waiting is not None else "",
+            how,
             due.run.attempt,
             output,
         )
         self._agent, self._assignment = agent, due
-
-    def _cannot_start(self, due: Assignment, error: OSError) -> None:
-        job = due.job
-        log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
-        self._agent = self._assignment = None
-        self._over(SeatEnd(job.job, due.seat.ticket, SeatOutcome.NOT_HERE, 0, str(error)))
 
     def _stop(self) -> None:
         if self._agent is not None and not self._agent.leaves:
@@ -179,9 +166,7 @@ class DaemonLoop:
         if status != self._shown:
             self._shown = status
             log.info("%s", status)
-        counts = self.snapshot.counts
-        if member.view.version != self._counted:
-            self._counted, counts = member.view.version, member.view.counts()
+        counts = member.view.counts()
         self.snapshot = DaemonSnapshot(
             clock(), is_current, member.coordinates, status, self._assignment, counts
         )
@@ -194,8 +179,6 @@ class DaemonLoop:
             self._fatal = self._fatal or Ending(event.code, event.reason)
         elif isinstance(event, JobAgentEnded):
             self._ended(event)
-        elif isinstance(event, NotTaken):
-            self._not_taken()
         elif isinstance(event, Signalled):
             self._signalled(event)
 
@@ -208,28 +191,11 @@ class DaemonLoop:
         self._over(end)
 
     def _over(self, end: SeatEnd) -> None:
-        self._metrics.pool_job_agents_ended_total.inc(outcome=end.outcome.value)
         self._member.ended(end)
-        now = clock()
-        self._standby.idle(now)
-        if end.outcome in (SeatOutcome.NOT_HERE, SeatOutcome.REFUSED):
-            self._checks.suspect(now)
+        self._standby.idle(clock())
         if self._member.tracks:
             view = self._member.view
             self._folders.tidy({*(job.job for job in view.jobs), *(one.job for one in view.results)})
-
-    def _not_taken(self) -> None:
-        agent, assignment = self._agent, self._assignment
-        assert agent is not None, "only a job that is to run here can be handed over"
-        assert assignment is not None, "it is that of a seat"
-        if agent.leaves:
-            self._ended(JobAgentEnded(ExitCode.STOPPED_BY_SIGTERM))
-            return
-        log.warning("job %s: the standby has ended without it; its agent starts cold", assignment.job.job)
-        try:
-            agent.start()
-        except OSError as error:
-            self._cannot_start(assignment, error)
 
     def _signalled(self, event: Signalled) -> None:
         if event.number not in ENDINGS:
@@ -245,54 +211,33 @@ class DaemonLoop:
 
 
 EVERY_S = 300.0
-AGAIN_S = 30.0
-"""While one fails that keeps jobs away."""
 
 NOT_YET = "its checks have not ended yet"
 
 
 class IdleChecks:
-    """For the main thread."""
+    """The checks of a daemon's node, as it starts and every `EVERY_S` while no job is here. For the main thread."""
 
     def __init__(
-        self,
-        mode: CheckMode,
-        new_run: Callable[[], CheckRun],
-        post: Callable[[Event], object],
-        on_findings: Callable[[Sequence[Finding]], None],
+        self, mode: CheckMode, new_run: Callable[[], CheckRun], post: Callable[[Event], object]
     ) -> None:
-        """`post` takes events from any thread, `on_findings` gets the findings of each run."""
-        self._mode = mode
-        self._checks = BackgroundChecks(new_run, post, errors=mode == "fail")
-        self._on_findings = on_findings
+        """`post` takes events from any thread."""
+        self._fails = mode == "fail"
+        self._checks = BackgroundChecks(new_run, post, errors=self._fails)
         self._due_at = float("-inf") if mode != "off" else float("inf")
-        self.problem = NOT_YET if mode == "fail" else ""
+        self.problem = NOT_YET if self._fails else ""
         """Why this node must not be given a job; empty when it may."""
 
-    def turn(self, now: float) -> float | None:
-        """Of a node without a job. Begins what is due; the instant of the next run."""
-        if now >= self._due_at:
+    def turn(self, now: float, *, idle: bool) -> bool:
+        """Begins what is due. Whether a run has ended since the last turn, so that `problem` may be another."""
+        if idle and now >= self._due_at:
             self._due_at = now + EVERY_S
             self._checks.begin()
-        return self._due_at if self._due_at < float("inf") else None
-
-    def suspect(self, now: float) -> None:
-        """A job could not run here: the next run is due."""
-        self._due_at = min(self._due_at, now) if self._mode != "off" else self._due_at
-
-    def judge(self, now: float) -> bool:
-        """Whether a run has ended since the last turn, so that `problem` may be another."""
         findings = self._checks.take()
         if findings is None:
             return False
-        self._on_findings(findings)
-        if self._mode == "fail":
-            failures = failed(findings)
-            self.problem = "; ".join(
-                f"check {finding.check} failed: {finding.summary}" for finding in failures
-            )
-            if failures:
-                self._due_at = min(self._due_at, now + AGAIN_S)
+        if self._fails:
+            self.problem = "; ".join(f"check {one.check} failed: {one.summary}" for one in failed(findings))
         return True
 
     def close(self) -> None:

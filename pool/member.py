@@ -36,7 +36,7 @@ from .records import (
     SeatOutcome,
     short,
 )
-from .schedule import Decision, decide, wake_at
+from .schedule import Decision, decide
 
 log = logging.getLogger(__name__)
 
@@ -219,15 +219,10 @@ class PoolMember:
         return WriteDecision(self.view.plan_revision, decision) if decision is not None else None
 
     def wake_at(self, now: float) -> float | None:
-        """The instant at which there is more to do without any event."""
-        instants = [self._pending.not_before] if self._pending.not_before > now else []
-        if self.coordinates:
-            wall = self._wall()
-            decided = wake_at(self.view.pool(), wall)
-            instants += [now + decided - wall] if decided is not None else []
-            lost = (since + self._lease_ttl_s for since in self._missing_since.values())
-            instants += [at for at in lost if at > now]
-        return min(instants, default=None)
+        """The instant at which there is more to do without any event. A coordinator turns once a second besides: time
+        limits and pauses need no more."""
+        at = self._pending.not_before
+        return at if at > now else None
 
     def _lost(self, now: float) -> frozenset[str]:
         """A record that is gone may come back: with a store's outage all leases end at once."""

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -18,15 +18,13 @@ from pathlib import Path
 from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
 from ..health import families
-from ..health.checks.finding import Finding
-from ..health.checks.table import AT_JOIN
-from ..health.families import CONTENT_TYPE, Counter, Gauge, Level, Row
+from ..health.families import CONTENT_TYPE, Gauge, Level, Row
 from ..health.http import Page, Probe, Request
 from ..rendezvous.errors import RecordInvalid, StoreError
-from ..rendezvous.records import Endpoint, NodeRecord, node_key
+from ..rendezvous.records import NodeRecord, node_key
 from ..rendezvous.store.interface import Store
 from ..rendezvous.store.scoped import run_prefix
-from .job_logs import LogRequest, read_piece
+from .job_logs import read_piece
 from .member import Assignment
 from .records import PoolCounts
 
@@ -53,42 +51,17 @@ class DaemonSnapshot:
     counts: PoolCounts = field(default_factory=PoolCounts)
 
 
-SEAT_OUTCOMES = ("succeeded", "failed", "left", "refused", "not_here")
-
-
 class PoolMetrics(families.Page):
     """Each series carries `pool` and `node`."""
 
     pool_member = Row(Level, "1 while this node has its place in the pool and follows all others, else 0.")
-    pool_coordinator = Row(Level, "1 while this node decides which node runs which job, else 0.")
-    pool_node_busy = Row(Level, "1 while an agent of a job runs on this node, else 0.")
     pool_nodes = Row(Gauge, "Nodes of the pool; absent while this node does not follow it.")
     pool_idle_nodes = Row(Gauge, "Nodes of the pool that have no job and may be given one.")
     pool_queued_jobs = Row(Gauge, "Jobs of the pool that wait for nodes.")
     pool_running_jobs = Row(Gauge, "Jobs of the pool that have nodes.")
-    pool_job_agents_ended_total = Row(
-        Counter,
-        "Agents of jobs that have ended on this node, by what that means: succeeded and failed decide their job, left "
-        "was asked to, refused decides if no other node runs it, not_here can be tried on other nodes.",
-        outcome=SEAT_OUTCOMES,
-    )
-
-    pool_node_check_outcome = Row(
-        Gauge,
-        "How the newest check of this node by its daemon (--check) ended: 0 ok, 1 warn, 2 fail; absent where that is "
-        "not known.",
-        check=AT_JOIN,
-    )
 
     def __init__(self, pool: str, node: str, clock: Callable[[], float]) -> None:
         super().__init__({"pool": pool, "node": node}, {}, clock)
-
-    def checked(self, findings: Iterable[Finding]) -> None:
-        """What is not among them is unknown now."""
-        severities = {finding.check: finding.outcome.severity for finding in findings}
-        with self.lock:
-            for check in AT_JOIN:
-                self.pool_node_check_outcome.set(severities.get(check), check=check)
 
 
 class DaemonPages:
@@ -97,8 +70,6 @@ class DaemonPages:
     def __init__(self, metrics: PoolMetrics, pool: str, node: str, clock: Callable[[], float]) -> None:
         self._metrics, self._pool, self._node, self._clock = metrics, pool, node, clock
         self._parts: tuple[Callable[[], DaemonSnapshot], Store] | None = None
-        self._place: tuple[int, Endpoint] | None = None
-        """Where the job's agent answers, and the ticket of its seat."""
 
     def begin(self, newest: Callable[[], DaemonSnapshot], store: Store) -> None:
         self._parts = newest, store
@@ -137,8 +108,6 @@ class DaemonPages:
         now, metrics = self._newest(), self._metrics
         with metrics.lock:
             metrics.pool_member.set(now.tracks)
-            metrics.pool_coordinator.set(now.coordinates)
-            metrics.pool_node_busy.set(now.running is not None)
             metrics.pool_nodes.set(now.counts.nodes if now.tracks else None)
             metrics.pool_idle_nodes.set(now.counts.idle_nodes if now.tracks else None)
             metrics.pool_queued_jobs.set(now.counts.queued_jobs if now.tracks else None)
@@ -157,27 +126,15 @@ class DaemonPages:
         running = self._newest().running
         if running is None or self._parts is None:
             return ""
+        key, job = node_key(self._node), running.job
         try:
-            place = self._find(running, self._parts[1])
-            if place is None:
-                return ""
-            page = get(place, "/metrics", time.monotonic, JOB_METRICS_S, MOST_JOB_METRICS)
+            entries = self._parts[1].read((run_prefix(job.job) + key,)).entries
+            place = NodeRecord.from_json(key, entries[0].value).http if entries else None
+            page = get(place, "/metrics", time.monotonic, JOB_METRICS_S, MOST_JOB_METRICS) if place else ""
         except (OSError, NoAnswer, StoreError, RecordInvalid) as error:
-            self._place = None
-            log.debug("no metrics of job %s: %s", running.job.job, error)
+            log.debug("no metrics of job %s: %s", job.job, error)
             return ""
-        return labelled(page, running.job.name)
-
-    def _find(self, running: Assignment, store: Store) -> Endpoint | None:
-        known = self._place
-        if known is None or known[0] != running.seat.ticket:
-            key = run_prefix(running.job.job) + node_key(self._node)
-            entries = store.read((key,)).entries
-            http = NodeRecord.from_json(node_key(self._node), entries[0].value).http if entries else None
-            if http is None:
-                return None
-            self._place = known = running.seat.ticket, http
-        return known[1]
+        return labelled(page, job.name)
 
 
 def labelled(page: str, job: str) -> str:
@@ -209,11 +166,11 @@ class LogPage:
                 HTTPStatus.UNAUTHORIZED, _TEXT, b"the token in this node's record of the pool is missing\n"
             )
         try:
-            piece = read_piece(self._root, self._node, LogRequest.read(request.query))
-        except ValueError as error:
-            return Page(HTTPStatus.BAD_REQUEST, _TEXT, f"{error}\n".encode())
+            piece = read_piece(
+                self._root, self._node, request.query.get("job", ""), int(request.query.get("start", 0))
+            )
         except FileNotFoundError as error:
             return Page(HTTPStatus.NOT_FOUND, _TEXT, f"{error}\n".encode())
-        except OSError as error:
-            return Page(HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error.strerror}\n".encode())
+        except (ValueError, OverflowError, OSError) as error:
+            return Page(HTTPStatus.BAD_REQUEST, _TEXT, f"{type(error).__name__}\n".encode())
         return Page(HTTPStatus.OK, "application/octet-stream", piece)

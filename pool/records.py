@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeVar
 
-from ..codec import AtMost, Count, Document, Invalid, Positive, Seconds, Text, Within
+from ..codec import AtMost, Count, Document, Invalid, Positive, Text, Within
 from ..rendezvous.errors import RecordInvalid
 from ..rendezvous.records import Endpoint
 from ..rendezvous.store.interface import Change, Entry, Snapshot
@@ -29,7 +29,7 @@ from ..rendezvous.text import Name, clean, line
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of all records of a pool. A reader refuses any other."""
 
 PLAN_KEY = "plan"
@@ -45,8 +45,6 @@ MOST_WORDS = 1024
 MOST_NODES = 4096
 MAX_WORD = 32 * 1024
 MAX_REASON = 1024
-MOST_LOG_PLACES = 64
-"""Nodes of which a result says where their logs are."""
 
 
 def short(text: str, most_chars: int = MAX_REASON) -> str:
@@ -63,8 +61,6 @@ Instant = Annotated[float, Within(0, 2**40)]
 Word = Annotated[str, Text(MAX_WORD)]
 Words = Annotated[tuple[Word, ...], AtMost(MOST_WORDS)]
 Reason = Annotated[str, line(MAX_REASON)]
-LogPath = Annotated[str, line(1024)]
-"""A path on some node."""
 
 _R = TypeVar("_R", bound="Record")
 
@@ -101,8 +97,6 @@ class Outcome(enum.Enum):
     FAILED = "failed"
     """By the job's own fault: on other nodes it would fail, too."""
     CANCELLED = "cancelled"
-    TIMED_OUT = "timed_out"
-    """Its time limit has passed."""
     UNABLE = "unable"
     """It could not run: its nodes were lost, or could not start it, too often."""
 
@@ -125,8 +119,6 @@ class Job(Record):
     min_nodes: Annotated[int, Within(1, MOST_NODES)]
     max_nodes: Annotated[int, Within(1, MOST_NODES)]
     """A multiple of `nodes_multiple_of`, as `min_nodes` is."""
-    time_limit_s: Seconds | None
-    """From the start of each attempt; None: none."""
     submitted_at: Instant
     submitted_by: Annotated[str, line(256)]
     nodes_multiple_of: Annotated[int, Within(1, MOST_NODES)] = 1
@@ -196,8 +188,6 @@ class PoolNode(Record):
     """Where its daemon answers; None when other nodes cannot reach that."""
     token: Annotated[str, Text(128)] = field(default="", repr=False)
     """Opens the logs of jobs there, of this life: who may read the store may read them."""
-    logs: LogPath = ""
-    """The folder with a folder for each job's logs."""
 
     @property
     def key(self) -> str:
@@ -211,10 +201,6 @@ class PoolNode(Record):
     @property
     def takes_jobs(self) -> bool:
         return self.may_take_jobs and not self.running
-
-    def log_of(self, job: str) -> str:
-        """Path of what the job's agents print on this node."""
-        return f"{self.logs}/{job}/{self.node}.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +246,6 @@ class Refusal:
     """A node has ended a job that it was not asked to leave, and that has no outcome."""
 
     reason: Reason
-    times: Positive
     until: Instant
     """It is not asked again before."""
 
@@ -322,8 +307,6 @@ class JobResult(Record):
     ended_at: Instant
     nodes: Annotated[tuple[Name, ...], AtMost(MOST_NODES)]
     """That had a part in the newest attempt."""
-    logs: dict[Name, LogPath] = field(default_factory=dict)
-    """Where these have what the job's agents have printed: paths, for the first `MOST_LOG_PLACES` of them."""
 
     @property
     def key(self) -> str:
@@ -376,14 +359,11 @@ class PoolView:
         self.plan = Plan()
         self.plan_revision = 0
         """0: there is none yet."""
-        self.version = 0
-        """Another number whenever something has changed."""
         self._records: dict[str, tuple[Entry, Record]] = {}
 
     def read(self, snapshot: Snapshot) -> None:
         """Takes the place of all that was known. Raises RecordInvalid for a plan that cannot be read."""
         self.plan, self.plan_revision = Plan(), 0
-        self.version += 1
         self._records.clear()
         for entry in snapshot.entries:
             self._see(entry.key, entry)
@@ -394,7 +374,6 @@ class PoolView:
             self._see(change.key, change.entry)
 
     def _see(self, key: str, entry: Entry | None) -> None:
-        self.version += 1
         if key == PLAN_KEY:
             self.plan = Plan.from_json(key, entry.value) if entry is not None else Plan()
             self.plan_revision = entry.mod_revision if entry is not None else 0

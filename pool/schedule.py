@@ -5,7 +5,7 @@
 - One queue, first come first served. A job starts when its `min_nodes` are idle at once, never with fewer.
 - A run takes idle nodes up to its `max_nodes`, while no job of the queue waits for them. It gives those beyond its
   `min_nodes` back, youngest run first, when that lets the next job start. Of a job that trains on multiples of nodes
-  it takes only what makes a larger multiple, and gives those back first that make none.
+  it takes only what makes a larger multiple.
 - A run that has lost nodes gets others before any younger job does.
 - Who cannot be served holds up those after it, so that it does not starve. Only a job that is too large for the pool as
   it is now, were it empty, lets others pass.
@@ -21,11 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from ..rendezvous.text import counted, shortened
 from .records import (
-    MOST_LOG_PLACES,
     MOST_NODES,
     Ending,
     Job,
@@ -49,10 +47,10 @@ STEADY_S = 3600.0
 """An attempt that has lasted so long was not in vain."""
 END_GRACE_S = 30.0
 """A run whose outcome is known ends by itself; nodes that have not after so long are asked to."""
-FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 10.0, 600.0
-"""A node that could not run a job is not asked again before that; twice as long each time."""
-MOST_REFUSALS, REFUSAL_CHARS = 1000, 200
-"""A plan must fit into a store, whatever its nodes say: of more refusals those that end first are not kept."""
+REFUSAL_S = 30.0
+"""A node that could not run a job is not asked again before that."""
+MOST_REFUSALS, REFUSAL_CHARS = 500, 200
+"""Of all jobs together, the newest of each: a plan must fit into a store, whatever its nodes say."""
 MOST_RESULTS = 1000
 """The results of so many jobs are kept."""
 MOST_AT_ONCE = 16
@@ -83,18 +81,6 @@ def decide(pool: Pool, now: float) -> Decision | None:
     return decision if decision != Decision(pool.plan) else None
 
 
-def wake_at(pool: Pool, now: float) -> float | None:
-    """The instant of the wall clock at which `decide` may have another answer without any news."""
-    jobs = {job.job: job for job in pool.jobs}
-    instants = [refusal.until for setback in pool.plan.setbacks for refusal in setback.refusals.values()]
-    for run in pool.plan.runs:
-        if run.ending is not None:
-            instants.append(run.ending.since + END_GRACE_S)
-        elif (job := jobs.get(run.job)) is not None and job.time_limit_s is not None:
-            instants.append(run.started_at + job.time_limit_s)
-    return min((instant for instant in instants if instant > now), default=None)
-
-
 def why_waiting(pool: Pool, job: Job, now: float) -> str:
     """For people: what a job of the queue waits for. It is one of `pool.jobs`."""
     draft = _Draft(pool, now)
@@ -107,12 +93,6 @@ def why_waiting(pool: Pool, job: Job, now: float) -> str:
     if before := ids.index(job.job):
         return f"behind {counted(before, 'other job')} of the queue{cannot}"
     return f"needs {counted(job.min_nodes, 'node')}; {len(free)} idle{cannot}"
-
-
-def what_is_missing(pool: Pool, job: Job, run: Run) -> str:
-    """For people: what a run waits for that has lost nodes; empty while it has enough."""
-    missing = job.min_nodes - len(run.staying)
-    return f"needs {counted(missing, 'more node')}{_who_cannot(pool, job)}" if missing > 0 else ""
 
 
 def _who_cannot(pool: Pool, job: Job) -> str:
@@ -184,10 +164,9 @@ class _Draft:
                     refused = self._failed(node.node, node.ended)
             else:
                 seats.append(replace(seat, leaving=seat.leaving or node.leaving))
-        ending = ending or self._known_end(run.job) or self._late_end(run) or (None if seats else refused)
+        ending = ending or self._known_end(run.job) or (None if seats else refused)
         if ending is not None and (
-            ending.outcome in (Outcome.CANCELLED, Outcome.TIMED_OUT)
-            or not ending.since <= self._now < ending.since + END_GRACE_S
+            ending.outcome is Outcome.CANCELLED or not ending.since <= self._now < ending.since + END_GRACE_S
         ):
             seats = [replace(seat, leaving=True) for seat in seats]
         return replace(run, seats=tuple(seats), ending=ending, left=tuple(left)[-MOST_NODES:])
@@ -198,22 +177,13 @@ class _Draft:
             node, end = known
             return Ending(_DECIDES[end.outcome], short(f"{node}: {end.reason}"), end.code, self._now)
         if job in self._pool.cancelled:
-            return Ending(Outcome.CANCELLED, self._cancelled_by(job), 0, self._now)
+            return Ending(Outcome.CANCELLED, f"cancelled by {self._pool.cancelled[job]}", 0, self._now)
+        if job not in self._jobs:
+            return Ending(Outcome.CANCELLED, "its record was deleted", 0, self._now)
         return None
 
     def _failed(self, node: str, end: SeatEnd) -> Ending:
         return Ending(Outcome.FAILED, short(f"{node}: {end.reason}"), end.code, self._now)
-
-    def _late_end(self, run: Run) -> Ending | None:
-        job = self._jobs.get(run.job)
-        if job is None:
-            return Ending(Outcome.CANCELLED, "its record was deleted", 0, self._now)
-        if job.time_limit_s is not None and self._now >= run.started_at + job.time_limit_s:
-            return Ending(Outcome.TIMED_OUT, f"its time limit of {job.time_limit_s:g} s", 0, self._now)
-        return None
-
-    def _cancelled_by(self, job: str) -> str:
-        return f"cancelled by {self._pool.cancelled[job]}"
 
     def _refuse(self, job: str, node: PoolNode, seat: Seat, end: SeatEnd) -> None:
         """What has ended on a node that was not asked to leave is not tried there again at once."""
@@ -222,12 +192,9 @@ class _Draft:
         if seat.leaving or end.outcome in _DECIDES:
             return
         setback = self._setback_of(job)
-        before = setback.refusals.get(node.node)
-        times = before.times + 1 if before is not None else 1
-        wait_s = min(LONGEST_REFUSAL_S, FIRST_REFUSAL_S * 2.0 ** min(times - 1, 20))
-        refusal = Refusal(short(end.reason, REFUSAL_CHARS), times, self._now + wait_s)
-        refusals = {**setback.refusals, node.node: refusal}
-        self._setbacks[job] = replace(setback, refusals=refusals)
+        refusal = Refusal(short(end.reason, REFUSAL_CHARS), self._now + REFUSAL_S)
+        before = {name: one for name, one in setback.refusals.items() if name != node.node}
+        self._setbacks[job] = replace(setback, refusals={**before, node.node: refusal})
 
     def _leave_empty(self, run: Run) -> None:
         """All its nodes are gone: it is over, or waits at its old place in the queue."""
@@ -259,8 +226,6 @@ class _Draft:
         started_at = run.started_at if run is not None else None
         part = (*run.left, *(seat.node for seat in before.seats)) if run and before else ()
         names = tuple(dict.fromkeys(part))
-        logs = {node.node: node.log_of(job) for node in self._pool.nodes if node.logs}
-        places = ((name, logs[name]) for name in names if name in logs)
         self.results.append(
             JobResult(
                 job=job,
@@ -271,7 +236,6 @@ class _Draft:
                 started_at=started_at,
                 ended_at=self._now,
                 nodes=names,
-                logs=dict(islice(places, MOST_LOG_PLACES)),
             )
         )
         self._runs.pop(job, None)
@@ -319,13 +283,12 @@ class _Draft:
     def _reclaim(self, job: Job, missing: int) -> bool:
         """Asks runs to give nodes back, if that is enough for the job. Counts those that are leaving already."""
         coming = 0
-        surplus: list[tuple[bool, str, Seat]] = []
-        """Whether it trains with the others, the job, the seat."""
+        surplus: list[tuple[str, Seat]] = []
+        """The job and the seat."""
         for run in sorted(self._runs.values(), key=lambda run: -self._place(run.job)):
             owner = self._jobs.get(run.job)
             present = sum(1 for seat in run.staying if seat.incarnation in self._live)
             spare = present - owner.min_nodes if owner is not None else 0
-            beyond = present % owner.nodes_multiple_of if owner is not None else 0
             for seat in reversed(run.seats):
                 node = self._live.get(seat.incarnation)
                 if run.job == job.job or node is None or not node.may_take_jobs or self.refuses(job, node):
@@ -334,13 +297,10 @@ class _Draft:
                     coming += 1
                 elif spare > 0:
                     spare -= 1
-                    surplus.append((beyond <= 0, run.job, seat))
-                    beyond -= 1
-        coming += sum(1 for node in self._strays() if not self.refuses(job, node))
+                    surplus.append((run.job, seat))
         if coming + len(surplus) < missing:
             return False
-        surplus.sort(key=lambda one: one[0])
-        for _, name, seat in surplus[: max(0, missing - coming)]:
+        for name, seat in surplus[: max(0, missing - coming)]:
             run = self._runs[name]
             seats = tuple(replace(one, leaving=True) if one == seat else one for one in run.seats)
             self._runs[name] = replace(run, seats=seats)
@@ -358,7 +318,7 @@ class _Draft:
 
     def refuses(self, job: Job, node: PoolNode) -> bool:
         refusal = self._setback_of(job.job).refusals.get(node.node)
-        return refusal is not None and refusal.until - LONGEST_REFUSAL_S <= self._now < refusal.until
+        return refusal is not None and refusal.until - REFUSAL_S <= self._now < refusal.until
 
     def usable(self, job: Job) -> int:
         """Nodes of the pool that can run it, idle or not."""
@@ -371,15 +331,6 @@ class _Draft:
     def _usable(self, job: Job, nodes: list[PoolNode]) -> list[PoolNode]:
         return [node for node in nodes if not self.refuses(job, node)] if job.job in self._setbacks else nodes
 
-    def _strays(self) -> list[PoolNode]:
-        """Without a seat, and with processes that are about to end."""
-        seated = {seat.incarnation for run in self._runs.values() for seat in run.seats}
-        return [
-            node
-            for node in self._pool.nodes
-            if node.may_take_jobs and node.running and node.incarnation not in seated
-        ]
-
     def _setback_of(self, job: str) -> Setback:
         return self._setbacks.get(job) or Setback(job, 0)
 
@@ -389,23 +340,10 @@ class _Draft:
 
     def plan(self) -> Plan:
         runs = sorted(self._runs.values(), key=lambda run: self._place(run.job))
-        setbacks = sorted(
-            (one for one in self._setbacks.values() if one.job in self._places), key=lambda one: one.job
-        )
-        return Plan(self._tickets, tuple(runs), _few_refusals(setbacks))
-
-
-def _few_refusals(setbacks: list[Setback]) -> tuple[Setback, ...]:
-    instants = sorted((one.until for setback in setbacks for one in setback.refusals.values()), reverse=True)
-    if len(instants) <= MOST_REFUSALS:
-        return tuple(setbacks)
-    kept_after = instants[MOST_REFUSALS]
-
-    def few(setback: Setback) -> Setback:
-        kept = {name: one for name, one in setback.refusals.items() if one.until > kept_after}
-        return replace(setback, refusals=kept)
-
-    return tuple(map(few, setbacks))
+        setbacks = [one for name, one in sorted(self._setbacks.items()) if name in self._places]
+        most = max(1, MOST_REFUSALS // max(1, len(setbacks)))
+        few = (replace(one, refusals=dict(list(one.refusals.items())[-most:])) for one in setbacks)
+        return Plan(self._tickets, tuple(runs), tuple(few))
 
 
 def _too_old(results: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ and holds a preloaded process, from which the job's workers will be forked. Ever
 environment, console, log level, signals, cgroup) it takes over with the job, as a process does that starts with it.
 It ends when the daemon ends: with its socket, and by the signal of its parent's death.
 
-On a socket pair the standby sends `READY` when it is. The daemon sends `AgentCommand`, with the file for what is
-printed, maybe before that. The standby answers `TAKEN` before it does anything for the job. So one that has ended
-without it has started nothing, and the job's agent may be started in another way.
+On a socket pair the daemon sends `AgentCommand`, with the file for what is printed, maybe before the standby is ready.
+That answers `TAKEN` before it does anything for the job. So one that has ended without it has started nothing, and the
+job's agent may be started in another way.
 
 A job whose agent could not be like a process that starts with it gets no standby, and starts cold: Python, and what
 workers are forked from, have read some of their environment when they started. What is found later to be different, as
@@ -47,11 +47,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-READY_WITHIN_S = 30.0
-"""From the job on: a standby may have just been started, on a machine with too much to do."""
-
-TAKEN_WITHIN_S = 2.0
-"""One that is ready answers within milliseconds, unless it was stopped or hangs."""
+TAKEN_WITHIN_S = 10.0
+"""One that is ready answers at once; but it may have just been started, on a machine with too much to do. The daemon
+waits meanwhile."""
 
 LONGEST = 16 * 2**20
 """Bytes: many times what the kernel takes as a process' arguments and environment."""
@@ -67,8 +65,6 @@ class AgentCommand:
     directory: str
 
 
-READY = b"ready"
-"""The standby has imported what it needs, and answers at once."""
 TAKEN = b"taken"
 """From now on it is the job's agent: how it ends is how that ends."""
 
@@ -103,18 +99,6 @@ def receive_job(channel: socket.socket) -> tuple[AgentCommand, int] | None:
     with open(text) as file:
         file.seek(0)
         return _COMMAND.decode(file.read(LONGEST + 1)), output
-
-
-def was_taken(channel: socket.socket) -> bool:
-    """Waits for the answer."""
-    try:
-        for answer, within_s in ((READY, READY_WITHIN_S), (TAKEN, TAKEN_WITHIN_S)):
-            channel.settimeout(within_s)
-            if channel.recv(1024) != answer:
-                return False
-    except OSError:  # the end of the standby, or its silence
-        return False
-    return True
 
 
 _PR_SET_PDEATHSIG = 1
@@ -167,6 +151,20 @@ class StandbyProcess:
     process: subprocess.Popen[bytes]
     channel: socket.socket
 
+    def hand_over(self, job: AgentCommand, output: int) -> bool:
+        """Whether it is the job's agent from now on; else it is gone, and has started nothing."""
+        try:
+            send_job(self.channel, job, output)
+            self.channel.settimeout(TAKEN_WITHIN_S)
+            taken = self.channel.recv(1024) == TAKEN
+        except OSError:  # its end, or its silence
+            taken = False
+        if taken:
+            self.channel.close()
+        else:
+            self.end()
+        return taken
+
     def end(self) -> None:
         """It has nothing to finish."""
         self.channel.close()
@@ -201,15 +199,14 @@ class Standby:
         self._waiting: StandbyProcess | None = None
         self._start_at = clock()
 
-    def turn(self, now: float) -> float | None:
-        """Replace one that is gone; the instant at which there is more to do."""
+    def turn(self, now: float) -> None:
+        """Replace one that is gone."""
         if not self._preloads:
-            return None
+            return
         if self._waiting is not None and self._waiting.process.poll() is not None:
             self._lost(self._waiting, now)
         if self._waiting is None and now >= self._start_at:
             self._start(now)
-        return None if self._waiting is not None else self._start_at
 
     def take(self, environment: Mapping[str, str], directory: str) -> StandbyProcess | None:
         """For one job with this environment, in this directory; None where it must start cold."""
@@ -290,7 +287,6 @@ def await_job(
     prepared = prepare_process()
     STORES[store].load()
     try:
-        channel.send(READY)
         prepared = preload(prepared, preloads, os.environ)
         _wait(channel, prepared)
         received = receive_job(channel)

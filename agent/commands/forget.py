@@ -34,11 +34,12 @@ KEYS_AT_ONCE = MOST_OPERATIONS // 2
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    return store_command("forget", words, _USAGE, _meeting_place, _work)
+    return store_command("forget", words, _USAGE, _meeting_place, _work, subject="JOB")
 
 
-def _work(store: Store, place: RendezvousConfig, job: str, command_line: Settings, left_s: float) -> None:
+def _work(store: Store, place: RendezvousConfig, job: str, command_line: Settings) -> int:
     print(f"job {job} is forgotten: {forget(store, job)} keys deleted")
+    return ExitCode.SUCCESS
 
 
 def forget(store: Store, job: str) -> int:
@@ -55,21 +56,17 @@ def forget(store: Store, job: str) -> int:
     return len(entries)
 
 
-def _meeting_place(job: str | None, command_line: Settings) -> RendezvousConfig:
-    """Raises ConfigError with all problems."""
-    problems = command_line.problems
-    if job is None or not NAME.fullmatch(job):
-        problems.append(Problem("job", job, "the name of a job", "write it first: elastic-agent forget JOB"))
+def _meeting_place(job: str, command_line: Settings) -> RendezvousConfig:
+    """Raises ConfigError."""
+    if not NAME.fullmatch(job):
+        problem = Problem("job", job, "the name of a job", "write it first: elastic-agent forget JOB")
+        command_line.problems.append(problem)
     else:
-        if JOB_ID in command_line and command_line[JOB_ID].value != job:
-            problems.append(command_line[JOB_ID].problem(f"nothing else than {job}", "leave it out"))
         command_line.derive(JOB_ID, job, "job")
     place = resolve_meeting_place(command_line, os.environ)
     if place is None or not place.kind.outlives_job:
-        origin, text = ("rdzv-endpoint", None) if place is None else ("rdzv-backend", place.backend)
         advice = "add --rdzv-endpoint etcd://HOST,... as the agents have it; another store ends with its job"
-        raise ConfigError([Problem(origin, text, "the etcd that the job's nodes met in", advice)])
-    assert job is not None
+        raise ConfigError([Problem("rdzv-endpoint", None, "the etcd that the job's nodes met in", advice)])
     return replace(place, job_id=job)
 
 

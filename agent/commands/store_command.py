@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import select
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused, StoreUnavailable
+from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
-from ...threads import Thread
 from ..common.exits import ExitCode, exit_codes
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.load import read_argv
@@ -30,8 +25,6 @@ from ..rendezvous_io.store_opening import open_to_look
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
 STDOUT = 1
-LATE_S = 1.0
-"""How long after its timeout a command is given to say by itself how far it has come."""
 
 
 class CannotDo(Exception):
@@ -42,55 +35,45 @@ class CannotDo(Exception):
         self.code = code
 
 
+Find = Callable[[str, Settings], RendezvousConfig]
+"""Where the store is, for the command's subject. Raises ConfigError with all problems, and CannotDo."""
+Work = Callable[[Store, RendezvousConfig, str, Settings], int]
+"""Returns the exit code. Raises CannotDo, StoreError and RecordInvalid."""
+
+
 def store_command(
     name: str,
     words: Sequence[str],
     usage: str,
-    meeting_place: Callable[[str | None, Settings], RendezvousConfig],
-    work: Callable[[Store, RendezvousConfig, str, Settings, float], None],
+    find: Find,
+    work: Work,
     *options: Option[Any],
-    timeout: Option[float] | None = None,
+    subject: str = "",
 ) -> int:
-    """Returns an `ExitCode`. The first word is the node or job, and both callables get it.
+    """Returns what `work` does, or the code of why it has failed, which is said in one line.
 
-    `meeting_place` raises ConfigError with all problems, that of a wrong first word too; `work` raises CannotDo,
-    StoreError and RecordInvalid. `options` are the command's own. `timeout` is another one, for all that the command
-    does: `work` gets the seconds that are left of it, and is not waited for if the store keeps it for longer.
+    With a `subject`, as NODE or JOB, the first word is one. `options` are the command's own.
     """
-    options = options if timeout is None else (*options, timeout)
-    subject = words[0] if words and not words[0].startswith("-") else None
-    command_line = read_argv(words[1:] if subject is not None else words, options)
+    named = bool(subject and words) and not words[0].startswith("-")
+    first = words[0] if named else ""
+    command_line = read_argv(words[1:] if named else words, options)
     if HELP in command_line:
         print(command_help(usage, options))
         return 0
-
-    def run() -> int:
-        place = meeting_place(subject, command_line)
-        assert subject is not None, "a problem of the configuration"
-        limit_s = math.inf if timeout is None else command_line[timeout].value
-        ends_at = time.monotonic() + limit_s
-
-        def left() -> float:
-            return max(0.0, ends_at - time.monotonic())
-
-        def ask() -> None:
-            place.kind.load()
-            with contextlib.closing(open_to_look(place, min(ANSWER_S, left()))) as store:
-                work(store, place, subject, command_line, left())
-
-        _within(limit_s, ask, place)
-        return 0
-
-    return told(name, run)
-
-
-def told(name: str, work: Callable[[], int]) -> int:
-    """What the work returns, or the code of why it has failed, which is said in one line."""
     code: ExitCode
     reason: Exception
     try:
         with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-            return work()
+            place = find(first, command_line)
+            if subject and not first:
+                raise CannotDo(
+                    ExitCode.BAD_CONFIG, f"expected {subject}; write elastic-agent {name} {subject}"
+                )
+            place.kind.load()
+            with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
+                return work(store, place, first, command_line)
+    except BrokenPipeError:
+        return ExitCode.OUTPUT_CLOSED
     except CannotDo as error:
         code, reason = error.code, error
     except (ConfigError, StoreRefused) as error:
@@ -101,33 +84,6 @@ def told(name: str, work: Callable[[], int]) -> int:
         code, reason = ExitCode.NO_ANSWER, error
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
-
-
-def _within(limit_s: float, work: Callable[[], None], place: RendezvousConfig) -> None:
-    """Raises what `work` raises, and StoreUnavailable if it has not ended in time: a request may last for longer."""
-    if limit_s == math.inf:
-        work()
-        return
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-
-    no_thread = StoreUnavailable("no thread could be started: allow more processes")
-    Thread(run, "store-command", lambda: done.set_exception(no_thread)).start()
-    try:
-        done.result(limit_s + LATE_S)
-    except FutureTimeout as late:
-        where = ", ".join(map(str, place.endpoints)) or str(place.folder)
-        raise StoreUnavailable(
-            f"the store at {where} gave no answer within {limit_s:g} s; what was asked may have been done: look with "
-            "elastic-agent status. Check that the store runs, that --rdzv-endpoint names its address, and that no "
-            "firewall closes the port"
-        ) from late
 
 
 def world_of(job: str, entries: Iterable[Entry]) -> World | None:

@@ -3,7 +3,6 @@ it, write to it, follow a job, and end."""
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import json
 import os
@@ -14,26 +13,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...agent.commands.store_command import ANSWER_S, CannotDo, command_help, pause, told
+from ...agent.commands.store_command import CannotDo, store_command
 from ...agent.common.exits import ExitCode
-from ...agent.configuration.config import HELP, ConfigError, Problem
+from ...agent.configuration.config import ConfigError, Problem
 from ...agent.configuration.derive import resolve_pool
-from ...agent.configuration.load import read_argv
 from ...agent.configuration.options import TARGETS
 from ...agent.configuration.parse import YES_OR_NO, Option
 from ...agent.configuration.rendezvous import RendezvousConfig
 from ...agent.configuration.settings import Settings
-from ...agent.rendezvous_io.store_opening import open_to_look
 from ...rendezvous.errors import (
     Compacted,
-    StoreError,
     StoreRefused,
     StoreUnavailable,
 )
 from ...rendezvous.store.interface import Compare, Put, Store, Watch
 from ...rendezvous.text import counted
 from ..records import RESULTS_PREFIX, SCOPES, Cancel, Job, JobResult, Outcome, PoolView
-from ..schedule import what_is_missing, why_waiting
+from ..schedule import why_waiting
 
 
 def pool_command(
@@ -50,24 +46,14 @@ def pool_command(
     `check`, of a command with something to run, finds more problems of the options before the store is asked; `work`
     raises CannotDo, StoreError and RecordInvalid.
     """
-    named = bool(subject and words) and not words[0].startswith("-")
-    first = words[0] if named else ""
-    command_line = read_argv(words[1:] if named else words, options)
-    if HELP in command_line:
-        print(command_help(usage, options))
-        return 0
 
-    def run() -> int:
-        place = _place(command_line, (check or _nothing_to_run)(command_line))
-        if subject and not first:
-            raise CannotDo(ExitCode.BAD_CONFIG, f"expected {subject}; write elastic-agent {name} {subject}")
-        with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
-            return work(store, read_view(store), first, command_line)
+    def find(_: str, command_line: Settings) -> RendezvousConfig:
+        return _place(command_line, (check or _nothing_to_run)(command_line))
 
-    try:
-        return told(name, run)
-    except BrokenPipeError:
-        return ExitCode.OUTPUT_CLOSED
+    def look(store: Store, _: RendezvousConfig, first: str, command_line: Settings) -> int:
+        return work(store, read_view(store), first, command_line)
+
+    return store_command(name, words, usage, find, look, *options, subject=subject)
 
 
 def _nothing_to_run(command_line: Settings) -> list[Problem]:
@@ -131,29 +117,23 @@ class JobState:
     started_at: float | None = None
     """Of the newest attempt."""
     ended_at: float | None = None
-    logs: tuple[str, ...] = ()
-    """NODE:PATH of what its agents print."""
 
 
 def states(view: PoolView, now: float) -> Iterator[JobState]:
     results = {result.job: result for result in view.results}
-    pool, live = view.pool(), {node.node: node for node in view.nodes}
+    pool = view.pool()
     for job in view.jobs:
         code = started_at = ended_at = None
-        logs: dict[str, str] = {}
         run, result = view.plan.run_of(job.job), results.get(job.job)
         if result is not None:
             state, detail, nodes = result.outcome.value, result.reason, result.nodes
-            code, started_at, ended_at, logs = result.code, result.started_at, result.ended_at, result.logs
+            code, started_at, ended_at = result.code, result.started_at, result.ended_at
         elif run is not None:
             state = "running" if run.ending is None else "ending"
-            told = filter(None, (f"attempt {run.attempt}", what_is_missing(pool, job, run)))
-            detail = "; ".join(told) if run.ending is None else run.ending.reason
+            detail = f"attempt {run.attempt}" if run.ending is None else run.ending.reason
             nodes, started_at = tuple(seat.node for seat in run.seats), run.started_at
-            logs = {name: live[name].log_of(job.job) for name in nodes if name in live}
         else:
             state, detail, nodes = "waiting", why_waiting(pool, job, now), ()
-        places = tuple(f"{node}:{path}" for node, path in logs.items())
         yield JobState(
             job=job.job,
             name=job.name,
@@ -165,7 +145,6 @@ def states(view: PoolView, now: float) -> Iterator[JobState]:
             code=code,
             started_at=started_at,
             ended_at=ended_at,
-            logs=places,
         )
 
 
@@ -176,7 +155,6 @@ RETRY_S = 0.5
 _CODES = {
     Outcome.SUCCEEDED: ExitCode.SUCCESS,
     Outcome.CANCELLED: ExitCode.STOPPED_BY_SIGTERM,
-    Outcome.TIMED_OUT: ExitCode.UNABLE,
     Outcome.UNABLE: ExitCode.UNABLE,
 }
 """Of a job that has not failed by its own fault."""
@@ -192,7 +170,7 @@ class LiveView:
         self.store, self.view = store, view
         self._clock = clock
         self._watch: Watch | None = None
-        self._away_since: float | None = None
+        self._answered_at = clock()
 
     def wait(self, timeout_s: float) -> None:
         """Until something has changed, but no longer. Raises RecordInvalid, and StoreError when the store has been away
@@ -204,22 +182,14 @@ class LiveView:
                 self._watch = self.store.watch(SCOPES, snapshot.revision)
             else:
                 self.view.changed(self._watch.next(timeout_s))
-        except Compacted:
-            self.close()
+            self._answered_at = self._clock()
         except StoreRefused:
             raise
-        except StoreUnavailable as error:
-            self._tolerate(error)
+        except (Compacted, StoreUnavailable):
+            self.close()
+            if self._clock() - self._answered_at >= OUTAGE_S:
+                raise
             time.sleep(min(RETRY_S, timeout_s))
-        else:
-            self._away_since = None
-
-    def _tolerate(self, error: StoreError) -> None:
-        now = self._clock()
-        if self._away_since is None:
-            self._away_since = now
-        if now - self._away_since >= OUTAGE_S:
-            raise error
 
     def close(self) -> None:
         if self._watch is not None:
@@ -246,7 +216,7 @@ def code_of(result: JobResult) -> int:
 
 
 _JOBS_USAGE = """\
-usage: elastic-agent jobs [--json] [--watch]
+usage: elastic-agent jobs [--json]
 
 Lists the jobs of a pool, oldest first: those that run, those that wait and what for, and how the others have ended.
 """
@@ -264,18 +234,14 @@ usage: elastic-agent cancel JOB
 Ends a job of a pool. One that runs leaves its nodes by plan, so that its newest checkpoint is kept.
 """
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the JSON document."""
-WATCH_S = 1.0
 LOOK_S = 2.0
 JSON: Option[bool] = Option("json", YES_OR_NO, "one JSON document", default="false", flag=True)
-WATCH: Option[bool] = Option(
-    "watch", YES_OR_NO, "again each second, until Ctrl-C", default="false", flag=True
-)
 
 
 def jobs(words: Sequence[str]) -> int:
-    return pool_command("jobs", words, _JOBS_USAGE, _jobs, JSON, WATCH)
+    return pool_command("jobs", words, _JOBS_USAGE, _jobs, JSON)
 
 
 def wait(words: Sequence[str]) -> int:
@@ -287,21 +253,13 @@ def cancel(words: Sequence[str]) -> int:
 
 
 def _jobs(store: Store, view: PoolView, _: str, settings: Settings) -> int:
-    while True:
-        found = list(states(view, time.time()))
-        if settings[JSON].value:
-            document = {
-                "schema": SCHEMA,
-                "pool": asdict(view.counts()),
-                "jobs": [asdict(one) for one in found],
-            }
-            print(json.dumps(document), flush=True)
-        else:
-            print("\n".join(_lines(view, found)), flush=True)
-        if not settings[WATCH].value:
-            return ExitCode.SUCCESS
-        pause(WATCH_S)
-        view = read_view(store)
+    found = list(states(view, time.time()))
+    if settings[JSON].value:
+        jobs = [asdict(one) for one in found]
+        print(json.dumps({"schema": SCHEMA, "pool": asdict(view.counts()), "jobs": jobs}), flush=True)
+    else:
+        print("\n".join(_lines(view, found)), flush=True)
+    return ExitCode.SUCCESS
 
 
 def _lines(view: PoolView, found: Sequence[JobState]) -> Iterator[str]:
@@ -345,9 +303,9 @@ def cancel_job(store: Store, view: PoolView, job: Job) -> str:
         return f"job {job.job} ({job.name}) is cancelled"
     if (ended := outcome.entries[1]) is not None:
         raise _has_ended(JobResult.from_json(ended.key, ended.value))
-    raise CannotDo(ExitCode.NO_JOB, f"job {job.job} is cancelled already, and about to end")
+    raise CannotDo(ExitCode.LATER, f"job {job.job} is cancelled already, and about to end")
 
 
 def _has_ended(result: JobResult) -> CannotDo:
     how = f"{result.outcome.value}, {result.reason}"
-    return CannotDo(ExitCode.NO_JOB, f"job {result.job} has ended already: {how}")
+    return CannotDo(ExitCode.LATER, f"job {result.job} has ended already: {how}")

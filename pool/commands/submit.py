@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import time
 import uuid
@@ -31,7 +30,7 @@ from ...agent.configuration.config import (
 )
 from ...agent.configuration.derive import job_problems
 from ...agent.configuration.options import OPTIONS, TARGETS
-from ...agent.configuration.parse import TEXT, YES_OR_NO, Option, Parser, duration
+from ...agent.configuration.parse import TEXT, Option, Parser
 from ...agent.configuration.rendezvous import (
     JOB_ID,
     JOIN_TIMEOUT,
@@ -46,17 +45,15 @@ from ...rendezvous.errors import RecordInvalid, StoreUnavailable
 from ...rendezvous.store.interface import Compare, Put, Store
 from ..job_agent import OF_THE_POOL
 from ..records import Job, PoolView
-from .jobs import LiveView, cancel_job, pool_command, present_user, read_view
-from .logs import JobLog, follow, say, show
+from .jobs import LiveView, pool_command, present_user, read_view
 
 _USAGE = """\
 usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
        elastic-agent submit [OPTIONS] -m package.module [ARGUMENTS]
 
 Puts a job into the queue of a pool: of the nodes on which elastic-agent runs without a script. Takes the options of a
-run, but for those that the pool decides. Without --rdzv-endpoint the pool is that of this machine. The last line on
-stdout is the job's id. With --follow the id is on stderr, and stdout has what the job prints; the exit code is that of
-wait.
+run, but for those that the pool decides. Without --rdzv-endpoint the pool is that of this machine. The line on stdout
+is the job's id: elastic-agent logs ID --follow shows what it prints, and ends as it does.
 """
 
 NAME: Option[str | None] = Option("name", TEXT, "for people (default: the script's name)", metavar="NAME")
@@ -70,17 +67,6 @@ ENV: Option[tuple[tuple[str, str], ...]] = Option(
 DIRECTORY: Option[str | None] = Option(
     "directory", TEXT, "where the job runs, the same on all nodes (default: the present one)", metavar="DIR"
 )
-TIME_LIMIT: Option[float | None] = Option(
-    "time-limit", duration(0.1), "each attempt of the job is ended after so long (default: never)"
-)
-FOLLOW: Option[bool] = Option(
-    "follow",
-    YES_OR_NO,
-    "show what the job prints until it has ended; Ctrl-C asks whether to cancel it or leave it running",
-    default="false",
-    flag=True,
-)
-
 _NOT_OF_JOBS: tuple[Option[Any], ...] = (
     *(NODE_ID, HTTP_ADDRESS, LOG_DIR, JOB_ID, STANDALONE, SLURM, NODE_RANK),
     *(JOIN_TIMEOUT, LAST_CALL, LEASE_TTL, CHECK_CONFIG, PRINT_COMPLETION, VERSION),
@@ -95,9 +81,7 @@ _NEXT_VARIABLE = re.compile(r",(?=[A-Za-z_][A-Za-z0-9_]*=)")
 
 
 def submit(words: Sequence[str]) -> int:
-    return pool_command(
-        "submit", words, _USAGE, _submit, NAME, ENV, DIRECTORY, TIME_LIMIT, FOLLOW, check=_check
-    )
+    return pool_command("submit", words, _USAGE, _submit, NAME, ENV, DIRECTORY, check=_check)
 
 
 def _read_env(text: str) -> tuple[tuple[str, str], ...]:
@@ -155,53 +139,10 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
     except StoreUnavailable as error:
         unknown = f"whether job {job.job} is in the queue is not known; elastic-agent jobs tells"
         raise CannotDo(ExitCode.NO_ANSWER, f"{error}; {unknown}") from error
-    live = LiveView(store, read_view(store))
-    why = live.waits_for(job) or "queued"
-    if settings[FOLLOW].value:
-        say(f"job {job.job} ({job.name}): {why}")
-        return _follow(live, job)
-    say(f"{job.name}: {why}")
+    why = LiveView(store, read_view(store)).waits_for(job) or "queued"
+    print(f"{job.name}: {why}", file=sys.stderr, flush=True)
     print(job.job)
     return ExitCode.SUCCESS
-
-
-def _follow(live: LiveView, job: Job) -> int:
-    """Until the job has ended, or a person leaves it running."""
-    asked: list[int] = []
-
-    def ask_later(number: int, frame: object) -> None:
-        """The answer to the first Ctrl-C is asked for where nothing is half done; a second one is an answer."""
-        asked.append(number)
-        if len(asked) > 1:
-            os.write(2, f"\n{_goes_on(job)}\n".encode())
-            os._exit(ExitCode.STOPPED_BY_SIGINT)
-
-    signal.signal(signal.SIGINT, ask_later)
-    reader = JobLog(job.job, show, say)
-    while True:
-        code = follow(live, job, reader, lambda: bool(asked))
-        if code is not None:
-            return code
-        if not sys.stdin.isatty() or not _wants_its_end(job):
-            say(_goes_on(job))
-            return ExitCode.STOPPED_BY_SIGINT
-        try:
-            say(cancel_job(live.store, read_view(live.store), job))
-        except CannotDo as over:
-            say(str(over))
-        asked.clear()
-
-
-def _wants_its_end(job: Job) -> bool:
-    print(f"\ncancel job {job.job}? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _goes_on(job: Job) -> str:
-    return (
-        f"job {job.job} goes on: elastic-agent logs {job.job} --follow shows it, "
-        f"elastic-agent cancel {job.job} ends it"
-    )
 
 
 def job_of(settings: Settings, directory: str, now: float) -> Job:
@@ -229,7 +170,6 @@ def job_of(settings: Settings, directory: str, now: float) -> Job:
         directory=os.path.abspath(settings[DIRECTORY].value or directory),
         min_nodes=least,
         max_nodes=most if most is not None else least,
-        time_limit_s=settings[TIME_LIMIT].value,
         submitted_at=now,
         submitted_by=present_user(),
         nodes_multiple_of=settings[NODES_MULTIPLE_OF].value,

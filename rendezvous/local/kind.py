@@ -38,7 +38,7 @@ def _answer_timeout_s(access: Access) -> float:
 
 
 def _file_of(access: Access) -> Path:
-    from .database import store_file
+    from .store import store_file
 
     assert access.folder is not None, "the configuration names one"
     return store_file(access.folder, access.job)

@@ -2,19 +2,18 @@
 
 No process hosts it, so nothing has to be taken over when one ends. SQLite's write-ahead log gives each transaction to
 all others at once, whole or not at all, also when the process that wrote it is killed. What is to last (a key without a
-lease, or a deletion) is answered when the disk has it. Only its author waits for that: nothing that has seen a change
-survives the loss of power that could undo it. Leases and keys under them are gone with the power anyway; what confirms
-them waits for the disk only where the log begins anew, after some MiB (`LONG`).
+lease, or a deletion) is answered when the disk has it: its author waits for that, however long it takes, and nobody
+else. Leases and keys under them are gone with the power anyway.
 
-A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC). It
-ends when a `read` or a `Watch` of any process finds that it is due, and can write. Until then it can still be
-confirmed, so that a disk that stood still ends no lease by itself. What cannot be written now, as on a full disk, makes
-no read fail.
+A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC).
+It ends when a `read` or a `Watch` of any process finds that it is due, and can write. Until then it can still be
+confirmed, so that a disk that stood still ends no lease by itself.
 
-A change rings a bell, see `_Bell`: no watch polls.
+Who has changed something sets the file's time, of which the kernel tells all watches (inotify). Of a key that has
+changed twice between two looks a watch tells the newest alone.
 
-    no lock or no disk in time    StoreUnavailable; a durable write may happen still, but not after a later one
-    the disk is full              StoreUnavailable to what takes room; what confirms leases has some of its own (`ROOM`)
+    no lock in time               StoreUnavailable
+    the disk is full              StoreUnavailable to what is to last; what confirms leases has some `ROOM` of its own
     file removed or damaged       StoreMismatch: leave
 """
 
@@ -26,22 +25,18 @@ import os
 import random
 import select
 import sqlite3
+import stat
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
-from ..errors import (
-    Compacted,
-    LeaseExpired,
-    StoreClosed,
-    StoreMismatch,
-    StoreUnavailable,
-)
+from ..errors import Compacted, LeaseExpired, StoreClosed, StoreMismatch, StoreRefused, StoreUnavailable
 from ..store.interface import (
     Change,
     Compare,
@@ -53,70 +48,97 @@ from ..store.interface import (
     Snapshot,
     Store,
     Watch,
+    is_folder,
 )
 from ..store.kv_state import check_size
 from ..store.retry_connect import retry_connect
-from .database import (
-    ENTRIES,
-    ROOM,
-    SCHEMA,
-    TIDY_EVERY,
-    Connection,
-    Disk,
-    NotHosted,
-    checked,
-    end_lease,
-    in_scopes,
-    make,
-    transact,
-)
 
+SCHEMA = 2
+"""The file's `user_version`."""
+HISTORY = 1024
+"""Revisions for which a deletion is remembered. A watch that falls further behind reads again (`Compacted`)."""
 REQUEST_TIMEOUT_S = 5.0
-LOOK_S = 1.0
-"""A watch that hears no bell looks this often: a process may be killed before it rings."""
-POLL_S = 0.05
-"""The same, where this machine gives no bell."""
+LOOK_S, POLL_S = 1.0, 0.05
+"""Between two looks of a watch that hears nothing, as of a lease that is due or from a process that was killed; and
+where this user has no instance of inotify left."""
+ROOM = 1024 * 1024
+"""Bytes that are kept free in the file and in its log: on a full disk leases are written there."""
 FULL_PAUSE_S = 0.005
 """Between two tries on a full disk."""
+TIDY_EVERY = 100
+"""Writes after which the log is brought into the file, so that it begins anew."""
 SLACK_S = 1.0
 """Of the clock, between processes."""
 BUSY_S = 1.0
 """A process that finds others writing ends no leases for so long: they may be about to confirm them."""
 
+_TABLES = (
+    "CREATE TABLE state (revision INTEGER NOT NULL)",
+    "CREATE TABLE leases (lease INTEGER PRIMARY KEY AUTOINCREMENT, ttl_s REAL NOT NULL, ends REAL NOT NULL)",
+    "CREATE TABLE entries (key TEXT PRIMARY KEY, value TEXT, created INTEGER, revision INTEGER NOT NULL,"
+    " lease INTEGER)",
+    "CREATE INDEX by_revision ON entries (revision)",
+    "CREATE INDEX deletions ON entries (revision) WHERE value IS NULL",
+    "CREATE INDEX by_lease ON entries (lease) WHERE lease IS NOT NULL",
+    "CREATE TABLE room (bytes BLOB)",
+    "INSERT INTO state VALUES (0)",
+    f"PRAGMA user_version = {SCHEMA}",
+)
+"""An entry without a value is a key that was deleted."""
+_ENTRIES = "SELECT key, value, created, revision FROM entries"
+
 _IN_ATTRIB = 0x4
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 R = TypeVar("R")
+
+
+class NotHosted(StoreUnavailable):
+    """No daemon has made the store yet."""
+
+
+def store_file(folder: Path, job: str) -> Path:
+    """Of the pool of this name. Several pools may have the same folder."""
+    return folder / f"{job}.db"
 
 
 class LocalStore(Store):
     """One process' way into the file. Made by `connect` and `offer`."""
 
-    def __init__(self, file: Path, request_timeout_s: float) -> None:
+    def __init__(self, file: Path, request_timeout_s: float, *, make: bool = False) -> None:
         """Raises StoreUnavailable, StoreRefused and StoreMismatch."""
         self.file = file
         self._timeout_s = request_timeout_s
         self._closed = False
-        self._identity = checked(file)
-        self._watches: weakref.WeakSet[_LocalWatch] = weakref.WeakSet()
+        self._lock = threading.Lock()
         self._sweeps_after = 0.0
         self._written = 0
         self._folder = -1
+        if make:
+            self._make_file()
+        self._identity = _checked(file)
         with self._meaning():
-            self._reads = Connection(file, request_timeout_s)
-            self._leases = Connection(file, request_timeout_s)
-            self._disk = Disk(Connection(file, request_timeout_s))
-            (version,) = self._reads.database.execute("PRAGMA user_version").fetchone()
-        if version != SCHEMA:
-            self.close()
-            if not version:
-                raise NotHosted(
-                    f"{file} is empty: the daemon that makes the pool's store is about to start, or has failed"
-                )
-            raise StoreMismatch(
-                f"{file} is of another version of elastic-agent (schema {version}, not {SCHEMA}): use the version of "
-                "its daemons, or let them end their jobs, stop them and remove it"
+            place = f"file:{quote(str(file))}?mode=rw"
+            self._database = sqlite3.connect(
+                place, request_timeout_s, isolation_level=None, check_same_thread=False, uri=True
             )
+            self._database.execute("PRAGMA synchronous = NORMAL")  # of what is to last, see `_sync`
+            self._database.execute("PRAGMA wal_autocheckpoint = 0")  # see `_checkpoint`
+        try:
+            with self._meaning():
+                if make:
+                    self._make_tables()
+                (version,) = self._database.execute("PRAGMA user_version").fetchone()
+            if not version:
+                raise NotHosted(f"{file} is empty: the daemon that makes the pool's store is about to start")
+            if version != SCHEMA:
+                raise StoreMismatch(
+                    f"{file} is of another version of elastic-agent (schema {version}, not {SCHEMA}): use the version"
+                    " of its daemons, or let them end their jobs, stop them and remove it"
+                )
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def connect(
@@ -129,171 +151,213 @@ class LocalStore(Store):
     @classmethod
     def offer(cls, file: Path, timeout_s: float, request_timeout_s: float = REQUEST_TIMEOUT_S) -> LocalStore:
         """The same for a daemon, which makes the store where there is none."""
+        return _retried(lambda: cls(file, request_timeout_s, make=True), timeout_s)
 
-        def make_and_open() -> LocalStore:
-            make(file, request_timeout_s)
-            store = cls(file, request_timeout_s)
-            store._disk.tidy()
-            store._hold_folder()
-            return store
+    def _make_file(self) -> None:
+        try:
+            with suppress(FileExistsError):
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                # No process has it open yet: closing it releases no lock of SQLite's.
+                os.close(os.open(self.file, flags, 0o600))
+        except OSError as error:
+            raise StoreUnavailable(
+                f"cannot make the store of pool {self.file.stem} in {self.file.parent}: {error}; check the folder's "
+                "permissions and the space there, or name another one (--rdzv-endpoint local:///FOLDER)"
+            ) from error
 
-        return _retried(make_and_open, timeout_s)
+    def _make_tables(self) -> None:
+        def make(database: sqlite3.Connection) -> None:
+            if not database.execute("PRAGMA user_version").fetchone()[0]:
+                for words in _TABLES:
+                    database.execute(words)
+
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._within(make)
+        with suppress(sqlite3.OperationalError):  # a full disk
+            self._within(lambda database: database.execute("INSERT INTO room VALUES (zeroblob(?))", (ROOM,)))
+            self._within(lambda database: database.execute("DELETE FROM room"))
+            self._checkpoint()
+        with suppress(OSError):  # systemd-tmpfiles leaves a folder alone while someone has a lock on it
+            self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    # ---------------------------------------------------------------- what a store does
 
     def grant(self, ttl_s: float) -> LeaseId:
         def insert(database: sqlite3.Connection) -> int:
             row = (ttl_s, time.monotonic() + ttl_s)
             return database.execute("INSERT INTO leases (ttl_s, ends) VALUES (?, ?)", row).lastrowid or 0
 
-        return self._at_once(insert)
+        return self._write(insert)
 
     def keep_alive(self, lease: LeaseId) -> None:
         def update(database: sqlite3.Connection) -> int:
             row = (time.monotonic(), lease)
             return database.execute("UPDATE leases SET ends = ? + ttl_s WHERE lease = ?", row).rowcount
 
-        if not self._at_once(update):
+        if not self._write(update):
             raise LeaseExpired(f"lease {lease} has expired")
 
     def revoke(self, lease: LeaseId) -> None:
-        if self._at_once(lambda database: end_lease(database, lease)):
-            self._ring()
+        self._write(lambda database: _end_lease(database, lease))
+        self.ring()
 
     def transact(self, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]) -> Outcome:
         check_size(compares, writes)
-        work = partial(transact, compares=compares, writes=writes)
-        if any(isinstance(write, Delete) or write.lease is None for write in writes):
-            self._check()
+        lasts = any(isinstance(write, Delete) or write.lease is None for write in writes)
+        if lasts:
             self._check_room()
-            with self._meaning():
-                outcome = self._disk.do(work, self._timeout_s)
-            self._count()
-        else:
-            outcome = self._at_once(work)
+        outcome = self._write(partial(_transact, compares=compares, writes=writes))
         if outcome.succeeded and writes:
-            self._ring()
+            self.ring()
+            if lasts:
+                self._sync()
         return outcome
 
     def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
         with self._reading() as database:
-            self._sweep_if_due(database)
-            database.execute("BEGIN")
             (revision,) = database.execute("SELECT revision FROM state").fetchone()
-            where, words = in_scopes("e.key", scopes)
-            found = database.execute(f"{ENTRIES} WHERE {where}", words).fetchall()
+            where, words = _in_scopes(scopes)
+            standing = f"{_ENTRIES} WHERE value IS NOT NULL AND"
+            found = database.execute(f"{standing} ({where})", words).fetchall()
             if oldest_under is not None:
-                where, words = in_scopes("e.key", (oldest_under,))
-                first = f"{ENTRIES} WHERE {where} ORDER BY v.created, e.key LIMIT 1"
-                found += database.execute(first, words).fetchall()
-            database.execute("COMMIT")
+                where, words = _in_scopes((oldest_under,))
+                found += database.execute(
+                    f"{standing} ({where}) ORDER BY created, key LIMIT 1", words
+                ).fetchall()
         entries = {row[0]: Entry(*row) for row in found}
         return Snapshot(revision, tuple(entries[key] for key in sorted(entries)))
 
     def watch(self, scopes: tuple[str, ...], after_revision: int) -> Watch:
-        try:
-            watch = _LocalWatch(self, scopes, after_revision)
-        except OSError as error:
-            raise StoreUnavailable(f"cannot watch the store {self.file}: {error}") from error
-        self._watches.add(watch)
-        return watch
+        return _LocalWatch(self, scopes, after_revision)
 
     def close(self) -> None:
         """Gives up soon on a thread that waits for the disk. The last of all processes brings the log into the file."""
         self._closed = True
-        for watch in list(self._watches):
-            watch.close()
-        self._disk.close()
-        for connection in (self._reads, self._leases):
-            connection.close()
+        self.ring()
+        if self._lock.acquire(timeout=0.5):
+            with suppress(sqlite3.Error):
+                self._database.close()
+            self._lock.release()
         if self._folder >= 0:
             os.close(self._folder)
             self._folder = -1
 
-    def changes(self, scopes: tuple[str, ...], after: int) -> tuple[int, tuple[Change, ...], float]:
-        """The revision up to which these are all changes, and the instant at which a lease is due next. Raises
-        Compacted."""
+    def changes(self, scopes: tuple[str, ...], after: int) -> tuple[int, tuple[Change, ...]]:
+        """The revision up to which these are all changes. Raises Compacted."""
         with self._reading() as database:
-            self._sweep_if_due(database)
-            database.execute("BEGIN")
-            revision, forgotten = database.execute("SELECT revision, forgotten FROM state").fetchone()
-            rows, due_at = [], None
-            if after >= forgotten:
-                where, words = in_scopes("key", scopes)
-                rows = database.execute(
-                    "SELECT key, value, created, revision FROM versions"
-                    f" WHERE revision > ? AND ({where}) ORDER BY number",
-                    (after, *words),
-                ).fetchall()
-                (due_at,) = database.execute("SELECT min(ends) FROM leases").fetchone()
-            database.execute("COMMIT")
-        if after < forgotten:
+            (revision,) = database.execute("SELECT revision FROM state").fetchone()
+            if revision == after:
+                return revision, ()
+            where, words = _in_scopes(scopes)
+            newer = f"{_ENTRIES} WHERE revision > ? AND ({where}) ORDER BY revision, rowid"
+            rows = database.execute(newer, (after, *words)).fetchall()
+        if after < (forgotten := revision - HISTORY):
             raise Compacted(f"changes after revision {after} are gone; kept from {forgotten + 1} on")
-        found = tuple(Change(row[3], row[0], Entry(*row) if row[1] is not None else None) for row in rows)
-        return revision, found, due_at if due_at is not None else float("inf")
+        found = (Change(row[3], row[0], Entry(*row) if row[1] is not None else None) for row in rows)
+        return revision, tuple(found)
 
-    def _sweep_if_due(self, database: sqlite3.Connection) -> None:
-        """End the leases that are due, if that can be done now without waiting for anything."""
-        now = time.monotonic()
-        if now < self._sweeps_after:
-            return
-        if not _due(database):
-            return
+    # ---------------------------------------------------------------- how it does it
 
-        def end_due(database: sqlite3.Connection) -> bool:
-            ended = [end_lease(database, lease) for lease in _due(database)]
-            return any(ended)
-
-        try:
-            if self._leases.within(end_due, waits=False):
-                self._ring()
-        except (sqlite3.Error, StoreUnavailable):
-            self._sweeps_after = now + BUSY_S
-
-    def _at_once(self, work: Callable[[sqlite3.Connection], R]) -> R:
-        """A write that waits for the disk only where it begins the log anew."""
+    def _write(self, work: Callable[[sqlite3.Connection], R]) -> R:
+        """Where the disk is full, the log begins anew once it is in the file: it has its room."""
         self._check()
+        until = time.monotonic() + self._timeout_s
         with self._meaning():
-            result = self._within_room(work)
-        self._count()
+            while True:
+                try:
+                    result = self._within(work)
+                    break
+                except sqlite3.OperationalError as error:
+                    if "full" not in str(error) or time.monotonic() >= until:
+                        raise
+                self._checkpoint()
+                time.sleep(FULL_PAUSE_S)
+            self._written += 1
+            if self._written % TIDY_EVERY == 0:
+                with suppress(sqlite3.Error, OSError):
+                    self._checkpoint()
         return result
 
-    def _within_room(self, work: Callable[[sqlite3.Connection], R]) -> R:
-        """On a full disk the log begins anew, where it has its room, once it is in the file: that of `Disk`, too, may
-        be bringing it there."""
-        until = time.monotonic() + self._timeout_s
-        while True:
+    def _within(self, work: Callable[[sqlite3.Connection], R]) -> R:
+        """All of the work, or nothing. Raises sqlite3.Error."""
+        with self._alone() as database:
             try:
-                return self._leases.within(work)
-            except sqlite3.OperationalError as error:
-                if "full" not in str(error) or time.monotonic() >= until:
-                    raise
-            self._leases.checkpoint()
-            time.sleep(FULL_PAUSE_S)
+                database.execute("BEGIN IMMEDIATE")
+                result = work(database)
+                database.execute("COMMIT")
+                return result
+            finally:
+                if database.in_transaction:
+                    database.execute("ROLLBACK")
 
-    def _count(self) -> None:
-        self._written += 1
-        if self._written % TIDY_EVERY == 0:
-            self._disk.tidy()
+    @contextmanager
+    def _alone(self) -> Iterator[sqlite3.Connection]:
+        """The connection, for one thread at a time. Raises StoreUnavailable."""
+        if not self._lock.acquire(timeout=self._timeout_s):
+            raise StoreUnavailable("another thread of this process waits for the store")
+        try:
+            yield self._database
+        finally:
+            self._lock.release()
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         self._check()
-        with self._meaning(), self._reads.used() as database:
+        with self._meaning(), self._alone() as database:
+            self._end_due(database)
+            database.execute("BEGIN")
             try:
                 yield database
             finally:
                 if database.in_transaction:
                     database.execute("ROLLBACK")
 
-    def _ring(self) -> None:
-        """Tell all watches on this machine that something has changed."""
+    def _end_due(self, database: sqlite3.Connection) -> None:
+        """End the leases that are due, if that can be done now without waiting for anything."""
+        now = time.monotonic()
+        if now < self._sweeps_after or not _due(database):
+            return
+        try:
+            database.execute("PRAGMA busy_timeout = 0")
+            database.execute("BEGIN IMMEDIATE")
+            for lease in _due(database):
+                _end_lease(database, lease)
+            database.execute("COMMIT")
+            self.ring()
+        except sqlite3.OperationalError:
+            self._sweeps_after = now + BUSY_S
+            if database.in_transaction:
+                database.execute("ROLLBACK")
+        finally:
+            database.execute(f"PRAGMA busy_timeout = {int(self._timeout_s * 1000)}")
+
+    def _sync(self) -> None:
+        """Returns when all that was done is on disk. As synchronous = FULL does it, but without SQLite's lock: no other
+        writer waits for it. Raises StoreUnavailable."""
+        with self._meaning(), self._log() as log:
+            os.fdatasync(log)
+
+    def _checkpoint(self) -> None:
+        """Bring the log into the file, as far as no other process reads from it, unless one is doing so: two at once
+        may damage the file (SQLite before 3.51.3). Raises sqlite3.Error and OSError."""
+        with self._alone() as database, self._log() as log, suppress(BlockingIOError):
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    @contextmanager
+    def _log(self) -> Iterator[int]:
+        """No file on which SQLite has locks: closing it releases none."""
+        log = os.open(f"{self.file}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield log
+        finally:
+            os.close(log)
+
+    def ring(self) -> None:
+        """Have all watches on this machine look."""
         with suppress(OSError):
             os.utime(self.file)
-
-    def _hold_folder(self) -> None:
-        """systemd-tmpfiles leaves one alone while someone has a lock on it."""
-        with suppress(OSError):
-            self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _check_room(self) -> None:
         """What is to last does not take the room of leases. Raises StoreUnavailable."""
@@ -305,7 +369,7 @@ class LocalStore(Store):
     def _check(self) -> None:
         if self._closed:
             raise StoreClosed(f"the store {self.file} was closed on this side")
-        if checked(self.file) != self._identity:
+        if _checked(self.file) != self._identity:
             raise StoreMismatch(
                 f"{self.file} was replaced while it was in use: start the daemons of the pool again"
             )
@@ -317,18 +381,9 @@ class LocalStore(Store):
             yield
         except sqlite3.ProgrammingError as error:
             raise StoreClosed(f"the store {self.file} was closed on this side") from error
-        except sqlite3.OperationalError as error:
-            full, locked = "full" in str(error), "locked" in str(error)
-            advice = (
-                "make room there"
-                if full
-                else "another process holds it"
-                if locked
-                else "see its disk and permissions"
-            )
+        except (sqlite3.OperationalError, OSError) as error:
+            advice = "make room there" if "full" in str(error) else "see its disk and permissions"
             raise StoreUnavailable(f"the store {self.file} cannot be used now: {error}; {advice}") from error
-        except OSError as error:
-            raise StoreUnavailable(f"{self.file} cannot be brought to its disk: {error}") from error
         except sqlite3.DatabaseError as error:
             raise StoreMismatch(
                 f"{self.file} cannot be read: {error}; stop the daemons, move it away, and submit its jobs again"
@@ -338,79 +393,135 @@ class LocalStore(Store):
 class _LocalWatch(Watch):
     def __init__(self, store: LocalStore, scopes: tuple[str, ...], after_revision: int) -> None:
         self._store, self._scopes, self._after = store, scopes, after_revision
-        self._bell = _Bell(store.file)
         self._closed = False
         self._using = threading.Lock()
+        bell = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._bell = FileIO(bell) if bell >= 0 else None
+        hears = bell >= 0 and _libc.inotify_add_watch(bell, os.fsencode(store.file), _IN_ATTRIB) >= 0
+        self._poll, self._look_s = select.poll(), LOOK_S if hears else POLL_S
+        if bell >= 0:
+            self._poll.register(bell, select.POLLIN)
 
     def next(self, timeout_s: float) -> tuple[Change, ...]:
         until = time.monotonic() + timeout_s
         with self._using:
             try:
-                while True:
-                    if self._closed:
-                        raise StoreClosed("the watch was closed")
-                    self._bell.hush()
-                    self._after, changes, due_at = self._store.changes(self._scopes, self._after)
-                    now = time.monotonic()
-                    if changes or now >= until:
+                while not self._closed:
+                    if self._bell is not None:
+                        self._bell.read(4096)  # what has rung before this look
+                    self._after, changes = self._store.changes(self._scopes, self._after)
+                    left_s = until - time.monotonic()
+                    if changes or left_s <= 0:
                         return changes
-                    self._bell.wait(min(until, now + LOOK_S, max(due_at, now + POLL_S)) - now)
+                    self._poll.poll(min(left_s, self._look_s) * 1000 + 1)
+                raise StoreClosed("the watch was closed")
             finally:
                 if self._closed:
-                    self._bell.close()
+                    self._close_bell()
 
     def close(self) -> None:
         self._closed = True
-        self._bell.ring()
+        self._store.ring()
         if self._using.acquire(blocking=False):
-            try:
-                self._bell.close()
-            finally:
-                self._using.release()
+            self._close_bell()
+            self._using.release()
+
+    def _close_bell(self) -> None:
+        if self._bell is not None:
+            self._bell.close()
 
 
-class _Bell:
-    """Rings for each change of the store: its author sets the file's time, of which the kernel tells (inotify)."""
+def _retried(open_it: Callable[[], LocalStore], timeout_s: float) -> LocalStore:
+    found = list[LocalStore]()
+    retry_connect(lambda: found.append(open_it()), time.monotonic() + timeout_s, random.Random())
+    return found[0]
 
-    def __init__(self, file: Path) -> None:
-        """Raises OSError."""
-        self._closing = threading.Lock()
-        self._own = self._kernel = -1
-        self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._kernel = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
-        self._poll = select.poll()
-        self._poll.register(self._own, select.POLLIN)
-        if self._kernel >= 0:
-            if _libc.inotify_add_watch(self._kernel, os.fsencode(file), _IN_ATTRIB) < 0:
-                os.close(self._kernel)
-                self._kernel = -1
-            else:
-                self._poll.register(self._kernel, select.POLLIN)
 
-    def hush(self) -> None:
-        if self._kernel >= 0:
-            with suppress(BlockingIOError):
-                os.read(self._kernel, 4096)
+def _checked(file: Path) -> tuple[int, int]:
+    """Which file it is. Raises NotHosted, and StoreRefused where it is not for this user, or may be another's trap."""
+    try:
+        found = file.lstat()
+    except FileNotFoundError:
+        raise NotHosted(
+            f"no daemon has made the store of pool {file.stem} in {file.parent}: start elastic-agent without a script "
+            "on this machine, as the same user"
+        ) from None
+    except PermissionError as error:
+        raise _of_another_user(file) from error
+    except OSError as error:
+        raise StoreUnavailable(f"cannot reach {file}: {error}") from error
+    me, is_file = os.geteuid(), stat.S_ISREG(found.st_mode)
+    if me and is_file and found.st_uid != me:
+        raise _of_another_user(file)
+    if not is_file or (found.st_uid != me and file.parent.parent.stat().st_mode & stat.S_IWOTH):
+        raise StoreRefused(
+            f"user {found.st_uid} has made the store in {file.parent}: remove that folder, or name another one"
+        )
+    return found.st_dev, found.st_ino
 
-    def wait(self, timeout_s: float) -> None:
-        most_s = timeout_s if self._kernel >= 0 else min(timeout_s, POLL_S)
-        self._poll.poll(max(0, int(most_s * 1000) + 1))
 
-    def ring(self) -> None:
-        """For this watch alone, from any thread."""
-        with self._closing:
-            if self._own >= 0:
-                os.eventfd_write(self._own, 1)
+def _of_another_user(file: Path) -> StoreRefused:
+    return StoreRefused(
+        f"{file.parent} belongs to another user: a pool of one machine is for the user that runs its daemon, and for "
+        "root"
+    )
 
-    def close(self) -> None:
-        with self._closing:
-            for descriptor in (self._own, self._kernel):
-                if descriptor >= 0:
-                    os.close(descriptor)
-            self._own = self._kernel = -1
 
-    def __del__(self) -> None:
-        self.close()
+# ---------------------------------------------------------------- in a transaction
+
+
+def _transact(
+    database: sqlite3.Connection, compares: tuple[Compare, ...], writes: tuple[Put | Delete, ...]
+) -> Outcome:
+    """Raises LeaseExpired."""
+
+    def entry(key: str) -> Entry | None:
+        row = database.execute(f"{_ENTRIES} WHERE key = ? AND value IS NOT NULL", (key,)).fetchone()
+        return Entry(*row) if row is not None else None
+
+    before = [entry(compare.key) for compare in compares]
+    holds = all(
+        (old.mod_revision if old is not None else 0) == compare.mod_revision
+        for compare, old in zip(compares, before, strict=True)
+    )
+    if holds:
+        for write in writes:
+            if isinstance(write, Put) and write.lease is not None:
+                known = database.execute("SELECT 1 FROM leases WHERE lease = ?", (write.lease,))
+                if known.fetchone() is None:
+                    raise LeaseExpired(f"lease {write.lease} has expired; {write.key!r} was not written")
+        _apply(database, writes)
+    (revision,) = database.execute("SELECT revision FROM state").fetchone()
+    return Outcome(holds, revision, tuple(entry(compare.key) for compare in compares))
+
+
+def _apply(database: sqlite3.Connection, writes: tuple[Put | Delete, ...]) -> None:
+    """Under one new revision, if anything changes."""
+    (revision,) = database.execute("SELECT revision + 1 FROM state").fetchone()
+    changed = 0
+    for write in writes:
+        if isinstance(write, Delete):
+            changed += database.execute(
+                "UPDATE entries SET value = NULL, created = NULL, lease = NULL, revision = ?"
+                " WHERE key = ? AND value IS NOT NULL",
+                (revision, write.key),
+            ).rowcount
+        else:
+            changed += database.execute(
+                "INSERT INTO entries VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value,"
+                " created = coalesce(created, excluded.created), revision = excluded.revision, lease = excluded.lease",
+                (write.key, write.value, revision, revision, write.lease),
+            ).rowcount
+    if changed:
+        database.execute("UPDATE state SET revision = ?", (revision,))
+        database.execute("DELETE FROM entries WHERE revision <= ? AND value IS NULL", (revision - HISTORY,))
+
+
+def _end_lease(database: sqlite3.Connection, lease: LeaseId) -> None:
+    """And delete its keys."""
+    database.execute("DELETE FROM leases WHERE lease = ?", (lease,))
+    keys = database.execute("SELECT key FROM entries WHERE lease = ? ORDER BY key", (lease,)).fetchall()
+    _apply(database, tuple(Delete(key) for (key,) in keys))
 
 
 def _due(database: sqlite3.Connection) -> list[LeaseId]:
@@ -421,7 +532,16 @@ def _due(database: sqlite3.Connection) -> list[LeaseId]:
     return [lease for (lease,) in database.execute(late, (now, now + SLACK_S))]
 
 
-def _retried(open_it: Callable[[], LocalStore], timeout_s: float) -> LocalStore:
-    found = list[LocalStore]()
-    retry_connect(lambda: found.append(open_it()), time.monotonic() + timeout_s, random.Random())
-    return found[0]
+def _in_scopes(scopes: tuple[str, ...]) -> tuple[str, list[str]]:
+    """A condition, and its words."""
+    parts, words = ["0"], list[str]()
+    for scope in scopes:
+        if not scope:
+            parts.append("1")
+        elif is_folder(scope):
+            parts.append("key >= ? AND key < ?")
+            words += [scope, scope[:-1] + chr(ord("/") + 1)]
+        else:
+            parts.append("key = ?")
+            words.append(scope)
+    return " OR ".join(parts), words

@@ -2,7 +2,8 @@
 
 Every change of any key gets the next *revision*, one counter for the whole store. A *lease* is a promise by
 the store to delete the keys put under it once it has not been confirmed for its time to live; only the store's
-own clock judges that. A *watch* delivers every change after a revision, each once, and those of one scope in order.
+own clock judges that. A *watch* delivers the changes after a revision, each once, and those of one scope in order; of a
+key that has changed again meanwhile it may deliver the newest alone.
 
 What is read and watched is named by *scopes*: a scope is one key, or, empty or ending in `/`, every key that begins
 with it. So a question about `nodes/n1` does not include `nodes/n10`.

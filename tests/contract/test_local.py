@@ -3,7 +3,6 @@ may open it."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -22,15 +21,14 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.rendezvous.errors import (
+    Compacted,
     LeaseExpired,
     StoreError,
     StoreMismatch,
     StoreRefused,
     StoreUnavailable,
 )
-from elastic_agent.rendezvous.local import store as store_module
-from elastic_agent.rendezvous.local.database import LONG, TIDY_EVERY, Connection, store_file
-from elastic_agent.rendezvous.local.store import LOOK_S, LocalStore
+from elastic_agent.rendezvous.local.store import HISTORY, LOOK_S, TIDY_EVERY, LocalStore, store_file
 from elastic_agent.rendezvous.store.interface import Delete, Put, Store
 
 PATIENCE_S = 20.0
@@ -132,8 +130,7 @@ def test_several_that_start_at_once_make_one_store_and_count_in_it(file: Path) -
 WRITER = """
 import sys
 from pathlib import Path
-from elastic_agent.rendezvous.local.database import store_file
-from elastic_agent.rendezvous.local.store import LocalStore
+from elastic_agent.rendezvous.local.store import LocalStore, store_file
 from elastic_agent.rendezvous.store.interface import Put
 store = LocalStore.offer(store_file(Path(sys.argv[1]), "pool"), 20.0)
 for number in range(1_000_000):
@@ -253,8 +250,7 @@ FULL_DISK = """
 import os, sys, time
 from pathlib import Path
 from elastic_agent.rendezvous.errors import StoreUnavailable
-from elastic_agent.rendezvous.local.database import store_file
-from elastic_agent.rendezvous.local.store import LocalStore
+from elastic_agent.rendezvous.local.store import LocalStore, store_file
 from elastic_agent.rendezvous.store.interface import Put
 folder = Path(sys.argv[1])
 store = LocalStore.offer(store_file(folder, "pool"), 20.0)
@@ -327,35 +323,6 @@ def test_a_lease_that_cannot_be_ended_makes_no_read_fail_and_can_be_confirmed(
         store.keep_alive(lost)
 
 
-def test_a_disk_that_stands_still_holds_only_who_waits_for_it_and_nobody_for_long(
-    offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, moves, within = offer(0.5), threading.Event(), Connection.within
-
-    def slow(self: Connection, work: Callable[..., object], **how: bool) -> object:
-        if threading.current_thread().name == "local-store":
-            moves.wait(PATIENCE_S)
-        return within(self, work, **how)
-
-    lease = store.grant(60.0)
-    put(store, "before")  # all that the thread had to do is done
-    monkeypatch.setattr(Connection, "within", slow)
-    for key in ("first", "abandoned"):
-        began = time.monotonic()
-        with pytest.raises(StoreUnavailable, match="read before asking again"):
-            put(store, key)
-        assert time.monotonic() - began < 5.0
-    put(store, "nodes/n", "", lease)
-    store.keep_alive(lease)
-    assert list(values(store)) == ["before", "nodes/n"]
-    moves.set()
-    eventually(lambda: "first" in values(store))
-    put(store, "later")
-    assert sorted(values(store)) == ["before", "first", "later", "nodes/n"], (
-        "what was given up is not done after that"
-    )
-
-
 def test_only_who_writes_what_is_to_last_waits_for_the_disk(
     offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,50 +365,6 @@ def test_a_queue_that_changes_all_the_time_does_not_grow(
     assert file.stat().st_size < 8_000_000
 
 
-def test_the_log_is_brought_into_the_file_when_it_is_long_and_by_one_at_a_time(
-    offer: Callable[..., LocalStore], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, log = offer(), file.with_name("pool.db-wal")
-    put(store, "before")  # the file and the log have their room
-    asked: list[int] = []
-    checkpoint = Connection.checkpoint
-
-    def counted(self: Connection) -> None:
-        asked.append(log.stat().st_size)
-        checkpoint(self)
-
-    monkeypatch.setattr(Connection, "checkpoint", counted)
-    lease = store.grant(3600.0)
-
-    def write(length: int, times: int) -> None:
-        for _ in range(times):
-            put(store, "nodes/n", "x" * length, lease)
-            if store._written % TIDY_EVERY == 0:
-                store._disk.do(lambda database: None, PATIENCE_S)  # when its thread has tidied
-
-    write(1, 300)
-    assert asked == []
-    write(10_000, 1100)  # the history has its size
-    asked.clear()
-    write(10_000, 1600)
-    assert 2 <= len(asked) <= 16, "not each time, once it was long"
-    assert log.stat().st_size < 2 * LONG
-    with open(log, "rb") as taken:
-        fcntl.flock(taken, fcntl.LOCK_EX)
-        write(10_000, 1600)
-        assert log.stat().st_size > 2 * LONG, "somebody else brings it there"
-
-
-def test_the_thread_that_waits_for_the_disk_needs_no_descriptor_to_begin(
-    offer: Callable[..., LocalStore], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offer()
-    with closing(LocalStore.connect(file, PATIENCE_S)) as store:
-        monkeypatch.setattr(sqlite3, "connect", lambda *words, **more: pytest.fail("no descriptor is left"))
-        put(store, "k")
-        assert list(values(store)) == ["k"]
-
-
 # Watches
 
 
@@ -469,24 +392,15 @@ def test_a_watch_waits_for_the_bell_and_hears_it(offer: Callable[..., LocalStore
     assert sorted(heard)[2] < LOOK_S / 2, "at the bell, not at the next look"
 
 
-@pytest.mark.parametrize("instance", [False, True])
 def test_a_machine_without_a_bell_looks_more_often(
-    instance: bool, offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
+    offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user has no instance of inotify left, or no watch of it."""
-
-    class NoBell:
-        def inotify_init1(self, flags: int) -> int:
-            return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) if instance else -1
-
-        def inotify_add_watch(self, *words: object) -> int:
-            return -1
-
-    monkeypatch.setattr(store_module, "_libc", NoBell())
-    store = offer()
+    """The user has no instance of inotify left."""
+    monkeypatch.setattr("elastic_agent.rendezvous.local.store._libc.inotify_init1", lambda flags: -1)
+    store, other = offer(), offer()
     watch = store.watch(("",), store.read(()).revision)
     assert watch.next(0.0) == ()
-    at = threading.Timer(0.1, lambda: put(store, "k"))
+    at = threading.Timer(0.1, lambda: put(other, "k"))
     at.start()
     began = time.monotonic()
     assert [change.key for change in watch.next(PATIENCE_S)] == ["k"]
@@ -494,17 +408,40 @@ def test_a_machine_without_a_bell_looks_more_often(
     at.join()
 
 
-def test_a_process_without_a_free_descriptor_is_told_that_it_cannot_watch_now(
-    offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
+def test_a_watch_tells_the_newest_of_a_key_and_whether_it_has_missed_a_deletion(
+    offer: Callable[..., LocalStore],
 ) -> None:
-    def none_left(*words: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     store = offer()
-    monkeypatch.setattr(os, "eventfd", none_left)
-    with pytest.raises(StoreUnavailable, match=r"cannot watch the store .*Too many open files"):
-        store.watch(("",), 0)
-    assert list(store._watches) == []
+    lease = store.grant(3600.0)
+    start = put(store, "a", "1", lease)
+    put(store, "a", "2", lease)
+    put(store, "b", "", lease)
+    revision = store.transact((), (Delete("b"),)).revision
+    changes = store.watch(("",), start).next(0.0)
+    assert [(one.key, one.entry and one.entry.value) for one in changes] == [("a", "2"), ("b", None)]
+    for _ in range(HISTORY):
+        put(store, "c", "", lease)
+    assert [one.key for one in store.watch(("",), revision).next(0.0)] == ["c"]
+    with pytest.raises(Compacted):
+        store.watch(("",), revision - 1).next(0.0)
+
+
+def test_the_log_begins_anew_and_is_brought_into_the_file_by_one_at_a_time(
+    offer: Callable[..., LocalStore], file: Path
+) -> None:
+    store, log = offer(), file.with_name("pool.db-wal")
+    lease = store.grant(3600.0)
+
+    def write(times: int) -> int:
+        for _ in range(times):
+            put(store, "nodes/n", "x" * 10_000, lease)
+        return log.stat().st_size
+
+    most = write(3 * TIDY_EVERY)
+    assert write(10 * TIDY_EVERY) == most
+    with open(log, "rb") as taken:
+        fcntl.flock(taken, fcntl.LOCK_EX)
+        assert write(3 * TIDY_EVERY) > most, "somebody else brings it there"
 
 
 def test_a_watch_that_is_closed_leaves_no_descriptor(offer: Callable[..., LocalStore]) -> None:
@@ -557,7 +494,7 @@ def test_a_file_of_another_version_or_that_is_damaged_or_gone_is_refused_with_wh
     put(store, "k")
     with closing(sqlite3.connect(file)) as raw:
         raw.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreMismatch, match=r"another version of elastic-agent \(schema 99, not 1\)"):
+    with pytest.raises(StoreMismatch, match=r"another version of elastic-agent \(schema 99, not 2\)"):
         LocalStore.connect(file, 1.0)
     for one in file.parent.glob("pool.db*"):
         one.rename(file.with_name(f"was-{one.name}"))
@@ -583,8 +520,7 @@ def open_folder() -> Iterator[Path]:
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from elastic_agent.rendezvous.local.database import store_file
-from elastic_agent.rendezvous.local.store import LocalStore
+from elastic_agent.rendezvous.local.store import LocalStore, store_file
 os.setgid(65534)
 os.setuid(65534)
 store = getattr(LocalStore, sys.argv[2])(store_file(Path(sys.argv[1]), "pool"), 5.0)

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from elastic_agent.pool.loop import TURN_S
 from elastic_agent.pool.member import Assignment, PoolMember, WriteDecision
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
@@ -130,7 +131,11 @@ class Daemon:
         )
         self._subscription: Subscription | None = None
         self._kept: LeaseId | None = None
+        self._tick()
+
+    def _tick(self) -> None:
         self.turn()
+        self.soon(TURN_S, self._tick)
 
     def kill(self) -> None:
         self.life += 1
@@ -325,7 +330,6 @@ class PoolSimulation:
             directory="/",
             min_nodes=least,
             max_nodes=max(least, self.rng.randint(least, max(least, self._size + 1)) // multiple * multiple),
-            time_limit_s=20.0 if self.rng.random() < 0.1 else None,
             submitted_at=WALL + self.now,
             submitted_by="user@host",
             nodes_multiple_of=multiple,
@@ -576,7 +580,6 @@ class PoolSimulation:
             Outcome.SUCCEEDED: truth.done,
             Outcome.FAILED: truth.failed,
             Outcome.CANCELLED: truth.cancelled_at is not None,
-            Outcome.TIMED_OUT: True,
             Outcome.UNABLE: result.attempts >= MOST_ATTEMPTS,
         }[result.outcome]
         self.require(true, "P4", f"{result} is not true: {truth}")

@@ -274,7 +274,7 @@ class KeptOut(Scenario):
     def exclude(self) -> None:
         if any(entry.key == node_key(self.AWAY) for entry in self.kv.read((NODES_PREFIX,), self.now).entries):
             self.broken("I13", "the node to exclude is not away")
-        exclude_node(self.store, "sim", self.AWAY, "it reboots", 0.0, self.note, away=True)
+        exclude_node(self.store, "sim", self.AWAY, "it reboots", 0.0, self.note)
         self.store_changed()
 
     def decision(self, view: View, policy: Policy, now: float) -> Decision:

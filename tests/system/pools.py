@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.pool.records import SCOPES, PoolView
-from elastic_agent.rendezvous.local.database import store_file
-from elastic_agent.rendezvous.local.store import LocalStore
+from elastic_agent.rendezvous.local.store import LocalStore, store_file
 
 from .harness import HELD_STORES, Agent, Job, python_path
 from .processes import MARKER, Process

@@ -178,20 +178,9 @@ def test_jobs_are_cancelled_where_they_are(pool: Pool) -> None:
     assert pool.wait(waiting) == ExitCode.STOPPED_BY_SIGTERM
     assert pool.command("cancel", running).returncode == ExitCode.SUCCESS
     assert pool.wait(running) == ExitCode.STOPPED_BY_SIGTERM
-    assert pool.command("cancel", running).returncode == ExitCode.NO_JOB
+    assert pool.command("cancel", running).returncode == ExitCode.LATER
     assert not pool.workers()
     assert not pool.starts_of(waiting)
-
-
-def test_a_job_beyond_its_time_limit_is_ended_and_the_next_one_runs(pool: Pool) -> None:
-    pool.daemons("a")
-    long, after = pool.submit("--time-limit=1s"), pool.submit()
-    pool.starts(after, 1)
-    assert pool.wait(long) == ExitCode.UNABLE
-    (result,) = pool.view().results
-    assert (result.outcome, result.reason) == (Outcome.TIMED_OUT, "its time limit of 1 s")
-    pool.end_job(after)
-    assert pool.wait(after) == ExitCode.SUCCESS
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a mount of one process")
@@ -248,7 +237,7 @@ def test_a_daemon_that_is_stopped_leaves_by_plan_and_its_job_waits(pool: Pool) -
     assert pool.wait(one) == ExitCode.SUCCESS
 
 
-@pytest.mark.parametrize("thread", ["job-agent", "store-requests", "local-store"])
+@pytest.mark.parametrize("thread", ["job-agent", "store-requests"])
 def test_a_daemon_without_one_of_its_threads_ends_with_its_own_code(pool: Pool, thread: str) -> None:
     broken = pool.daemon("a", environment={**planted(f"dies {thread}")})
     if thread == "job-agent":

@@ -61,7 +61,7 @@ def test_a_node_that_is_excluded_while_it_is_away_stays_out_when_it_comes(job: J
     place = (f"--rdzv-endpoint=127.0.0.1:{job.store_port}", "--rdzv-backend=c10d")
     agents["c"].kill()
     two = job.wait_for_training(world=2, after=three.number)
-    said = told(job, "exclude", "c", "--away", "--reason=its disk is swapped", *place)
+    said = told(job, "exclude", "c", "--reason=its disk is swapped", *place)
     assert "its agent is away: it is left out when it comes" in said
     back = job.join("c", *LIMITS, script=(DYING,))
     job.wait_for_text(back, "excluded by an operator: its disk is swapped")

@@ -91,8 +91,7 @@ main: common output configuration workers/processes workers/failures machine che
     workers/hangs workers/preloader rendezvous_io observability workers
 pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
     configuration machine workers/preloader rendezvous_io main
-pool/commands: rendezvous/text rendezvous rendezvous/store common output configuration rendezvous_io \
-    commands pool
+pool/commands: rendezvous/text rendezvous rendezvous/store common configuration commands pool
 torchrun: rendezvous/etcd common configuration machine rendezvous_io main
 start: common output configuration workers/processes checkpoints machine commands main pool pool/commands
 """

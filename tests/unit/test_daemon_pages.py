@@ -15,7 +15,6 @@ from elastic_agent.health.http import Answers, HealthServer, Probe, Request
 from elastic_agent.health.metrics import Build, Metrics, Place
 from elastic_agent.pool.member import Assignment
 from elastic_agent.pool.pages import (
-    SEAT_OUTCOMES,
     DaemonPages,
     DaemonSnapshot,
     PoolMetrics,
@@ -30,7 +29,6 @@ from elastic_agent.pool.records import (
     Record,
     Run,
     Seat,
-    SeatOutcome,
 )
 from elastic_agent.rendezvous.records import Endpoint, NodeRecord, node_key
 from elastic_agent.rendezvous.store.interface import Entry, Put
@@ -40,7 +38,7 @@ from elastic_agent.rendezvous.store.scoped import run_prefix
 
 NOW = 100.0
 IDLE = DaemonSnapshot(NOW - 0.5, True, False, "idle: waiting for a job", None, PoolCounts(3, 2, 5, 1))
-JOB = Job("j", 'a "job"', (), (), {}, "/", 1, 1, None, 0.0, "u")
+JOB = Job("j", 'a "job"', (), (), {}, "/", 1, 1, 0.0, "u")
 SEAT = Seat("n", "n1", 7)
 BUSY = replace(IDLE, running=Assignment(JOB, Run("j", 1, 0.0, (SEAT,)), SEAT), status="running job j")
 
@@ -123,7 +121,6 @@ def test_what_runs_is_shown(pages: DaemonPages, store: MemoryStore) -> None:
     shown = json.loads(pages.pool())
     assert shown["running"] == {"job": "j", "name": 'a "job"'}
     assert (shown["nodes"], shown["idle_nodes"], shown["queued_jobs"], shown["running_jobs"]) == (3, 2, 5, 1)
-    assert samples(pages)["elastic_agent_pool_node_busy"] == [{"pool": "p", "node": "n"}]
 
 
 def test_the_page_has_the_jobs_numbers_with_its_name(
@@ -164,7 +161,7 @@ def test_a_label_is_escaped() -> None:
 
 
 def test_nodes_and_jobs_are_counted() -> None:
-    job = Job("r", "t", (), (), {}, "/", 1, 1, None, 0.0, "u")
+    job = Job("r", "t", (), (), {}, "/", 1, 1, 0.0, "u")
     records: list[Record] = [
         PoolNode("idle", "i1", ""),
         PoolNode("seated", "s1", ""),
@@ -179,7 +176,3 @@ def test_nodes_and_jobs_are_counted() -> None:
     entries = (Entry(one.key, one.to_json(), at, at) for at, one in enumerate(records, 1))
     view.read(StoreSnapshot(9, tuple(entries)))
     assert view.counts() == PoolCounts(nodes=5, idle_nodes=1, queued_jobs=1, running_jobs=1)
-
-
-def test_every_end_of_a_seat_has_its_number() -> None:
-    assert tuple(outcome.value for outcome in SeatOutcome) == SEAT_OUTCOMES

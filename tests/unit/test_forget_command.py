@@ -96,7 +96,6 @@ ETCD = "--rdzv-endpoint=etcd://127.0.0.1"
         (["no name!", ETCD], "the name of a job"),
         (["job"], "the etcd that the job's nodes met in"),
         (["job", "--rdzv-endpoint=host:1"], "the etcd that the job's nodes met in"),
-        (["job", ETCD, "--rdzv-id=other"], "nothing else than job"),
         (["job", ETCD, "--etcd-frob"], "--etcd-frob"),
     ],
 )

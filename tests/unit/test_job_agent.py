@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.exits import WARNINGS, ExitCode
-from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded, NotTaken
+from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded
 from elastic_agent.pool.standby import AgentCommand
 
 PATIENCE_S = 20.0
@@ -92,7 +92,7 @@ def test_one_that_is_asked_to_leave_before_it_can_hear_that_has_left(
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    ended: queue.SimpleQueue[JobAgentEnded | NotTaken] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[JobAgentEnded] = queue.SimpleQueue()
     agent = JobAgent(AgentCommand((), dict(os.environ), str(tmp_path)), tmp_path / "output", ended.put)
     agent.start()
     agent.leave()

@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded, NotTaken
+from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded
 from elastic_agent.pool.job_logs import JobFolders, hold
 from elastic_agent.pool.standby import AgentCommand
 
@@ -51,7 +51,7 @@ def test_a_job_is_found_on_nfs_which_asks_how_a_file_that_is_locked_was_opened(
 
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     monkeypatch.setattr("elastic_agent.pool.job_agent.start_child", start_child)
-    ended: queue.SimpleQueue[JobAgentEnded | NotTaken] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[JobAgentEnded] = queue.SimpleQueue()
     output = JobFolders(tmp_path, "pool", "a").begin("one")
     agent = JobAgent(AgentCommand((), {}, str(tmp_path)), output, ended.put)
     agent.start()

@@ -23,6 +23,7 @@ from elastic_agent.pool.records import (
     SeatEnd,
     SeatOutcome,
 )
+from elastic_agent.pool.schedule import REFUSAL_S
 from elastic_agent.rendezvous.errors import LeaseExpired, StoreError, StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Put
 from elastic_agent.rendezvous.store.kv_state import KvState
@@ -138,7 +139,7 @@ class Bench:
         self.settle()
 
     def submit(self, name: str, least: int = 1, most: int = 1) -> None:
-        job = Job(name, name, (), ("train.py",), {}, "/", least, most, None, WALL, "user@host")
+        job = Job(name, name, (), ("train.py",), {}, "/", least, most, WALL, "user@host")
         self.put(job.key, job.to_json())
 
     def value(self, key: str) -> str | None:
@@ -197,8 +198,8 @@ def test_a_seat_is_not_taken_twice_when_replies_are_lost(bench: Bench) -> None:
     a.replies_to_lose = 1
     a.end(SeatOutcome.NOT_HERE)
     bench.wait(2.0)
-    assert bench.plan.setback_of("x").refusals["a"].times == 1
-    bench.wait(30.0)
+    assert "a" in bench.plan.setback_of("x").refusals
+    bench.wait(REFUSAL_S)
     assert a.start() > first
 
 
@@ -317,7 +318,7 @@ def test_a_daemon_that_was_away_for_too_long_has_lost_its_seat(bench: Bench) -> 
     assert bench.plan.setback_of("x").refusals == {}, "it has left as it was asked to"
 
 
-def test_the_coordinator_wakes_when_a_missing_node_is_to_be_counted_as_lost(bench: Bench) -> None:
+def test_a_node_that_is_missing_for_long_enough_is_counted_as_lost(bench: Bench) -> None:
     a, b = bench.daemon("a"), bench.daemon("b")
     bench.submit("x", least=2)
     a.start()
@@ -326,19 +327,15 @@ def test_the_coordinator_wakes_when_a_missing_node_is_to_be_counted_as_lost(benc
     b.connected = False
     bench.wait(TTL_S + 0.5)
     assert bench.value("nodes/b") is None
-    due = a.member.wake_at(bench.now)
-    assert due is not None
-    assert bench.now < due <= bench.now + TTL_S
-    bench.now = due
-    bench.kv.keep_alive(a.member.lease or 0, bench.now)
-    bench.settle()
+    assert [seat.node for seat in bench.plan.runs[0].seats] == ["a", "b"]
+    bench.wait(TTL_S)
     assert [seat.node for seat in bench.plan.runs[0].seats] == ["a"]
 
 
 def test_a_plan_that_another_has_written_meanwhile_is_read_first(bench: Bench) -> None:
     a = bench.daemon("a")
     bench.settle()
-    job = Job("x", "x", (), ("train.py",), {}, "/", 1, 1, None, WALL, "user@host")
+    job = Job("x", "x", (), ("train.py",), {}, "/", 1, 1, WALL, "user@host")
     bench.kv.transact((), (Put(job.key, job.to_json()),), bench.now)
     a._watch()
     decision = a.member.request(bench.now)
@@ -387,7 +384,7 @@ def test_a_lease_that_is_lost_while_the_own_record_stands_is_no_duplicate(bench:
     assert a.member.tracks
 
 
-@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":3,"tickets":0,"runs":[],"setbacks":[]}'])
+@pytest.mark.parametrize("plan", ["{}", "not JSON", '{"v":99,"tickets":0,"runs":[],"setbacks":[]}'])
 @pytest.mark.parametrize("there_before", [True, False])
 def test_a_plan_that_cannot_be_read_ends_the_daemon(bench: Bench, plan: str, there_before: bool) -> None:
     a = bench.daemon("a")

@@ -45,16 +45,15 @@ JOB = Job(
     directory="/data/my runs",
     min_nodes=1,
     max_nodes=4,
-    time_limit_s=60.0,
     submitted_at=1.7e9,
     submitted_by="me@here",
 )
 END = SeatEnd("ab12", 3, SeatOutcome.NOT_HERE, -9, "killed")
 NODE = PoolNode("a", "a-1", "10.0.0.1", 4, running=4, ended=END, leaving=True, problem="disk full")
-NODE = replace(NODE, http=Endpoint("10.0.0.1", 80), token="t", logs="/var/log")
+NODE = replace(NODE, http=Endpoint("10.0.0.1", 80), token="t")
 SEAT = Seat("a", "a-1", 3, leaving=True)
 RUN = Run("ab12", 2, 1.7e9, (SEAT, Seat("b", "b-1", 4)), Ending(Outcome.FAILED, "a: why", 1, 1.7e9))
-PLAN = Plan(4, (RUN,), (Setback("cd34", 2, 1, {"a": Refusal("why", 2, 1.7e9)}),))
+PLAN = Plan(4, (RUN,), (Setback("cd34", 2, 1, {"a": Refusal("why", 1.7e9)}),))
 RESULT = JobResult("ab12", Outcome.UNABLE, "why", 0, 3, None, 1.7e9, ("a", "b"))
 CANCEL = Cancel("ab12", "me@here")
 
@@ -89,7 +88,6 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("directory",): text(4096),
         ("min_nodes",): number(1, MOST_NODES),
         ("max_nodes",): number(1, MOST_NODES),
-        ("time_limit_s",): [wrong for wrong in INSTANT if wrong not in (None, 2**41)],
         ("submitted_at",): INSTANT,
         ("submitted_by",): text(256),
         ("nodes_multiple_of",): number(1, MOST_NODES),
@@ -113,7 +111,6 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("http", "address"): text(256),
         ("http", "port"): number(0, 65535),
         ("token",): text(128),
-        ("logs",): text(4096),
     },
     Plan: {
         ("tickets",): number(0, BIG),
@@ -138,7 +135,6 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("setbacks", 0, "in_vain"): number(0, BIG),
         ("setbacks", 0, "refusals"): [None, 1, "x", [], {"a b": {}}, {"a": None}, {"a": 1}],
         ("setbacks", 0, "refusals", "a", "reason"): text(MAX_REASON),
-        ("setbacks", 0, "refusals", "a", "times"): number(1, BIG),
         ("setbacks", 0, "refusals", "a", "until"): INSTANT,
     },
     JobResult: {
@@ -150,7 +146,6 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
         ("started_at",): INSTANT[1:],
         ("ended_at",): INSTANT,
         ("nodes",): [None, 1, "x", {}, [1], [None], ["a b"], ["a"] * (MOST_NODES + 1)],
-        ("logs",): [None, 1, "x", [], {"a b": "/"}, {"a": 1}, {"a": "x" * 4097}],
     },
 }
 
@@ -193,7 +188,7 @@ def refused(kind: type[Record], body: Any) -> RecordInvalid:
         *ALL,
         PoolNode("a", "a-1", ""),
         Plan(),
-        replace(JOB, time_limit_s=None, options=(), environment={}),
+        replace(JOB, options=(), environment={}),
         replace(RESULT, started_at=1.5),
     ],
     ids=lambda record: type(record).__name__,

@@ -89,24 +89,24 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "pool": (
-        2,
+        3,
         {
             "Plan": "tickets runs setbacks",
-            "PoolNode": ("node incarnation address most_nodes running ended leaving problem http token logs"),
+            "PoolNode": ("node incarnation address most_nodes running ended leaving problem http token"),
             "Endpoint": "address port",
             "Job": (
-                "job name options command environment directory min_nodes max_nodes time_limit_s "
+                "job name options command environment directory min_nodes max_nodes "
                 "submitted_at submitted_by nodes_multiple_of"
             ),
             "Cancel": "job cancelled_by",
-            "JobResult": "job outcome reason code attempts started_at ended_at nodes logs",
+            "JobResult": "job outcome reason code attempts started_at ended_at nodes",
             "Run": "job attempt started_at seats ending left",
             "Setback": "job attempts in_vain refusals",
             "SeatEnd": "job ticket outcome code reason",
-            "Outcome": "succeeded failed cancelled timed_out unable",
+            "Outcome": "succeeded failed cancelled unable",
             "Seat": "node incarnation ticket leaving",
             "Ending": "outcome reason code since",
-            "Refusal": "reason times until",
+            "Refusal": "reason until",
             "SeatOutcome": "succeeded failed left refused not_here",
         },
     ),

@@ -14,17 +14,14 @@ import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.codec import Invalid
-from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded, NotTaken, StandbyProcess
+from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded, StandbyProcess
 from elastic_agent.pool.standby import (
-    READY,
     RETRY_S,
-    TAKEN,
     AgentCommand,
     Standby,
     pair,
     receive_job,
     send_job,
-    was_taken,
     why_cold,
 )
 
@@ -72,9 +69,6 @@ def test_a_job_is_handed_over_whole_however_long_it_is(tmp_path: Path) -> None:
         assert received[0] == job
         with open(received[1], "wb") as same:
             same.write(b"printed")
-        theirs.send(READY)
-        theirs.send(TAKEN)
-        assert was_taken(ours)
     assert (tmp_path / "output").read_text() == "printed"
 
 
@@ -95,7 +89,7 @@ class Handed:
         ours, theirs = pair()
         program = (
             "import socket, sys\n"
-            "from elastic_agent.pool.standby import READY, TAKEN, receive_job\n"
+            "from elastic_agent.pool.standby import TAKEN, receive_job\n"
             "channel = socket.socket(fileno=int(sys.argv[1]))\n"
         )
         with theirs:
@@ -104,20 +98,21 @@ class Handed:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         job = AgentCommand(("--version",), {"PATH": "/bin"}, str(folder))
         self.agent = JobAgent(job, folder / "logs" / "output", self.events.put)
-        self.agent.start(StandbyProcess(self.process, ours))
+        self.taken = self.agent.start(StandbyProcess(self.process, ours))
 
     def event(self) -> Any:
         return self.events.get(timeout=PATIENCE_S)
 
 
 def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path) -> None:
-    handed = Handed(tmp_path, "channel.send(READY)\nreceive_job(channel)\nchannel.send(TAKEN)\nsys.exit(9)")
+    handed = Handed(tmp_path, "receive_job(channel)\nchannel.send(TAKEN)\nsys.exit(9)")
+    assert handed.taken
     assert handed.event() == JobAgentEnded(9)
 
 
 def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     stop = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
-    handed = Handed(tmp_path, f"channel.send(READY)\nreceive_job(channel)\nchannel.send(TAKEN)\n{stop}")
+    handed = Handed(tmp_path, f"receive_job(channel)\nchannel.send(TAKEN)\n{stop}")
     os.waitid(os.P_PID, handed.process.pid, os.WSTOPPED | os.WNOWAIT)
     handed.agent.leave()
     assert handed.event() == JobAgentEnded(ExitCode.STOPPED_BY_SIGTERM)
@@ -127,16 +122,15 @@ def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) ->
     "code",
     [
         "",
-        "channel.send(READY)\nreceive_job(channel)",
+        "receive_job(channel)",
         "channel.close()\nimport time\ntime.sleep(60)",
         "1 / 0",
     ],
 )
-def test_one_that_has_not_is_gone_before_another_agent_can_be_started(tmp_path: Path, code: str) -> None:
+def test_one_that_has_not_is_gone_before_another_agent_is_started(tmp_path: Path, code: str) -> None:
     handed = Handed(tmp_path, code)
-    assert handed.event() == NotTaken()
+    assert not handed.taken
     assert handed.process.returncode is not None
-    handed.agent.start()
     assert handed.event() == JobAgentEnded(0)
     assert (tmp_path / "logs" / "output").read_text().startswith("elastic-agent ")
 
@@ -147,12 +141,11 @@ def test_a_real_standby_takes_no_job_whose_directory_it_cannot_enter(tmp_path: P
     standby.turn(time.monotonic())
     waiting = standby.take(os.environ, str(folder))
     assert waiting is not None
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    agent = JobAgent(
-        AgentCommand(("--version",), dict(os.environ), str(folder)), tmp_path / "output", events.put
-    )
-    agent.start(waiting)
-    assert events.get(timeout=PATIENCE_S) == NotTaken()
+    job = AgentCommand(("--version",), dict(os.environ), str(folder))
+    agent = JobAgent(job, tmp_path / "output", lambda event: None)
+    with pytest.raises(OSError, match="gone"):  # nor can it be entered by a process of its own
+        agent.start(waiting)
+    assert waiting.process.returncode is not None
 
 
 def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> None:
@@ -228,9 +221,9 @@ def test_one_that_ends_is_replaced_after_a_pause(monkeypatch: pytest.MonkeyPatch
     clock = Clock()
     standby = Standby(("json",), "local", OURS, clock)
     for number in (1, 2):
-        assert standby.turn(clock.now) is None
+        standby.turn(clock.now)
         started[-1].wait()
-        assert standby.turn(clock.now) == clock.now + RETRY_S
+        standby.turn(clock.now)
         assert standby.take(OURS, "/here") is None
         assert len(started) == number
         clock.now += RETRY_S
@@ -239,5 +232,5 @@ def test_one_that_ends_is_replaced_after_a_pause(monkeypatch: pytest.MonkeyPatch
 
 def test_without_a_word_of_preload_there_is_none() -> None:
     standby = Standby((), "local", OURS, Clock())
-    assert standby.turn(1000.0) is None
+    standby.turn(1000.0)
     assert standby.take(OURS, "/here") is None
