@@ -223,7 +223,7 @@ class IdleChecks:
     ) -> None:
         """`post` takes events from any thread."""
         self._fails = mode == "fail"
-        self._checks = BackgroundChecks(new_run, post, errors=self._fails)
+        self._checks = BackgroundChecks(new_run, post)
         self._due_at = float("-inf") if mode != "off" else float("inf")
         self.problem = NOT_YET if self._fails else ""
         """Why this node must not be given a job; empty when it may."""

@@ -18,8 +18,7 @@ from dataclasses import replace
 
 from ...codec import plain
 from ...health.checks.finding import Finding, Outcome, worst, worst_first
-from ...health.checks.pair_report import PairsReport
-from ...health.checks.pairs import MOST_NODES
+from ...health.checks.pairs import MOST_NODES, PairsReport
 from ...health.checks.runner import run_checks
 from ...health.checks.table import checks_for
 from ...rendezvous.text import counted
@@ -32,8 +31,7 @@ from ..configuration.settings import Settings
 from ..configuration.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
-from .check_nodes import CannotCheck, check_meeting_place, check_nodes
-from .check_stages import JoinWait
+from .check_nodes import CannotCheck, JoinWait, check_meeting_place, check_nodes
 from .store_command import one_line_errors
 
 SCHEMA = 1
@@ -67,8 +65,6 @@ WAIT: Option[float] = OWN_OPTIONS.option(
 )
 
 _LEAST_WIDTH, _WIDEST = 60, 120
-_RED, _YELLOW, _GREEN, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[32m", "\x1b[0m"
-_COLOURS = {Outcome.FAIL: _RED, Outcome.WARN: _YELLOW, Outcome.OK: _GREEN}
 _WORDS = {Outcome.FAIL: "FAIL", Outcome.WARN: "WARN", Outcome.UNKNOWN: "?", Outcome.OK: "ok"}
 _COUNTED = {Outcome.FAIL: "failed", Outcome.WARN: "to look at", Outcome.UNKNOWN: "unknown", Outcome.OK: "ok"}
 
@@ -116,9 +112,9 @@ def main(words: Sequence[str]) -> int:
         whole = counted(len(report.nodes), "node")
     seconds = time.monotonic() - began_at
     if command_line[JSON].value:
-        print(as_json(name, findings, seconds) if report is None else report_as_json(report, seconds))
+        print(as_json(name, findings, report, seconds))
     else:
-        _print_table(whole, findings, seconds)
+        print("\n".join(table(whole, findings, seconds, shutil.get_terminal_size((_WIDEST, 24)).columns)))
     return ExitCode.FAILED if worst(findings) is Outcome.FAIL else ExitCode.SUCCESS
 
 
@@ -136,71 +132,41 @@ def _inspect(command_line: Settings, environ: Mapping[str, str]) -> tuple[Config
     return config, machine, resolved.warnings
 
 
-def _print_table(whole: str, findings: Sequence[Finding], seconds: float) -> None:
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else _WIDEST
-    colour = terminal and not os.environ.get("NO_COLOR")
-    print("\n".join(table(whole, findings, seconds, width, colour=colour)))
-
-
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def as_json(node: str, findings: Sequence[Finding], seconds: float) -> str:
-    document = {
-        "schema": SCHEMA,
-        "node": node,
-        "outcome": worst(findings).value,
-        "seconds": round(seconds, 3),
-        "findings": [plain(finding) for finding in worst_first(findings)],
-    }
-    return json.dumps(document, indent=2)
-
-
-def report_as_json(report: PairsReport, seconds: float) -> str:
+def as_json(node: str, findings: Sequence[Finding], report: PairsReport | None, seconds: float) -> str:
     """Of several nodes: each finding with the nodes and links that are bad, or with `decided` false, that may be."""
-    document = {
-        "schema": SCHEMA,
-        "nodes": report.nodes,
-        "missing": report.missing,
-        "outcome": worst(one.finding for one in report.findings).value,
-        "seconds": round(seconds, 3),
-        "findings": [
+    of: dict[str, object] = {"node": node}
+    shown = [plain(finding) for finding in worst_first(findings)]
+    if report is not None:
+        of = {"nodes": report.nodes, "missing": report.missing}
+        shown = [
             {**plain(one.finding), "nodes": one.nodes, "links": one.links, "decided": one.decided}
             for one in report.findings
-        ],
-        "measured": [plain(one) for one in report.measured],
-    }
+        ]
+    outcome = worst(findings).value
+    document = {"schema": SCHEMA, **of, "outcome": outcome, "seconds": round(seconds, 3), "findings": shown}
     return json.dumps(document, indent=2)
 
 
-def table(
-    whole: str, findings: Sequence[Finding], seconds: float, width: int, *, colour: bool
-) -> Iterator[str]:
+def table(whole: str, findings: Sequence[Finding], seconds: float, width: int) -> Iterator[str]:
     """One line for each check, the worst first, and what to do below it."""
     counts = Counter(finding.outcome for finding in findings)
     summary = ", ".join(f"{counts[outcome]} {_COUNTED[outcome]}" for outcome in Outcome if counts[outcome])
     yield f"{whole}: {summary}, in {seconds:.1f} s"
     yield ""
     column = max((len(finding.check) for finding in findings), default=0)
-    room = max(_LEAST_WIDTH, min(width, _WIDEST))
+    room = max(_LEAST_WIDTH, min(width, _WIDEST)) - len(f"FAIL  {'':{column}}  ")
     for finding in worst_first(findings):
-        word = f"{_WORDS[finding.outcome]:<4}"
-        paint = _COLOURS.get(finding.outcome, "") if colour else ""
-        begin = f"{word}  {finding.check:<{column}}  "
-        rest = " " * len(begin)
-        lines = textwrap.wrap(_printable(finding.summary), room - len(begin), break_on_hyphens=False) or [""]
+        begin = f"{_WORDS[finding.outcome]:<4}  {finding.check:<{column}}  "
+        lines = textwrap.wrap(_printable(finding.summary), room, break_on_hyphens=False) or [""]
         if finding.advice:
-            lines += textwrap.wrap(
-                f"-> {_printable(finding.advice)}",
-                room - len(begin),
-                subsequent_indent="   ",
-                break_on_hyphens=False,
-            )
-        painted = begin.replace(word, f"{paint}{word}{_PLAIN}", 1) if paint else begin
-        yield painted + lines[0]
-        yield from (rest + line for line in lines[1:])
+            advice = f"-> {_printable(finding.advice)}"
+            lines += textwrap.wrap(advice, room, subsequent_indent="   ", break_on_hyphens=False)
+        yield begin + lines[0]
+        yield from (" " * len(begin) + line for line in lines[1:])
 
 
 def _printable(text: str) -> str:

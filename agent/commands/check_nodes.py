@@ -1,7 +1,14 @@
 """`elastic-agent check --nodes N`: nodes meet in the store of a job, try each other out, and all print one report.
 
-One node answers the others, tries them, and measures with its partners. All of it runs in processes of its own, which
-end with this one: the server, the file in the checkpoint directory, each try, each all-reduce.
+Its keys in the job's store are all leased, so that nothing stays of nodes that are killed, and the job sees none:
+
+    check/nodes/NODE            what a node says about itself (`NodeFacts`); the oldest one leads
+    check/stage                 the number of what all do now, and who is there, written by the one that leads
+    check/results/STAGE/NODE    what a node has found out in that stage
+    check/report                what all print in the end
+
+In stage 0 each node tries to reach the others; then follow the rounds of all-reduces. A node that ends is left out from
+then on. When the leader ends, the others say so: nothing of theirs is lost but time.
 """
 
 from __future__ import annotations
@@ -9,32 +16,47 @@ from __future__ import annotations
 import contextlib
 import platform
 import queue
-import re
 import secrets
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
 
 from ... import __version__
-from ...codec import Invalid, from_plain, plain
+from ...codec import AtMost, Checked, Count, Document, Invalid
 from ...health.checks.finding import Finding, Outcome, worst_first
-from ...health.checks.pair_findings import MOST_FINDINGS, NodeFacts, Software
-from ...health.checks.pair_report import PairsReport
-from ...health.checks.pairs import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
-from ...health.checks.processes import NoAnswer, Probe, ask
-from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch
-from ...rendezvous.store.interface import Store
+from ...health.checks.pair_probes import AllReduceOrder, all_reduce, reach, serve
+from ...health.checks.pairs import (
+    MOST_NODES,
+    AllReduce,
+    CheckResults,
+    Node,
+    NodeFacts,
+    NodeResults,
+    PairsReport,
+    make_report,
+    pair_of,
+    rounds,
+    tried_by,
+)
+from ...rendezvous.errors import LeaseExpired, RecordInvalid, StoreError, StoreMismatch, StoreUnavailable
+from ...rendezvous.store.interface import Compare, Entry, Put, Store
+from ...rendezvous.store.scoped import ScopedStore
 from ...rendezvous.store.wire import check_of
+from ...threads import Thread
 from ..common.exits import CannotStart, ExitCode
 from ..common.kernel_files import read
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import Config, ConfigError, Problem
 from ..machine.inventory import Machine
-from ..machine.network import Network, NetworkChoice
+from ..machine.network import Network
 from ..rendezvous_io.store_opening import open_store, store_listener
 from ..workers.processes.workers import job_python
-from .check_stages import CheckStore, JoinWait, LeaderGone, Stage, StageDriver
+
+_T = TypeVar("_T")
 
 
 class CannotCheck(Exception):
@@ -50,6 +72,14 @@ def check_meeting_place(config: Config) -> None:
     if config.rendezvous.kind.port is None or not config.rendezvous.endpoints:
         advice = "add --rdzv-endpoint as the agents of the job have it, the same on all nodes"
         raise ConfigError([Problem("rdzv-endpoint", None, "the store where the nodes meet", advice)])
+
+
+@dataclass(frozen=True, slots=True)
+class JoinWait:
+    """How many nodes the check is for, and how long to wait for them."""
+
+    wanted: int
+    wait_s: float
 
 
 def check_nodes(
@@ -68,25 +98,24 @@ def check_nodes(
     config = replace(config, rendezvous=rendezvous)
     try:
         with contextlib.ExitStack() as parts:
-            sockets = bind_sockets(config, network.choice.address)
-            facts = describe(name, machine, network.choice, sockets, findings)
-            local = LocalNode(facts, sockets, "", environ)
+            local = LocalNode(name, config, machine, network, findings, environ)
             parts.callback(local.close)
-            local.start()
             store, hosts = _open_store(config, network, show)
             parts.callback(store.close)
             check_store = CheckStore(store, rendezvous.lease_ttl_s)
-            parts.callback(lambda: _left(check_store))
-            _join(check_store, local)
-            check = StageDriver(check_store, local, join_wait, show)
+            parts.callback(check_store.leave)
+            if not check_store.join(local.facts):  # there is one of this name
+                local.facts = replace(local.facts, node=f"{name[:115]}-{local.facts.life}")
+                check_store.join(local.facts)
+            check = NodesCheck(check_store, local, join_wait, show)
             report = check.run()
-            _left(check_store)
+            check_store.leave()
             if hosts:
                 check.await_others()
             return report
     except CannotStart as error:
         raise CannotCheck(error.code, str(error)) from error
-    except (PortError, NoAnswer) as error:
+    except PortError as error:
         raise CannotCheck(ExitCode.NOT_HERE, str(error)) from error
     except (StoreMismatch, RecordInvalid) as error:
         raise CannotCheck(ExitCode.MISMATCH, str(error)) from error
@@ -101,13 +130,9 @@ def _open_store(config: Config, network: Network, show: Callable[[str], None]) -
         return bind_listener(address, port or config.port_range or 0, purpose)
 
     listener = store_listener(config, network.endpoint, network.choice.address, bind)
-    where = ", ".join(map(str, config.rendezvous.endpoints))
-    show(
-        f"this node hosts the store at {where}"
-        if listener is not None
-        else f"looking for the store at {where}"
-    )
     hosts, rendezvous = listener is not None, config.rendezvous
+    where = ", ".join(map(str, rendezvous.endpoints))
+    show(f"this node hosts the store at {where}" if hosts else f"looking for the store at {where}")
     if rendezvous.may_host:
         # As a store that ends with this check: an agent of the job does not take it for its own.
         own = replace(config, rendezvous=replace(rendezvous, job_id=check_of(rendezvous.job_id)))
@@ -119,232 +144,349 @@ def _open_store(config: Config, network: Network, show: Callable[[str], None]) -
     return open_store(config, network.endpoint, listener, queue.SimpleQueue()), hosts
 
 
-def _join(check_store: CheckStore, local: LocalNode) -> None:
-    """Under another name, when there is one of its name."""
-    if not check_store.join(local.facts):
-        local.rename(f"{local.facts.node[:115]}-{local.facts.life}")
-        check_store.join(local.facts)
-
-
-def _left(check_store: CheckStore) -> None:
-    with contextlib.suppress(StoreError):
-        check_store.leave()
-
-
 # --- This node's part
-
-SERVES_S = 10.0
-FILE_S = 5.0
-REACH_S = 15.0
-"""A try takes 5 s at most, and there are 64 at once."""
-MEASURE_S = 25.0
-ALL_REDUCE_S = 60.0
-"""Both import torch while they measure. A busy machine, or a file system over the network, takes long for that."""
-END_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Sockets:
-    """Bound and listening, so that no other process can take them: the server's, and that of an all-reduce's store."""
-
-    probes: socket.socket
-    all_reduce: socket.socket
-
-    def close(self) -> None:
-        self.probes.close()
-        self.all_reduce.close()
-
-
-def bind_sockets(config: Config, address: str) -> Sockets:
-    """On ports that the configuration allows. Raises PortError."""
-    ports = config.port_range or 0
-    probes = bind_listener(address, ports, "check")
-    try:
-        return Sockets(probes, bind_listener(address, ports, "all-reduce of a check"))
-    except BaseException:
-        probes.close()
-        raise
-
-
-def describe(
-    name: str,
-    machine: Machine,
-    choice: NetworkChoice,
-    sockets: Sockets,
-    findings: Sequence[Finding],
-) -> NodeFacts:
-    """`findings` are those of this node's own checks."""
-    software = machine.software
-    request_token, reply_token = secrets.token_hex(16), secrets.token_hex(16)
-    bad = [finding for finding in worst_first(findings) if finding.outcome is not Outcome.OK]
-    return NodeFacts(
-        node=name,
-        life=uuid.uuid4().hex[:12],
-        endpoint=ProbeEndpoint(
-            name, choice.address, sockets.probes.getsockname()[1], request_token, reply_token
-        ),
-        all_reduce_port=sockets.all_reduce.getsockname()[1],
-        machine=read("/proc/sys/kernel/random/boot_id").strip()[:64],
-        interface=choice.interface,
-        speed_mbps=choice.speed_mbps or 0,
-        mtu=choice.mtu,
-        rdma_ports=len(choice.rdma),
-        gpus=len(machine.inventory.cuda),
-        software=Software(
-            agent=__version__,
-            python=platform.python_version(),
-            torch=(software.torch or "")[:64],
-            nccl=(software.nccl or "")[:64] if software.has_nccl else "",
-            driver=_driver(read("/proc/driver/nvidia/version")),
-        ),
-        findings=tuple(bad[:MOST_FINDINGS]),
-    )
-
-
-def _driver(text: str) -> str:
-    """
-    >>> _driver("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build")
-    '580.95.05'
-    """
-    found = re.search(r"\b\d{3,4}\.\d+(\.\d+)?\b", text)
-    return found[0] if found else ""
 
 
 class LocalNode:
-    """This node's part: its server for probes, its file in the checkpoint directory, its tries. Close it in the end."""
+    """Answers the others until it is closed, and tries them."""
 
     def __init__(
-        self, facts: NodeFacts, sockets: Sockets, directory: str, environ: Mapping[str, str]
+        self,
+        name: str,
+        config: Config,
+        machine: Machine,
+        network: Network,
+        findings: Sequence[Finding],
+        environ: Mapping[str, str],
     ) -> None:
-        """`directory` is where the script keeps its checkpoints; empty: not known. `environ` is the workers',
-        without what is secret."""
-        self.facts, self._sockets, self._environ = facts, sockets, environ
-        self._directory = directory
-        self._lasting = contextlib.ExitStack()
-        self._stage = contextlib.ExitStack()
-
-    def start(self) -> None:
-        """Answer the others from now on, and write the file that they look for. Raises NoAnswer."""
-        descriptor = self._sockets.probes.fileno()
-        server = Probe("server", environ=self._environ, descriptors=[descriptor])
-        self._lasting.callback(server.close)
-        server.order({"listener": descriptor, "endpoint": plain(self.facts.endpoint)})
-        server.answer(SERVES_S)
-        if self._directory:
-            holder = Probe("directory", environ=self._environ)
-            self._lasting.callback(lambda: holder.end(END_S))
-            holder.order({"hold": self._directory})
-            # Why there is none, the node's own check of the directory says.
-            with contextlib.suppress(NoAnswer, Invalid):
-                file = holder.answer(FILE_S).get("file", "")
-                self.facts = replace(self.facts, file=file)
-
-    def rename(self, name: str) -> None:
-        self.facts = replace(self.facts, node=name, endpoint=replace(self.facts.endpoint, node=name))
+        """`findings` are those of this node's own checks, `environ` is the workers'. Raises PortError."""
+        choice, software, self._environ = network.choice, machine.software, environ
+        self._sockets = contextlib.ExitStack()
+        with self._sockets:  # closed, should the second one fail
+            ports = config.port_range or 0
+            probes = self._sockets.enter_context(bind_listener(choice.address, ports, "check"))
+            self._store = self._sockets.enter_context(
+                bind_listener(choice.address, ports, "all-reduce of a check")
+            )
+            self._sockets = self._sockets.pop_all()
+        traits = {
+            "MTU": f"{choice.mtu}",
+            "link speed": f"{choice.speed_mbps} Mbit/s" if choice.speed_mbps else "",
+            "number of RDMA ports": f"{len(choice.rdma)}",
+            "address family": choice.family,
+            "version of elastic-agent": __version__,
+            "version of Python": platform.python_version(),
+            "torch": software.torch or "none",
+            "NCCL": (software.nccl or "") if software.has_nccl else "",
+            "NVIDIA driver": [*read("/proc/driver/nvidia/version").split("  "), ""][1],
+            "number of GPUs": f"{len(machine.inventory.cuda)}",
+        }
+        bad = [finding for finding in worst_first(findings) if finding.outcome is not Outcome.OK]
+        self.facts = NodeFacts(
+            node=name,
+            life=uuid.uuid4().hex[:12],
+            address=choice.address,
+            port=probes.getsockname()[1],
+            token=secrets.token_hex(32),
+            store_port=self._store.getsockname()[1],
+            machine=read("/proc/sys/kernel/random/boot_id").strip()[:64],
+            interface=choice.interface,
+            traits={trait: value[:64] for trait, value in traits.items() if value},
+            findings=tuple(bad[:32]),
+        )
+        self._sockets.callback(lambda: probes.shutdown(socket.SHUT_RDWR))
+        Thread(lambda: serve(probes, self.facts.token), "check-server").start()
 
     def close(self) -> None:
-        self._stage.close()
-        self._lasting.close()
         self._sockets.close()
 
-    def carry_out(self, stage: Stage, others: dict[str, NodeFacts]) -> NodeResults:
-        self._stage.close()  # what has served a partner of the stage before
-        me = self.facts.node
-        if stage.what == "reach":
-            return self._reach(list(others.values()))
-        measured = []
-        for first, second in stage.pairs:
-            if me == first and second in others:
-                measured.append(self._measure(stage, others[second]))
-            elif me == second and first in others:
-                self._serve_all_reduce(stage, others[first])
-        return NodeResults(measured=tuple(measured))
+    def reach(self, others: Sequence[NodeFacts]) -> NodeResults:
+        return NodeResults(tuple(other.node for other in others), reach(self.facts.address, others))
 
-    def _reach(self, others: Sequence[NodeFacts]) -> NodeResults:
-        files = {one.file: one.node for one in others if one.file}
-        looking = None
-        with contextlib.ExitStack() as stack:
-            if self._directory and files:
-                with contextlib.suppress(NoAnswer):
-                    looking = Probe("directory", environ=self._environ)
-                    stack.callback(looking.close)
-                    looking.order({"look": self._directory, "files": list(files)})
-            order = self._order([one.endpoint for one in others], None)
-            try:
-                answer = ask("client", order, "reached", REACH_S, environ=self._environ)
-                reached = tuple(from_plain(Reach, one) for one in answer)
-            except NoAnswer as error:
-                reached = tuple(Reach(self.facts.node, one.node, Obstacle.OWN, str(error)) for one in others)
-            seen: list[str] = []
-            if looking is not None:
-                with contextlib.suppress(NoAnswer):
-                    seen = looking.answer(FILE_S).get("seen", [])
-        return NodeResults(reached, seen=tuple(files[file] for file in seen))
-
-    def _measure(self, stage: Stage, other: NodeFacts) -> Measurement:
-        with contextlib.ExitStack() as stack:
-            partner = self._all_reduce(other)
-            if partner is not None:
-                stack.callback(partner.close)
-            try:
-                order = self._order([other.endpoint], stage.round)
-                answer = ask("client", order, "measured", MEASURE_S, environ=self._environ)
-                found = from_plain(Measurement, answer)
-            except NoAnswer as error:
-                return Measurement(stage.round, self.facts.node, other.node, Obstacle.OWN, str(error))
-            if partner is None or found.obstacle is not None:
-                return found
-            partner.order(self._all_reduce_order(stage, 1, other, other))
-            try:
-                answer = partner.answer(ALL_REDUCE_S)
-            except NoAnswer as error:
-                return replace(found, all_reduce_problem=f"it hangs or dies: {error}"[:512])
-        if "missing" in answer:
-            return found
-        if "seconds" in answer:
-            return replace(found, all_reduce_s=answer["seconds"])
-        return replace(found, all_reduce_problem=str(answer.get("problem"))[:512])
-
-    def _serve_all_reduce(self, stage: Stage, other: NodeFacts) -> None:
-        """The other one comes when it has measured; until the stage is over."""
-        probe = self._all_reduce(other, descriptors=[self._sockets.all_reduce.fileno()])
-        if probe is not None:
-            self._stage.callback(probe.close)
-            probe.order(self._all_reduce_order(stage, 0, other, self.facts))
-
-    def _all_reduce(self, other: NodeFacts, descriptors: Sequence[int] = ()) -> Probe | None:
-        """None where one of the two has no torch."""
-        if not (self.facts.software.torch and other.software.torch):
-            return None
-        with contextlib.suppress(NoAnswer):
-            return Probe(
-                "all_reduce",
-                python=job_python(self._environ),
-                environ=self._environ,
-                descriptors=descriptors,
-            )
-        return None
-
-    def _all_reduce_order(
-        self, stage: Stage, rank: int, other: NodeFacts, host: NodeFacts
-    ) -> dict[str, object]:
+    def all_reduce(self, number: int, other: NodeFacts) -> NodeResults:
+        """At the same time as `other`; the first of the two hosts the store."""
+        here = self.facts
+        if not (here.has_torch and other.has_torch):
+            return NodeResults()
+        first = pair_of(here.node, other.node)[0] == here.node
+        host = here if first else other
         # NCCL refuses two processes on one GPU, as two nodes on one machine may have it.
-        apart = self.facts.endpoint.address != other.endpoint.address
-        nccl = apart and all(one.gpus and one.software.nccl for one in (self.facts, other))
-        return {
-            "rank": rank,
-            "address": host.endpoint.address,
-            "port": host.all_reduce_port,
-            "interface": self.facts.interface,
-            "key": f"check-{stage.number}",
-            "backend": "nccl" if nccl else "gloo",
-            "listener": self._sockets.all_reduce.fileno() if rank == 0 else None,
-        }
+        apart = here.address != other.address
+        nccl = apart and all(
+            one.traits["number of GPUs"] != "0" and "NCCL" in one.traits for one in (here, other)
+        )
+        order = AllReduceOrder(
+            rank=0 if first else 1,
+            address=host.address,
+            port=host.store_port,
+            interface=here.interface,
+            key=f"check-{number}",
+            backend="nccl" if nccl else "gloo",
+            listener=self._store.fileno() if first else None,
+        )
+        rate, problem = all_reduce(order, job_python(self._environ), self._environ)
+        return NodeResults(all_reduce=AllReduce(other.node, rate, problem))
 
-    def _order(self, endpoints: Sequence[ProbeEndpoint], number: int | None) -> dict[str, object]:
-        return {
-            "me": self.facts.node,
-            "address": self.facts.endpoint.address,
-            "endpoints": [plain(endpoint) for endpoint in endpoints],
-            "round": number,
-        }
+
+# --- The keys
+
+PREFIX = "check/"
+NODES, RESULTS, STAGE, REPORT = "nodes/", "results/", "stage", "report"
+SCHEMA = 2
+MOST_CHARS = 1 << 20
+"""Less than a store takes in one request."""
+OUTAGE_S = 20.0
+"""For how long a store that does not answer is asked again."""
+PAUSE_S = 0.25
+CONFIRMS_PER_TTL = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Member(Checked):
+    node: Node
+    life: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Checked):
+    """What all of these nodes do now; the first one leads."""
+
+    number: Count
+    members: Annotated[tuple[Member, ...], AtMost(MOST_NODES)]
+
+
+_FACTS = Document(NodeFacts, SCHEMA, MOST_CHARS)
+_STAGE = Document(Stage, SCHEMA, MOST_CHARS)
+_RESULTS = Document(NodeResults, SCHEMA, MOST_CHARS)
+_REPORT = Document(PairsReport, SCHEMA, MOST_CHARS)
+
+
+class CheckStore:
+    """The keys of a check, as one node reads and writes them. All methods raise StoreError, LeaseExpired when this node
+    was too slow to keep its place, and RecordInvalid for what no node of this version has written."""
+
+    def __init__(self, store: Store, ttl_s: float) -> None:
+        self._store, self._ttl_s = ScopedStore(store, PREFIX), ttl_s
+        self._lease: int | None = None
+        self._over = threading.Event()
+        self._lost: Exception | None = None
+
+    def join(self, facts: NodeFacts) -> bool:
+        """False when another one of this name is there."""
+        if self._lease is None:
+            self._lease = self._asked(lambda: self._store.grant(self._ttl_s))
+            Thread(self._keep, "check-lease").start()
+        key = NODES + facts.node
+        put = Put(key, _FACTS.encode(facts), self._lease)
+
+        def once() -> bool:
+            outcome = self._store.transact((Compare(key, 0),), (put,))
+            (entry,) = outcome.entries
+            return outcome.succeeded or (entry is not None and entry.value == put.value)
+
+        return self._asked(once)
+
+    def leave(self) -> None:
+        """With all that this node has written. Never raises."""
+        self._over.set()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            with contextlib.suppress(StoreError):
+                self._store.revoke(lease)
+
+    def oldest(self) -> str | None:
+        """The name of the node that leads, as long as it lives."""
+        entries = self._asked(lambda: self._store.read((), NODES)).entries
+        return entries[0].key.removeprefix(NODES) if entries else None
+
+    def present(self, names: Iterable[str] = ("",)) -> dict[str, NodeFacts]:
+        """Those of these nodes that are here now, by name; all by default."""
+        found = [_read(_FACTS, entry) for entry in self._entries(*(NODES + name for name in names))]
+        return {facts.node: facts for facts in found}
+
+    def stage(self) -> Stage | None:
+        return next((_read(_STAGE, entry) for entry in self._entries(STAGE)), None)
+
+    def report(self) -> PairsReport | None:
+        return next((_read(_REPORT, entry) for entry in self._entries(REPORT)), None)
+
+    def results(self, number: int) -> dict[str, NodeResults]:
+        """By node."""
+        under = f"{RESULTS}{number}/"
+        return {entry.key.removeprefix(under): _read(_RESULTS, entry) for entry in self._entries(under)}
+
+    def put_stage(self, stage: Stage) -> None:
+        self._put(STAGE, _STAGE.encode(stage))
+
+    def put_report(self, report: PairsReport) -> None:
+        self._put(REPORT, _REPORT.encode(report))
+
+    def put_results(self, number: int, node: str, results: NodeResults) -> None:
+        self._put(f"{RESULTS}{number}/{node}", _RESULTS.encode(results))
+
+    def _put(self, key: str, value: str) -> None:
+        assert self._lease is not None, "only a node that has joined writes"
+        put = Put(key, value, self._lease)
+        self._asked(lambda: self._store.transact((), (put,)))
+
+    def _entries(self, *scopes: str) -> Sequence[Entry]:
+        return self._asked(lambda: self._store.read(scopes)).entries if scopes else ()
+
+    def _asked(self, question: Callable[[], _T]) -> _T:
+        """All questions may be asked twice."""
+        until = time.monotonic() + OUTAGE_S
+        while True:
+            if self._lost is not None:
+                raise LeaseExpired(f"this node did not keep its place in the store: {self._lost}")
+            try:
+                return question()
+            except StoreUnavailable:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(PAUSE_S)
+
+    def _keep(self) -> None:
+        lease = self._lease
+        while lease is not None and not self._over.wait(self._ttl_s / CONFIRMS_PER_TTL):
+            try:
+                self._store.keep_alive(lease)
+            except StoreUnavailable:
+                continue
+            except StoreError as error:
+                self._lost = error
+                return
+
+
+def _read(document: Document[_T], entry: Entry) -> _T:
+    try:
+        return document.decode(entry.value)
+    except Invalid as error:
+        raise RecordInvalid(PREFIX + entry.key, str(error)) from error
+
+
+# --- The stages
+
+STAGE_S = 120.0
+"""No stage takes longer where all that is tried is bounded; a later node is left out."""
+LEAVE_S = 10.0
+LOOK_S = 0.1
+LOOK_PER_NODE_S = 0.001
+"""Thousands ask one store."""
+
+
+class LeaderGone(Exception):
+    """The node that led the check has ended or hangs; the text names it."""
+
+
+class NodesCheck:
+    """Takes one node, which has joined, through the stages; if it is the oldest one, it leads."""
+
+    def __init__(
+        self, store: CheckStore, local: LocalNode, join_wait: JoinWait, show: Callable[[str], None]
+    ) -> None:
+        self._store, self._local, self._join_wait, self._show = store, local, join_wait, show
+        self._me = local.facts.node
+        self._look_s = LOOK_S + LOOK_PER_NODE_S * join_wait.wanted
+        self._names: tuple[str, ...] = ()
+        """Of all nodes, in the order that the rounds follow from."""
+
+    def run(self) -> PairsReport:
+        """Raises LeaderGone, and what a `CheckStore` does."""
+        done, leader, busy = -1, "", False
+        patient_s = self._join_wait.wait_s + STAGE_S
+        until = time.monotonic() + patient_s
+        while time.monotonic() < until:
+            stage = self._store.stage()
+            if stage is None and done >= 0:
+                raise LeaderGone(
+                    f"node {leader} led this check and ended in the middle of it: look there first"
+                )
+            if stage is None:
+                leader = self._store.oldest() or ""
+                if leader == self._me:
+                    return self._lead()
+            elif Member(self._me, self._local.facts.life) not in stage.members:
+                if not busy:
+                    self._show(
+                        "another check is under way with this store and --rdzv-id: waiting for its end"
+                    )
+                busy = True
+            elif stage.number > done:
+                done, leader = stage.number, stage.members[0].node
+                self._carry_out(stage)
+                until = time.monotonic() + patient_s
+            elif (report := self._store.report()) is not None:
+                return report
+            time.sleep(self._look_s)
+        raise LeaderGone(
+            f"nothing new for {patient_s:g} s: node {leader or 'that leads'} hangs; end it there"
+        )
+
+    def await_others(self) -> None:
+        """Waits until the others have left, at most `LEAVE_S`: they still need the store that this node hosts, or the
+        report. A host that does not lead has left by then, so that it and the leader do not wait for each other."""
+        until = time.monotonic() + LEAVE_S
+        while time.monotonic() < until and set(self._store.present()) - {self._me}:
+            time.sleep(self._look_s)
+
+    def _carry_out(self, stage: Stage) -> None:
+        there = [member.node for member in stage.members]
+        self._names = self._names or tuple(there)
+        others: Sequence[str] = tried_by(self._me, there)
+        if stage.number > 0:
+            pairs = [*rounds(self._names)][stage.number - 1]
+            others = [name for pair in pairs if self._me in pair for name in pair if name != self._me]
+        facts = [*self._store.present(set(others).intersection(there)).values()]
+        results = NodeResults()
+        if stage.number == 0:
+            results = self._local.reach(facts)
+        elif facts:
+            results = self._local.all_reduce(stage.number, facts[0])
+        self._store.put_results(stage.number, self._me, results)
+
+    # --- The leader
+
+    def _lead(self) -> PairsReport:
+        nodes = self._gather()
+        found = CheckResults(self._join_wait.wanted, nodes)
+        if len(nodes) > 1:
+            self._show(f"{len(nodes)} nodes are here; each tries to reach others")
+            for number in range(1 + len([*rounds([node.node for node in nodes])])):
+                if number > 0:
+                    self._show(f"round {number}: pairs do an all-reduce")
+                self._stage(found, number)
+        report = make_report(found)
+        self._store.put_report(report)
+        self.await_others()
+        return report
+
+    def _gather(self) -> tuple[NodeFacts, ...]:
+        """This node first, the others by name."""
+        wanted, until = self._join_wait.wanted, time.monotonic() + self._join_wait.wait_s
+        shown: set[str] = set()
+        while True:
+            nodes = self._store.present()
+            if set(nodes) != shown:
+                shown = set(nodes)
+                self._show(f"{len(nodes)} of {wanted} nodes are here: {', '.join(sorted(nodes)[:16])}")
+            if len(nodes) >= wanted or time.monotonic() >= until:
+                return (self._local.facts, *(nodes[name] for name in sorted(nodes) if name != self._me))
+            time.sleep(self._look_s)
+
+    def _stage(self, found: CheckResults, number: int) -> None:
+        """All do it, and this one gathers what they find."""
+        lives = {one.node: one.life for one in found.nodes if one.node not in found.gone}
+        until = time.monotonic() + STAGE_S
+        stage = Stage(number, tuple(Member(*member) for member in lives.items()))
+        self._store.put_stage(stage)
+        self._carry_out(stage)
+        while True:
+            given, present = self._store.results(number), self._store.present()
+            late = time.monotonic() >= until
+            for name in set(lives) - set(given):
+                if late or name not in present or present[name].life != lives[name]:
+                    found.gone[name] = f"in round {number}" if number else "as they tried to reach each other"
+            if set(lives) <= {*given, *found.gone}:
+                break
+            time.sleep(self._look_s)
+        found.given += [(name, results) for name, results in given.items() if name in lives]

@@ -41,7 +41,7 @@ class JoinChecks:
         rng: random.Random,
     ) -> None:
         self._mode, self._rng = mode, rng
-        self.runs = BackgroundChecks(new_run, post, errors=mode == "fail")
+        self.runs = BackgroundChecks(new_run, post)
         self._checked = ""
         """The life of this node that the newest run is for."""
         self._again_at: float | None = None
@@ -106,7 +106,7 @@ class Recheck:
         """`new_run` gets the addresses of other nodes' agents, HOST:PORT."""
         self._new_run = new_run
         self._peers: Sequence[str] = ()
-        self.runs = BackgroundChecks(lambda: self._new_run(self._peers), post, errors=True)
+        self.runs = BackgroundChecks(lambda: self._new_run(self._peers), post)
 
     def turn(self, participant: Participant, now: float) -> None:
         """Begin the check if it is due."""

@@ -46,7 +46,8 @@ HARDWARE_XIDS = _LONG_KNOWN | {109, 110, 119, 120, 121, 136, 140, 143, 145, 149,
 XIDS_COUNT_S = 24 * 3600.0
 """Older messages are left out."""
 
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{1,32})\): (\d{1,4})")
+_XID = re.compile(rb"\d+,\d+,(\d+),[^;]*;NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{1,32})\): (\d{1,4})")
+"""With the microseconds since the machine was up, the GPU and the number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,14 +237,6 @@ def check_xids(needs: NodeNeeds, log: str = KERNEL_LOG) -> Finding:
 
 def _hardware_xids(descriptor: int, since_s: float) -> Iterator[tuple[str, int, float]]:
     """GPU, number and the seconds since the machine was up; oldest first. Raises OSError."""
-    for at_s, text in _messages(descriptor):
-        match = _XID.search(text)
-        if match and int(match[2]) in HARDWARE_XIDS and at_s > since_s:
-            yield match[1], int(match[2]), at_s
-
-
-def _messages(descriptor: int) -> Iterator[tuple[float, str]]:
-    """`6,1234,5678901,-;text`: the third is in microseconds. Raises OSError."""
     while True:
         try:
             record = os.read(descriptor, RECORD_BYTES)
@@ -253,10 +246,9 @@ def _messages(descriptor: int) -> Iterator[tuple[float, str]]:
             continue
         if not record:
             return
-        head, _, text = record.decode(errors="replace").partition(";")
-        fields = head.split(",")
-        if len(fields) > 2 and fields[2].isdigit():
-            yield int(fields[2]) / 1e6, text
+        found = _XID.match(record)
+        if found and int(found[3]) in HARDWARE_XIDS and int(found[1]) / 1e6 > since_s:
+            yield found[2].decode(), int(found[3]), int(found[1]) / 1e6
 
 
 # --- NVML
@@ -288,14 +280,11 @@ class _Process(ctypes.Structure):
 
 
 class Nvml:
-    """Started by `start`. All calls may hang on a sick driver. Those about a GPU raise NvmlError if it is lost."""
+    """All calls may hang on a sick driver. Those about a GPU raise NvmlError if it is lost."""
 
     def __init__(self) -> None:
-        """Raises OSError where there is no such library."""
+        """Raises OSError where there is no such library, and NvmlError where it does not start."""
         self._library = ctypes.CDLL(LIBRARY)
-
-    def start(self) -> None:
-        """Raises NvmlError."""
         self._ask("nvmlInit_v2")
 
     def driver(self) -> str:
@@ -362,12 +351,9 @@ class Nvml:
             raise NvmlError(f"this driver has no {name}")
         answer = call(*arguments)
         if answer != 0:
-            raise NvmlError(self._words(answer), answer)
-
-    def _words(self, answer: int) -> str:
-        words = self._library.nvmlErrorString
-        words.restype = ctypes.c_char_p
-        return (words(answer) or b"").decode(errors="replace") or f"error {answer}"
+            words = self._library.nvmlErrorString
+            words.restype = ctypes.c_char_p
+            raise NvmlError((words(answer) or b"").decode(errors="replace") or f"error {answer}", answer)
 
 
 # --- Reading
@@ -376,14 +362,11 @@ class Nvml:
 def open_nvml() -> Nvml | NvmlFacts:
     """NVML, started, or why it cannot be asked."""
     try:
-        nvml = Nvml()
+        return Nvml()
     except OSError:
         return NvmlFacts(absent=True)
-    try:
-        nvml.start()
     except NvmlError as error:
         return NvmlFacts(problem=str(error))
-    return nvml
 
 
 def read_gpus(nvml: Nvml | NvmlFacts, names: Sequence[str]) -> NvmlFacts:

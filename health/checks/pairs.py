@@ -1,23 +1,14 @@
-"""Checks between nodes: they meet in two rounds of pairs, so that the one bad node, or the bad link, is found. Pure.
+"""Checks between nodes, as far as they are pure: who tries whom, and what follows for which node or link.
 
-*Rounds.* One failed pair accuses two nodes and the link between them. In the second round each of its nodes meets two
-nodes of pairs that passed: the bad one fails again, the other one passes, and if both pass it is the link. Nodes whose
-pairs passed meet those of the next such pair, so that more links are seen, and so that pairs connect all nodes. Of an
-odd number of nodes one has no partner in the first round; it meets two nodes in the second. A node may meet several
-others in one round, one after the other: `turns` puts them in order.
+First each node tries to reach the others, then pairs do an all-reduce, in rounds: in each, every node meets another
+one. What nodes find out about each other may come from another node, so all of it is bounded and checked.
 
-*Results.* What nodes find out about each other, as they write it down for the one that judges: it may come from another
-node, so all of it is bounded and checked. Rates are bytes per second, and no field holds an instant.
+*Verdict.* A failed pair accuses two nodes and the link between them. A node is *cleared* when one pair with it passed.
+So a failed pair of two cleared nodes is a bad *link*, and a node without a passed pair that failed with two cleared
+ones is a bad *node*. What remains is in *doubt*, as with two nodes alone: that is said, and never guessed.
 
-*Evidence.* From what was measured to which pairs passed. What is slow is judged by the other pairs: what a link should
-do is not known, and all links of a job are meant to be alike. In the first round the usual rate of a pair is the median
-of the others'; in the second, which is full of nodes that failed, that of the pairs that passed in the first. Where the
-first round has only one pair, it is the median of all others.
-
-*Faults.* A node is *cleared* when one pair with it passed. So a failed pair of two cleared nodes is a bad *link*. A
-node without a passed pair that failed with two cleared ones is a bad *node*: that two of its links are bad, and no
-other pair shows it, is not excluded, and is mended on the same machine. What remains is *undecided*: with two nodes,
-for instance, nothing tells which of them it is, or whether it is what lies between. That is said, and never guessed.
+*Slow* is what has less than half of the median of the other pairs: what a link should do is not known. Pairs of one
+machine are left out of that, but where all nodes are on one.
 """
 
 from __future__ import annotations
@@ -25,344 +16,427 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from itertools import zip_longest
 from typing import Annotated, TypeAlias
 
-from ...codec import AtMost, Checked, Seconds, Text, Within
+from ...codec import AtMost, Checked, Count, Text, Within
+from .finding import Finding, Outcome, listed
+
+MOST_NODES = 4096
+MOST_TRIED = 64
+"""Other nodes that one tries to reach: of more, the nearest in the order of the nodes."""
+ROUNDS = 3
+"""So that two others of each node tell whether it is the node."""
+ACCUSERS = 2
+SLOW, MUCH_TOO_SLOW = 0.5, 0.25
+"""Of the usual rate: a warning, and a failure."""
+LEAST_USUAL = 4
+"""Nodes: of three, two may have a short way of their own."""
 
 Pair: TypeAlias = tuple[str, str]
 """Two nodes, as `pair_of` orders them."""
-
-WITNESSES = 2
-"""How many nodes one that is in doubt meets in the second round: two failures with nodes that pass elsewhere are the
-node's fault, unless two of its links are bad."""
-MOST_MEETINGS = 4
-"""Of one node in the second round: each takes seconds."""
+Node = Annotated[str, Text(128, re.compile(r"[A-Za-z0-9._-]{1,128}"))]
+Port = Annotated[int, Within(1, 65535)]
+Trait = Annotated[str, Text(64)]
 
 
 def pair_of(one: str, other: str) -> Pair:
     return (one, other) if one < other else (other, one)
 
 
-def spread(nodes: Mapping[str, str]) -> tuple[str, ...]:
-    """So that few neighbours are on one machine. `nodes`: the machine of each; the first one stays the first.
+def rounds(nodes: Sequence[str]) -> Iterator[tuple[Pair, ...]]:
+    """The first ones of a tournament; of an odd number of nodes one rests in each.
 
-    >>> spread({"a": "x", "b": "x", "c": "y", "d": "y", "e": "z"})
-    ('a', 'c', 'e', 'b', 'd')
+    >>> list(rounds(["a", "b", "c"]))
+    [(('b', 'c'),), (('a', 'c'),), (('a', 'b'),)]
     """
-    machines: dict[str, list[str]] = {}
-    for node, machine in nodes.items():
-        machines.setdefault(machine, []).append(node)
-    rows = zip_longest(*machines.values())
-    return tuple(node for row in rows for node in row if node is not None)
+    circle = [*nodes, *([""] if len(nodes) % 2 else [])]
+    for _ in range(min(ROUNDS, len(circle) - 1)):
+        both = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        yield tuple(pair_of(*pair) for pair in both if all(pair))
+        circle[1:] = [circle[-1], *circle[1:-1]]
 
 
-def first_round(nodes: Sequence[str]) -> tuple[Pair, ...]:
-    """Neighbours meet; the last of an odd number meets no other."""
-    return tuple(pair_of(*both) for both in zip(nodes[::2], nodes[1::2], strict=False))
+def tried_by(node: str, nodes: Sequence[str]) -> tuple[str, ...]:
+    """Whom it tries to reach."""
+    place = nodes.index(node)
+    others = [*nodes[place + 1 :], *nodes[:place]]
+    half = MOST_TRIED // 2
+    return tuple(others if len(others) <= MOST_TRIED else others[:half] + others[-half:])
 
 
-def second_round(
-    nodes: Sequence[str], results: Mapping[Pair, bool], near: Collection[Pair] = ()
-) -> tuple[Pair, ...]:
-    """`nodes` are those that are still there; `results` says of each pair of the first round whether it passed. Those
-    of `near` need not meet."""
-    passed = _members(nodes, (pair for pair, well in results.items() if well))
-    failed = [
-        node
-        for node in _members(nodes, (pair for pair, well in results.items() if not well))
-        if node not in passed
-    ]
-    untested = [node for node in nodes if node not in (*passed, *failed)]
-    place = {node: number for number, node in enumerate(nodes)}
-    met, known = list[Pair](), {*results, *near}
-    meetings: Counter[str] = Counter()
-
-    def meet(one: str, other: str) -> None:
-        pair = pair_of(one, other)
-        if one != other and pair not in known:
-            met.append(pair)
-            known.add(pair)
-            meetings.update(pair)
-
-    for one, other in zip(passed[1::2], passed[2::2] + passed[:1], strict=False):
-        meet(one, other)
-    around = len(met)
-    for wanted in range(1, WITNESSES + 1):
-        for node in (*failed, *untested):
-            for group in (passed, untested, failed) if meetings[node] < wanted else ():
-                free = [
-                    other
-                    for other in group
-                    if other != node and meetings[other] < MOST_MEETINGS and pair_of(node, other) not in known
-                ]
-                if free:
-                    # Who has met the fewest; of those the next one in order.
-                    ahead = {other: (place[other] - place[node]) % len(nodes) for other in free}
-                    meet(node, min(free, key=lambda other: (meetings[other], ahead[other])))
-                    break
-    return (*met[around:], *met[:around])  # those that meet most others first: it takes the fewest turns
-
-
-def turns(pairs: Iterable[Pair]) -> tuple[tuple[Pair, ...], ...]:
-    """The same pairs, so that each node is in one pair of a turn at most."""
-    found: list[list[Pair]] = []
-    for pair in pairs:
-        free = (turn for turn in found if not any(node in other for other in turn for node in pair))
-        turn = next(free, None)
-        if turn is None:
-            found.append([pair])
-        else:
-            turn.append(pair)
-    return tuple(map(tuple, found))
-
-
-def ring(nodes: Sequence[str]) -> tuple[Pair, ...]:
-    """Each node and the next one."""
-    around = zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)
-    return tuple(dict.fromkeys(pair_of(one, other) for one, other in around if one != other))
-
-
-def _members(nodes: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
-    inside = {node for pair in pairs for node in pair}
-    return [node for node in nodes if node in inside]
-
-
-# --- Results
-
-Node = Annotated[str, Text(128, re.compile(r"[A-Za-z0-9._-]{1,128}"))]
-Rate = Annotated[float, Within(0, 2**60)]
-Offset = Annotated[float, Within(-(2**40), 2**40)]
-Detail = Annotated[str, Text(512)]
-Secret = Annotated[str, Text(32, re.compile("[0-9a-f]{32}"))]
-
-MOST_NODES = 4096
+# --- What nodes say
 
 
 class Obstacle(Enum):
     """Why a node does not reach another one."""
 
     DROPPED = "dropped"
-    """No answer at all to SYN."""
     REFUSED = "refused"
     NO_ROUTE = "no-route"
-    RESET = "reset"
-    """The connection came to be, and then a reset came."""
     SILENT = "silent"
-    """The connection came to be, and then nothing more came."""
+    """The connection came to be, and then nothing more came, or a reset."""
     STRANGER = "stranger"
-    """What answers there is another program, or another machine with the same address."""
     OWN = "own"
-    """The node that asks cannot: it is out of descriptors, of ports, or of time."""
+    """The node that asks cannot: it is out of descriptors or of ports, or its address has gone."""
+
+
+WHAT_AND_ADVICE = {
+    Obstacle.DROPPED: (
+        "no answer to SYN, though the node is there: a packet filter drops, or a cable or VLAN is wrong",
+        "look at `nft list ruleset` on both nodes, and at security groups and NetworkPolicies between them: open the"
+        " port, and those of --port-range; else look at cables, VLANs and routes",
+    ),
+    Obstacle.REFUSED: (
+        "refused: no process listens there, or a packet filter rejects",
+        "look whether the check still runs on that node, and for a `reject` rule (nft list ruleset)",
+    ),
+    Obstacle.NO_ROUTE: (
+        "no route to it, no answer to ARP, or a packet filter rejects it",
+        "look at `ip route get ADDRESS`, `ip neigh`, and `nft list ruleset` on both nodes; choose interfaces that see"
+        " each other",
+    ),
+    Obstacle.SILENT: (
+        "the connection comes to be, and then nothing passes",
+        "a firewall cuts connections, or packets are larger than the network takes (ping -M do -s 1472 ADDRESS)",
+    ),
+    Obstacle.STRANGER: (
+        "another program or machine answers there",
+        "two machines have that address (arping -D), or NAT or a proxy lead elsewhere",
+    ),
+    Obstacle.OWN: ("it cannot ask", "look at what the node that asks lacks: ports, descriptors, its address"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeEndpoint(Checked):
-    """Where a node answers the others' probes. A probe begins with `request_token`, and gets `reply_token`."""
+class NodeFacts(Checked):
+    """One node of a check. `life` is that of its process."""
 
     node: Node
+    life: Node
     address: Annotated[str, Text(256)]
-    port: Annotated[int, Within(1, 65535)]
-    request_token: Secret
-    reply_token: Secret
-
-
-@dataclass(frozen=True, slots=True)
-class Reach(Checked):
-    """One try from `source` to `target`. None: the target answered."""
-
-    source: Node
-    target: Node
-    obstacle: Obstacle | None = None
-    detail: Detail = ""
-    clock_offset_s: Offset | None = None
-    """The clock of `target` less that of `source`; None: not found out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement(Checked):
-    """What `first`, which asked, found out about the pair of itself and `second`; None: not found out, or not tried.
-
-    `sent` is the rate from `first` to `second`, `received` that of the way back.
-    """
-
-    round: Annotated[int, Within(1, 2)]
-    first: Node
-    second: Node
-    obstacle: Obstacle | None = None
-    detail: Detail = ""
-    latency_s: Seconds | None = None
-    """Of a byte there and back: the median."""
-    sent: Rate | None = None
-    received: Rate | None = None
-    all_reduce_s: Seconds | None = None
-    """Of the fastest of a few."""
-    all_reduce_problem: Detail = ""
+    port: Port
+    """Where it answers the others."""
+    token: Annotated[str, Text(64, re.compile("[0-9a-f]{64}"))]
+    """They show the first half, and it answers with the second."""
+    store_port: Port
+    """Where the store of an all-reduce with this node listens."""
+    machine: Trait = ""
+    """The same for all that one kernel runs; empty: not known."""
+    interface: Trait = ""
+    traits: dict[str, Trait] = field(default_factory=dict)
+    """By the names of `TRAITS`; what is not known is not there."""
+    findings: Annotated[tuple[Finding, ...], AtMost(32)] = ()
+    """Of its own checks, those that are not ok."""
 
     @property
-    def pair(self) -> Pair:
-        return pair_of(self.first, self.second)
+    def has_torch(self) -> bool:
+        return self.traits.get("torch", "none") != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Checked):
+    """Of this node with another one: bytes per second, or what went wrong."""
+
+    other: Node
+    rate: Annotated[float, Within(0, 2**60)] = 0.0
+    problem: Annotated[str, Text(512)] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeResults(Checked):
-    """What one node has to say after one stage of the check."""
+    """What one node has found out in one stage."""
 
-    reached: Annotated[tuple[Reach, ...], AtMost(MOST_NODES)] = ()
-    measured: Annotated[tuple[Measurement, ...], AtMost(16)] = ()
-    seen: Annotated[tuple[Node, ...], AtMost(MOST_NODES)] = ()
-    """Whose file in the checkpoint directory this node sees in its own."""
-
-
-# --- Evidence
-
-SLOW = 0.5
-"""Of the usual rate: below it a pair has failed."""
-MUCH_TOO_SLOW = 0.25
+    tried: Annotated[tuple[Node, ...], AtMost(MOST_TRIED)] = ()
+    blocked: dict[str, Obstacle] = field(default_factory=dict)
+    """Those of `tried` that it does not reach."""
+    all_reduce: AllReduce | None = None
 
 
-def by_reach(reached: Iterable[Reach], measured: Iterable[Measurement]) -> dict[Pair, bool]:
-    """A pair fails with one of its two ways. A measurement that did not even begin is a try, too."""
-    found: dict[Pair, bool] = {}
-    for one in reached:
-        pair = pair_of(one.source, one.target)
-        found[pair] = found.get(pair, True) and one.obstacle is None
-    for measurement in measured:
-        began = measurement.latency_s is not None
-        found[measurement.pair] = found.get(measurement.pair, True) and began
-    return found
-
-
-def by_bandwidth(measured: Sequence[Measurement]) -> dict[Pair, bool]:
-    return {pair: part >= SLOW for pair, part in slowness(measured).items()}
-
-
-def by_all_reduce(measured: Iterable[Measurement]) -> dict[Pair, bool]:
-    return {
-        one.pair: not one.all_reduce_problem
-        for one in measured
-        if one.all_reduce_problem or one.all_reduce_s is not None
-    }
-
-
-def all_well(
-    reached: Sequence[Reach],
-    measured: Sequence[Measurement],
-    compared: Sequence[Measurement] | None = None,
-) -> dict[Pair, bool]:
-    """Of the pairs that were measured: whether all that was tried has passed. It is what the second round goes by.
-    `compared` are those that others are slow by; None: all."""
-    compared = measured if compared is None else compared
-    answers = by_reach(reached, measured), by_bandwidth(compared), by_all_reduce(measured)
-    return {one.pair: all(answer.get(one.pair, True) for answer in answers) for one in measured}
-
-
-def rates(one: Measurement) -> tuple[float, ...]:
-    return tuple(rate for rate in (one.sent, one.received) if rate is not None)
-
-
-def slowness(measured: Sequence[Measurement]) -> dict[Pair, float]:
-    """Of each pair the lower of its two rates as a part of the usual one; 1 where nothing is usual, and 0 when nothing
-    of a stream came."""
-    usual = usual_rates(measured)
-
-    def part(one: Measurement) -> float:
-        if one.obstacle is not None:
-            return 0.0
-        return min(rates(one), default=0.0) / usual[one.pair] if usual.get(one.pair) else 1.0
-
-    return {one.pair: part(one) for one in measured if one.latency_s is not None}
-
-
-def usual_rates(measured: Sequence[Measurement]) -> dict[Pair, float]:
-    """What is usual for each pair, but for those that have no others."""
-    known = [one for one in measured if one.latency_s is not None]
-    first = [one for one in known if one.round == 1]
-    if len(first) < 2:
-        return _medians(known, known)
-    usual = _medians(first, first)
-    passed = [one for one in first if min(rates(one), default=0.0) >= SLOW * usual.get(one.pair, 0.0)]
-    return usual | _medians([one for one in known if one.round != 1], passed or first)
-
-
-def _medians(pairs: Sequence[Measurement], among: Sequence[Measurement]) -> dict[Pair, float]:
-    found = {}
-    for one in pairs:
-        others = [rate for other in among if other.pair != one.pair for rate in rates(other)]
-        if others:
-            found[one.pair] = statistics.median_high(others)
-    return found
-
-
-# --- Faults
-
-ACCUSERS = 2
-LEAST_USUAL = 3
-"""Nodes: two may have a short way of their own."""
-MOST_NODES_USUAL = 2 / 3
-
-
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """These pairs failed, and nothing tells whether it is one of `nodes`, or what lies between."""
-
-    nodes: tuple[str, ...]
-    """Those that no passed pair has cleared."""
-    pairs: tuple[Pair, ...]
+# --- The verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All empty: each pair passed, or nothing follows from those that did not."""
-
-    bad_nodes: tuple[str, ...] = ()
-    bad_links: tuple[Pair, ...] = ()
-    undecided: tuple[Doubt, ...] = ()
-
-    @property
-    def well(self) -> bool:
-        return not (self.bad_nodes or self.bad_links or self.undecided)
+    nodes: tuple[str, ...] = ()
+    links: tuple[Pair, ...] = ()
+    doubts: tuple[Pair, ...] = ()
 
 
-def locate_faults(nodes: Sequence[str], results: Mapping[Pair, bool]) -> Verdict:
-    """`results`: whether each pair that met has passed. Pairs with a node that ended meanwhile are left out of it."""
-    passed = [pair for pair, well in results.items() if well]
-    failed = [pair for pair, well in results.items() if not well]
-    cleared = {node for pair in passed for node in pair}
-    bad = {node for node in nodes if node not in cleared and _accusers(node, failed, cleared) >= ACCUSERS}
+def locate_faults(passed: Mapping[Pair, bool]) -> Verdict:
+    """`passed`: whether each pair that was tried did."""
+    cleared = {node for pair, well in passed.items() if well for node in pair}
+    failed = [pair for pair, well in passed.items() if not well]
+    accused = Counter(node for pair in failed for node in set(pair) - cleared if cleared.intersection(pair))
+    nodes = {node for node, times in accused.items() if times >= ACCUSERS}
     links = [pair for pair in failed if cleared.issuperset(pair)]
-    unexplained = [pair for pair in failed if not (cleared.issuperset(pair) or bad.intersection(pair))]
-    suspects = [node for node in nodes if node not in cleared and any(node in pair for pair in unexplained)]
-    doubts = tuple(
-        Doubt(group, tuple(pair for pair in unexplained if set(pair) & set(group)))
-        for group in connected(suspects, unexplained)
+    doubts = [pair for pair in failed if pair not in links and not nodes.intersection(pair)]
+    return Verdict(tuple(sorted(nodes)), tuple(sorted(links)), tuple(sorted(doubts)))
+
+
+def slowness(rates: Mapping[Pair, float]) -> dict[Pair, float]:
+    """Of each pair its rate as a part of the usual one; nothing where there are no two others to compare with."""
+    others = {pair: [rate for other, rate in rates.items() if other != pair] for pair in rates}
+    return {
+        pair: rates[pair] / (statistics.median_high(usual) or 1.0)
+        for pair, usual in others.items()
+        if len(usual) > 1
+    }
+
+
+# --- The report
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFinding(Checked):
+    """A finding about several nodes. `nodes` and `links` are what is bad, or with `decided` false, what may be."""
+
+    finding: Finding
+    nodes: Annotated[tuple[Node, ...], AtMost(MOST_NODES)] = ()
+    links: Annotated[tuple[tuple[Node, Node], ...], AtMost(MOST_NODES)] = ()
+    decided: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PairsReport(Checked):
+    """What every node prints. `missing` is how many nodes did not come."""
+
+    nodes: Annotated[tuple[Node, ...], AtMost(MOST_NODES)]
+    missing: Count
+    findings: Annotated[tuple[PeerFinding, ...], AtMost(512)]
+
+
+@dataclass(slots=True)
+class CheckResults:
+    """All that is known so far. `gone` says when each node ended that did: nothing follows from what was tried with
+    it."""
+
+    wanted: int
+    nodes: tuple[NodeFacts, ...]
+    given: list[tuple[str, NodeResults]] = field(default_factory=list)
+    gone: dict[str, str] = field(default_factory=dict)
+
+    def there(self) -> Iterator[tuple[str, NodeResults]]:
+        names = {node.node for node in self.nodes}
+        for name, results in self.given:
+            others = {*results.tried, *([results.all_reduce.other] if results.all_reduce else [])}
+            if name not in self.gone and others <= names:
+                yield name, results
+
+
+PEER_CHECKS = (
+    "peer-present",
+    "peer-reachable",
+    "peer-all-reduce",
+    "peer-bandwidth",
+    "same-network",
+    "same-software",
+)
+"""The names of all findings here; those of nodes' own checks are besides."""
+
+
+def make_report(found: CheckResults) -> PairsReport:
+    findings = [*_present(found), *_own(found.nodes)]
+    if len(found.nodes) - len(found.gone) > 1:
+        findings += [*_reach(found), *_all_reduces(found), *_differences(found.nodes)]
+    findings.sort(key=lambda one: one.finding.outcome.rank)
+    names = tuple(sorted(node.node for node in found.nodes))
+    return PairsReport(names, max(0, found.wanted - len(names)), tuple(findings[:512]))
+
+
+def _finding(check: str, outcome: Outcome, summary: str, advice: str = "") -> Finding:
+    return Finding(check, outcome, summary[:2048], advice[:2048])
+
+
+def _present(found: CheckResults) -> Iterator[PeerFinding]:
+    names = sorted(node.node for node in found.nodes)
+    came = listed(names, 64)
+    if len(names) < found.wanted:
+        advice = (
+            "look on the others whether `elastic-agent check` runs there, with the same --nodes, --rdzv-endpoint and"
+            " --rdzv-id; --wait sets how long to wait"
+        )
+        summary = f"{len(names)} of {found.wanted} nodes came: {came}"
+        yield PeerFinding(_finding("peer-present", Outcome.FAIL, summary, advice))
+    elif not found.gone:
+        yield PeerFinding(_finding("peer-present", Outcome.OK, f"all {len(names)} nodes came: {came}"))
+    for node, when in found.gone.items():
+        advice = f"look at what `elastic-agent check` has printed on {node}, and whether that machine is up"
+        finding = _finding("peer-present", Outcome.FAIL, f"node {node} ended, or hangs, {when}", advice)
+        yield PeerFinding(finding, (node,))
+
+
+def _own(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
+    for node in nodes:
+        for one in node.findings:
+            same = _finding(one.check, one.outcome, f"node {node.node}: {one.summary}", one.advice)
+            yield PeerFinding(same, (node.node,) if one.outcome is Outcome.FAIL else ())
+
+
+def _judged(
+    check: str,
+    passed: Mapping[Pair, bool],
+    good: str,
+    show: Callable[[Pair], str],
+    advise: Callable[[Sequence[Pair]], str],
+    outcome: Callable[[Sequence[Pair]], Outcome] = lambda pairs: Outcome.FAIL,
+) -> Iterator[PeerFinding]:
+    """One finding for each bad node, one for all bad links, and one for what is in doubt; or that all is well."""
+    verdict = locate_faults(passed)
+    failed = [pair for pair, well in passed.items() if not well]
+
+    def bad(
+        who: str, pairs: Sequence[Pair], nodes: Sequence[str], links: Sequence[Pair], decided: bool, more: str
+    ) -> PeerFinding:
+        summary = f"{who}{listed([show(pair) for pair in pairs], 8)}{more}"
+        finding = _finding(check, outcome(pairs), summary, advise(pairs))
+        return PeerFinding(finding, tuple(nodes), tuple(links), decided)
+
+    if not passed or not failed:
+        yield PeerFinding(_finding(check, Outcome.OK if passed else Outcome.UNKNOWN, good))
+    for node in verdict.nodes:
+        yield bad(f"node {node}: ", [pair for pair in failed if node in pair], [node], (), True, "")
+    if verdict.links:
+        yield bad("", verdict.links, (), verdict.links, True, "")
+    if verdict.doubts:
+        nodes = sorted({node for pair in verdict.doubts for node in pair})
+        more = "; which of the two it is, or whether it is what lies between, a check with more nodes tells"
+        yield bad("", verdict.doubts, nodes, verdict.doubts, False, more)
+
+
+def _reach(found: CheckResults) -> Iterator[PeerFinding]:
+    there = {node.node: node for node in found.nodes if node.node not in found.gone}
+    blocked: dict[tuple[str, str], Obstacle] = {}
+    passed: dict[Pair, bool] = {}
+    for source, results in found.there():
+        for target in filter(there.__contains__, results.tried):
+            pair, obstacle = pair_of(source, target), results.blocked.get(target)
+            passed[pair] = passed.get(pair, True) and obstacle is None
+            if obstacle is not None:
+                blocked[source, target] = obstacle
+
+    def ways(pair: Pair) -> list[tuple[str, str]]:
+        return [way for way in (pair, (pair[1], pair[0])) if way in blocked]
+
+    def show(pair: Pair) -> str:
+        words = [
+            f"from {source} to {target} ({there[target].address} port {there[target].port}):"
+            f" {WHAT_AND_ADVICE[blocked[source, target]][0]}"
+            for source, target in ways(pair)
+        ]
+        return "; ".join(words) + ("; the way back is open" if len(words) == 1 else "")
+
+    def advise(pairs: Sequence[Pair]) -> str:
+        obstacles = dict.fromkeys(blocked[way] for pair in pairs for way in ways(pair))
+        return ". ".join(WHAT_AND_ADVICE[obstacle][1] for obstacle in obstacles)
+
+    yield from _judged("peer-reachable", passed, f"{len(passed)} pairs reach each other", show, advise)
+
+
+def _all_reduces(found: CheckResults) -> Iterator[PeerFinding]:
+    problems: dict[Pair, str] = {}
+    rates: dict[Pair, float] = {}
+    for name, results in found.there():
+        one = results.all_reduce
+        if one is not None and one.other not in found.gone:
+            pair = pair_of(name, one.other)
+            problems[pair] = problems.get(pair) or one.problem
+            rates[pair] = min(one.rate, rates.get(pair, one.rate))
+    without = sorted(node.node for node in found.nodes if not node.has_torch)
+    good = f"{len(problems)} pairs did it" if problems else f"not tried: no torch on {listed(without)}"
+    advice = (
+        "if the nodes reach each other else, a packet filter lets only some ports through: gloo and NCCL choose any"
+        " free port (net.ipv4.ip_local_port_range), so open all between the nodes"
     )
-    bad_nodes = tuple(node for node in nodes if node in bad)
-    return Verdict(bad_nodes, tuple(sorted(links)), doubts)
+    yield from _judged(
+        "peer-all-reduce",
+        {pair: not problem for pair, problem in problems.items()},
+        good,
+        lambda pair: f"between {' and '.join(pair)}: {problems[pair]}",
+        lambda pairs: advice,
+    )
+    machines = {node.node: node.machine or node.node for node in found.nodes}
+    apart = len(set(machines.values())) > 1
+    known = {
+        pair: rate
+        for pair, rate in rates.items()
+        if not problems[pair] and not (apart and machines[pair[0]] == machines[pair[1]])
+    }
+    yield from _bandwidth(known)
 
 
-def shows_usual(nodes: Sequence[str], results: Mapping[Pair, bool]) -> bool:
-    """Whether pairs that passed connect most nodes, where pairs are judged by the others alone. Else the failed ones
-    may be as they should be, and those that passed better: nodes of one machine, or at one switch."""
-    passed = [pair for pair, well in results.items() if well]
-    groups = [group for group in connected(nodes, passed) if len(group) > 1]
-    return len(groups) == 1 and len(groups[0]) >= max(LEAST_USUAL, len(nodes) * MOST_NODES_USUAL)
+def _bandwidth(rates: Mapping[Pair, float]) -> Iterator[PeerFinding]:
+    parts = slowness(rates)
+    usual = statistics.median_high(rates.values()) if rates else 0.0
+    sure = len({node for pair in rates for node in pair}) >= LEAST_USUAL
+
+    def outcome(pairs: Sequence[Pair]) -> Outcome:
+        return Outcome.FAIL if sure and min(map(parts.__getitem__, pairs)) < MUCH_TOO_SLOW else Outcome.WARN
+
+    good = f"an all-reduce moves {shown_rate(usual)}, at least {shown_rate(min(rates.values(), default=0.0))}"
+    judged = _judged(
+        "peer-bandwidth",
+        {pair: parts.get(pair, 1.0) >= SLOW for pair in rates},
+        good if rates else "not measured",
+        lambda pair: (
+            f"{shown_rate(rates[pair])} between {' and '.join(pair)}, {parts[pair]:.0%} of the usual"
+        ),
+        lambda pairs: (
+            "look for a link that came up with less than its speed (ethtool), for errors (ethtool -S), for another"
+            " MTU, and for others that use it now"
+        ),
+        outcome,
+    )
+    for one in judged:
+        yield one if sure or not one.nodes else PeerFinding(one.finding, one.nodes, one.links, decided=False)
 
 
-def _accusers(node: str, failed: Iterable[Pair], cleared: set[str]) -> int:
-    return sum(1 for pair in failed if node in pair and cleared.intersection(pair))
+def shown_rate(bytes_per_s: float) -> str:
+    """
+    >>> shown_rate(1.25e9), shown_rate(900e3)
+    ('1250 MB/s', '0.9 MB/s')
+    """
+    mega = bytes_per_s / 1e6
+    return f"{mega:.0f} MB/s" if mega >= 10 else f"{mega:.1f} MB/s"
 
 
-def connected(nodes: Sequence[str], pairs: Iterable[Pair]) -> list[tuple[str, ...]]:
-    """Of these nodes those together that the pairs connect."""
-    group_of = {node: {node} for node in nodes}
-    for one, other in pairs:
-        if one in group_of and other in group_of and group_of[one] is not group_of[other]:
-            group_of[one] |= group_of[other]
-            for node in group_of[other]:
-                group_of[node] = group_of[one]
-    found = {id(group): group for group in group_of.values()}
-    return [tuple(node for node in nodes if node in group) for group in found.values()]
+# --- What they have in common
+
+_ONE_IMAGE = "give all nodes one image, or one environment"
+_ONE_CABLE = "check cables and switch ports, or choose another interface"
+
+TRAITS = {
+    "MTU": ("same-network", "large packets may vanish, and collectives hang: ip link set dev NAME mtu N"),
+    "link speed": ("same-network", f"the slowest link sets the pace of all: {_ONE_CABLE}"),
+    "number of RDMA ports": ("same-network", "check `rdma link`, or set NCCL_IB_DISABLE=1 on all"),
+    "address family": (
+        "same-network",
+        "workers of one family do not reach the other: choose --local-addr alike",
+    ),
+    "version of elastic-agent": ("same-software", _ONE_IMAGE),
+    "version of Python": ("same-software", _ONE_IMAGE),
+    "torch": ("same-software", f"collectives fail or hang between versions: {_ONE_IMAGE}"),
+    "NCCL": ("same-software", f"NCCL refuses to work with another version of itself: {_ONE_IMAGE}"),
+    "NVIDIA driver": ("same-software", "upgrade the older ones: NCCL and CUDA fall back, or fail"),
+    "number of GPUs": ("same-software", "one that is missing has fallen off the bus (dmesg: Xid 79)"),
+}
+"""What nodes should share: the check, and what to do. A difference is never more than a warning."""
+
+
+def _differences(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
+    well = {"same-network", "same-software"}
+    for trait, (check, advice) in TRAITS.items():
+        counts = Counter(node.traits[trait] for node in nodes if trait in node.traits)
+        if len(counts) < 2:
+            continue
+        well.discard(check)
+        usual, most = counts.most_common(1)[0]
+        odd = [node for node in nodes if node.traits.get(trait, usual) != usual]
+        words = listed([f"{node.traits[trait]} on {node.node}" for node in odd])
+        summary = f"the {trait} differs: {usual} on {most} of {len(nodes)} nodes, but {words}"
+        yield PeerFinding(_finding(check, Outcome.WARN, summary, advice), tuple(node.node for node in odd))
+    for check in sorted(well):
+        names = ", ".join(trait for trait, (of, _) in TRAITS.items() if of == check)
+        yield PeerFinding(_finding(check, Outcome.OK, f"the same on all nodes: {names}"))

@@ -165,12 +165,9 @@ class BackgroundChecks:
         self,
         new_run: Callable[[], CheckRun],
         post: Callable[[Callable[[], object]], object],
-        *,
-        errors: bool,
     ) -> None:
-        """`new_run` is called in the main thread, its result is used in another one. `errors`: what fails is logged as
-        an error, not as a warning."""
-        self._new_run, self._post, self._errors = new_run, post, errors
+        """`new_run` is called in the main thread, its result is used in another one."""
+        self._new_run, self._post = new_run, post
         self._run: CheckRun | None = None
         """The newest. Its process may still be there: a probe that hangs in the kernel stays its child."""
         self._running = False
@@ -230,7 +227,7 @@ class BackgroundChecks:
             if (finding.check, finding.outcome) not in self._logged:
                 fails = finding.outcome is Outcome.FAIL
                 log.log(
-                    logging.ERROR if fails and self._errors else logging.WARNING,
+                    logging.ERROR if fails else logging.WARNING,
                     "check %s %s: %s. To do: %s",
                     finding.check,
                     "failed" if fails else "warns",

@@ -22,7 +22,7 @@ from elastic_agent.agent.machine.interfaces import Profile
 from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network import Network, NetworkChoice, NotReady
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.pair_report import PEER_CHECKS
+from elastic_agent.health.checks.pairs import PEER_CHECKS
 from elastic_agent.health.checks.table import AT_JOIN, RECHECKS
 
 FOUND = (
@@ -35,13 +35,14 @@ FOUND = (
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     for name in os.environ:
         if name.startswith(("ELASTIC_AGENT_", "PET_")):
             monkeypatch.delenv(name)
 
 
 def test_the_table_has_the_worst_first_and_advice_below() -> None:
-    lines = list(table("node n1", FOUND, 0.12, 80, colour=False))
+    lines = list(table("node n1", FOUND, 0.12, 80))
     assert lines[0] == "node n1: 1 failed, 1 to look at, 1 unknown, 1 ok, in 0.1 s"
     assert [line.split()[:2] for line in lines if re.match(r"[A-Za-z?]+ +[a-z-]+  ", line)] == [
         ["FAIL", "log-directory"],
@@ -54,14 +55,8 @@ def test_the_table_has_the_worst_first_and_advice_below() -> None:
     assert lines[lines.index("WARN  shared-memory  64 MiB") + 1] == "                     -> make it larger"
 
 
-def test_a_terminal_gets_colours_for_the_outcomes_alone() -> None:
-    text = "\n".join(table("node n1", FOUND, 0.1, 80, colour=True))
-    assert text.count("\x1b[0m") == 3
-    assert re.sub(r"\x1b\[\d+m", "", text) == "\n".join(table("node n1", FOUND, 0.1, 80, colour=False))
-
-
 def test_the_document() -> None:
-    document = json.loads(as_json("n1", FOUND, 0.12345))
+    document = json.loads(as_json("n1", FOUND, None, 0.12345))
     findings = document.pop("findings")
     assert document == {"schema": 1, "node": "n1", "outcome": "fail", "seconds": 0.123}
     assert [finding["outcome"] for finding in findings] == ["fail", "warn", "unknown", "ok"]
@@ -92,7 +87,7 @@ def test_a_directory_that_cannot_be_is_a_finding_and_no_error_of_the_settings(
     assert main([f"--log-dir={tmp_path}/file"]) == ExitCode.FAILED
     out = capsys.readouterr().out
     assert "1 failed" in out
-    assert re.search(r"^FAIL  log-directory +\S+file: Not a directory$", out, re.MULTILINE)
+    assert re.search(r"^FAIL  log-directory +\S+file: Not\s+a\s+directory$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

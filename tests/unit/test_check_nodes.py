@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import pytest
 
-from elastic_agent.agent.commands import check_stages as stages
-from elastic_agent.agent.commands.check_nodes import LocalNode, Sockets
-from elastic_agent.agent.commands.check_stages import CheckStore, JoinWait, LeaderGone, Stage, StageDriver
-from elastic_agent.health.checks import processes
-from elastic_agent.health.checks.finding import Outcome
-from elastic_agent.health.checks.pair_findings import NodeFacts
-from elastic_agent.health.checks.pair_report import PairsReport
-from elastic_agent.health.checks.pairs import Measurement, NodeResults, Obstacle, ProbeEndpoint, Reach
+from elastic_agent.agent.commands import check_nodes
+from elastic_agent.agent.commands.check_nodes import (
+    CheckStore,
+    JoinWait,
+    LeaderGone,
+    LocalNode,
+    Member,
+    NodesCheck,
+    Stage,
+)
+from elastic_agent.agent.configuration.config import Config
+from elastic_agent.agent.configuration.values import Command, NodeCounts
+from elastic_agent.agent.machine.devices import Inventory
+from elastic_agent.agent.machine.inventory import Machine
+from elastic_agent.agent.machine.network import Network, NetworkChoice
+from elastic_agent.health.checks.finding import Finding, Outcome
+from elastic_agent.health.checks.pairs import (
+    AllReduce,
+    NodeFacts,
+    NodeResults,
+    Obstacle,
+    PairsReport,
+    pair_of,
+)
 from elastic_agent.rendezvous.errors import LeaseExpired, RecordInvalid, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Put
 from elastic_agent.rendezvous.store.memory import MemoryStore
@@ -30,45 +43,47 @@ TTL_S = 1.5
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "LOOK_S", 0.005)
-    monkeypatch.setattr(stages, "LEAVE_S", 2.0)
-    monkeypatch.setattr(stages, "OUTAGE_S", 0.3)
-    monkeypatch.setattr(stages, "PAUSE_S", 0.02)
+    monkeypatch.setattr(check_nodes, "LOOK_S", 0.005)
+    monkeypatch.setattr(check_nodes, "LEAVE_S", 2.0)
+    monkeypatch.setattr(check_nodes, "OUTAGE_S", 0.3)
+    monkeypatch.setattr(check_nodes, "PAUSE_S", 0.02)
 
 
 def facts_of(name: str, life: str = "1") -> NodeFacts:
     return NodeFacts(
-        name, f"{name}-{life}", ProbeEndpoint(name, "10.0.0.1", 29500, "0" * 32, "1" * 32), 29501
+        name,
+        f"{name}-{life}",
+        "10.0.0.1",
+        29500,
+        "0" * 64,
+        29501,
+        traits={"torch": "2", "number of GPUs": "0"},
     )
 
 
-@dataclass
-class FakeNode:
+class FakeNode(LocalNode):
     """A node of a network where `works` says from whom to whom packets come."""
 
-    facts: NodeFacts
-    works: Callable[[str, str], bool] = lambda source, target: True
-    dies_in: str = ""
-    stages: list[Stage] = field(default_factory=list)
+    def __init__(
+        self,
+        facts: NodeFacts,
+        works: Callable[[str, str], bool] = lambda source, target: True,
+        dies_in: int | None = None,
+    ) -> None:
+        self.facts, self.works, self.dies_in = facts, works, dies_in
 
-    def carry_out(self, stage: Stage, others: dict[str, NodeFacts]) -> NodeResults:
-        me = self.facts.node
-        self.stages.append(stage)
-        if self.dies_in == f"{stage.what} {stage.round}":
+    def reach(self, others: Sequence[NodeFacts]) -> NodeResults:
+        if self.dies_in == 0:
             raise Killed
-        if stage.what == "reach":
-            ways = [(me, other) for other in others]
-            blocked = {way: None if self.works(*way) else Obstacle.DROPPED for way in ways}
-            return NodeResults(reached=tuple(Reach(*way, obstacle) for way, obstacle in blocked.items()))
-        mine = [pair for pair in stage.pairs if pair[0] == me]
-        return NodeResults(measured=tuple(self._measure(stage.round, other) for _, other in mine))
+        names = [other.node for other in others]
+        blocked = {name: Obstacle.DROPPED for name in names if not self.works(self.facts.node, name)}
+        return NodeResults(tuple(names), blocked)
 
-    def _measure(self, number: int, other: str) -> Measurement:
-        me = self.facts.node
-        found = Measurement(number, me, other)
-        if not self.works(me, other):
-            return replace(found, obstacle=Obstacle.DROPPED)
-        return replace(found, latency_s=1e-4, sent=1e9, received=1e9)
+    def all_reduce(self, number: int, other: NodeFacts) -> NodeResults:
+        if self.dies_in == number:
+            raise Killed
+        works = self.works(*pair_of(self.facts.node, other.node))
+        return NodeResults(all_reduce=AllReduce(other.node, 1e9, "" if works else "it hangs"))
 
 
 class Killed(BaseException):
@@ -92,7 +107,9 @@ def check(
         name = here.facts.node
         try:
             assert check_store.join(here.facts)
-            outcomes.reports[name] = StageDriver(check_store, here, JoinWait(wanted, wait_s)).run()
+            outcomes.reports[name] = NodesCheck(
+                check_store, here, JoinWait(wanted, wait_s), lambda line: None
+            ).run()
         except Killed as error:
             outcomes.errors[name] = error
             check_store._over.set()
@@ -150,26 +167,15 @@ def test_a_link_that_drops_one_way_is_in_the_report_of_all(store: MemoryStore) -
     ]
     outcomes = check(store, nodes, 4)
     assert [fails(report) for report in outcomes.reports.values()] == [
-        [("peer-reachable", (), (("b", "d"),))]
+        [("peer-reachable", (), (("b", "d"),)), ("peer-all-reduce", (), (("b", "d"),))]
     ] * 4
-
-
-def test_the_second_round_is_chosen_by_the_first(store: MemoryStore) -> None:
-    nodes = [
-        FakeNode(facts_of(name), lambda source, target: "b" not in (source, target)) for name in "abcdef"
-    ]
-    outcomes = check(store, nodes, 6)
-    assert fails(outcomes.reports["a"]) == [("peer-reachable", ("b",), ())]
-    second = [pair for stage in nodes[0].stages if stage.round == 2 for pair in stage.pairs]
-    assert sum("b" in pair for pair in second) == 2
-    assert len({node for pair in second if "b" in pair for node in pair}) == 3
 
 
 def test_nodes_that_do_not_come_are_waited_for_and_those_that_came_are_named(store: MemoryStore) -> None:
     outcomes = check(store, [FakeNode(facts_of(name)) for name in "ab"], 3, wait_s=0.3)
     for report in outcomes.reports.values():
         assert report.missing == 1
-        assert report.findings[0].finding.summary == "2 of 3 nodes came within 0.3 s: a, b"
+        assert report.findings[0].finding.summary == "2 of 3 nodes came: a, b"
     assert len(outcomes.reports) == 2
 
 
@@ -179,8 +185,8 @@ def test_one_node_alone_says_so(store: MemoryStore) -> None:
     assert emptied(store)
 
 
-@pytest.mark.parametrize("dies_in", ["reach 0", "pairs 1", "pairs 2"])
-def test_a_node_that_dies_is_named_and_no_other_one_blamed(store: MemoryStore, dies_in: str) -> None:
+@pytest.mark.parametrize("dies_in", [0, 1, 2])
+def test_a_node_that_dies_is_named_and_no_other_one_blamed(store: MemoryStore, dies_in: int) -> None:
     check_store = CheckStore(store, TTL_S)
     assert check_store.join(facts_of("a"))  # so that it leads
     nodes = [FakeNode(facts_of(name)) for name in "abcd"]
@@ -194,7 +200,7 @@ def test_a_node_that_dies_is_named_and_no_other_one_blamed(store: MemoryStore, d
 
 def test_the_end_of_the_one_that_leads_is_said(store: MemoryStore) -> None:
     check_store = CheckStore(store, TTL_S)
-    leader = FakeNode(facts_of("a"), dies_in="pairs 1")
+    leader = FakeNode(facts_of("a"), dies_in=2)
     assert check_store.join(leader.facts)
     check_store._over.set()
     outcomes = check(store, [leader, *(FakeNode(facts_of(name)) for name in "bc")], 3)
@@ -209,13 +215,13 @@ def test_a_node_that_comes_late_waits_for_the_next_check(store: MemoryStore) -> 
     """And is no part of the one that is under way, even under the name of one of its nodes."""
     first, said = CheckStore(store, 5.0), list[str]()
     assert first.join(facts_of("a"))
-    first.publish_stage(Stage(1, "reach"))
+    first.put_stage(Stage(0, (Member("a", "a-1"), Member("b", "b-0"))))
     late = CheckStore(store, 5.0)
     assert late.join(facts_of("b"))
     done = list[PairsReport]()
     here = FakeNode(facts_of("b"))
     thread = threading.Thread(
-        target=lambda: done.append(StageDriver(late, here, JoinWait(1, 5.0), said.append).run())
+        target=lambda: done.append(NodesCheck(late, here, JoinWait(1, 5.0), said.append).run())
     )
     thread.start()
     while not said:
@@ -247,24 +253,8 @@ def test_a_job_in_the_same_store_is_left_alone(store: MemoryStore) -> None:
     assert [entry.key for entry in store.read(("",)).entries] == ["nodes/x", "world"]
 
 
-def test_of_many_nodes_each_tries_its_neighbours_and_those_that_it_meets(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stages, "MOST_ALL_PAIRS", 4)
-    nodes = [
-        FakeNode(facts_of(name), lambda source, target: "d" not in (source, target)) for name in "abcdefg"
-    ]
-    outcomes = check(store, nodes, 7)
-    report = outcomes.reports["a"]
-    assert fails(report) == [("peer-reachable", ("d",), ())]
-    reach = nodes[0].stages[0]
-    assert (reach.what, len(reach.pairs)) == ("reach", 7)
-    tried = {pair for stage in nodes[0].stages for pair in stage.pairs}
-    assert 7 < len(tried) < 21, "more than the ring and fewer than all"
-
-
 def test_one_that_leads_and_hangs_is_given_up(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "SILENT_S", 0.1)
+    monkeypatch.setattr(check_nodes, "STAGE_S", 0.1)
     hanging = CheckStore(store, TTL_S)
     assert hanging.join(facts_of("a"))
     outcomes = check(store, [FakeNode(facts_of("b"))], 2, wait_s=0.1)
@@ -273,56 +263,17 @@ def test_one_that_leads_and_hangs_is_given_up(store: MemoryStore, monkeypatch: p
     assert isinstance(outcomes.errors["b"], LeaderGone)
 
 
-def test_what_a_node_says_for_others_or_of_nodes_that_are_not_there_does_not_count(
-    store: MemoryStore,
-) -> None:
-    class Liar(FakeNode):
-        def carry_out(self, stage: Stage, others: dict[str, NodeFacts]) -> NodeResults:
-            known = super().carry_out(stage, others)
-            lies = Reach("a", "b", Obstacle.DROPPED), Reach("c", "nonesuch", Obstacle.DROPPED)
-            slow = Measurement(1, "a", "b", Obstacle.DROPPED), Measurement(1, "c", "none", Obstacle.DROPPED)
-            return NodeResults(known.reached + lies, known.measured + slow, ("nobody",))
-
-    nodes = [FakeNode(facts_of("a")), FakeNode(facts_of("b")), Liar(facts_of("c"))]
-    outcomes = check(store, nodes, 3)
-    assert fails(outcomes.reports["a"]) == []
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[LocalNode]:
-    sockets = Sockets(*(socket.create_server(("127.0.0.1", 0)) for _ in range(2)))
-    endpoint = ProbeEndpoint("a", "127.0.0.1", sockets.probes.getsockname()[1], "0" * 32, "1" * 32)
-    facts = NodeFacts("a", "a-1", endpoint, sockets.all_reduce.getsockname()[1])
-    with contextlib.closing(LocalNode(facts, sockets, str(tmp_path), dict(os.environ))) as here:
-        here.start()
-        yield here
-
-
-def test_a_node_tries_and_measures_another(alone: LocalNode) -> None:
-    """Its own server, under another name."""
-    alone.rename("b")
-    other = alone.facts
-    alone.rename("a")
-    found = alone.carry_out(Stage(1, "reach"), {"b": other})
-    (reached,) = found.reached
-    assert (reached.target, reached.obstacle, found.seen) == ("b", None, ("b",))
-    (measured,) = alone.carry_out(Stage(2, "pairs", 1, pairs=(("a", "b"),)), {"b": other}).measured
-    assert measured.pair == ("a", "b")
-    assert measured.obstacle is None
-    assert measured.all_reduce_s is None, "there is no torch"
-    assert alone.carry_out(Stage(3, "pairs", 1, pairs=(("b", "a"),)), {"b": other}) == NodeResults()
-    assert alone.carry_out(Stage(4, "pairs", 2, pairs=(("a", "x"),)), {}) == NodeResults(), "x has ended"
-
-
-def test_a_probe_that_crashes_is_this_nodes_own_trouble(
-    alone: LocalNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = facts_of("b")
-    monkeypatch.setattr(processes, "PROGRAM", "raise SystemExit(3)")
-    (reached,) = alone.carry_out(Stage(1, "reach"), {"b": other}).reached
-    (measured,) = alone.carry_out(Stage(2, "pairs", 1, pairs=(("a", "b"),)), {"b": other}).measured
-    assert (reached.obstacle, measured.obstacle) == (Obstacle.OWN, Obstacle.OWN)
-    assert "has ended without an answer" in reached.detail
+def test_a_node_says_what_it_is_and_answers_until_it_is_closed() -> None:
+    network = Network(NetworkChoice("lo", "127.0.0.1", ""))
+    config = Config(Command("script", "t.py"), NodeCounts(2, 2))
+    findings = [Finding("open-files", Outcome.OK, "many"), Finding("gpu-ecc", Outcome.FAIL, "3", "reset it")]
+    here = LocalNode("a", config, Machine(Inventory((), 2), (), (), network), network, findings, {})
+    assert here.reach([here.facts]) == NodeResults(("a",))
+    assert (here.facts.findings, here.facts.interface) == (tuple(findings[1:]), "lo")
+    assert here.facts.traits["address family"] == "AF_INET"
+    assert here.all_reduce(1, facts_of("b")) == NodeResults(), "there is no torch"
+    here.close()
+    assert here.reach([here.facts]).blocked == {"a": Obstacle.REFUSED}
 
 
 def test_a_record_that_no_node_has_written_is_named(store: MemoryStore) -> None:

@@ -119,7 +119,7 @@ def test_with_warn_nothing_waits_and_the_log_says_what_is_wrong(caplog: pytest.L
     assert scene.part.held_back == ""
     assert scene.checks.turn(scene.part, 1000.0) is None
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "check gpu-ecc failed: 3 errors. To do: reset it"),
+        ("ERROR", "check gpu-ecc failed: 3 errors. To do: reset it"),
         ("WARNING", "check interface warns: 100 Mbit/s. To do: check the cable"),
     ]
 
