@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...agent.commands.store_command import CannotDo, store_command
@@ -120,32 +120,21 @@ class JobState:
 
 
 def states(view: PoolView, now: float) -> Iterator[JobState]:
-    results = {result.job: result for result in view.results}
-    pool = view.pool()
+    results, pool = {result.job: result for result in view.results}, view.pool()
     for job in view.jobs:
-        code = started_at = ended_at = None
         run, result = view.plan.run_of(job.job), results.get(job.job)
         if result is not None:
             state, detail, nodes = result.outcome.value, result.reason, result.nodes
-            code, started_at, ended_at = result.code, result.started_at, result.ended_at
         elif run is not None:
             state = "running" if run.ending is None else "ending"
             detail = f"attempt {run.attempt}" if run.ending is None else run.ending.reason
-            nodes, started_at = tuple(seat.node for seat in run.seats), run.started_at
+            nodes = tuple(seat.node for seat in run.seats)
         else:
             state, detail, nodes = "waiting", why_waiting(pool, job, now), ()
-        yield JobState(
-            job=job.job,
-            name=job.name,
-            state=state,
-            detail=detail,
-            nodes=nodes,
-            submitted_at=job.submitted_at,
-            submitted_by=job.submitted_by,
-            code=code,
-            started_at=started_at,
-            ended_at=ended_at,
-        )
+        found = JobState(job.job, job.name, state, detail, nodes, job.submitted_at, job.submitted_by)
+        if result is not None:
+            found = replace(found, code=result.code, started_at=result.started_at, ended_at=result.ended_at)
+        yield found if run is None else replace(found, started_at=run.started_at)
 
 
 OUTAGE_S = 60.0
