@@ -37,9 +37,8 @@ def main(words: Sequence[str]) -> int:
     return store_command("forget", words, _USAGE, _meeting_place, _work, subject="JOB")
 
 
-def _work(store: Store, place: RendezvousConfig, job: str, command_line: Settings) -> int:
+def _work(store: Store, place: RendezvousConfig, job: str, command_line: Settings) -> None:
     print(f"job {job} is forgotten: {forget(store, job)} keys deleted")
-    return ExitCode.SUCCESS
 
 
 def forget(store: Store, job: str) -> int:

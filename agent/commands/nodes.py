@@ -109,31 +109,25 @@ def main(words: Sequence[str]) -> int:
     return store_command(name, rest, usage, find, work, *options, subject="NODE")
 
 
-def _drain(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> int:
-    drain(store, place.job_id, node, command_line[TIMEOUT].value, _show)
-    return ExitCode.SUCCESS
-
-
-def _exclude(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> int:
-    reason, timeout_s = command_line[REASON].value, command_line[TIMEOUT].value
-    exclude_node(store, place.job_id, node, reason, timeout_s, _show)
-    return ExitCode.SUCCESS
-
-
-def _readmit(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> int:
-    readmit_node(store, place.job_id, node, _show)
-    return ExitCode.SUCCESS
+def _show(line: str) -> None:
+    print(line, flush=True)
 
 
 _COMMANDS: Mapping[str, tuple[str, Work, tuple[Option[Any], ...]]] = {
-    "drain": (_DRAIN, _drain, (TIMEOUT,)),
-    "exclude": (_EXCLUDE, _exclude, (REASON, TIMEOUT)),
-    "readmit": (_READMIT, _readmit, ()),
+    "drain": (
+        _DRAIN,
+        lambda store, place, node, words: drain(store, place.job_id, node, words[TIMEOUT].value, _show),
+        (TIMEOUT,),
+    ),
+    "exclude": (
+        _EXCLUDE,
+        lambda store, place, node, words: exclude_node(
+            store, place.job_id, node, words[REASON].value, words[TIMEOUT].value, _show
+        ),
+        (REASON, TIMEOUT),
+    ),
+    "readmit": (_READMIT, lambda store, place, node, _: readmit_node(store, place.job_id, node, _show), ()),
 }
-
-
-def _show(line: str) -> None:
-    print(line, flush=True)
 
 
 # ---------------------------------------------------------------- which job, and how it is
@@ -187,10 +181,7 @@ def _state_of(world: World | None) -> str:
     names = shortened(member.node for member in world.members)
     if world.phase is Phase.RUNNING:
         return f"generation {world.generation} runs on {names}"
-    if world.phase is Phase.ENDED:
-        return f"the job has ended: {world.cause.detail}"
-    how = "ends between two steps" if world.drains else "is being stopped"
-    return f"generation {world.generation} on {names} {how}: {world.cause.detail}"
+    return f"generation {world.generation} on {names} is {world.phase.value}: {world.cause.detail}"
 
 
 Clock = Callable[[], float]

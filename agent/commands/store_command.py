@@ -37,8 +37,8 @@ class CannotDo(Exception):
 
 Find = Callable[[str, Settings], RendezvousConfig]
 """Where the store is, for the command's subject. Raises ConfigError with all problems, and CannotDo."""
-Work = Callable[[Store, RendezvousConfig, str, Settings], int]
-"""Returns the exit code. Raises CannotDo, StoreError and RecordInvalid."""
+Work = Callable[[Store, RendezvousConfig, str, Settings], int | None]
+"""Returns the exit code; None: done. Raises CannotDo, StoreError and RecordInvalid."""
 
 
 def store_command(
@@ -71,7 +71,7 @@ def store_command(
                 )
             place.kind.load()
             with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
-                return work(store, place, first, command_line)
+                return work(store, place, first, command_line) or ExitCode.SUCCESS
     except BrokenPipeError:
         return ExitCode.OUTPUT_CLOSED
     except CannotDo as error:

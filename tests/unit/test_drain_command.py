@@ -67,11 +67,11 @@ def test_each_state_of_the_node_is_shown_once(scene: Scene) -> None:
         ]
     )
     scene.drain()
-    ends = "generation 4 on a, b ends between two steps: node b was asked to stop"
     assert scene.shown == [
         "node b is asked to leave job job",
         "generation 4 runs on a, b",
-        ends,
+        "generation 4 on a, b is draining: node b was asked to stop",
+        "generation 4 on a, b is last_step: node b was asked to stop",
         "generation 5 runs on a",
         "node b has left",
     ]
