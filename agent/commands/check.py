@@ -31,7 +31,7 @@ from ..configuration.settings import Settings
 from ..configuration.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
-from .check_nodes import CannotCheck, JoinWait, check_meeting_place, check_nodes
+from .check_nodes import CannotCheck, check_meeting_place, check_nodes
 from .store_command import one_line_errors
 
 SCHEMA = 1
@@ -101,10 +101,11 @@ def main(words: Sequence[str]) -> int:
     whole = f"node {name}"
     report: PairsReport | None = None
     if count is not None and isinstance(machine.network, Network):
-        join_wait = JoinWait(count, command_line[WAIT].value)
         try:
             with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-                report = check_nodes(config, machine, name, findings, join_wait, environ, _say)
+                report = check_nodes(
+                    config, machine, name, findings, count, command_line[WAIT].value, environ, _say
+                )
         except CannotCheck as error:
             print(f"elastic-agent check: {error}", file=sys.stderr)
             return error.code

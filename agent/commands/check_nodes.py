@@ -74,27 +74,21 @@ def check_meeting_place(config: Config) -> None:
         raise ConfigError([Problem("rdzv-endpoint", None, "the store where the nodes meet", advice)])
 
 
-@dataclass(frozen=True, slots=True)
-class JoinWait:
-    """How many nodes the check is for, and how long to wait for them."""
-
-    wanted: int
-    wait_s: float
-
-
 def check_nodes(
     config: Config,
     machine: Machine,
     name: str,
     findings: Sequence[Finding],
-    join_wait: JoinWait,
+    wanted: int,
+    wait_s: float,
     environ: Mapping[str, str],
     show: Callable[[str], None],
 ) -> PairsReport:
-    """The report that every node has. `findings` are those of this node's own checks. Raises CannotCheck."""
+    """The report that all `wanted` nodes have, or those that came within `wait_s`. `findings` are those of this node's
+    own checks. Raises CannotCheck."""
     network = machine.network
     assert isinstance(network, Network), "the caller has waited for it"
-    rendezvous = replace(config.rendezvous, join_timeout_s=max(1.0, join_wait.wait_s))
+    rendezvous = replace(config.rendezvous, join_timeout_s=max(1.0, wait_s))
     config = replace(config, rendezvous=rendezvous)
     try:
         with contextlib.ExitStack() as parts:
@@ -107,7 +101,7 @@ def check_nodes(
             if not check_store.join(local.facts):  # there is one of this name
                 local.facts = replace(local.facts, node=f"{name[:115]}-{local.facts.life}")
                 check_store.join(local.facts)
-            check = NodesCheck(check_store, local, join_wait, show)
+            check = NodesCheck(check_store, local, wanted, wait_s, show)
             report = check.run()
             check_store.leave()
             if hosts:
@@ -382,18 +376,19 @@ class NodesCheck:
     """Takes one node, which has joined, through the stages; if it is the oldest one, it leads."""
 
     def __init__(
-        self, store: CheckStore, local: LocalNode, join_wait: JoinWait, show: Callable[[str], None]
+        self, store: CheckStore, local: LocalNode, wanted: int, wait_s: float, show: Callable[[str], None]
     ) -> None:
-        self._store, self._local, self._join_wait, self._show = store, local, join_wait, show
+        self._store, self._local, self._show = store, local, show
+        self._wanted, self._wait_s = wanted, wait_s
         self._me = local.facts.node
-        self._look_s = LOOK_S + LOOK_PER_NODE_S * join_wait.wanted
+        self._look_s = LOOK_S + LOOK_PER_NODE_S * wanted
         self._names: tuple[str, ...] = ()
         """Of all nodes, in the order that the rounds follow from."""
 
     def run(self) -> PairsReport:
         """Raises LeaderGone, and what a `CheckStore` does."""
         done, leader, busy = -1, "", False
-        patient_s = self._join_wait.wait_s + STAGE_S
+        patient_s = self._wait_s + STAGE_S
         until = time.monotonic() + patient_s
         while time.monotonic() < until:
             stage = self._store.stage()
@@ -448,7 +443,7 @@ class NodesCheck:
 
     def _lead(self) -> PairsReport:
         nodes = self._gather()
-        found = CheckResults(self._join_wait.wanted, nodes)
+        found = CheckResults(self._wanted, nodes)
         if len(nodes) > 1:
             self._show(f"{len(nodes)} nodes are here; each tries to reach others")
             for number in range(1 + len([*rounds([node.node for node in nodes])])):
@@ -462,7 +457,7 @@ class NodesCheck:
 
     def _gather(self) -> tuple[NodeFacts, ...]:
         """This node first, the others by name."""
-        wanted, until = self._join_wait.wanted, time.monotonic() + self._join_wait.wait_s
+        wanted, until = self._wanted, time.monotonic() + self._wait_s
         shown: set[str] = set()
         while True:
             nodes = self._store.present()

@@ -36,15 +36,12 @@ class Outcome(Enum):
     @property
     def rank(self) -> int:
         """0 is the worst."""
-        return _RANKS[self]
+        return list(Outcome).index(self)
 
     @property
     def severity(self) -> int | None:
         """As a metric: 0 ok, 1 warn, 2 fail; None: unknown."""
         return {Outcome.OK: 0, Outcome.WARN: 1, Outcome.FAIL: 2}.get(self)
-
-
-_RANKS = {outcome: rank for rank, outcome in enumerate(Outcome)}
 
 
 @dataclass(frozen=True, slots=True)

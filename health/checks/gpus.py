@@ -198,14 +198,10 @@ def moved_on(before: NvmlFacts, now: NvmlFacts, gpus: Collection[str]) -> NvmlFa
 
 
 def described(before: NvmlFacts, now: NvmlFacts) -> str:
-    """The reading for people: a line for each GPU, and one for what was there `before` where it has changed."""
-    lines = [f"driver {now.driver} {now.problem}"]
-    known = {gpu.name: gpu for gpu in before.gpus}
-    for gpu in now.gpus:
-        lines.append(f"now {gpu}")
-        if known.get(gpu.name, gpu) != gpu:
-            lines.append(f"was {known[gpu.name]}")
-    return "".join(f"{line}\n" for line in lines)
+    """Both readings for people, a line for each GPU."""
+    readings = (("first", before), ("now", now))
+    lines = [f"{when}: {gpu}" for when, facts in readings for gpu in facts.gpus]
+    return "".join(f"{line}\n" for line in (f"driver {now.driver} {now.problem}", *lines))
 
 
 # --- The kernel's log

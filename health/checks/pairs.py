@@ -246,8 +246,18 @@ def make_report(found: CheckResults) -> PairsReport:
     return PairsReport(names, max(0, found.wanted - len(names)), tuple(findings[:512]))
 
 
-def _finding(check: str, outcome: Outcome, summary: str, advice: str = "") -> Finding:
-    return Finding(check, outcome, summary[:2048], advice[:2048])
+def _said(
+    check: str,
+    outcome: Outcome,
+    summary: str,
+    advice: str = "",
+    nodes: Sequence[str] = (),
+    links: Sequence[Pair] = (),
+    *,
+    decided: bool = True,
+) -> PeerFinding:
+    finding = Finding(check, outcome, summary[:2048], advice[:2048])
+    return PeerFinding(finding, tuple(nodes), tuple(links), decided)
 
 
 def _present(found: CheckResults) -> Iterator[PeerFinding]:
@@ -259,20 +269,19 @@ def _present(found: CheckResults) -> Iterator[PeerFinding]:
             " --rdzv-id; --wait sets how long to wait"
         )
         summary = f"{len(names)} of {found.wanted} nodes came: {came}"
-        yield PeerFinding(_finding("peer-present", Outcome.FAIL, summary, advice))
+        yield _said("peer-present", Outcome.FAIL, summary, advice)
     elif not found.gone:
-        yield PeerFinding(_finding("peer-present", Outcome.OK, f"all {len(names)} nodes came: {came}"))
+        yield _said("peer-present", Outcome.OK, f"all {len(names)} nodes came: {came}")
     for node, when in found.gone.items():
         advice = f"look at what `elastic-agent check` has printed on {node}, and whether that machine is up"
-        finding = _finding("peer-present", Outcome.FAIL, f"node {node} ended, or hangs, {when}", advice)
-        yield PeerFinding(finding, (node,))
+        yield _said("peer-present", Outcome.FAIL, f"node {node} ended, or hangs, {when}", advice, (node,))
 
 
 def _own(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
     for node in nodes:
         for one in node.findings:
-            same = _finding(one.check, one.outcome, f"node {node.node}: {one.summary}", one.advice)
-            yield PeerFinding(same, (node.node,) if one.outcome is Outcome.FAIL else ())
+            bad = (node.node,) if one.outcome is Outcome.FAIL else ()
+            yield _said(one.check, one.outcome, f"node {node.node}: {one.summary}", one.advice, bad)
 
 
 def _judged(
@@ -287,23 +296,20 @@ def _judged(
     verdict = locate_faults(passed)
     failed = [pair for pair, well in passed.items() if not well]
 
-    def bad(
-        who: str, pairs: Sequence[Pair], nodes: Sequence[str], links: Sequence[Pair], decided: bool, more: str
-    ) -> PeerFinding:
-        summary = f"{who}{listed([show(pair) for pair in pairs], 8)}{more}"
-        finding = _finding(check, outcome(pairs), summary, advise(pairs))
-        return PeerFinding(finding, tuple(nodes), tuple(links), decided)
+    def words(pairs: Sequence[Pair]) -> str:
+        return listed([show(pair) for pair in pairs], 8)
 
-    if not passed or not failed:
-        yield PeerFinding(_finding(check, Outcome.OK if passed else Outcome.UNKNOWN, good))
+    if not failed:
+        yield _said(check, Outcome.OK if passed else Outcome.UNKNOWN, good)
     for node in verdict.nodes:
-        yield bad(f"node {node}: ", [pair for pair in failed if node in pair], [node], (), True, "")
-    if verdict.links:
-        yield bad("", verdict.links, (), verdict.links, True, "")
-    if verdict.doubts:
-        nodes = sorted({node for pair in verdict.doubts for node in pair})
-        more = "; which of the two it is, or whether it is what lies between, a check with more nodes tells"
-        yield bad("", verdict.doubts, nodes, verdict.doubts, False, more)
+        pairs = [pair for pair in failed if node in pair]
+        yield _said(check, outcome(pairs), f"node {node}: {words(pairs)}", advise(pairs), (node,))
+    if links := verdict.links:
+        yield _said(check, outcome(links), words(links), advise(links), (), links)
+    if doubts := verdict.doubts:
+        nodes = sorted({node for pair in doubts for node in pair})
+        summary = f"{words(doubts)}; whether it is one of the nodes, or what lies between, more nodes tell"
+        yield _said(check, outcome(doubts), summary, advise(doubts), nodes, doubts, decided=False)
 
 
 def _reach(found: CheckResults) -> Iterator[PeerFinding]:
@@ -375,13 +381,15 @@ def _bandwidth(rates: Mapping[Pair, float]) -> Iterator[PeerFinding]:
     def outcome(pairs: Sequence[Pair]) -> Outcome:
         return Outcome.FAIL if sure and min(map(parts.__getitem__, pairs)) < MUCH_TOO_SLOW else Outcome.WARN
 
-    good = f"an all-reduce moves {shown_rate(usual)}, at least {shown_rate(min(rates.values(), default=0.0))}"
+    good = (
+        f"an all-reduce moves {usual / 1e6:.4g} MB/s, at least {min(rates.values(), default=0.0) / 1e6:.4g}"
+    )
     judged = _judged(
         "peer-bandwidth",
         {pair: parts.get(pair, 1.0) >= SLOW for pair in rates},
         good if rates else "not measured",
         lambda pair: (
-            f"{shown_rate(rates[pair])} between {' and '.join(pair)}, {parts[pair]:.0%} of the usual"
+            f"{rates[pair] / 1e6:.4g} MB/s between {' and '.join(pair)}, {parts[pair]:.0%} of the usual"
         ),
         lambda pairs: (
             "look for a link that came up with less than its speed (ethtool), for errors (ethtool -S), for another"
@@ -391,15 +399,6 @@ def _bandwidth(rates: Mapping[Pair, float]) -> Iterator[PeerFinding]:
     )
     for one in judged:
         yield one if sure or not one.nodes else PeerFinding(one.finding, one.nodes, one.links, decided=False)
-
-
-def shown_rate(bytes_per_s: float) -> str:
-    """
-    >>> shown_rate(1.25e9), shown_rate(900e3)
-    ('1250 MB/s', '0.9 MB/s')
-    """
-    mega = bytes_per_s / 1e6
-    return f"{mega:.0f} MB/s" if mega >= 10 else f"{mega:.1f} MB/s"
 
 
 # --- What they have in common
@@ -436,7 +435,7 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[PeerFinding]:
         odd = [node for node in nodes if node.traits.get(trait, usual) != usual]
         words = listed([f"{node.traits[trait]} on {node.node}" for node in odd])
         summary = f"the {trait} differs: {usual} on {most} of {len(nodes)} nodes, but {words}"
-        yield PeerFinding(_finding(check, Outcome.WARN, summary, advice), tuple(node.node for node in odd))
+        yield _said(check, Outcome.WARN, summary, advice, [node.node for node in odd])
     for check in sorted(well):
         names = ", ".join(trait for trait, (of, _) in TRAITS.items() if of == check)
-        yield PeerFinding(_finding(check, Outcome.OK, f"the same on all nodes: {names}"))
+        yield _said(check, Outcome.OK, f"the same on all nodes: {names}")

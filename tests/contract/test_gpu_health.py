@@ -78,7 +78,7 @@ def ready(bench: Bench) -> Bench:
 def test_healthy_gpus_have_no_faults(ready: Bench) -> None:
     ready.fail()
     assert not ready.faults
-    assert ready.gpus.text.count("uncorrected=0") == 2
+    assert ready.gpus.text.count("uncorrected=0") == 4
     assert ready.counted == ["ok"]
 
 

@@ -13,7 +13,6 @@ import pytest
 from elastic_agent.agent.commands import check_nodes
 from elastic_agent.agent.commands.check_nodes import (
     CheckStore,
-    JoinWait,
     LeaderGone,
     LocalNode,
     Member,
@@ -107,9 +106,7 @@ def check(
         name = here.facts.node
         try:
             assert check_store.join(here.facts)
-            outcomes.reports[name] = NodesCheck(
-                check_store, here, JoinWait(wanted, wait_s), lambda line: None
-            ).run()
+            outcomes.reports[name] = NodesCheck(check_store, here, wanted, wait_s, lambda line: None).run()
         except Killed as error:
             outcomes.errors[name] = error
             check_store._over.set()
@@ -220,9 +217,7 @@ def test_a_node_that_comes_late_waits_for_the_next_check(store: MemoryStore) -> 
     assert late.join(facts_of("b"))
     done = list[PairsReport]()
     here = FakeNode(facts_of("b"))
-    thread = threading.Thread(
-        target=lambda: done.append(NodesCheck(late, here, JoinWait(1, 5.0), said.append).run())
-    )
+    thread = threading.Thread(target=lambda: done.append(NodesCheck(late, here, 1, 5.0, said.append).run()))
     thread.start()
     while not said:
         time.sleep(0.01)
