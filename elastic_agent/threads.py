@@ -4,8 +4,8 @@ A thread *fails* when its work raises what the work was not made for. That calls
 `listen`: a thread that has failed does not come back, and an agent without it would wait for ever for its events, while
 its lease lives on. Without a listener, as in a program that only uses the stores, the failure is logged.
 
-A start that the machine does not allow now (out of process ids, out of memory) is tried again for `START_WITHIN_S`, by
-a thread that `listen` has started. Then the part that wants the thread goes on without it, if it has passed
+A start that the machine does not allow now (out of process ids, out of memory) is tried again where it is wanted, for
+`START_WITHIN_S` since the first refusal. Then the part that wants the thread goes on without it, if it has passed
 `otherwise`: one answer is missing. A thread without `otherwise` is one that the process cannot be without, and fails:
 `NotStarted`.
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -45,44 +43,20 @@ def _into_the_log(name: str, error: BaseException) -> None:
 
 
 _listener: Listener = _into_the_log
-_late_starts: queue.SimpleQueue[Thread] | None = None
-_process = 0
-"""In which they are served."""
+_refused_since: float | None = None
+"""Monotonic: no thread has been started from then on. All starts together wait no longer than one."""
 
 
 def listen(listener: Listener | None = None) -> None:
-    """From now on this is called for every thread that fails, those of other libraries included, and starts are tried
-    again. Raises NotStarted."""
-    global _listener, _late_starts, _process
+    """From now on this is called for every thread that fails, those of other libraries included."""
+    global _listener
     _listener = listener or _into_the_log
     threading.excepthook = _others_failed
-    if _process != os.getpid():
-        waiting: queue.SimpleQueue[Thread] = queue.SimpleQueue()
-        _start(threading.Thread(target=_start_late, args=(waiting,), name="late-starts", daemon=True).start)
-        _late_starts, _process = waiting, os.getpid()
 
 
 def _others_failed(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
         _listener(args.thread.name if args.thread is not None else "of a library", args.exc_value)
-
-
-def _start_late(waiting: queue.SimpleQueue[Thread]) -> None:
-    while True:
-        waiting.get().start_late()
-
-
-def _start(start: Callable[[], None], since: float | None = None) -> None:
-    """Raises NotStarted. `since`, monotonic: it has been tried from then on."""
-    give_up_at = (time.monotonic() if since is None else since) + START_WITHIN_S
-    while True:
-        try:
-            start()
-            return
-        except (RuntimeError, MemoryError) as error:
-            if time.monotonic() >= give_up_at:
-                raise NotStarted(error) from error
-        time.sleep(_PAUSE_S)
 
 
 class Thread(threading.Thread):
@@ -94,32 +68,22 @@ class Thread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._work = work
         self._otherwise = otherwise
-        self._tried_at = 0.0
-        self._late: threading.Event | None = None
-        """Of a start that is tried again: set as it is over."""
 
     def start(self) -> None:
-        """Never raises, and never waits."""
-        self._tried_at = time.monotonic()
-        try:
-            super().start()
-        except (RuntimeError, MemoryError) as error:
-            if _late_starts is not None and _process == os.getpid():
-                log.warning("the thread %s cannot be started now, trying again: %s", self.name, error)
-                self._late = threading.Event()
-                _late_starts.put(self)
-            else:
-                self._not_started(NotStarted(error))
-
-    def start_late(self) -> None:
-        """In the thread for that."""
-        try:
-            _start(super().start, self._tried_at)
-        except NotStarted as error:
-            self._not_started(error)
-        finally:
-            if self._late is not None:
-                self._late.set()
+        """Never raises."""
+        global _refused_since
+        while True:
+            try:
+                super().start()
+                _refused_since = None
+                return
+            except (RuntimeError, MemoryError) as error:
+                now = time.monotonic()
+                _refused_since = now if _refused_since is None else _refused_since
+                if now >= _refused_since + START_WITHIN_S:
+                    self._not_started(NotStarted(error))
+                    return
+            time.sleep(_PAUSE_S)
 
     def run(self) -> None:
         try:
@@ -129,8 +93,6 @@ class Thread(threading.Thread):
 
     def join(self, timeout: float | None = None) -> None:
         """Also of one that was never started."""
-        if self._late is not None:
-            self._late.wait(timeout)
         if self.ident is not None:
             super().join(timeout)
 

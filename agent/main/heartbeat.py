@@ -8,8 +8,7 @@ threads keep its lease alive and answer its peers: the job would wait for it wit
   of the lease ran out: it should have stopped them, and nothing else will before the store gives the lease away.
 
 A stuck loop ends the agent: the guard kills the workers, the log says where the main thread stands, and the process
-leaves with its own exit code. That way it has left before another generation can begin without it (I10). Under torchrun
-the loop is the thread of `torchrun.membership`, and torchrun's agent ends the workers.
+leaves with its own exit code. That way it has left before another generation can begin without it (I10).
 
 A machine with too much to do is no reason. Silence is counted in looks, each for no more than the pause between two:
 what the whole process has missed, stopped by SIGSTOP or starved, is not the loop's silence.
@@ -75,14 +74,14 @@ class Silence:
         )
 
 
-def why_stuck(silence: Silence, lease_ttl_s: float, loop: str = "the main loop") -> str:
+def why_stuck(silence: Silence, lease_ttl_s: float) -> str:
     """Empty while it is not."""
     if silence.lasted_s >= STUCK_AFTER_S:
-        return f"{loop} has not turned for {silence.lasted_s:.0f} s"
+        return f"the main loop has not turned for {silence.lasted_s:.0f} s"
     if silence.late_s >= LATE * lease_ttl_s:
         return (
-            f"{loop} has not turned for {silence.lasted_s:.1f} s, and has not stopped the workers though this "
-            "node's lease is not proven any more"
+            f"the main loop has not turned for {silence.lasted_s:.1f} s, and has not stopped the workers though "
+            "this node's lease is not proven any more"
         )
     return ""
 
@@ -96,9 +95,8 @@ class Heartbeat:
         proven_until: Callable[[], float],
         end: Callable[[str], None],
         clock: Callable[[], float],
-        loop: str = "the main loop",
     ) -> None:
-        """`end` is called once, in the thread that watches, with the reason, which names the `loop`."""
+        """`end` is called once, in the thread that watches, with the reason."""
         self.turning = True
         """As far as is known: the thread that renews the lease asks."""
         self._lease_ttl_s = lease_ttl_s
@@ -107,13 +105,11 @@ class Heartbeat:
         self._end = end
         self._clock = clock
         self._turned = Turned(clock())
-        self._loop = loop
         self._thread = threading.current_thread()
         self._closed = threading.Event()
 
-    def start(self, otherwise: Callable[[], None] | None = None) -> None:
-        """`otherwise` is of the thread that watches, see `Thread`."""
-        Thread(self._watch, "heartbeat", otherwise).start()
+    def start(self) -> None:
+        Thread(self._watch, "heartbeat").start()
 
     def close(self) -> None:
         """The loop has ended."""
@@ -132,7 +128,7 @@ class Heartbeat:
         while not self._closed.wait(self._pause_s):
             now = self._clock()
             silence = silence.look(self._turned, self._proven_until(), now, self._pause_s)
-            problem = why_stuck(silence, self._lease_ttl_s, self._loop)
+            problem = why_stuck(silence, self._lease_ttl_s)
             if problem:
                 self.turning = False
                 self._end(f"{problem}: {thread_status(self._thread.native_id)}\n{self._stack()}")

@@ -9,15 +9,13 @@ Each world gets a `TCPStore` of its own, served by the agent of its first node o
 world was made, so that no key and no address of an earlier world is ever seen. A place counts as taken when all nodes
 have met there: until then the death of one brings the next world, afterwards torchrun's own exchange follows at once.
 
-Its parameters become a `Config`, read and checked by the code that reads our own options. Errors about them are put
-into torchrun's words, so that advice can be followed.
+Its parameters become a `Config`, read and checked by the code that reads our own options.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import re
 import sys
 import threading
 import uuid
@@ -49,7 +47,6 @@ from ..common.exits import CannotStart
 from ..common.ports import OfferedPort, PortError, bind_listener
 from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
 from ..configuration.derive import resolve
-from ..configuration.parse import Option
 from ..configuration.rendezvous import BACKEND as BACKEND_OPTION
 from ..configuration.rendezvous import ENDPOINT, JOB_ID
 from ..configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS, Settings
@@ -62,6 +59,10 @@ log = logging.getLogger(__name__)
 
 BACKEND = "etcd-v3"
 """The entry point's name: torch refuses a handler that calls itself otherwise."""
+
+OURS_IN_TORCHRUN = (
+    "under torchrun an option such as --etcd-ca FILE is --rdzv-conf ca=FILE: see docs/torchrun.md"
+)
 
 MEET_S = 60.0
 """For the nodes of a new world to reach its store."""
@@ -186,7 +187,7 @@ class EtcdV3Handler(RendezvousHandler):
             store = self._connect()
             listener = bind_listener(address, 0, "master")
         except (CannotStart, PortError, StoreError) as error:
-            raise RendezvousConnectionError(in_torchruns_words(str(error))) from error
+            raise RendezvousConnectionError(str(error)) from error
         identity = NodeRecord(self._node, uuid.uuid4().hex[:12], address, listener.getsockname()[1], slots=1)
         policy = replace(
             policy_of(config),
@@ -299,15 +300,10 @@ def _refusal(status: Status) -> Exception:
     """What torch's contract has for it."""
     if status.problem or status.leave is None:
         return RendezvousStateError(status.problem)
-    why, text = status.leave.why, in_torchruns_words(status.leave.reason)
+    why, text = status.leave.why, status.leave.reason
     if why in (Refusal.JOIN_TIMEOUT, Refusal.STORE_AWAY):
         return RendezvousTimeoutError(text)
     if why is Result.SUCCEEDED:
-        log.warning(
-            "the job has ended: %s; this node was not in its last world, and leaves. torchrun (2.13) makes an "
-            "AttributeError and exit code 1 of that: https://github.com/pytorch/pytorch/issues/194710",
-            text,
-        )
         return RendezvousGracefulExitError(f"the job has ended: {text}")
     if isinstance(why, Result):
         return RendezvousClosedError(f"the job has ended: {text}")
@@ -341,25 +337,4 @@ def read_parameters(params: RendezvousParameters) -> Config:
     try:
         return resolve(settings, {}, lambda: uuid.uuid4().hex).config
     except ConfigError as error:
-        raise ValueError(in_torchruns_words(str(error))) from None
-
-
-_WORDS: dict[str, tuple[str, Option[object]]] = {}
-for _key, _option in RDZV_CONF_KEYS.items():
-    _WORDS.setdefault(_option.name, (_key, _option))
-
-
-def in_torchruns_words(text: str) -> str:
-    """Our options as torchrun's user writes them: `--etcd-ca FILE` is `--rdzv-conf ca=FILE`."""
-
-    def reword(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
-        if name in (MIN_NODES.name, MAX_NODES.name):
-            return "--nnodes"
-        if name not in _WORDS:
-            return match[0]
-        key, option = _WORDS[name]
-        value = "true" if option.flag else value
-        return f"--rdzv-conf {key}={value}" if value else f"--rdzv-conf {key}"
-
-    return re.sub(r"--([a-z-]+)(?: ([A-Z]+)\b)?", reword, text)
+        raise ValueError(f"{error}\n  {OURS_IN_TORCHRUN}") from None

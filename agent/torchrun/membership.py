@@ -5,8 +5,8 @@ A thread drives the `Participant`, by the same `Driver` as the main loop that ha
 asks whether they must end whenever it likes: the answer lies ready in a frozen `Status`.
 
 Invariants: only the thread touches the participant. Other threads never wait for the store. The lease is renewed
-only while the thread turns (`heartbeat`): one that has ended or stands still sees no other world, and torchrun's
-agent ends the workers.
+only while the thread turns: one that has ended or stands still sees no other world, and torchrun's agent ends the
+workers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ...rendezvous.coordinator.decide import decide
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S, RestartPolicy
 from ...rendezvous.coordinator.view import Decision, Policy, View
 from ...rendezvous.errors import StoreError, StoreUnavailable
-from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Start, Stay, Stop
 from ...rendezvous.node.participant import Participant
@@ -50,7 +49,7 @@ from ...threads import Thread
 from ...worker.wire.shared_progress import clock
 from ..common.events import Event, ThreadFailed, run_next
 from ..common.ports import OfferedPort
-from ..main.heartbeat import Heartbeat
+from ..main.heartbeat import STUCK_AFTER_S
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 
 log = logging.getLogger(__name__)
@@ -142,13 +141,7 @@ class Membership:
             identity, policy, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), decision=decide_for_torchrun
         )
         self._participant.became_ready()
-        self._heartbeat = Heartbeat(
-            lease_ttl_s,
-            lambda: self._link.confirmed_at + LEASE_MARGIN * lease_ttl_s,
-            self._stands_still,
-            clock,
-            "the rendezvous thread",
-        )
+        self._turned_at = clock()
         self._link = StoreLink(
             store, self._participant, lease_ttl_s, self._events.put, clock, rng, self._turns
         )
@@ -169,13 +162,13 @@ class Membership:
     def start(self) -> None:
         self._link.start()
         self._thread.start()
-        self._heartbeat.start(
-            lambda: self._stands_still("the thread that watches the rendezvous thread has failed")
-        )
 
     @property
     def status(self) -> Status:
-        return self._status
+        status = self._status
+        if status.place is not None and not self._turns():
+            return replace(status, stop=status.stop or "the rendezvous thread stands still")
+        return status
 
     def wait(self, condition: Callable[[Status], object], timeout_s: float | None = None) -> Status:
         """Until the condition holds, the time is over, or there is a problem."""
@@ -216,7 +209,6 @@ class Membership:
         """Leave at once: the lease is given back, and no node waits for its end."""
         self._events.put(partial(self._give_up, "this node has left the rendezvous"))
         self._thread.join(LONGEST_TURN_S)
-        self._heartbeat.close()
         self._link.close()
         lease = self._participant.snapshot.lease
         try:
@@ -237,20 +229,13 @@ class Membership:
         self._ended()
 
     def _ended(self) -> None:
-        """By itself, because it failed or could not even begin, or it counts as ended."""
-        self._heartbeat.close()
+        """By itself, or because it failed or could not even begin."""
         problem = self._problem or "the rendezvous thread has failed; the log says why"
         self._publish(replace(self._status, problem=problem))
 
     def _turns(self) -> bool:
         """For any thread."""
-        return self._heartbeat.turning and not self._status.problem
-
-    def _stands_still(self, problem: str) -> None:
-        """In the thread that watches. Should this thread turn again, it ends: its lease may be another's by then."""
-        self._problem = problem.partition("\n")[0]
-        self._ended()
-        log.error("%s", problem)  # at last: where it is written may be what the other one waits for
+        return self._clock() < self._turned_at + STUCK_AFTER_S and not self._status.problem
 
     def _turn(self) -> float | None:
         """Do all that can be done now; the instant at which there is more to do."""
@@ -270,8 +255,7 @@ class Membership:
                 self._problem,
             )
         )
-        has_workers = self._place is not None and not self._status.stop
-        self._heartbeat.turned(participant.good_until(now) if has_workers else None)
+        self._turned_at = now
         lasting_at = self._taken_at + STABLE_AFTER_S if self._place is not None else None
         return min((at for at in (again_at, lasting_at) if at is not None and at > now), default=None)
 

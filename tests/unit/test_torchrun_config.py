@@ -1,4 +1,4 @@
-"""What torchrun's user writes, as our configuration: every mistake at once, in torchrun's words."""
+"""What torchrun's user writes, as our configuration: every mistake at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig
 from elastic_agent.agent.configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS
 from elastic_agent.agent.configuration.values import NodeCounts
-from elastic_agent.agent.torchrun.creator import PASSWORD, create_handler
-from elastic_agent.agent.torchrun.handler import in_torchruns_words, read_parameters
+from elastic_agent.agent.torchrun.handler import read_parameters
 from elastic_agent.rendezvous.records import Endpoint
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "torchrun.md"
@@ -70,36 +69,20 @@ def test_all_mistakes_are_listed_at_once_and_no_value_of_an_unknown_key() -> Non
     assert "canary" not in said
 
 
-def test_a_password_that_workers_would_inherit_is_refused_and_not_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(PASSWORD, "canary")
-    with pytest.raises(ValueError, match="--rdzv-conf password_file=FILE") as refused:
-        create_handler(RendezvousParameters("etcd-v3", "localhost", "job", 1, 3))
-    assert "canary" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
     ("wrong", "advice"),
     [
         ({"endpoint": ""}, "--rdzv-endpoint"),
-        ({"endpoint": "etcd.example:2379"}, "add --rdzv-conf ca=FILE, or --rdzv-conf insecure=true to send"),
+        ({"endpoint": "etcd.example:2379"}, "add --etcd-ca FILE, or --etcd-insecure to send"),
         ({"run_id": "none"}, "add --rdzv-id NAME"),
-        ({"user": "trainer"}, "add --rdzv-conf password_file=FILE"),
-        ({"join_timeout": 2}, "raise --rdzv-conf join_timeout or lower --rdzv-conf lease_ttl"),
+        ({"user": "trainer"}, "add --etcd-password-file FILE"),
+        ({"join_timeout": 2}, "raise --join-timeout or lower --lease-ttl"),
         ({"leasettl": 2}, "lease_ttl"),
         ({"prefix": "/mine"}, "write it in --rdzv-endpoint: etcd://HOST/PREFIX"),
     ],
 )
 def test_the_advice_can_be_followed(wrong: dict[str, object], advice: str) -> None:
     assert advice in complaint(**wrong)
-
-
-def test_other_words_stay_as_they_are() -> None:
-    assert (
-        in_torchruns_words("--rdzv-id NAME, --max-nodes 3, --etcd-ca")
-        == "--rdzv-id NAME, --nnodes 3, --rdzv-conf ca"
-    )
 
 
 def test_every_key_is_documented() -> None:
