@@ -22,9 +22,8 @@ MEMBERSHIP_CHANGES = ("join", "leave", "lost")
 RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
 HANG_STATES = ("off", "watching", "suspecting")
 LOST_TIME_CAUSES = ("detect", "stop", "rendezvous", "backoff", "startup", "recompute", "waiting")
-STORE_REQUESTS = ("grant", "keep_alive", "revoke", "transact", "read")
+STORE_REQUESTS = ("grant", "keep_alive", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
-PORT_PURPOSES = ("store", "metrics", "master")
 CHECKPOINT_TIERS = ("memory", "local")
 SAVE_TIERS = (*CHECKPOINT_TIERS, "part")
 """A part is what one node writes of a sharded checkpoint; the whole counts as local."""
@@ -257,11 +256,8 @@ class Metrics(Page):
     )
     store_errors_total = Row(
         Counter,
-        "Requests that the rendezvous store refused or did not answer in time.",
+        "Requests of the rendezvous that its store refused or did not answer in time.",
         operation=STORE_OPERATIONS,
-    )
-    lease_renewal_failures_total = Row(
-        Counter, "Keep-alives of this node's lease that the rendezvous store did not confirm."
     )
     lease_age_seconds = Row(
         Age,
@@ -280,12 +276,6 @@ class Metrics(Page):
     )
     hang_stall_seconds = Row(
         Gauge, "How long this node's workers have made no visible progress; 0 without workers."
-    )
-    port_bind_attempts_total = Row(
-        Counter, "Attempts to bind a port, by what it is for.", purpose=PORT_PURPOSES
-    )
-    port_bind_failures_total = Row(
-        Counter, "Attempts to bind a port that failed, by what it is for.", purpose=PORT_PURPOSES
     )
 
     checkpoint_saves_total = Row(

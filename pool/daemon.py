@@ -21,7 +21,7 @@ from typing import Any
 from ..agent.common.events import unless_stopped
 from ..agent.common.exits import CannotStart, ExitCode
 from ..agent.common.folders import make_own
-from ..agent.common.ports import PortError, bind_listener
+from ..agent.common.ports import PortError
 from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, Config
 from ..agent.configuration.derive import Resolved
 from ..agent.configuration.rendezvous import ENDPOINT
@@ -145,12 +145,8 @@ def _listen(
     config: Config, endpoint: Endpoint | None, address: str
 ) -> tuple[socket.socket | None, socket.socket]:
     """For the pool's store, if this daemon may host it, and for the pages. Raises CannotStart."""
-
-    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
-        return bind_listener(address, port if port is not None else config.port_range or 0, purpose)
-
     try:
-        return store_listener(config, endpoint, address, bind), http_listener(config, address, bind)
+        return store_listener(config, endpoint, address), http_listener(config, address)
     except PortError as error:
         raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
 

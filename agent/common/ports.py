@@ -5,10 +5,9 @@ early queue in its backlog instead of being refused, and no other process can ta
 The socket is close-on-exec, and handed over explicitly: `socket.detach()` for `TCPStore(master_listen_fd=...)`, which
 closes it at its end, `pass_fds` for a child.
 
-Words: a *round* tries every port of a `PortRange` once, from a random offset, so that agents that start at the
-same instant spread over the range. Only when a whole round finds every port taken is there a back-off wait, then
-the next round, until the policy's timeout. A *taken* port is EADDRINUSE, from bind or from listen; any other
-errno would be the same next time, and fails at once.
+A *round* tries every port of a `PortRange` once, from a random offset, so that agents that start at the same instant
+spread over the range. Only when a whole round finds every port taken is there a wait, then the next round. A *taken*
+port is EADDRINUSE, from bind or from listen; any other errno would be the same next time, and fails at once.
 
 Invariant: no two listeners on one port. SO_REUSEADDR is set so that connections of a predecessor in TIME_WAIT do
 not block us; with it, Linux lets two sockets bind one port as long as neither listens, and refuses the second
@@ -22,17 +21,19 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import random
 import re
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
+from tenacity import RetryCallState, Retrying, retry_if_result, stop_after_delay, wait_random_exponential
 
 from .exits import REMEDIES
+
+log = logging.getLogger(__name__)
 
 # A thousand ranks connecting at once must not meet a full queue; the kernel caps it at net.core.somaxconn.
 BACKLOG = 4096
@@ -71,8 +72,7 @@ class PortTaken(PortError):
     """Every port was taken for the whole timeout; `owner` holds `port`, the first of `ports`."""
 
     def __init__(self, address: str, ports: PortRange, purpose: str, owner: PortOwner, tried_s: float):
-        self.address, self.ports, self.port, self.purpose = address, ports, ports.first, purpose
-        self.owner, self.tried_s = owner, tried_s
+        self.port, self.purpose, self.owner = ports.first, purpose, owner
         if ports.any_free:
             what, remedy = "no free port is left", "Widen net.ipv4.ip_local_port_range, or name a port."
         elif len(ports) == 1:
@@ -81,7 +81,7 @@ class PortTaken(PortError):
             what = f"every port of {ports} is taken (for example {self.port}: {owner.words})"
             remedy = "Stop the owners, or choose a wider range."
         super().__init__(
-            f"cannot listen on {address} for {purpose}: {what}; tried for {tried_s:.1f} s. {remedy}"
+            f"cannot listen on {address} for {purpose}: {what}; tried for {tried_s:g} s. {remedy}"
         )
 
 
@@ -123,26 +123,8 @@ class PortRange:
         return [self.first + (offset + i) % len(self) for i in range(len(self))]
 
 
-@dataclass(frozen=True, slots=True)
-class BindPolicy:
-    """How long to wait between rounds, and in total, while every port is taken.
-
-    Wait n = 0, 1, ... is drawn from `[(1 - jitter) * w, w]` with `w = min(max_wait_s, initial_wait_s * 2**n)`;
-    the last one is cut so that the last round begins at `timeout_s`.
-    """
-
-    initial_wait_s: float
-    max_wait_s: float
-    timeout_s: float
-    jitter: float
-
-
-# For ports that the user named. An owner killed a moment ago frees them within milliseconds, hence the short
-# first wait; one that is drained takes seconds. Worst case: 10 s in total, 15 to 25 rounds, then PortTaken.
-FIXED_PORT = BindPolicy(initial_wait_s=0.05, max_wait_s=1.0, timeout_s=10.0, jitter=0.5)
-
-# To find out whether a port is free at all: the answer "taken" is as good as a socket.
-ONE_TRY = BindPolicy(initial_wait_s=0.0, max_wait_s=0.0, timeout_s=0.0, jitter=0.0)
+TRIES_FOR_S = 10.0
+"""An owner that was killed a moment ago frees a port within milliseconds; one that is drained takes seconds."""
 
 
 def bind_listener(
@@ -150,48 +132,35 @@ def bind_listener(
     ports: PortRange | int,
     purpose: str,
     *,
-    policy: BindPolicy = FIXED_PORT,
-    on_attempt: Callable[[str, bool], None] | None = None,
+    tries_for_s: float = TRIES_FOR_S,
     rng: random.Random = OS_RANDOM,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> socket.socket:
     """Return a listening TCP socket on `address` and one of `ports` (an int is one port, 0 any free one).
 
-    `address` is an IPv4 or IPv6 address of this machine, not a name. `purpose` says in errors and metrics what
-    the port is for. `on_attempt(purpose, ok)` is called after every round.
-
+    `address` is an IPv4 or IPv6 address of this machine, not a name. `purpose` says in errors what the port is for.
     Raises PortConfigError, PortTaken, PortLacking: see the module's docstring for what to do about each.
     """
     if isinstance(ports, int):
         ports = PortRange(ports, ports)
-    started = clock()
-    deadline = started + policy.timeout_s
-    backoff = wait_exponential(multiplier=policy.initial_wait_s, max=policy.max_wait_s)
 
     def one_round() -> socket.socket | None:
-        listener = None
-        try:
-            found = (_listen(address, port, purpose) for port in ports.one_round(rng))
-            listener = next(filter(None, found), None)
-            return listener
-        finally:
-            if on_attempt is not None:
-                on_attempt(purpose, listener is not None)
+        found = (_listen(address, port, purpose) for port in ports.one_round(rng))
+        return next(filter(None, found), None)
 
-    def wait_s(state: RetryCallState) -> float:
-        longest_s = backoff(state)
-        return max(0.0, min(rng.uniform((1 - policy.jitter) * longest_s, longest_s), deadline - clock()))
+    def before_sleep(state: RetryCallState) -> None:
+        if state.attempt_number == 1:
+            owner = find_owner(address, ports.first).words
+            log.info("trying for %g s to have %s of %s: %s", tries_for_s, ports, address, owner)
 
     listener = Retrying(
         retry=retry_if_result(lambda found: found is None),
-        wait=wait_s,
-        stop=lambda _: clock() >= deadline,
-        sleep=sleep,
+        wait=wait_random_exponential(multiplier=0.05, max=1.0),
+        stop=stop_after_delay(tries_for_s),
+        before_sleep=before_sleep,
         retry_error_callback=lambda _: None,
     )(one_round)
     if listener is None:
-        raise PortTaken(address, ports, purpose, find_owner(address, ports.first), clock() - started)
+        raise PortTaken(address, ports, purpose, find_owner(address, ports.first), tries_for_s)
     return listener
 
 

@@ -46,9 +46,8 @@ from ..output.journal import EVENTS_PATH
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.commit_fence import CommitFence
 from ..rendezvous_io.last_steps import LastSteps
-from ..rendezvous_io.measured_store import MeasuredStore
 from ..rendezvous_io.store_link import PeerLink, StoreLink
-from ..rendezvous_io.store_opening import Binder, open_store, store_options
+from ..rendezvous_io.store_opening import open_store, store_options
 from ..rendezvous_io.terms import policy_of, program_of
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.environment import Node, worker_env
@@ -79,7 +78,7 @@ from .assembly import (
     spares_of,
 )
 from .heartbeat import Heartbeat, Probes
-from .listeners import bind_all, binder
+from .listeners import bind_all, bind_allowed
 from .loop import Ending, Loop, Services
 from .prepared import Prepared, prepare_process
 from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment, write_error_file
@@ -154,8 +153,7 @@ def _run(agent: Agent, prepared: Prepared) -> Ending:
     with agent.ends:
         agent.journal = agent.started(journal_of(agent))
         log_to(agent.console, agent.name, agent.config.logs, lambda: agent.journal.generation)
-        bind = binder(agent.config, agent.metrics)
-        _claim(agent, bind)
+        _claim(agent)
         _start_helpers(agent, prepared)
         _check(agent)
         _serve_http(agent)
@@ -175,7 +173,7 @@ def _run(agent: Agent, prepared: Prepared) -> Ending:
             time.time,
         )
         send_spans(agent)
-        loop = _make_loop(agent, processes, bind)
+        loop = _make_loop(agent, processes)
         _watch_for_notices(agent, loop)
         agent.probes.begin(agent.participant, agent.heartbeat)
         return _live(agent, loop)
@@ -198,7 +196,7 @@ def _wait(agent: Agent, doing: str, work: Callable[[], _T]) -> _T:
     return unless_stopped(work, agent.events, doing, lambda: agent.manager.turn(doing), requeues=requeues)
 
 
-def _claim(agent: Agent, bind: Binder) -> None:
+def _claim(agent: Agent) -> None:
     """Folders, ports and cgroup. Raises CannotStart."""
     # The guard removes it, too, if the agent cannot.
     place = run_directory_parent(os.environ)
@@ -212,9 +210,7 @@ def _claim(agent: Agent, bind: Binder) -> None:
     if memory is not None:
         agent.ends.callback(memory.close)
     network, address = agent.network, agent.network.choice.address
-    listeners = agent.listeners = bind_all(
-        agent.config, network.endpoint, address, bind, copies=memory is not None
-    )
+    listeners = agent.listeners = bind_all(agent.config, network.endpoint, address, copies=memory is not None)
     serves_at = listeners.memory.getsockname()[1] if listeners.memory is not None else None
     memory_address = str(Endpoint(address, serves_at)) if serves_at is not None else ""
     env = worker_env(agent.incarnation, run_dir, memory, agent.config, memory_address)
@@ -277,14 +273,13 @@ def _serve_http(agent: Agent) -> None:
 def _find_store(agent: Agent) -> None:
     """Raises CannotStart."""
     looking = "looking for the rendezvous store"
-    found = open_store(
+    agent.store = open_store(
         agent.config,
         agent.network.endpoint,
         agent.listeners.store,
         agent.events,
         lambda: agent.manager.turn(looking),
     )
-    agent.store = MeasuredStore(found, agent.metrics, agent.clock)
     agent.ends.callback(agent.store.close)
 
 
@@ -321,9 +316,15 @@ def _make_rendezvous(agent: Agent) -> None:
         lambda problem: end_stuck(problem, agent.guard, agent.console),
         clock,
     )
-    agent.link = StoreLink(
-        agent.store, participant, lease_ttl_s, agent.events.put, clock, rng, lambda: heartbeat.turning
-    )
+
+    def asked(operation: str, took_s: float | None) -> None:
+        if took_s is None:
+            agent.metrics.store_errors_total.inc(operation=operation)
+        else:
+            agent.metrics.store_request_duration_seconds.observe(took_s, operation=operation)
+
+    post, turning = agent.events.put, lambda: heartbeat.turning
+    agent.link = StoreLink(agent.store, participant, lease_ttl_s, post, clock, rng, turning, asked)
 
 
 def _serve_workers(agent: Agent) -> Processes:
@@ -393,7 +394,7 @@ def _serve_memory(agent: Agent) -> MemoryServer | None:
     return agent.started(MemoryServer(place, agent.store, agent.environment, agent.io, agent.events.put))
 
 
-def _make_loop(agent: Agent, processes: Processes, bind: Binder) -> Loop:
+def _make_loop(agent: Agent, processes: Processes) -> Loop:
     config, participant, events, clock = agent.config, agent.participant, agent.events, agent.clock
     supervisor = Supervisor(config, agent.node, participant, agent.observer, processes, events.put, clock)
     processes.links.start(supervisor)
@@ -410,7 +411,7 @@ def _make_loop(agent: Agent, processes: Processes, bind: Binder) -> Loop:
         memory_server=agent.memory_server,
     )
     address = agent.network.choice.address
-    port = OfferedPort(agent.listeners.workers, lambda: bind(address, None, "master"))
+    port = OfferedPort(agent.listeners.workers, lambda: bind_allowed(config, address, "master"))
     return Loop(config.stop, participant, supervisor, services, port, events, clock, time.time)
 
 

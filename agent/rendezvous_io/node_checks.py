@@ -83,13 +83,9 @@ class JoinChecks:
             return
         wait_s = self._pause_s()
         self._again_at = now + wait_s
-        what = "; ".join(f"{finding.check}: {finding.summary}" for finding in failures)
+        what = in_words(failures)
         participant.hold_back(f"this node does not join before its checks pass (--{CHECK.name} fail): {what}")
-        log.info(
-            "this node does not join: %d of its checks failed; checking again in %.0f s",
-            len(failures),
-            wait_s,
-        )
+        log.info("this node does not join, checking again in %.0f s: %s", wait_s, what)
 
     def _pause_s(self) -> float:
         self._failures += 1
@@ -123,13 +119,14 @@ class Recheck:
         if findings is None:
             return None
         failures = failed(findings)
-        summary = "; ".join(f"{finding.check}: {finding.summary}" for finding in failures)
-        participant.rechecked(now, passed=not failures, summary=summary)
-        if failures:
-            log.warning("this node stays excluded: %d of its checks failed", len(failures))
-        else:
-            log.info("this node has passed its checks after its cool-down, and asks to be readmitted")
+        participant.rechecked(now, passed=not failures, summary=in_words(failures))
+        outcome = f"it stays excluded: {in_words(failures)}" if failures else "it asks to be readmitted"
+        log.info("this node was checked after its cool-down, and %s", outcome)
         return findings
+
+
+def in_words(failures: Sequence[Finding]) -> str:
+    return "; ".join(f"{finding.check}: {finding.summary}" for finding in failures)
 
 
 def peers_of(participant: Participant) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import random
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ...health.http import NODE_PATH
 from ...rendezvous.errors import (
@@ -44,6 +44,8 @@ from ..common.exits import REMEDIES, ExitCode
 from ..common.http_client import NoAnswer, get
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 RETRIES_PER_KEEP_ALIVE = 4
 """At least: a store that refuses at once is asked about so often in the time between two keep-alives."""
@@ -85,12 +87,15 @@ class StoreLink:
         clock: Callable[[], float],
         rng: random.Random,
         turning: Callable[[], bool] = lambda: True,
+        asked: Callable[[str, float | None], None] = lambda operation, took_s: None,
     ) -> None:
         """The lease is confirmed only while the main loop is `turning`: a node that does not act must lose it. `client`
-        is the main loop's, which tells it what is posted."""
+        is the main loop's, which tells it what is posted. `asked` is told in these threads of each request, and how
+        many seconds the answer took; None: there was none."""
         self.confirmed_at = -math.inf
         """When the newest confirmed keep-alive was sent; for any thread."""
         self._turning = turning
+        self._asked = asked
         self._store = store
         self._client = client
         self._interval_s = lease_ttl_s / KEEP_ALIVES_PER_TTL
@@ -161,10 +166,23 @@ class StoreLink:
 
     def _carry_out(self, request: Request) -> Answer:
         if isinstance(request, Grant):
-            return self._store.grant(request.ttl_s)
+            return self._measured("grant", lambda: self._store.grant(request.ttl_s))
         if isinstance(request, Read):
-            return self._store.read(request.scopes, request.oldest_under)
-        return self._store.transact(request.compares, request.writes)
+            return self._measured("read", lambda: self._store.read(request.scopes, request.oldest_under))
+        return self._measured("transact", lambda: self._store.transact(request.compares, request.writes))
+
+    def _measured(self, operation: str, ask: Callable[[], _T]) -> _T:
+        """For any of the threads. An expired lease is no error."""
+        asked_at = self._clock()
+        try:
+            answer = ask()
+        except (LeaseExpired, StoreClosed):
+            raise
+        except StoreError:
+            self._asked(operation, None)
+            raise
+        self._asked(operation, self._clock() - asked_at)
+        return answer
 
     # ---------------------------------------------------------------- store-lease
 
@@ -184,7 +202,7 @@ class StoreLink:
                 continue
             asked_at = self._clock()
             try:
-                self._store.keep_alive(lease)
+                self._measured("keep_alive", lambda lease=lease: self._store.keep_alive(lease))  # type: ignore[misc]
             except LeaseExpired:
                 self._post(partial(self._client.lease_gone, lease))
                 self._await_another(lease)
@@ -252,6 +270,7 @@ class StoreLink:
                 with self._wanted:
                     self._wanted.wait_for(lambda: self._subscription is not subscription)
             except StoreUnavailable as error:
+                self._asked("watch", None)
                 if attempt == 0:
                     log.warning("watch interrupted, trying on: %s", error)
                 self._closed.wait(RETRY.wait_s(attempt, self._rng))

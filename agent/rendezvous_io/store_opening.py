@@ -28,7 +28,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import WORLD_KEY, Endpoint, Phase, World
@@ -38,7 +37,7 @@ from ...rendezvous.store.store_kind import Access, Login, Tls
 from ..common.events import Event, unless_stopped
 from ..common.exits import CannotStart, ExitCode
 from ..common.folders import make_own, own_name, temporary_places
-from ..common.ports import ONE_TRY, PortError, bind_listener
+from ..common.ports import PortError, bind_listener
 from ..configuration.config import Config
 from ..configuration.rendezvous import (
     BACKEND,
@@ -53,17 +52,9 @@ from ..machine.network import LOOPBACK, AddressError, default_source, endpoint_a
 
 log = logging.getLogger(__name__)
 
-Binder: TypeAlias = Callable[[str, int | None, str], socket.socket]
-"""Called with address, port (None: one that the configuration allows) and purpose."""
 
-
-def store_listener(
-    config: Config,
-    endpoint: Endpoint | None,
-    address: str,
-    bind: Binder,
-) -> socket.socket | None:
-    """The socket of the store, if this agent is to host it.
+def store_listener(config: Config, endpoint: Endpoint | None, address: str) -> socket.socket | None:
+    """The socket of the store, if this agent is to host it. Raises PortError.
 
     An agent that can bind the endpoint hosts: that is exact, where comparing host names is a guess. A port that is
     taken is another agent's store, or the connection to it will say what else it is.
@@ -71,9 +62,9 @@ def store_listener(
     if not config.rendezvous.may_host:
         return None
     if endpoint is None:
-        return bind(address, None, "store")
+        return bind_listener(address, config.port_range or 0, "store")
     try:
-        return bind_listener(endpoint.address, endpoint.port, "store", policy=ONE_TRY)
+        return bind_listener(endpoint.address, endpoint.port, "store", tries_for_s=0.0)
     except PortError:
         return None
 

@@ -3,15 +3,12 @@
 Reading costs some loads from memory and nothing on the worker's side: there is no event for a step. Pages outlive
 their workers, so that what one did last is there when it has exited.
 
-`PaceWatch` reports how fast this node's ranks work: their own times for a step, at a bounded rate. The pages are read
-every `OFTEN_S`. When a rank's own time has changed by more than `CHANGE`, this look and the next `SELDOM` looks are
-reported; else every `SELDOM`th look is. In a job of many nodes looks are rarer, so that the coordinator gets at most
-`REPORTS_PER_S` reports from all of them.
+`PaceWatch` reports how fast this node's ranks work: their own times for a step, every `OFTEN_S`. In a job of many nodes
+that is rarer, so that the coordinator gets at most `REPORTS_PER_S` reports from all of them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ...rendezvous.statements.paces import Paces
@@ -71,9 +68,7 @@ class WorkerPages:
 
 
 REPORTS_PER_S = 20
-OFTEN_S = 0.75
-SELDOM = 10
-CHANGE = math.log(1.1)
+OFTEN_S = 1.5
 WARM_UP = 3
 """The first steps of a generation, which load, compile and tune, are ignored."""
 CUT_AT = 2.0
@@ -93,11 +88,6 @@ class PaceWatch:
         """By local rank: how many steps were timed at the newest look."""
         self._looked: tuple[int, float] | None = None
         """The number of timed steps of the first rank at the newest look, and the instant of its newest step."""
-        self._reported: Paces | None = None
-        self._next_at = -math.inf
-        """The look at this instant is reported in any case."""
-        self._lively_until = -math.inf
-        """Every look until then is reported."""
 
     def turn(self, now: float) -> Paces | None:
         """The report that is due now, if any."""
@@ -114,30 +104,17 @@ class PaceWatch:
         if before is None or self._looked is None or self._looked[0] <= before[0]:
             return None
         step_s = (self._looked[1] - before[1]) / (self._looked[0] - before[0])
-        report = Paces(
+        return Paces(
             self._generation,
             timed=min(self._read.values()),
             step_us=max(0, round(step_s * 1e6)),
             own_us=tuple(pace_us(own) for _, (_, own) in sorted(times.items())),
         )
-        if self._has_changed(report):
-            self._lively_until = now + SELDOM * self._often_s
-        elif self._lively_until <= now < self._next_at:
-            return None
-        self._reported, self._next_at = report, now + SELDOM * self._often_s
-        return report
 
     def _newest(self) -> tuple[int, float] | None:
         first = min(self._read)
         stepped_at = self._pages.by_rank[first].read().stepped_at
         return (self._read[first], stepped_at) if stepped_at is not None else None
-
-    def _has_changed(self, report: Paces) -> bool:
-        known = self._reported
-        return known is None or any(
-            abs(math.log(max(new, 1) / max(old, 1))) > CHANGE
-            for new, old in zip(report.own_us, known.own_us, strict=True)
-        )
 
 
 def pace_us(own_ns: Sequence[int]) -> int:

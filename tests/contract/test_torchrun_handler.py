@@ -422,7 +422,7 @@ def test_a_store_that_cannot_be_reached_is_a_connection_error(error: Exception) 
 
 
 def test_too_few_nodes_are_a_timeout(new_node: Callable[..., Node]) -> None:
-    with pytest.raises(RendezvousTimeoutError, match="--rdzv-conf join_timeout"):
+    with pytest.raises(RendezvousTimeoutError, match="--join-timeout"):
         new_node("2", join_timeout=2, lease_ttl=1).meet().result(PATIENCE_S)
 
 

@@ -37,7 +37,7 @@ def test_one_of_three_nodes_is_excluded_and_comes_back(job: Job, tmp_path: Path)
     mended.touch()
     whole = job.wait_for_training(world=3, after=without.number)
     assert sorted(whole.nodes) == ["a", "b", "c"]
-    assert bad.says("this node has passed its checks after its cool-down")
+    assert bad.says("this node was checked after its cool-down, and it asks to be readmitted")
     assert first.says("node c is readmitted")
     job.wait_for_metric(bad, "elastic_agent_node_excluded", 0)
 

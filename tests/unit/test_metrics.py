@@ -274,7 +274,6 @@ def test_a_budget_without_a_cap_is_infinite() -> None:
         (lambda m: m.count_workers(asleep=1), "asleep"),
         (lambda m: m.store_errors_total.inc(operation="maybe"), "maybe"),
         (lambda m: m.worker_exits_total.inc(local_rank=2, reason="killed"), "local_rank='2'"),
-        (lambda m: m.port_bind_attempts_total.inc(purpose="41234"), "41234"),
         (lambda m: m.checkpoint_save_duration_seconds.observe(1.0, tier="tape"), "tape"),
         (lambda m: m.restarts_total.inc(), r"\['reason'\]"),
         (lambda m: m.step.set(1, pid=77), r"\['pid'\]"),

@@ -1,4 +1,4 @@
-"""Ports: real sockets on loopback, a virtual clock for the back-off, real processes for the contention."""
+"""Ports: real sockets on loopback, real processes for the contention."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.ports import (
-    FIXED_PORT,
-    BindPolicy,
     PortConfigError,
     PortError,
     PortLacking,
@@ -36,12 +33,9 @@ from elastic_agent.agent.common.ports import (
 )
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.main.listeners import bind_all, binder
+from elastic_agent.agent.main import listeners
 
 LOOPBACK = "127.0.0.1"
-ONE_ROUND = BindPolicy(initial_wait_s=0.01, max_wait_s=0.01, timeout_s=0.0, jitter=0.5)
-PATIENT = BindPolicy(initial_wait_s=0.01, max_wait_s=0.05, timeout_s=60.0, jitter=0.5)
-ASLEEP = BindPolicy(initial_wait_s=3600.0, max_wait_s=3600.0, timeout_s=7200.0, jitter=0.0)
 
 IPV6 = Path("/proc/net/if_inet6").exists()
 needs_ipv6 = pytest.mark.skipif(not IPV6, reason="this machine has no IPv6")
@@ -60,7 +54,7 @@ def free_range(length: int) -> PortRange:
         with ExitStack() as held:
             try:
                 for port in range(ports.first, ports.last + 1):
-                    held.enter_context(bind_listener(LOOPBACK, port, "test", policy=ONE_ROUND))
+                    held.enter_context(bind_listener(LOOPBACK, port, "test", tries_for_s=0.0))
             except PortTaken:
                 continue
             return ports
@@ -157,7 +151,7 @@ def test_the_socket_listens_at_once_and_is_not_inherited(address: str) -> None:
 def test_a_taken_port_names_its_owner(listen_on: str, bind_on: str) -> None:
     with foreign_listener(listen_on) as (pid, port):
         with pytest.raises(PortTaken) as caught:
-            bind_listener(bind_on, port, "metrics", policy=ONE_ROUND)
+            bind_listener(bind_on, port, "metrics", tries_for_s=0.0)
         comm = Path(f"/proc/{pid}/comm").read_text().strip()
     taken = caught.value
     assert (taken.port, taken.purpose, taken.owner.pid) == (port, "metrics", pid)
@@ -171,7 +165,7 @@ def test_our_own_listener_is_named_as_ours() -> None:
         bind_listener(LOOPBACK, 0, "store") as listener,
         pytest.raises(PortTaken, match="this agent itself") as caught,
     ):
-        bind_listener(LOOPBACK, port_of(listener), "metrics", policy=ONE_ROUND)
+        bind_listener(LOOPBACK, port_of(listener), "metrics", tries_for_s=0.0)
     assert caught.value.owner.pid == os.getpid()
 
 
@@ -179,7 +173,7 @@ def test_a_port_that_is_bound_but_silent_has_no_visible_owner() -> None:
     with socket.socket() as silent:
         silent.bind((LOOPBACK, 0))
         with pytest.raises(PortTaken, match="owner unknown") as caught:
-            bind_listener(LOOPBACK, port_of(silent), "metrics", policy=ONE_ROUND)
+            bind_listener(LOOPBACK, port_of(silent), "metrics", tries_for_s=0.0)
     assert caught.value.owner.pid is None
 
 
@@ -232,96 +226,31 @@ def test_a_reader_that_may_see_nothing_never_raises(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_cannot_work_fails_at_once(address: str, told: str) -> None:
-    attempts: list[tuple[str, bool]] = []
     with pytest.raises(PortConfigError, match=told) as caught:
-        bind_listener(
-            address, 0, "store", policy=ASLEEP, on_attempt=lambda *attempt: attempts.append(attempt)
-        )
+        bind_listener(address, 0, "store")
     assert "for store" in str(caught.value)
-    assert attempts == [("store", False)]
 
 
-class VirtualTime:
-    """To sleep just moves the clock."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-        self.waits_s: list[float] = []
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.waits_s.append(seconds)
-        self.now_s += seconds
-
-
-def waits_on_a_taken_port(policy: BindPolicy, seed: int) -> list[float]:
-    virtual = VirtualTime()
-    attempts: list[bool] = []
-    with bind_listener(LOOPBACK, 0, "test") as holder, pytest.raises(PortTaken) as caught:
-        bind_listener(
-            LOOPBACK,
-            port_of(holder),
-            "store",
-            policy=policy,
-            clock=virtual.clock,
-            sleep=virtual.sleep,
-            rng=random.Random(seed),
-            on_attempt=lambda _, ok: attempts.append(ok),
-        )
-    assert caught.value.tried_s == pytest.approx(policy.timeout_s)
-    assert attempts == [False] * (len(virtual.waits_s) + 1)
-    return virtual.waits_s
-
-
-def test_waits_grow_to_the_limit_and_end_at_the_timeout() -> None:
-    policy = BindPolicy(initial_wait_s=0.1, max_wait_s=0.4, timeout_s=1.4, jitter=0.0)
-    assert waits_on_a_taken_port(policy, seed=0) == pytest.approx([0.1, 0.2, 0.4, 0.4, 0.3])
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_jitter_shortens_each_wait_by_its_share_at_most(seed: int) -> None:
-    waits_s = waits_on_a_taken_port(FIXED_PORT, seed)
-    longest_s = [min(FIXED_PORT.max_wait_s, FIXED_PORT.initial_wait_s * 2**n) for n in range(len(waits_s))]
-    shares = [wait_s / most_s for wait_s, most_s in zip(waits_s, longest_s, strict=True)][:-1]
-    assert all(1 - FIXED_PORT.jitter <= share <= 1 for share in shares)
-    assert len({round(share, 3) for share in shares}) > len(shares) / 2, "drawn, not constant"
-    assert 14 <= len(waits_s) < 25, "what the comment at FIXED_PORT promises"
-
-
-def test_a_port_freed_during_the_wait_is_obtained() -> None:
-    attempts: list[bool] = []
-    seen_taken = threading.Event()
-    holder = bind_listener(LOOPBACK, 0, "test")
-    port = port_of(holder)
-
-    def free_it() -> None:
-        assert seen_taken.wait(20)
-        holder.close()
-
-    def note(_: str, ok: bool) -> None:
-        attempts.append(ok)
-        seen_taken.set()
-
-    freeing = threading.Thread(target=free_it)
-    freeing.start()
-    try:
-        with bind_listener(LOOPBACK, port, "store", policy=PATIENT, on_attempt=note) as listener:
+def test_a_port_freed_during_the_wait_is_obtained(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with bind_listener(LOOPBACK, 0, "test") as taken, ThreadPoolExecutor() as pool:
+        binding = pool.submit(bind_listener, LOOPBACK, port := port_of(taken), "metrics")
+        wait_until(lambda: bool(caplog.messages))
+        assert not binding.done()
+        taken.close()
+        with binding.result(timeout=20) as listener:
             assert port_of(listener) == port
-    finally:
-        freeing.join()
-    assert attempts[0] is False
-    assert attempts[-1] is True
+    [line] = caplog.messages
+    assert re.fullmatch(rf"trying for 10 s to have {port} of 127.0.0.1: pid \d+, .*", line)
 
 
 def test_the_last_free_port_of_a_range_is_found_in_the_first_round() -> None:
     ports = free_range(5)
     with ExitStack() as held:
         for _ in range(len(ports)):
-            held.enter_context(bind_listener(LOOPBACK, ports, "test", policy=ONE_ROUND))
+            held.enter_context(bind_listener(LOOPBACK, ports, "test", tries_for_s=0.0))
         with pytest.raises(PortTaken, match=f"every port of {ports}") as caught:
-            bind_listener(LOOPBACK, ports, "store", policy=ONE_ROUND)
+            bind_listener(LOOPBACK, ports, "store", tries_for_s=0.0)
     assert caught.value.owner.pid == os.getpid()
     assert "wider range" in str(caught.value)
 
@@ -340,7 +269,7 @@ def test_a_rival_that_listens_between_our_bind_and_listen_has_the_port(
 
         monkeypatch.setattr(socket, "socket", Overtaken)
         with pytest.raises(PortTaken) as caught:
-            bind_listener(LOOPBACK, port_of(rival), "store", policy=ONE_ROUND)
+            bind_listener(LOOPBACK, port_of(rival), "store", tries_for_s=0.0)
     assert caught.value.owner.pid == os.getpid()
 
 
@@ -349,7 +278,7 @@ def test_no_other_process_can_listen_beside_us() -> None:
         rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         rival.bind((LOOPBACK, 0))  # with SO_REUSEADDR on both sides, Linux lets us bind beside a silent rival
         with (
-            bind_listener(LOOPBACK, port_of(rival), "store", policy=ONE_ROUND),
+            bind_listener(LOOPBACK, port_of(rival), "store", tries_for_s=0.0),
             pytest.raises(OSError, match="in use"),
         ):
             rival.listen()
@@ -363,7 +292,7 @@ def test_connections_of_a_predecessor_in_time_wait_do_not_block() -> None:
             accepted.close()  # who closes first is left in TIME_WAIT
             assert client.recv(1) == b""
     wait_until(lambda: "lingers" in find_owner(LOOPBACK, port).words)
-    with bind_listener(LOOPBACK, port, "store", policy=ONE_ROUND) as listener:
+    with bind_listener(LOOPBACK, port, "store", tries_for_s=0.0) as listener:
         assert port_of(listener) == port
 
 
@@ -445,35 +374,14 @@ def test_a_machine_without_descriptors_is_named_in_the_error(monkeypatch: pytest
         bind_listener(LOOPBACK, 0, "master")
 
 
-def test_an_error_that_waiting_cannot_mend_is_not_called_a_taken_port(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    with pytest.raises(PortConfigError, match="no interface of this machine has that address"):
-        binder(Config(Command("script", "train.py")), MagicMock())("192.0.2.1", None, "master")
-    assert not caplog.messages
-
-
-def test_the_agent_logs_at_once_which_taken_port_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
-    bind = binder(Config(Command("script", "train.py")), MagicMock())
-    caplog.set_level("INFO", "elastic_agent.agent.main.listeners")
-    with bind_listener(LOOPBACK, 0, "test") as taken, ThreadPoolExecutor() as pool:
-        binding = pool.submit(bind, LOOPBACK, port_of(taken), "metrics")
-        wait_until(lambda: bool(caplog.messages))
-        assert not binding.done()
-        taken.close()
-        binding.result(timeout=20).close()
-    (line,) = caplog.messages
-    assert re.fullmatch(
-        r"waiting up to 10 s for port \d+ of 127.0.0.1, for metrics: it is taken \(pid \d+, .*\)", line
-    )
-
-
 @pytest.mark.parametrize("refusal", [PortConfigError("no descriptors"), PortTaken.__new__(PortTaken)])
-def test_a_port_that_cannot_be_had_is_this_machines_fault(refusal: PortError) -> None:
-    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
+def test_a_port_that_cannot_be_had_is_this_machines_fault(
+    refusal: PortError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> socket.socket:
         raise refusal
 
+    monkeypatch.setattr(listeners, "bind_listener", refuse)
     with pytest.raises(CannotStart) as caught:
-        bind_all(Config(Command("script", "train.py")), None, LOOPBACK, bind, copies=True)
+        listeners.bind_all(Config(Command("script", "train.py")), None, LOOPBACK, copies=True)
     assert caught.value.code is ExitCode.NOT_HERE

@@ -19,6 +19,7 @@ from elastic_agent.agent.configuration.config import Config, RendezvousConfig
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network import Network
+from elastic_agent.agent.main import listeners
 from elastic_agent.agent.main import run as life
 from elastic_agent.agent.main.assembly import Agent
 from elastic_agent.agent.main.listeners import Listeners
@@ -114,14 +115,15 @@ def test_a_store_that_is_lost_is_not_asked_for_a_farewell(calls: list[str]) -> N
 def test_a_port_that_cannot_be_had_is_refused_and_leaves_nothing(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bind(address: str, port: int | None, purpose: str) -> Any:
+    def refuse(*_: object) -> Any:
         raise PortConfigError("no descriptors")
 
+    monkeypatch.setattr(listeners, "bind_listener", refuse)
     monkeypatch.setattr(life, "run_directory_parent", lambda environ: str(tmp_path))
     assert isinstance(agent.machine.network, Network)
     agent.network = agent.machine.network
     with pytest.raises(CannotStart) as refused, agent.ends:
-        life._claim(agent, bind)
+        life._claim(agent)
     assert refused.value.code is ExitCode.NOT_HERE
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from elastic_agent.agent.main.loop import HEARTBEAT_S
-from elastic_agent.agent.rendezvous_io.worker_pages import OFTEN_S, SELDOM, PaceWatch, WorkerPages
+from elastic_agent.agent.rendezvous_io.worker_pages import PaceWatch, WorkerPages
 from elastic_agent.rendezvous.coordinator.stragglers import Watched, compare
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
 from elastic_agent.rendezvous.statements.paces import Paces
@@ -155,14 +155,6 @@ def test_a_slow_burst_of_a_few_steps_names_no_rank() -> None:
     with job(1, 0.25, 0.05) as one:
         one.train(60)
         assert one.train(6, {1: 5.0}) | one.train(60) == frozenset()
-
-
-def test_even_jobs_report_seldom() -> None:
-    """Store and coordinator are to have peace while nothing changes."""
-    with job(1, 0.015, 0.005, jitter=0.05) as one:
-        one.train(10_000)
-        looks = (one.now - 100.0) / OFTEN_S
-        assert one.reports < 2 * (looks / SELDOM + 4 * SELDOM)
 
 
 def test_large_jobs_look_less_often() -> None:
