@@ -119,11 +119,7 @@ def check_nodes(
 
 def _open_store(config: Config, network: Network, show: Callable[[str], None]) -> tuple[Store, bool]:
     """That of a check that another node hosts, or that of the job, which runs; and whether this node hosts it."""
-
-    def bind(address: str, port: int | None, purpose: str) -> socket.socket:
-        return bind_listener(address, port or config.port_range or 0, purpose)
-
-    listener = store_listener(config, network.endpoint, network.choice.address, bind)
+    listener = store_listener(config, network.endpoint, network.choice.address)
     hosts, rendezvous = listener is not None, config.rendezvous
     where = ", ".join(map(str, rendezvous.endpoints))
     show(f"this node hosts the store at {where}" if hosts else f"looking for the store at {where}")

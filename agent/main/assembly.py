@@ -44,7 +44,7 @@ from ..output.journal import EventFile, Journal, Kind
 from ..output.log_files import own_logs
 from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
-from ..rendezvous_io.store_link import StoreLink
+from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.worker_reports import ReportReceiver
 from ..workers.environment import Node
 from ..workers.failures.causes import CauseTable
@@ -116,6 +116,7 @@ class Agent:
     store: Store = field(init=False)
     participant: Participant = field(init=False)
     link: StoreLink = field(init=False)
+    peers: PeerLink = field(init=False)
     heartbeat: Heartbeat = field(init=False)
     disk_writer: DiskWriter = field(init=False)
     memory_server: MemoryServer | None = field(init=False)

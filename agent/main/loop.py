@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,25 +18,17 @@ from typing import TYPE_CHECKING
 
 from ...rendezvous.node.driver import Driver
 from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start, Stop, Testify
-from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Result
 from ...threads import Thread
-from ..checkpoints.disk_writer import DiskWriter
-from ..checkpoints.memory_server import MemoryServer
-from ..common.events import Event, Signalled, ThreadFailed, run_next
+from ..common.events import Signalled, ThreadFailed, run_next
 from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave, lack_in
 from ..common.ports import OfferedPort, PortError, PortLacking
-from ..configuration.stopping import JOB_ENDS_AT, StopConfig, last_saves_s, obeys_before_s
-from ..machine.gpus import GpuMemory
-from ..observability.observer import Observer
-from ..rendezvous_io.node_checks import JoinChecks, Recheck
-from ..rendezvous_io.store_link import PeerLink, StoreLink
+from ..configuration.stopping import JOB_ENDS_AT, last_saves_s, obeys_before_s
 from ..workers.supervisor import Supervisor
-from .heartbeat import Heartbeat
-from .service_manager import ServiceManager
 
 if TYPE_CHECKING:
     from ..checkpoints.handover import Handover
+    from .assembly import Agent
 
 log = logging.getLogger(__name__)
 
@@ -81,47 +73,26 @@ class Notice:
     deadline: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What the loop works with besides the workers."""
-
-    link: StoreLink
-    peers: PeerLink
-    gpu_memory: GpuMemory
-    disk_writer: DiskWriter
-    checks: JoinChecks
-    recheck: Recheck
-    observer: Observer
-    manager: ServiceManager
-    heartbeat: Heartbeat
-    memory_server: MemoryServer | None = None
-    """None: there are no copies in memory, or no other node can ever read them."""
-
-
 class Loop:
     """Runs one agent in the thread that calls `run`."""
 
     def __init__(
         self,
-        stop: StopConfig,
-        participant: Participant,
+        agent: Agent,
         supervisor: Supervisor,
-        services: Services,
         port: OfferedPort,
-        events: queue.SimpleQueue[Event],
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`wall_clock` is for --job-ends-at alone."""
-        self._stop = stop
-        self._participant = participant
+        self._agent = agent
+        self._stop = agent.config.stop
+        self._participant = agent.participant
         self._supervisor = supervisor
-        self._services = services
         self._port = port
-        self._events = events
-        self._clock = clock
+        self._events = agent.events
+        self._clock = agent.clock
         self._wall_clock = wall_clock
-        self._driver = Driver(participant, services.link, services.peers.ask, self)
+        self._driver = Driver(agent.participant, agent.link, agent.peers.ask, self)
         self.start_waits_for = ""
         """What keeps the workers of the present world from being started here; empty where nothing does."""
         self._signals: list[signal.Signals] = []
@@ -166,7 +137,7 @@ class Loop:
         """Do all that can be done now; the instant at which there is more to do."""
         now = self._clock()
         participant, supervisor = self._participant, self._supervisor
-        observer, manager = self._services.observer, self._services.manager
+        observer, manager = self._agent.observer, self._agent.manager
         if participant.wanted_to_leave and not self._left_as:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
@@ -180,20 +151,20 @@ class Loop:
             self._ending = self._departing
         self._take_findings(now)
         observer.compare(participant)
-        self._services.recheck.turn(participant, now)
+        self._agent.recheck.turn(participant, now)
         again_at = self._driver.turn(now)
         snapshot = participant.snapshot
         observer.update(snapshot, supervisor.group, now)
         manager.turn(observer.status(snapshot, supervisor.group))
-        self._services.heartbeat.turned(supervisor.stops_at(now))
+        self._agent.heartbeat.turned(supervisor.stops_at(now))
         wake_at = (
             again_at,
             obey_at,
             self._saves_cut_at,
             self._lack.again_at,
             manager.next_beat,
-            self._services.gpu_memory.turn(now),
-            self._services.checks.turn(participant, now),
+            self._agent.gpu_memory.turn(now),
+            self._agent.checks.turn(participant, now),
             *supervisor.wake_at(),
         )
         return min((at for at in wake_at if at is not None and at > now), default=None)
@@ -238,7 +209,7 @@ class Loop:
                 raise
             return False
         if workers_gone:
-            self._services.gpu_memory.workers_gone(now)
+            self._agent.gpu_memory.workers_gone(now)
         if self._participant.hands_over and self._handover is None:
             self._hand_over(now)
         return workers_gone
@@ -259,8 +230,8 @@ class Loop:
             self.start_waits_for = self._not_ready_for(action, now)
             if self.start_waits_for:
                 return False
-            if self._services.memory_server is not None:
-                self._services.memory_server.renew_key()
+            if self._agent.memory_server is not None:
+                self._agent.memory_server.renew_key()
             if lack := supervisor.start(action.world, action.member, self._port.listener, now):
                 self._lacks(lack, now, failed=supervisor.begun)
                 self.start_waits_for = lack
@@ -286,7 +257,7 @@ class Loop:
         """What keeps this node from starting its workers; empty where nothing does."""
         if now < self._lack.again_at or self._supervisor.group is not None:
             return self._lacking
-        if self._services.gpu_memory.waiting:
+        if self._agent.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"
         if not self._supervisor.prepared(start.world, start.member, now):
             return "what all workers import to be loaded once for them (--preload)"
@@ -311,7 +282,7 @@ class Loop:
 
     def _hand_over(self, now: float) -> None:
         """The time for it is that of the last saves, which go on meanwhile."""
-        participant, world, server = self._participant, self._participant.world, self._services.memory_server
+        participant, world, server = self._participant, self._participant.world, self._agent.memory_server
         if server is None or world is None:
             participant.handed_over()
             return
@@ -335,13 +306,13 @@ class Loop:
     def _finish_saves(self, action: Leave) -> None:
         """Nothing is left to do here but what the disk writer does. The lease is kept meanwhile: a commit needs it."""
         self._departing = self._end(action)
-        self._services.disk_writer.departing = True
+        self._agent.disk_writer.departing = True
         world = self._participant.world
         rescues = world is not None and world.final_saver == self._participant.incarnation
         now = self._clock()
         within_s = round(self._last_saves_s(now, rescues=rescues), 1)
         deadline = now + within_s
-        handover, server = self._handover, self._services.memory_server
+        handover, server = self._handover, self._agent.memory_server
         # Since then nodes may have come, or nodes that had received the copies may have gone.
         again = world if world is not None and self._participant.leaves_memory(world.generation) else None
         if again is not None and handover is not None and again.generation > self._handed_over_from:
@@ -351,7 +322,7 @@ class Loop:
         kept = again is not None and self._participant.keeps(again.generation)
 
         def finish() -> None:
-            lost = self._services.disk_writer.finish(within_s)
+            lost = self._agent.disk_writer.finish(within_s)
             if handover is not None:
                 if again is not None:
                     handover.run(again, deadline, kept=kept)
@@ -436,7 +407,7 @@ class Loop:
             self._notice_withdrawn()
             return
         now, self._notice = self._clock(), Notice(text, deadline)
-        self._services.observer.noticed(text, deadline, now)
+        self._agent.observer.noticed(text, deadline, now)
         left = f"{deadline - now:.1f} s are left" if deadline is not None else "no deadline is known"
         log.warning("%s: %s, %s", text, left, self._consequence(now))
         if self._left_as:
@@ -456,13 +427,13 @@ class Loop:
             "the notice is withdrawn: this node %s", "leaves all the same" if self._left_as else "stays"
         )
         self._notice = None
-        self._services.observer.notice_withdrawn()
+        self._agent.observer.notice_withdrawn()
 
     def _take_findings(self, now: float) -> None:
         """Of checks that have ended since the last turn."""
-        for checks in (self._services.checks, self._services.recheck):
+        for checks in (self._agent.checks, self._agent.recheck):
             if (findings := checks.take(self._participant, now)) is not None:
-                self._services.observer.checked(findings)
+                self._agent.observer.checked(findings)
 
     def _obey_at(self) -> float | None:
         """When this node leaves because of the notice; None: there is none, or it leaves already."""
@@ -487,9 +458,9 @@ class Loop:
             return
         if self._stop.job_ends_at is not None and (left_s := self._stop.job_ends_at - self._wall_clock()) > 0:
             self._job_ends_at = now + left_s
-        if self._services.memory_server is not None:
-            self._services.memory_server.expect_handover()
+        if self._agent.memory_server is not None:
+            self._agent.memory_server.expect_handover()
         self._left_as, self._left_with = asked_by, code_of_leave(number, requeues=self._stop.requeues)
         self._divide_leave(now)
-        self._services.observer.leaving(asked_by)
-        self._services.manager.stopping(f"leaving the job, as {asked_by} asks")
+        self._agent.observer.leaving(asked_by)
+        self._agent.manager.stopping(f"leaving the job, as {asked_by} asks")

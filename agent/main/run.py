@@ -79,7 +79,7 @@ from .assembly import (
 )
 from .heartbeat import Heartbeat, Probes
 from .listeners import bind_all, bind_allowed
-from .loop import Ending, Loop, Services
+from .loop import Ending, Loop
 from .prepared import Prepared, prepare_process
 from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment, write_error_file
 from .service_manager import ServiceManager
@@ -395,24 +395,14 @@ def _serve_memory(agent: Agent) -> MemoryServer | None:
 
 
 def _make_loop(agent: Agent, processes: Processes) -> Loop:
-    config, participant, events, clock = agent.config, agent.participant, agent.events, agent.clock
-    supervisor = Supervisor(config, agent.node, participant, agent.observer, processes, events.put, clock)
-    processes.links.start(supervisor)
-    services = Services(
-        link=agent.link,
-        peers=PeerLink(participant.probed, events.put, clock),
-        gpu_memory=agent.gpu_memory,
-        disk_writer=agent.disk_writer,
-        checks=agent.checks,
-        recheck=agent.recheck,
-        observer=agent.observer,
-        manager=agent.manager,
-        heartbeat=agent.heartbeat,
-        memory_server=agent.memory_server,
+    agent.peers = PeerLink(agent.participant.probed, agent.events.put, agent.clock)
+    supervisor = Supervisor(
+        agent.config, agent.node, agent.participant, agent.observer, processes, agent.events.put, agent.clock
     )
+    processes.links.start(supervisor)
     address = agent.network.choice.address
-    port = OfferedPort(agent.listeners.workers, lambda: bind_allowed(config, address, "master"))
-    return Loop(config.stop, participant, supervisor, services, port, events, clock, time.time)
+    port = OfferedPort(agent.listeners.workers, lambda: bind_allowed(agent.config, address, "master"))
+    return Loop(agent, supervisor, port)
 
 
 def _watch_for_notices(agent: Agent, loop: Loop) -> None:

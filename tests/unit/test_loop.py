@@ -24,7 +24,7 @@ from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig
 from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.main.heartbeat import Probes
-from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop, Services
+from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop
 from elastic_agent.agent.rendezvous_io.node_checks import JoinChecks, Recheck
 from elastic_agent.health.checks.finding import Finding as CheckFinding
 from elastic_agent.health.checks.runner import CheckRun
@@ -270,30 +270,25 @@ class Scene:
         self.lost = ""
         """Why the disk writer has not brought the last save to disk."""
         self.port: Any = OfferedPort(self.listener(), self.listener)
-        services: Any = Services(
-            self.store,  # type: ignore[arg-type]
-            SimpleNamespace(ask=self.probe),  # type: ignore[arg-type]
-            self.gpus,  # type: ignore[arg-type]
-            SimpleNamespace(finish=self.finish, departing=False),  # type: ignore[arg-type]
-            self.checks,
-            Recheck(lambda peers: self.new_run(), self.events.put),
-            self.observer(),  # type: ignore[arg-type]
-            SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),  # type: ignore[arg-type]
-            SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),  # type: ignore[arg-type]
-            self.handing,  # type: ignore[arg-type]
+        agent: Any = SimpleNamespace(
+            config=SimpleNamespace(stop=self.stop),
+            participant=self.participant,
+            events=self.events,
+            clock=lambda: self.now,
+            link=self.store,
+            peers=SimpleNamespace(ask=self.probe),
+            gpu_memory=self.gpus,
+            disk_writer=SimpleNamespace(finish=self.finish, departing=False),
+            checks=self.checks,
+            recheck=Recheck(lambda peers: self.new_run(), self.events.put),
+            observer=self.observer(),
+            manager=SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),
+            heartbeat=SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),
+            memory_server=self.handing,
         )
         self.probes = Probes(Introduction("a", "a-1", generation=0), lambda: self.now)
-        self.probes.begin(self.participant, services.heartbeat)
-        self.loop = Loop(
-            self.stop,
-            self.participant,
-            self.training,  # type: ignore[arg-type]
-            services,
-            self.port,
-            self.events,
-            lambda: self.now,
-            lambda: self.now,
-        )
+        self.probes.begin(self.participant, agent.heartbeat)
+        self.loop = Loop(agent, self.training, self.port, lambda: self.now)  # type: ignore[arg-type]
 
     def finish(self, within_s: float) -> str:
         self.finished.append(within_s)
@@ -733,7 +728,7 @@ def test_a_thread_that_fails_while_saves_are_finished_is_not_forgotten() -> None
         scene.events.put(ThreadFailed("store-lease", "RuntimeError()"))
         return ""
 
-    scene.loop._services.disk_writer.finish = finish  # type: ignore[method-assign]
+    scene.loop._agent.disk_writer.finish = finish  # type: ignore[method-assign]
     scene.at(10.0, Signalled(signal.SIGTERM))
     assert scene.loop.run().code is ExitCode.AGENT_FAILED
 
