@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import select
 import signal
 import sys
 from typing import NoReturn
@@ -22,7 +21,6 @@ def start() -> None:
     from .agent.workers.processes.subreaper import fork_below_pid1
     from .cli import main
 
-    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of jobs, where the terminal lacks a letter
@@ -30,8 +28,6 @@ def start() -> None:
     try:
         code = main()
     except BrokenPipeError:
-        if not _is_cut_off(sys.stdout.fileno()):
-            raise
         code = OUTPUT_CLOSED
     end(code)
 
@@ -42,25 +38,6 @@ def end(code: int) -> NoReturn:
         with contextlib.suppress(OSError):  # nobody reads our output any more: no reason for another code
             stream.flush()
     os._exit(code)
-
-
-def _is_cut_off(descriptor: int) -> bool:
-    """Whether the reader of this pipe has closed it."""
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _open_closed_streams() -> None:
-    """A shell's `>&-` closes one: what is opened next would take its number, and be written to like a log."""
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # at the lowest number that is free
-    sys.stdin = sys.stdin or os.fdopen(0)
-    sys.stdout = sys.stdout or os.fdopen(1, "w")
-    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .agent.checkpoints.folder import describe_folder
 from .agent.common.exits import ExitCode, lack_in
 from .agent.configuration.config import (
     CHECK_CONFIG,
@@ -29,7 +28,6 @@ from .agent.configuration.config import (
     PRINT_COMPLETION,
     VERSION,
     ConfigError,
-    LogConfig,
 )
 from .agent.configuration.derive import Resolved, offers_node, resolve_daemon
 from .agent.configuration.load import read_argv
@@ -44,7 +42,6 @@ from .agent.configuration.options import (
 )
 from .agent.configuration.settings import comment
 from .agent.main.process import write_error_file
-from .agent.output.log_files import log_directory
 
 if TYPE_CHECKING:
     from .agent.machine.inventory import Machine
@@ -73,10 +70,6 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         room = next((room for room, names in rooms.items() if words[0] in names), "commands")
         command = importlib.import_module(f".agent.{room}.{words[0].replace('-', '_')}", __package__)
         return int(command.main(words[1:]))
-    if words and words[0] == "convert" and not os.path.exists("convert"):
-        instead = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR FILE"
-        print(f"elastic-agent: convert is no command any more: use {instead}", file=sys.stderr)
-        return ExitCode.BAD_CONFIG
     try:
         return _run(words, prepared)
     except OSError as error:
@@ -140,23 +133,8 @@ def _warn(resolved: Resolved) -> None:
 
 def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
     """The settings and, as comments, what follows from them on this machine: a file that means the same."""
-    config = resolved.config
-    places = _copies_in_memory(config.memory_checkpoints), _files_of_workers(config.logs)
-    facts = [comment(fact) for fact in (*machine.facts, *places)]
+    facts = [comment(fact) for fact in machine.facts]
     return [*resolved.settings.lines(), "", comment("What follows from this on this machine:"), *facts]
-
-
-def _copies_in_memory(limit: int | None) -> str:
-    folder = describe_folder(limit)
-    return f"checkpoints in memory: {f'at most {folder.limit / 2**30:.1f} GiB' if folder is not None else 'none'}"
-
-
-def _files_of_workers(logs: LogConfig) -> str:
-    try:
-        directory = log_directory(logs.given_directory, own=logs.in_own_folder)
-    except OSError as error:
-        return f"files of workers' output: none: {error}"
-    return f"files of workers' output: {directory.absolute() if directory is not None else 'none'}"
 
 
 def _fresh_id() -> str:

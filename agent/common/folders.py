@@ -55,13 +55,6 @@ def own_name(name: str) -> str:
     return f"{name}{os.geteuid()}"
 
 
-def own_folder(name: str) -> Path:
-    """It is there when this returns. Raises as `own_path` and `make_own` do."""
-    path = own_path(name)
-    make_own(path)
-    return path
-
-
 def make_own(path: Path, *, readable: bool = False) -> None:
     """`readable`: its owner may have let others read it. Raises PermissionError where another user has made one by this
     name, or may write to it, and OSError."""

@@ -104,8 +104,6 @@ class Loop:
         """This machine goes away, as far as is known now."""
         self._job_ends_at = math.inf
         """By --job-ends-at, on the monotonic clock; known once this node leaves."""
-        self._saves_cut_at = math.inf
-        """When the last saves are given up, where their end has come nearer since they began."""
         self._handover: Handover | None = None
         """Of this leave, once the workers have ended."""
         self._handing_since = math.inf
@@ -144,11 +142,6 @@ class Loop:
         notice, obey_at = self._notice, self._obey_at()
         if notice is not None and obey_at is not None and now >= obey_at:
             self._leave(f"a notice: {notice.text}", now, TIME_IS_OVER)
-        if now >= self._saves_cut_at:
-            log.error(
-                "the last saves are cut short: this machine goes away before the time that they were given is over"
-            )
-            self._ending = self._departing
         self._take_findings(now)
         observer.compare(participant)
         self._agent.recheck.turn(participant, now)
@@ -160,7 +153,6 @@ class Loop:
         wake_at = (
             again_at,
             obey_at,
-            self._saves_cut_at,
             self._lack.again_at,
             manager.next_beat,
             self._agent.gpu_memory.turn(now),
@@ -409,23 +401,12 @@ class Loop:
         now, self._notice = self._clock(), Notice(text, deadline)
         self._agent.observer.noticed(text, deadline, now)
         left = f"{deadline - now:.1f} s are left" if deadline is not None else "no deadline is known"
-        log.warning("%s: %s, %s", text, left, self._consequence(now))
+        log.warning("%s: %s", text, left)
         if self._left_as:
             self._divide_leave(now)
 
-    def _consequence(self, now: float) -> str:
-        if self._left_as:
-            return f"and this node leaves already, because of {self._left_as}"
-        obey_at = self._obey_at()
-        wait_s = obey_at - now if obey_at is not None else 0.0
-        return (
-            "this node leaves the job now" if wait_s <= 0 else f"this node leaves the job in {wait_s:.0f} s"
-        )
-
     def _notice_withdrawn(self) -> None:
-        log.warning(
-            "the notice is withdrawn: this node %s", "leaves all the same" if self._left_as else "stays"
-        )
+        log.warning("the notice is withdrawn")
         self._notice = None
         self._agent.observer.notice_withdrawn()
 
@@ -449,8 +430,6 @@ class Loop:
         self._participant.leave(now, min(self._job_ends_at, deadline if deadline is not None else math.inf))
         if self._handover is not None:
             self._handover.hurry(self._participant.leave_times.saved_by)
-        if self._departing is not None:
-            self._saves_cut_at = self._participant.leave_times.saved_by
 
     def _leave(self, asked_by: str, now: float, number: int = signal.SIGTERM) -> None:
         """`number`: of the signal that it was, or counts as."""

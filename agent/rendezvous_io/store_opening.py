@@ -24,7 +24,6 @@ import logging
 import os
 import queue
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from ...rendezvous.store.scoped import ScopedStore, run_prefix
 from ...rendezvous.store.store_kind import Access, Login, Tls
 from ..common.events import Event, unless_stopped
 from ..common.exits import CannotStart, ExitCode
-from ..common.folders import make_own, own_name, temporary_places
+from ..common.folders import make_own, own_name
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import Config
 from ..configuration.rendezvous import (
@@ -233,26 +232,14 @@ def store_options(
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def _can_be_own(folder: Path) -> bool:
-    try:
-        make_own(folder)
-    except OSError:
-        return False
-    return True
-
-
 class StoreMemory:
     """The newest world of one job at one endpoint, in a file."""
 
-    def __init__(self, job: str, endpoint: str, *places: Path) -> None:
-        """`places` are for tests. Where another user has made our folder first, the next place has it."""
-        folders = [
-            place / own_name("elastic_agent_store_")
-            for place in places or (SHARED_MEMORY, *temporary_places())
-        ]
+    def __init__(self, job: str, endpoint: str, place: Path = SHARED_MEMORY) -> None:
+        """`place` is for tests."""
         name = hashlib.sha256(f"{endpoint} {job}".encode()).hexdigest()[:16]
         self._job = job
-        self.file = next(filter(_can_be_own, folders), folders[0]) / f"{name}.json"
+        self.file = place / own_name("elastic_agent_store_") / f"{name}.json"
         self._failed = False
 
     def recall(self) -> World | None:
@@ -275,22 +262,14 @@ class StoreMemory:
             make_own(self.file.parent)
             if World.from_json(text).phase is Phase.ENDED:
                 self.file.unlink(missing_ok=True)
-            else:
-                self._write(text.encode())
+            else:  # a reader sees all of it, or all of the one before
+                scratch = self.file.with_suffix(".new")
+                scratch.write_text(text)
+                scratch.chmod(0o600)
+                os.replace(scratch, self.file)
         except (OSError, RecordInvalid) as error:
             if not self._failed:
                 log.warning(
                     "the next host of the store will not know of this world: %s: %s", self.file, error
                 )
             self._failed = True
-
-    def _write(self, content: bytes) -> None:
-        """A reader sees all of it, or all of the one before."""
-        fd, new = tempfile.mkstemp(prefix=f".{self.file.name}", dir=self.file.parent)
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(content)
-            os.replace(new, self.file)
-        except OSError:
-            os.unlink(new)
-            raise

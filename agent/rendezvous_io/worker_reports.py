@@ -104,12 +104,8 @@ class ReportReceiver:
 
     def _start_keeper(self) -> None:
         if self._keeper is None:
-            self._keeper = Thread(self._keep_locks, "directory-locks", self._no_keeper)
+            self._keeper = Thread(self._keep_locks, "directory-locks")
             self._keeper.start()
-
-    def _no_keeper(self) -> None:
-        """The next lock that is lent asks for another."""
-        self._keeper = None
 
     def _keep_locks(self) -> None:
         generation, run = 0, ""

@@ -209,8 +209,6 @@ def test_check_config_shows_what_follows_on_this_machine_in_a_file_that_means_th
     assert main(["--check-config", "--node-id", "a", "--rdzv-id", "j", script]) == ExitCode.SUCCESS
     out = capsys.readouterr().out
     assert "\n# devices: one\n" in out
-    assert "\n# checkpoints in memory: " in out
-    assert "\n# files of workers' output: none\n" in out
     file = tmp_path / "agent.toml"
     file.write_text(out)
     main(["--config", str(file)])
@@ -359,14 +357,6 @@ def test_a_real_process_prints_arguments_that_a_terminal_cannot_show(script: str
     right = agent("--check-config", script, odd, PYTHONIOENCODING="ascii")
     assert right.returncode == 0
     assert "\x1b" not in right.stdout
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_job_runs_with_standard_streams_that_the_shell_has_closed(closed: str) -> None:
-    command = [sys.executable, "-m", "elastic_agent", "--preload=none", "--no-python", "true"]
-    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
-    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
 def test_a_folder_that_was_deleted_is_named_in_one_line(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import queue
 import random
 import signal
@@ -24,7 +23,7 @@ from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
 from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig
 from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.main.heartbeat import Probes
-from elastic_agent.agent.main.loop import DRAIN_COMMAND, HEARTBEAT_S, Ending, Loop
+from elastic_agent.agent.main.loop import DRAIN_COMMAND, Ending, Loop
 from elastic_agent.agent.rendezvous_io.node_checks import JoinChecks, Recheck
 from elastic_agent.health.checks.finding import Finding as CheckFinding
 from elastic_agent.health.checks.runner import CheckRun
@@ -554,34 +553,6 @@ def test_a_notice_that_is_moved_moves_a_leave_that_is_under_way() -> None:
     noticed(scene, 30.0)
     noticed(scene, 60.0, after_s=11.0)
     assert killed_at(scene) == pytest.approx(111.0 + 60.0 * 5 / 6)
-
-
-@pytest.mark.parametrize(("left_s", "ends_in_s"), [(6.0, math.inf), (100.0, 20.0)])
-@pytest.mark.parametrize("code", [ExitCode.STOPPED_BY_SIGTERM, ExitCode.SUCCESS])
-def test_a_notice_during_the_last_saves_cuts_them_short(
-    left_s: float, ends_in_s: float, code: ExitCode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that leaves time enough does not."""
-    scene = Scene()
-    began_at: list[float] = []
-
-    def start(finish: Callable[[], None]) -> None:
-        began_at.append(scene.now)
-        noticed(scene, left_s, after_s=0.0)
-        scene.plan[scene.now + ends_in_s] = finish
-
-    monkeypatch.setattr(
-        "elastic_agent.agent.main.loop.Thread",
-        lambda finish, *_: SimpleNamespace(start=lambda: start(finish)),
-    )
-    if code is ExitCode.SUCCESS:
-        done = Leave(Result.SUCCEEDED, "all workers have ended with success")
-        scene.plan[110.0] = lambda: scene.loop.carry_out(done, scene.now)
-    else:
-        scene.at(10.0, Signalled(signal.SIGTERM))
-    assert scene.loop.run().code is code
-    [began] = began_at
-    assert min(left_s - 1.0, ends_in_s) <= scene.now - began <= min(left_s, ends_in_s + HEARTBEAT_S)
 
 
 @pytest.mark.parametrize(("ends_in_s", "killed_in_s"), [(30.0, 25.0), (-5.0, 30.0)])

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.folders import own_name
-from elastic_agent.agent.rendezvous_io import store_opening
 from elastic_agent.agent.rendezvous_io.store_opening import StoreMemory
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, Result, World
 
@@ -59,21 +57,6 @@ def test_what_others_may_have_put_there_is_not_believed(
         memory.file.write_text(replace(WORLD, job="other").to_json())
     assert memory.recall() is None
     assert str(folder) in caplog.text
-
-
-def test_another_user_who_makes_the_folder_first_takes_no_memory_from_a_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for place in ("shm", "tmp"):
-        (tmp_path / place).mkdir()
-    monkeypatch.setattr(store_opening, "SHARED_MEMORY", tmp_path / "shm")
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    (tmp_path / "shm" / own_name("elastic_agent_store_")).symlink_to(tmp_path)
-    StoreMemory("job", "h:1").remember(WORLD.to_json())
-    memory = StoreMemory("job", "h:1")
-    assert memory.recall() == WORLD
-    assert memory.file.is_relative_to(tmp_path / "tmp")
-    assert caplog.records == []
 
 
 def test_a_full_disk_costs_a_warning_and_no_training(
