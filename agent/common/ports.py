@@ -149,7 +149,7 @@ def bind_listener(
 
     def before_sleep(state: RetryCallState) -> None:
         if state.attempt_number == 1:
-            owner = find_owner(address, ports.first).words
+            owner = find_owner(ports.first).words
             log.info("trying for %g s to have %s of %s: %s", tries_for_s, ports, address, owner)
 
     listener = Retrying(
@@ -160,25 +160,20 @@ def bind_listener(
         retry_error_callback=lambda _: None,
     )(one_round)
     if listener is None:
-        raise PortTaken(address, ports, purpose, find_owner(address, ports.first), tries_for_s)
+        raise PortTaken(address, ports, purpose, find_owner(ports.first), tries_for_s)
     return listener
 
 
-def find_owner(address: str, port: int) -> PortOwner:
-    """Who blocks `port` of `address`, an IP address of this machine or the unspecified one.
+def find_owner(port: int) -> PortOwner:
+    """Who blocks `port`, at whichever address of this machine.
 
     A process of another user or container is hidden, and some ports have no process at all: the answer then says so.
     Never raises: it words an error that is already on its way.
     """
     import psutil
 
-    ours = _unmapped(address)
     try:
-        sockets = [
-            found
-            for found in psutil.net_connections("tcp")
-            if found.laddr and found.laddr.port == port and _clash(ours, _unmapped(found.laddr.ip))
-        ]
+        sockets = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port]
     except (OSError, psutil.Error) as error:
         return PortOwner(None, f"owner unknown: {error}")
     if not sockets:
@@ -196,18 +191,6 @@ def find_owner(address: str, port: int) -> PortOwner:
         command = "which ended meanwhile"
     itself = ", this agent itself: two of its settings name one port" if found.pid == os.getpid() else ""
     return PortOwner(found.pid, f"pid {found.pid}, {command}{itself}")
-
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def _unmapped(text: str) -> _Address:
-    found = ipaddress.ip_address(text.partition("%")[0])
-    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found
-
-
-def _clash(ours: _Address, theirs: _Address) -> bool:
-    return ours == theirs or ours.is_unspecified or theirs.is_unspecified
 
 
 class OfferedPort:

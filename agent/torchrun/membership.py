@@ -176,11 +176,6 @@ class Membership:
             self._changed.wait_for(lambda: condition(self._status) or self._status.problem, timeout_s)
             return self._status
 
-    def wake(self) -> None:
-        """Those who wait look again at their condition, which may hang on more than the status."""
-        with self._changed:
-            self._changed.notify_all()
-
     def want_place(self) -> None:
         self._events.put(self._place_wanted)
 

@@ -202,7 +202,7 @@ def test_the_owner_is_the_listener_or_another_live_socket(
         SimpleNamespace(laddr=SimpleNamespace(ip=LOOPBACK, port=p), status=s, pid=i) for p, s, i in sockets
     ]
     monkeypatch.setattr(psutil, "net_connections", lambda kind: rows)
-    owner = find_owner(LOOPBACK, 80)
+    owner = find_owner(80)
     assert owner.pid == pid
     assert told in owner.words
 
@@ -212,7 +212,7 @@ def test_a_reader_that_may_see_nothing_never_raises(monkeypatch: pytest.MonkeyPa
         raise psutil.AccessDenied
 
     monkeypatch.setattr(psutil, "net_connections", denied)
-    assert "owner unknown" in find_owner(LOOPBACK, 80).words
+    assert "owner unknown" in find_owner(80).words
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_connections_of_a_predecessor_in_time_wait_do_not_block() -> None:
             accepted, _ = predecessor.accept()
             accepted.close()  # who closes first is left in TIME_WAIT
             assert client.recv(1) == b""
-    wait_until(lambda: "lingers" in find_owner(LOOPBACK, port).words)
+    wait_until(lambda: "lingers" in find_owner(port).words)
     with bind_listener(LOOPBACK, port, "store", tries_for_s=0.0) as listener:
         assert port_of(listener) == port
 
