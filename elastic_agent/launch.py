@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .agent.configuration.config import ARGS, CONFIG_FILE
+from .agent.configuration.config import ARGS
 from .agent.configuration.load import read_argv
 from .agent.configuration.parse import Group
 
@@ -16,13 +16,9 @@ USE_ENV = Group("Launch").flag("use-env", "the script reads LOCAL_RANK, and gets
 
 
 def words_of(argv: Sequence[str]) -> list[str]:
-    """The command line of `elastic-agent` that does the same. Raises ValueError for a script from elsewhere."""
+    """The command line of `elastic-agent` that does the same. A script that a file names gets no --local-rank."""
     given = read_argv(argv, (USE_ENV,)).given
     if ARGS.name not in given:
-        if CONFIG_FILE.name in given:
-            raise ValueError(
-                "--local-rank goes to a script that is named on the command line: name it there, or use elastic-agent"
-            )
         return [word for word in argv if not _is_use_env(word)]  # for its error, or its help
     args = given[ARGS.name].value
     assert isinstance(args, tuple)
@@ -38,8 +34,5 @@ def _is_use_env(word: str) -> bool:
 if __name__ == "__main__":
     from .__main__ import start
 
-    try:
-        sys.argv[1:] = words_of(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(f"elastic-agent: {error}")
+    sys.argv[1:] = words_of(sys.argv[1:])
     start()

@@ -20,7 +20,7 @@ from typing import TypeVar
 from ...health.http import NODE_PATH, Answers, HealthServer
 from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
+from ...rendezvous.node.snapshot import NodeSnapshot
 from ...rendezvous.records import NODES_PREFIX, Endpoint, Introduction, NodeRecord
 from ...rendezvous.store.interface import Store
 from ...rendezvous.text import counted
@@ -233,7 +233,6 @@ def _start_helpers(agent: Agent, prepared: Prepared) -> None:
     agent.started(reader)
     agent.gpu_memory = GpuMemory(reader, agent.config.gpu_memory_wait_s, agent.clock)
     agent.gpu_memory.start()
-
     agent.gpu_health = GpuHealth(reader)
     agent.gpu_health.start()
     agent.spares = spares_of(agent, prepared)
@@ -438,13 +437,12 @@ def _depart(store: Store, participant: Participant, ending: Ending, *, stays_for
             return
         snapshot = store.read((NODES_PREFIX,))
         watch = store.watch((NODES_PREFIX,), snapshot.revision)
-        began_at, said = time.monotonic(), False
-        while snapshot.entries and (waited_s := time.monotonic() - began_at) < HOST_LINGERS_S:
-            if waited_s >= ANNOUNCED_AFTER_S and not said:
-                said = True
-                others = counted(len(snapshot.entries), "node")
-                log.info("the store stays up for %s to leave, up to %g s", others, HOST_LINGERS_S)
-            watch.next(HOST_LINGERS_S - waited_s if said else ANNOUNCED_AFTER_S)
+        if snapshot.entries:
+            others = counted(len(snapshot.entries), "node")
+            log.info("the store stays up for %s to leave, up to %g s", others, HOST_LINGERS_S)
+        ends_at = time.monotonic() + HOST_LINGERS_S
+        while snapshot.entries and (left_s := ends_at - time.monotonic()) > 0:
+            watch.next(left_s)
             snapshot = store.read((NODES_PREFIX,))
     except Exception as error:  # whatever it is, it does not change how this agent has ended
         log.warning("left; could not sign off, the others notice when the lease ends: %s", error)

@@ -109,11 +109,6 @@ def test_main_passes_its_words_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passed == [["--nnodes=2", "--node-rank=0", "--max-restarts=0", "x.py"]]
 
 
-def test_a_script_from_a_file_gets_no_local_rank_and_that_is_said() -> None:
-    with pytest.raises(ValueError, match="name it there"):
-        launch.words_of(["--config=job.toml"])
-
-
 def test_what_cannot_be_sent_to_workers_is_refused_before_anything_starts() -> None:
     with pytest.raises(TypeError, match="cannot be sent to other processes"):
         elastic_launch(LaunchConfig(), len)(number for number in range(3))
