@@ -6,8 +6,7 @@ is what the agent waits for, or which generation trains. WATCHDOG comes from the
 of the loop, and before there is one from the wait for the store. An agent whose main thread is stuck falls silent,
 and is killed and started again. STOPPING announces the end, from when on the manager counts its stop limit.
 
-Invariant: sending never blocks, and never fails the agent. What must arrive (READY, STOPPING) is sent again on the
-next turn until it could be; a status or a beat that could not is simply late.
+Invariant: sending never blocks, and never fails the agent. What could not be sent is lost, and the log says so once.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class ServiceManager:
         self._beat_every_s = watchdog_s / 3 if watchdog_s is not None and address is not None else None
         self._clock = clock
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address is not None else None
-        self._unsent: list[str] = []
         self._stopping = False
         self._status = ""
         self._status_at = self._beat_at = float("-inf")
@@ -55,11 +53,10 @@ class ServiceManager:
         return None if self._beat_every_s is None else self._beat_at + self._beat_every_s
 
     def ready(self) -> None:
-        self._send_surely("READY=1")
+        self._send("READY=1")
 
     def turn(self, status: str) -> None:
         """The main thread goes on. To be called at least every second, and at `next_beat`."""
-        self._send_again()
         now = self._clock()
         if status != self._status and now >= self._status_at + STATUS_EVERY_S and self._send_status(status):
             self._status_at = now
@@ -71,7 +68,7 @@ class ServiceManager:
         """From now on the agent only ends. May be called again with a newer status."""
         if not self._stopping:
             self._stopping = True
-            self._send_surely("STOPPING=1")
+            self._send("STOPPING=1")
         self._send_status(status)
 
     def _send_status(self, status: str) -> bool:
@@ -79,14 +76,6 @@ class ServiceManager:
         if sent:
             self._status = status
         return sent
-
-    def _send_surely(self, message: str) -> None:
-        self._unsent.append(message)
-        self._send_again()
-
-    def _send_again(self) -> None:
-        while self._unsent and self._send(self._unsent[0]):
-            self._unsent.pop(0)
 
     def _send(self, message: str) -> bool:
         if self._socket is None or self._address is None:
