@@ -95,7 +95,8 @@ class Loop:
         self._driver = Driver(agent.participant, agent.link, agent.peers.ask, self)
         self.start_waits_for = ""
         """What keeps the workers of the present world from being started here; empty where nothing does."""
-        self._signals: list[signal.Signals] = []
+        self._signalled_once = False
+        """To end."""
         self._left_as: str = ""
         """What made this node leave the job, once something has."""
         self._left_with = ExitCode.STOPPED_BY_SIGTERM
@@ -364,24 +365,17 @@ class Loop:
         if number not in ENDINGS:
             self._warned(number, now)
             return
-        self._signals.append(signal.Signals(number))
-        name = self._signals[-1].name
-        if len(self._signals) == 1:
-            cut = "" if self._repeated(name) else "; a second signal cuts the workers' grace short"
-            log.info("%s: leaving the job%s", name, cut)
+        name = signal.Signals(number).name
+        if not self._signalled_once:
+            self._signalled_once = True
+            log.info("%s: leaving the job; a second signal cuts the workers' grace short", name)
             self._leave(name, now, number)
-        elif self._repeated(name):
-            log.info("%s again: leaving the job already", name)
         else:
             log.info("%s again: killing the workers now", name)
             self._supervisor.stop(0.0, gently=False, reason="a second signal")
             if self._handover is not None:
                 self._handover.cut()
             self._ending = self._departing
-
-    def _repeated(self, name: str) -> bool:
-        """Slurm sends SIGTERM at the beginning and at the end of a preemption's grace, and kills by itself."""
-        return self._stop.requeues and name == signal.SIGTERM.name
 
     def _warned(self, number: int, now: float) -> None:
         """It may be repeated, and the real end follows it: neither cuts anything short."""

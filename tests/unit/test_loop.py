@@ -442,18 +442,6 @@ def test_under_slurm_a_warnings_exit_code_asks_for_another_start(
     assert scene.loop.run() == Ending(code, f"stopped by {asked_by}")
 
 
-def test_under_slurm_sigterm_may_be_repeated() -> None:
-    """A preemption sends it at the beginning and at the end of its grace."""
-    scene = Scene(stop=StopConfig(requeues=True))
-    scene.training.undying = "worker 0 writes its last state"
-    scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
-    for after_s in (10.0, 20.0, 21.0):
-        scene.at(after_s, Signalled(signal.SIGTERM))
-    scene.plan[scene.now + 30.0] = lambda: setattr(scene.training, "undying", "")
-    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
-    assert "a second signal" not in [reason for _, _, reason in scene.training.stops]
-
-
 def noticed(scene: Scene, left_s: float, after_s: float = 10.0) -> None:
     ends_at = scene.now + after_s + left_s
     scene.at(after_s, lambda: scene.loop.noticed("the cloud", ends_at))
