@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 import queue
-import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -216,7 +215,6 @@ def checks_of(agent: Agent) -> JoinChecks:
         agent.config.check,
         lambda: CheckRun(checks, needs, agent.environment),
         agent.events.put,
-        random.SystemRandom(),
     )
 
 

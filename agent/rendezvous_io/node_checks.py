@@ -10,22 +10,20 @@ before each join, whatever --check says, and two more: devices compute, and peer
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Sequence
 
 from ...health.checks.finding import MOST_PEERS, Finding
 from ...health.checks.runner import BackgroundChecks, CheckRun, failed
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Member, NodeRecord
-from ...rendezvous.store.requests import RetryPolicy
 from ..common.events import Event
 from ..configuration.config import CHECK
 from ..configuration.values import CheckMode
 
 log = logging.getLogger(__name__)
 
-AGAIN = RetryPolicy(first_wait_s=4.0, max_wait_s=60.0)
-"""What an operator mends takes minutes. Not limited here: --join-timeout ends it."""
+AGAIN_S = 10.0
+"""Until a node that fails is checked again. Not limited here: --join-timeout ends it."""
 
 CHECKING = f"the checks of this node (--{CHECK.name} fail)"
 
@@ -38,14 +36,14 @@ class JoinChecks:
         mode: CheckMode,
         new_run: Callable[[], CheckRun],
         post: Callable[[Event], object],
-        rng: random.Random,
     ) -> None:
-        self._mode, self._rng = mode, rng
+        self._mode = mode
         self.runs = BackgroundChecks(new_run, post)
         self._checked = ""
         """The life of this node that the newest run is for."""
         self._again_at: float | None = None
-        self._failures = 0
+        self._failed = False
+        """In the newest run of this life."""
 
     @property
     def held_back(self) -> str:
@@ -60,11 +58,10 @@ class JoinChecks:
     def turn(self, participant: Participant, now: float) -> float | None:
         """Begins what is due; the instant at which there is more to do."""
         new = participant.incarnation != self._checked
-        if new:
-            self._failures = 0
+        self._failed = self._failed and not new
         due = new or (self._again_at is not None and now >= self._again_at)
         if due and not self.begin(participant.incarnation) and self._mode != "off":
-            self._again_at = now + self._pause_s()  # what hung still does
+            self._again_at = now + AGAIN_S  # what hung still does
         return self._again_at
 
     def take(self, participant: Participant, now: float) -> Sequence[Finding] | None:
@@ -76,20 +73,15 @@ class JoinChecks:
 
     def _judge(self, failures: Sequence[Finding], participant: Participant, now: float) -> None:
         if self._mode != "fail" or not failures:
-            if self._failures:
+            if self._failed:
                 log.info("no check of this node fails any more: it joins")
-            self._failures = 0
+            self._failed = False
             participant.hold_back("")
             return
-        wait_s = self._pause_s()
-        self._again_at = now + wait_s
+        self._failed, self._again_at = True, now + AGAIN_S
         what = in_words(failures)
         participant.hold_back(f"this node does not join before its checks pass (--{CHECK.name} fail): {what}")
-        log.info("this node does not join, checking again in %.0f s: %s", wait_s, what)
-
-    def _pause_s(self) -> float:
-        self._failures += 1
-        return AGAIN.wait_s(self._failures - 1, self._rng)
+        log.info("this node does not join, checking again in %g s: %s", AGAIN_S, what)
 
 
 HANGS = "a check's process from an earlier run still hangs in the kernel"

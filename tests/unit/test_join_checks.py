@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import pytest
 from elastic_agent.agent.common.events import Event, Signalled
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.values import CheckMode
-from elastic_agent.agent.rendezvous_io.node_checks import AGAIN, CHECKING, JoinChecks
+from elastic_agent.agent.rendezvous_io.node_checks import AGAIN_S, CHECKING, JoinChecks
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.rendezvous.node.participant import Participant
@@ -63,7 +62,7 @@ class Scenery:
     runs: list[FakeRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.checks = JoinChecks(self.mode, self.new_run, self.events.put, random.Random(1))
+        self.checks = JoinChecks(self.mode, self.new_run, self.events.put)
         bench = Bench()
         self.part: Participant = bench.join("a", ALONE, held_back=self.checks.held_back).part
 
@@ -88,7 +87,7 @@ def test_with_fail_a_node_is_held_back_until_it_is_checked() -> None:
     assert len(scene.runs) == 1
 
 
-def test_with_fail_a_node_that_fails_tries_again_with_longer_pauses(caplog: pytest.LogCaptureFixture) -> None:
+def test_with_fail_a_node_that_fails_is_checked_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "elastic_agent")
     scene = Scenery("fail", [[FAILS, GOOD]] * 5 + [[GOOD]])
     scene.checks.begin("a-1")
@@ -98,7 +97,7 @@ def test_with_fail_a_node_that_fails_tries_again_with_longer_pauses(caplog: pyte
         assert scene.part.held_back.endswith("(--check fail): gpu-ecc: 3 errors")
         again_at = scene.checks.turn(scene.part, now)
         assert again_at is not None
-        assert again_at - now <= AGAIN.first_wait_s * 2**failures
+        assert again_at - now == AGAIN_S
         now = again_at
         scene.checks.turn(scene.part, now)
         assert len(scene.runs) == failures + 2

@@ -244,7 +244,7 @@ class Scene:
         memory = 7000 if self.handing is not None else 0
         me = NodeRecord("a", "a-1", "host-a", 1, 1, limits=self.policy.limits, memory=memory)
         self.events = Events(self)
-        self.checks = JoinChecks(self.check, self.new_run, self.events.put, random.Random(1))
+        self.checks = JoinChecks(self.check, self.new_run, self.events.put)
         self.participant = Participant(
             me,
             self.policy,
