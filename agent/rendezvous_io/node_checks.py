@@ -81,7 +81,7 @@ class JoinChecks:
         self._failed, self._again_at = True, now + AGAIN_S
         what = in_words(failures)
         participant.hold_back(f"this node does not join before its checks pass (--{CHECK.name} fail): {what}")
-        log.info("this node does not join, checking again in %g s: %s", AGAIN_S, what)
+        log.info("this node does not join, checking again in %g s", AGAIN_S)
 
 
 HANGS = "a check's process from an earlier run still hangs in the kernel"
