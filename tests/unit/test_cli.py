@@ -142,21 +142,6 @@ def test_a_script_may_have_the_name_of_a_subcommand(
     assert not asked
 
 
-def test_a_command_that_is_gone_names_another_unless_it_is_a_script(
-    started: list[Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["convert", "checkpoints", "one.pt"]) == ExitCode.BAD_CONFIG
-    assert "dcp_to_torch DIR FILE" in capsys.readouterr().err
-    assert not started
-    (tmp_path / "convert").write_text("pass\n")
-    assert main(["convert", "checkpoints"]) == ExitCode.FAILED
-    assert [config.command for config in started] == [Command("script", "convert", ("checkpoints",))]
-
-
 def test_help_names_every_subcommand(asked: list[list[str]]) -> None:
     assert "  look         look at it\n" in full_help()
     assert "./NAME" in full_help()
