@@ -93,7 +93,7 @@ pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/sto
     configuration machine workers/preloader rendezvous_io main
 pool/commands: rendezvous/text rendezvous rendezvous/store common configuration commands pool
 torchrun: rendezvous/etcd common configuration machine rendezvous_io main
-start: common output configuration workers/processes checkpoints machine commands main pool pool/commands
+start: common configuration workers/processes machine commands main pool pool/commands
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec` and
 `threads` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES`
