@@ -151,7 +151,8 @@ def _meeting_place(command: str, node: str, command_line: Settings) -> Rendezvou
         return place
     if stores:
         jobs = ", ".join(sorted({store[JOB_ID.name] for store in stores}))
-        raise ConfigError([Problem("rdzv-id", None, f"one of the jobs here: {jobs}", "add --rdzv-id")])
+        advice = "add --rdzv-id, or --rdzv-endpoint as the agents have it"
+        raise ConfigError([Problem("rdzv-id", None, f"one of the jobs here: {jobs}", advice)])
     advice = (
         "add --rdzv-endpoint as the agents have it, or ask on a machine where one of them runs; on the node itself,"
         " send SIGTERM to its agent"

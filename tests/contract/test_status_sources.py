@@ -248,18 +248,12 @@ def test_why_there_is_nothing_to_show(frozen: Endpoint, stranger: Endpoint) -> N
         assert words in str(problem)
 
 
-def test_a_command_about_a_node_finds_its_job_among_all_here(
-    node: Callable[..., Node],
-    frozen: Endpoint,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_command_about_a_node_asks_which_of_the_jobs_here_is_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other agents of this user, also those that stand still or were killed, are in no one's way."""
-    a = node("a", job_of(record("a", HOME), record("b", HOME)))
-    c = node("c", replace(job_of(record("a", HOME)), job="words"))
     stores = [
         {"rdzv-backend": "c10d", "rdzv-endpoint": "127.0.0.1:1", "rdzv-id": job}
-        for job in ("digits", "words", "s", "s")
+        for job in ("digits", "words")
     ]
     asked = []
 
@@ -267,16 +261,12 @@ def test_a_command_about_a_node_finds_its_job_among_all_here(
         asked.append(place.job_id)
         return MemoryStore()
 
-    monkeypatch.setattr(nodes, "agents_here", lambda *_: (a.http, c.http, frozen, unused_port()))
-    monkeypatch.setattr(nodes, "HERE_S", SHORT_S)
     monkeypatch.setattr(nodes, "stores_here", lambda *_: stores)
     monkeypatch.setattr(store_command, "open_to_look", open_job)
-    assert nodes.main(["drain", "b"]) == ExitCode.NO_JOB
+    assert nodes.main(["drain", "b", "--rdzv-id=digits"]) == ExitCode.NO_JOB
     assert asked == ["digits"]
-    assert nodes.main(["drain", "a"]) == ExitCode.BAD_CONFIG
-    assert "one job with node a, of those here: digits (a, b), words (a)" in capsys.readouterr().err
-    assert nodes.main(["drain", "x"]) == ExitCode.BAD_CONFIG
-    assert "of those here: digits (a, b), s (no answer), words (a)" in capsys.readouterr().err
+    assert nodes.main(["drain", "b"]) == ExitCode.BAD_CONFIG
+    assert "one of the jobs here: digits, words" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the store
