@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from ... import __version__
 from ...health.checks.runner import CheckRun
-from ...health.checks.table import checks_for, rechecks_for
+from ...health.checks.table import RECHECKS, checks_for
 from ...health.metrics import Build, Metrics, Place
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Endpoint
@@ -234,12 +234,8 @@ def send_spans(agent: Agent) -> None:
 
 def recheck_of(agent: Agent) -> Recheck:
     needs = needs_of(agent.config, agent.machine)
-
-    def new_run(peers: Sequence[str]) -> CheckRun:
-        now_needs = replace(needs, peers=tuple(peers))
-        return CheckRun(rechecks_for(now_needs), now_needs, agent.environment)
-
-    return Recheck(new_run, agent.events.put)
+    checks = (*checks_for(needs), *RECHECKS)
+    return Recheck(lambda: CheckRun(checks, needs, agent.environment), agent.events.put)
 
 
 def spares_of(agent: Agent, prepared: Prepared) -> Spares:

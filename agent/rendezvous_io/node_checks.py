@@ -4,7 +4,7 @@ Those of --check run beside the agent's start, and again before it joins anew. W
 until no check fails; with `warn` nothing waits.
 
 An excluded node is checked after its cool-down; if all checks pass, the coordinator readmits it. The checks are those
-before each join, whatever --check says, and two more: devices compute, and peers answer.
+before each join, whatever --check says, and one more: devices compute.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from ...health.checks.finding import MOST_PEERS, Finding
+from ...health.checks.finding import Finding
 from ...health.checks.runner import BackgroundChecks, CheckRun, failed
 from ...rendezvous.node.participant import Participant
-from ...rendezvous.records import Member, NodeRecord
 from ..common.events import Event
 from ..configuration.config import CHECK
 from ..configuration.values import CheckMode
@@ -90,18 +89,14 @@ HANGS = "a check's process from an earlier run still hangs in the kernel"
 class Recheck:
     """For the main thread."""
 
-    def __init__(self, new_run: Callable[[Sequence[str]], CheckRun], post: Callable[[Event], object]) -> None:
-        """`new_run` gets the addresses of other nodes' agents, HOST:PORT."""
-        self._new_run = new_run
-        self._peers: Sequence[str] = ()
-        self.runs = BackgroundChecks(lambda: self._new_run(self._peers), post)
+    def __init__(self, new_run: Callable[[], CheckRun], post: Callable[[Event], object]) -> None:
+        self.runs = BackgroundChecks(new_run, post)
 
     def turn(self, participant: Participant, now: float) -> None:
         """Begin the check if it is due."""
         if not participant.recheck_due(now):
             return
         participant.recheck_begins()
-        self._peers = peers_of(participant)
         if not self.runs.begin():
             participant.rechecked(now, passed=False, summary=HANGS)
 
@@ -119,17 +114,3 @@ class Recheck:
 
 def in_words(failures: Sequence[Finding]) -> str:
     return "; ".join(f"{finding.check}: {finding.summary}" for finding in failures)
-
-
-def peers_of(participant: Participant) -> tuple[str, ...]:
-    """Where agents should answer: the first members of a world that trains, as many as are asked.
-
-    Of a world that has ended, members may be dead, and the job may lack just this node. Then those are asked whose
-    leases are known to live: the coordinator, and on the coordinator all.
-    """
-    world = participant.world
-    nodes: Sequence[Member | NodeRecord] = (
-        world.members if world is not None and world.trains else participant.known_nodes
-    )
-    others = [one for one in nodes if one.node != participant.identity.node]
-    return tuple(str(one.http) for one in others if one.http is not None)[:MOST_PEERS]

@@ -68,9 +68,6 @@ def worst_first(findings: Iterable[Finding]) -> Sequence[Finding]:
 
 # --- What a job needs
 
-MOST_PEERS = 8
-"""The most other nodes that are asked whether they answer."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNeeds(Checked):
@@ -88,8 +85,6 @@ class NodeNeeds(Checked):
     """As NVML knows them: a PCI address, a uuid or an index."""
     rdma: bool = False
     """NCCL uses InfiniBand or RoCE."""
-    peers: Annotated[tuple[Annotated[str, Text(280)], ...], AtMost(MOST_PEERS)] = ()
-    """Where other nodes' agents answer over HTTP, as HOST:PORT."""
 
 
 # --- Sizes and lists of names as findings show them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import resource
@@ -258,32 +257,3 @@ def _read(path: str) -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-# --- Other nodes' agents
-
-SILENT_ADVICE = "look at this machine's network and at what stands between it and the other nodes"
-PEER_S = 2.0
-
-
-def check_peers(needs: NodeNeeds) -> Finding:
-    """Whether they answer over HTTP, as they do among themselves. Most have to: a single silent one may itself be
-    gone."""
-    asked, silent = len(needs.peers), [peer for peer in needs.peers if not answers(peer)]
-    if not silent:
-        return Finding("peers", Outcome.OK, f"{asked} other nodes answer over HTTP")
-    outcome = Outcome.FAIL if 2 * len(silent) > asked else Outcome.WARN
-    return Finding("peers", outcome, f"no answer over HTTP from {', '.join(silent)}", SILENT_ADVICE)
-
-
-def answers(peer: str) -> bool:
-    """HOST:PORT, with an IPv6 address in brackets."""
-    connection = http.client.HTTPConnection(peer, timeout=PEER_S)
-    try:
-        connection.request("GET", "/node")
-        connection.getresponse()
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-    return True

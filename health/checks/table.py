@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from .finding import Finding, NodeNeeds, Outcome
 from .gpus import GPU_CHECKS, check_gpus, check_xids
 from .machine import (
-    SILENT_ADVICE,
     SLOW_NAMES_ADVICE,
     WRONG_ADVICE,
     check_arithmetic,
@@ -17,7 +16,6 @@ from .machine import (
     check_log_directory,
     check_names,
     check_open_files,
-    check_peers,
     check_shared_memory,
 )
 
@@ -92,16 +90,7 @@ NODE_CHECKS = (
     ),
 )
 
-RECHECKS = (
-    NodeCheck(name="arithmetic", find=check_arithmetic, limit_s=90.0, advice=WRONG_ADVICE),
-    NodeCheck(
-        name="peers",
-        find=check_peers,
-        needed=lambda needs: needs.peers,
-        limit_s=20.0,
-        advice=SILENT_ADVICE,
-    ),
-)
+RECHECKS = (NodeCheck(name="arithmetic", find=check_arithmetic, limit_s=90.0, advice=WRONG_ADVICE),)
 """Checks of an excluded node before it is readmitted, in addition to those before a join. They take longer."""
 
 BY_NAME = {check.name: check for check in (*NODE_CHECKS, *RECHECKS)}
@@ -113,8 +102,3 @@ AT_JOIN = tuple(name for check in NODE_CHECKS for name in check.names or (check.
 def checks_for(needs: NodeNeeds) -> tuple[NodeCheck, ...]:
     """Those that this job needs."""
     return tuple(check for check in NODE_CHECKS if check.needed(needs))
-
-
-def rechecks_for(needs: NodeNeeds) -> tuple[NodeCheck, ...]:
-    """All checks of an excluded node before it is readmitted."""
-    return checks_for(needs) + tuple(check for check in RECHECKS if check.needed(needs))

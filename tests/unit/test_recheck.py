@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 import queue
-import socket
 import sys
 import types
 from collections.abc import Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.rendezvous_io.node_checks import HANGS, Recheck, peers_of
+from elastic_agent.agent.rendezvous_io.node_checks import HANGS, Recheck
 from elastic_agent.health.checks import machine as arithmetic
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.machine import check_peers
 from elastic_agent.health.checks.runner import run_checks
-from elastic_agent.health.checks.table import RECHECKS, checks_for, rechecks_for
+from elastic_agent.health.checks.table import RECHECKS
 from elastic_agent.rendezvous.coordinator.exclusions import exclude
-from elastic_agent.rendezvous.records import WORLD_KEY, Phase
-from elastic_agent.threads import Thread
+from elastic_agent.rendezvous.records import WORLD_KEY
 
-from .bench import POLICY, TTL_S, Bench, Peer
+from .bench import POLICY, Bench, Peer
 from .test_join_checks import FAILS, GOOD, FakeRun
 
 NEEDS = NodeNeeds()
@@ -36,7 +32,7 @@ class Scenery:
     def __init__(self, *found: Sequence[object], hangs: bool = False) -> None:
         self.found, self.hangs = list(found), hangs
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.asked: list[Sequence[str]] = []
+        self.runs = 0
         self.recheck = Recheck(self.new_run, self.events.put)
         self.bench = Bench()
         self.bench.joined("a", "b")
@@ -49,8 +45,8 @@ class Scenery:
         self.bench.settle()
         assert self.bench.members() == ["a", "b"]
 
-    def new_run(self, peers: Sequence[str]) -> FakeRun:
-        self.asked.append(peers)
+    def new_run(self) -> FakeRun:
+        self.runs += 1
         return FakeRun(self.found.pop(0), self.hangs)  # type: ignore[arg-type]
 
     def turn(self) -> None:
@@ -64,14 +60,14 @@ class Scenery:
         self.bench.settle()
 
 
-def test_it_runs_once_after_the_cool_down_and_asks_the_world_s_agents() -> None:
+def test_it_runs_once_after_the_cool_down() -> None:
     scene = Scenery([GOOD])
     scene.turn()
-    assert scene.asked == []
+    assert scene.runs == 0
     scene.bench.after(POLICY.cool_down_s)
     scene.turn()
     scene.turn()
-    assert scene.asked == [("host-a:80", "host-b:80")]
+    assert scene.runs == 1
     scene.hear()
     assert scene.bench.members() == ["a", "b", "c"]
 
@@ -88,7 +84,7 @@ def test_what_fails_is_in_the_record_and_is_checked_again_after_twice_the_time()
     assert record.recheck.summary == "gpu-ecc: 3 errors"
     scene.bench.after(2 * POLICY.cool_down_s - 1.0)
     scene.turn()
-    assert len(scene.asked) == 1
+    assert scene.runs == 1
     scene.bench.after(1.0)
     scene.turn()
     scene.hear()
@@ -108,34 +104,6 @@ def test_a_probe_that_hangs_in_the_kernel_is_a_check_that_fails() -> None:
     assert record.recheck is not None
     assert record.recheck.summary == HANGS
     scene.recheck.runs.close()
-
-
-def test_no_more_than_eight_peers_are_asked() -> None:
-    bench = Bench()
-    policy = replace(POLICY, max_nodes=10)
-    peers = bench.joined(*(f"n{index}" for index in range(10)), policy=policy)
-    out = bench.join("out", policy=policy)
-    bench.settle()
-    assert peers_of(out.part) == tuple(f"host-n{index}:80" for index in range(8))
-    assert peers_of(peers[0].part) == tuple(f"host-n{index}:80" for index in range(1, 9)), "not itself"
-
-
-def test_while_the_job_stands_still_none_is_asked_that_may_be_dead() -> None:
-    """The members of the last world may all be gone, or have new addresses."""
-    scene = Scenery([GOOD])
-    scene.bench.kill(scene.bench.peers[1])
-    scene.bench.after(2 * TTL_S)
-    assert scene.bench.phase() is Phase.STOPPING
-    assert peers_of(scene.bad.part) == ("host-a:80",), "the coordinator"
-    assert peers_of(scene.bench.peers[0].part) == ("host-c:80",), "who coordinates knows who lives"
-
-
-def test_it_looks_at_what_is_checked_before_a_join_and_more() -> None:
-    names = [check.name for check in rechecks_for(NodeNeeds(peers=("h:1",), log_directory="/c"))]
-    before = [check.name for check in checks_for(NodeNeeds(log_directory="/c"))]
-    assert names == [*before, "arithmetic", "peers"]
-    assert {"shared-memory", "log-directory"} <= set(before)
-    assert "peers" not in [check.name for check in rechecks_for(NEEDS)]
 
 
 @pytest.mark.parametrize(
@@ -167,44 +135,6 @@ def test_what_devices_compute_is_judged(
     assert finding.outcome is outcome
     assert said in finding.summary
     assert bool(finding.advice) is (outcome is Outcome.FAIL)
-
-
-@pytest.mark.parametrize(
-    ("asked", "silent", "outcome"),
-    [
-        (3, (), Outcome.OK),
-        (3, ("a:1",), Outcome.WARN),
-        (2, ("a:1",), Outcome.WARN),
-        (3, ("a:1", "b:1"), Outcome.FAIL),
-        (1, ("a:1",), Outcome.FAIL),
-    ],
-)
-def test_a_node_that_hardly_any_peer_answers_fails(
-    monkeypatch: pytest.MonkeyPatch, asked: int, silent: tuple[str, ...], outcome: Outcome
-) -> None:
-    monkeypatch.setattr(arithmetic, "answers", lambda peer: peer not in silent)
-    assert check_peers(NodeNeeds(peers=("a:1", "b:1", "c:1")[:asked])).outcome is outcome
-
-
-def test_peers_are_asked_over_http() -> None:
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Answers)
-    Thread(server.serve_forever, "answers").start()
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        refused = f"127.0.0.1:{closed.getsockname()[1]}"
-        here = f"127.0.0.1:{server.server_port}"
-        found = check_peers(NodeNeeds(peers=(here, refused)))
-    assert (found.outcome, found.summary) == (Outcome.WARN, f"no answer over HTTP from {refused}")
-    server.shutdown()
-    server.server_close()
 
 
 def test_this_machine_passes() -> None:
