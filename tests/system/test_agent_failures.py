@@ -37,6 +37,7 @@ SOME = ("last-saves", "log-files", "log-folders", "node-checks", "notices")
 
 ELSEWHERE = (
     "check-lease",  # of `check --nodes`
+    "check-server",  # of `check --nodes`
     "commits",
     "directory-locks",
     "drain-look",
@@ -93,7 +94,7 @@ def test_a_running_agent_has_no_more_threads_than_it_needs(job: Job, etcd: EtcdC
     listed = job.folder / "threads"
     job.join("a", "--nproc-per-node=2", "--preload=default", environment=planted(f"lists {listed}"))
     job.wait_for_training(world=2)
-    expected = sorted((*THREADS, "MainThread", "etcd-watch", "memory-key", *2 * ["http-answer"]))
+    expected = sorted((*THREADS, "MainThread", "etcd-watch", "memory-key"))
 
     def threads() -> list[str]:
         """In order, without those of gRPC itself."""
