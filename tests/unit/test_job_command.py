@@ -16,9 +16,7 @@ from elastic_agent.pool.job_agent import agent_words, own_words, seat_end
 from elastic_agent.pool.member import Assignment
 from elastic_agent.pool.records import Job, PoolNode, Run, Seat, SeatOutcome
 
-JOB = Job(
-    "ab12", "train", ("--max-restarts=5",), ("-m", "train", "--lr", "0.1"), {}, "/", 2, 4, None, 0.0, "me"
-)
+JOB = Job("ab12", "train", ("--max-restarts=5",), ("-m", "train", "--lr", "0.1"), {}, "/", 2, 4, 0.0, "me")
 SEAT = Seat("a", "a-1", 7)
 DUE = Assignment(JOB, Run("ab12", 1, 0.0, (SEAT,)), SEAT)
 STORE = {"rdzv-endpoint": "local:///x", "rdzv-id": "pool"}
