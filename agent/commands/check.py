@@ -82,12 +82,9 @@ def main(words: Sequence[str]) -> int:
     count = command_line[NODES].value
     try:
         config, machine, warnings = _inspect(command_line, environ)
-    except ConfigError as error:
+    except (ConfigError, CannotStart) as error:
         print(f"elastic-agent check: {error}", file=sys.stderr)
-        return ExitCode.NOT_HERE if error.code is ExitCode.NOT_HERE else ExitCode.BAD_CONFIG
-    except CannotStart as error:
-        print(f"elastic-agent check: {error}", file=sys.stderr)
-        return ExitCode.NOT_HERE
+        return error.code
     for warning in warnings:
         print(f"elastic-agent check: warning: {warning}", file=sys.stderr)
     needs = needs_of(config, machine)
