@@ -70,7 +70,7 @@ def obstacle_to(address: str, other: NodeFacts) -> Obstacle | None:
         try:
             connection.settimeout(ANSWER_S)
             connection.sendall(other.token[:half].encode())
-            answer = _receive(connection, half)
+            answer = connection.makefile("rb").read(half)
         except OSError:
             return Obstacle.SILENT
     return None if hmac.compare_digest(answer, other.token[half:].encode()) else Obstacle.STRANGER
@@ -94,17 +94,9 @@ def _answer(client: socket.socket, token: str) -> None:
     half = len(token) // 2
     with client, contextlib.suppress(OSError):
         client.settimeout(ANSWER_S)
-        if hmac.compare_digest(_receive(client, half), token[:half].encode()):
+        if hmac.compare_digest(client.makefile("rb").read(half), token[:half].encode()):
             client.sendall(token[half:].encode())
             client.recv(1)  # the other side closes first, so that no port here waits for what may still come
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    """Fewer bytes only at the end of the stream. Raises OSError."""
-    found, until = b"", time.monotonic() + ANSWER_S
-    while len(found) < count and time.monotonic() < until and (more := connection.recv(count - len(found))):
-        found += more
-    return found
 
 
 # --- An all-reduce

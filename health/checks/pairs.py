@@ -404,11 +404,10 @@ def _bandwidth(rates: Mapping[Pair, float]) -> Iterator[PeerFinding]:
 # --- What they have in common
 
 _ONE_IMAGE = "give all nodes one image, or one environment"
-_ONE_CABLE = "check cables and switch ports, or choose another interface"
 
 TRAITS = {
     "MTU": ("same-network", "large packets may vanish, and collectives hang: ip link set dev NAME mtu N"),
-    "link speed": ("same-network", f"the slowest link sets the pace of all: {_ONE_CABLE}"),
+    "link speed": ("same-network", "the slowest link sets the pace of all: check cables and switch ports"),
     "number of RDMA ports": ("same-network", "check `rdma link`, or set NCCL_IB_DISABLE=1 on all"),
     "address family": (
         "same-network",

@@ -252,7 +252,7 @@ def test_defaults(script: str) -> None:
         port_range=None,
         max_restarts=None,
         stop=StopConfig(30.0, 1.0),
-        timeouts=TimeoutConfig("auto", None, 300.0),
+        timeouts=TimeoutConfig("auto", None),
         logs=LogConfig(None, None, None, None, (), (), "[${node}/${rank}] "),
         http_address=None,
     )
