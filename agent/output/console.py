@@ -44,12 +44,8 @@ LOG_MAX = 256 * 1024
 PATIENCE_S = 1.0
 LAST_LINES_S = 2.0
 """How long the end of the agent waits for its last lines to be written."""
-RETRY_S = 1.0
-"""How long nothing is written after an error: a disk that was full may have room again."""
 SEND_TIMEOUT_US = 10_000
 """For a console that is a socket: all that keeps those who inherit it from waiting."""
-
-_NEWLINE = ord("\n")
 
 _log = logging.getLogger(__name__)
 
@@ -184,8 +180,6 @@ class _Lane(Backlog[bytes]):
         self._descriptor = descriptor
         self._lost = 0  # lines since the console stood still
         self._gone = False  # the last write has failed
-        self._again_at = -math.inf
-        self._cut = False  # what was written last is no whole line
         self.count_lost: Callable[[int], None] = lambda lines: None
 
     def show(self, lines: bytes) -> None:
@@ -201,33 +195,22 @@ class _Lane(Backlog[bytes]):
 
     def _moved(self) -> None:
         if self._lost and not self._gone:
-            missing = self._missing(self._lost)
+            missing = f"[{self._node}] the console stood still: {self._lost} lines missing here\n".encode()
             self._lost = 0
             self.put(missing, len(missing), math.inf)
 
-    def _missing(self, lines: int) -> bytes:
-        return f"[{self._node}] the console stood still: {lines} lines missing here\n".encode()
-
     def _do(self, lines: bytes) -> None:
-        reported, before = self._lost if self._gone else 0, b""
-        if self._gone:
-            if time.monotonic() < self._again_at:
-                self._drop(lines)
-                return
-            before = b"\n" * self._cut + self._missing(reported)
-        rest = memoryview(before + lines)
+        rest = memoryview(lines)
         try:
             while rest:
                 try:
-                    written = os.write(self._descriptor, rest)
-                    self._cut = rest[written - 1] != _NEWLINE
-                    rest = rest[written:]
+                    rest = rest[os.write(self._descriptor, rest) :]
                 except BlockingIOError:  # another process made a shared terminal non-blocking
                     waiting = select.poll()
                     waiting.register(self._descriptor, select.POLLOUT)
                     waiting.poll()
+            self._gone = False
         except OSError as error:
-            self._again_at = time.monotonic() + RETRY_S
             if not self._gone:
                 _log.warning(
                     "nothing is shown on file descriptor %d for now: %s; training goes on",
@@ -235,15 +218,8 @@ class _Lane(Backlog[bytes]):
                     error.strerror,
                 )
             self._gone = True
-            self._drop(lines[-len(rest) :])
-            return
-        self._gone = False
-        with self._changed:
-            self._lost -= reported
-
-    def _drop(self, lines: bytes) -> None:
-        with self._changed:
-            self._refused(lines)
+            with self._changed:
+                self._refused(lines[-len(rest) :])
 
 
 class TextLines(logging.Formatter):

@@ -14,15 +14,12 @@ it has one.
 A thread that does nothing else writes the file, `events-<node>.jsonl` in the folder of the run. While the disk is full
 or does not answer, events that find no room in the queue are dropped and counted, with one log line; nothing else
 suffers. The file is bounded: when it is full, it is renamed to `events-<node>.jsonl.1` and replaces the older one of
-that name. One that is removed while the job goes on is made again, and the log says so. Beside it lie small files about
-this node's part in the run, such as its settings, for this user alone.
+that name. Beside it lie small files about this node's part in the run, such as its settings, for this user alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import errno
 import logging
 import os
 import re
@@ -37,8 +34,7 @@ from typing import Annotated
 
 from ...codec import Count, Document, Invalid, Positive, Seconds, Within
 from ...rendezvous.text import Name, clean, line
-from ..common.io_thread import Backlog
-from .log_files import RunFolder
+from .log_files import DiskThread, RunFolder, close, write_all
 from .masking import masked
 
 log = logging.getLogger(__name__)
@@ -135,8 +131,6 @@ def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 MAX_FILE_BYTES = 8 * 1024 * 1024
-QUEUE_MAX = 1024 * 1024
-"""Bytes that may wait for the disk."""
 _BESIDE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 CLOSE_S = 1.0
 """How long the end of the agent waits for the disk to take the last events."""
@@ -167,7 +161,7 @@ def read_file(path: Path) -> Iterator[JobEvent]:
         yield from read_events(iter(lambda: file.readline(2 * MAX_EVENT_CHARS), ""))
 
 
-class EventFile(Backlog[Callable[[], None]]):
+class EventFile(DiskThread):
     """`open`, `write` and `end` are for any thread; only `end` waits."""
 
     def __init__(
@@ -177,56 +171,31 @@ class EventFile(Backlog[Callable[[], None]]):
         beside: Mapping[str, str] = {},
     ) -> None:
         """`count_lost` is called for each event that is not written. `beside`: names and texts of the other files."""
-        super().__init__("event-file")
-        self._count_lost = count_lost
+        super().__init__("event-file", "the event file", lambda size: count_lost())
         self._most_bytes = most_bytes
         self._beside = beside
-        self._still = False
-        """The disk does not answer, and the log says so. Under the lock."""
         # All below is of the thread.
         self._run: RunFolder | None = None
         self._path = Path()
         self._fd = -1
         self._file_size = 0
-        self._counts_links = False
-        """The file system tells that a file was removed which is open."""
-        self._beside_written = False
-        self._removed = False
-        """The file was removed, and the log says so."""
         self._failing = False
         """The last write failed, and the log says so."""
 
     def open(self, folder: Path, node: str) -> None:
         """From now on events go to the file of this node there."""
-        self.put(partial(self._open, folder, node), 0, float("inf"))
+        self.do(partial(self._open, folder, node))
 
     def write(self, event: str) -> None:
         data = event.encode(errors="replace") + b"\n"
-        self.put(partial(self._write, data), len(data), QUEUE_MAX)
+        self.do(partial(self._write, data), len(data))
 
     def end(self) -> None:
         """Call once; waits up to CLOSE_S for the last events."""
-        self.put(self._close, 0, float("inf"))
+        self.do(self._close)
         self.close()
         if not self.join(CLOSE_S):
             log.warning("the last events are missing in %s: the disk stands still", self._path)
-
-    def _do(self, work: Callable[[], None]) -> None:
-        work()
-
-    def _refused(self, work: Callable[[], None]) -> None:
-        self._count_lost()
-        if not self._still:
-            self._still = True
-            log.warning(
-                "events are missing in %s: its disk stands still. The job goes on; the newest are in memory",
-                self._path,
-            )
-
-    def _moved(self) -> None:
-        if self._still and not self._waiting:
-            self._still = False
-            log.warning("the disk of the event file moves again")
 
     # Everything below runs in the thread.
 
@@ -236,7 +205,6 @@ class EventFile(Backlog[Callable[[], None]]):
 
     def _close(self) -> None:
         self._close_file()
-        self._beside_written = False
         if self._run is not None:
             self._run.release()
 
@@ -244,29 +212,20 @@ class EventFile(Backlog[Callable[[], None]]):
         if self._run is None:
             return
         try:
-            if self._fd >= 0 and self._counts_links and not os.fstat(self._fd).st_nlink:
-                self._close()
-                if not self._removed:
-                    self._removed = True
-                    log.warning("%s was removed, with the events in it: a new one is made", self._path)
             if self._fd >= 0 and self._file_size + len(data) > self._most_bytes:
                 os.replace(self._path, f"{self._path}{OLDER}")
                 self._close_file()
             if self._fd < 0:
                 self._run.hold()
-                data = self._open_file() + data
+                self._open_file()
                 self._write_beside(self._run.path)
-            rest = memoryview(data)
-            while rest:
-                written = os.write(self._fd, rest)
-                self._file_size += written
-                rest = rest[written:]
+            write_all(self._fd, data)
+            self._file_size += len(data)
+            self._failing = False
         except OSError as error:
             self._close_file()
-            if error.errno in (errno.ENOENT, errno.ESTALE):
-                self._run.release()  # the folder was removed, and is made again at the next try
-                self._beside_written = False
-            self._count_lost()
+            self._run.release()  # a folder that was removed is made again at the next try
+            self._count_lost(len(data))
             if not self._failing:
                 self._failing = True
                 log.warning(
@@ -274,34 +233,23 @@ class EventFile(Backlog[Callable[[], None]]):
                     self._path,
                     error.strerror,
                 )
-            return
-        if self._failing:
-            self._failing = False
-            log.warning("events are written to %s again", self._path)
 
     def _write_beside(self, folder: Path) -> None:
-        """Once in a folder. A disk that fails here fails the events, too, where it is logged."""
-        with contextlib.suppress(OSError):
-            for name, text in self._beside.items() if not self._beside_written else ():
-                fd = os.open(folder / name, _BESIDE, 0o600)
-                with open(fd, "wb") as file:
-                    file.write(f"{text}\n".encode(errors="backslashreplace"))
-            self._beside_written = True
+        for name, text in self._beside.items():
+            fd = os.open(folder / name, _BESIDE, 0o600)
+            with open(fd, "wb") as file:
+                file.write(f"{text}\n".encode(errors="backslashreplace"))
 
-    def _open_file(self) -> bytes:
-        """Open the file; returns a line break to write first if the last line was cut (disk full, agent killed)."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    def _open_file(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(self._path, flags, 0o640)
-        found = os.fstat(self._fd)
-        self._file_size, self._counts_links = found.st_size, found.st_nlink > 0
-        whole = not self._file_size or os.pread(self._fd, 1, self._file_size - 1) == b"\n"
-        return b"" if whole else b"\n"
+        self._file_size = os.fstat(self._fd).st_size
+        if self._file_size:
+            write_all(self._fd, b"\n")  # the last line may have been cut: disk full, agent killed
 
     def _close_file(self) -> None:
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):  # an error of a network disk at close was told at write
-                os.close(self._fd)
-            self._fd = -1
+        close(self._fd)
+        self._fd = -1
 
 
 KEPT_EVENTS = 2048

@@ -27,7 +27,6 @@ import logging
 import math
 import os
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -58,60 +57,37 @@ class LineSplitter:
 
     def __init__(self) -> None:
         self._rest = b""
-        self._redraws = False
-        """The line that was begun has been drawn anew."""
+        """Of the line that was begun; a carriage return in it: it was drawn anew."""
 
     @property
     def drawn(self) -> bytes:
         """The newest state of a bar whose line has not ended; empty when there is none, or it is blank."""
-        drawn = _without_ups(self._rest.removesuffix(b"\r"))
-        return drawn if (self._redraws or len(drawn) < len(self._rest)) and not drawn.isspace() else b""
+        newest = _newest(self._rest)
+        return newest if b"\r" in self._rest and not newest.isspace() else b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that `data` completes."""
         *ended, begun = _BELOW.sub(b"\r", self._rest + data).split(b"\n")
-        redraws = self._redraws and not ended
-        lines = [piece for text in ended for piece in _cut(_without_ups(_newest(text.rstrip(b"\r"))))]
-        # A carriage return at the end of what was read may be half of "\r\n".
-        newest = _newest(begun.rstrip(b"\r"))
-        self._redraws = redraws or len(newest) < len(begun.rstrip(b"\r"))
-        *whole, last = _cut(newest)
+        lines = [piece for text in ended for piece in _cut(_newest(text))]
+        shown = begun.rstrip(b"\r")  # the last one may be half of "\r\n"
+        at = max(0, shown.rfind(b"\r"))
+        *whole, last = _cut(shown[at:])
         self._rest = last + b"\r" * begun.endswith(b"\r")
         return lines + whole
 
     def flush(self) -> list[bytes]:
         """The line that was begun, if any: nothing comes to complete it."""
-        rest, wiped = _without_ups(self._rest.removesuffix(b"\r")), self._redraws
-        self._rest, self._redraws = b"", False
-        return [rest] if rest and not (wiped and rest.isspace()) else []
+        rest, self._rest = self._rest, b""
+        newest = _newest(rest)
+        return [newest] if newest and not (b"\r" in rest and newest.isspace()) else []
 
 
-def _without_ups(text: bytes) -> bytes:
-    return text.replace(b"\x1b[A", b"")
-
-
-def _newest(text: bytes) -> bytes:
-    return text.rpartition(b"\r")[2]
+def _newest(line: bytes) -> bytes:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].replace(b"\x1b[A", b"")
 
 
 def _cut(text: bytes) -> list[bytes]:
     return [text[at : at + LINE_MAX] for at in range(0, len(text), LINE_MAX)] or [b""]
-
-
-class Tail:
-    """The last `TAIL_LINES` lines. Filled by one thread, read by another."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
-
-    def add(self, lines: list[bytes]) -> None:
-        with self._lock:
-            self._lines.extend(line[:_TAIL_LINE_MAX] for line in lines)
-
-    def lines(self) -> tuple[str, ...]:
-        with self._lock:
-            return tuple(line.decode(errors="backslashreplace") for line in self._lines)
 
 
 STREAMS = ("stdout", "stderr")
@@ -145,7 +121,7 @@ class _Stream:
     copied: tuple[bytes, ...]
     copies: LogFile | None
     splitter: LineSplitter = field(default_factory=LineSplitter)
-    tail: Tail = field(default_factory=Tail)
+    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     bar_at: float = -math.inf
     """When a progress bar was shown last."""
     size: int = 0
@@ -227,7 +203,8 @@ class WorkerLogs:
     def tail(self, generation: int, rank: int) -> tuple[str, ...]:
         """The last lines of stderr, or of stdout when stderr has none. Complete once `drain` is done."""
         stdout, stderr = self._streams[generation, rank]
-        return stderr.tail.lines() or stdout.tail.lines()
+        last = tuple(stderr.tail) or tuple(stdout.tail)
+        return tuple(line.decode(errors="backslashreplace") for line in last)
 
     def printed(self, generation: int, rank: int) -> int:
         """Bytes that this worker has printed; 0 if its output is not read."""
@@ -350,7 +327,7 @@ class WorkerLogs:
         if ended:
             self._count(stream.name, len(ended), 0)
         ended = [line for line in ended if not self._misleads(line)]
-        stream.tail.add(ended)
+        stream.tail.extend(line[:_TAIL_LINE_MAX] for line in ended)
         shown, drawn, now = list(ended), stream.splitter.drawn, time.monotonic()
         if drawn and now >= stream.bar_at + REDRAW_S:
             shown.append(drawn)

@@ -228,13 +228,6 @@ def test_of_many_looks_a_few_are_kept_and_each_generation_has_its_own(
     assert "gen5" in str(kept(keeper, target).path)
 
 
-def test_files_are_bounded(keeper: EvidenceKeeper, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 100)
-    path = kept(keeper, target).path
-    assert path is not None
-    assert sum(file.stat().st_size for file in path.iterdir()) <= 100
-
-
 def test_without_a_folder_states_are_known_all_the_same(target: Target) -> None:
     keeper = EvidenceKeeper("a", None, time.monotonic)
     keeper.begin("digits", "r1", 1)

@@ -18,7 +18,6 @@ from elastic_agent.agent.output.log_files import FLIGHT_RECORDS
 from elastic_agent.agent.workers.hangs.flight_records import (
     COMES_WITHIN_S,
     MOST_BYTES,
-    MOST_RANKS,
     NEWEST_S,
     FlightRecords,
     groups_of,
@@ -107,17 +106,6 @@ def test_groups_of_the_same_ranks_are_told_apart_also_where_their_long_names_beg
     entries = [waits(7, ("11", description)), entry(3, ("12", description))]
     told = groups_of(dump(*entries, pg_config=config))
     assert len({one.group for one in told}) == 2, told
-
-
-def test_the_ranks_of_a_group_are_not_read_from_a_text_of_megabytes() -> None:
-    """A pickle can name one for each of a hundred thousand groups, and reading it stops all threads of the agent."""
-
-    def told(ranks: int) -> tuple[InGroup, ...]:
-        config = {"1": {"ranks": f"[{', '.join(map(str, range(ranks)))}]"}}
-        return groups_of(dump(entry(1, TENSOR_PARALLEL), pg_config=config))
-
-    assert [one.size for one in told(MOST_RANKS)] == [MOST_RANKS]
-    assert told(1_000_000) == ()
 
 
 def test_of_many_groups_those_with_a_wait_and_those_used_last_are_told() -> None:

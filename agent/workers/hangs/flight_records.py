@@ -38,14 +38,9 @@ PAUSE_S = 0.05
 """Between two looks at the folder."""
 MOST_BYTES = 16 * 2**20
 """Of one dump."""
-MOST_RANKS = 32_768
-"""Of a group that is told."""
-MOST_GROUPS = 1024
-"""Of one dump. A pickle may name a hundred thousand, each with one long text as its ranks."""
 
 _VERSION = re.compile(r"2\.\d+")
 _RANKS = re.compile(r"\[[0-9]+(, ?[0-9]+)*\]")
-_MOST_RANKS_TEXT = MOST_RANKS * len("12345, ")
 _WORLD = "default_pg"
 """torch's description of the group of all ranks."""
 _NO_LABEL = re.compile(r"[^ !#-\[\]-~]")
@@ -130,8 +125,6 @@ def groups_of(dump: Any) -> tuple[InGroup, ...]:
             raise Invalid(f"a flight record with an operation of number {number}")
         ended = _of(entry, "state", str) == "completed" or _of(entry, "retired", bool)
         key = group[0], between_two
-        if key not in found and len(found) == MOST_GROUPS:
-            raise Invalid(f"a flight record with more than {MOST_GROUPS} process groups")
         known = found.pop(key, None) or _group(group, config, between_two=between_two)
         found[key] = known  # the last is the one that was used last
         name = _of(entry, "profiling_name", str)[:_MOST_NAME]  # all entries may share one of many megabytes
@@ -149,7 +142,7 @@ def _group(group: tuple[str, str], config: Mapping[Any, Any], *, between_two: bo
         return _Group(_WORLD, None)
     told = config.get(group[0])
     ranks = told.get("ranks") if isinstance(told, dict) else None
-    if not isinstance(ranks, str) or len(ranks) > _MOST_RANKS_TEXT or not _RANKS.fullmatch(ranks):
+    if not isinstance(ranks, str) or not _RANKS.fullmatch(ranks):
         return _Group(_label(f"{name} (ranks not known)"), 0)
     members = ranks.replace(" ", "")
     shown = name if description == "undefined" else f"{description} {name}"

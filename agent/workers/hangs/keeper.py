@@ -34,9 +34,6 @@ log = logging.getLogger(__name__)
 MOST_LOOKS = 8
 """Of one generation, that are kept: a job whose suspicions are never confirmed fills no disk."""
 
-MOST_BYTES = 16 * 2**20
-"""Of one look."""
-
 READ_S = 0.1
 """So long before a look must be over it waits no more for the flight recorder's dumps."""
 
@@ -207,11 +204,8 @@ class EvidenceKeeper:
     def _write(self, path: Path, texts: dict[str, str], generation: int) -> bool:
         try:
             _make_private(path)
-            left = MOST_BYTES
-            for name, text in sorted(texts.items(), key=lambda item: item[0] != "summary.txt"):
-                data = masked(text, self._secrets).encode(errors="backslashreplace")[:left]
-                left -= len(data)
-                _write_private(path / name, data)
+            for name, text in texts.items():
+                _write_private(path / name, masked(text, self._secrets).encode(errors="backslashreplace"))
             self._failing = False
         except OSError as error:
             if not self._failing:
