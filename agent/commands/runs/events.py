@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from ....codec import Invalid, load_object
 from ....rendezvous.records import Endpoint
@@ -62,38 +62,45 @@ def _work(subject: str | None, command_line: Settings) -> None:
         raise ConfigError([command_line[AGENT].problem("an agent, or a job", f"leave out it or {subject}")])
     show = EVENT.encode if command_line[JSON].value else _as_text
     source = _choose(subject, agent, given_log_dir(command_line), command_line[TIMEOUT].value)
-    while True:
-        for event in source.read():
-            if text := show(event):
-                print(text)
-        sys.stdout.flush()
-        if not command_line[FOLLOW].value or source.over:
-            return
+    if isinstance(source, Path):
+        # Those of one node and instant stay as it wrote them.
+        _print(sorted(chain.from_iterable(journals_in(source)), key=lambda event: event.at), show)
+        return
+    _print(source.read(), show)
+    while command_line[FOLLOW].value and not source.over:
         pause(FOLLOWS_S)
+        _print(source.read(), show)
 
 
-def _choose(subject: str | None, agent: Endpoint | None, log_dir: Path | None, timeout_s: float) -> Source:
-    """Raises CannotShow and CannotDo."""
+def _choose(
+    subject: str | None, agent: Endpoint | None, log_dir: Path | None, timeout_s: float
+) -> AgentsSource | Path:
+    """The agents to ask, or the folder of a run. Raises CannotShow and CannotDo."""
     if agent is not None:
         return AgentsSource((agent,), None, timeout_s)
-    folder = Path(subject) if subject is not None else None
-    if folder is not None and (folder.is_dir() or NAME.fullmatch(str(folder)) is None):
-        return FilesSource(str(folder), log_dir)
+    if subject is not None and (Path(subject).is_dir() or NAME.fullmatch(subject) is None):
+        return find_run(subject, log_dir)
     try:
-        found = agents_here(run_directory_parents(), os.getuid())
-        source = AgentsSource(found, subject, timeout_s)
-        whose = f"if it is of job {subject}, " if subject is not None else ""
-        for text in source.problems:
-            print(f"elastic-agent events: {text}: {whose}its events are missing", file=sys.stderr)
-        return source
+        source = AgentsSource(agents_here(run_directory_parents(), os.getuid()), subject, timeout_s)
     except CannotShow as nothing:
         if subject is None or nothing.code is not ExitCode.NOT_FOUND:
             raise
         try:
-            return FilesSource(subject, log_dir)
+            return find_run(subject, log_dir)
         except CannotDo as error:
             reason = f"no agent of job {subject} answers here, and {error}"
             raise CannotShow(ExitCode.NOT_FOUND, reason) from None
+    whose = f"if it is of job {subject}, " if subject is not None else ""
+    for text in source.problems:
+        print(f"elastic-agent events: {text}: {whose}its events are missing", file=sys.stderr)
+    return source
+
+
+def _print(events: Iterable[JobEvent], show: Callable[[JobEvent], str]) -> None:
+    for event in events:
+        if text := show(event):
+            print(text)
+    sys.stdout.flush()
 
 
 # --- Agents
@@ -193,27 +200,6 @@ def _readable(events: Iterable[Any]) -> Iterable[JobEvent]:
             yield EVENT.unpack(dict(event) if isinstance(event, dict) else {})
         except Invalid:
             continue  # of a kind that this version does not know
-
-
-# --- Files
-
-
-class FilesSource:
-    """The event files of all agents in the folder of a run."""
-
-    over = True
-
-    def __init__(self, run: str, log_dir: Path | None) -> None:
-        """Raises CannotDo."""
-        self._folder = find_run(run, log_dir)
-
-    def read(self) -> list[JobEvent]:
-        """Raises CannotDo."""
-        events = chain.from_iterable(journals_in(self._folder))
-        return sorted(events, key=lambda event: event.at)  # of one node and instant, as it wrote
-
-
-Source: TypeAlias = AgentsSource | FilesSource
 
 
 # --- Words

@@ -206,7 +206,8 @@ class HangDetector:
         """Who is still, and since when. Where they report steps it is the one that is behind the others: the likeliest
         of this node to be stuck by itself."""
         if self.steps:
-            return min(self.steps, key=lambda local_rank: (self.steps[local_rank], local_rank)), self.alive_at
+            left = [one for one in running if one in self.steps] or self.steps
+            return min(left, key=lambda local_rank: (self.steps[local_rank], local_rank)), self.alive_at
         since = {one: self._stillness[one].active_at for one in running if one in self._stillness}
         if not since:
             return min(running), math.inf
