@@ -307,7 +307,7 @@ def test_a_machine_is_not_judged_by_what_was_not_understood(
     monkeypatch.setattr(machine, "probe", lambda environ: two)
     words = ["--nproc-per-node=4", script]
     assert main(words) == ExitCode.NOT_HERE
-    assert "at most as many workers as there are CUDA devices" in capsys.readouterr().err
+    assert "at most as many workers, each with 1, as there are CUDA devices" in capsys.readouterr().err
     for unclear in (
         "--device-pinning=non",
         "--device-pining=none",

@@ -346,6 +346,8 @@ class WorkerGroup:
         """Drive the stop on. Whether nothing of this generation is left on this node."""
         if self.running:
             if self._kill_at is not None and self._clock() >= self._kill_at:
+                if self.killed:
+                    self._post_missed_exits()
                 self._kill()
             return False
         sessions = self.pids
@@ -400,6 +402,12 @@ class WorkerGroup:
     def _count_from_now(self) -> None:
         if self._kills_since is None:
             self._kills_since = self._clock()
+
+    def _post_missed_exits(self) -> None:
+        """Of those whose start has failed nobody watches the end."""
+        for local_rank, process in self._processes.items():
+            if local_rank not in self.returncodes and has_ended(process.pid):
+                self._post(partial(self._on_exit, self.generation, local_rank, self._clock()))
 
     def _unreaped(self) -> list[Process]:
         return [process for local, process in self._processes.items() if local not in self.returncodes]
