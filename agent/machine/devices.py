@@ -226,63 +226,43 @@ def _read_gpu(folder: Path) -> _Gpu:
 
 
 def _visible(listed: str, installed: Sequence[_Gpu], indices: Sequence[Device]) -> tuple[Device, ...]:
-    """CUDA_VISIBLE_DEVICES as CUDA reads it.
+    """CUDA_VISIBLE_DEVICES as CUDA reads it: GPU uuids, which may be abbreviated, MIG uuids, or indices.
 
-    The first entry fixes the kind for all: GPU uuids, MIG uuids (both may be abbreviated), or indices. Empty and
-    `NoDevFiles` hide everything, `-1` hides itself and what stands behind it; a comma at the end means nothing.
+    Empty and `NoDevFiles` hide everything, `-1` hides itself and what stands behind it; a comma at the end means
+    nothing.
     """
     if listed.strip() in ("", "NoDevFiles"):
         return ()
-    kind = next((prefix for prefix in ("GPU-", "MIG-") if listed.startswith(prefix)), "")
-    cuda: list[Device] = []
-    seen: set[str] = set()
+    cuda: dict[str, Device] = {}
     for entry in listed.removesuffix(",").split(","):
         if entry.strip() == "-1":
             break
-        found = _by_uuid(entry, kind, installed) if kind else _by_index(entry, indices)
-        if found is None:
+        device = _device(entry.strip(), installed, indices)
+        if device is None or device.nvml_name in cuda:
+            names = [device.entry for device in indices], [gpu.uuid for gpu in installed if gpu.uuid]
+            there = ", ".join(name for group in names for name in group) or "it has no CUDA device"
             raise _wrong(
                 VISIBLE,
                 listed,
-                f"devices of this node ({_names(kind, installed)}), but {entry!r} is not one of them",
+                f"devices of this node, each once ({there}), but {entry!r} is not",
                 "correct or unset it, or set it to nothing to train without CUDA devices; `nvidia-smi -L` lists them",
             )
-        device, identity = found
-        if (identity or device.entry) in seen:
-            advice = "correct it: CUDA would show no device at all"
-            raise _wrong(VISIBLE, listed, f"each device once, but {entry!r} comes again", advice)
-        seen.add(identity or device.entry)
-        cuda.append(device)
-    return tuple(cuda)
+        cuda[device.nvml_name] = device
+    return tuple(cuda.values())
 
 
-def _by_index(entry: str, indices: Sequence[Device]) -> tuple[Device, str] | None:
-    digits = re.fullmatch(r"\s*([0-9]{1,9})\s*", entry)
-    index = int(digits[1]) if digits else len(indices)
-    return (indices[index], "") if index < len(indices) else None
-
-
-def _by_uuid(entry: str, kind: str, installed: Sequence[_Gpu]) -> tuple[Device, str] | None:
-    """The device and its full uuid, empty where it is believed; None if there is no such device for sure.
-
-    Only the driver knows the uuids of MIG devices, and those of GPUs before their first use.
-    """
-    if not entry.startswith(kind) or not installed:
+def _device(entry: str, installed: Sequence[_Gpu], indices: Sequence[Device]) -> Device | None:
+    """None if there is no such device for sure. Only the driver knows the uuids of MIG devices, and of unused GPUs."""
+    if entry.isdecimal():
+        return indices[int(entry)] if int(entry) < len(indices) else None
+    if entry.startswith("MIG-") and installed:
+        return Device(entry, installed[0].address if len(installed) == 1 else None)
+    if not entry.startswith("GPU-"):
         return None
-    if kind == "MIG-":
-        return Device(entry, installed[0].address if len(installed) == 1 else None), ""
-    if any(gpu.uuid is None for gpu in installed):
-        return Device(entry), ""
     found = [gpu for gpu in installed if gpu.uuid and gpu.uuid.lower().startswith(entry.lower())]
-    return (Device(entry, found[0].address), found[0].uuid or "") if len(found) == 1 else None
-
-
-def _names(kind: str, installed: Sequence[_Gpu]) -> str:
-    if not installed:
-        return "it has no CUDA device"
-    if kind:
-        return ", ".join(gpu.uuid or "a GPU whose uuid only the driver knows" for gpu in installed)
-    return ", ".join(map(str, range(len(installed))))
+    if len(found) == 1:
+        return Device(entry, found[0].address)
+    return Device(entry) if any(gpu.uuid is None for gpu in installed) else None
 
 
 # --- Versions

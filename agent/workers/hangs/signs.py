@@ -114,7 +114,7 @@ class SignReader:
             return
         self._searched_at = now
         stats = all_stats()
-        self._families = {worker: family_of(worker, stats) for worker in workers}
+        self._families = {worker: family_of({worker}, {worker}, stats) for worker in workers}
 
     def _signs(self, worker: int, printed: int, *, threads: bool = False) -> Signs:
         ticks = moved = 0

@@ -1,7 +1,7 @@
 """What the preloaded process has imported, and whether a fork with it is what a fresh process would be.
 
 A fork has its parent's memory, and of its threads only the one that forked. So before each fork `check` makes sure that
-the process has one thread, no CUDA context and no GPU's driver open, and that what it has imported is what lies on
+the process has one thread and no CUDA context, and that what it has imported is what lies on
 disk. It never computes anything: OpenMP's threads do not survive a fork either.
 
 Scripts find the modules in `sys.modules`, as if someone had imported them before. A file beside the script of the same
@@ -40,9 +40,6 @@ DEFAULT_PRELOAD = (
     "elastic_agent.worker.checkpointing.checkpointer",
 )
 """What makes the construction of DDP, its first steps and checkpoints import nothing."""
-
-GPU_DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/dxg")
-"""NVIDIA; AMD; AMD and Intel, to render; other accelerators; any, under Windows' Linux."""
 
 
 class Unfit(Exception):
@@ -90,10 +87,6 @@ class Imported:
         cuda: Any = sys.modules.get("torch.cuda")
         if cuda is not None and cuda.is_initialized():
             raise Unfit("it has a CUDA context, which no fork can use")
-        if driver := gpu_driver_in_use():
-            raise Unfit(
-                f"something that it imports has opened {driver}, a GPU's driver, which no fork can use"
-            )
         if changed := self.edited():
             raise Unfit(f"{changed} has changed since it was imported", stale=True)
 
@@ -148,21 +141,6 @@ def _recorded_reads() -> Iterator[set[str]]:
         yield reads
     finally:
         kind.__getitem__ = get
-
-
-def gpu_driver_in_use(open_files: str = "/proc/self/fd") -> str:
-    """The first device file of a GPU among the open files of that table; empty if there is none.
-
-    torch knows only of the contexts that it made itself; any library may call the driver (cuInit, NVML, HIP) while it
-    is imported. What they all do is open a device file, and keep it open."""
-    for descriptor in os.listdir(open_files):
-        try:
-            path = os.readlink(os.path.join(open_files, descriptor))
-        except OSError:  # the one that lists them, which is closed again
-            continue
-        if path.startswith(GPU_DEVICE_FILES):
-            return path
-    return ""
 
 
 def _edited_files(modules: Iterable[ModuleType]) -> dict[str, tuple[int, int] | None]:

@@ -29,7 +29,7 @@ from ...common.events import Event
 from ...common.exits import describe_exit
 from ...common.io_thread import IoThread
 from ..processes import spare_wire as wire
-from ..processes.proc import KILL_WAIT_S, reap_within, stat_of
+from ..processes.proc import KILL_WAIT_S, reap_within
 from ..processes.workers import Process, tied
 from .imported import ONE_THREAD, ROOM, obstacle
 
@@ -76,12 +76,6 @@ class Spare:
             _, status = os.waitpid(self.pid, 0)
             self._ended = os.waitstatus_to_exitcode(status)
         return self._ended
-
-    @property
-    def usable(self) -> bool:
-        """Not if it has ended, or was stopped by a signal."""
-        stat = stat_of(f"/proc/{self.pid}")
-        return stat is not None and stat.state not in ("Z", "X", "T", "t")
 
 
 @dataclass(slots=True, eq=False)
@@ -212,13 +206,11 @@ class Spares:
 
     def take(self) -> Spare | None:
         """A spare for the caller alone; None where there is none, for the reason `why_cold`."""
-        while spare := next((spare for spare in self._spares if spare.pid), None):
+        spare = next((spare for spare in self._spares if spare.pid), None)
+        if spare is not None:
             self._spares.remove(spare)
-            if spare.usable:
-                spare.taken = True
-                return spare
-            self._discard(spare)
-        return None
+            spare.taken = True
+        return spare
 
     def hand_out(
         self, message: wire.BecomeWorker | wire.ServeStores, descriptors: Sequence[int]

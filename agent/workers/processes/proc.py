@@ -85,15 +85,17 @@ def all_stats(proc: Folder = "/proc") -> dict[int, Stat]:
     return {pid: stat for pid in pids if (stat := stat_of(f"{os.fspath(proc)}/{pid}")) is not None}
 
 
-def family_of(worker: int, stats: Mapping[int, Stat]) -> tuple[int, ...]:
-    """This process itself, what is in the session that it leads, and all that descends from these."""
+def family_of(
+    sessions: Collection[int], others: Collection[int], stats: Mapping[int, Stat]
+) -> tuple[int, ...]:
+    """The processes of these sessions, those `others`, and all that descends from them."""
     children: dict[int, list[int]] = {}
     for pid, stat in stats.items():
         children.setdefault(stat.parent, []).append(pid)
     found: dict[int, None] = {}
-    waiting = [worker, *(pid for pid, stat in stats.items() if stat.session == worker)]
+    waiting = [pid for pid, stat in stats.items() if pid in others or stat.session in sessions]
     while waiting:
-        if (pid := waiting.pop(0)) not in found:
+        if (pid := waiting.pop()) not in found:
             found[pid] = None
             waiting += children.get(pid, ())
     return tuple(found)
@@ -182,24 +184,11 @@ def find_processes(
     """The living processes of these sessions, those `others`, and all that descends from them: pid and start time.
 
     The caller, pid 1 and those `spared` are never among them."""
-    starts: dict[int, str] = {}
-    children: dict[int, list[int]] = {}
-    belonging: list[int] = []
+    stats = {}
     for pid in (int(name) for name in os.listdir(proc) if name.isdecimal()):
-        stat = living(pid, proc)
-        if stat is None:
-            continue
-        starts[pid] = stat.start
-        children.setdefault(stat.parent, []).append(pid)
-        if pid in others or stat.session in sessions:
-            belonging.append(pid)
-    found: dict[int, str] = {}
-    while belonging:
-        pid = belonging.pop()
-        if pid not in found and pid not in (1, os.getpid(), *spared):
-            found[pid] = starts[pid]
-            belonging += children.get(pid, ())
-    return found
+        if pid not in (1, os.getpid(), *spared) and (stat := living(pid, proc)) is not None:
+            stats[pid] = stat
+    return {pid: stats[pid].start for pid in family_of(sessions, others, stats)}
 
 
 def orphans_with(mark: str, since: str, proc: Folder = "/proc") -> Iterator[int]:
