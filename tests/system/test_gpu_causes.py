@@ -82,10 +82,11 @@ def test_what_nvml_shows_is_kept_and_counts_when_a_worker_of_that_gpu_fails(
     job.wait_for(lambda: evidence(job), "the evidence")
     assert agent.metric("elastic_agent_restarts_total", reason="killed") == 1
     (text,) = evidence(job)
-    assert f"{OTHER_GPU}: uncorrected 2 (was 0)" in text
+    assert text.count(f"name='{OTHER_GPU}'") == 2
+    assert "uncorrected=2" in text
     os.kill(second.pid(1), signal.SIGABRT)
     third = job.wait_for_training(world=2, after=second.number)
     job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="gpu_fault")
     os.kill(third.pid(1), signal.SIGABRT)
     job.wait_for_training(world=2, after=third.number)
-    job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="abort")  # these errors are told
+    job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="signal")  # these errors are told
