@@ -57,7 +57,9 @@ def verdict(testimonies: Sequence[Testimony], world: World) -> Verdict:
     rest = [one for one in states if one.doing is not Doing.IN_COLLECTIVE]
     if dead := [one for one in rest if one.doing in NEVER]:
         return _named(Finding.CERTAIN, _first(dead), waiting, world)
-    if moving := [one for one in rest if one.doing is Doing.WORKS]:
+    if moving := [
+        one for one in rest if one.doing is Doing.WORKS and not waits_recorded(one, RECORDED_STILL_S)
+    ]:
         if len(rest) == 1:
             return _named(Finding.HEALTHY, moving[0], waiting, world)
         ranks = _ranks(moving)
@@ -129,7 +131,7 @@ def _waits(recorded: Recorded) -> bool:
 def _as_recorded(one: RankState) -> RankState:
     """A thread that waits for its GPU may use a processor for it. Which collective it is has another name there than on
     a stack, so it is left open."""
-    waits = one.doing is Doing.OTHER and waits_recorded(one, RECORDED_STILL_S)
+    waits = one.doing in (Doing.OTHER, Doing.WORKS) and waits_recorded(one, RECORDED_STILL_S)
     return replace(one, doing=Doing.IN_COLLECTIVE, collective="") if waits else one
 
 

@@ -247,9 +247,12 @@ def test_what_the_records_do_not_show_for_certain_names_nobody(states: list[Rank
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None)
 
 
-def test_a_rank_at_work_is_no_hang_whatever_is_recorded() -> None:
+def test_a_rank_at_work_is_no_hang_unless_its_record_shows_that_it_only_waits() -> None:
     works = shown(3, at(6, None), doing=Doing.WORKS)
     assert verdict(said(*there(3), works), WORLD).finding is Finding.HEALTHY
+    spins = [replace(one, doing=Doing.WORKS) for one in there(3)]
+    found = verdict(said(*spins, replace(works, doing=Doing.WAITS)), WORLD)
+    assert (found.finding, found.rank) == (Finding.LIKELY, 3)
 
 
 def test_one_that_waits_elsewhere_is_no_suspect_but_the_one_it_waits_for_is() -> None:
