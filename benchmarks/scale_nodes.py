@@ -292,7 +292,6 @@ class OurNodes:
             max_nodes=total,
             nodes_multiple_of=1,
             last_call_s=1.0,
-            expected_nodes=None,
             join_timeout_s=600.0,
             drain_timeout_s=20.0,
             store_outage_grace_s=0.0,

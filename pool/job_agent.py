@@ -26,9 +26,8 @@ from ..agent.configuration.config import (
     NODES_MULTIPLE_OF,
 )
 from ..agent.configuration.options import OPTIONS
-from ..agent.configuration.rendezvous import ETCD_OPTIONS, EXPECTED_NODES, JOB_ID, MEETING, POOL
+from ..agent.configuration.rendezvous import ETCD_OPTIONS, JOB_ID, MEETING, POOL
 from ..agent.configuration.settings import Settings
-from ..agent.configuration.stopping import RUN_AGAIN
 from ..agent.main.process import ERROR_FILE
 from ..agent.output.masking import masked, secrets_in
 from ..threads import Thread
@@ -82,10 +81,7 @@ def agent_words(
         (MAX_NODES.name, job.max_nodes),
         (NODES_MULTIPLE_OF.name, job.nodes_multiple_of),
         (LOG_DIR.name, logs),
-        (EXPECTED_NODES.name, sum(not seat.leaving for seat in assignment.run.seats)),
     ]
-    if assignment.run.attempt > 1:
-        decided.append((RUN_AGAIN.name, "true"))
     named = dict(decided)
     return [*own, *job.options, *(f"--{name}={value}" for name, value in named.items()), *job.command]
 

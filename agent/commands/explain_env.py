@@ -8,15 +8,11 @@ libraries are shown.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
 
 from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
@@ -30,7 +26,7 @@ from ..configuration.parse import Group, Source
 from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
 from ..machine.network import NotReady
-from ..output.log_files import FLIGHT_RECORDS, log_directory, run_folder
+from ..output.log_files import FLIGHT_RECORDS, run_folder
 from ..workers.environment import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\
@@ -59,7 +55,6 @@ THEIRS = ("NCCL_", "TORCH_", "GLOO_", "TP_", "UCX_", "FI_", "CUDA_", "OMP_", "MK
 """Prefixes of variables for the libraries that the agent configures."""
 
 _COLUMN = 60
-_LEAST, _WIDEST = 40, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,10 @@ def main(words: Sequence[str]) -> int:
     rows = explain(resolved.config, machine, environ)
     with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
         backend = backend_fact(machine.inventory.cuda, machine.software)
-        print(_json(rows) if command_line[JSON].value else f"# backend: {backend}\n{_text(rows)}", flush=True)
+        if command_line[JSON].value:
+            print(json.dumps([asdict(row) for row in rows], indent=2), flush=True)
+        else:
+            print("\n".join([f"# backend: {backend}", *_lines(rows)]), flush=True)
     return ExitCode.SUCCESS
 
 
@@ -127,11 +125,9 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
     job, start = config.rendezvous.job_id, Cause(CauseKind.START)
     some_port = Endpoint("", 1)  # a worker without one has not all variables that are to be explained
     world = World(job, 1, Phase.RUNNING, members, some_port, start, run="<run>")
-    records = logs = None
-    with contextlib.suppress(OSError):  # there is no temporary directory
-        logs = log_directory(config.logs.given_directory, own=config.logs.in_own_folder)
-    if logs is not None and machine.software.has_nccl:
-        folder = run_folder(logs.absolute(), config.rendezvous.job_id, "<run>")
+    records = None
+    if config.logs.given_directory is not None and machine.software.has_nccl:
+        folder = run_folder(config.logs.given_directory.absolute(), config.rendezvous.job_id, "<run>")
         records = folder / f"gen{GENERATION}" / FLIGHT_RECORDS
     memory = describe_folder(config.memory_checkpoints)
     memory_address = "" if config.solitary else "<address>:<port>"
@@ -153,19 +149,6 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
 # --- Shown
 
 
-def _json(rows: Sequence[Explained]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=2)
-
-
-def _text(rows: Sequence[Explained]) -> str:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not know the user's letters
-    if not sys.stdout.isatty():
-        return "\n".join(_lines(rows))
-    width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 24)).columns)
-    return "\n".join(_paragraphs(rows, max(width, _LEAST)))
-
-
 def _lines(rows: Sequence[Explained]) -> Iterator[str]:
     """One line for each variable, to search in."""
     for row in rows:
@@ -173,13 +156,6 @@ def _lines(rows: Sequence[Explained]) -> Iterator[str]:
         yield f"{assignment:<{_COLUMN}}  # {row.by}: {_printable(row.why)}"
 
 
-def _paragraphs(rows: Sequence[Explained], width: int) -> Iterator[str]:
-    """To read: who and why, and below it the variables of which that is true."""
-    for (by, why), alike in groupby(rows, key=lambda row: (row.by, row.why)):
-        yield from textwrap.wrap(f"{by}: {_printable(why)}", width, subsequent_indent="  ")
-        yield from (f"    {row.name}={_printable(row.value)}" for row in alike)
-
-
 def _printable(text: str) -> str:
-    """On one line, and as nothing that a terminal would obey."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    """On one line, and as nothing that a terminal would obey, or does not know."""
+    return text.encode("unicode_escape").decode()

@@ -18,7 +18,6 @@ from ..common.exits import ExitCode
 from ..common.ports import PortRange
 from .parse import (
     IDENTIFIER,
-    INTERFACE,
     LISTEN_ADDRESS,
     MOST_NODES,
     MOST_WORKERS,
@@ -29,7 +28,6 @@ from .parse import (
     Option,
     Parser,
     Source,
-    duration,
     one_of,
     read_affinity,
     read_arguments,
@@ -40,7 +38,6 @@ from .parse import (
     read_port_range,
     read_preload,
     read_streams,
-    read_template,
     read_texts,
     read_worker_count,
     whole_number,
@@ -50,7 +47,6 @@ from .stopping import (
     MAX_RESTARTS,
     MEMORY_CHECKPOINTS,
     MEMORY_REPLICAS,
-    RUN_AGAIN,
     StopConfig,
     TimeoutConfig,
 )
@@ -124,7 +120,7 @@ STDERR_FILTERS: Option[tuple[str, ...]] = LOGS.option(
 )
 PREFIX_TEMPLATE: Option[str] = LOGS.option(
     "log-line-prefix-template",
-    Parser("a text", read_template),
+    Parser("a text", str),
     "how each line on the console begins, with ${role_name}, ${rank}, ${local_rank}, ${hostname}, ${node} (its name,"
     " see --node-id) and ${generation}",
     metavar="TEXT",
@@ -294,12 +290,6 @@ AFFINITY: Option[Affinity] = NODES.option(
     default="none",
     torchrun="numa-binding",
 )
-GPU_MEMORY_WAIT: Option[float] = NODES.option(
-    "gpu-memory-wait",
-    duration(0.0),
-    "a restart waits at most this long until killed workers' GPU memory is free again, 0 is off",
-    default="30s",
-)
 PRELOAD: Option[tuple[str, ...]] = NODES.option(
     "preload",
     Parser("names of modules with commas between, default among them or alone, or none", read_preload),
@@ -330,25 +320,12 @@ CHECK: Option[CheckMode] = NODES.option(
 NETWORK = Group("Network")
 LOCAL_ADDR: Option[str | None] = NETWORK.option(
     "local-addr",
-    Parser("a host name or an IP address, without port", read_host),
-    "address at which other nodes reach this one (default: found out)",
-    metavar="HOST",
+    Parser("an IP address, or the name of an interface or host", read_host),
+    "where other nodes reach this one: an address, a host name, or an interface, for the store, the workers, NCCL and"
+    " gloo; may differ from node to node (default: the interface that leads to the rendezvous, never a container"
+    " bridge)",
+    metavar="HOST|INTERFACE",
     torchrun="local-addr",
-)
-NETWORK_INTERFACE: Option[str | None] = NETWORK.option(
-    "network-interface",
-    INTERFACE,
-    "interface over which the nodes reach each other, for the store, the workers, NCCL and gloo; may differ from node"
-    " to node (default: the one that leads to the rendezvous, never a container bridge)",
-    metavar="NAME",
-    conf=("network_interface",),
-)
-NETWORK_WAIT: Option[float] = NETWORK.option(
-    "network-wait",
-    duration(0.0),
-    "at the start, wait up to this long for an interface, a route or a host name that is missing; 0 does not wait",
-    default="30s",
-    conf=("network_wait",),
 )
 PORT_RANGE: Option[PortRange | None] = NETWORK.option(
     "port-range",
@@ -398,18 +375,17 @@ class Config:
     devices_per_worker: int = DEVICES_PER_WORKER.field()
     device_pinning: DevicePinning = DEVICE_PINNING.field()
     affinity: Affinity = AFFINITY.field()
-    gpu_memory_wait_s: float = GPU_MEMORY_WAIT.field()  # 0: a restart does not wait for it
+    gpu_memory_wait_s: float = 30.0
+    """A restart waits so long until the memory of killed workers is free."""
     preload: tuple[str, ...] = PRELOAD.field()
     """What the fork server imports, see `--preload`; none: there is no such process."""
     role: str = ROLE.field()
     rendezvous: RendezvousConfig = RendezvousConfig()
     node_id: str | None = NODE_ID.field()  # None: the agent makes one that no other agent has
     check: CheckMode = CHECK.field()
-    local_addr: str | None = LOCAL_ADDR.field()  # None: the address that other nodes reach is found out
-    network_interface: str | None = NETWORK_INTERFACE.field()  # None: the one that leads to the other nodes
-    network_wait_s: float = NETWORK_WAIT.field()  # for an interface, a route or a name that is not there yet
+    local_addr: str | None = LOCAL_ADDR.field()
+    """An address, a host, or an interface of this node; None: the interface that leads to the other nodes."""
     port_range: PortRange | None = PORT_RANGE.field()  # None: any free port
-    run_again: bool = RUN_AGAIN.field()
     max_restarts: int | None = MAX_RESTARTS.field()
     """None: no limit while generations make progress, 3 in a row without."""
     causes: tuple[UserCause, ...] = ()
@@ -448,14 +424,10 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work. Carries every problem found, not the first; nothing was done.
+    """The configuration cannot work. Carries every problem found, not the first; nothing was done."""
 
-    `config` has the valid settings, so that the machine can be checked for them, too.
-    """
-
-    def __init__(self, problems: Sequence[Problem], config: Config | None = None) -> None:
+    def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        self.config = config
         only_here = all(problem.here for problem in self.problems)
         self.code = ExitCode.NOT_HERE if only_here else ExitCode.BAD_CONFIG
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"

@@ -22,17 +22,11 @@ from .check import check_relations
 from .config import (
     ARGS,
     CONFIG_FILE,
-    DEVICE_PINNING,
-    HTTP_ADDRESS,
-    LOCAL_ADDR,
-    LOG_DIR,
     MAX_NODES,
     MIN_NODES,
     MODULE,
-    NETWORK_INTERFACE,
     NO_PYTHON,
     NODES_MULTIPLE_OF,
-    NPROC_PER_NODE,
     RUN_PATH,
     SCRIPT,
     Config,
@@ -62,7 +56,6 @@ from .rendezvous import (
 )
 from .settings import TARGET_SWITCHES, Setting, Settings
 from .slurm import derive_slurm, started_apart
-from .stopping import MEMORY_CHECKPOINTS
 from .values import ALONE, DEFAULT, STORES, Command, CommandKind, NodeCounts
 
 T = TypeVar("T")
@@ -79,14 +72,6 @@ _HARDLY_A_SCRIPTS = frozenset(
     for name in option.names
     if option.name in ("nnodes", "standalone")
     or ("-" in name and option.name not in ("log-dir", "local-addr"))
-)
-_ASKED_OF_THE_MACHINE: tuple[Option[object], ...] = (
-    HTTP_ADDRESS,
-    LOCAL_ADDR,
-    LOG_DIR,
-    MEMORY_CHECKPOINTS,
-    NETWORK_INTERFACE,
-    NPROC_PER_NODE,
 )
 _HOSTED_HERE = frozenset(((host, 0),) for host in ("localhost", "127.0.0.1", "::1"))
 """Endpoints that mean, to torchrun as well: this agent hosts the store."""
@@ -132,7 +117,21 @@ def resolve_check(
 def resolve_pool(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
     """Where a pool's store is, for commands; that of this machine where none is named. Raises `ConfigError`."""
     settings = _merged(command_line, environ, lambda: "", of_pool=True)
-    rules = check_relations(settings, of_pool=True)
+    return _meeting_place(settings, of_pool=True)
+
+
+def resolve_meeting_place(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig | None:
+    """Where the nodes of a job meet, for commands that run nothing; None when no address of a store is given.
+
+    Raises `ConfigError` with all problems of all sources but those of relations that concern only running.
+    """
+    settings = _merged(command_line, environ, lambda: "")
+    place = _meeting_place(settings, of_pool=False)
+    return place if settings[ENDPOINT].value is not None else None
+
+
+def _meeting_place(settings: Settings, *, of_pool: bool) -> RendezvousConfig:
+    rules = check_relations(settings, of_pool=of_pool)
     problems = [*settings.problems, *(problem for involved, problem in rules if involved & _MEETING)]
     if problems:
         raise ConfigError(problems)
@@ -165,25 +164,11 @@ def _resolved(
         )
         problems.append(Problem("command line", None, "a script to run", advice))
     if problems:
-        unclear = settings.broken.union(*(involved for involved, _ in rules))
-        raise ConfigError(problems, _what_is_clear(settings, command, unclear))
+        raise ConfigError(problems)
     assert command is not None, "else it is a problem"
     found = (_misplaced(command), _alone_under_srun(settings, environ))
     warnings = (*settings.warnings, *chain.from_iterable(found))
     return Resolved(_config(settings, command), settings, warnings)
-
-
-def resolve_meeting_place(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig | None:
-    """Where the nodes of a job meet, for commands that run nothing; None when no address of a store is given.
-
-    Raises `ConfigError` with all problems of all sources but those of relations that concern only running.
-    """
-    settings = _merged(command_line, environ, lambda: "")
-    rules = check_relations(settings)
-    problems = [*settings.problems, *(problem for involved, problem in rules if involved & _MEETING)]
-    if problems:
-        raise ConfigError(problems)
-    return _rendezvous(settings) if settings[ENDPOINT].value is not None else None
 
 
 def _merged(
@@ -378,20 +363,6 @@ def _config(settings: Settings, command: Command) -> Config:
         rendezvous=_rendezvous(settings),
         causes=settings.causes.value,
     )
-
-
-def _what_is_clear(settings: Settings, command: Command | None, unclear: set[str]) -> Config:
-    """The settings that this machine can be checked for beside the problems; an unclear one has its default."""
-    for option in _ASKED_OF_THE_MACHINE:
-        if option.name in unclear:
-            settings.derive(option, option.default_value, "unclear")
-    if settings.problems:  # a word that could not be read may have been about devices
-        settings.derive(DEVICE_PINNING, "none", "unclear")
-    if unclear & _MEETING:
-        settings.derive(BACKEND, ALONE.name, "unclear")
-        settings.derive(ENDPOINT, None, "unclear")
-        settings.derive(JOB_ID, "unclear", "unclear")
-    return _config(settings, command or Command("script", ""))
 
 
 def _rendezvous(settings: Settings) -> RendezvousConfig:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 from ...rendezvous.records import Action
@@ -29,7 +29,6 @@ KEY = "cause"
 MOST_ROWS = 32
 MOST_TEXT = 500
 
-_NEEDED = {"contains": "a text that it contains", "action": "an action"}
 _KEYS = ("name", "contains", "action")
 _ACTIONS = {action.value: action for action in Action if action is not Action.EXCLUDE_NODE}
 """A script can print any text, so none of it excludes a node."""
@@ -38,93 +37,57 @@ _OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
 
 
 def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[Problem]]:
-    """The rows, and all problems in them. `value` is the file's value of `KEY`."""
-    origin = f"{path}: {KEY}"
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+    """The rows, and the first problem of each. `value` is the file's value of `KEY`."""
+    origin, rows, problems = f"{path}: {KEY}", [], []
+    actions: dict[str, str] = {}
+    if (
+        not isinstance(value, list)
+        or not all(isinstance(row, dict) for row in value)
+        or len(value) > MOST_ROWS
+    ):
+        expected = f"tables, at most {MOST_ROWS} rows"
         advice = "write each as [[cause]], with name, contains and action below it"
-        return (), [Problem(origin, str(value), "tables", advice)]
-    if len(value) > MOST_ROWS:
-        return (), [
-            Problem(
-                origin,
-                None,
-                f"at most {MOST_ROWS} rows",
-                "choose texts that several of these errors have in common",
-            )
-        ]
-    problems: list[Problem] = []
-    causes: dict[str, UserCause] = {}
-    rows = []
+        return (), [Problem(origin, None, expected, advice)]
     for number, row in enumerate(value, 1):
-        found = list(_problems(row, f"{origin} {number}", causes))
-        problems += found
-        if not found:
-            action = _ACTIONS[row["action"]] if "action" in row else None
-            cause = UserCause(row["name"], row.get("contains", ""), action)
-            causes.setdefault(cause.name, cause)
-            rows.append(cause)
+        found = _cause_problem(row, actions)
+        if found is None:
+            action = _ACTIONS.get(row.get("action", ""))
+            rows.append(UserCause(row["name"], row.get("contains", ""), action))
+            actions.setdefault(row["name"], row.get("action", ""))
+        else:
+            key, expected, advice = found
+            shown = str(row[key]) if key in row else None
+            problems.append(Problem(f"{origin} {number}: {key}", shown, expected, advice))
     return tuple(rows), problems
 
 
-def _problems(row: dict[str, object], origin: str, before: dict[str, UserCause]) -> Iterator[Problem]:
-    for key in row:
-        if key == "pattern":
-            advice = (
-                "write contains = 'TEXT', with a part of the line as it is; for several texts one row each"
-            )
-            yield Problem(f"{origin}: pattern", _shown(row[key]), "no regular expression any more", advice)
-        elif key not in _KEYS:
-            guess = closest(key, _KEYS)
-            advice = f"did you mean {guess}?" if guess else "leave it out"
-            yield Problem(f"{origin}: {key}", None, "name, contains or action", advice)
-    name = row.get("name")
-    named = isinstance(name, str) and CAUSE.fullmatch(name) is not None and name not in _OF_METRICS
-    if not named:
+def _cause_problem(row: Mapping[str, object], actions: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """The key, what is expected, and advice. `actions` are those of the rows before, by name."""
+    name, text, action = (row.get(key) for key in _KEYS)
+    unknown = next((key for key in row if key not in _KEYS), None)
+    if unknown is not None:
+        advice = "contains = 'TEXT' is a part of a line as it is; a row for each of several texts"
+        return unknown, "name, contains or action", advice
+    if not isinstance(name, str) or not CAUSE.fullmatch(name) or name in _OF_METRICS:
         expected = "a name of small letters, digits and _, which begins with a letter and has at most 40"
-        yield Problem(
-            f"{origin}: name",
-            _shown(name),
-            expected,
-            "like flaky_storage; ok, join, leave and lost are taken",
+        return "name", expected, "like flaky_storage; ok, join, leave and lost are taken"
+    known, both = name in BUILT_IN_CAUSES or name in actions, text is not None and action is not None
+    if not both and (not known or (text is None and action is None)):
+        return (
+            "name",
+            "a text that it contains and an action",
+            "of a cause that is known, one of them will do",
         )
-    text = row.get("contains", "x")
-    if not isinstance(text, str) or not text.strip() or "\n" in text or len(text) > MOST_TEXT:
+    one_line = isinstance(text, str) and text.strip() and "\n" not in text and len(text) <= MOST_TEXT
+    if text is not None and not one_line:
         expected = f"a text of one line, at most {MOST_TEXT} characters"
-        yield Problem(
-            f"{origin}: contains", _shown(text), expected, "write a part of the line that tells the cause"
-        )
-    action = row.get("action")
-    if "action" in row and (not isinstance(action, str) or action not in _ACTIONS):
-        guess = closest(str(action), _ACTIONS)
-        advice = f"did you mean {guess}?" if guess else "docs/configuration.md says what each does"
-        yield Problem(f"{origin}: action", _shown(action), f"one of {', '.join(_ACTIONS)}", advice)
-    if not named or set(row) - set(_KEYS):
-        return
-    missing = [key for key in ("contains", "action") if key not in row]
-    first = before.get(str(name))
-    if name in BUILT_IN_CAUSES or first is not None:
-        if len(missing) == 2:
-            yield Problem(
-                origin,
-                None,
-                "a text that it contains, or an action",
-                f"{name} is known already: say what is to change",
-            )
-    elif missing:
-        advice = f"add it, or use the name of a built-in cause: {name} is none"
-        yield Problem(origin, None, " and ".join(map(_NEEDED.__getitem__, missing)), advice)
-    if (
-        first is not None
-        and "action" in row
-        and first.action is not None
-        and row["action"] != first.action.value
-    ):
-        advice = f"an earlier row of {name} has {first.action.value}: one cause has one action"
-        yield Problem(f"{origin}: action", _shown(action), first.action.value, advice)
-
-
-def _shown(value: object) -> str | None:
-    return None if value is None else str(value)
+        return "contains", expected, "write a part of the line that tells the cause"
+    if action is not None and str(action) not in _ACTIONS:
+        return "action", f"one of {', '.join(_ACTIONS)}", "docs/configuration.md says what each does"
+    before = actions.get(name)
+    if action is not None and before and action != before:
+        return "action", before, "one cause has one action, and an earlier row has this one"
+    return None
 
 
 if sys.version_info >= (3, 11):

@@ -111,18 +111,6 @@ LAST_CALL: Option[float] = MEETING.option(
     default="1s",
     conf=("last_call_timeout",),
 )
-COOL_DOWN: Option[float] = MEETING.option(
-    "cool-down",
-    duration(1.0),
-    "how long this node stays out when the job excludes it; twice as long each further time, up to an hour",
-    default="1m",
-)
-EXPECTED_NODES: Option[int | None] = MEETING.option(
-    "expected-nodes",
-    whole_number(1, MOST_NODES, "nodes"),
-    "first start only: no last call once N nodes are there, as these were all that were started (a pool's daemons know"
-    " how many they are)",
-)
 LEASE_TTL: Option[float] = MEETING.option(
     "lease-ttl",
     duration(1.0),
@@ -212,8 +200,8 @@ class RendezvousConfig:
     node_rank: int | None = NODE_RANK.field()
     """Orders nodes that join together; None: after those that have one, in the order of their arrival."""
     folder: Path | None = None  # with local only
-    cool_down_s: float = COOL_DOWN.field()
-    expected_nodes: int | None = EXPECTED_NODES.field()
+    cool_down_s: float = 60.0
+    """How long this node stays out when the job excludes it; twice as long each further time."""
 
     @property
     def kind(self) -> StoreKind:

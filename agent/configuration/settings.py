@@ -8,7 +8,6 @@ is collected, not only the first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -29,30 +28,32 @@ from .config import (
     Problem,
 )
 from .options import OPTIONS, RDZV_CONF
-from .parse import BadPort, Option, Source
+from .parse import Option, Source
 from .stopping import STOP_GRACE
 from .values import NodeCounts, UserCause
 
 T = TypeVar("T")
 
-SWITCHES: dict[str, tuple[Option[object], str]] = {
-    VIRTUAL_LOCAL_RANK.name: (DEVICE_PINNING, "mask"),
-}
-"""Shorthands without a value: the option and the value that each stands for."""
-
-
 REMOVED = {
     "check-directory": "leave it out: the agent does not know where the script keeps its checkpoints",
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
     "etcd-password": "write the password into a file of mode 600, and --etcd-password-file FILE",
+    "cool-down": "leave it out: an excluded node checks itself after 1 minute, and then after twice the time",
     "exclude-stragglers": "leave it out: stragglers are named; elastic-agent exclude takes the node of one out",
     "exit-timeout": "leave it out: ranks that live on at the end are judged by --hang-timeout like all others",
+    "expected-nodes": "write --last-call TIME, which ends when --max-nodes nodes are there",
     "failure-domain": "leave it out: replicas go to the next nodes in an order that racks and zones play no part in",
     "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
+    "gpu-memory-wait": "leave it out: a restart waits at most 30 s for the memory of killed workers",
+    "just-in-time-grace": "leave it out: workers that guard their last step have 2 s",
+    "kill-timeout": "leave it out: what lives 60 s after SIGKILL costs this node its place",
     "memory-replica-rate": "leave it out; to hold replicas back, limit the interface with tc, or --memory-replicas 0",
+    "network-interface": "write --local-addr NAME, which also takes an interface",
     "network-profile": "leave it out, or set NCCL_IB_DISABLE=1 for TCP, NCCL_DEBUG=INFO for what NCCL chooses",
+    "network-wait": "leave it out: a network that is missing is waited for up to --join-timeout",
     "otlp-endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT, as for every program that sends to OpenTelemetry",
     "picture": "draw from report --json, which has the timeline",
+    "run-again": "write elastic-agent forget JOB first, or another --rdzv-id",
     "service-stop-limit": "leave it out; a whole stop takes twice --stop-grace and 5 s, and at least 15 s",
     "quiet": "write --log-level warning",
 }
@@ -107,12 +108,13 @@ class Settings:
     def put(self, option: Option[object], text: str, origin: str) -> None:
         """Read one written value. A later one for the same option replaces it."""
         try:
+            if "\0" in text:
+                raise ValueError("take the NUL byte out: no path, name or argument can have one")
             value = option.parser.parse(text)
         except ValueError as error:
             self.broken.add(option.name)
             advice = str(error) or correction(option)
-            expects = error.expects if isinstance(error, BadPort) else option.parser.expects
-            self.problems.append(Problem(origin, option.parser.shown(text), expects, advice))
+            self.problems.append(Problem(origin, option.parser.shown(text), option.parser.expects, advice))
             return
         if option not in (SCRIPT, ARGS) and any("\ud800" <= character <= "\udfff" for character in text):
             self.broken.add(option.name)
@@ -125,9 +127,9 @@ class Settings:
         elif option is RDZV_CONF:
             for key, part in cast("tuple[tuple[str, str], ...]", value):
                 self._put_rdzv_conf(key, part, f"{origin} {key}")
-        elif option.name in SWITCHES:
+        elif option is VIRTUAL_LOCAL_RANK:
             if value:
-                self.put(*SWITCHES[option.name], origin)
+                self.put(DEVICE_PINNING, "mask", origin)
         else:
             self.given[option.name] = Setting(value, origin, option.parser.shown(text))
 
@@ -150,39 +152,25 @@ class Settings:
     def lines(self) -> list[str]:
         """Every setting as a TOML line with its origin, those that a source gave first; the lines are a file that means
         the same."""
-        rows = []
+        rows, causes = [], []
         for option in OPTIONS:
             if option.shorthand or Source.FILE not in option.sources:
                 continue
             setting = self[option]
-            if setting.value is None:
-                written = f"# {option.name}: not set"
-            else:
-                # Of what has a form of its own for people, that form.
-                as_text = option is LOG_LEVEL or (isinstance(setting.value, tuple) and option is not ARGS)
-                written = f"{option.name} = {_quoted(setting.text) if as_text else _toml(setting.value)}"
+            unset = setting.value is None
+            written = f"# {option.name}: not set" if unset else f"{option.name} = {_quoted(setting.text)}"
             rows.append((written, setting.origin))
-        if self.causes.value:
-            rows.append((f"cause = {_tables(self.causes.value)}", self.causes.origin))
+        for cause in self.causes.value:
+            parts = ", ".join(f"{key} = {_quoted(text)}" for key, text in cause.parts.items())
+            causes.append(f"{{{parts}}}")
+        if causes:
+            rows.append((f"cause = [{', '.join(causes)}]", self.causes.origin))
         rows.sort(key=lambda row: row[1].startswith("default"))
         width = max(len(written) for written, _ in rows if len(written) <= 40)
         return [f"{written:<{width}}  # {_quoted(origin)[1:-1]}" for written, origin in rows]
 
 
 # --- Words ---
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    if isinstance(value, tuple):
-        return f"[{', '.join(_quoted(str(word)) for word in value)}]"
-    return _quoted(str(value))
-
-
-def _tables(causes: Iterable[UserCause]) -> str:
-    tables = (", ".join(f"{key} = {_quoted(text)}" for key, text in cause.parts.items()) for cause in causes)
-    return f"[{', '.join(f'{{{table}}}' for table in tables)}]"
 
 
 def comment(text: str) -> str:

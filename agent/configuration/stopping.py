@@ -49,11 +49,6 @@ MAX_RESTARTS: Option[int | None] = STOPPING.option(
     default="auto",
     torchrun="max-restarts",
 )
-RUN_AGAIN = STOPPING.flag(
-    "run-again",
-    "begin the job anew where etcd says that it has ended with success; else an agent that comes after that end leaves"
-    " with exit code 0",
-)
 STOP_GRACE: Option[float] = STOPPING.option(
     "stop-grace",
     duration(0.0),
@@ -68,21 +63,6 @@ DRAIN_TIMEOUT: Option[float | None] = STOPPING.option(
     "planned change: how long workers that call elastic_agent.worker.step may take to come to a common last step, keep"
     " it and end by themselves; longer than the longest step, 0 signals them at once (default: two thirds of"
     " --stop-grace)",
-)
-KILL_TIMEOUT: Option[float] = STOPPING.option(
-    "kill-timeout",
-    duration(1.0),
-    "how long processes may take to end after SIGKILL; then this node gives up its place, with exit code 74, so that"
-    " the others go on. A later agent of the job here waits as long for what is left, and ends so, too. A process that"
-    " waits for a dead disk or device never ends; one that gives back much memory may take many seconds",
-    default="60s",
-)
-JUST_IN_TIME_GRACE: Option[float] = STOPPING.option(
-    "just-in-time-grace",
-    duration(0.0),
-    "another worker failed: how long workers that guard their last step (Checkpointer.just_in_time) may take to"
-    " keep it before they get SIGTERM, and a second later SIGKILL; 0 keeps nothing",
-    default="2s",
 )
 MEMORY_CHECKPOINTS: Option[int | None] = STOPPING.option(
     "memory-checkpoints",
@@ -160,9 +140,9 @@ class StopConfig:
     grace_s: float = STOP_GRACE.field()
     failure_grace_s: float = 1.0
     """Another worker failed: from SIGTERM to SIGKILL."""
-    kill_timeout_s: float = KILL_TIMEOUT.field()
+    kill_timeout_s: float = 60.0
     """From SIGKILL until what does not end costs this node its place."""
-    just_in_time_grace_s: float = JUST_IN_TIME_GRACE.field()
+    just_in_time_grace_s: float = 2.0
     """Before `failure_grace_s`, for workers that guard their last step."""
     drain_timeout_s: float | None = DRAIN_TIMEOUT.field()
     """Of `grace_s`: workers end by themselves. None: `timeouts` knows."""

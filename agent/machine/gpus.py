@@ -6,7 +6,7 @@ there is no such process, and nothing is asked.
 
 *Memory.* The driver may give it back seconds after a killed worker is gone, and workers that start meanwhile run out of
 it. So a *reading* (what no living process accounts for, by device) is taken before the first generation, the
-*baseline*, and then after the end of each until it is back to about that. Each wait is bounded, by --gpu-memory-wait
+*baseline*, and then after the end of each until it is back to about that. Each wait is bounded, by 30 s
 or, while NVML is silent, by `ANSWER_S` if that is less.
 
 *Health.* NVML is asked when the agent starts, and then when a worker has failed: what is worse than in the first answer

@@ -81,14 +81,8 @@ class Machine:
 def prepare(
     command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]
 ) -> tuple[Resolved, Machine]:
-    """`resolve` and `inspect_machine`. Raises `ConfigError` with the problems of both."""
-    try:
-        resolved = resolve(command_line, environ, fresh_id)
-    except ConfigError as error:
-        problems, config = list(error.problems), error.config
-        if config is not None:
-            _ask(lambda: inspect_machine(config, environ), problems)
-        raise ConfigError(problems) from None
+    """`resolve` and then `inspect_machine`. Raises `ConfigError` with the problems of the first that has some."""
+    resolved = resolve(command_line, environ, fresh_id)
     return resolved, inspect_machine(resolved.config, environ)
 
 
@@ -178,4 +172,4 @@ def _device_facts(
 def _network_fact(config: Config, network: Network | NotReady) -> str:
     if isinstance(network, Network):
         return f"network: {network.choice}"
-    return f"network: it would wait up to {config.network_wait_s:g} s for {network.missing}: {network.advice}"
+    return f"network: it would wait for {network.missing}: {network.advice}"

@@ -20,7 +20,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ...rendezvous.records import Endpoint
@@ -122,17 +122,18 @@ class NotReady:
 
 
 def choose(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
-    """Raises ConfigError for an interface and an address that this node does not have, or not together."""
+    """Raises ConfigError for an address that this node does not have."""
     named = next((interface for interface in here.interfaces if interface.name == wanted.interface), None)
     holder = _interface_of(wanted.address, here)
-    problems = list(_problems(wanted, named, holder, here))
-    if problems:
-        raise ConfigError(problems)
-    if wanted.address is not None and holder is not None:
+    if wanted.address is not None:
+        if holder is None:
+            expected = f"an address of this node, which has {_listed(here.interfaces)}"
+            advice = "correct it, or leave it out"
+            raise ConfigError([Problem("--local-addr", wanted.address, expected, advice, here=True)])
         option, reason = f"--local-addr {wanted.address}", "you named its address with --local-addr"
         return _choice(holder, _ip(wanted.address), reason, here, option)
     if named is not None:
-        option, reason = f"--network-interface {named.name}", "you named it with --network-interface"
+        option, reason = f"--local-addr {named.name}", "you named it with --local-addr"
         return _choice(named, _ip_on(named, wanted.towards), reason, here, option)
     if wanted.memory:
         return _loopback(LOOPBACK, "a job of this machine alone", here)
@@ -166,21 +167,6 @@ def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
     )
 
 
-def _problems(
-    wanted: NetworkRequest, named: Interface | None, holder: Interface | None, here: HostNetwork
-) -> Iterator[Problem]:
-    for option, word, found, what in (
-        ("--network-interface", wanted.interface, named, "an interface"),
-        ("--local-addr", wanted.address, holder, "an address"),
-    ):
-        if word is not None and found is None:
-            expected = f"{what} of this node, which has {_listed(here.interfaces)}"
-            yield Problem(option, word, expected, "correct it, or leave it out", here=True)
-    if named is not None and holder is not None and named != holder:
-        expected = f"the interface of --local-addr {wanted.address}, which is {holder.name}"
-        yield Problem("--network-interface", named.name, expected, "keep one of the two options", here=True)
-
-
 def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     if wanted.towards is not None:
         route = _interface_of(here.routed, here)
@@ -204,8 +190,8 @@ def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | Not
         return _loopback(LOOPBACK, "one node, and no other interface is up", here)
     return NotReady(
         f"an interface that other nodes reach; there are {_listed(here.interfaces)}",
-        "bring one up, or choose with --network-interface; if all agents are on this machine, choose "
-        f"--local-addr {LOOPBACK}",
+        "bring one up, or choose with --local-addr; if all agents are on this machine, "
+        f"choose --local-addr {LOOPBACK}",
     )
 
 
@@ -279,12 +265,12 @@ def _choice(
     if not interface.up:
         return NotReady(
             f"interface {interface.name} to come up ({option or reason})",
-            f"check the cable and `ip link set {interface.name} up`, or choose another with --network-interface",
+            f"check the cable and `ip link set {interface.name} up`, or choose another with --local-addr",
         )
     if ip is None:
         return NotReady(
             f"an address that other nodes reach; now there is {interface.state}",
-            f"give {interface.name} an address, or choose another interface with --network-interface",
+            f"give {interface.name} an address, or choose another interface with --local-addr",
         )
     return _chosen(interface, ip, reason, here)
 
@@ -324,12 +310,13 @@ class Network:
 def discover_network(config: Config) -> Network | NotReady:
     """Now. Raises ConfigError for what can never work."""
     here = interfaces()
-    wanted = NetworkRequest(config.network_interface, memory=config.solitary, alone=config.nodes.max == 1)
+    named = config.local_addr if config.local_addr in {one.name for one in here} else None
+    wanted = NetworkRequest(named, memory=config.solitary, alone=config.nodes.max == 1)
     unknown: AddressError | None = None
     addresses: list[str | None] = []
     try:
-        if config.local_addr is not None:
-            wanted = replace(wanted, address=resolve(config.local_addr, 0))
+        if config.local_addr != named:
+            wanted = replace(wanted, address=resolve(str(config.local_addr), 0))
         if config.rendezvous.kind.host is not None or wanted.address is None:
             addresses = _store_addresses(config)
             wanted = replace(wanted, towards=_towards(addresses, len(config.rendezvous.endpoints)))
@@ -338,7 +325,7 @@ def discover_network(config: Config) -> Network | NotReady:
     routed = source_address(wanted.towards) if wanted.towards is not None else None
     choice = choose(wanted, HostNetwork(here, routed, default_source(), rdma_ports()))
     if unknown is not None:
-        advice = "check --rdzv-endpoint and --local-addr, and /etc/hosts and DNS on this node"
+        advice = f"check --rdzv-endpoint, --local-addr (interfaces: {_listed(here)}), /etc/hosts and DNS on this node"
         return NotReady(f"a host name ({unknown})", advice)
     if isinstance(choice, NotReady):
         return choice
@@ -346,8 +333,9 @@ def discover_network(config: Config) -> Network | NotReady:
 
 
 def wait_for_network(config: Config, sleep: Callable[[float], None] = time.sleep) -> Network:
-    """Looks for as long as --network-wait. Raises CannotStart."""
-    give_up_at = time.monotonic() + config.network_wait_s
+    """Looks for as long as --join-timeout. Raises CannotStart."""
+    within_s = config.rendezvous.join_timeout_s
+    give_up_at = time.monotonic() + within_s
     logged = ""
     while True:
         try:
@@ -357,11 +345,11 @@ def wait_for_network(config: Config, sleep: Callable[[float], None] = time.sleep
         if isinstance(found, Network):
             return found
         if time.monotonic() >= give_up_at:
-            waited = f"waited {config.network_wait_s:g} s (--network-wait) for {found.missing}"
+            waited = f"waited {within_s:g} s (--join-timeout) for {found.missing}"
             raise CannotStart(ExitCode.NO_NETWORK, f"{waited}: {found.advice}")
         if found.missing != logged:
             logged = found.missing
-            log.info("waiting up to %g s (--network-wait) for %s", config.network_wait_s, logged)
+            log.info("waiting up to %g s (--join-timeout) for %s", within_s, logged)
         sleep(RETRY_S)
 
 

@@ -342,7 +342,7 @@ class Generation:
         stats = filter(None, (process_status(f"/proc/{pid}") for pid in sorted(unkillable)))
         where = shortened(stats, "; ") or "nothing is known of what is left"
         return (
-            f"generation {self.number} does not end on this node, {bound_s:g} s after SIGKILL (--kill-timeout): "
+            f"generation {self.number} does not end on this node, {bound_s:g} s after SIGKILL: "
             f"{where}. The others go on without this node; whatever device or disk these wait for must be repaired, "
             "or the machine started anew"
         )
@@ -415,6 +415,6 @@ def check_master(world: World, node: str, over: threading.Event) -> None:
             "generation %d: node %s does not reach %s of node %s, where the workers meet: %s. Harmless "
             "for scripts that do not use MASTER_PORT. If a packet filter stands between the nodes, open that port "
             "(--port-range bounds which it is), and those that gloo and NCCL choose; otherwise look at routes and "
-            "--network-interface",
+            "--local-addr",
             *(world.generation, node, to, world.members[0].node, found),
         )

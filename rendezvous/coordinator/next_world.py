@@ -242,8 +242,7 @@ def _form(basis: _Basis, view: View, policy: Policy, now: float, least: int) -> 
             short_of_nodes=True,
         )
     quiet_at = last_call_ends(joining, view.arrivals, policy)
-    awaited = min(policy.max_nodes, policy.expected_nodes or policy.max_nodes)
-    if joining and not goes_on and len(here) < awaited and now < quiet_at:
+    if joining and not goes_on and len(here) < policy.max_nodes and now < quiet_at:
         return Wait(
             f"last call: {counted(len(here), 'node')} here, up to {policy.max_nodes} may come", quiet_at
         )

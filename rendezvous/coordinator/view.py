@@ -25,8 +25,6 @@ class Policy:
     nodes_multiple_of: int
     last_call_s: float
     """How long newcomers must have been quiet before a world that is not full closes over them."""
-    expected_nodes: int | None
-    """So many were started together: the first world need not wait for more."""
     join_timeout_s: float
     drain_timeout_s: float
     """How long a planned change gives the workers to end by themselves; then they are signalled."""

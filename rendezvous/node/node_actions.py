@@ -120,8 +120,8 @@ def next_action(world: World | None, local: LocalState) -> Action:
         reason = world.cause.detail
         if local.came_after_end:
             reason = (
-                f"job {world.job} had ended before this agent came: {reason}. To run it again, start it with"
-                f" --run-again, or under another --rdzv-id, or after `elastic-agent forget {world.job}`"
+                f"job {world.job} had ended before this agent came: {reason}. To run it again, start it under"
+                f" another --rdzv-id, or after `elastic-agent forget {world.job}`"
             )
         return Leave(world.result, reason)
     if local.leaving:

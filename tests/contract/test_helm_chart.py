@@ -219,7 +219,7 @@ def test_a_pod_may_start_for_longer_than_its_agent_waits_for_a_network(case: str
     """Until then nobody answers the startup probe."""
     [container] = agent_pod(rendered(case))["spec"]["containers"]
     startup_s = container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"]
-    assert startup_s > int(settings_of(case)["network-wait"]) + 60
+    assert startup_s > int(settings_of(case)["join-timeout"]) + 60
 
 
 @every_case

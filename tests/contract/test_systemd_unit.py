@@ -163,4 +163,4 @@ def test_the_sample_pool_is_a_valid_configuration(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert f'rdzv-endpoint = "local://{tmp_path}"' in done.stdout
-    assert re.search(r"^max-nodes = 4 ", done.stdout, re.M)
+    assert re.search(r"^max-nodes = \"4\" ", done.stdout, re.M)

@@ -200,10 +200,12 @@ def dead_disk(tmp_path: Path) -> Iterator[DeadDisk]:
 
 
 def test_a_node_whose_worker_hangs_in_the_kernel_gives_up_its_place(job: Job, dead_disk: DeadDisk) -> None:
-    options = ("--nnodes=1:2", "--last-call=30", "--kill-timeout=1s", "--lease-ttl=60")
+    options = ("--nnodes=1:2", "--last-call=30", "--lease-ttl=60")
     first = job.join("a", *options, script=(RECORDER, "--fault=1:0:150:1"))
     job.wait_for_text(first, "waiting: last call")  # it has rank 0, which fails
-    stuck = job.join("b", *options, script=(RECORDER, f"--child=sleep 0.3; stat {dead_disk.place}"))
+    soon = planted("constants kill_timeout_s=1")
+    child = f"--child=sleep 0.3; stat {dead_disk.place}"
+    stuck = job.join("b", *options, script=(RECORDER, child), environment=soon)
     both = job.wait_for_training(world=2)
     assert stuck.exit_code() == ExitCode.UNKILLABLE
     asleep = r"process \d+ \(stat\) is in uninterruptible sleep \(D\)"

@@ -7,16 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .harness import DYING, WHOLE_TORCH, Job
+from .harness import DYING, Job, planted
 
-LIMITS = ("--min-nodes=2", "--max-nodes=3", "--cool-down=3s", "--last-call=3s")
+SOON = planted("constants cool_down_s=3")
+LIMITS = ("--min-nodes=2", "--max-nodes=3", "--last-call=3s")
 
 
 def test_one_of_three_nodes_is_excluded_and_comes_back(job: Job, tmp_path: Path) -> None:
     mended = tmp_path / "mended"
     first = job.join("a", *LIMITS, script=(DYING,))
     job.join("b", *LIMITS, script=(DYING,))
-    bad = job.join("c", *LIMITS, script=(DYING,), environment={"DIES_UNLESS": str(mended), **WHOLE_TORCH})
+    bad = job.join("c", *LIMITS, script=(DYING,), environment={"DIES_UNLESS": str(mended), **SOON})
 
     without = job.wait_for_training(world=2)
     assert sorted(without.nodes) == ["a", "b"]

@@ -14,7 +14,7 @@ from tests.nvml_library import FakeLibrary
 from .harness import DYING, WHOLE_TORCH, Agent, Generation, Job
 
 ON_A_GPU = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
-LIMITS = ("--min-nodes=1", "--max-nodes=2", "--cool-down=1s", "--check=off")
+LIMITS = ("--min-nodes=1", "--max-nodes=2", "--check=off")
 OTHER_GPU = "0000:40:00.0"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.nvml_library import FakeLibrary
 
-from .harness import Agent, Generation, Job
+from .harness import Agent, Generation, Job, planted
 
 ON_A_GPU = (sys.executable, str(Path(__file__).with_name("fake_gpus.py")))
 
@@ -21,10 +21,12 @@ def nvml(tmp_path: Path) -> FakeLibrary:
     return FakeLibrary(tmp_path)
 
 
-def train_and_kill(job: Job, nvml: FakeLibrary, *options: str) -> tuple[Agent, Generation]:
+def train_and_kill(
+    job: Job, nvml: FakeLibrary, *options: str, **environment: str
+) -> tuple[Agent, Generation]:
     """The worker is dead; its 30,000 MiB are not free yet."""
     nvml.says("used 600")
-    agent = job.start("a", *options, environment=nvml.environment, enter=ON_A_GPU)
+    agent = job.start("a", *options, environment={**nvml.environment, **environment}, enter=ON_A_GPU)
     generation = job.wait_for_training(world=1)
     nvml.says("used 30600")
     os.kill(generation.pid(0), signal.SIGKILL)
@@ -42,7 +44,7 @@ def test_the_next_generation_waits_for_the_memory(job: Job, nvml: FakeLibrary) -
 
 
 def test_the_bound_ends_the_wait(job: Job, nvml: FakeLibrary) -> None:
-    agent, first = train_and_kill(job, nvml, "--gpu-memory-wait=700ms")
+    agent, first = train_and_kill(job, nvml, **planted("constants gpu_memory_wait_s=0.7"))
     job.wait_for_training(world=1, after=first.number)
     assert agent.says(
         r"30000 MiB more in use than before, 0.7 s after the workers ended; not waiting any longer"

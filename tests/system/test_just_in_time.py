@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from .harness import TORCH_PRELOADED, Agent, Job
+from .harness import TORCH_PRELOADED, Agent, Job, planted
 
 SCRIPT = Path(__file__).with_name("guarded_ddp.py")
 
@@ -50,7 +50,7 @@ class Run:
         self._file = job.folder / f"{name}-steps"
         self._file.touch()
         # A machine that runs three tests at once may take longer than the usual 2 s.
-        options = ("--max-restarts=1000", "--just-in-time-grace=8s", preload)
+        options = ("--max-restarts=1000", preload)
         self._options = (
             f"--nproc-per-node={2 // nodes}",
             f"--min-nodes={nodes}",
@@ -59,7 +59,11 @@ class Run:
         )
         self._more: dict[str, Any] = {
             "script": (self.script, self.directory, str(steps)),
-            "environment": {"STEPS_FILE": str(self._file), **environment},
+            "environment": {
+                **planted("constants just_in_time_grace_s=8"),
+                "STEPS_FILE": str(self._file),
+                **environment,
+            },
         }
         start = self.join if nodes > 1 else self.start
         self.agents: list[Agent] = [start(f"{name}{node}") for node in range(nodes)]

@@ -75,7 +75,7 @@ def test_the_users_choice_may_have_another_name_on_each_node(job: Job, cabling: 
         machine = cabling.machine(name)
         cabling.connect(machine, Cable("eth0", "office", f"10.1.0.{number}/24"))
         cabling.connect(machine, Cable(chosen[name], "fabric", f"10.9.0.{number}/24"))
-        options = (f"--rdzv-endpoint=10.1.0.1:{PORT}", f"--network-interface={chosen[name]}")
+        options = (f"--rdzv-endpoint=10.1.0.1:{PORT}", f"--local-addr={chosen[name]}")
         join(job, machine, name, *options)
     for name, interface in chosen.items():
         carrier, environment = trained_over(job, name)
@@ -122,7 +122,7 @@ def test_an_interface_that_comes_up_after_the_start(job: Job, cabling: Cabling) 
         cabling.connect(machine, Cable("eth1", "fabric", f"10.9.0.{number}/24", down=True))
         join(job, machine, name, f"--rdzv-endpoint=10.9.0.1:{PORT}")
     for agent in job.agents:
-        job.wait_for_text(agent, r"waiting up to 30 s \(--network-wait\) for interface eth1 to come up")
+        job.wait_for_text(agent, r"waiting up to 600 s \(--join-timeout\) for interface eth1 to come up")
         machines[agent.name].switch_on("eth1")
     for name in "ab":
         assert trained_over(job, name)[0] == "eth1"
@@ -131,10 +131,9 @@ def test_an_interface_that_comes_up_after_the_start(job: Job, cabling: Cabling) 
 @pytest.mark.parametrize(
     ("options", "stop", "code"),
     [
-        (("--network-wait=1s",), None, 71),
-        (("--network-wait=0",), None, 71),
-        (("--network-wait=1h",), signal.SIGTERM, 143),
-        (("--network-wait=1h",), signal.SIGINT, 130),
+        (("--lease-ttl=1", "--join-timeout=2"), None, 71),
+        ((), signal.SIGTERM, 143),
+        ((), signal.SIGINT, 130),
     ],
 )
 def test_no_agent_waits_for_ever(
@@ -154,8 +153,8 @@ def test_no_agent_waits_for_ever(
 def test_what_this_machine_does_not_have_is_refused_at_once(job: Job, cabling: Cabling) -> None:
     machine = cabling.machine("a")
     cabling.connect(machine, Cable("eth0", "fabric", "10.9.0.1/24"))
-    agent = join(job, machine, "a", "--network-interface=eth1", "--local-addr=10.9.0.7")
+    agent = join(job, machine, "a", "--local-addr=10.9.0.7")
     assert agent.exit_code() == 73
-    for problem in ("--network-interface 'eth1'", "--local-addr '10.9.0.7'"):
+    for problem in ("--local-addr '10.9.0.7'",):
         assert problem in agent.text
-    assert "3 problems; nothing was done" in agent.text
+    assert "1 problem; nothing was done" in agent.text

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from .harness import TORCH_PRELOADED, Job
+from .harness import TORCH_PRELOADED, Job, planted
 
 pytestmark = pytest.mark.usefixtures("in_etcd")
 
 SCRIPT = Path(__file__).with_name("paired_ddp.py")
 
-OPTIONS = ("--nnodes=1:2", "--last-call=2", "--max-restarts=100", "--just-in-time-grace=20s", TORCH_PRELOADED)
+OPTIONS = ("--nnodes=1:2", "--last-call=2", "--max-restarts=100", TORCH_PRELOADED)
 
 
 class Pair:
@@ -29,7 +29,10 @@ class Pair:
         self._file.touch()
         self._more: dict[str, Any] = {
             "script": (script, job.folder / "checkpoints", str(argument)),
-            "environment": {"STEPS_FILE": str(self._file)},
+            "environment": {
+                **planted("constants just_in_time_grace_s=20"),
+                "STEPS_FILE": str(self._file),
+            },
         }
 
     def join(self, name: str) -> Any:

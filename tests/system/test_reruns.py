@@ -7,10 +7,13 @@ from tests.etcd_servers import EtcdCluster
 from .harness import RECORDER, Job
 
 
-def test_a_job_is_run_again_under_its_name_where_that_is_asked_for(job: Job, etcd: EtcdCluster) -> None:
+def test_a_job_that_has_succeeded_does_not_run_again_until_it_is_forgotten(
+    job: Job, etcd: EtcdCluster
+) -> None:
+    """`tests/contract/test_forget.py` has the forgetting."""
     job.use_etcd(etcd)
-    few_steps = (RECORDER, "--steps=5")
-    for run, options in enumerate([[], [], ["--run-again"]]):
-        agents = [job.join(name, "--nnodes=2", *options, script=few_steps) for name in ("a", "b")]
+    for _ in range(2):
+        agents = [job.join(name, "--nnodes=2", script=(RECORDER, "--steps=5")) for name in ("a", "b")]
         assert [agent.exit_code() for agent in agents] == [0, 0]
-        assert [generation.number for generation in job.generations()] == list(range(1, max(run, 1) + 1))
+        assert len(job.history(what="start")) == 2
+    assert agents[0].says(f"elastic-agent forget {job.id}")

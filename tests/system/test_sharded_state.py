@@ -124,7 +124,7 @@ def test_every_kind_lives_through_a_kill_a_power_cut_and_a_lost_node(
 ) -> None:
     """Meshes of 2 x 2 ranks on two nodes, and of 1 x 2 on the one that is left."""
     rng, restarted = random.Random(SEED), second_job_in_etcd
-    options = (PRELOADED, "--nnodes=1:2", "--nproc-per-node=2", "--lease-ttl=60", "--expected-nodes=2")
+    options = (PRELOADED, "--nnodes=1:2", "--nproc-per-node=2", "--lease-ttl=60")
     script = (SCRIPT, job.folder, "--kinds", *KINDS)
     hold(job, 7)
     for name in ("a", "b"):
@@ -173,7 +173,7 @@ def test_every_kind_lives_through_a_kill_a_power_cut_and_a_lost_node(
 def test_nodes_that_leave_come_and_are_lost_cost_no_step(job: Job, in_etcd: None) -> None:
     options, script = (PRELOADED, "--nnodes=1:3", "--lease-ttl=60"), (SCRIPT, job.folder)
     for name in ("a", "b", "c"):
-        job.join(name, *options, "--expected-nodes=3", "--last-call=60s", script=script)
+        job.join(name, *options, "--last-call=60s", script=script)
     three = job.wait_for_training(world=3)
     some_steps(job, three)
     agents_of(job)[three.nodes[2]].signal(signal.SIGTERM)
@@ -197,7 +197,7 @@ def test_what_only_a_node_that_stands_by_has_is_not_lost(job: Job, in_etcd: None
     script = (SCRIPT, job.folder, "--kinds", "hsdp")
     options = (PRELOADED, "--nnodes=2:4", "--nodes-multiple-of=2", "--lease-ttl=60")
     for name in ("a", "b", "c", "d"):
-        job.join(name, *options, "--expected-nodes=4", "--last-call=60s", script=script)
+        job.join(name, *options, "--last-call=60s", script=script)
     four = job.wait_for_training(world=4)
     some_steps(job, four)
     agents_of(job)[four.nodes[1]].kill()
@@ -225,7 +225,7 @@ def test_a_save_is_found_by_another_world(job: Job, second_job: Job) -> None:
 def test_a_leave_without_replicas_brings_the_last_step_to_disk(job: Job, in_etcd: None) -> None:
     options = (
         *(PRELOADED, "--nnodes=1:2", "--lease-ttl=60", "--memory-replicas=0"),
-        *("--expected-nodes=2", "--last-call=60s"),
+        "--last-call=60s",
     )
     agents = [job.join(name, *options, script=(SCRIPT, job.folder)) for name in ("a", "b")]
     two = job.wait_for_training(world=2)

@@ -92,7 +92,7 @@ def test_a_directory_that_cannot_be_is_a_finding_and_no_error_of_the_settings(
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(["--network-interface=nonesuch0"], 73), (["--min-nodes=0"], 78), (["--check=perhaps"], 78)],
+    [(["--local-addr=192.0.2.1"], 73), (["--min-nodes=0"], 78), (["--check=perhaps"], 78)],
 )
 def test_settings_that_cannot_work(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == code

@@ -87,16 +87,14 @@ name = "mine"
 name = "port"
 """
     found = problems(file, text)
-    assert len(found) == 8
+    assert len(found) == 6
     for part in (
         "min-nodes '0'",
-        "cause 1: contain: expected name, contains or action; did you mean contains?",
-        "cause 1: name 'Xid': expected a name of small letters",
-        "cause 2: pattern '(': expected no regular expression any more; write contains = 'TEXT'",
-        "cause 2: action 'retry': expected one of restart, stop, end, free",
+        "cause 1: contain 'x': expected name, contains or action; contains = 'TEXT'",
+        "cause 2: pattern '(': expected name, contains or action; contains = 'TEXT'",
         "cause 3: name: expected a name",
-        "cause 4: expected a text that it contains and an action; add it",
-        "cause 5: expected a text that it contains, or an action; port is known already",
+        "cause 4: name 'mine': expected a text that it contains and an action",
+        "cause 5: name 'port': expected a text that it contains and an action; of a cause that is known",
     ):
         assert any(part in problem for problem in found), (part, found)
 
@@ -104,29 +102,28 @@ name = "port"
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("cause = 1", "cause '1': expected tables"),
+        ("cause = 1", "cause: expected tables"),
         ('cause = ["x"]', "expected tables"),
         ('[cause]\nname = "x"', "expected tables"),
         ('[[cause]]\nname = "ok"\naction = "stop"\ncontains = "x"', "ok, join, leave and lost are taken"),
         ('[[cause]]\nname = "a b"\naction = "stop"\ncontains = "x"', "a name of small letters"),
         ('[[cause]]\nname = 7\naction = "stop"\ncontains = "x"', "a name of small letters"),
-        ('[[cause]]\nname = "mine"\ncontains = "x"', "cause 1: expected an action"),
-        ('[[cause]]\nname = "mine"\naction = "stop"', "cause 1: expected a text that it contains"),
+        ('[[cause]]\nname = "mine"\ncontains = "x"', "expected a text that it contains and an action"),
+        ('[[cause]]\nname = "mine"\naction = "stop"', "expected a text that it contains and an action"),
         ('[[cause]]\nname = "port"\naction = 1', "expected one of restart"),
-        ('[[cause]]\nname = "port"\naction = "restrat"', "did you mean restart?"),
         ('[[cause]]\nname = "port"\naction = "exclude-node"', "expected one of restart, stop, end, free"),
         ('[[cause]]\nname = "port"\ncontains = ""', "a part of the line"),
         ('[[cause]]\nname = "port"\ncontains = 1', "a part of the line"),
         ('[[cause]]\nname = "port"\ncontains = " "', "a part of the line"),
         (f'[[cause]]\nname = "port"\ncontains = "{"x" * 501}"', "at most 500 characters"),
         ('[[cause]]\nname = "port"\ncontains = "a\\nb"', "a text of one line"),
-        ('[[cause]]\nname = "port"\npattern = "x"', "write contains = 'TEXT'"),
+        ('[[cause]]\nname = "port"\npattern = "x"', "contains = 'TEXT' is"),
         (
             '[[cause]]\nname = "mine"\ncontains = "x"\naction = "stop"\n'
             '[[cause]]\nname = "mine"\ncontains = "y"\naction = "free"',
-            "cause 2: action 'free': expected stop; an earlier row of mine has stop",
+            "cause 2: action 'free': expected stop; one cause has one action",
         ),
-        ('[[cause]]\nname = "port"\naction = "stop"\n' * 33, "expected at most 32 rows"),
+        ('[[cause]]\nname = "port"\naction = "stop"\n' * 33, "at most 32 rows"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_refused(file: Path, text: str, problem: str) -> None:

@@ -91,15 +91,15 @@ def test_where_the_store_is(argv: str, endpoints: list[tuple[str, int]], prefix:
         ("etcd://", "a host is missing"),
         ("h1:2379,", "a host is missing"),
         ("etcd://::1", "write an IPv6 address in brackets"),
-        ("etcd://h1:99999", "correct it"),
-        ("h1/p", "write etcd://HOST:PORT,.../PREFIX to choose the prefix"),
+        ("etcd://h1:99999", "write a number from 0 to 65535"),
+        ("h1/p", "only etcd://HOST:PORT,.../PREFIX has a prefix"),
         ("https://h1:2379", "TLS is used when --etcd-ca FILE is given"),
         ("etcd3://h1:2379", "write HOST:PORT,... or etcd://HOST:PORT"),
-        ("etcd://h1//p", "write the prefix as up to 8 names between slashes"),
-        ("etcd://h1/a/../b c", "write the prefix as up to 8 names between slashes"),
-        ("etcd://h1/" + "a/" * 9, "write the prefix as up to 8 names between slashes"),
-        ("etcd://h1?x=1", "nothing follows the prefix"),
-        ("etcd://h1/p#x", "nothing follows the prefix"),
+        ("etcd://h1//p", "of up to 8 names between slashes"),
+        ("etcd://h1/a/../b c", "of up to 8 names between slashes"),
+        ("etcd://h1/" + "a/" * 9, "of up to 8 names between slashes"),
+        ("etcd://h1?x=1", "check the spelling"),
+        ("etcd://h1/p#x", "of up to 8 names"),
         ("etcd://root:pw@h1", "do not belong here: use --etcd-user NAME and --etcd-password-file FILE"),
         ("root@h1", "do not belong here: use --etcd-user NAME and --etcd-password-file FILE"),
     ],
@@ -115,7 +115,7 @@ def test_endpoints_that_cannot_be_read(text: str, advice: str) -> None:
         (
             "--rdzv-endpoint h1,h2 --rdzv-id j",
             "--rdzv-endpoint 'h1:29400,h2:29400': expected one endpoint, because c10d (default: more than one"
-            " node, or an endpoint) has no more; use --rdzv-backend etcd if these are the members",
+            " node, or an endpoint) has no more; use --rdzv-backend etcd for the members",
         ),
         (
             "--rdzv-backend c10d --rdzv-endpoint etcd://localhost,h2",
@@ -123,7 +123,7 @@ def test_endpoints_that_cannot_be_read(text: str, advice: str) -> None:
         ),
         (
             "--rdzv-backend memory --rdzv-endpoint etcd://localhost",
-            "--rdzv-backend 'memory': expected c10d or etcd, because an endpoint is given",
+            "--rdzv-endpoint 'etcd://localhost': expected an endpoint of memory",
         ),
         (
             "--rdzv-backend etcd --rdzv-id j",
@@ -182,12 +182,12 @@ def test_every_option_lands_from_every_source(source: str, files: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "environ", "problem"),
     [
-        ("--etcd-cert cert --etcd-ca ca", {}, "--etcd-cert 'cert': expected its key with it"),
-        ("--etcd-key key --etcd-ca ca", {}, "--etcd-key 'key': expected a certificate with it"),
-        ("--etcd-cert cert --etcd-key key", {}, "--etcd-cert 'cert': expected an authority with it"),
+        ("--etcd-cert cert --etcd-ca ca", {}, "--etcd-cert 'cert': expected --etcd-key with it"),
+        ("--etcd-key key --etcd-ca ca", {}, "--etcd-key 'key': expected --etcd-cert with it"),
+        ("--etcd-cert cert --etcd-key key", {}, "--etcd-cert 'cert': expected --etcd-ca with it"),
         ("--etcd-insecure --etcd-ca ca", {}, "--etcd-insecure 'true': expected no TLS with it"),
-        ("--etcd-user root", {}, "--etcd-user 'root': expected a password with it"),
-        ("--etcd-password-file pw", {}, "--etcd-password-file 'pw': expected a user with it"),
+        ("--etcd-user root", {}, "--etcd-user 'root': expected --etcd-password-file with it"),
+        ("--etcd-password-file pw", {}, "--etcd-password-file 'pw': expected --etcd-user with it"),
         ("", {PASSWORD: CANARY}, f"{PASSWORD}: expected no such option any more; write the password into a file"),
         ("--etcd-user 'a b' --etcd-password-file pw", {}, "--etcd-user 'a b': expected 1 to 128 printable ASCII"),
         ("--etcd-ca ''", {}, "--etcd-ca '': expected a text"),
@@ -288,8 +288,8 @@ def test_all_problems_at_once(files: Path) -> None:
         "expected ports from 1 to 65535",
         "rdzv-id (default): expected a name for this job",
         "--etcd-insecure 'true': expected no TLS with it",
-        "--etcd-key 'gone': expected a certificate with it",
-        "--etcd-user 'u': expected a password with it",
+        "--etcd-key 'gone': expected --etcd-cert with it",
+        "--etcd-user 'u': expected --etcd-password-file with it",
         "--etcd-key 'gone': expected a file that exists",
     ):
         assert expected in found

@@ -149,20 +149,6 @@ def test_a_cold_start_waits_for_enough_nodes_and_a_last_call(seen: View, decisio
     check(seen, POLICY, decision, reason)
 
 
-@pytest.mark.parametrize(
-    ("expected", "decision"),
-    [
-        (1, "running 1 [a b] start"),
-        (2, "running 1 [a b] start"),
-        (3, "wait until 100.5"),
-        (9, "wait until 100.5"),
-    ],
-)
-def test_there_is_no_last_call_once_all_are_there_that_were_started(expected: int, decision: str) -> None:
-    """A pool has sent so many; should one not come, the last call is as ever."""
-    check(view(None, A, B, b=99.5), replace(POLICY, expected_nodes=expected), decision, "")
-
-
 def test_the_first_world_in_full() -> None:
     decision = decide(view(None, C, replace(A, step=7), B), POLICY, NOW)
     assert decision == Publish(

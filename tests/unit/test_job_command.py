@@ -50,19 +50,6 @@ def test_what_the_pool_decides_is_stronger_than_what_the_job_says() -> None:
     assert (config.nodes.min, config.rendezvous.job_id, config.node_id) == (2, "ab12", "a")
 
 
-def test_the_first_world_waits_for_the_nodes_that_the_pool_has_sent_and_no_last_call() -> None:
-    assert DUE.run.seats
-    gone = replace(DUE.run.seats[0], node="gone", leaving=True)
-    due = replace(DUE, run=replace(DUE.run, seats=(*DUE.run.seats, gone)))
-    assert config_of(words(due)).rendezvous.expected_nodes == len(DUE.run.seats)
-
-
-@pytest.mark.parametrize(("attempt", "again"), [(1, False), (2, True), (3, True)])
-def test_a_later_attempt_may_run_a_job_again_that_has_ended(attempt: int, again: bool) -> None:
-    due = replace(DUE, run=replace(DUE.run, attempt=attempt))
-    assert ("--run-again=true" in words(due)) is again
-
-
 MEANINGS = {
     SeatOutcome.SUCCEEDED: {ExitCode.SUCCESS},
     SeatOutcome.FAILED: {ExitCode.FAILED, ExitCode.CRASH_LOOP, ExitCode.NOT_ON_DISK},

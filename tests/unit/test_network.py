@@ -56,7 +56,6 @@ TO_OFFICE, TO_FABRIC = NetworkRequest(towards="10.0.0.9"), NetworkRequest(toward
         (NetworkRequest(address="10.1.0.1", towards="10.0.0.9"), "10.0.0.1", None, ("eth1", "10.1.0.1")),
         (NetworkRequest(address="127.0.0.3", towards="127.0.0.1"), "127.0.0.1", None, ("lo", "127.0.0.3")),
         (NetworkRequest(address="fe80::2"), None, None, ("eth2", "fe80::2%eth2")),
-        (NetworkRequest(interface="eth1", address="10.1.0.1"), None, None, ("eth1", "10.1.0.1")),
         # Then what needs no network.
         (NetworkRequest(memory=True, alone=True), None, "10.0.0.1", ("lo", "127.0.0.1")),
         (NetworkRequest(towards="127.0.0.1"), "127.0.0.1", "10.0.0.1", ("lo", "127.0.0.1")),
@@ -149,22 +148,9 @@ def test_one_node_alone_may_use_loopback_where_nothing_else_is_up() -> None:
     ("wanted", "problems"),
     [
         (
-            NetworkRequest(interface="eth9"),
-            ["--network-interface 'eth9': expected an interface of this node, which has lo"],
-        ),
-        (
             NetworkRequest(address="10.9.9.9"),
             ["--local-addr '10.9.9.9': expected an address of this node, which has lo"],
         ),
-        (
-            NetworkRequest(interface="eth9", address="10.9.9.9"),
-            ["--network-interface 'eth9'", "--local-addr '10.9.9.9'"],
-        ),
-        (
-            NetworkRequest(interface="eth0", address="10.1.0.1"),
-            ["--network-interface 'eth0': expected .* which is eth1"],
-        ),
-        (NetworkRequest(interface="eth9", memory=True), ["--network-interface 'eth9'"]),
     ],
 )  # fmt: skip
 def test_what_this_node_does_not_have_is_refused(wanted: NetworkRequest, problems: list[str]) -> None:
@@ -178,7 +164,7 @@ def test_what_this_node_does_not_have_is_refused(wanted: NetworkRequest, problem
 def test_a_host_with_many_interfaces_is_not_listed_to_the_end() -> None:
     many = tuple(an_interface(f"veth{i}") for i in range(300)) + HOST + HOST
     with pytest.raises(ConfigError) as caught:
-        choose(NetworkRequest(interface="eth9"), HostNetwork(many))
+        choose(NetworkRequest(address="10.9.9.9"), HostNetwork(many))
     assert str(caught.value).count("veth") == 0
     assert f"and {len(many) - MOST_LISTED} more" in str(caught.value)
 

@@ -62,19 +62,18 @@ def a_config(
     backend: str,
     *hosts: str,
     local_addr: str | None = None,
-    interface: str | None = None,
     wait_s: float = 30.0,
     most: int = 4,
 ) -> Config:
     endpoints = tuple(Endpoint(host, 1) for host in hosts)
-    rendezvous = RendezvousConfig(backend, endpoints, EtcdConfig() if backend == "etcd" else None)
+    rendezvous = RendezvousConfig(
+        backend, endpoints, EtcdConfig() if backend == "etcd" else None, join_timeout_s=wait_s
+    )
     return Config(
         Command("script", "train.py"),
         nodes=NodeCounts(1, 1 if backend == "memory" else most),
         rendezvous=rendezvous,
         local_addr=local_addr,
-        network_interface=interface,
-        network_wait_s=wait_s,
     )
 
 
@@ -88,8 +87,8 @@ def a_config(
         (a_config("c10d", "etcd2"), OTHER, "10.9.0.7"),
         (a_config("c10d", "localhost"), "127.0.0.1", "127.0.0.1"),
         (a_config("c10d", "me"), OWN, OWN),
-        (a_config("c10d", "me", interface="eth1"), OTHER, OTHER),
-        (a_config("c10d", "etcd1", interface="eth1"), OTHER, "10.0.0.7"),
+        (a_config("c10d", "me", local_addr="eth1"), OTHER, OTHER),
+        (a_config("c10d", "etcd1", local_addr="eth1"), OTHER, "10.0.0.7"),
         (a_config("c10d", "etcd1", local_addr=OTHER), OTHER, "10.0.0.7"),
         (a_config("etcd", "etcd1", "etcd2"), OWN, None),
         (a_config("etcd", "nowhere", "etcd2", "etcd1"), OTHER, None),
@@ -166,7 +165,7 @@ def test_what_comes_up_in_time_is_taken_and_said_once(
     assert found.choice.interface == "eth1"
     assert sum(clock) == 5.0
     (line,) = caplog.messages
-    assert line.startswith("waiting up to 30 s (--network-wait) for interface eth1 to come up")
+    assert line.startswith("waiting up to 30 s (--join-timeout) for interface eth1 to come up")
 
 
 @pytest.mark.parametrize(("wait_s", "waited_s"), [(3.0, 3.0), (0.0, 0.0)])

@@ -126,7 +126,7 @@ def test_gpus_that_would_be_left_over_are_a_problem(script: str) -> None:
     (problem,) = caught.value.problems
     assert str(problem) == (
         "SLURM_GPUS_ON_NODE '8': expected a multiple of 3, which is --devices-per-worker; ask Slurm for such a number "
-        "of GPUs, or name the workers: --nproc-per-node 2"
+        "of GPUs, or write --nproc-per-node 2"
     )
 
 
@@ -184,9 +184,9 @@ def test_a_job_leaves_before_its_end(left_s: float, grace_s: float, in_s: float)
         (
             TASK | {"SLURM_NODEID": "x", "SLURM_STEP_NODELIST": "[", "SLURM_RESTART_COUNT": "-1"},
             [
-                "SLURM_STEP_NODELIST '[': expected Slurm's list of nodes; name the store yourself",
                 "SLURM_RESTART_COUNT '-1': expected a whole number",
                 "SLURM_NODEID 'x': expected a whole number",
+                "SLURM_STEP_NODELIST '[': expected Slurm's list of nodes; name the store yourself",
             ],
         ),
     ],

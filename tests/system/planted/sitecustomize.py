@@ -3,7 +3,8 @@
 PLANTED is `dies NAME` or `cannot start NAME` for the first thread of that name, or `stuck FILE`: the main loop stands
 still as soon as there is such a file,
 and the agent ends of that after a second; with `stands still FILE` after its own time. `lists FILE`: every turn of the
-main loop writes the names of all threads there.
+main loop writes the names of all threads there. `constants FIELD=SECONDS` sets a field of the configuration that no
+option sets.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from typing import Any
 
 
 def plant(fault: str) -> None:
@@ -19,6 +21,8 @@ def plant(fault: str) -> None:
         stick(subject, soon=what == "stuck")
     elif what == "cannot start":
         refuse(subject)
+    elif what == "constants":
+        set_constant(subject)
     elif what == "lists":
         list_threads(subject)
     else:
@@ -66,6 +70,19 @@ def stick(file: str, *, soon: bool) -> None:
         return turn(loop)
 
     Loop._turn = turn_or_stand_still  # type: ignore[method-assign]
+
+
+def set_constant(subject: str) -> None:
+    from elastic_agent.agent.configuration import derive
+
+    filled, (name, _, seconds) = derive._filled, subject.partition("=")
+
+    def filled_and_planted(part: Any, settings: Any, **known: object) -> Any:
+        if name in part.__dataclass_fields__:
+            known[name] = float(seconds)
+        return filled(part, settings, **known)
+
+    derive._filled = filled_and_planted
 
 
 def list_threads(file: str) -> None:

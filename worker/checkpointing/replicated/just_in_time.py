@@ -11,8 +11,7 @@ that an update needs, so that none can begin, and says which boundary the state 
 first. One that is behind a step which another rank has finished is given time to come to it: it has that step's
 gradients already, or its collective raises. One worker of a node, whose boundary is the newest, then gets the order to
 copy its state to memory. One whose collective has raised waits for that at the end of the guard; one whose collective
-never returns can be left where it is, for the copy is the thread's. The agent waits for all this no longer than
-`--just-in-time-grace`.
+never returns can be left where it is, for the copy is the thread's. The agent waits for all this no longer than 2 s.
 
 A process has one guard, for all Checkpointers that take part in training, and keeps all of them at one step or none. So
 it keeps no step that a sharded state belongs to, of which no rank has another one's part.

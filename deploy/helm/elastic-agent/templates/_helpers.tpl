@@ -65,7 +65,7 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
 {{- $options := dict
       "nproc-per-node" ($values.workersPerNode | default $workers)
       "rdzv-endpoint" (include "elastic-agent.endpoint" .)
-      "network-wait" $values.networkWaitSeconds
+      "join-timeout" $values.joinTimeoutSeconds
       "stop-grace" $values.stopGraceSeconds
 -}}
 {{- $name := $values.jobId | default (include "elastic-agent.fullname" .) -}}
@@ -96,7 +96,7 @@ etcd://{{ join "," .Values.etcd.endpoints }}{{ .Values.etcd.prefix }}
 {{- range $given, $value := $values.config -}}
 {{- $option := replace "_" "-" $given -}}
 {{- if or (hasKey $options $option) (has $option (list "args" "min-nodes" "max-nodes" "rdzv-id" "pool" "script" "module" "no-python" "nnodes" "rdzv-backend" "node-id" "http-address" "log-dir" "config" "standalone")) (hasPrefix "etcd-" $option) -}}
-{{- fail (printf "config.%s: the chart sets this option itself; see the values run, nodes, workersPerNode, jobId, stopGraceSeconds, networkWaitSeconds, c10d, etcd, metrics and logSize" $given) -}}
+{{- fail (printf "config.%s: the chart sets this option itself; see the values run, nodes, workersPerNode, jobId, stopGraceSeconds, joinTimeoutSeconds, c10d, etcd, metrics and logSize" $given) -}}
 {{- end -}}
 {{- $_ := set $options $option $value -}}
 {{- end -}}

@@ -83,7 +83,7 @@ spec:
       startupProbe:
         httpGet: {path: /healthz, port: http}
         periodSeconds: 5
-        failureThreshold: {{ add 24 (div $values.networkWaitSeconds 5) }}
+        failureThreshold: {{ add 24 (div $values.joinTimeoutSeconds 5) }}
       livenessProbe:
         httpGet: {path: /healthz, port: http}
         periodSeconds: 10
