@@ -76,7 +76,7 @@ def test_all_mistakes_are_listed_at_once_and_no_value_of_an_unknown_key() -> Non
         ({"endpoint": "etcd.example:2379"}, "add --etcd-ca FILE, or --etcd-insecure to send"),
         ({"run_id": "none"}, "add --rdzv-id NAME"),
         ({"user": "trainer"}, "add --etcd-password-file FILE"),
-        ({"join_timeout": 2}, "raise --join-timeout or lower --lease-ttl"),
+        ({"join_timeout": 2}, "lower --lease-ttl or raise --join-timeout"),
         ({"leasettl": 2}, "lease_ttl"),
         ({"prefix": "/mine"}, "write it in --rdzv-endpoint: etcd://HOST/PREFIX"),
     ],
