@@ -21,6 +21,7 @@ def start() -> None:
     from .agent.workers.processes.subreaper import fork_below_pid1
     from .cli import main
 
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of jobs, where the terminal lacks a letter
@@ -38,6 +39,18 @@ def end(code: int) -> NoReturn:
         with contextlib.suppress(OSError):  # nobody reads our output any more: no reason for another code
             stream.flush()
     os._exit(code)
+
+
+def _open_closed_streams() -> None:
+    """A shell's `>&-` closes one: what is opened next would take its number, and be written to like a log."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # at the lowest number that is free
+    sys.stdin = sys.stdin or os.fdopen(0)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 if __name__ == "__main__":

@@ -309,6 +309,14 @@ def test_a_real_process_prints_arguments_that_a_terminal_cannot_show(script: str
     assert "\x1b" not in right.stdout
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_job_runs_with_standard_streams_that_the_shell_has_closed(closed: str) -> None:
+    command = [sys.executable, "-m", "elastic_agent", "--preload=none", "--no-python", "true"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
 def test_a_folder_that_was_deleted_is_named_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
