@@ -41,6 +41,9 @@ JSON = "application/json"
 ACCEPT_PAUSE_S = 1.0
 """The rest after this process ran out of file descriptors."""
 
+REST_S, RESTS = 0.5, 3.0
+"""The least time from one rendering of /metrics and its like to the next; and from its end, in its own durations."""
+
 _BEARER = re.compile(r"(?i)bearer +([!-~]+)")
 
 
@@ -76,8 +79,6 @@ class Limits:
     silence_s: float = 5.0
     at_once: int = 4
     """Clients that may wait for slow pages."""
-    metrics_rest_s: float = 0.5
-    """The least time between two renderings of /metrics: all scrapes in between get the same bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +113,14 @@ class HealthServer:
         self.evicted = 0
         self.limits = limits
         self._bind = bind
-        self._clock = clock
         self._pages: dict[str, Callable[[Request], Page]] = {
-            "/metrics": lambda _: self._metrics_page(answers.metrics),
+            "/metrics": rested(lambda _: Page(HTTPStatus.OK, CONTENT_TYPE, answers.metrics()), clock),
             "/healthz": lambda _: _probe_page(answers.liveness()),
             "/readyz": lambda _: _probe_page(answers.readiness()),
-            **{path: _json_page(render) for path, render in answers.pages.items()},
+            **{path: json_page(render) for path, render in answers.pages.items()},
             **answers.queried,
             **{path: partial(self._slow_page, make) for path, make in answers.slow.items()},
         }
-        self._rendering = threading.Lock()
-        self._metrics: tuple[float, Page] | None = None
-        """Until when the newest rendering is served, and it."""
         self._slow = threading.BoundedSemaphore(limits.at_once)
         self._lock = threading.Lock()
         self._clients: dict[socket.socket, None] = {}  # the oldest first
@@ -201,15 +198,6 @@ class HealthServer:
         finally:
             self._slow.release()
 
-    def _metrics_page(self, render: Callable[[], bytes]) -> Page:
-        """Rendering holds up the main loop: a flood of scrapes must not."""
-        with self._rendering:
-            now = self._clock()
-            if self._metrics is None or now >= self._metrics[0]:
-                page = Page(HTTPStatus.OK, CONTENT_TYPE, render())
-                self._metrics = now + self.limits.metrics_rest_s, page
-            return self._metrics[1]
-
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers one request as it is made; raises OSError when the client is gone."""
@@ -239,6 +227,23 @@ class _Handler(BaseHTTPRequestHandler):
         """A line of the log for each request would hide all others."""
 
 
+def rested(make: Callable[[Request], Page], clock: Callable[[], float]) -> Callable[[Request], Page]:
+    """The same page for all until it has rested: for one that is dear, of which a flood must not hold up the main
+    loop."""
+    lock = threading.Lock()
+    newest: list[tuple[float, Page]] = []
+
+    def page(request: Request) -> Page:
+        with lock:
+            began_at = clock()
+            if not newest or began_at >= newest[0][0]:
+                made = make(request)
+                newest[:] = [(max(began_at + REST_S, clock() + RESTS * (clock() - began_at)), made)]
+            return newest[0][1]
+
+    return page
+
+
 def _cut(client: socket.socket) -> None:
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_RDWR)
@@ -253,5 +258,5 @@ def _probe_page(probe: Probe) -> Page:
     return Page(status, TEXT, f"{probe.detail}\n".encode(errors="replace"))
 
 
-def _json_page(render: Callable[[], str]) -> Callable[[Request], Page]:
+def json_page(render: Callable[[], str]) -> Callable[[Request], Page]:
     return lambda _: Page(HTTPStatus.OK, JSON, render().encode())

@@ -27,7 +27,7 @@ STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
 CHECKPOINT_TIERS = ("memory", "local")
 SAVE_TIERS = (*CHECKPOINT_TIERS, "part")
 """A part is what one node writes of a sharded checkpoint; the whole counts as local."""
-LOG_STREAMS = ("stdout", "stderr")
+DROPPED = ("events", "log_bytes", "console_lines", "reports")
 
 DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 RECOVERY_BUCKETS_S = (0.01, 0.025, *DURATION_BUCKETS_S)
@@ -46,19 +46,8 @@ class Build:
     python_version: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The labels of node_info. local_rank is 0 to workers - 1."""
-
-    interface: str = ""
-    address: str = ""
-    workers: int
-    gpus: int = 0
-
-
-def _of(labels: type[Build | Place]) -> dict[str, tuple[str, ...]]:
-    """Labels whose values the page is made with."""
-    return {field.name: () for field in fields(labels)}
+_VERSIONS: dict[str, tuple[str, ...]] = {field.name: () for field in fields(Build)}
+"""Labels whose values the page is made with."""
 
 
 class Metrics(Page):
@@ -66,12 +55,9 @@ class Metrics(Page):
     together. Each series carries `run_id` and `node`."""
 
     build_info = Row(
-        Gauge, "Always 1; the labels are the versions of the agent and of what it runs on.", **_of(Build)
-    )
-    node_info = Row(
         Gauge,
-        "Always 1; the labels are this node's network interface and address, its workers and its GPUs.",
-        **_of(Place),
+        "Always 1; the labels are the versions of the agent and of what it runs on.",
+        **_VERSIONS,
     )
     state = Row(
         Level,
@@ -85,11 +71,6 @@ class Metrics(Page):
     rendezvous_generation = Row(
         Level, "Number of the newest world this node belonged to; 0 before the first."
     )
-    rendezvous_duration_seconds = Row(
-        Histogram,
-        "Seconds from joining to a world, for each rendezvous that ended in one.",
-        DURATION_BUCKETS_S,
-    )
     world_size = Row(Level, "Workers in the current world; 0 outside one.")
     group_world_size = Row(Level, "Nodes in the current world; 0 outside one.")
     nodes = Row(
@@ -101,16 +82,6 @@ class Metrics(Page):
     )
     min_nodes = Row(Gauge, "Fewest nodes a world may have (configuration).")
     max_nodes = Row(Gauge, "Most nodes a world may have (configuration).")
-    membership_changes_total = Row(
-        Counter,
-        "Nodes that came to or went from the world between two generations, as seen from this node: leave was asked "
-        "to stop, lost is every other that went.",
-        kind=MEMBERSHIP_CHANGES,
-    )
-    node_exclusions_total = Row(
-        Counter,
-        "Nodes that were excluded from all worlds until they are readmitted, as seen from this node.",
-    )
     node_excluded = Row(
         Level,
         "1 while this node is excluded from all worlds, because workers failed on it alone, a rank on it was too slow, "
@@ -123,32 +94,11 @@ class Metrics(Page):
         "themselves, and the others of their generation are not gone yet.",
         state=WORKER_STATES,
     )
-    worker_up = Row(Level, "1 while this worker's process runs, else 0.", local_rank=())
-    worker_starts_total = Row(Counter, "Worker processes started on this node.")
-    spares = Row(
-        Gauge, "Idle forks of the preloaded process that wait to become workers; absent with --preload none."
-    )
     worker_exits_total = Row(
         Counter,
         "Exits of this node's workers that the agent did not ask for, by cause.",
         local_rank=(),
         reason=("ok", ...),
-    )
-    worker_last_exit_code = Row(
-        Gauge,
-        "How this worker's newest process that ended did so: its exit code, negative for a signal.",
-        local_rank=(),
-    )
-    worker_stop_duration_seconds = Row(
-        Histogram,
-        "Seconds from the order to stop to each worker's exit; kill: it had to be sent SIGKILL.",
-        PROMPT_BUCKETS_S,
-        signal=("term", "kill"),
-    )
-    failures_total = Row(
-        Counter,
-        "Generations of the job that a failure ended, by its root: one worker's failure, or lost nodes.",
-        reason=("lost", ...),
     )
     restarts_total = Row(
         Counter,
@@ -164,17 +114,6 @@ class Metrics(Page):
         "coordinate.",
     )
 
-    notice_deadline_timestamp_seconds = Row(
-        Gauge,
-        "When this machine goes away by the newest notice, in seconds since the epoch; absent without a deadline.",
-    )
-
-    detection_duration_seconds = Row(
-        Histogram,
-        "Seconds from the exit of a worker of this node that failed to the order to stop its generation.",
-        PROMPT_BUCKETS_S,
-        kind=("process",),
-    )
     recovery_duration_seconds = Row(
         Histogram,
         "Seconds for which training stood still on this node: from the failed worker's exit, or else the order to "
@@ -274,9 +213,6 @@ class Metrics(Page):
         "1 for the state of this node's hang detector: off, watching, or suspecting a hang.",
         state=HANG_STATES,
     )
-    hang_stall_seconds = Row(
-        Gauge, "How long this node's workers have made no visible progress; 0 without workers."
-    )
 
     checkpoint_saves_total = Row(
         Counter,
@@ -284,16 +220,9 @@ class Metrics(Page):
         tier=SAVE_TIERS,
         result=("ok", "error"),
     )
-    checkpoint_loads_total = Row(
-        Counter,
-        "Checkpoint loads, each worker's counted, by result.",
-        tier=CHECKPOINT_TIERS,
-        result=("ok", "error", "corrupt"),
-    )
     checkpoint_save_duration_seconds = Row(
         Histogram, "Seconds a successful checkpoint save took.", DURATION_BUCKETS_S, tier=SAVE_TIERS
     )
-    checkpoint_size_bytes = Row(Gauge, "Size of the newest checkpoint in bytes.", tier=SAVE_TIERS)
     checkpoint_last_step = Row(Gauge, "Training step of the newest checkpoint.", tier=SAVE_TIERS)
     checkpoint_last_success_timestamp_seconds = Row(
         Gauge, "When the newest checkpoint was saved, in seconds since the epoch.", tier=SAVE_TIERS
@@ -309,44 +238,22 @@ class Metrics(Page):
     checkpoint_verify_failures_total = Row(
         Counter, "Checkpoints that failed their checksums and were not loaded, each worker's finding counted."
     )
-    checkpoint_fallbacks_total = Row(
-        Counter,
-        "Generations that went on from an older checkpoint because this node's newer one was damaged.",
-    )
-    checkpoint_set_backs_total = Row(
-        Counter,
-        "States that the workers passed over for an older one, because those that had loaded it failed alike before "
-        "another step.",
-    )
 
     replica_last_step = Row(
         Gauge,
         "Newest training step of which the partners of this node have all its workers' shards in memory.",
     )
-    replica_sent_bytes_total = Row(Counter, "Bytes of shards that this node has sent to its partners.")
-    replica_held_bytes = Row(Gauge, "Memory in bytes that replicas of other nodes' shards take on this node.")
     replica_partners_unreachable = Row(
         Gauge,
         "Partners of this node that do not take its shards now, because they do not answer or have no memory left for "
         "them; training goes on without those replicas.",
     )
 
-    log_lines_total = Row(Counter, "Lines that this node's workers printed.", stream=LOG_STREAMS)
-    log_bytes_total = Row(Counter, "Bytes that this node's workers printed.", stream=LOG_STREAMS)
-    events_dropped_total = Row(
+    dropped_total = Row(
         Counter,
-        "Events of the job that are not in this node's event file because the disk was full or stood still.",
-    )
-    log_file_bytes_dropped_total = Row(
-        Counter,
-        "Bytes that this node's workers printed and that are not in their log files because the disk stood still.",
-    )
-    console_lines_dropped_total = Row(
-        Counter,
-        "Lines of the agent and its workers that were not shown because its console stood still or refused them.",
-    )
-    reports_dropped_total = Row(
-        Counter, "Reports of this node's workers that the agent could not read or had no time for."
+        "What this node has lost for good: events that a full disk did not take, bytes of log files, lines of the "
+        "console, and reports of workers that the agent could not read or had no time for.",
+        what=DROPPED,
     )
 
     def __init__(
@@ -354,8 +261,8 @@ class Metrics(Page):
         run_id: str,
         node: str,
         build: Build,
-        place: Place,
         *,
+        workers: int,
         min_nodes: int,
         max_nodes: int,
         started_at_s: float,
@@ -364,29 +271,25 @@ class Metrics(Page):
     ) -> None:
         """`started_at_s`: when the agent started, in seconds since the epoch like all instants that are shown. `clock`
         is monotonic. `causes`: the names of all causes of failures, with `UNKNOWN` among them."""
-        versions, described = asdict(build), {name: str(value) for name, value in asdict(place).items()}
-        values = {label: (value,) for label, value in (versions | described).items()}
+        versions = asdict(build)
+        values = {label: (value,) for label, value in versions.items()}
         super().__init__(
             {"run_id": run_id, "node": node},
-            values | {"local_rank": tuple(map(str, range(place.workers))), "reason": tuple(causes)},
+            values | {"local_rank": tuple(map(str, range(workers))), "reason": tuple(causes)},
             clock,
         )
         self.build_info.set(1, **versions)
-        self.node_info.set(1, **described)
         self.up_since_timestamp_seconds.set(started_at_s)
         self.min_nodes.set(min_nodes)
         self.max_nodes.set(max_nodes)
         self.enter_state("init")
         self.count_nodes(active=0)
 
-    def replicated(self, *, step: int, sent_bytes: int, held_bytes: int, unreachable: int) -> None:
+    def replicated(self, *, step: int, unreachable: int) -> None:
         """What the memory server has reported. Before step 1 nothing was replicated."""
-        with self.lock:
-            if step:
-                self.replica_last_step.set(step)
-            self.replica_sent_bytes_total.inc(sent_bytes)
-            self.replica_held_bytes.set(held_bytes)
-            self.replica_partners_unreachable.set(unreachable)
+        if step:
+            self.replica_last_step.set(step)
+        self.replica_partners_unreachable.set(unreachable)
 
     def enter_state(self, state: str) -> None:
         """`state` becomes 1, every other state 0."""
@@ -395,23 +298,19 @@ class Metrics(Page):
             for other in (each for each in STATES if each != state):
                 self.state.set(0, state=other)
 
-    def watch_hangs(self, state: str, stalled_s: float, limit_s: float | None) -> None:
+    def watch_hangs(self, state: str, limit_s: float | None) -> None:
         """The present state of the hang detector."""
         with self.lock:
             for each in HANG_STATES:
                 self.hang_detector_state.set(each == state, state=each)
-            self.hang_stall_seconds.set(stalled_s)
             self.hang_timeout_seconds.set(limit_s)
 
-    def enter_world(
-        self, *, generation: int, world_size: int, group_world_size: int, duration_s: float
-    ) -> None:
-        """A rendezvous ended well, `duration_s` after this node joined it."""
+    def enter_world(self, *, generation: int, world_size: int, group_world_size: int) -> None:
+        """A rendezvous ended well."""
         with self.lock:
             self.rendezvous_generation.set(generation)
             self.world_size.set(world_size)
             self.group_world_size.set(group_world_size)
-            self.rendezvous_duration_seconds.observe(duration_s)
 
     def leave_world(self) -> None:
         """This node is in no world now; the generation stays, as it names the newest."""
@@ -435,34 +334,14 @@ class Metrics(Page):
             for state, number in {**dict.fromkeys(WORKER_STATES, 0), **by_state}.items():
                 self.workers.set(number, state=state)
 
-    def count_membership_change(
-        self, *, joined: int, left: int, lost: int, excluded: int, incident: str | None
-    ) -> None:
-        """The world has changed: nodes by what became of them, and the root of the failure if one was behind it."""
-        with self.lock:
-            self.node_exclusions_total.inc(excluded)
-            for kind, number in (("join", joined), ("leave", left), ("lost", lost)):
-                self.membership_changes_total.inc(number, kind=kind)
-            if incident is not None:
-                self.failures_total.inc(reason=self._known(self.failures_total, incident))
-
     def restarted(self, reason: str) -> None:
-        self.restarts_total.inc(reason=self._known(self.restarts_total, reason))
-
-    @staticmethod
-    def _known(family: Counter, reason: str) -> str:
-        return reason if reason in family.labels["reason"] else UNKNOWN
+        self.restarts_total.inc(reason=reason if reason in self.restarts_total.labels["reason"] else UNKNOWN)
 
     def checked(self, severities: Mapping[str, float | None]) -> None:
         """By check; what is not among them is unknown now."""
         with self.lock:
             for check in AT_JOIN:
                 self.check_outcome.set(severities.get(check), check=check)
-
-    def worker_exited(self, local_rank: int, returncode: int) -> None:
-        with self.lock:
-            self.worker_up.set(0, local_rank=local_rank)
-            self.worker_last_exit_code.set(returncode, local_rank=local_rank)
 
     def recovered(self, kind: str, phases_s: Mapping[str, float]) -> None:
         """Training goes on after having stood still for these seconds."""
@@ -498,25 +377,16 @@ class Metrics(Page):
                 self.step_time_skew_ratio.set(None, local_rank=local_rank)
                 self.straggler.set(0, local_rank=local_rank)
 
-    def printed(self, stream: str, lines: int, size: int) -> None:
-        """Workers have printed so many lines and bytes."""
-        with self.lock:
-            self.log_lines_total.inc(lines, stream=stream)
-            self.log_bytes_total.inc(size, stream=stream)
-
     def progress(self, step: int, at_s: float) -> None:
         """A worker finished `step` at `at_s`, seconds since the epoch."""
         with self.lock:
             self.step.set(step)
             self.last_step_timestamp_seconds.set(at_s)
 
-    def checkpoint_saved(
-        self, *, tier: str, step: int, size_bytes: int, duration_s: float, at_s: float
-    ) -> None:
+    def checkpoint_saved(self, *, tier: str, step: int, duration_s: float, at_s: float) -> None:
         """A save succeeded at `at_s`, seconds since the epoch: it is the newest checkpoint of its tier."""
         with self.lock:
             self.checkpoint_saves_total.inc(tier=tier, result="ok")
             self.checkpoint_save_duration_seconds.observe(duration_s, tier=tier)
-            self.checkpoint_size_bytes.set(size_bytes, tier=tier)
             self.checkpoint_last_step.set(step, tier=tier)
             self.checkpoint_last_success_timestamp_seconds.set(at_s, tier=tier)

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.health.families import PREFIX
-from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.health.metrics import Build, Metrics
 
 REPOSITORY = Path(__file__).parents[1]
 PROMETHEUS = REPOSITORY / "deploy" / "prometheus"
@@ -62,7 +62,7 @@ def unknown_metrics(text: str) -> list[str]:
         "r",
         "n",
         Build(version="0"),
-        Place(workers=1),
+        workers=1,
         min_nodes=1,
         max_nodes=1,
         started_at_s=0.0,

@@ -6,7 +6,7 @@ environment names, if it does. A JOB is looked for among the agents here, too, a
 own command line with `status` before it works: what it would run is left aside.
 
 The text says first what the job does, then its nodes, then what is wrong. No text of another program reaches the
-terminal but as printable characters. Without a width nothing is cut, so that the lines can be searched.
+terminal but as printable characters.
 """
 
 from __future__ import annotations
@@ -14,35 +14,29 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
-import shutil
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from ...rendezvous.coordinator import stragglers
-from ...rendezvous.coordinator.exclusions import in_words, left_out
 from ...rendezvous.records import Endpoint
-from ...rendezvous.text import NAME, counted, shortened
+from ...rendezvous.text import NAME, counted
 from ..common.exits import ExitCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
-from ..configuration.load import read_argv, read_environ
+from ..configuration.load import read_argv
 from ..configuration.parse import Group, Option, Parser, duration, read_endpoint
 from ..configuration.rendezvous import (
-    ENDPOINT,
     ETCD_OPTIONS,
-    MASTER_ADDR,
     MEETING,
     STANDALONE,
     RendezvousConfig,
 )
 from ..configuration.settings import Settings
-from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, Watch, as_json
-from ..observability.sources import AgentsSource, CannotShow, Found, Source, StoreSource, Unreachable
+from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
+from ..observability.sources import AgentsSource, CannotShow, Source, StoreSource
 from ..workers.processes.run_files import agents_here, run_directory_parents
 from .store_command import command_help, one_line_errors, pause
 
@@ -95,7 +89,7 @@ _OF_THE_STORE = [option for option in (*MEETING, *ETCD_OPTIONS) if option is not
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
     job = words[0] if words and not words[0].startswith("-") else None
-    command_line = read_argv(_with_interval_attached(words[1:] if job is not None else words), STATUS_OPTIONS)
+    command_line = read_argv(words[1:] if job is not None else words, STATUS_OPTIONS)
     if HELP in command_line:
         print(command_help(_USAGE, STATUS_OPTIONS))
         return ExitCode.SUCCESS
@@ -103,10 +97,9 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         source = choose_source(command_line, os.environ, job)
-        watch = Watch(source, command_line[TIMEOUT].value, time.monotonic)
-        screen = _json_screen if command_line[JSON].value else _text_screen
+        timeout_s, interval_s = command_line[TIMEOUT].value, command_line[WATCH].value
         with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-            return _show(watch, screen, command_line[WATCH].value)
+            return _show(source, timeout_s, interval_s, as_document=command_line[JSON].value)
     except ConfigError as error:
         print(f"elastic-agent status: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
@@ -120,198 +113,116 @@ def main(words: Sequence[str]) -> int:
 def choose_source(command_line: Settings, environ: Mapping[str, str], job: str | None = None) -> Source:
     """`job` is the only one to show. Raises ConfigError with all problems."""
     agent, timeout_s = command_line[AGENT].value, command_line[TIMEOUT].value
+    about_store = [
+        command_line[option].origin for option in (*_OF_THE_STORE, CONFIG_FILE) if option in command_line
+    ]
+    if agent is not None and (about_store or job is not None):
+        problem = command_line[AGENT].problem("an agent, a job, or the store to ask", "leave out the others")
+        command_line.problems.append(problem)
     if job is not None:
-        return _one_job(job, command_line, environ)
-    about_store = [command_line[option].origin for option in _OF_THE_STORE if option in command_line]
-    if not about_store and CONFIG_FILE not in command_line and SCRIPT in command_line:
+        if not NAME.fullmatch(job):
+            advice = "elastic-agent jobs lists them; or write --agent HOST:PORT to ask one agent"
+            command_line.problems.append(Problem("command line", job, "the id of a job of the pool", advice))
+        pool = resolve_pool(command_line, environ)
+        place = replace(pool, pool=pool.job_id, job_id=job)
+        return StoreSource(place, timeout_s) if about_store else _agents_here(timeout_s, lambda: place, job)
+    if not about_store and SCRIPT in command_line:
         advice = "leave it out, or write --agent HOST:PORT to ask one agent"
         command_line.problems.append(command_line[SCRIPT].problem("only options", advice))
-    if agent is not None and about_store:
-        advice = f"leave out either it or {', '.join(about_store)}"
-        command_line.problems.append(command_line[AGENT].problem("an agent or the store to ask", advice))
-    if agent is not None or not (about_store or CONFIG_FILE in command_line):
-        if command_line.problems:
-            raise ConfigError(command_line.problems)
-    else:
+    if agent is None and about_store:
         meeting_place = resolve_meeting_place(command_line, environ)
         if meeting_place is not None:
             return StoreSource(meeting_place, timeout_s)
-        if about_store:
+        if CONFIG_FILE not in command_line:
             advice = "add --rdzv-endpoint as the agents have it, or ask one of them: --agent HOST:PORT"
             raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
+    if command_line.problems:
+        raise ConfigError(command_line.problems)
     if agent is not None:
         return AgentsSource(lambda: [agent], timeout_s, here=False)
-    here = _agents_here(timeout_s)
-    given = read_environ(environ)
-    static = MASTER_ADDR in given and resolve_meeting_place(command_line, environ) is not None
-    if ENDPOINT not in given and not static:
-        return here
-    return _HereOrStore(here, lambda: resolve_meeting_place(command_line, environ), timeout_s)
+    return _agents_here(timeout_s, lambda: resolve_meeting_place(command_line, environ))
 
 
-def _agents_here(timeout_s: float, job: str | None = None) -> Source:
-    return AgentsSource(
-        lambda: agents_here(run_directory_parents(), os.getuid()), timeout_s, here=True, job=job
-    )
-
-
-def _one_job(job: str, command_line: Settings, environ: Mapping[str, str]) -> Source:
-    """Raises ConfigError."""
-    if not NAME.fullmatch(job):
-        advice = "elastic-agent jobs lists them; or write --agent HOST:PORT to ask one agent"
-        command_line.problems.append(Problem("command line", job, "the id of a job of the pool", advice))
-    if AGENT in command_line:
-        command_line.problems.append(
-            command_line[AGENT].problem("a job or an agent", "leave out one of them")
-        )
-    pool, timeout_s = resolve_pool(command_line, environ), command_line[TIMEOUT].value
-    place = replace(pool, pool=pool.job_id, job_id=job)
-    if any(option in command_line for option in (*_OF_THE_STORE, CONFIG_FILE)):
-        return StoreSource(place, timeout_s)
-    return _HereOrStore(_agents_here(timeout_s, job), lambda: place, timeout_s)
-
-
-class _HereOrStore(Source):
-    """The agents on this machine; where there is none, the store that the environment names, or that of the pool."""
-
-    def __init__(
-        self, here: Source, meeting_place: Callable[[], RendezvousConfig | None], timeout_s: float
-    ) -> None:
-        self._here = here
-        self._meeting_place = meeting_place
-        self._timeout_s = timeout_s
-        self._store: StoreSource | None = None
-
-    def jobs(self) -> list[Found]:
-        try:
-            found = self._here.jobs()
-            self.silent = self._here.silent
-            return found
-        except CannotShow as nothing:
-            if nothing.code is not ExitCode.NOT_FOUND:
-                raise
-            if self._store is None:
-                place = self._meeting_place()
-                if place is None:
-                    raise
-                self._store = StoreSource(place, self._timeout_s)
-            try:
-                return self._store.jobs()
-            except CannotShow as error:
-                raise CannotShow(error.code, f"{nothing}; {error}") from None
+def _agents_here(
+    timeout_s: float, place: Callable[[], RendezvousConfig | None], job: str | None = None
+) -> Source:
+    """Where there is none, the store is asked that the environment names, or that of the pool."""
+    here = partial(agents_here, run_directory_parents(), os.getuid())
+    return AgentsSource(here, timeout_s, here=True, job=job, otherwise=place)
 
 
 # --- Looking
 
 
-Seen: TypeAlias = list[JobReport] | CannotShow
-"""What one look has brought."""
-
-
-def _show(
-    watch: Watch, screen: Callable[[Seen, Sequence[str], float | None], str], interval_s: float | None
-) -> int:
+def _show(source: Source, timeout_s: float, interval_s: float | None, *, as_document: bool) -> int:
     """Once, or until it is interrupted."""
     while True:
-        seen: Seen
+        jobs: list[JobReport] = []
+        problem: CannotShow | None = None
         try:
-            seen = watch.look()
+            jobs = look(source, timeout_s)
         except CannotShow as nothing:
-            seen = nothing
-        text = screen(seen, watch.silent, interval_s)
-        if text:
-            print(text, flush=True)
-        if isinstance(seen, CannotShow) and (interval_s is None or seen.code is ExitCode.BAD_CONFIG):
-            print(f"elastic-agent status: {seen}", file=sys.stderr)
-            return seen.code
+            problem = nothing
+        if as_document:
+            print(_document(jobs, source.silent, problem, indent=interval_s is None), flush=True)
+        else:
+            _print_text(jobs, source.silent, problem, interval_s)
+        if problem is not None and (interval_s is None or problem.code is ExitCode.BAD_CONFIG):
+            print(f"elastic-agent status: {problem}", file=sys.stderr)
+            return problem.code
         if interval_s is None:
             return ExitCode.SUCCESS
         pause(interval_s)
 
 
-def _json_screen(seen: Seen, silent: Sequence[str], interval_s: float | None) -> str:
-    """There always is a document, also of a problem."""
-    document: dict[str, Any] = {"schema": SCHEMA, "at": round(time.time(), 3), "jobs": [], "problem": None}
-    document["notes"] = list(silent)
-    if isinstance(seen, CannotShow):
-        document["problem"] = {"code": int(seen.code), "name": seen.code.name, "text": str(seen)}
-    else:
-        document["jobs"] = [as_json(job) for job in seen]
-    return json.dumps(document, indent=2 if interval_s is None else None)
+def _document(
+    jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotShow | None, *, indent: bool
+) -> str:
+    """There always is one, also of a problem."""
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "at": round(time.time(), 3),
+        "jobs": [as_json(job) for job in jobs],
+        "problem": None,
+        "notes": list(silent),
+    }
+    if problem is not None:
+        document["problem"] = {"code": int(problem.code), "name": problem.code.name, "text": str(problem)}
+    return json.dumps(document, indent=2 if indent else None)
 
 
-def _text_screen(seen: Seen, silent: Sequence[str], interval_s: float | None) -> str:
-    """A terminal is drawn anew each time; in a pipe, blocks follow each other."""
-    terminal = sys.stdout.isatty()
-    again = interval_s is not None
-    if isinstance(seen, CannotShow):
-        block = [f"elastic-agent status: {seen}"] if again else []
-    else:
-        size = shutil.get_terminal_size()
-        limits = Screen(
-            width=size.columns if terminal else None,
-            height=(size.lines - 2 - 2 * len(silent)) // len(seen) if terminal and again else None,
-            colour=terminal and not os.environ.get("NO_COLOR"),
-        )
-        block = [line for job in seen for line in (*lines(job, limits), "")][:-1]
-        block += ["", *(f"! {text}" for text in silent)] if silent else []
-    if again:
+def _print_text(
+    jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotShow | None, interval_s: float | None
+) -> None:
+    """A terminal is cleared before each look but the first; in a pipe, blocks follow each other."""
+    blocks = ["\n".join(lines(job)) for job in jobs]
+    if notes := [f"! {text}" for text in silent]:
+        blocks.append("\n".join(notes))
+    if interval_s is not None:
+        if problem is not None:
+            blocks.append(f"elastic-agent status: {problem}")
+        clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
         moment = f"{time.strftime('%H:%M:%S')}, again every {interval_s:g} s; Ctrl-C ends"
-        block = [*block, "", moment] if terminal else [moment, *block, ""]
-    if not terminal or not again:
-        return "\n".join(block)
-    clear_to_end, clear_below = "\x1b[K", "\x1b[J"
-    return "\x1b[H" + "".join(f"{line}{clear_to_end}\n" for line in block) + clear_below
+        blocks = [clear + moment, *blocks, ""]
+    if blocks:
+        print("\n\n".join(blocks), flush=True)
 
 
 # --- Words
 
 
-def _with_interval_attached(words: Sequence[str]) -> list[str]:
-    """`--watch 5` means `--watch=5`: its value may be left out, which no other option's may."""
-    attached: list[str] = []
-    for word in words:
-        if attached and attached[-1] == "--watch" and re.match(r"[0-9.]", word):
-            attached[-1] += f"={word}"
-        else:
-            attached.append(word)
-    return attached
-
-
 MOST_NOTES = 12
-
-_RED, _YELLOW, _GREEN, _BOLD, _PLAIN = "\x1b[31m", "\x1b[33m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
-_COLOURS = {
-    "running": _GREEN,
-    "succeeded": _GREEN,
-    "failed": _RED,
-    "gone": _RED,
-    "lost": _RED,
-    "stopped": _RED,
-    "no answer": _RED,
-    "standby": "",
-    "excluded": _YELLOW,
-    "hidden": "",
-}
-"""By state; every other one is on its way to somewhere."""
+_TITLES = ("NODE", "RANKS", "STATE", "STEP", "CHECKPOINT", "LEASE", "AGENT")
 
 
-@dataclass(frozen=True, slots=True)
-class Screen:
-    """What can be shown. None: no limit."""
-
-    width: int | None = None
-    height: int | None = None
-    colour: bool = False
-
-
-def lines(report: JobReport, screen: Screen) -> list[str]:
-    """All of it. With a height, healthy nodes give way to those that are not."""
-    head = _head(report, screen)
-    notes = _notes(report, screen)
-    room = screen.height - len(head) - len(notes) - 3 if screen.height is not None else None
-    table = _table(report.nodes, screen, room)
-    return [*head, "", *table, *([""] if notes else []), *notes]
+def lines(report: JobReport) -> list[str]:
+    """All of it."""
+    notes = [f"! {_safe(note)}" for note in report.notes]
+    if len(notes) > MOST_NOTES:
+        notes = [*notes[:MOST_NOTES], f"! and {len(notes) - MOST_NOTES} more"]
+    if any(node.coordinates for node in report.nodes):
+        notes.append("* coordinates: decides on the next world")
+    return [*_head(report), "", *_table(report.nodes), *([""] if notes else []), *notes]
 
 
 def span(seconds: float) -> str:
@@ -333,21 +244,19 @@ def span(seconds: float) -> str:
     return f"{whole} s"
 
 
-# --- What the job does
-
-
-def _head(report: JobReport, screen: Screen) -> list[str]:
+def _head(report: JobReport) -> list[str]:
     state = report.state if report.result is None else f"{report.state} ({report.result.value})"
     if state == "running" and not report.step:
         state = "running (no steps reported)"
-    since = (
-        f" for {span(report.phase_age_s)}" if report.phase_age_s is not None and report.result is None else ""
-    )
-    title = f"job {_bold(report.job, screen)}: {_paint(state, report.state, screen)}"
+    age_s = report.phase_age_s if report.result is None else None
+    since = f" for {span(age_s)}" if age_s is not None else ""
+    title = f"job {report.job}: {state}"
     title += f", generation {report.generation}{since}" if report.generation else " for its first world"
     rows = []
     if report.generation:
-        rows.append(("world", _world(report)))
+        master = f", master {report.master}" if report.master is not None else ""
+        nodes, workers = counted(report.group_world_size, "node"), counted(report.world_size, "worker")
+        rows.append(("world", f"{nodes}, {workers}{master}"))
     if report.waiting_for:
         rows.append(("waiting", report.waiting_for))
     if report.cause is not None:
@@ -356,71 +265,29 @@ def _head(report: JobReport, screen: Screen) -> list[str]:
     rows.append(("restarts", _restarts(report.restarts)))
     if report.step:
         rows.append(("step", str(report.step)))
-    checkpoint = report.checkpoint
-    if checkpoint is not None:
-        age = f", saved {span(checkpoint.age_s)} ago" if checkpoint.age_s is not None else ", loaded"
-        rows.append(("checkpoint", f"step {checkpoint.step}{age}"))
+    if report.checkpoint is not None:
+        saved_s = report.checkpoint.age_s
+        age = f", saved {span(saved_s)} ago" if saved_s is not None else ", loaded"
+        rows.append(("checkpoint", f"step {report.checkpoint.step}{age}"))
     rows.append(("source", report.asked))
-    return [title, *(line for name, text in rows for line in _wrapped(f"  {name:<13}", _safe(text), screen))]
-
-
-def _world(report: JobReport) -> str:
-    master = f", master {report.master}" if report.master is not None else ""
-    nodes = counted(report.group_world_size, "node")
-    return f"{nodes}, {counted(report.world_size, 'worker')}{master}"
+    return [_safe(title), *(f"  {name:<13}{_safe(text)}" for name, text in rows)]
 
 
 def _restarts(restarts: RestartReport) -> str:
     used = f"{counted(restarts.failures, 'failure')} so far"
     pause = f"; the next start waits {span(restarts.backoff_s)}" if restarts.backoff_s else ""
-    if not restarts.limit_known:
-        return f"{used}; the limit is not known, no agent answers"
     if restarts.limit is not None:
         return f"{used}, {restarts.left} left of {restarts.limit}{pause}"
     streak = f", {restarts.fruitless} in a row without progress" if restarts.fruitless else ""
     return f"{used}{streak}; gives up after {restarts.fruitless_left} more without progress{pause}"
 
 
-# --- Its nodes
-
-
-_TITLES = ("NODE", "RANKS", "STATE", "STEP", "CHECKPOINT", "LEASE", "AGENT")
-
-
-def _table(nodes: Sequence[NodeReport], screen: Screen, room: int | None) -> list[str]:
-    shown, left_out = _chosen(nodes, room)
-    rows = [list(_TITLES), *([_safe(cell) for cell in _cells(node)] for node in shown)]
-    widths = _widths(rows)
-    if screen.width is not None:
-        # Names are the longest cells, and still differ when they are cut.
-        most = max(12, widths[0] - max(0, sum(widths) + 2 * (len(widths) - 1) - screen.width))
-        rows = [[_cut(row[0], most), *row[1:]] for row in rows]
-        widths = _widths(rows)
-    out = []
-    for number, row in enumerate(rows):
-        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        if number:
-            padded[2] = _paint(row[2], shown[number - 1].state, screen) + " " * (widths[2] - len(row[2]))
-        out.append("  ".join(padded).rstrip())
-    if left_out:
-        out.append(f"... and {counted(left_out, 'node')} more; a pipe shows all: elastic-agent status | less")
-    return out
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-
-def _chosen(nodes: Sequence[NodeReport], room: int | None) -> tuple[list[NodeReport], int]:
-    """In their order; where there is no room for all, those that need attention come first."""
-    if room is None or len(nodes) <= room:
-        return list(nodes), 0
-    healthy = ("running", "standby", "succeeded")
-    by_need = sorted(
-        range(len(nodes)), key=lambda at: (nodes[at].state in healthy, not nodes[at].coordinates)
-    )
-    kept = sorted(by_need[: max(1, room - 1)])
-    return [nodes[at] for at in kept], len(nodes) - len(kept)
+def _table(nodes: Iterable[NodeReport]) -> list[str]:
+    rows = [list(_TITLES), *([_safe(cell) for cell in _cells(node)] for node in nodes)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def _cells(node: NodeReport) -> tuple[str, ...]:
@@ -429,127 +296,15 @@ def _cells(node: NodeReport) -> tuple[str, ...]:
     state = f"{node.state}, leaving" if node.leaving and node.state != "draining" else node.state
     address = str(node.address) if node.address is not None else "-"
     if status is None:
-        state += f" {span(node.silent_s)}" if node.silent_s is not None else ""
         return (name, node.ranks or "-", state, "-", "-", "-", address)
-    checkpoint = "-"
-    if status.checkpoint is not None:
-        age_s = status.checkpoint.age_s
-        checkpoint = (
-            f"{status.checkpoint.step}, {span(age_s)}" if age_s is not None else str(status.checkpoint.step)
-        )
+    saved = status.checkpoint
+    checkpoint = str(saved.step) if saved is not None else "-"
+    if saved is not None and saved.age_s is not None:
+        checkpoint += f", {span(saved.age_s)}"
     lease = span(status.lease_age_s) if status.lease_age_s is not None else "none"
     return (name, node.ranks or "-", state, str(status.step or "-"), checkpoint, lease, address)
-
-
-# --- What is wrong
-
-
-def _notes(report: JobReport, screen: Screen) -> list[str]:
-    notes = [
-        *_absences(report.nodes),
-        *_waiting_members(report),
-        *_notices(report.nodes),
-        *_checks(report.nodes),
-        *_missing_replicas(report.nodes),
-        *_old_leases(report.nodes),
-        *_exclusions(report),
-        *_stragglers(report),
-        *report.notes,
-    ]
-    if not report.complete:
-        notes.append("the coordinator does not answer: nodes beyond the world may be missing here")
-    shown = notes[:MOST_NOTES]
-    if len(notes) > len(shown):
-        shown.append(f"and {len(notes) - len(shown)} more")
-    legend = ["* coordinates: decides on the next world"] if any(n.coordinates for n in report.nodes) else []
-    return [*(line for note in shown for line in _wrapped("! ", _safe(note), screen)), *legend]
-
-
-def _exclusions(report: JobReport) -> Iterator[str]:
-    if report.result is None:  # all exclusions end with the job
-        yield from (f"node {one.node} is {in_words(one)}" for one in left_out(report.exclusions).values())
-
-
-def _stragglers(report: JobReport) -> Iterator[str]:
-    for straggler in report.stragglers:
-        yield stragglers.in_words(straggler, report.usual_us or 0)
-
-
-def _absences(nodes: Iterable[NodeReport]) -> Iterator[str]:
-    known = {True: "; the store still has its record", False: "; its lease has ended", None: ""}
-    for node in nodes:
-        if node.silence not in (None, Unreachable.HIDDEN):
-            yield f"node {node.node}: {node.silence.sentence.format(http=node.address)}{known[node.has_lease]}"
-
-
-def _waiting_members(report: JobReport) -> Iterator[str]:
-    """Members without workers, while the job as a whole does not wait."""
-    for node in report.nodes:
-        waiting_for = node.status.waiting_for if node.status is not None else ""
-        if waiting_for and node.member and node.state == "joining" and not report.waiting_for:
-            yield f"node {node.node} has no workers, waiting: {waiting_for}"
-
-
-def _old_leases(nodes: Iterable[NodeReport]) -> Iterator[str]:
-    for node in nodes:
-        status = node.status
-        if status is not None and status.lease_age_s is not None and status.lease_age_s > status.lease_ttl_s:
-            yield (
-                f"node {node.node}: its lease was last confirmed {span(status.lease_age_s)} ago and lives "
-                f"{status.lease_ttl_s:g} s: it does not reach the store"
-            )
-
-
-def _notices(nodes: Iterable[NodeReport]) -> Iterator[str]:
-    for node in nodes:
-        status = node.status
-        if status is not None and status.notice:
-            left = (
-                f"{span(status.notice_s)} are left" if status.notice_s is not None else "no deadline is known"
-            )
-            yield f"node {node.node}: {status.notice}; {left}"
-
-
-def _checks(nodes: Iterable[NodeReport]) -> Iterator[str]:
-    for node in nodes:
-        for check in node.status.checks if node.status is not None else ():
-            yield f"node {node.node}: check {check.check} {check.outcome}s: {check.summary}"
-
-
-def _missing_replicas(nodes: Iterable[NodeReport]) -> Iterator[str]:
-    for node in nodes:
-        if node.status is not None and node.status.partners_unreachable:
-            who = shortened(node.status.partners_unreachable)
-            yield (
-                f"node {node.node}: its shards have no replica on {who}: if it is lost now, the job may go back to the "
-                "newest checkpoint on disk"
-            )
-
-
-# --- Words
 
 
 def _safe(text: str) -> str:
     """One line of printable characters."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
-
-
-def _wrapped(first: str, text: str, screen: Screen) -> Iterable[str]:
-    if screen.width is None or len(first) + len(text) <= screen.width:
-        return [first + text]
-    rest = " " * len(first)
-    width = max(40, screen.width)
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def _bold(text: str, screen: Screen) -> str:
-    return f"{_BOLD}{text}{_PLAIN}" if screen.colour else text
-
-
-def _paint(text: str, state: str, screen: Screen) -> str:
-    colour = _COLOURS.get(state, _YELLOW) if screen.colour else ""
-    return f"{colour}{text}{_PLAIN}" if colour else text

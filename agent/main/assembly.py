@@ -10,13 +10,14 @@ import queue
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ... import __version__
 from ...health.checks.runner import CheckRun
 from ...health.checks.table import RECHECKS, checks_for
-from ...health.metrics import Build, Metrics, Place
+from ...health.metrics import Build, Metrics
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import Store
@@ -31,7 +32,7 @@ from ..configuration.config import NO_FILES, Config, LogConfig
 from ..machine.gpus import GpuHealth, GpuMemory
 from ..machine.inventory import Machine, needs_of
 from ..machine.network import Network
-from ..observability.job_report import JobReport, Watch
+from ..observability.job_report import JobReport, look
 from ..observability.observer import Observer
 from ..observability.otel import SpanSender, sends_spans
 from ..observability.page import Board, overview
@@ -168,7 +169,7 @@ def choose_folders(logs: LogConfig) -> tuple[LogConfig, Path | None]:
 
 
 def journal_of(agent: Agent) -> Journal:
-    secrets, count_lost = agent.secrets, agent.metrics.events_dropped_total.inc
+    secrets, count_lost = agent.secrets, partial(agent.metrics.dropped_total.inc, what="events")
     keeps = agent.run_directory is not None
     file = EventFile(count_lost, beside=about_node(agent.name, agent.in_force, secrets)) if keeps else None
     journal = Journal(agent.name, time.time, file, secrets=secrets)
@@ -192,19 +193,14 @@ def metrics_of(agent: Agent) -> Metrics:
             nccl_version=machine.software.nccl or "",
             python_version=platform.python_version(),
         ),
-        Place(
-            interface=agent.network.choice.interface,
-            address=agent.network.choice.address,
-            workers=machine.workers,
-            gpus=len(machine.inventory.cuda),
-        ),
+        workers=machine.workers,
         min_nodes=config.nodes.min,
         max_nodes=config.nodes.max,
         started_at_s=time.time() - (clock() - agent.started_at),  # the network may have taken its time
         clock=clock,
         causes=CauseTable(config.causes).names,
     )
-    agent.console.count_lost(metrics.console_lines_dropped_total.inc)
+    agent.console.count_lost(partial(metrics.dropped_total.inc, what="console_lines"))
     return metrics
 
 
@@ -277,7 +273,6 @@ ASKS_AT_ONCE = 16
 def board_of(agent: Agent) -> Board:
     own = Endpoint(*agent.listeners.http.getsockname()[:2])
     here = AgentsSource(lambda: [own], LOOKS_WITHIN_S, here=False)
-    watch = Watch(here, LOOKS_WITHIN_S, agent.clock, ASKS_AT_ONCE)
     secrets = agent.secrets
 
     def describe(job: JobReport | None, problem: str) -> dict[str, Any]:
@@ -291,7 +286,7 @@ def board_of(agent: Agent) -> Board:
         "incarnation": agent.incarnation,
         "version": __version__,
     }
-    return Board(agent.journal, about, watch.look, describe, agent.clock)
+    return Board(agent.journal, about, lambda: look(here, LOOKS_WITHIN_S, ASKS_AT_ONCE), describe)
 
 
 def receiver_of(agent: Agent) -> ReportReceiver:
@@ -301,5 +296,5 @@ def receiver_of(agent: Agent) -> ReportReceiver:
         events.put,
         lambda: events.qsize() < MAX_WAITING_EVENTS,
         agent.clock,
-        agent.metrics.reports_dropped_total.inc,
+        partial(agent.metrics.dropped_total.inc, what="reports"),
     )

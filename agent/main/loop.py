@@ -393,7 +393,7 @@ class Loop:
             self._notice_withdrawn()
             return
         now, self._notice = self._clock(), Notice(text, deadline)
-        self._agent.observer.noticed(text, deadline, now)
+        self._agent.observer.noticed(text, deadline)
         left = f"{deadline - now:.1f} s are left" if deadline is not None else "no deadline is known"
         log.warning("%s: %s", text, left)
         if self._left_as:

@@ -14,10 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ...health.http import NODE_PATH, Answers, HealthServer
+from ...health.http import NODE_PATH, Answers, HealthServer, json_page, rested
 from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.snapshot import NodeSnapshot
@@ -250,7 +251,7 @@ def _check(agent: Agent) -> None:
 
 def _serve_http(agent: Agent) -> None:
     pages = agent.pages = pages_of(agent)
-    agent.rate = StepRate(agent.started_at)
+    agent.rate = StepRate()
     introduction = Introduction(agent.name, agent.incarnation, generation=0)
     probes = agent.probes = Probes(introduction, agent.clock, agent.secrets)
     page, board = read_page(), board_of(agent)
@@ -258,9 +259,13 @@ def _serve_http(agent: Agent) -> None:
         agent.metrics.render,
         probes.liveness,
         probes.readiness,
-        {NODE_PATH: probes.introduction, STATUS_PATH: pages.node, JOB_PATH: pages.job},
-        queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
-        slow={OVERVIEW_PATH: board.state},
+        {NODE_PATH: probes.introduction, STATUS_PATH: pages.node},
+        queried={
+            JOB_PATH: rested(json_page(pages.job), agent.clock),
+            PAGE_PATH: lambda _: page,
+            EVENTS_PATH: board.events,
+        },
+        slow={OVERVIEW_PATH: rested(board.state, agent.clock)},
     )
     server = agent.started(HealthServer(agent.listeners.http, answers))
     agent.http = server.address
@@ -341,9 +346,10 @@ def _serve_workers(agent: Agent) -> Processes:
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
     agent.ends.callback(worker_store.end)
-    lost, files = agent.metrics.log_file_bytes_dropped_total.inc, agent.config.logs.directory is not None
+    lost = partial(agent.metrics.dropped_total.inc, what="log_bytes")
+    files = agent.config.logs.directory is not None
     logs = agent.started(
-        WorkerLogs(agent.run_directory, node.name, agent.console, agent.metrics.printed, lost, files=files)
+        WorkerLogs(agent.run_directory, node.name, agent.console, count_lost=lost, files=files)
     )
     commits = CommitFence(agent.store, latest, clock)
     last_steps = LastSteps(agent.store, latest, post, clock)

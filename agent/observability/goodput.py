@@ -85,21 +85,8 @@ PHASES = (*STANDSTILL, *STARTUP)
 """What a recovery consists of."""
 
 
-class Part(enum.Enum):
-    """What an event file can tell apart: an account is written whenever the part changes."""
-
-    WAITING = enum.auto()
-    STARTUP = enum.auto()
-    STEPPING = enum.auto()
-    STANDSTILL = enum.auto()
-
-
-PARTS = {
-    Activity.WAITING: Part.WAITING,
-    **dict.fromkeys(STARTUP, Part.STARTUP),
-    **dict.fromkeys(STEPPING, Part.STEPPING),
-    **dict.fromkeys(STANDSTILL, Part.STANDSTILL),
-}
+PARTS = {activity: group for group in (STARTUP, STEPPING, STANDSTILL) for activity in group}
+"""What an event file can tell apart: an account is written whenever the part changes. WAITING is in none."""
 
 NEXT: Mapping[TrainingEvent, Mapping[Activity, Activity]] = {
     TrainingEvent.STARTED: dict.fromkeys(

@@ -1,64 +1,49 @@
-"""The report of a job by `elastic-agent status`: one `JobReport`, made of the answers of its source and its nodes.
+"""The report of a job by `elastic-agent status` and the page: the state of every node, and what follows for the job.
 
-A pure function, and one plain form in JSON (`docs/status.md`). Ages are counted by the node that knows them; only
-`silent_s`, for how long a node has not answered, is counted by the command while it watches.
+A pure function of the answers of a source and of the nodes, and one plain form in JSON (`docs/status.md`). Ages are
+counted by the node that knows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ...rendezvous.coordinator.exclusions import left_out
+from ...rendezvous.coordinator import exclusions, stragglers
 from ...rendezvous.coordinator.restarts import RestartPolicy
-from ...rendezvous.coordinator.stragglers import in_force
 from ...rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
 from ...rendezvous.statements.exclusion import Exclusion
-from ...rendezvous.statements.paces import Straggler
+from ...rendezvous.statements.paces import Comparison, Straggler
+from ...rendezvous.text import shortened
 from .membership import other_limits
 from .sources import AT_ONCE, Found, NodeAnswer, Source, Unreachable, ask_nodes
-from .status import Checkpoint, JobStatus, NodeStatus
+from .status import Checkpoint, NodeStatus
 
 SCHEMA = 1
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
 
-_KEYS = (
-    *("node", "incarnation", "member", "first_rank", "slots", "address", "state", "coordinates", "leaving"),
-    *("excluded", "has_lease", "silence", "silent_s"),
-)
-_STATUS_KEYS = (
-    *("generation", "workers", "running_s", "step", "step_age_s", "checkpoint", "lease_age_s", "lease_ttl_s"),
-    *("waiting_for", "agent_age_s", "version", "notice", "notice_s", "checks", "partners_unreachable"),
-)
-"""The keys of a node in JSON: attributes of `NodeReport`, and of the node's own status."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """One life of a node."""
+    """One life of a node. In JSON its fields and those of its status stand side by side."""
 
     node: str
     incarnation: str
-    slots: int
-    first_rank: int | None
+    slots: int = 0
+    first_rank: int | None = None
     """None for a node that is not a member of the world."""
-    address: Endpoint | None
-    coordinates: bool
-    leaving: bool
-    has_lease: bool | None
+    address: Endpoint | None = None
+    coordinates: bool = False
+    leaving: bool = False
+    excluded: bool = False
+    """No world includes it until it is readmitted."""
+    has_lease: bool | None = None
     """None when the source does not know."""
-    silence: Unreachable | None
-    silent_s: float | None
+    silence: Unreachable | None = None
     status: NodeStatus | None
     """None exactly when it does not answer."""
-    excluded: bool = False
-    """The node is excluded: no world includes it until it is readmitted."""
-
-    @property
-    def member(self) -> bool:
-        return self.first_rank is not None
 
     @property
     def state(self) -> str:
@@ -94,8 +79,7 @@ class RestartReport:
     fruitless: int
     """Failures in a row without progress."""
     limit: int | None
-    """--max-restarts; None without a limit, and when it is not known."""
-    limit_known: bool
+    """--max-restarts; None without a limit, and before the first world."""
     left: int | None
     fruitless_left: int | None
     """Without a limit: how many more in a row the job survives without progress."""
@@ -130,12 +114,12 @@ class JobReport:
     """Members by rank, then the others, oldest first."""
     exclusions: tuple[Exclusion, ...]
     """In force or over, the oldest first."""
-    usual_us: int | None = None
+    usual_us: int | None
     """The median over all ranks of their own time for a step; None: not known."""
-    stragglers: tuple[Straggler, ...] = ()
+    stragglers: tuple[Straggler, ...]
     """Ranks that are slower than the others, by rank."""
-    notes: tuple[str, ...] = ()
-    """Problems that no other field shows."""
+    notes: tuple[str, ...]
+    """What is wrong, in words."""
 
 
 def as_json(value: Any) -> Any:
@@ -152,23 +136,36 @@ def as_json(value: Any) -> Any:
         case tuple():
             return [as_json(item) for item in value]
         case NodeReport():
-            status = {key: as_json(getattr(value.status, key, None)) for key in _STATUS_KEYS}
-            return {name: as_json(getattr(value, name)) for name in _KEYS} | status
+            own = {name: as_json(getattr(value, name)) for name in (*_names(NodeReport), "state")}
+            status = {name: as_json(getattr(value.status, name, None)) for name in _names(NodeStatus)}
+            return {**status, **own}
     if is_dataclass(value):
-        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+        return {name: as_json(getattr(value, name)) for name in _names(type(value))}
     return value
 
 
-def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[str, float]) -> JobReport:
-    """`answers` and `silent_for` (seconds) are by incarnation."""
+def _names(record: type[Any]) -> list[str]:
+    return [field.name for field in fields(record) if field.name != "status"]
+
+
+def look(source: Source, timeout_s: float, at_once: int = AT_ONCE) -> list[JobReport]:
+    """Each job of the source, whose nodes are asked by so many threads. Raises CannotShow."""
+    return [report(found, ask_nodes(found.job, timeout_s, at_once)) for found in source.jobs()]
+
+
+def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
+    """`answers` are by incarnation."""
     job, world = found.job, found.job.world
-    nodes = tuple(_nodes(found, answers, silent_for))
+    nodes = tuple(_nodes(found, answers))
     statuses = [node.status for node in nodes if node.status is not None]
     leading = next((status for status in statuses if status.coordinates), None)
     best = leading or found.agent or next(iter(statuses), None)
     state = _state(world, nodes)
-    step = max([status.step for status in statuses], default=0) or _written_step(job)
-    comparison = in_force(next((node for node in job.nodes if node.node == job.coordinator), None), world)
+    written = [node.step for node in job.nodes] + ([world.step] if world is not None else [])
+    step = max([status.step for status in statuses], default=0) or max(written, default=0)
+    record = next((node for node in job.nodes if node.node == job.coordinator), None)
+    comparison = stragglers.in_force(record, world)
+    waits = best is not None and state in ("waiting", "stopping", "stopped")
     return JobReport(
         job=job.job,
         asked=found.asked,
@@ -182,47 +179,29 @@ def report(found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[
         cause=_cause(world) if world is not None else None,
         restarts=_restarts(world, best),
         step=step,
-        checkpoint=_newest(status.checkpoint for status in statuses),
+        checkpoint=newest_checkpoint(status.checkpoint for status in statuses),
         coordinator=job.coordinator,
-        waiting_for=best.waiting_for
-        if best is not None and state in ("waiting", "stopping", "stopped")
-        else "",
+        waiting_for=best.waiting_for if best is not None and waits else "",
         complete=job.complete,
         nodes=nodes,
         exclusions=world.exclusions if world is not None else (),
         usual_us=comparison.usual_us if comparison is not None else None,
         stragglers=comparison.stragglers if comparison is not None else (),
-        notes=(*found.notes, *_differences(job), *_unreported(step, statuses)),
+        notes=tuple(_notes(found, nodes, step, comparison, waits=waits)),
     )
 
 
-def _differences(job: JobStatus) -> Iterable[str]:
-    """Nodes that were started with other limits than the job has."""
-    world = job.world
-    return other_limits(world, job.nodes) if world is not None and world.phase is not Phase.ENDED else ()
-
-
-def _unreported(step: int, statuses: Iterable[NodeStatus]) -> Iterable[str]:
-    if not step and any(status.state == "running" for status in statuses):
-        yield (
-            "no steps reported: call elastic_agent.worker.step() once a step, to see steps, their rate and how long "
-            "training stood still (docs/worker.md)"
-        )
-
-
-def _nodes(
-    found: Found, answers: Mapping[str, NodeAnswer], silent_for: Mapping[str, float]
-) -> Iterable[NodeReport]:
+def _nodes(found: Found, answers: Mapping[str, NodeAnswer]) -> Iterator[NodeReport]:
     job, world, asked = found.job, found.job.world, found.agent
     records = {record.incarnation: record for record in job.nodes}
-    members = world.members if world is not None and world.phase is not Phase.ENDED else ()
-    excluded = left_out(world.exclusions) if world is not None and world.phase is not Phase.ENDED else {}
+    lives = world is not None and world.phase is not Phase.ENDED
+    members = world.members if world is not None and lives else ()
+    excluded = exclusions.left_out(world.exclusions) if world is not None and lives else {}
 
     def node(of: Member | NodeRecord, first_rank: int | None) -> NodeReport:
         record, answer = records.get(of.incarnation), answers.get(of.incarnation, Unreachable.HIDDEN)
         if isinstance(answer, Unreachable) and asked is not None and asked.incarnation == of.incarnation:
             answer = asked
-        silence = answer if isinstance(answer, Unreachable) else None
         return NodeReport(
             node=of.node,
             incarnation=of.incarnation,
@@ -231,18 +210,17 @@ def _nodes(
             address=record.http if record is not None else of.http,
             coordinates=record is not None and record.node == job.coordinator,
             leaving=record is not None and record.leaving,
-            has_lease=True if record is not None else (False if job.complete else None),
-            silence=silence,
-            silent_s=silent_for.get(of.incarnation) if silence is not None else None,
-            status=answer if isinstance(answer, NodeStatus) else None,
             excluded=of.node in excluded,
+            has_lease=True if record is not None else (False if job.complete else None),
+            silence=answer if isinstance(answer, Unreachable) else None,
+            status=answer if isinstance(answer, NodeStatus) else None,
         )
 
     yield from (node(member, member.first_rank) for member in members)
     inside = {member.incarnation for member in members}
     yield from (node(record, None) for record in job.nodes if record.incarnation not in inside)
     if asked is not None and asked.incarnation not in inside | records.keys():
-        yield NodeReport(asked.node, asked.incarnation, 0, None, None, False, False, None, None, None, asked)
+        yield NodeReport(node=asked.node, incarnation=asked.incarnation, status=asked)
 
 
 def _state(world: World | None, nodes: Iterable[NodeReport]) -> str:
@@ -253,7 +231,8 @@ def _state(world: World | None, nodes: Iterable[NodeReport]) -> str:
         return "succeeded" if world.result is Result.SUCCEEDED else "failed"
     nodes = list(nodes)
     statuses = [node.status for node in nodes if node.status is not None]
-    gone = all(node.status is not None or node.state in ("gone", "lost") for node in nodes if node.member)
+    members = [node for node in nodes if node.first_rank is not None]
+    gone = all(node.status is not None or node.state in ("gone", "lost") for node in members)
     known = gone if world.trains else bool(statuses)
     if not known or any(status.workers for status in statuses):
         return "running" if world.trains else "stopping"
@@ -280,37 +259,29 @@ def _cause(world: World) -> CauseReport:
         text = f"node {cause.node} failed: {cause.detail}"
     else:
         text = cause.detail
-    rank = cause.failure.rank if cause.failure is not None else None
-    known_as = cause.failure.cause if cause.kind is CauseKind.FAILURE and cause.failure is not None else None
-    return CauseReport(cause.kind, cause.node or None, rank, text, known_as)
+    known_as = worker.cause if cause.kind is CauseKind.FAILURE and worker is not None else None
+    return CauseReport(
+        cause.kind, cause.node or None, worker.rank if worker is not None else None, text, known_as
+    )
 
 
 def _restarts(world: World | None, best: NodeStatus | None) -> RestartReport:
     used = world.restarts if world is not None else Restarts()
-    known = best is not None
     limit = best.max_restarts if best is not None else None
-    if known and world is not None:
+    if world is not None:
         limit = world.max_restarts(limit)
+    fruitless_left = max(0, RestartPolicy().max_without_progress - used.without_progress)
     return RestartReport(
         failures=used.failures,
         fruitless=used.without_progress,
         limit=limit,
-        limit_known=known,
         left=max(0, limit - used.failures) if limit is not None else None,
-        fruitless_left=max(0, RestartPolicy().max_without_progress - used.without_progress)
-        if known and limit is None
-        else None,
+        fruitless_left=fruitless_left if limit is None else None,
         backoff_s=best.backoff_s if best is not None else 0.0,
     )
 
 
-def _written_step(job: JobStatus) -> int:
-    """The newest step in the store, where steps are written only together with other changes."""
-    steps = [node.step for node in job.nodes] + ([job.world.step] if job.world is not None else [])
-    return max(steps, default=0)
-
-
-def _newest(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
+def newest_checkpoint(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
     """Of one that several know, its age: only the node that saved it knows it."""
     known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
     if not known:
@@ -320,34 +291,50 @@ def _newest(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
     return Checkpoint(step, min((age for age in ages if age is not None), default=None))
 
 
-class Watch:
-    """Asks a source for the job and its nodes for their states, and remembers since when a node has not answered."""
+def _notes(
+    found: Found, nodes: Iterable[NodeReport], step: int, comparison: Comparison | None, *, waits: bool
+) -> Iterator[str]:
+    """`waits`: the report says already for what."""
+    job, world = found.job, found.job.world
+    for node in nodes:
+        yield from _of_node(node, waits=waits)
+    if world is not None and world.phase is not Phase.ENDED:
+        for one in exclusions.left_out(world.exclusions).values():
+            yield f"node {one.node} is {exclusions.in_words(one)}"
+        yield from other_limits(world, job.nodes)
+    if comparison is not None:
+        yield from (stragglers.in_words(one, comparison.usual_us) for one in comparison.stragglers)
+    yield from found.notes
+    if not step and any(node.status is not None and node.status.state == "running" for node in nodes):
+        yield (
+            "no steps reported: call elastic_agent.worker.step() once a step, to see steps, their rate and how long "
+            "training stood still (docs/worker.md)"
+        )
+    if not job.complete:
+        yield "the coordinator does not answer: nodes beyond the world may be missing here"
 
-    def __init__(
-        self, source: Source, timeout_s: float, clock: Callable[[], float], at_once: int = AT_ONCE
-    ) -> None:
-        """`at_once`: how many threads ask nodes."""
-        self._source = source
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._at_once = at_once
-        self.silent: tuple[str, ...] = ()
-        """Which agents gave the source no answer at the last look, in words."""
-        self._silent_since: dict[str, float] = {}
 
-    def look(self) -> list[JobReport]:
-        """Raises CannotShow."""
-        jobs = [
-            (found, ask_nodes(found.job, self._timeout_s, self._at_once)) for found in self._source.jobs()
-        ]
-        self.silent = self._source.silent
-        now = self._clock()
-        silent = {
-            incarnation
-            for _, answers in jobs
-            for incarnation, answer in answers.items()
-            if isinstance(answer, Unreachable)
-        }
-        self._silent_since = {one: self._silent_since.get(one, now) for one in silent}
-        silent_for = {one: now - since for one, since in self._silent_since.items() if since < now}
-        return [report(found, answers, silent_for) for found, answers in jobs]
+def _of_node(node: NodeReport, *, waits: bool) -> Iterator[str]:
+    status = node.status
+    if status is None:
+        known = {True: "; the store still has its record", False: "; its lease has ended", None: ""}
+        if node.silence not in (None, Unreachable.HIDDEN):
+            yield f"node {node.node}: {node.silence.sentence.format(http=node.address)}{known[node.has_lease]}"
+        return
+    if status.waiting_for and node.first_rank is not None and node.state == "joining" and not waits:
+        yield f"node {node.node} has no workers, waiting: {status.waiting_for}"
+    if status.notice:
+        left = f"{status.notice_s:.0f} s are left" if status.notice_s is not None else "no deadline is known"
+        yield f"node {node.node}: {status.notice}; {left}"
+    for check in status.checks:
+        yield f"node {node.node}: check {check.check} {check.outcome}s: {check.summary}"
+    if status.partners_unreachable:
+        yield (
+            f"node {node.node}: its shards have no replica on {shortened(status.partners_unreachable)}: if it is lost "
+            "now, the job may go back to the newest checkpoint on disk"
+        )
+    if status.lease_age_s is not None and status.lease_age_s > status.lease_ttl_s:
+        yield (
+            f"node {node.node}: its lease was last confirmed {status.lease_age_s:.1f} s ago and lives "
+            f"{status.lease_ttl_s:g} s: it does not reach the store"
+        )

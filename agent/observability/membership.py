@@ -1,4 +1,4 @@
-"""The change from one world to the next as this node sees it: nodes that came, went or are left out; the failure.
+"""Why one world followed another, in words.
 
 Reports the ranks that the coordinator finds slower than the others, on every node: log lines, events and metrics.
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from ...health.metrics import Metrics
 from ...rendezvous.coordinator.stragglers import in_words
 from ...rendezvous.node.snapshot import NodeSnapshot
-from ...rendezvous.records import Cause, CauseKind, Failure, NodeRecord, Phase, World
+from ...rendezvous.records import Cause, CauseKind, Failure, NodeRecord, World
 from ...rendezvous.statements import terms
 from ...rendezvous.statements.paces import Comparison, Paces, Straggler
 from ..output.journal import Journal, Kind
@@ -25,60 +24,6 @@ _CHANGES = {
     CauseKind.LOST: "lost",
     CauseKind.WITHDRAWN: "lost",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipChange:
-    """Numbers of nodes; `incident` is the root of the failure that ended a generation."""
-
-    joined: int = 0
-    left: int = 0
-    lost: int = 0
-    excluded: int = 0
-    incident: str | None = None
-
-
-NOTHING = MembershipChange()
-
-
-class MembershipWatch:
-    """Compares the worlds that this node sees; returns each change once. A node that rejoins is another one."""
-
-    def __init__(self) -> None:
-        self._world: World | None = None
-        self._asked_to_stop: set[str] = set()
-
-    def asked_to_stop(self, incarnations: Iterable[str]) -> None:
-        """When they are gone, they have left, and are not lost."""
-        self._asked_to_stop.update(incarnations)
-
-    def see(self, world: World | None) -> MembershipChange:
-        before = self._world
-        if world is None or world is before:
-            return NOTHING
-        self._world = world
-        if before is None or before.phase is Phase.ENDED or world.generation < before.generation:
-            return NOTHING
-        old, new = ({member.incarnation for member in each.members} for each in (before, world))
-        for each in (before, world):
-            if each.cause.kind is CauseKind.LEAVE:
-                self.asked_to_stop(m.incarnation for m in before.members if m.node == each.cause.node)
-        gone = old - new
-        left = gone & self._asked_to_stop
-        self._asked_to_stop -= gone
-        ended = world.generation > before.generation or world.phase is Phase.ENDED
-        return MembershipChange(
-            joined=len(new - old),
-            left=len(left),
-            lost=len(gone - left),
-            excluded=len(_excluded(world) - _excluded(before)),
-            incident=_incident(world.cause) if ended and not world.stops else None,
-        )
-
-
-def _excluded(world: World) -> set[tuple[str, int]]:
-    """Each excluded node with the number of its exclusion: this node may learn of one only after it is over."""
-    return {(one.node, one.times) for one in world.exclusions}
 
 
 def reason(cause: Cause) -> str:
@@ -96,10 +41,6 @@ def because(world: World, shown: Failure | None) -> str:
         return cause.detail
     named = f"rank {failure.rank} on node {cause.node} failed"
     return named if failure == shown else f"{named}: {cause.detail}"
-
-
-def _incident(cause: Cause) -> str | None:
-    return reason(cause) if cause.kind in (CauseKind.FAILURE, CauseKind.LOST, CauseKind.WITHDRAWN) else None
 
 
 log = logging.getLogger(__name__)

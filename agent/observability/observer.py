@@ -1,7 +1,7 @@
 """Metrics, status pages and log lines of what the main loop does with worlds and workers.
 
 The loop calls it and gets nothing back that steers. `training_account` has what the workers themselves report, and
-`membership_changes` what changed between two worlds.
+`membership` why one world followed another.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...health.checks.finding import Finding
@@ -17,7 +17,7 @@ from ...health.metrics import Metrics
 from ...rendezvous.coordinator.exclusions import in_words, left_out
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
-from ...rendezvous.records import BadState, CauseKind, Failure, Member, NodeRecord, Phase, World
+from ...rendezvous.records import CauseKind, Failure, Member, NodeRecord, Phase, World
 from ...rendezvous.statements.exclusion import Exclusion
 from ...rendezvous.statements.inquiry import Inquiry, Suspicion
 from ...rendezvous.text import counted
@@ -26,7 +26,7 @@ from ..output.journal import Journal, Kind
 from ..output.log_files import run_folder
 from ..workers.processes.workers import WorkerGroup
 from .goodput import TrainingEvent
-from .membership import MembershipWatch, StragglerWatch, because, reason
+from .membership import StragglerWatch, because, reason
 from .status import StatusPages
 from .steps import StepRate
 from .training_account import TrainingAccount
@@ -42,8 +42,6 @@ class _Generation:
     described: str = ""
     because: str = ""
     """What ended the one before."""
-    bad_state: BadState | None = None
-    """What the workers shall not load."""
     failed: int = 0
     failed_at: float | None = None
     stopped_at: float | None = None
@@ -72,12 +70,10 @@ class Observer:
         self._max_failures = max_failures
         self._wall_clock = wall_clock
         self.training = TrainingAccount(metrics, pages, journal, rate, started_at, wall_clock)
-        self._worlds = MembershipWatch()
         self._noted: World | None = None
         self._excluded: Mapping[str, Exclusion] = {}
         self._shown: Failure | None = None
         self._generation = _Generation()
-        self._seeking_since = started_at
         self._seen: tuple[World | None, tuple[NodeRecord, ...], bool] | None = None
         self._stragglers = StragglerWatch(metrics, journal)
         self._other_limits: tuple[str, ...] = ()
@@ -125,10 +121,7 @@ class Observer:
         if self._seen is not None and self._seen[0] is world and self._seen[1:] == (nodes, coordinates):
             return  # a thousand nodes need not be counted at every turn
         self._seen = world, nodes, coordinates
-        self._worlds.asked_to_stop(node.incarnation for node in nodes if node.leaving)
-        change = self._worlds.see(world)
         self._note_world(world)
-        self._metrics.count_membership_change(**asdict(change))
         if world is not None and world.phase is not Phase.ENDED:
             self._show_exclusions(world.exclusions, snapshot.node)
         running = world is not None and world.trains
@@ -235,9 +228,9 @@ class Observer:
 
     # ---------------------------------------------------------------- hangs
 
-    def watches(self, state: str, stalled_s: float, limit_s: float | None) -> None:
+    def watches(self, state: str, limit_s: float | None) -> None:
         """`state`: of the hang detector (`HANG_STATES`); `limit_s`: None without a limit."""
-        self._metrics.watch_hangs(state, stalled_s, limit_s)
+        self._metrics.watch_hangs(state, limit_s)
 
     def suspects(self, suspicion: Suspicion) -> None:
         """The workers here seem to hang."""
@@ -269,17 +262,12 @@ class Observer:
         described = (
             f"generation {world.generation}, {counted(len(world.members), 'node')}, world size {world.size}"
         )
-        if restarts.bad_state not in (None, self._generation.bad_state):
-            metrics.checkpoint_set_backs_total.inc()
-        self._generation = _Generation(
-            world.generation, described, because(world, self._shown), restarts.bad_state
-        )
+        self._generation = _Generation(world.generation, described, because(world, self._shown))
         self.training.started(world, self._generation.because, now)
         metrics.enter_world(
             generation=world.generation,
             world_size=world.size,
             group_world_size=len(world.members),
-            duration_s=now - self._seeking_since,
         )
         if world.cause.kind is not CauseKind.START:
             metrics.restarted(reason(world.cause))
@@ -302,27 +290,12 @@ class Observer:
 
     def started(self, local_ranks: Collection[int]) -> None:
         """The processes of these workers exist."""
-        self._metrics.worker_starts_total.inc(len(local_ranks))
-        for local_rank in local_ranks:
-            self._metrics.worker_up.set(1, local_rank=local_rank)
         self.journal.note(
             Kind.WORKERS_STARTED,
             f"{counted(len(local_ranks), 'worker')} started here",
             generation=self._generation.number,
             counts={"workers": len(local_ranks)},
         )
-
-    def spares(self, ready: int) -> None:
-        self._metrics.spares.set(ready)
-
-    def exited(self, local_rank: int, returncode: int, at: float, *, killed: bool) -> None:
-        """A worker ended, by itself or not; `killed`: it had been sent SIGKILL."""
-        self._metrics.worker_exited(local_rank, returncode)
-        stopped_at = self._generation.stopped_at
-        if stopped_at is not None and at >= stopped_at:
-            self._metrics.worker_stop_duration_seconds.observe(
-                at - stopped_at, signal="kill" if killed else "term"
-            )
 
     def ended(self, local_rank: int, reason: str, at: float) -> None:
         """A worker ended by itself, and this is why."""
@@ -355,19 +328,14 @@ class Observer:
     def stopping(self, now: float) -> None:
         generation = self._generation
         generation.stopped_at = now
-        if generation.failed_at is not None:
-            self._metrics.detection_duration_seconds.observe(now - generation.failed_at, kind="process")
         self.training.record(TrainingEvent.STOPPING, now)
 
     def gone(self, now: float) -> None:
-        self._seeking_since = now
         self.training.record(TrainingEvent.GONE, now)
         self._metrics.leave_world()
 
-    def noticed(self, text: str, deadline: float | None, now: float) -> None:
+    def noticed(self, text: str, deadline: float | None) -> None:
         """This machine goes away at `deadline`; None: at no known instant."""
-        ends_at = self._wall_clock() + deadline - now if deadline is not None else None
-        self._metrics.notice_deadline_timestamp_seconds.set(ends_at)
         self._pages.noticed(text, deadline)
         self.journal.note(Kind.NOTICE, text)
 
@@ -378,16 +346,10 @@ class Observer:
 
     def replicated(self, report: ReplicationReport) -> None:
         """The memory server has brought copies to other nodes, or taken some, or cannot."""
-        self._metrics.replicated(
-            step=report.step,
-            sent_bytes=report.sent_bytes,
-            held_bytes=report.held_bytes,
-            unreachable=len(report.unreachable),
-        )
+        self._metrics.replicated(step=report.step, unreachable=len(report.unreachable))
         self._pages.replicated(report)
 
     def notice_withdrawn(self) -> None:
-        self._metrics.notice_deadline_timestamp_seconds.set(None)
         self._pages.noticed("", None)
         self.journal.note(Kind.NOTICE, "the notice is withdrawn")
 

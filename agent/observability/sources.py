@@ -42,14 +42,13 @@ class CannotShow(Exception):
 class Unreachable(enum.Enum):
     """Why there is no answer of an agent: a word, the state of its node, and a sentence for a person."""
 
-    REFUSED = "refused", "gone", "no process listens at {http}: its agent has ended"
+    REFUSED = "refused", "gone", "no process of it listens at {http}: its agent has ended"
     SILENT = "silent", "no answer", "no answer from {http}: it stands still, or cannot be reached from here"
     STRANGE = (
         "strange",
         "no answer",
         "what answers at {http} is another program, or another version of elastic-agent",
     )
-    REPLACED = "replaced", "gone", "another life of its agent answers at {http}"
     HIDDEN = "hidden", "hidden", "it has published no address: it listens on its own loopback"
 
     def __init__(self, word: str, state: str, sentence: str) -> None:
@@ -127,7 +126,7 @@ def ask_nodes(job: JobStatus, timeout_s: float, at_once: int = AT_ONCE) -> dict[
     answers: dict[str, NodeAnswer] = dict.fromkeys(addresses, Unreachable.HIDDEN)
     for incarnation, answer in ask_all(known, STATUS_PATH, STATUS_PAGE, timeout_s, at_once).items():
         another = isinstance(answer, NodeStatus) and answer.incarnation != incarnation
-        answers[incarnation] = Unreachable.REPLACED if another else answer
+        answers[incarnation] = Unreachable.REFUSED if another else answer
     return answers
 
 
@@ -135,17 +134,39 @@ class AgentsSource(Source):
     """Asks the agents that `find` names, anew each time; several of them may belong to one job.
 
     `here`: they were looked for on this machine, and not named by the operator. `job`: only of this one; None: of all.
+    `otherwise`: where the store is that is asked when there is none; None: nowhere.
     """
 
     def __init__(
-        self, find: Callable[[], Iterable[Endpoint]], timeout_s: float, *, here: bool, job: str | None = None
+        self,
+        find: Callable[[], Iterable[Endpoint]],
+        timeout_s: float,
+        *,
+        here: bool,
+        job: str | None = None,
+        otherwise: Callable[[], RendezvousConfig | None] = lambda: None,
     ) -> None:
         self._find = find
         self._timeout_s = timeout_s
         self._here = here
         self._job = job
+        self._otherwise = otherwise
+        self._store: StoreSource | None = None
 
     def jobs(self) -> list[Found]:
+        try:
+            return self._of_agents()
+        except CannotShow as nothing:
+            place = self._otherwise() if nothing.code is ExitCode.NOT_FOUND else None
+            if place is None:
+                raise
+            self._store = self._store or StoreSource(place, self._timeout_s)
+            try:
+                return self._store.jobs()
+            except CannotShow as error:
+                raise CannotShow(error.code, f"{nothing}; {error}") from None
+
+    def _of_agents(self) -> list[Found]:
         agents = {http: http for http in self._find()}
         answers = ask_all(agents, STATUS_PATH, STATUS_PAGE, self._timeout_s)
         # The address of a killed agent stays for a moment.
@@ -187,16 +208,13 @@ class AgentsSource(Source):
         return found
 
     def _no_agent(self, agents: Iterable[Endpoint]) -> CannotShow:
-        store = (
-            "ask the store with the options that the agents have: --rdzv-endpoint HOST:PORT --rdzv-id NAME"
-        )
-        if self._here:
-            reason = "no agent of this user runs on this machine. Ask one by the address in its log, --agent HOST:PORT"
-            return CannotShow(ExitCode.NOT_FOUND, f"{reason}; or {store}")
+        code, what = ExitCode.NOT_FOUND, "no agent of this user runs on this machine"
+        if not self._here:
+            code, what = ExitCode.NO_ANSWER, f"no process listens at {', '.join(map(str, agents))}"
         return CannotShow(
-            ExitCode.NO_ANSWER,
-            f"no process listens at {', '.join(map(str, agents))}: the agent has ended, or its address is another. It "
-            f"is in the agent's log, behind 'metrics, /healthz, /readyz and /node at'; or {store}",
+            code,
+            f"{what}. Ask an agent by the address in its log, --agent HOST:PORT, or the store with the options that "
+            "the agents have: --rdzv-endpoint HOST:PORT --rdzv-id NAME",
         )
 
 

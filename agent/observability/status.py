@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from ...codec import AtMost, Count, Document, Seconds, Within
 from ...health.checks.finding import Finding, Outcome, worst_first
@@ -37,10 +37,6 @@ MAX_JOB_BYTES = 8 * MAX_RECORD_BYTES
 
 MOST_CHECKS = 32
 MAX_CHECK_TEXT = 512
-
-PAGE_RESTS = 30.0
-"""A page is not made again before so many times the time that it took: requests take 3 % of a processor from the main
-loop, at most. With 1,000 nodes, 32 ms each time, the page is a second old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,36 +158,18 @@ def _masked(text: str, most_chars: int, secrets: Collection[str]) -> str:
     return masked(text, secrets)[:most_chars]
 
 
-class _Saved(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Saved:
     step: int
     at: float | None
-    """None: another agent knows."""
+    """Monotonic. None: another agent knows."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The newest state, for any thread. Instants are monotonic."""
-
-    snapshot: NodeSnapshot
-    state: str = "init"
-    generation: int = 0
-    running_since: float | None = None
-    workers: int = 0
-    step: int = 0
-    stepped_at: float | None = None
-    checkpoint: _Saved | None = None
-    memory: _Saved | None = None
-    replica: _Saved | None = None
-    failure: Failure | None = None
-    """The newest failure that ended a generation."""
-    notice: str = ""
-    ends_at: float | None = None
-    checks: tuple[CheckStatus, ...] = ()
-    partners_unreachable: tuple[str, ...] = ()
+    def seen(self, now: float) -> Checkpoint:
+        return Checkpoint(self.step, max(0.0, now - self.at) if self.at is not None else None)
 
 
 class StatusPages:
-    """Updated by the main loop through the observer; any thread may ask for a page, made of one frozen object."""
+    """Updated by the main loop through the observer; any thread may ask for a page."""
 
     def __init__(
         self,
@@ -210,135 +188,117 @@ class StatusPages:
         self._secrets = secrets
         self._lease_ttl_s, self._max_restarts = lease_ttl_s, max_restarts
         self._clock = clock
-        self._started_at = clock()
-        self._seen = _Seen(NodeSnapshot(node, incarnation, waiting_for="the rendezvous store"))
-        self._job_page_lock = threading.Lock()
-        self._job_page = ""
-        self._job_page_due_at = clock()
+        self._lock = threading.Lock()
+        """Of all that follows. Instants are monotonic."""
+        self._snapshot = NodeSnapshot(node, incarnation, waiting_for="the rendezvous store")
+        self._state = "init"
+        self._generation = self._workers = 0
+        self._step = _Saved(0, None)
+        self._tiers: dict[str, _Saved] = {}
+        """The newest copy of each: `checkpoint`, `memory`, `replica`."""
+        self._at = {"agent_age_s": clock()}
+        """The instants behind ages, by their names."""
+        self._notice: tuple[str, float | None] = "", None
+        """With the instant at which this machine goes away."""
+        self._checks: tuple[CheckStatus, ...] = ()
+        self._partners_unreachable: tuple[str, ...] = ()
+        self.failure: Failure | None = None
+        """The newest failure that ended a generation, with its node's details."""
 
     def update(self, snapshot: NodeSnapshot, group: WorkerGroup | None, state: str, now: float) -> None:
         """After every turn."""
-        generation = group.generation if group is not None else 0
-        world = snapshot.world
-        failure = world.cause.failure if world is not None else None
-        begun_at = self._seen.running_since if generation == self._seen.generation else now
-        self._seen = replace(
-            self._seen,
-            snapshot=snapshot,
-            state=state,
-            generation=generation,
-            running_since=begun_at if generation else None,
-            workers=group.running if group is not None else 0,
-            failure=failure or self._seen.failure,
-        )
-
-    @property
-    def failure(self) -> Failure | None:
-        """The newest failure that ended a generation, with its node's details."""
-        return self._seen.failure
+        with self._lock:
+            generation = group.generation if group is not None else 0
+            if generation != self._generation:
+                self._at["running_s"] = now
+            self._snapshot, self._state, self._generation = snapshot, state, generation
+            self._workers = group.running if group is not None else 0
+            failure = snapshot.world.cause.failure if snapshot.world is not None else None
+            self.failure = failure or self.failure
 
     def stepped(self, step: int, at: float) -> None:
         """A worker of the present generation has finished this step."""
-        self._seen = replace(self._seen, step=step, stepped_at=at)
+        self._step = _Saved(step, at)
 
     def reported(self, report: Report, now: float) -> None:
         """A worker of the present generation has."""
         if report.result != "ok" or report.tier == "part":
             return
-        if report.tier == "memory":
-            saved = isinstance(report, SaveReport)
-            self._seen = replace(self._seen, memory=_Saved(report.step, now if saved else None))
-        elif isinstance(report, SaveReport):
-            self._seen = replace(self._seen, checkpoint=_Saved(report.step, now))
-        elif self._seen.checkpoint is None or report.step != self._seen.checkpoint.step:
-            self._seen = replace(self._seen, checkpoint=_Saved(report.step, None))
+        tier = "memory" if report.tier == "memory" else "checkpoint"
+        known = self._tiers.get(tier)
+        if isinstance(report, SaveReport):
+            self._tiers[tier] = _Saved(report.step, now)
+        elif known is None or known.step != report.step:
+            self._tiers[tier] = _Saved(report.step, None)
 
     def noticed(self, text: str, ends_at: float | None) -> None:
         """This machine goes away then. No text: it stays."""
-        self._seen = replace(self._seen, notice=text, ends_at=ends_at)
+        self._notice = text, ends_at
 
     def replicated(self, report: ReplicationReport) -> None:
         """The memory server has brought copies to other nodes, or cannot."""
-        replica = self._seen.replica
-        if report.step and (replica is None or report.step != replica.step):
-            self._seen = replace(self._seen, replica=_Saved(report.step, self._clock()))
-        self._seen = replace(self._seen, partners_unreachable=report.unreachable)
+        known = self._tiers.get("replica")
+        if report.step and (known is None or report.step != known.step):
+            self._tiers["replica"] = _Saved(report.step, self._clock())
+        self._partners_unreachable = report.unreachable
 
     def checked(self, findings: Sequence[Finding]) -> None:
         """The checks of this node have run."""
-        bad = [
-            finding for finding in worst_first(findings) if finding.outcome in (Outcome.FAIL, Outcome.WARN)
-        ]
-        statuses = (
+        bad = [one for one in worst_first(findings) if one.outcome in (Outcome.FAIL, Outcome.WARN)]
+        self._checks = tuple(
             CheckStatus(
-                finding.check,
-                finding.outcome.value,
-                finding.summary[:MAX_CHECK_TEXT],
-                finding.advice[:MAX_CHECK_TEXT],
+                one.check, one.outcome.value, one.summary[:MAX_CHECK_TEXT], one.advice[:MAX_CHECK_TEXT]
             )
-            for finding in bad[:MOST_CHECKS]
+            for one in bad[:MOST_CHECKS]
         )
-        self._seen = replace(self._seen, checks=tuple(statuses))
 
     def node(self) -> str:
-        seen, now = self._seen, self._clock()
-        snapshot, world = seen.snapshot, seen.snapshot.world
+        with self._lock:
+            return STATUS_PAGE.encode(self._status(self._clock()))
+
+    def _status(self, now: float) -> NodeStatus:
+        snapshot, world = self._snapshot, self._snapshot.world
         over = world is not None and world.phase is Phase.ENDED
+        tiers = {tier: saved.seen(now) for tier, saved in self._tiers.copy().items()}
+        notice, ends_at = self._notice
 
         def age(instant: float | None) -> float | None:
             return max(0.0, now - instant) if instant is not None else None
 
-        def checkpoint(saved: _Saved | None) -> Checkpoint | None:
-            return Checkpoint(saved.step, age(saved.at)) if saved is not None else None
-
-        status = NodeStatus(
+        waiting_for = "" if snapshot.undisturbed or over else snapshot.waiting_for
+        return NodeStatus(
             job=self._job_name,
             node=snapshot.node,
             incarnation=snapshot.incarnation,
             version=self._version,
-            agent_age_s=now - self._started_at,
-            state=seen.state,
-            waiting_for=""
-            if snapshot.undisturbed or over
-            else _masked(snapshot.waiting_for, MAX_TEXT, self._secrets),
+            agent_age_s=now - self._at["agent_age_s"],
+            state=self._state,
+            waiting_for=_masked(waiting_for, MAX_TEXT, self._secrets),
             coordinates=snapshot.coordinates,
             world=world.generation if world is not None else 0,
             phase=world.phase.value if world is not None else "",
             phase_s=age(snapshot.world_since) if world is not None else None,
-            generation=seen.generation,
-            workers=seen.workers,
-            running_s=age(seen.running_since),
-            step=seen.step,
-            step_age_s=age(seen.stepped_at),
-            checkpoint=checkpoint(seen.checkpoint),
-            memory=checkpoint(seen.memory),
-            replica=checkpoint(seen.replica),
+            generation=self._generation,
+            workers=self._workers,
+            running_s=age(self._at["running_s"]) if self._generation else None,
+            step=self._step.step,
+            step_age_s=age(self._step.at),
+            checkpoint=tiers.get("checkpoint"),
+            memory=tiers.get("memory"),
+            replica=tiers.get("replica"),
             lease_age_s=age(snapshot.confirmed_at),
             lease_ttl_s=self._lease_ttl_s,
             max_restarts=self._max_restarts,
             backoff_s=snapshot.backoff_s,
-            notice=seen.notice[:MAX_TEXT],
-            notice_s=max(0.0, seen.ends_at - now) if seen.ends_at is not None else None,
-            checks=seen.checks,
-            partners_unreachable=seen.partners_unreachable,
+            notice=notice[:MAX_TEXT],
+            notice_s=max(0.0, ends_at - now) if ends_at is not None else None,
+            checks=self._checks,
+            partners_unreachable=self._partners_unreachable,
         )
-        return STATUS_PAGE.encode(status)
 
     def job(self) -> str:
-        """Of the last moment or two, where there are many nodes."""
-        with self._job_page_lock:
-            now = self._clock()
-            if now >= self._job_page_due_at:
-                seen = self._seen.snapshot
-                self._job_page = job_page(
-                    JobStatus(
-                        self._job_name,
-                        seen.world,
-                        seen.known_nodes,
-                        seen.coordinator,
-                        complete=seen.coordinates,
-                    ),
-                    self._secrets,
-                )
-                self._job_page_due_at = now + PAGE_RESTS * (self._clock() - now)
-            return self._job_page
+        seen = self._snapshot
+        job = JobStatus(
+            self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
+        )
+        return job_page(job, self._secrets)

@@ -14,8 +14,8 @@ one node do the same steps: a step counts once.
 
 The rate of steps of this node's workers since the start of the agent, in bounded memory.
 
-Time is cut into slices of equal width; a step that spans several slices counts in each by its share. When there are too
-many slices, each two become one: the whole job is always there, in less detail the longer it lasts.
+It is kept as totals at some instants. When there are too many, every second one goes: the whole job is always there, in
+less detail the longer it lasts.
 """
 
 from __future__ import annotations
@@ -151,73 +151,39 @@ class StepCount:
         return new
 
 
-FIRST_WIDTH_S = 2.0
-MOST_SLICES = 240
-
-
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Steps in each slice, the oldest first."""
+    """The totals of steps at some instants, the oldest first: seconds ago, new steps, and steps that an earlier
+    generation had done already. The last one is of the newest step."""
 
-    width_s: float
-    left_s: float
-    """The time until the last slice ends."""
-    last_s: float | None
-    """Age of the last step."""
-    new: tuple[float, ...] = ()
-    again: tuple[float, ...] = ()
-    """Steps that an earlier generation had done already; not among `new`."""
+    totals: tuple[tuple[float, int, int], ...] = ()
 
 
 class StepRate:
     """The main thread adds, any thread reads. Instants are monotonic."""
 
-    def __init__(self, started_at: float, width_s: float = FIRST_WIDTH_S, most: int = MOST_SLICES) -> None:
+    def __init__(self, every_s: float = 2.0, most: int = 240) -> None:
         self._lock = threading.Lock()
-        self._started_at = started_at
-        self._width_s = width_s
+        self._every_s = every_s
         self._most = most
-        self._new: list[float] = [0.0]
-        self._again: list[float] = [0.0]
-        self._last_at: float | None = None
+        self._kept: list[tuple[float, int, int]] = []
+        self._newest: tuple[float, int, int] | None = None
 
     def add(self, since: float, until: float, new: int, again: int) -> None:
         """`new` steps were done between these instants, and `again` more that an earlier generation had done."""
         with self._lock:
-            self._reach(until)
-            self._last_at = until
-            begin, end = max(0.0, since - self._started_at), until - self._started_at
-            first, last = (min(len(self._new) - 1, max(0, int(at // self._width_s))) for at in (begin, end))
-            for place in range(first, last + 1):
-                share = 1.0
-                if last > first and end > begin:
-                    inside = min(end, (place + 1) * self._width_s) - max(begin, place * self._width_s)
-                    share = max(0.0, inside) / (end - begin)
-                self._new[place] += new * share
-                self._again[place] += again * share
+            _, all_new, all_again = self._newest or (since, 0, 0)
+            self._keep((since, all_new, all_again))
+            self._newest = (until, all_new + new, all_again + again)
+            self._keep(self._newest)
+
+    def _keep(self, totals: tuple[float, int, int]) -> None:
+        if not self._kept or totals[0] - self._kept[-1][0] >= self._every_s:
+            self._kept.append(totals)
+        if len(self._kept) > self._most:
+            self._kept, self._every_s = self._kept[::2], 2 * self._every_s
 
     def read(self, now: float) -> Rates:
         with self._lock:
-            self._reach(now)
-            left_s = self._started_at + len(self._new) * self._width_s - now
-            return Rates(
-                self._width_s,
-                round(left_s, 3),
-                round(max(0.0, now - self._last_at), 3) if self._last_at is not None else None,
-                tuple(round(steps, 3) for steps in self._new),
-                tuple(round(steps, 3) for steps in self._again),
-            )
-
-    def _reach(self, at: float) -> None:
-        """Add slices until there is one for this instant."""
-        while at - self._started_at >= self._most * self._width_s:
-            self._new, self._again = _halved(self._new), _halved(self._again)
-            self._width_s *= 2
-        more = int((at - self._started_at) // self._width_s) + 1 - len(self._new)
-        if more > 0:
-            self._new += [0.0] * more
-            self._again += [0.0] * more
-
-
-def _halved(steps: list[float]) -> list[float]:
-    return [sum(steps[place : place + 2]) for place in range(0, len(steps), 2)]
+            totals = [*self._kept, *([self._newest] if self._newest is not None else [])]
+        return Rates(tuple((round(max(0.0, now - at), 1), new, again) for at, new, again in totals))

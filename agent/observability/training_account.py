@@ -3,10 +3,8 @@
 What has a memory is a pure state machine elsewhere: `goodput` (which cause each second has), `node_progress` (how far
 the workers have come together) and `step_count` (which steps are new, and which are lost).
 
-Sums up saves into events, as some jobs copy their state into memory at every step.
-
-There is at most one event of a tier in `RESTS_S`; it covers all saves since the one before. The last one, at the end of
-the agent, covers the rest.
+Sums up saves into events, as some jobs copy their state into memory at every step: one of each tier with each account
+of seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 
 from ...health.metrics import Metrics
 from ...rendezvous.records import CauseKind, World
@@ -70,8 +67,6 @@ class TrainingAccount:
         self._generation, self._because = generation, because
         self._progress = NodeProgress()
         self._load_noted: tuple[str, int] | None = None
-        self._damaged: int | None = None
-        """The newest checkpoint that a worker of this generation found damaged."""
 
     @property
     def began(self) -> bool:
@@ -93,7 +88,7 @@ class TrainingAccount:
     def record(self, event: TrainingEvent, at: float) -> Recovery | None:
         before = self._goodput.activity
         recovery = self._goodput.record(event, at)
-        if PARTS[before] is not PARTS[self._goodput.activity]:
+        if PARTS.get(before) is not PARTS.get(self._goodput.activity):
             self.account(at)
         if recovery is not None and self._recovers_from in _RECOVERIES:
             phases_s = {phase.value: seconds for phase, seconds in recovery.phases.items()}
@@ -126,7 +121,7 @@ class TrainingAccount:
         """Write an account of all seconds until now into the journal."""
         self._accounted_at = now
         self._goodput.advance(now)
-        self._saves.flush(now)
+        self._saves.flush()
         seconds = {activity.value: spent_s for activity, spent_s in self._goodput.seconds.items()}
         done = self._done
         productive_s, all_s = seconds[Activity.PRODUCTIVE.value], sum(seconds.values())
@@ -188,7 +183,7 @@ class TrainingAccount:
     def reported(self, report: Report, at: float) -> None:
         self._pages.reported(report, at)
         if isinstance(report, SaveReport):
-            self._saves.add(report, at)
+            self._saves.add(report)
             self._saved(report, at)
         else:
             self._note_load(report)
@@ -213,7 +208,7 @@ class TrainingAccount:
 
     def saved_later(self, report: SaveReport, at: float) -> None:
         """The generation that ordered it has gone: `DiskWriter` logs a failure when it is final."""
-        self._saves.add(report, at)
+        self._saves.add(report)
         if report.result == "ok":
             self._count_saved(report)
         else:
@@ -223,7 +218,6 @@ class TrainingAccount:
         self._metrics.checkpoint_saved(
             tier=report.tier,
             step=report.step,
-            size_bytes=report.bytes,
             duration_s=report.duration_s,
             at_s=self._wall_clock(),
         )
@@ -250,68 +244,37 @@ class TrainingAccount:
         )
 
     def _loaded(self, report: LoadReport) -> None:
-        metrics = self._metrics
-        if report.result != "none":
-            metrics.checkpoint_loads_total.inc(tier=report.tier, result=report.result)
         if report.result == "corrupt":
-            metrics.checkpoint_verify_failures_total.inc()
-            self._damaged = max(report.step, self._damaged or 0)
-        elif report.result != "error":
-            if self._damaged is not None and report.step < self._damaged:
-                metrics.checkpoint_fallbacks_total.inc()
-            self._damaged = None
+            self._metrics.checkpoint_verify_failures_total.inc()
 
-
-RESTS_S: dict[Tier, float] = {"memory": 60.0, "local": 1.0, "part": 60.0}
 
 _PLACES: dict[Tier, str] = {"memory": "in memory", "local": "on disk", "part": "on disk in part"}
 
 
-@dataclass(slots=True)
-class _Since:
-    """The saves of one tier since the last event."""
-
-    due_at: float = 0.0
-    step: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    duration_s: float = 0.0
-    blocked_s: float = 0.0
-
-
 class SaveEvents:
-    """For the main thread. `now` is monotonic."""
+    """For the main thread."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._tiers: dict[Tier, _Since] = {}
+        self._counts: dict[Tier, Counter[str]] = {}
+        self._seconds: dict[Tier, dict[str, float]] = {}
 
-    def add(self, report: SaveReport, now: float) -> None:
-        since = self._tiers.setdefault(report.tier, _Since())
+    def add(self, report: SaveReport) -> None:
         good = report.result == "ok"
-        since.counts.update(saves=int(good), failed=int(not good), bytes=report.bytes if good else 0)
-        since.duration_s += report.duration_s
-        since.blocked_s += report.blocked_s
-        since.step = max(since.step, report.step)
-        if now >= since.due_at:
-            self._note(report.tier, since, now)
+        counts = self._counts.setdefault(report.tier, Counter())
+        counts.update(saves=int(good), failed=int(not good), bytes=report.bytes if good else 0)
+        if good or not counts["saves"]:
+            counts["step"] = report.step
+        seconds = self._seconds.setdefault(report.tier, {"duration": 0.0, "blocked": 0.0})
+        seconds["duration"] += report.duration_s
+        seconds["blocked"] += report.blocked_s
 
-    def flush(self, now: float) -> None:
+    def flush(self) -> None:
         """Write the events of all saves that have none yet."""
-        for tier, since in self._tiers.items():
-            if since.counts.total():
-                self._note(tier, since, now)
-
-    def _note(self, tier: Tier, since: _Since, now: float) -> None:
-        saves, failed = since.counts["saves"], since.counts["failed"]
-        what = (
-            f"step {since.step} is {_PLACES[tier]}" if saves else f"step {since.step} is not {_PLACES[tier]}"
-        )
-        more = f", {failed} failed" if failed else ""
-        self._journal.note(
-            Kind.SAVE,
-            f"{what}{f' ({saves} saves)' if saves > 1 else ''}{more}",
-            cause=tier,
-            seconds={"duration": since.duration_s, "blocked": since.blocked_s},
-            counts={**since.counts, "step": since.step},
-        )
-        self._tiers[tier] = _Since(now + RESTS_S[tier])
+        for tier, counts in self._counts.items():
+            saves, failed = counts["saves"], counts["failed"]
+            text = f"step {counts['step']} is {'' if saves else 'not '}{_PLACES[tier]}"
+            text += f" ({saves} saves)" if saves > 1 else ""
+            text += f", {failed} failed" if failed else ""
+            self._journal.note(Kind.SAVE, text, cause=tier, seconds=self._seconds[tier], counts=counts)
+        self._counts, self._seconds = {}, {}

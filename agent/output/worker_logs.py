@@ -136,12 +136,11 @@ class WorkerLogs:
         directory: Path | None,
         node: str,
         console: Console,
-        count: Callable[[str, int, int], None] = lambda name, lines, size: None,
         count_lost: Callable[[int], None] = lambda size: None,
         *,
         files: bool = True,
     ) -> None:
-        """In the reading thread `count(name, lines, size)` is given what was read from a stream, and `count_lost` how
+        """In the reading thread `count_lost` is given how
         many bytes are missing in a file because its disk stood still. Without `files` what workers print is in none,
         and the folder of the run is for others."""
         self._directory = directory
@@ -149,7 +148,6 @@ class WorkerLogs:
         """The output of workers is written to files."""
         self._run: RunFolder | None = None
         self._tidying: Thread | None = None
-        self._count = count
         self._node = node
         self._console = console
         self._files = LogFiles(count_lost)
@@ -295,7 +293,6 @@ class WorkerLogs:
             self._close(stream)
             return 0
         stream.size += len(data)
-        self._count(stream.name, 0, len(data))
         if stream.file is not None:
             self._files.save(stream.file, data)
         self._show(stream, stream.splitter.feed(data))
@@ -324,8 +321,6 @@ class WorkerLogs:
                 self._files.finish(stream.file)
 
     def _show(self, stream: _Stream, ended: list[bytes]) -> None:
-        if ended:
-            self._count(stream.name, len(ended), 0)
         ended = [line for line in ended if not self._misleads(line)]
         stream.tail.extend(line[:_TAIL_LINE_MAX] for line in ended)
         shown, drawn, now = list(ended), stream.splitter.drawn, time.monotonic()

@@ -70,10 +70,10 @@ class HangWatch:
     def turn(self, generation: Generation, now: float) -> tuple[int, str] | None:
         """Tell the others of a stall, and this node's log of a verdict. Where none comes and this node has to end its
         workers: the local rank that is the likeliest to be stuck by itself, and why."""
-        hang, running = generation.hang, generation.running
+        hang = generation.hang
         stall, before = generation.stalls(now), generation.stall
         limit_s = hang.limit_s()
-        self._observer.watches(hang.state(stall).value, hang.stalled_s(running, now), limit_s)
+        self._observer.watches(hang.state(stall).value, limit_s)
         if limit_s is None:
             return None
         self._ask_for_signs(generation, now)

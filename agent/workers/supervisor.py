@@ -128,8 +128,6 @@ class Supervisor:
         generation.log_start(self._clock() - now)
         self._observer.started(group.ranks)
         if problem:
-            for ended, returncode in group.returncodes.items():
-                self._observer.exited(ended, returncode, now, killed=True)
             self._failures.fail(generation, NOT_STARTED, problem)
         elif world.members[0] != member:
             generation.check_master(member.node)
@@ -268,7 +266,6 @@ class Supervisor:
         returncode = group.reap(local_rank)
         self._send(generation, generation.just_in_time.gone(local_rank, at))
         self._look(generation)
-        self._observer.exited(local_rank, returncode, at, killed=group.killed)
         kind = generation.exited(local_rank, returncode, at)
         if kind is Exit.ENDED:
             self._observer.ended(local_rank, "ok", at)
@@ -363,8 +360,6 @@ class Supervisor:
         self._failures.update(now)
         processes.guard.check()
         self._spares_due_at = processes.spares.turn(now)
-        if self._config.preload:
-            self._observer.spares(processes.spares.ready)
         if processes.spares.loaded:
             self._participant.became_ready()
 

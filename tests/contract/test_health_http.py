@@ -45,6 +45,12 @@ class Agent:
         return {NODE_PATH: lambda: self.introduction}
 
 
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics are rendered for each scrape."""
+    monkeypatch.setattr(health_http, "REST_S", 0.0)
+
+
 @pytest.fixture
 def agent() -> Agent:
     return Agent()
@@ -52,12 +58,10 @@ def agent() -> Agent:
 
 @pytest.fixture
 def server(agent: Agent) -> Iterator[HealthServer]:
-    """Its clock stands still unless a test moves it, so that no client here is ever cut off by a slow machine. Metrics
-    are rendered for each scrape."""
+    """Its clock stands still unless a test moves it, so that no client here is ever cut off by a slow machine."""
     server = HealthServer(
         listening_socket(),
         Answers(lambda: agent.page(), lambda: agent.live, lambda: agent.ready, agent.pages),
-        Limits(metrics_rest_s=0.0),
         clock=lambda: agent.now_s,
     )
     server.start()
@@ -120,7 +124,10 @@ def test_metrics_are_served_with_their_content_type(server: HealthServer) -> Non
     assert_answers(server)
 
 
-def test_a_flood_of_scrapes_renders_the_metrics_twice_a_second(agent: Agent) -> None:
+def test_a_flood_of_scrapes_renders_the_metrics_twice_a_second(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_http, "REST_S", 0.5)
     rendered: list[float] = []
 
     def page() -> bytes:
@@ -572,16 +579,13 @@ def test_a_page_sees_its_query_and_may_have_headers_of_its_own(agent: Agent) -> 
         assert get(server, "/nothing")[2] == b"404 Not Found: try /metrics, /healthz, /readyz, /\n"
 
 
-EAGER = Limits(metrics_rest_s=0.0)
-
-
 @contextmanager
 def served(
     agent: Agent,
     answers: Answers,
-    limits: Limits = EAGER,
+    limits: Limits | None = None,
 ) -> Iterator[HealthServer]:
-    server = HealthServer(listening_socket(), answers, limits, clock=lambda: agent.now_s)
+    server = HealthServer(listening_socket(), answers, limits or Limits(), clock=lambda: agent.now_s)
     server.start()
     try:
         yield server

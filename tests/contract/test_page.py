@@ -25,7 +25,6 @@ from elastic_agent.agent.observability.steps import Rates
 from elastic_agent.agent.output.journal import EVENTS_PATH, Journal, Kind
 from elastic_agent.health.http import Answers, HealthServer, Probe
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
-from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from tests.browser import LACKING, Browser, browsing, find_chromium
 from tests.unit.test_page import job_of
 
@@ -33,7 +32,7 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 """With a sign that turns the direction of writing around."""
 
 
-RATES = Rates(2.0, 1.0, 0.5, (0.0, 10.0, 20.0, 20.0, 4.0), (0.0, 4.0, 0.0, 0.0, 0.0))
+RATES = Rates(((9.0, 0, 0), (7.0, 10, 4), (5.0, 30, 4), (3.0, 50, 4), (1.0, 54, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ class Agent:
         life = "n0-1" if self.server is None else "n0-2"
         about = {"job": "digits", "node": "n0", "incarnation": life, "version": "1"}
         look = lambda: [self.job] if self.job is not None else []  # noqa: E731
-        board = Board(self.journal, about, look, self.describe, time.monotonic)
+        board = Board(self.journal, about, look, self.describe)
         page = read_page()
         bind = socket.create_server(("127.0.0.1", self.port), reuse_port=False, backlog=64)
         self.port = bind.getsockname()[1]
@@ -162,13 +161,12 @@ def test_an_exclusion_is_shown_as_long_as_it_lasts_however_many_events_follow_it
     agent.journal.note(Kind.EXCLUSION, "node n7 is left out", about="n7", cause="operator")
     for number in range(2 * MOST_EVENTS):
         agent.journal.note(Kind.DRAIN, f"change {number}")
-    out = Exclusion("n7", "", "operator", "a <b>fan</b> is loud", by_operator=True)
-    agent.job = replace(whole, exclusions=(out,))
+    agent.job = replace(whole, notes=("node n7 is excluded by an operator: a <b>fan</b> is loud",))
     browser.open(agent.url)
-    excluded = "document.querySelector('#excluded').innerText"
+    excluded = "document.querySelector('#notes').innerText"
     browser.wait_for(f"{excluded}.includes('n7 is excluded by an operator: a <b>fan</b> is loud')")
-    agent.job = replace(whole, exclusions=(replace(out, readmitted=True),))
-    browser.wait_for(f"{excluded} === ''")
+    agent.job = whole
+    browser.wait_for(f"document.querySelector('#notes-sheet').hidden || !{excluded}.includes('n7')")
     assert browser.problems == []
 
 
@@ -244,7 +242,7 @@ def test_a_thousand_nodes_are_drawn_and_those_in_need_come_first(agent: Agent, b
 def test_before_there_is_anything_it_says_so(agent: Agent, browser: Browser) -> None:
     agent.job, agent.rates, agent.problem = (
         None,
-        Rates(2.0, 1.0, None, (0.0,), (0.0,)),
+        Rates(),
         "the store does not answer",
     )
     browser.open(agent.url)
@@ -260,7 +258,7 @@ def test_before_there_is_anything_it_says_so(agent: Agent, browser: Browser) -> 
 
 
 def test_a_script_that_reports_no_steps_has_no_chart_and_one_hint(agent: Agent, browser: Browser) -> None:
-    agent.job, agent.rates = job_of(2, step=0), Rates(2.0, 1.0, None, (0.0,), (0.0,))
+    agent.job, agent.rates = job_of(2, step=0), Rates()
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
     assert shown(browser, "#state") == "running (no steps reported)"

@@ -108,17 +108,6 @@ def test_the_spans_of_a_recovery_are_one_trace(collector: Collector) -> None:
         ({COLLECTOR: ""}, False),
         ({COLLECTOR: "http://collector:4318"}, True),
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318/v1/traces"}, True),
-        ({COLLECTOR: "http://collector:4318", "OTEL_TRACES_EXPORTER": "none"}, False),
-        ({COLLECTOR: "http://collector:4318", "OTEL_TRACES_EXPORTER": "otlp"}, True),
-        ({COLLECTOR: "http://collector:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, False),
-        (
-            {
-                COLLECTOR: "http://collector:4318",
-                "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
-                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-            },
-            True,
-        ),
     ],
 )
 def test_spans_are_sent_where_a_collector_is_named(environ: dict[str, str], sends: bool) -> None:
@@ -134,7 +123,8 @@ def test_without_the_packages_the_log_says_what_to_install(
     assert "pip install 'elastic-agent[otel]'" in caplog.text
 
 
-def test_what_waits_at_the_end_is_sent(collector: Collector) -> None:
+def test_what_waits_at_the_end_is_sent(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "CLOSE_S", PATIENCE_S)
     sender = Sender(collector.url, RESOURCE)
     sender.start()
     sender.recovery()
@@ -158,35 +148,6 @@ def test_the_variables_of_opentelemetry_are_respected(
     assert (path, headers["x-token"], headers["content-encoding"]) == ("/v1/traces", "abc", "gzip")
     resource = collector.spans[0].resource
     assert (resource["service.name"], resource["rack"], resource["elastic_agent.node"]) == ("ours", "7", "a")
-
-
-def test_a_disabled_sdk_sends_nothing(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    sender = Sender(collector.url, RESOURCE)
-    sender.start()
-    sender.recovery()
-    sender.close()
-    assert collector.requests == []
-
-
-def test_a_collector_that_refuses_is_told_once_and_again_when_it_takes_them(
-    collector: Collector, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    collector.status = 400
-    sender = Sender(collector.url, RESOURCE)
-    sender.start()
-    for asked in (1, 2):
-        sender.recovery()
-        wait_for(lambda asked=asked: len(collector.requests) == asked)  # type: ignore[misc]
-    collector.status = 200
-    sender.recovery()
-    wait_for(lambda: "again" in caplog.text)
-    sender.close()
-    ours = [record.getMessage() for record in caplog.records if record.name.startswith("elastic_agent")]
-    assert len(ours) == 2
-    assert "400" in ours[0]
-    assert ours[1] == "spans are sent again"
 
 
 @pytest.mark.parametrize("collector_is", ["away", "hanging", "failing"])
@@ -241,22 +202,6 @@ def test_what_the_library_raises_ends_no_thread_as_failed(
     sender.close()
     assert "no spans are sent" in caplog.text
     assert failed == []
-
-
-def test_an_export_that_raises_fails_no_thread_of_the_sdk(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    def raises(*_: object) -> None:
-        raise SystemError("of a library")
-
-    monkeypatch.setattr(OTLPSpanExporter, "export", raises)
-    sender = Sender("http://127.0.0.1:9", RESOURCE)
-    sender.start()
-    sender.recovery()
-    sender.close()
-    assert "spans are not sent: SystemError('of a library')" in caplog.text
 
 
 def test_an_agent_that_sends_spans_can_use_etcd() -> None:

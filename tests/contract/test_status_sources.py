@@ -136,7 +136,7 @@ def test_each_node_answers_for_itself_and_each_kind_of_silence_is_recognized(
     )
     assert ask_nodes(job, SHORT_S) == {
         "a-1": a.status,
-        "b-1": Unreachable.REPLACED,
+        "b-1": Unreachable.REFUSED,
         "c-1": Unreachable.REFUSED,
         "d-1": Unreachable.SILENT,
         "e-1": Unreachable.STRANGE,
@@ -160,7 +160,7 @@ def test_a_thousand_nodes_are_asked_at_most_so_many_at_once(node: Callable[..., 
     answers = ask_nodes(job, 8 * PATIENCE_S)
     counted.set()
     counting.join()
-    assert list(answers.values()) == [Unreachable.REPLACED] * 1000
+    assert list(answers.values()) == [Unreachable.REFUSED] * 1000
     assert 1 < max(threads) <= AT_ONCE
 
 

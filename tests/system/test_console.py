@@ -34,7 +34,7 @@ def test_training_restarts_and_leaves_go_on_though_the_console_is_not_read(job: 
         assert age_s < 5.0, "the main loop turns"
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             [dropped] = re.findall(
-                rb"^elastic_agent_console_lines_dropped_total\{.*\} (\S+)$", answer.read(), re.M
+                rb'^elastic_agent_dropped_total\{.*what="console_lines".*\} (\S+)$', answer.read(), re.M
             )
         assert float(dropped) > 0
         deaf.signal(signal.SIGTERM)

@@ -14,7 +14,6 @@ import pytest
 from tests.etcd_servers import EtcdCluster, etcd_cluster
 
 from .harness import Agent, Job
-from .replicating import SIZE
 
 REPLICATING = Path(__file__).with_name("replicating.py")
 SERVER = b"agent.checkpoints.server"
@@ -54,8 +53,6 @@ def test_shards_come_to_the_other_node_and_the_key_shows_up_nowhere(job: Job, et
     assert {record["nodes"][0] for record in job.history(what="acked", node="a")} == {"b"}
     for agent in agents:
         job.wait_for(lambda agent=agent: agent.metric("elastic_agent_replica_last_step") == 3, "the report")
-        assert agent.metric("elastic_agent_replica_sent_bytes_total") >= 3 * SIZE
-        assert agent.metric("elastic_agent_replica_held_bytes") >= 2 * SIZE
         assert agent.metric("elastic_agent_replica_partners_unreachable") == 0
 
     # The key: in the store and in files of the two folders in memory, and nowhere else.

@@ -26,7 +26,6 @@ def test_newcomers_that_are_not_like_the_others_leave_a_healthy_job_alone(job: J
         lacking, r"waiting: excluded: each of 2 failures in a row began there alone.*no_such_package"
     )
     assert first.says(r"node lacking is excluded: each of 2 failures in a row began there alone")
-    job.wait_for_metric(first, "elastic_agent_node_exclusions_total", 1)
     job.wait_for_metric(lacking, "elastic_agent_node_excluded", 1)
     left_alone = job.wait_for_training(world=1, after=2)
     assert left_alone.nodes == ["a"]

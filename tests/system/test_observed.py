@@ -114,14 +114,11 @@ def test_a_real_checkpoint_shows_in_the_metrics(job: Job) -> None:
     saves = ("elastic_agent_checkpoint_saves_total", {"tier": "local", "result": "ok"})
     job.wait_for(lambda: agent.metric(saves[0], **saves[1]) == 1, "the save to be counted")
     assert agent.metric("elastic_agent_checkpoint_last_step", tier="local") == 1
-    size = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
-    assert 0 < agent.metric("elastic_agent_checkpoint_size_bytes", tier="local") <= size
 
     worker = next(process for process in job.workers("a"))
     os.kill(worker.pid, signal.SIGKILL)
     job.wait_for(lambda: agent.metric(saves[0], **saves[1]) == 2, "the second generation to save")
-    loads = agent.metric("elastic_agent_checkpoint_loads_total", tier="memory", result="ok")
-    assert (loads, agent.metric("elastic_agent_checkpoint_last_step", tier="local")) == (1, 2)
+    assert agent.metric("elastic_agent_checkpoint_last_step", tier="local") == 2
 
 
 def test_what_a_worker_did_until_it_was_killed_is_counted_and_what_came_then_told(job: Job) -> None:

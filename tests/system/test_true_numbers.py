@@ -96,7 +96,7 @@ class Story:
     def _has_heard(self, agent: Agent) -> bool:
         """Whoever stands still has sent something that is no report after everything else."""
         holds = self._job.history(what="hold", node=agent.name)
-        return Page(agent).all_of("step", "reports_dropped_total") == [holds[-1]["step"], len(holds)]
+        return Page(agent).all_of("step", "dropped_total") == [holds[-1]["step"], len(holds)]
 
     def damage(self, step: int) -> None:
         [data] = self.checkpoints.glob(f"step-{step:012}-*.pt")
@@ -144,17 +144,11 @@ def test_every_number_is_what_happened(job: Job, story: Story) -> None:
     check_steps_and_checkpoints(page)
     check_time(page, story)
     check_timeline(page, story)
-    check_what_was_printed(page, job.folder / "a")
 
 
 def check_the_node_whose_worker_died(page: Page) -> None:
     assert page.counted("worker_exits_total", "reason", ("ok", *CAUSES)) == {"killed": 1}
-    assert page.counted("failures_total", "reason", ("lost", *CAUSES)) == {"killed": 1}
-    assert page.all_of("worker_last_exit_code", "worker_up", "worker_starts_total") == [-signal.SIGKILL, 1, 2]
-    assert page.all_of("detection_duration_seconds_count", "worker_stop_duration_seconds_count") == [1, 0]
     assert page.of("recovery_duration_seconds_count", kind="process") == 1
-    detected = page.of("recovery_phase_duration_seconds_sum", phase="detect")
-    assert detected == pytest.approx(page.of("detection_duration_seconds_sum"), abs=0.01)
     assert page.all_of("steps_total", "lost_steps_total") == [10, 2]
     assert page.all_of("checkpoint_saves_total", "checkpoint_blocked_seconds_total") == [0, 0]
     assert page.of("checkpoint_interval_seconds") is None
@@ -163,9 +157,8 @@ def check_the_node_whose_worker_died(page: Page) -> None:
 
 
 def check_the_node_that_came_later(page: Page) -> None:
-    assert page.all_of("steps_total", "lost_steps_total", "worker_starts_total") == [2, 0, 1]
-    assert page.counted("membership_changes_total", "kind", ("join", "leave", "lost")) == {"join": 1}
-    assert page.all_of("failures_total", "recovery_duration_seconds_count") == [0, 0]
+    assert page.all_of("steps_total", "lost_steps_total") == [2, 0]
+    assert page.of("recovery_duration_seconds_count") == 0
     assert page.counted("lost_time_seconds_total", "cause", ("waiting", "startup")).keys() == {
         "waiting",
         "startup",
@@ -178,12 +171,6 @@ def sum_of_waiting_and_startup(page: Page) -> float:
 
 
 def check_changes_of_the_job(page: Page) -> None:
-    assert page.counted("membership_changes_total", "kind", ("join", "leave", "lost")) == {
-        "join": 1,
-        "leave": 1,
-        "lost": 1,
-    }
-    assert page.counted("failures_total", "reason", ("lost", *CAUSES)) == {"killed": 1, "lost": 1}
     assert page.counted("restarts_total", "reason", (*MEMBERSHIP_CHANGES, *CAUSES)) == {
         "killed": 1,
         "leave": 1,
@@ -198,7 +185,7 @@ def check_changes_of_the_job(page: Page) -> None:
     assert page.of("recovery_phase_duration_seconds_sum") == pytest.approx(
         page.of("recovery_duration_seconds_sum")
     )
-    assert page.all_of("rendezvous_duration_seconds_count", "rendezvous_generation") == [5, 5]
+    assert page.of("rendezvous_generation") == 5
     assert [page.of("nodes", state=state) for state in ("active", "standby", "waiting", "lost")] == [
         1,
         0,
@@ -214,15 +201,7 @@ def check_changes_of_the_job(page: Page) -> None:
 
 
 def check_workers(page: Page) -> None:
-    assert page.all_of("worker_starts_total", "worker_up", "worker_last_exit_code") == [5, 1, -signal.SIGTERM]
-    assert page.counted("worker_stop_duration_seconds_count", "signal", ("term", "kill")) == {
-        "term": 3,
-        "kill": 1,
-    }
-    killed_after_s = page.of("worker_stop_duration_seconds_sum", signal="kill")
-    assert killed_after_s is not None
-    assert killed_after_s >= 1.0, "the grace after a failure"
-    assert page.all_of("worker_exits_total", "detection_duration_seconds_count") == [0, 0]
+    assert page.of("worker_exits_total") == 0
     assert [page.of("workers", state=state) for state in ("running", "stopped", "failed")] == [1, 0, 0]
 
 
@@ -232,11 +211,7 @@ def check_steps_and_checkpoints(page: Page) -> None:
     assert page.of("step_duration_seconds_count") == sum(number - 1 for number in steps.values())
     assert page.of("step_duration_seconds_bucket", le="0.1") == 0
     assert page.counted("checkpoint_saves_total", "result", ("ok", "error", "corrupt")) == {"ok": 5}
-    assert page.counted("checkpoint_loads_total", "result", ("ok", "error", "corrupt")) == {
-        "ok": 4,
-        "corrupt": 1,
-    }
-    assert page.all_of("checkpoint_verify_failures_total", "checkpoint_fallbacks_total") == [1, 1]
+    assert page.of("checkpoint_verify_failures_total") == 1
     assert page.of("checkpoint_blocked_seconds_total") == page.of("checkpoint_save_duration_seconds_sum")
     assert page.of("checkpoint_save_duration_seconds_count") == 5
     interval_s = page.of("checkpoint_interval_seconds")
@@ -289,11 +264,3 @@ def check_timeline(page: Page, story: Story) -> None:
     assert init_s is not None
     assert start_s is not None
     assert -MOMENTS_S < init_s + start_s - (loading - began) < 4 * CLOCKS_S, "what runs before the first line"
-
-
-def check_what_was_printed(page: Page, folder: Path) -> None:
-    for stream in ("stdout", "stderr"):
-        printed = b"".join(file.read_bytes() for file in folder.glob(f"*/gen*/rank*/{stream}.log"))
-        assert page.of("log_bytes_total", stream=stream) == len(printed)
-        assert page.of("log_lines_total", stream=stream) == printed.count(b"\n")
-    assert page.of("log_lines_total", stream="stdout") == 6 + 6 + 8 + 2 + 4

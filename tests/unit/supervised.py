@@ -39,7 +39,7 @@ from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore
 from elastic_agent.agent.workers.supervisor import Supervisor
 from elastic_agent.health.checks.gpus import GPU_READING, GpuFacts, NvmlFacts
-from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
     Cause,
@@ -223,9 +223,15 @@ class Supervised:
             identity, ALONE, lease_ttl_s=TTL_S, rng=random.Random(1), now=self.now
         )
         self.participant.failures = []
-        about = "job", "a", Build(version="1"), Place(workers=count)
+        about = "job", "a", Build(version="1")
         self.metrics = Metrics(
-            *about, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=self.clock, causes=CauseTable().names
+            *about,
+            workers=count,
+            min_nodes=1,
+            max_nodes=1,
+            started_at_s=0.0,
+            clock=self.clock,
+            causes=CauseTable().names,
         )
         pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
         self.evidence = FakeEvidence(self.clock)
@@ -244,7 +250,7 @@ class Supervised:
                 self.metrics,
                 pages,
                 journal,
-                StepRate(self.now),
+                StepRate(),
                 None,
                 None,
                 self.now,

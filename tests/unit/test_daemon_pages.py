@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.health.http import Answers, HealthServer, Probe, Request
-from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.pool.member import Assignment
 from elastic_agent.pool.pages import (
     DaemonPages,
@@ -60,7 +60,7 @@ def agent() -> Iterator[Endpoint]:
         "j",
         "n",
         Build(version="1"),
-        Place(workers=2),
+        workers=2,
         min_nodes=1,
         max_nodes=2,
         started_at_s=0.0,

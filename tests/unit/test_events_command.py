@@ -28,7 +28,7 @@ PATIENCE_S = 20.0
 @contextmanager
 def serving(journal: Journal, life: str, port: int = 0, job: str = "digits") -> Iterator[Endpoint]:
     about = {"job": job, "node": journal.node, "incarnation": life, "version": "1"}
-    board = Board(journal, about, list, lambda job, problem: {}, lambda: 0.0)
+    board = Board(journal, about, list, lambda job, problem: {})
     probe = Probe(True, "")
     server = HealthServer(
         socket.create_server(("127.0.0.1", port)),

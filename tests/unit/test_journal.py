@@ -359,32 +359,29 @@ def saved(tier: str, step: int, result: str = "ok") -> SaveReport:
     return SaveReport(1, 0, step, result, 0.5, 100, tier, 0.25)  # type: ignore[arg-type]
 
 
-def test_saves_at_every_step_are_an_event_a_minute() -> None:
+def test_all_saves_since_the_last_account_are_one_event() -> None:
     journal = Journal("a", lambda: 0.0)
     saves = SaveEvents(journal)
     for step in range(1, 1001):
-        saves.add(saved("memory", step), step * 0.1)
-    saves.flush(100.0)
-    first, second, last = journal.since(0, 10)
-    assert (first.text, first.counts) == (
-        "step 1 is in memory",
-        {"saves": 1, "failed": 0, "bytes": 100, "step": 1},
-    )
-    assert second.counts["step"] == 601
-    assert last.counts == {"saves": 399, "failed": 0, "bytes": 39_900, "step": 1000}
-    assert last.seconds == {"duration": 199.5, "blocked": 99.75}
+        saves.add(saved("memory", step))
+    for _ in range(2):
+        saves.flush()
+    (event,) = journal.since(0, 10)
+    assert event.text == "step 1000 is in memory (1000 saves)"
+    assert event.counts == {"saves": 1000, "failed": 0, "bytes": 100_000, "step": 1000}
+    assert event.seconds == {"duration": 500.0, "blocked": 250.0}
 
 
 def test_a_save_that_failed_is_said() -> None:
     journal = Journal("a", lambda: 0.0)
     saves = SaveEvents(journal)
-    saves.add(saved("local", 5), 0.0)
-    saves.add(saved("local", 10, "error"), 0.5)
-    saves.add(saved("local", 15), 0.9)
-    saves.flush(1.0)
-    saves.flush(2.0)
+    saves.add(saved("local", 10, "error"))
+    saves.flush()
+    saves.add(saved("local", 15))
+    saves.add(saved("local", 20, "error"))
+    saves.flush()
     first, last = journal.since(0, 10)
-    assert (first.text, last.text) == ("step 5 is on disk", "step 15 is on disk, 1 failed")
+    assert (first.text, last.text) == ("step 10 is not on disk, 1 failed", "step 15 is on disk, 1 failed")
 
 
 @pytest.fixture(autouse=True)

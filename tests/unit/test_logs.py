@@ -53,15 +53,10 @@ class Rig:
         self.console = console
         self._out = (console / "out").open("wb", buffering=0)
         self._err = (console / "err").open("wb", buffering=0)
-        self.counted: dict[str, list[int]] = {"stdout": [0, 0], "stderr": [0, 0]}
         self.shown = started(Console("n1", self._out.fileno(), self._err.fileno()))
-        self.logs = WorkerLogs(directory, "n1", self.shown, self._count, lost)
+        self.logs = WorkerLogs(directory, "n1", self.shown, lost)
         self.logs.start()
         self.logs.begin("job", "run", 1)
-
-    def _count(self, name: str, lines: int, size: int) -> None:
-        counted = self.counted[name]
-        counted[:] = [counted[0] + lines, counted[1] + size]
 
     def close(self) -> None:
         self.logs.close()
@@ -153,16 +148,6 @@ def test_the_last_state_of_a_bar_that_waits_is_shown_when_its_stream_ends(rig: R
     os.write(out, b"\r2%\r3%")
     os.close(out)
     eventually(lambda: rig.out() == b"[n1/0] 1%\n[n1/0] 3%\n")
-
-
-def test_lines_and_bytes_are_counted_by_stream(rig: Rig) -> None:
-    (out, err), (other, _) = rig.worker(rank=0), rig.worker(rank=1)
-    os.write(out, b"one\ntwo\nhalf")
-    os.write(other, b"three\n")
-    os.write(err, b"\xff\n")
-    eventually(lambda: rig.counted == {"stdout": [3, 18], "stderr": [1, 2]})
-    rig.logs.detach_generation(1)
-    eventually(lambda: rig.counted == {"stdout": [4, 18], "stderr": [1, 2]})
 
 
 def test_lines_of_two_ranks_that_arrive_in_halves_stay_whole(rig: Rig) -> None:
@@ -274,7 +259,6 @@ def test_a_line_that_would_mislead_is_in_the_file_only(rig: Rig) -> None:
     assert rig.logs.tail(1, 0) == ("[E2] port 70 is taken.",)
     assert rig.file("stderr") == b"[E1] port 7 is taken.\n[E2] port 70 is taken.\n"
     eventually(lambda: rig.err() == b"[n1/0] [E2] port 70 is taken.\n")
-    assert rig.counted["stderr"][0] == 2, "like the file"
     os.close(err)
 
 

@@ -14,17 +14,15 @@ from elastic_agent.agent.observability.status import STATUS_PAGE, StatusPages
 from elastic_agent.agent.observability.steps import StepRate
 from elastic_agent.agent.output.journal import Journal, Kind
 from elastic_agent.agent.workers.processes.workers import WorkerGroup
-from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
-    BadState,
     Cause,
     CauseKind,
     Endpoint,
     Failure,
     Member,
     Phase,
-    Restarts,
     Result,
     World,
 )
@@ -42,7 +40,7 @@ def metrics() -> Metrics:
         "job",
         "a",
         Build(version="1"),
-        Place(workers=1),
+        workers=1,
         min_nodes=1,
         max_nodes=1,
         started_at_s=0.0,
@@ -62,30 +60,19 @@ def journal() -> Journal:
 
 @pytest.fixture
 def observer(metrics: Metrics, pages: StatusPages, journal: Journal) -> Observer:
-    return Observer(metrics, pages, journal, StepRate(0.0), None, None, 0.0, lambda: 0.0)
-
-
-def test_a_state_that_is_passed_over_is_counted_once(metrics: Metrics, observer: Observer) -> None:
-    counted = []
-    for bad in (None, BadState(3, 5), BadState(3, 5), BadState(5, 4), None, None):
-        observer.starting(replace(WORLD, restarts=Restarts(bad_state=bad)), MEMBER, 0.0)
-        [(_, _, value)] = metrics.checkpoint_set_backs_total.samples()
-        counted.append(value)
-    assert counted == [0, 1, 1, 2, 2, 2]
+    return Observer(metrics, pages, journal, StepRate(), None, None, 0.0, lambda: 0.0)
 
 
 def test_the_deadline_of_a_notice_is_shown_until_it_is_withdrawn(
     metrics: Metrics, pages: StatusPages, journal: Journal
 ) -> None:
     """The machine's monotonic clock shows 0 s, its wall clock 1000 s."""
-    observer = Observer(metrics, pages, journal, StepRate(0.0), None, None, 0.0, lambda: 1000.0)
+    observer = Observer(metrics, pages, journal, StepRate(), None, None, 0.0, lambda: 1000.0)
     for deadline in (30.0, 20.0):
-        observer.noticed("the cloud ends it", deadline, 0.0)
-    assert [value for *_, value in metrics.notice_deadline_timestamp_seconds.samples()] == [1020.0]
+        observer.noticed("the cloud ends it", deadline)
     shown = STATUS_PAGE.decode(pages.node())
     assert (shown.notice, shown.notice_s) == ("the cloud ends it", 20.0)
-    observer.noticed("the cloud may end it", None, 0.0)
-    assert not list(metrics.notice_deadline_timestamp_seconds.samples())
+    observer.noticed("the cloud may end it", None)
     shown = STATUS_PAGE.decode(pages.node())
     assert (shown.notice, shown.notice_s) == ("the cloud may end it", None)
     observer.notice_withdrawn()

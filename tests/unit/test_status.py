@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands import status
-from elastic_agent.agent.commands.status import STATUS_OPTIONS, Watch, choose_source
+from elastic_agent.agent.commands.status import STATUS_OPTIONS, choose_source
 from elastic_agent.agent.common.exits import OF_COMMANDS, ExitCode
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.load import read_argv
@@ -69,7 +69,7 @@ def test_a_job_of_a_pool_is_looked_for_in_the_pools_store() -> None:
             ("10.0.0.1:9100",),
             "'10.0.0.1:9100': expected the id of a job of the pool; elastic-agent jobs lists them; or",
         ),
-        (("j", "--agent=h:1"), "--agent 'h:1': expected a job or an agent"),
+        (("j", "--agent=h:1"), "--agent 'h:1': expected an agent, a job, or the store to ask"),
         (("../j",), "expected the id of a job"),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_file_means_the_store_that_it_names(tmp_path: Path) -> None:
         (("--jsn",), "did you mean --json?"),
         (("--agent", "node1"), "HOST:PORT"),
         (("--agent", "node1:0"), "HOST:PORT"),
-        (("--agent", "node1:1", *STORE), "an agent or the store to ask"),
+        (("--agent", "node1:1", *STORE), "an agent, a job, or the store to ask"),
         (("--timeout", "0"), "a duration from 0.1 s"),
         (("--watch=0",), "a duration from 0.1 s"),
         (("--rdzv-id", "j"), "the address of the job's store"),
@@ -149,23 +149,6 @@ def test_a_job_is_looked_for_among_the_agents_here_first_and_then_in_the_pool(
         CannotShow, match=r"no agent of job digits answers on this machine.*no agent hosts it"
     ):
         asked.jobs()
-
-
-@pytest.mark.parametrize(
-    ("words", "interval_s"),
-    [
-        ([], None),
-        (["--watch"], 2.0),
-        (["--watch", "5"], 5.0),
-        (["--watch", ".5"], 0.5),
-        (["--watch=1m"], 60.0),
-        (["--watch", "--json"], 2.0),
-    ],
-)
-def test_the_interval_may_be_left_out(words: list[str], interval_s: float | None) -> None:
-    layer = read_argv(status._with_interval_attached(words), STATUS_OPTIONS)
-    assert not layer.problems
-    assert layer[status.WATCH].value == interval_s
 
 
 class Enough(Exception):
@@ -250,7 +233,7 @@ def test_watching_goes_on_when_there_is_nothing_to_see(
 ) -> None:
     through(EMPTY, NO_JOB, EMPTY)
     with pytest.raises(Enough):
-        main(["status", "--watch", "0.1"])
+        main(["status", "--watch=0.1"])
     out, err = capsys.readouterr()
     assert out.count("job digits: waiting") == 2
     assert out.count("elastic-agent status: no such job") == 1
@@ -274,17 +257,6 @@ def test_watching_ends_when_trying_again_cannot_help(
     through(EMPTY, REFUSED, EMPTY)
     assert main(["status", "--watch=0.1"]) == ExitCode.BAD_CONFIG
     assert "a wrong password" in capsys.readouterr().err
-
-
-def test_a_silent_node_is_silent_since_it_was_first_seen_so() -> None:
-    now = [10.0]
-    silent = [Found("agent", JOB)]
-    watch = Watch(FakeSource(silent, silent, EMPTY, silent), 0.1, lambda: now[0])
-    said = []
-    for _ in range(4):
-        said.append([node.silent_s for job in watch.look() for node in job.nodes])
-        now[0] += 5.0
-    assert said == [[None, None], [5.0, 5.0], [], [None, None]]
 
 
 def test_help_names_every_option_and_every_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.main.heartbeat import Probes
-from elastic_agent.agent.observability import status as pages_module
 from elastic_agent.agent.observability.status import (
     JOB_PAGE,
     MAX_JOB_BYTES,
@@ -357,29 +355,3 @@ def test_a_step_is_as_old_as_its_end_and_no_checkpoint(pages: StatusPages, clock
     status = status_of(pages)
     assert (status.step, status.step_age_s) == (8, 1.75)
     assert status.checkpoint == Checkpoint(5, 3.0)
-
-
-def test_the_page_of_a_large_job_is_not_made_for_every_request(
-    pages: StatusPages, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[float] = []
-
-    def counted(job: JobStatus, secrets: Collection[str]) -> str:
-        clock.now += 0.032
-        made.append(clock.now)
-        return f"page {len(made)}"
-
-    monkeypatch.setattr(pages_module, "job_page", counted)
-    assert [pages.job() for _ in range(5)] == ["page 1"] * 5
-    clock.now += 1.0
-    assert [pages.job() for _ in range(5)] == ["page 2"] * 5
-
-
-def test_the_page_of_a_small_job_is_always_of_now(
-    pages: StatusPages, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[JobStatus] = []
-    monkeypatch.setattr(pages_module, "job_page", lambda job, _: made.append(job) or "page")
-    for _ in range(3):
-        pages.job()
-    assert len(made) == 3

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_agent.agent.observability.membership import StragglerWatch
 from elastic_agent.agent.output.journal import Journal, Kind
-from elastic_agent.health.metrics import Build, Metrics, Place
+from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggler
@@ -23,8 +23,16 @@ EVEN = Comparison(3, 200_000)
 
 @pytest.fixture
 def metrics() -> Metrics:
-    build, place = Build(version="1"), Place(workers=2)
-    return Metrics("job", "b", build, place, min_nodes=1, max_nodes=2, started_at_s=0.0, clock=lambda: 0.0)
+    return Metrics(
+        "job",
+        "b",
+        Build(version="1"),
+        workers=2,
+        min_nodes=1,
+        max_nodes=2,
+        started_at_s=0.0,
+        clock=lambda: 0.0,
+    )
 
 
 def seen(comparison: Comparison | None, world: World | None = WORLD) -> NodeSnapshot:
