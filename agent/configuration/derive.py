@@ -22,11 +22,15 @@ from .check import check_relations
 from .config import (
     ARGS,
     CONFIG_FILE,
+    DEVICE_PINNING,
+    LOCAL_ADDR,
+    LOG_DIR,
     MAX_NODES,
     MIN_NODES,
     MODULE,
     NO_PYTHON,
     NODES_MULTIPLE_OF,
+    NPROC_PER_NODE,
     RUN_PATH,
     SCRIPT,
     Config,
@@ -56,6 +60,7 @@ from .rendezvous import (
 )
 from .settings import TARGET_SWITCHES, Setting, Settings
 from .slurm import derive_slurm, started_apart
+from .stopping import MEMORY_CHECKPOINTS
 from .values import ALONE, DEFAULT, STORES, Command, CommandKind, NodeCounts
 
 T = TypeVar("T")
@@ -72,6 +77,12 @@ _HARDLY_A_SCRIPTS = frozenset(
     for name in option.names
     if option.name in ("nnodes", "standalone")
     or ("-" in name and option.name not in ("log-dir", "local-addr"))
+)
+_ASKED_OF_THE_MACHINE: tuple[Option[object], ...] = (
+    LOCAL_ADDR,
+    LOG_DIR,
+    MEMORY_CHECKPOINTS,
+    NPROC_PER_NODE,
 )
 _HOSTED_HERE = frozenset(((host, 0),) for host in ("localhost", "127.0.0.1", "::1"))
 """Endpoints that mean, to torchrun as well: this agent hosts the store."""
@@ -164,7 +175,8 @@ def _resolved(
         )
         problems.append(Problem("command line", None, "a script to run", advice))
     if problems:
-        raise ConfigError(problems)
+        unclear = settings.broken.union(*(involved for involved, _ in rules))
+        raise ConfigError(problems, _what_is_clear(settings, command, unclear))
     assert command is not None, "else it is a problem"
     found = (_misplaced(command), _alone_under_srun(settings, environ))
     warnings = (*settings.warnings, *chain.from_iterable(found))
@@ -363,6 +375,20 @@ def _config(settings: Settings, command: Command) -> Config:
         rendezvous=_rendezvous(settings),
         causes=settings.causes.value,
     )
+
+
+def _what_is_clear(settings: Settings, command: Command | None, unclear: set[str]) -> Config:
+    """The settings that this machine can be checked for beside the problems; an unclear one has its default."""
+    for option in _ASKED_OF_THE_MACHINE:
+        if option.name in unclear:
+            settings.derive(option, option.default_value, "unclear")
+    if settings.problems:  # a word that could not be read may have been about devices
+        settings.derive(DEVICE_PINNING, "none", "unclear")
+    if unclear & _MEETING:
+        settings.derive(BACKEND, ALONE.name, "unclear")
+        settings.derive(ENDPOINT, None, "unclear")
+        settings.derive(JOB_ID, "unclear", "unclear")
+    return _config(settings, command or Command("script", ""))
 
 
 def _rendezvous(settings: Settings) -> RendezvousConfig:

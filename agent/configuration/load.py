@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 from ...rendezvous.records import Action
@@ -29,6 +29,7 @@ KEY = "cause"
 MOST_ROWS = 32
 MOST_TEXT = 500
 
+_NEEDED = {"contains": "a text that it contains", "action": "an action"}
 _KEYS = ("name", "contains", "action")
 _ACTIONS = {action.value: action for action in Action if action is not Action.EXCLUDE_NODE}
 """A script can print any text, so none of it excludes a node."""
@@ -37,7 +38,7 @@ _OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
 
 
 def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[Problem]]:
-    """The rows, and the first problem of each. `value` is the file's value of `KEY`."""
+    """The rows, and all problems in them. `value` is the file's value of `KEY`."""
     origin, rows, problems = f"{path}: {KEY}", [], []
     actions: dict[str, str] = {}
     if (
@@ -49,45 +50,44 @@ def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[P
         advice = "write each as [[cause]], with name, contains and action below it"
         return (), [Problem(origin, None, expected, advice)]
     for number, row in enumerate(value, 1):
-        found = _cause_problem(row, actions)
-        if found is None:
+        found = list(_cause_problems(row, actions))
+        for key, expected, advice in found:
+            shown = str(row[key]) if key in row else None
+            part = f"{origin} {number}: {key}" if key else f"{origin} {number}"
+            problems.append(Problem(part, shown, expected, advice))
+        if not found:
             action = _ACTIONS.get(row.get("action", ""))
             rows.append(UserCause(row["name"], row.get("contains", ""), action))
             actions.setdefault(row["name"], row.get("action", ""))
-        else:
-            key, expected, advice = found
-            shown = str(row[key]) if key in row else None
-            problems.append(Problem(f"{origin} {number}: {key}", shown, expected, advice))
     return tuple(rows), problems
 
 
-def _cause_problem(row: Mapping[str, object], actions: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """The key, what is expected, and advice. `actions` are those of the rows before, by name."""
-    name, text, action = (row.get(key) for key in _KEYS)
-    unknown = next((key for key in row if key not in _KEYS), None)
-    if unknown is not None:
+def _cause_problems(row: Mapping[str, object], actions: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """The key, "" for the whole row, what is expected, and advice. `actions` are those of the rows before, by name."""
+    unknown = [key for key in row if key not in _KEYS]
+    for key in unknown:
         advice = "contains = 'TEXT' is a part of a line as it is; a row for each of several texts"
-        return unknown, "name, contains or action", advice
-    if not isinstance(name, str) or not CAUSE.fullmatch(name) or name in _OF_METRICS:
+        yield key, "name, contains or action", advice
+    name, text, action = (row.get(key) for key in _KEYS)
+    named = isinstance(name, str) and CAUSE.fullmatch(name) is not None and name not in _OF_METRICS
+    if not named:
         expected = "a name of small letters, digits and _, which begins with a letter and has at most 40"
-        return "name", expected, "like flaky_storage; ok, join, leave and lost are taken"
-    known, both = name in BUILT_IN_CAUSES or name in actions, text is not None and action is not None
-    if not both and (not known or (text is None and action is None)):
-        return (
-            "name",
-            "a text that it contains and an action",
-            "of a cause that is known, one of them will do",
-        )
+        yield "name", expected, "like flaky_storage; ok, join, leave and lost are taken"
     one_line = isinstance(text, str) and text.strip() and "\n" not in text and len(text) <= MOST_TEXT
     if text is not None and not one_line:
         expected = f"a text of one line, at most {MOST_TEXT} characters"
-        return "contains", expected, "write a part of the line that tells the cause"
+        yield "contains", expected, "write a part of the line that tells the cause"
     if action is not None and str(action) not in _ACTIONS:
-        return "action", f"one of {', '.join(_ACTIONS)}", "docs/configuration.md says what each does"
-    before = actions.get(name)
-    if action is not None and before and action != before:
-        return "action", before, "one cause has one action, and an earlier row has this one"
-    return None
+        yield "action", f"one of {', '.join(_ACTIONS)}", "docs/configuration.md says what each does"
+    if unknown or not named:
+        return
+    missing = [needed for key, needed in _NEEDED.items() if key not in row]
+    known = name in BUILT_IN_CAUSES or name in actions
+    if missing and (len(missing) == len(_NEEDED) or not known):
+        yield "", " and ".join(missing), "add it, or take the name of a known cause"
+    before = actions.get(str(name))
+    if str(action) in _ACTIONS and before and action != before:
+        yield "action", before, "one cause has one action, and an earlier row has this one"
 
 
 if sys.version_info >= (3, 11):

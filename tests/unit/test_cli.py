@@ -265,6 +265,38 @@ def test_what_is_refused_is_in_the_error_file_unless_it_was_only_a_check(tmp_pat
         path.unlink()
 
 
+def test_settings_and_machine_are_judged_together(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--min-nodes=5", "--max-nodes=2", f"--log-dir={script}/x", "--local-addr=192.0.2.1", script]
+    assert main(words) == ExitCode.BAD_CONFIG
+    said = capsys.readouterr().err
+    assert "3 problems" in said
+    for problem in ("nodes '", f"--log-dir '{script}/x'", "--local-addr '192.0.2.1'"):
+        assert problem in said
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ["--device-pinning=sideways"],
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=etcd://127.0.0.1:1"],
+        ["--rdzv-endpoint=a,b"],
+        ["--rdzv-backend=etcd", "--rdzv-endpoint=127.0.0.1"],
+        ["--min-nodes=0"],
+        ["--max-nodes=x"],
+        ["--frobnicate=1"],
+        ["--config=/nonexistent/agent.toml"],
+    ],
+)
+def test_words_that_make_no_sense_hide_no_problem_of_the_machine(
+    script: str, broken: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*broken, f"--log-dir={script}/x", "--local-addr=192.0.2.1", script]) == ExitCode.BAD_CONFIG
+    said = capsys.readouterr().err
+    assert "3 problems" in said
+    assert f"--log-dir '{script}/x'" in said
+    assert "--local-addr '192.0.2.1'" in said
+
+
 def test_a_machine_is_not_judged_by_what_was_not_understood(
     script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,14 +87,16 @@ name = "mine"
 name = "port"
 """
     found = problems(file, text)
-    assert len(found) == 6
+    assert len(found) == 8
     for part in (
         "min-nodes '0'",
         "cause 1: contain 'x': expected name, contains or action; contains = 'TEXT'",
+        "cause 1: name 'Xid': expected a name of small letters",
         "cause 2: pattern '(': expected name, contains or action; contains = 'TEXT'",
+        "cause 2: action 'retry': expected one of restart, stop, end, free",
         "cause 3: name: expected a name",
-        "cause 4: name 'mine': expected a text that it contains and an action",
-        "cause 5: name 'port': expected a text that it contains and an action; of a cause that is known",
+        "cause 4: expected a text that it contains and an action",
+        "cause 5: expected a text that it contains and an action; add it",
     ):
         assert any(part in problem for problem in found), (part, found)
 
@@ -108,8 +110,9 @@ name = "port"
         ('[[cause]]\nname = "ok"\naction = "stop"\ncontains = "x"', "ok, join, leave and lost are taken"),
         ('[[cause]]\nname = "a b"\naction = "stop"\ncontains = "x"', "a name of small letters"),
         ('[[cause]]\nname = 7\naction = "stop"\ncontains = "x"', "a name of small letters"),
-        ('[[cause]]\nname = "mine"\ncontains = "x"', "expected a text that it contains and an action"),
-        ('[[cause]]\nname = "mine"\naction = "stop"', "expected a text that it contains and an action"),
+        ('[[cause]]\nname = "mine"\ncontains = "x"', "cause 1: expected an action"),
+        ('[[cause]]\nname = "mine"\naction = "stop"', "cause 1: expected a text that it contains"),
+        ('[[cause]]\nname = "port"\naction = []', "expected one of restart"),
         ('[[cause]]\nname = "port"\naction = 1', "expected one of restart"),
         ('[[cause]]\nname = "port"\naction = "exclude-node"', "expected one of restart, stop, end, free"),
         ('[[cause]]\nname = "port"\ncontains = ""', "a part of the line"),
