@@ -11,11 +11,13 @@ import importlib.util
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ..checkpoints.folder import SHARED_MEMORY
+from ..common.exits import CannotStart, ExitCode
 from ..common.folders import NoTemporaryDirectory, own_path
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.values import Command, NoticeSource
@@ -100,6 +102,26 @@ def check_target(command: Command, environ: Mapping[str, str]) -> None:
             f"check its name; Python looks in {os.getcwd()}, in PYTHONPATH and among what is installed for it"
         )
         raise ConfigError([Problem("-m", command.target, f"a module, but {missing}", advice)])
+
+
+def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
+    """Raises CannotStart for a script that this Python cannot compile. What is odd, such as its encoding, the workers
+    find out."""
+    path, script = command.target, command.kind in ("script", "run-path")
+    if not script or not path.endswith(".py") or job_python(environ) != sys.executable:
+        return
+    try:
+        source = Path(path).read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, path, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        if error.lineno:  # else of the encoding
+            found = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
+            reason = f"{path}, line {error.lineno}: {found}; correct the script"
+            raise CannotStart(ExitCode.CRASH_LOOP, reason) from error
+    except (OSError, ValueError, RecursionError, MemoryError):
+        return
 
 
 def _missing(package: str) -> str:

@@ -38,6 +38,7 @@ from ..machine.gpus import GpuHealth, GpuMemory, NvmlReader
 from ..machine.inventory import Machine
 from ..machine.network import Network, NotReady, reachable_at, unique_node_id, wait_for_network
 from ..machine.notices import NoticeWatch, source_for
+from ..machine.preflight import refuse_bad_syntax
 from ..observability.observer import Observer
 from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
 from ..observability.status import JOB_PATH, STATUS_PATH
@@ -105,6 +106,7 @@ def run(
     manager = ServiceManager.take(os.environ, os.getpid(), clock)
     environment = take_environment()
     try:
+        refuse_bad_syntax(config.command, environment)
         logs, run_directory = choose_folders(config.logs)
         agent = Agent(
             replace(config, logs=logs),

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from elastic_agent.agent.common import folders
-from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, LogConfig, Problem
 from elastic_agent.agent.configuration.stopping import StopConfig
 from elastic_agent.agent.configuration.values import Command, NoticeSource
 from elastic_agent.agent.machine import preflight
-from elastic_agent.agent.machine.preflight import check_resources, check_target
+from elastic_agent.agent.machine.preflight import check_resources, check_target, refuse_bad_syntax
 from elastic_agent.agent.workers.processes.run_files import run_directory_parent
 
 SCRIPT = Command("script", "train.py")
@@ -149,3 +150,36 @@ def test_a_program_is_looked_for_where_workers_look(tmp_path: Path, monkeypatch:
     for name in ("no_such_prog", "./text", "./none"):
         with pytest.raises(ConfigError, match="a program that exists"):
             check_target(Command("binary", name), {"PATH": "/usr/bin"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "written", "refused"),
+    [
+        ("script", "train.py", b"x = 1\nif x\n    print(x)\n", True),
+        ("run-path", "train.py", b"def f():\nprint(1)\n", True),
+        ("script", "train.py", b"print('\\d')\n", False),
+        ("script", "train.py", b"# coding: latin-1\nprint('\xe9')\n", False),
+        ("script", "train.py", b"print('\xe9')\n", False),
+        ("script", "train.py", b"# coding: martian\n", False),
+        ("script", "train.txt", b"if x\n", False),
+        ("binary", "train.py", b"if x\n", False),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_script_that_python_cannot_compile_is_refused(
+    kind: Literal["script", "run-path", "binary"],
+    name: str,
+    written: bytes,
+    refused: bool,
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / name
+    script.write_bytes(written)
+    command = Command(kind, str(script))
+    refuse_bad_syntax(command, {"PYTHON_EXEC": "/another/python"})
+    if not refused:
+        refuse_bad_syntax(command, {})
+        return
+    with pytest.raises(CannotStart, match=r"train\.py, line 2: \w+Error: .+; correct the script") as refusal:
+        refuse_bad_syntax(command, {})
+    assert refusal.value.code is ExitCode.CRASH_LOOP
