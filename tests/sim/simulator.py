@@ -115,7 +115,6 @@ class Simulation(Checks):
             min_nodes=rng.choice((1, 2, 3)),
             max_nodes=rng.choice((3, size)),
             last_call_s=rng.choice((0.0, 1.0)),
-            expected_nodes=seed % 4 or None,
             drain_timeout_s=DRAIN_TIMEOUT_S,
             store_outage_grace_s=rng.choice((0.0, GRACE_S)),
             restarts=RestartPolicy(max_without_progress=10**6, max_backoff_s=1.0),
