@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tokenize
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
@@ -111,16 +112,19 @@ def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
     if not script or not path.endswith(".py") or job_python(environ) != sys.executable:
         return
     try:
-        source = Path(path).read_bytes()
+        with tokenize.open(path) as file:
+            source = file.read()
+    except (OSError, SyntaxError, ValueError):
+        return
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compile(source, path, "exec", dont_inherit=True)
     except SyntaxError as error:
-        if error.lineno:  # else of the encoding
-            found = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
-            reason = f"{path}, line {error.lineno}: {found}; correct the script"
-            raise CannotStart(ExitCode.CRASH_LOOP, reason) from error
-    except (OSError, ValueError, RecursionError, MemoryError):
+        found = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
+        reason = f"{path}, line {error.lineno}: {found}; correct the script"
+        raise CannotStart(ExitCode.CRASH_LOOP, reason) from error
+    except (ValueError, RecursionError, MemoryError):
         return
 
 
