@@ -52,7 +52,7 @@ REMOVED = {
     "network-profile": "leave it out, or set NCCL_IB_DISABLE=1 for TCP, NCCL_DEBUG=INFO for what NCCL chooses",
     "network-wait": "leave it out: a network that is missing is waited for up to --join-timeout",
     "otlp-endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT, as for every program that sends to OpenTelemetry",
-    "picture": "draw from report --json, which has the timeline",
+    "picture": "leave it out: elastic_agent_lost_time_seconds_total over time shows it",
     "run-again": "write elastic-agent forget JOB first, or another --rdzv-id",
     "service-stop-limit": "leave it out; a whole stop takes twice --stop-grace and 5 s, and at least 15 s",
     "quiet": "write --log-level warning",
