@@ -75,7 +75,7 @@ def derive_slurm(settings: Settings, environ: Mapping[str, str]) -> None:
     nodes = number.get("nodes") or number.get("nodes of job") or 1
     list_name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     host = ""
-    if "SLURM_JOB_ID" not in environ:
+    if not environ.get("SLURM_JOB_ID"):
         refuse("SLURM_JOB_ID", "a job of Slurm", f"{HOW}; or leave out --slurm")
     elif "step" not in number and nodes > 1:
         refuse("SLURM_NNODES", "an agent on each of these nodes; the batch script runs on one", HOW)

@@ -173,6 +173,7 @@ def test_a_job_leaves_before_its_end(left_s: float, grace_s: float, in_s: float)
     ("environ", "found"),
     [
         ({}, ["SLURM_JOB_ID: expected a job of Slurm"]),
+        (TASK | {"SLURM_JOB_ID": ""}, ["SLURM_JOB_ID '': expected a job of Slurm"]),
         (
             TASK | {"SLURM_STEP_NUM_TASKS": "24"},
             ["SLURM_STEP_NUM_TASKS '24': expected one task on each of the step's 3 nodes"],
