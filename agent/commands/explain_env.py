@@ -158,4 +158,4 @@ def _lines(rows: Sequence[Explained]) -> Iterator[str]:
 
 def _printable(text: str) -> str:
     """On one line, and as nothing that a terminal would obey, or does not know."""
-    return text.encode("unicode_escape").decode()
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

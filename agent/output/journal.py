@@ -26,6 +26,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -236,9 +237,10 @@ class EventFile(DiskThread):
 
     def _write_beside(self, folder: Path) -> None:
         for name, text in self._beside.items():
-            fd = os.open(folder / name, _BESIDE, 0o600)
-            with open(fd, "wb") as file:
-                file.write(f"{text}\n".encode(errors="backslashreplace"))
+            with suppress(OSError):  # as of another user, from an earlier life: the events matter more
+                fd = os.open(folder / name, _BESIDE, 0o600)
+                with open(fd, "wb") as file:
+                    file.write(f"{text}\n".encode(errors="backslashreplace"))
 
     def _open_file(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC

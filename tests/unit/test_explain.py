@@ -119,12 +119,12 @@ def test_every_variable_is_a_line(
 ) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    monkeypatch.setenv("NCCL_ODD", "two\nlines \x1b[2J")
+    monkeypatch.setenv("NCCL_ODD", "two\nlines \x1b[2J C:\\é")
     monkeypatch.setattr(machines, "inspect_machine", lambda config, environ: machine)
     assert main([str(script)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "# backend: nccl is expected, because of CUDA devices 0,1"
-    assert "NCCL_ODD=two\\nlines \\x1b[2J" in {line.split("  ")[0] for line in lines}
+    assert "NCCL_ODD=two\\nlines \\x1b[2J C:\\é" in {line.split("  ")[0] for line in lines}
     assert all(" # " in line for line in lines)
     assert main(["--nproc-per-node", "2", "--json", str(script)]) == 0
     rows = json.loads(capsys.readouterr().out)

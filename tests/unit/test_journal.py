@@ -297,6 +297,17 @@ def test_files_about_the_node_lie_beside_and_are_for_this_user_alone(tmp_path: P
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_file_beside_that_cannot_be_written_costs_no_event(tmp_path: Path, lost: Lost) -> None:
+    (tmp_path / "job-run" / "configuration-a.toml").mkdir(parents=True)
+    journal = Journal("a", lambda: 1000.0, EventFile(lost, beside={"configuration-a.toml": "nnodes = 2"}))
+    journal.start()
+    journal.begin(tmp_path / "job-run")
+    journal.note(Kind.SAVE, "one")
+    journal.close()
+    [written] = (tmp_path / "job-run").glob("*.jsonl")
+    assert "one" in written.read_text()
+
+
 def test_a_file_that_the_disk_has_lost_is_opened_again(
     tmp_path: Path, lost: Lost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
