@@ -75,7 +75,8 @@ class NoticeSource:
 
 BUILT_IN_CAUSES = frozenset(
     (
-        *("gpu_fault", "host_out_of_memory", "refused", "port", "import_error", "script_error"),
+        *("gpu_fault", "host_out_of_memory", "refused", "port", "gpu_missing"),
+        *("import_error", "script_error"),
         *("cuda_out_of_memory", "connection_lost", "cuda_error", "nccl", "disk_full", "command"),
         *("terminated", "exception", "killed", "signal", "unknown", "hang", "not_started", "store_server"),
     )

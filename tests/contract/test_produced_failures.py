@@ -129,7 +129,7 @@ CASES = [
     Case("exception", MANY_FILES),
     Case("exception", LOADER),
     Case("connection_lost", "import socket; socket.create_connection(('127.0.0.1', 1))"),
-    Case("connection_lost", UNREACHABLE),
+    Case("exception", UNREACHABLE),
     Case("connection_lost", NEVER_WRITTEN),
     Case("connection_lost", SERVER_GONE),
     Case("refused", REFUSED),

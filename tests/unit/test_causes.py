@@ -65,6 +65,7 @@ EXCEPTIONS = [
     ),
     ("host_out_of_memory", "RuntimeError: std::bad_alloc"),
     ("refused", "elastic_agent.worker.errors.MeshMismatch: a mesh of shard 4 fits 4, 8, 12, ... ranks"),
+    ("exception", "user.model.Sharded: a user's own exception"),
     ("port", "OSError: [Errno 98] Address already in use"),
     (
         "port",
@@ -76,8 +77,10 @@ EXCEPTIONS = [
         "import_error",
         "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory",
     ),
-    ("import_error", "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"),
-    ("cuda_error", "RuntimeError: No CUDA GPUs are available"),
+    ("gpu_missing", "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"),
+    ("gpu_missing", "AssertionError: \nFound no NVIDIA driver on your system."),
+    ("gpu_missing", "RuntimeError: Failed to initialize NVML: Driver/library version mismatch"),
+    ("gpu_missing", "RuntimeError: No CUDA GPUs are available"),
     ("cuda_error", ACCELERATOR + "no CUDA-capable device is detected"),
     (
         "cuda_error",
@@ -85,7 +88,7 @@ EXCEPTIONS = [
         " variable CUDA_VISIBLE_DEVICES after program start. Setting the available devices to be zero.",
     ),
     (
-        "cuda_error",
+        "gpu_missing",
         "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
     ),
     ("script_error", "SyntaxError: invalid syntax"),
@@ -153,7 +156,7 @@ EXCEPTIONS = [
     ),
     ("connection_lost", "torch.distributed.DistNetworkError: Broken pipe"),
     (
-        "connection_lost",
+        "exception",  # and not collateral: this node alone may not reach it
         "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to"
         " (node1, 29500).",
     ),
@@ -167,7 +170,8 @@ EXCEPTIONS = [
     ("disk_full", "OSError: [Errno 122] Disk quota exceeded"),
     ("exception", "OSError: [Errno 5] Input/output error: '/data/shard-7'"),
     ("exception", "OSError: [Errno 116] Stale file handle"),
-    ("import_error", "ImportError: libx.so: cannot open shared object file: Stale file handle"),
+    ("exception", "ImportError: libx.so: cannot open shared object file: Stale file handle"),
+    ("exception", "ImportError: libx.so: cannot read file data: Input/output error"),
     ("exception", "OSError: [Errno 24] Too many open files"),
     ("exception", "RuntimeError: can't start new thread"),
     ("exception", "RuntimeError: DataLoader worker (pid(s) 31550) exited unexpectedly"),

@@ -494,7 +494,7 @@ def test_the_summary_shows_all_lines_of_an_exception_once() -> None:
         (
             1,
             ["torch.distributed.DistNetworkError: The client socket has timed out after 60000ms"],
-            "connection_lost",
+            "exception",
         ),
         (
             1,

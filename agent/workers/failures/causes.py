@@ -120,7 +120,9 @@ CAUSES: tuple[Cause, ...] = (
         "refused",
         Action.END,
         "the worker library has refused what the script does, on all ranks alike: the error says what to change",
-        ("DirectoryNotShared", "OtherRun", "Sharded", "MeshMismatch", "UnsupportedTraining"),
+        (
+            r"(worker\.errors\.|(?<!\.))(DirectoryNotShared|OtherRun|Sharded|MeshMismatch|UnsupportedTraining)",
+        ),
     ),
     Cause(
         "port",
@@ -129,10 +131,27 @@ CAUSES: tuple[Cause, ...] = (
         also=_port_taken,
     ),
     Cause(
+        # Before the errors of a script: libraries and modules tell of it with any exception.
+        "gpu_missing",
+        Action.RESTART,
+        "no GPU can be used: nvidia-smi on that node says whether its driver runs, and CUDA_VISIBLE_DEVICES what the"
+        " workers see",
+        says=(
+            *(
+                "No CUDA GPUs are available",
+                "NVIDIA driver on your system",
+                r"libcuda\.so[.\d]*: cannot open",
+            ),
+            *("Driver/library version mismatch", "system not yet initialized"),
+        ),
+        of_gpu=True,
+    ),
+    Cause(
         "import_error",
         Action.STOP,
         "a module is missing, or cannot be imported, in the environment of the workers",
-        ("ImportError", "ModuleNotFoundError"),
+        # A module on a file system that fails may be there after a restart.
+        ("ImportError(?!.*(Stale file handle|Input/output error))", "ModuleNotFoundError"),
         also=_no_module,
     ),
     Cause(
@@ -167,7 +186,8 @@ CAUSES: tuple[Cause, ...] = (
         "another rank or the store of the workers ended or was never there, or the network to it broke: look for what"
         " failed first, then at firewall, interface and links",
         (
-            *("DistStoreError", "DistNetworkError"),
+            # A node that cannot reach the store of the ranks may be the only one: that failure is its own.
+            *("DistStoreError", "DistNetworkError(?!: The client socket)"),
             *("ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError"),
         ),
         (
@@ -190,13 +210,12 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "cuda_error",
         Action.RESTART,
-        "an error of CUDA or its libraries, or no GPU that can be used: CUDA_LAUNCH_BLOCKING=1 shows where; if it is"
-        " always the same node, suspect its GPU or driver",
+        "an error of CUDA or its libraries: CUDA_LAUNCH_BLOCKING=1 shows where; if it is always the same node, suspect"
+        " its GPU or driver",
         ("AcceleratorError", r"NVMLError\w*"),
         (
             *("CUDA error:", "CUDA unknown error", "CUDNN_STATUS_", "CUBLAS_STATUS_", "CUSOLVER_STATUS_"),
-            *("Cuda failure", "cudaError", "cudaGetDeviceCount"),
-            *("No CUDA GPUs are available", "CUDA driver", "Found no NVIDIA driver"),
+            *("Cuda failure", "cudaError", "cudaGetDeviceCount", "CUDA driver"),
         ),
         of_gpu=True,
     ),
