@@ -59,7 +59,7 @@ def main(agent_pid: int) -> Script:
     ignored = [number for number in shim.STAY_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
     for number in store_holder.IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    del os.environ[ROOM_NAME]
+    os.environ.pop(ROOM_NAME, None)  # a wrapper may have cleaned the environment
     show_process(sys.orig_argv[:-1], os.environ.copy())
     received = wire.receive(channel)
     if received is None:

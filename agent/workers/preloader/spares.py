@@ -47,7 +47,9 @@ CALM_S = 2.0
 """A generation is left alone for so long before spares are made for its successor: its start needs the cores."""
 
 RETRY_S = 5.0
-"""Before a preloaded process that has ended or hung is replaced."""
+"""Before a preloaded process that has ended or hung is replaced. Twice as long each time, until one has loaded: its
+imports need the cores of the workers."""
+MOST_RETRY_S = 60.0
 
 ROOM_FOR_WORDS = 4096
 """In the command line that ps shows of a worker, see `become`."""
@@ -131,6 +133,7 @@ class Spares:
         self._fork_failed = False
         """Some of those that were asked for last have ended before they were ready."""
         self._retry_at: float | None = None
+        self._retry_s = RETRY_S
         self._calm_at = 0.0
         self._ending: list[subprocess.Popen[bytes]] = []
         self._owners: dict[int, _Preloaded | Spare] = {}
@@ -294,6 +297,7 @@ class Spares:
             self._failed(ended, now)
         elif isinstance(message, wire.Loaded):
             preloaded.loaded, preloaded.reads = True, frozenset(message.reads)
+            self._retry_s = RETRY_S
             self.why_cold = "no spare was ready"
             log.info("preloaded %d modules in %.1f s", message.modules, now - preloaded.since)
             for name, why in message.skipped.items():
@@ -311,9 +315,10 @@ class Spares:
 
     def _failed(self, why: str, now: float) -> None:
         """It is not there any more; another one will be, after a pause."""
-        self._retry_at = now + RETRY_S
+        pause_s = self._retry_s
+        self._retry_at, self._retry_s = now + pause_s, min(2 * pause_s, MOST_RETRY_S)
         self.why_cold = f"there is no preloaded process: {why}"
-        log.warning("the preloaded process is gone: %s; starting another in %g s", why, RETRY_S)
+        log.warning("the preloaded process is gone: %s; starting another in %g s", why, pause_s)
 
     @property
     def _due_at(self) -> float | None:
