@@ -267,7 +267,10 @@ HEALTHY = Inquiry(3, LAST, Finding.HEALTHY)
         (stall(LAST), "auto", None, ALONE_S, True, True),  # the store is away
         (stall(LAST), "auto", None, ALONE_S, False, False),
         (stall(LAST), "auto", HEALTHY, 1e6, True, False),
-        (stall(LAST), "auto", Inquiry(4, LAST), 1e6, True, False),  # after many: the verdict is to come
+        (stall(LAST), "auto", Inquiry(4, LAST), ALONE_S - 1, True, False),  # the verdict is to come
+        (stall(LAST), "auto", Inquiry(4, LAST), ALONE_S, True, True),  # the coordinator cannot write it
+        (stall(LAST, steps=False), 10.0, Inquiry(4, LAST), VERDICT_S, True, False),
+        (stall(LAST, steps=False), 10.0, Inquiry(4, LAST), ALONE_S, True, True),
         (stall(LAST), "auto", Inquiry(3, LAST, Finding.UNCLEAR), ALONE_S, True, True),
         (stall(LAST), "auto", Inquiry(3, EARLY, Finding.HEALTHY), ALONE_S, True, True),  # long ago
         (stall(LAST, steps=False), 10.0, HEALTHY, 1e6, True, False),

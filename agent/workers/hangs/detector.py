@@ -239,6 +239,7 @@ def ends_alone(
     if isinstance(timeout, float) and stall.reports_steps:
         return now >= since + VERDICT_S
     asked = inquiry if inquiry is not None and inquiry.urgency is Urgency.LAST else None
-    if asked is not None and asked.finding in (None, Finding.HEALTHY):
-        return False  # the verdict is to come, or a rank elsewhere is at work
-    return all_still and now >= since + (VERDICT_S if isinstance(timeout, float) else ALONE_S)
+    if asked is not None and asked.finding is Finding.HEALTHY:
+        return False  # a rank elsewhere is at work
+    to_come = asked is not None and asked.finding is None
+    return all_still and now >= since + (VERDICT_S if isinstance(timeout, float) and not to_come else ALONE_S)
