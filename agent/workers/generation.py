@@ -397,6 +397,8 @@ def _chosen_step(read: Mapping[int, Reading]) -> int | None:
 
 WARN_AFTER_S = 2.0
 """Then the check is over, too. The kernel has sent two SYNs by then."""
+NEWS_S = 0.5
+"""So long it takes at most to hear that workers have ended elsewhere, whose port refuses then."""
 
 
 def check_master(world: World, node: str, over: threading.Event) -> None:
@@ -410,7 +412,7 @@ def check_master(world: World, node: str, over: threading.Event) -> None:
         found = f"no answer for {WARN_AFTER_S:g} s"
     except OSError as error:
         found = (error.strerror or str(error)).lower()
-    if not over.is_set():
+    if not over.wait(NEWS_S):
         log.warning(
             "generation %d: node %s does not reach %s of node %s, where the workers meet: %s. Harmless "
             "for scripts that do not use MASTER_PORT. If a packet filter stands between the nodes, open that port "

@@ -62,6 +62,16 @@ def test_the_end_of_the_generation_is_the_end_of_the_question(caplog: pytest.Log
     assert warned(caplog, 1, over) == ""
 
 
+def test_a_port_that_refuses_because_its_workers_have_just_ended_is_nothing_to_warn_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    over = threading.Event()
+    soon = threading.Timer(0.05, over.set)
+    soon.start()
+    assert warned(caplog, 1, over) == ""
+    soon.join()
+
+
 # ---------------------------------------------------------------- when it runs
 
 
