@@ -49,7 +49,7 @@ class ExitCode(IntEnum):
 
 
 OF_COMMANDS = frozenset(
-    code for code in ExitCode if code in (0, 1, 66, 67, 68, 69, 73, 75, 76, 78, 130, 141, 143)
+    code for code in ExitCode if code in (0, 1, 3, 65, 66, 67, 68, 69, 72, 73, 75, 76, 78, 130, 141, 143)
 )
 ONLY_OF_COMMANDS = frozenset(code for code in ExitCode if code in (66, 67, 68, 141))
 """No agent ends so."""
