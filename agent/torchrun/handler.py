@@ -17,7 +17,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-import time
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +42,7 @@ from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.node.node_actions import Refusal
 from ...rendezvous.records import NodeRecord, Phase, Result
 from ...rendezvous.store.interface import Store
+from ...threads import Thread
 from ..common.exits import CannotStart
 from ..common.ports import OfferedPort, PortError, bind_listener
 from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
@@ -226,31 +227,51 @@ class EtcdV3Handler(RendezvousHandler):
 
     def _meet(self, membership: Membership, place: Place) -> TorchStore | None:
         """The world's store as soon as all nodes are there; None when the world has ended before."""
-        world, deadline = place.world, time.monotonic() + MEET_S
+        meeting = _Meeting(place, membership.wake)
+        meeting.start()
         try:
-            store = _open(place)
-            meeting = PrefixStore(f"{BACKEND}/meeting/", store)
-            if meeting.add("nodes", 1) == len(world.members):
-                meeting.set("all", "1")
-            while not meeting.check(["all"]):
-                status = membership.wait(lambda now: now.stop, LOOK_S)
-                if status.stop or status.problem:
-                    return None
-                if time.monotonic() >= deadline:
-                    raise TimeoutError("some are missing")
-        except Exception as error:
-            # The first node may have died, too: the next world says so.
-            status = membership.wait(lambda now: now.stop, deadline - time.monotonic())
-            if status.stop or status.problem:
-                return None
+            status = membership.wait(lambda now: now.stop or meeting.store is not None, MEET_S)
+        finally:
+            meeting.abandoned.set()
+        if status.stop or status.problem:
+            return None
+        if meeting.store is None:
+            world = place.world
             raise RendezvousConnectionError(
                 f"the {len(world.members)} nodes of generation {world.generation} did not meet within {MEET_S:g} s at "
                 f"the store that node {world.members[0].node} serves at {world.master.address} port "
-                f"{world.master.port} ({error}): check that every node reaches this address, or choose others with "
-                "--local-addr"
-            ) from error
-        store.set_timeout(timedelta(seconds=EXCHANGE_S))
-        return store
+                f"{world.master.port} ({meeting.problem}): check that every node reaches this address, or choose "
+                "others with --local-addr"
+            )
+        return meeting.store
+
+
+class _Meeting(Thread):
+    """Opens the store of one world and waits there for all its nodes. A thread, because a connection to a machine
+    that has just died blocks, torch offers no way to end that, and no signal is handled meanwhile."""
+
+    def __init__(self, place: Place, wake: Callable[[], None]) -> None:
+        super().__init__(self._meet, "worker-store", wake)
+        self.store: TorchStore | None = None
+        self.problem = "some are missing"
+        self.abandoned = threading.Event()
+        self._place = place
+        self._wake = wake
+
+    def _meet(self) -> None:
+        try:
+            store = _open(self._place)
+            meeting = PrefixStore(f"{BACKEND}/meeting/", store)
+            if meeting.add("nodes", 1) == len(self._place.world.members):
+                meeting.set("all", "1")
+            while not meeting.check(["all"]):
+                if self.abandoned.wait(LOOK_S):
+                    return
+            store.set_timeout(timedelta(seconds=EXCHANGE_S))
+            self.store = store
+            self._wake()
+        except Exception as error:  # the first node may have died: the next world says so
+            self.problem = str(error)
 
 
 def _open(place: Place) -> TCPStore:

@@ -19,6 +19,7 @@ import random
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +63,8 @@ TURNS_EVERY_S = 1.0
 
 LONGEST_TURN_S = 5.0
 """For the thread to end: it waits for nothing but events."""
+
+STANDS_STILL = "the rendezvous thread stands still"
 
 CLOSING_TRIES = 20
 """The world changes a few times in a second at most; each try reads it again."""
@@ -167,14 +170,27 @@ class Membership:
     def status(self) -> Status:
         status = self._status
         if status.place is not None and not self._turns():
-            return replace(status, stop=status.stop or "the rendezvous thread stands still")
+            return replace(status, stop=status.stop or STANDS_STILL)
         return status
 
     def wait(self, condition: Callable[[Status], object], timeout_s: float | None = None) -> Status:
-        """Until the condition holds, the time is over, or there is a problem."""
+        """Until the condition holds, the time is over, or there is a problem, as a thread that stands still."""
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: condition(self._status) or self._status.problem, timeout_s)
+            while not condition(self._status) and not self._status.problem:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    break
+                stood_still = not self._turns()
+                self._changed.wait(min(TURNS_EVERY_S, left_s))
+                if stood_still and not self._turns():  # twice: this process may have been stopped meanwhile
+                    return replace(self._status, problem=STANDS_STILL)
             return self._status
+
+    def wake(self) -> None:
+        """Those who wait look again at their condition, which may hang on more than the status."""
+        with self._changed:
+            self._changed.notify_all()
 
     def want_place(self) -> None:
         self._events.put(self._place_wanted)

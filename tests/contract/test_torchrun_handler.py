@@ -27,9 +27,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from elastic_agent.agent.torchrun import handler
 from elastic_agent.agent.torchrun.creator import create_handler, creator
 from elastic_agent.agent.torchrun.handler import BACKEND, EtcdV3Handler, read_parameters
-from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S
+from elastic_agent.agent.torchrun.membership import TURNS_EVERY_S, Place
 from elastic_agent.rendezvous.errors import StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.records import (
     NODES_PREFIX,
@@ -277,6 +278,34 @@ def test_a_node_that_dies_before_it_has_met_the_others_is_not_waited_for(
     assert store.world().generation == 2
 
 
+def test_a_connection_to_a_machine_that_has_just_died_holds_up_nobody(
+    new_node: Callable[..., Node], store: SharedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = new_node("1:2", last_call_timeout=20), new_node("1:2", last_call_timeout=20)
+    opens, given_up = handler._open, threading.Event()
+
+    def open_or_hang(place: Place) -> TCPStore:
+        if place.listener is None:
+            given_up.wait()
+        return opens(place)
+
+    def die(membership: object, place: object) -> None:
+        first.handler._leave()
+        raise SystemExit
+
+    monkeypatch.setattr(handler, "_open", open_or_hang)
+    monkeypatch.setattr(first.handler, "_meet", die)
+    died = first.meet()
+    wait_for(store.nodes)  # so that it would serve the store
+    info = other.meet()
+    try:
+        assert isinstance(died.exception(PATIENCE_S), SystemExit)
+        assert met(info)[0].world_size == 1
+    finally:
+        given_up.set()
+    assert store.world().generation == 2
+
+
 # --- Endings
 
 
@@ -484,9 +513,10 @@ def test_a_rendezvous_thread_that_stands_still_gives_up_its_place(
     try:
         wait_for(lambda: not store.nodes())
         node.await_stop()
+        with pytest.raises(RendezvousStateError, match="stands still"):
+            node.meet().result(PATIENCE_S)
     finally:
         go_on.set()
-    met(node.meet())
 
 
 def test_a_rendezvous_thread_that_waits_for_news_does_not_stand_still(
@@ -508,6 +538,7 @@ MEET = """
 import sys
 {before}
 from torch.distributed.elastic.rendezvous import RendezvousParameters
+from elastic_agent.agent.torchrun import handler
 from elastic_agent.agent.torchrun.creator import create_handler
 handler = create_handler(RendezvousParameters("etcd-v3", sys.argv[1], sys.argv[2], 1, 1, lease_ttl=60, join_timeout=90))
 print(handler.next_rendezvous().world_size, flush=True)
