@@ -113,6 +113,7 @@ def words_of(config: Any) -> list[str]:
     for each in fields(config):
         value = getattr(config, each.name)
         default = each.default_factory() if each.default_factory is not MISSING else each.default
+        default = _TORCHS_OWN.get(each.name, default)
         if each.name in _READ_APART or (value == default and each.name not in _ALWAYS):
             continue
         if each.name not in _OPTIONS:
@@ -123,6 +124,11 @@ def words_of(config: Any) -> list[str]:
             words.append(f"--{_OPTIONS[each.name]}={text}")
     if config.rdzv_endpoint and config.rdzv_backend:
         words.append(f"--rdzv-backend={config.rdzv_backend}")
+    if _logs_are_set(getattr(config, "logs_specs", None)):
+        _log.warning(
+            "LaunchConfig.logs_specs is ignored: write options={'log-dir': ..., 'tee': ..., 'redirects': ...} in "
+            "elastic_agent's LaunchConfig"
+        )
     configs = dict(config.rdzv_configs or {})
     if "rank" in configs:  # of torch's static rendezvous
         words.append(f"--node-rank={configs.pop('rank')}")
@@ -154,11 +160,21 @@ _OPTIONS: Mapping[str, str] = {
 }
 """By the field of torch's LaunchConfig: the option that means the same."""
 
+_TORCHS_OWN = {"shutdown_timeout": 30}
+"""What torch's LaunchConfig writes where its user has set nothing: our defaults and variables hold then."""
+
 _ALWAYS = {"min_nodes", "max_nodes", "nproc_per_node", "max_restarts"}
 """Also where they are torch's defaults, which are not ours."""
 
 _READ_APART = {"rdzv_backend", "rdzv_configs", "rdzv_timeout", "options", "logs_specs", "numa_options"}
 """The last two are always there in torch's, whether its user has set them or not: they are ignored."""
+
+
+def _logs_are_set(specs: Any) -> bool:
+    """torch's own defaults are a fresh folder of its, and nothing more."""
+    folder = str(getattr(specs, "_root_log_dir", None) or "torchelastic_")
+    more = (getattr(specs, name, None) for name in ("_tee", "_redirects", "_local_ranks_filter"))
+    return any(more) or not Path(folder).name.startswith("torchelastic_")
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -44,7 +44,7 @@ def _into_the_log(name: str, error: BaseException) -> None:
 
 _listener: Listener = _into_the_log
 _refused_since: float | None = None
-"""Monotonic: no thread has been started from then on. All starts together wait no longer than one."""
+"""Monotonic: no thread has been started from then on, and none has been given up."""
 
 
 def listen(listener: Listener | None = None) -> None:
@@ -81,6 +81,7 @@ class Thread(threading.Thread):
                 now = time.monotonic()
                 _refused_since = now if _refused_since is None else _refused_since
                 if now >= _refused_since + START_WITHIN_S:
+                    _refused_since = None  # the next one has its own time
                     self._not_started(NotStarted(error))
                     return
             time.sleep(_PAUSE_S)

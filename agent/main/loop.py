@@ -368,14 +368,21 @@ class Loop:
         name = signal.Signals(number).name
         if not self._signalled_once:
             self._signalled_once = True
-            log.info("%s: leaving the job; a second signal cuts the workers' grace short", name)
+            cut = "" if self._repeats(number) else "; a second signal cuts the workers' grace short"
+            log.info("%s: leaving the job%s", name, cut)
             self._leave(name, now, number)
+        elif self._repeats(number):
+            log.info("%s again: leaving the job already", name)
         else:
             log.info("%s again: killing the workers now", name)
             self._supervisor.stop(0.0, gently=False, reason="a second signal")
             if self._handover is not None:
                 self._handover.cut()
             self._ending = self._departing
+
+    def _repeats(self, number: int) -> bool:
+        """Slurm sends SIGTERM at the beginning and at the end of a preemption's grace, and kills by itself."""
+        return self._stop.requeues and number == signal.SIGTERM
 
     def _warned(self, number: int, now: float) -> None:
         """It may be repeated, and the real end follows it: neither cuts anything short."""

@@ -6,7 +6,8 @@ is what the agent waits for, or which generation trains. WATCHDOG comes from the
 of the loop, and before there is one from the wait for the store. An agent whose main thread is stuck falls silent,
 and is killed and started again. STOPPING announces the end, from when on the manager counts its stop limit.
 
-Invariant: sending never blocks, and never fails the agent. What could not be sent is lost, and the log says so once.
+Invariant: sending never blocks, and never fails the agent. What could not be sent is lost, and the log says so once;
+but READY, without which the manager kills the agent, is sent again at the next turns.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class ServiceManager:
         self._beat_every_s = watchdog_s / 3 if watchdog_s is not None and address is not None else None
         self._clock = clock
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if address is not None else None
+        self._ready_waits = False
         self._stopping = False
         self._status = ""
         self._status_at = self._beat_at = float("-inf")
@@ -53,11 +55,13 @@ class ServiceManager:
         return None if self._beat_every_s is None else self._beat_at + self._beat_every_s
 
     def ready(self) -> None:
-        self._send("READY=1")
+        self._ready_waits = not self._send("READY=1")
 
     def turn(self, status: str) -> None:
         """The main thread goes on. To be called at least every second, and at `next_beat`."""
         now = self._clock()
+        if self._ready_waits:
+            self.ready()
         if status != self._status and now >= self._status_at + STATUS_EVERY_S and self._send_status(status):
             self._status_at = now
         beat_at = self.next_beat

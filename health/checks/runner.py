@@ -89,19 +89,19 @@ class CheckRun:
         self._until = time.monotonic() + longest_s + START_S
         request = RunRequest({check.name: check.limit_s for check in self._checks}, self._needs)
         command = [*probe_command(self._python, __name__, flags=ISOLATED), REQUEST.encode(request)]
-        self._answering, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._process = subprocess.Popen(
-                command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self._answering, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
         except OSError as error:
             self._problem = f"could not be started: {error.strerror}"
-        theirs.close()
 
     def findings(self) -> tuple[Finding, ...]:
         """Of all checks, in their order. Returns within the longest limit and `START_S` more."""

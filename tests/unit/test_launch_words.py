@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
 from elastic_agent import launch, launcher, run
@@ -42,7 +43,7 @@ def test_launch_passes_the_local_rank_on(given: str, ours: str) -> None:
         (
             TorchConfig(1, 2, 4, run_id="none", rdzv_endpoint="h:1", rdzv_backend="c10d"),
             "--max-nodes=2 --max-restarts=3 --min-nodes=1 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=h:1"
-            " --rdzv-id=none --shutdown-timeout=30",
+            " --rdzv-id=none",
         ),
     ],
 )
@@ -72,6 +73,9 @@ def test_a_launch_config_of_ours_or_of_torch(config: object, ours: str) -> None:
             [],
         ),
         ({"start_method": "fork", "monitor_interval": 0.1}, ["--max-restarts=3"], ["start_method"]),
+        ({"logs_specs": DefaultLogsSpecs()}, ["--max-restarts=3"], []),
+        ({"logs_specs": DefaultLogsSpecs(tee=Std.ALL)}, ["--max-restarts=3"], ["logs_specs"]),
+        ({"logs_specs": DefaultLogsSpecs(log_dir="logs")}, ["--max-restarts=3"], ["logs_specs"]),
     ],
 )
 def test_each_field_of_torchs_config_is_an_option_or_a_warning(
@@ -79,8 +83,8 @@ def test_each_field_of_torchs_config_is_an_option_or_a_warning(
 ) -> None:
     words = launcher.words_of(TorchConfig(1, 1, 1, **given))
     assert words[:3] == ["--min-nodes=1", "--max-nodes=1", "--nproc-per-node=1"]
-    assert {*words[3:]} - {"--shutdown-timeout=30"} == {*ours}
-    assert [record.getMessage().split("=")[0] for record in caplog.records] == [
+    assert {*words[3:]} == {*ours}
+    assert [record.getMessage().replace(" is", "=").split("=")[0] for record in caplog.records] == [
         f"LaunchConfig.{name}" for name in warned
     ]
 

@@ -416,6 +416,18 @@ def test_a_second_signal_cuts_the_grace_short() -> None:
     assert (0.0, False, "a second signal") in scene.training.stops
 
 
+def test_under_slurm_sigterm_may_be_repeated() -> None:
+    """A preemption sends it at the beginning and at the end of its grace."""
+    scene = Scene(stop=StopConfig(requeues=True))
+    scene.training.undying = "worker 0 writes its last state"
+    scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
+    for after_s in (10.0, 20.0, 21.0):
+        scene.at(after_s, Signalled(signal.SIGTERM))
+    scene.plan[scene.now + 30.0] = lambda: setattr(scene.training, "undying", "")
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert "a second signal" not in [reason for _, _, reason in scene.training.stops]
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
 def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
     scene = Scene()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -73,6 +74,18 @@ def test_ready_status_beat_and_stop_are_sent_each_in_its_own_datagram(ear: Ear, 
     assert ear.heard() == [
         "READY=1", "STATUS=joining", "WATCHDOG=1", "STOPPING=1", "STATUS=leaving", "STATUS=gone",
     ]  # fmt: skip
+
+
+def test_what_a_full_socket_refused_of_ready_is_sent_at_the_next_turn(ear: Ear, clock: Clock) -> None:
+    manager, other = take(ear, clock), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with other, contextlib.suppress(BlockingIOError):
+        while True:
+            other.sendto(b"of another unit", socket.MSG_DONTWAIT, ear.address.replace("@", "\0"))
+    manager.ready()
+    assert "READY=1" not in ear.heard()
+    manager.turn("a")
+    manager.turn("a")
+    assert ear.heard() == ["READY=1", "STATUS=a"]
 
 
 def test_a_status_is_sent_when_it_changes_and_at_most_once_a_second(ear: Ear, clock: Clock) -> None:
