@@ -8,6 +8,7 @@ libraries are shown.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -73,6 +74,8 @@ def main(words: Sequence[str]) -> int:
     if HELP in command_line:
         print(_USAGE, end="")
         return ExitCode.SUCCESS
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     environ = dict(os.environ)
     try:
         resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
