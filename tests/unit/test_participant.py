@@ -1382,7 +1382,7 @@ def test_a_finished_job_does_not_begin_anew_because_an_agent_comes_late(
     bench.settle()
     order = late.left()
     assert order.why is Result.SUCCEEDED
-    assert re.match("job .* had ended before this agent came: .* elastic-agent forget", order.reason)
+    assert re.match("job .* had ended before this agent came: .*elastic-agent forget", order.reason)
 
 
 def test_a_job_that_has_failed_begins_anew_when_it_is_started_again(bench: Bench) -> None:
