@@ -2,8 +2,8 @@
 
 No process hosts it, so nothing has to be taken over when one ends. SQLite's write-ahead log gives each transaction to
 all others at once, whole or not at all, also when the process that wrote it is killed. What is to last (a key without a
-lease, or a deletion) is answered when the disk has it: its author waits for that, however long it takes, and nobody
-else. Leases and keys under them are gone with the power anyway.
+lease, or a deletion) is answered when the disk has it: its author waits for that, and nobody else. Leases and keys
+under them are gone with the power anyway.
 
 A lease is a row with the instant of its end, on the clock that all processes of the machine share (CLOCK_MONOTONIC).
 It ends when a `read` or a `Watch` of any process finds that it is due, and can write. Until then it can still be
@@ -13,6 +13,7 @@ Who has changed something sets the file's time, of which the kernel tells all wa
 changed twice between two looks a watch tells the newest alone.
 
     no lock in time               StoreUnavailable
+    the disk stands still         StoreUnavailable to what is to last, which may have been done
     the disk is full              StoreUnavailable to what is to last; what confirms leases has some `ROOM` of its own
     file removed or damaged       StoreMismatch: leave
 """
@@ -29,13 +30,14 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
+from ...threads import Thread
 from ..errors import Compacted, LeaseExpired, StoreClosed, StoreMismatch, StoreRefused, StoreUnavailable
 from ..store.interface import (
     Change,
@@ -65,8 +67,9 @@ ROOM = 1024 * 1024
 """Bytes that are kept free in the file and in its log: on a full disk leases are written there."""
 FULL_PAUSE_S = 0.005
 """Between two tries on a full disk."""
-TIDY_EVERY = 100
-"""Writes after which the log is brought into the file, so that it begins anew."""
+LONG, WRITE = 8 * 1024 * 1024, 8192
+"""Bytes that a process writes before it brings the log into the file, so that it begins anew (which has the next writer
+wait for the disk); and of one write, besides its values."""
 SLACK_S = 1.0
 """Of the clock, between processes."""
 BUSY_S = 1.0
@@ -113,15 +116,13 @@ class LocalStore(Store):
         self._lock = threading.Lock()
         self._sweeps_after = 0.0
         self._written = 0
+        self._syncs, self._tidies = threading.Lock(), threading.Lock()
         self._folder = -1
         if make:
             self._make_file()
         self._identity = _checked(file)
         with self._meaning():
-            place = f"file:{quote(str(file))}?mode=rw"
-            self._database = sqlite3.connect(
-                place, request_timeout_s, isolation_level=None, check_same_thread=False, uri=True
-            )
+            self._database = self._opened()
             self._database.execute("PRAGMA synchronous = NORMAL")  # of what is to last, see `_sync`
             self._database.execute("PRAGMA wal_autocheckpoint = 0")  # see `_checkpoint`
         try:
@@ -152,6 +153,12 @@ class LocalStore(Store):
     def offer(cls, file: Path, timeout_s: float, request_timeout_s: float = REQUEST_TIMEOUT_S) -> LocalStore:
         """The same for a daemon, which makes the store where there is none."""
         return _retried(lambda: cls(file, request_timeout_s, make=True), timeout_s)
+
+    def _opened(self) -> sqlite3.Connection:
+        place = f"file:{quote(str(self.file))}?mode=rw"
+        return sqlite3.connect(
+            place, self._timeout_s, isolation_level=None, check_same_thread=False, uri=True
+        )
 
     def _make_file(self) -> None:
         try:
@@ -207,7 +214,8 @@ class LocalStore(Store):
         lasts = any(isinstance(write, Delete) or write.lease is None for write in writes)
         if lasts:
             self._check_room()
-        outcome = self._write(partial(_transact, compares=compares, writes=writes))
+        size = sum(len(write.value) for write in writes if isinstance(write, Put))
+        outcome = self._write(partial(_transact, compares=compares, writes=writes), size)
         if outcome.succeeded and writes:
             self.ring()
             if lasts:
@@ -259,7 +267,7 @@ class LocalStore(Store):
 
     # ---------------------------------------------------------------- how it does it
 
-    def _write(self, work: Callable[[sqlite3.Connection], R]) -> R:
+    def _write(self, work: Callable[[sqlite3.Connection], R], size: int = 0) -> R:
         """Where the disk is full, the log begins anew once it is in the file: it has its room."""
         self._check()
         until = time.monotonic() + self._timeout_s
@@ -273,10 +281,10 @@ class LocalStore(Store):
                         raise
                 self._checkpoint()
                 time.sleep(FULL_PAUSE_S)
-            self._written += 1
-            if self._written % TIDY_EVERY == 0:
-                with suppress(sqlite3.Error, OSError):
-                    self._checkpoint()
+        self._written += WRITE + size
+        if self._written >= LONG:
+            self._written = 0
+            self._on_disk(self._tidies, self._checkpoint, 0.0)  # nobody waits: a lease may end meanwhile
         return result
 
     def _within(self, work: Callable[[sqlite3.Connection], R]) -> R:
@@ -335,14 +343,53 @@ class LocalStore(Store):
     def _sync(self) -> None:
         """Returns when all that was done is on disk. As synchronous = FULL does it, but without SQLite's lock: no other
         writer waits for it. Raises StoreUnavailable."""
-        with self._meaning(), self._log() as log:
-            os.fdatasync(log)
+
+        def sync() -> None:
+            with self._log() as log:
+                os.fdatasync(log)
+
+        answer = self._on_disk(self._syncs, sync, self._timeout_s)
+        if not answer:
+            raise StoreUnavailable(
+                f"the disk of {self.file} does not answer; what was asked may have been done"
+            )
+        if isinstance(error := answer[0], Exception):
+            with self._meaning():
+                raise error
+
+    def _on_disk(
+        self, one: threading.Lock, work: Callable[[], None], timeout_s: float
+    ) -> list[Exception | None]:
+        """How it ended, if it has by then. In a thread of its own: the disk may stand still. One at a time of each
+        kind."""
+        until = time.monotonic() + timeout_s
+        answer: list[Exception | None] = []
+        done = threading.Event()
+
+        def end() -> None:
+            one.release()
+            done.set()
+
+        def run() -> None:
+            try:
+                work()
+                answer.append(None)
+            except (sqlite3.Error, OSError) as error:
+                answer.append(error)
+            end()
+
+        if one.acquire(timeout=timeout_s):
+            Thread(run, "store-disk", otherwise=end).start()
+            done.wait(until - time.monotonic())
+        return list(answer)
 
     def _checkpoint(self) -> None:
         """Bring the log into the file, as far as no other process reads from it, unless one is doing so: two at once
-        may damage the file (SQLite before 3.51.3). Raises sqlite3.Error and OSError."""
-        with self._alone() as database, self._log() as log, suppress(BlockingIOError):
+        may damage the file (SQLite before 3.51.3). Its connection is its own: nobody waits. Raises sqlite3.Error and
+        OSError."""
+        with self._log() as log, suppress(BlockingIOError), closing(self._opened()) as database:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            database.execute("SELECT revision FROM state").fetchall()  # opens the log
             database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     @contextmanager

@@ -28,7 +28,7 @@ from elastic_agent.rendezvous.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from elastic_agent.rendezvous.local.store import HISTORY, LOOK_S, TIDY_EVERY, LocalStore, store_file
+from elastic_agent.rendezvous.local.store import HISTORY, LONG, LOOK_S, WRITE, LocalStore, store_file
 from elastic_agent.rendezvous.store.interface import Delete, Put, Store
 
 PATIENCE_S = 20.0
@@ -433,15 +433,42 @@ def test_the_log_begins_anew_and_is_brought_into_the_file_by_one_at_a_time(
     lease = store.grant(3600.0)
 
     def write(times: int) -> int:
-        for _ in range(times):
-            put(store, "nodes/n", "x" * 10_000, lease)
+        for number in range(times):
+            put(store, "nodes/n", f"{number:05}" * 20_000, lease)  # SQLite writes no page that is as it was
+            eventually(lambda: not store._tidies.locked())
         return log.stat().st_size
 
-    most = write(3 * TIDY_EVERY)
-    assert write(10 * TIDY_EVERY) == most
+    assert write(10 * LONG // 100_000) < 4 * LONG
     with open(log, "rb") as taken:
         fcntl.flock(taken, fcntl.LOCK_EX)
-        assert write(3 * TIDY_EVERY) > most, "somebody else brings it there"
+        assert write(4 * LONG // 100_000) > 4 * LONG, "somebody else brings it there"
+
+
+def test_a_disk_that_stands_still_holds_no_lease_and_what_is_to_last_for_a_bounded_time(
+    offer: Callable[..., LocalStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = offer(0.5)
+    lease = store.grant(60.0)
+    moves, tidies = threading.Event(), threading.Event()
+
+    def checkpoint() -> None:
+        tidies.set()
+        moves.wait(PATIENCE_S)
+
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: moves.wait(PATIENCE_S))
+    monkeypatch.setattr(store, "_checkpoint", checkpoint)
+    began = time.monotonic()
+    for _ in range(2 * LONG // WRITE):
+        store.keep_alive(lease)
+    assert tidies.wait(PATIENCE_S)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable, match="may have been done"):
+            put(store, "k")
+    assert time.monotonic() - began < PATIENCE_S / 2
+    assert len([one for one in threading.enumerate() if one.name == "store-disk"]) == 2
+    moves.set()
+    put(store, "k", "v")
+    assert values(store) == {"k": "v"}
 
 
 def test_a_watch_that_is_closed_leaves_no_descriptor(offer: Callable[..., LocalStore]) -> None:
