@@ -41,6 +41,9 @@ DEFAULT_PRELOAD = (
 )
 """What makes the construction of DDP, its first steps and checkpoints import nothing."""
 
+NOT_IN_EVERY_TORCH = frozenset({"torch.profiler._cupti_monitor"})  # in 2.13, and gone in 2.14
+"""Of the modules above: the absence of one is no news."""
+
 
 class Unfit(Exception):
     """Why no spares can be forked. `stale`: another process, started now, could."""
@@ -71,7 +74,9 @@ class Imported:
                 try:
                     importlib.import_module(name)
                 except (Exception, SystemExit) as error:
-                    self.skipped[name] = f"{type(error).__name__}: {error}"
+                    absent = isinstance(error, ModuleNotFoundError) and error.name == name
+                    if not absent or name not in NOT_IN_EVERY_TORCH:
+                        self.skipped[name] = f"{type(error).__name__}: {error}"
         importlib.invalidate_caches()
         self.count = len(sys.modules) - before
         self.variables = {name: value for name, value in os.environ.items() if self.base.get(name) != value}
