@@ -40,7 +40,9 @@ def test_each_rank_has_its_file_and_its_prefix_on_the_console(job: Job) -> None:
     files = {path: path.read_text() for path in logs.rglob("stdout.log")}
     assert len(files) == 4, "of two generations two ranks each"
     assert sum(text.endswith("at 60\n") for text in files.values()) == 2
-    assert sum(text.endswith("at 10\n") for text in files.values()) >= 1, "of the rank that failed"
+    assert any(text.endswith(("at 10\n", "at 50\n")) for text in files.values()), (
+        "of the rank that failed first"
+    )
 
 
 def test_torchruns_flags_say_what_goes_where(job: Job) -> None:
