@@ -219,8 +219,8 @@ class PoolMember:
         return WriteDecision(self.view.plan_revision, decision) if decision is not None else None
 
     def wake_at(self, now: float) -> float | None:
-        """The instant at which there is more to do without any event. A coordinator turns once a second besides: time
-        limits and pauses need no more."""
+        """The instant at which there is more to do without any event. A coordinator turns once a second besides:
+        pauses need no more."""
         at = self._pending.not_before
         return at if at > now else None
 

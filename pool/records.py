@@ -10,7 +10,7 @@ A job without a result that is in the plan runs; one that is not waits, and the 
 queue. A run of a job is a job of the rendezvous like any other, with the job's id as its --rdzv-id.
 
 Like the records of the rendezvous all are small, frozen and checked as they are read. Instants are seconds of the wall
-clock, as the coordinator saw it: they are for people and for time limits, and no promise depends on them.
+clock, as the coordinator saw it: they are for people and for pauses, and no promise depends on them.
 """
 
 from __future__ import annotations

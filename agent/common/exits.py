@@ -31,7 +31,7 @@ class ExitCode(IntEnum):
     UNLIKE_THE_JOB = 65, "this node's --lease-ttl, --store-outage-grace or script is not the job's"
     NOT_FOUND = 66, "there is no such node, agent, run or pool"
     NO_JOB = 67, "there is nothing of a job of this name, or it has ended"
-    UNABLE = 68, "the pool could not run the job, or its time limit has passed"
+    UNABLE = 68, "the pool could not run the job"
     NO_ANSWER = 69, "the store did not answer in time; what a command asked may be done all the same"
     AGENT_FAILED = 70, "a part of the agent failed in a way that it was not made for; workers were stopped"
     NO_NETWORK = 71, "no way to the other nodes came up in time; later may work"

@@ -573,6 +573,17 @@ def test_a_run_whose_result_waits_for_the_next_decision_gets_no_other_nodes() ->
     assert bench.outcomes["last"] is Outcome.UNABLE
 
 
+def test_a_job_whose_record_is_gone_leaves_its_nodes() -> None:
+    bench = Bench("a", job("x"))
+    bench.decide()
+    bench.run_all()
+    bench.jobs.clear()
+    assert bench.decide() == {"x": "a-"}
+    bench.end("a", SeatOutcome.LEFT)
+    assert bench.decide() == {}
+    assert bench.results[0].reason == "its record was deleted"
+
+
 def test_the_oldest_results_are_forgotten() -> None:
     results = tuple(f"j{number}" for number in range(MOST_RESULTS + MOST_AT_ONCE + 2))
     decision = decide(Pool((), (), results=results), NOW)
