@@ -104,8 +104,8 @@ class EtcdV3Handler(RendezvousHandler):
         membership = self._join()
         if self._closed:
             raise RendezvousClosedError("this node has closed the rendezvous")
-        self._end_place(End.STOPPED if self._must_stop(membership.status) else End.FAILED)
-        while True:
+        status = self._end_place(End.STOPPED if self._must_stop(membership.status) else End.FAILED)
+        while not status.problem:
             membership.want_place()
             status = membership.wait(lambda now: now.place is not None or now.leave is not None)
             if status.place is None or status.problem:
@@ -120,7 +120,8 @@ class EtcdV3Handler(RendezvousHandler):
                     len(place.world.members),
                     RendezvousStoreInfo(master.address, master.port),
                 )
-            self._end_place(End.STOPPED)
+            status = self._end_place(End.STOPPED)
+        raise _refusal(status)
 
     def num_nodes_waiting(self) -> int:
         """Positive while the workers here must end, whatever the reason: torchrun's agent then restarts them."""
@@ -212,10 +213,12 @@ class EtcdV3Handler(RendezvousHandler):
     def _must_stop(self, status: Status) -> bool:
         return self._stop_announced or bool(status.stop or status.problem)
 
-    def _end_place(self, end: End) -> None:
-        if self._membership is not None and self._place is not None:
-            self._membership.give_back(self._place, end)
+    def _end_place(self, end: End) -> Status:
+        membership, place, status = self._membership, self._place, Status()
+        if membership is not None and place is not None:
+            status = membership.give_back(place, end)
         self._place, self._stop_announced = None, False
+        return status
 
     def _leave(self) -> None:
         if not self._left and self._membership is not None:

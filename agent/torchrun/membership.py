@@ -195,10 +195,10 @@ class Membership:
     def want_place(self) -> None:
         self._events.put(self._place_wanted)
 
-    def give_back(self, place: Place, end: End) -> None:
+    def give_back(self, place: Place, end: End) -> Status:
         """No worker of this place is left here. Returns when that is known to the thread."""
         self._events.put(partial(self._end, place, end))
-        self.wait(lambda status: status.place is not place)
+        return self.wait(lambda status: status.place is not place)
 
     def end_job(self, reason: str) -> None:
         """Close the rendezvous on all nodes. Raises StoreError."""
