@@ -177,7 +177,7 @@ def test_a_manager_that_is_away_is_told_once(
     os.unlink(ear.address)
     again = Ear(ear.address)
     manager.turn("looking")
-    assert again.heard() == ["STATUS=looking", "WATCHDOG=1"]
+    assert again.heard() == ["READY=1", "STATUS=looking", "WATCHDOG=1"]
     again.socket.close()
 
 
