@@ -85,7 +85,6 @@ def test_a_kill_and_a_lost_node_are_on_the_dashboard(
         "Workers": {"": 2},
         "Restarts by reason": {"killed": 1, "lost": 1},
         "Restarts left": {"": 4},
-        "Changes of the nodes": {"join": 0, "leave": 0, "lost": 1},
         "Worker exits": {"b killed": 1},
     }.items():
         deadline = time.monotonic() + ANSWERED_S
