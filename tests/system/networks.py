@@ -139,7 +139,10 @@ class Network:
             other_end = ("name", INTERFACE, "netns", inside)
             run("ip", "-n", switch, "link", "add", "name", socket, "type", "veth", "peer", *other_end)
             run("ip", "-n", switch, "link", "set", "dev", socket, "master", "bridge", "up")
-            run("ip", "-n", inside, "addr", "add", address, "dev", INTERFACE)
+            at_once = (
+                ["nodad"] if ":" in address else []
+            )  # an IPv6 address is otherwise checked for a second first
+            run("ip", "-n", inside, "addr", "add", address, "dev", INTERFACE, *at_once)
             run("ip", "-n", inside, "link", "set", INTERFACE, "up")
             run("ip", "-n", inside, "link", "set", "lo", "up")
             hosts[name] = Host(inside, address.partition("/")[0], switch, socket)

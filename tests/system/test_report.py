@@ -60,7 +60,8 @@ def test_a_run_with_a_killed_worker_is_reported_as_it_was(job: Job) -> None:
 
     ran = {number: trained(job, number, new.rank_on("a")) for number in (1, 2)}
     assert seconds["productive"] + seconds["redone"] + seconds["saving"] == pytest.approx(
-        sum(ran.values()), rel=0.15
+        sum(ran.values()),
+        abs=1.0,  # agents read the steps now and then: at most that late where the machine is busy
     )
     assert seconds["redone"] > 0, "what came after the last save"
     assert seconds["saving"] > 0
