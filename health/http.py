@@ -97,10 +97,7 @@ class Answers:
 
 
 class HealthServer:
-    """Serves on `bind`, a bound and listening socket that it owns from now on.
-
-    `evicted` counts clients that lost their place to others.
-    """
+    """Serves on `bind`, a bound and listening socket that it owns from now on."""
 
     def __init__(
         self,
@@ -110,7 +107,6 @@ class HealthServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address: tuple[str, int] = bind.getsockname()[:2]
-        self.evicted = 0
         self.limits = limits
         self._bind = bind
         self._pages: dict[str, Callable[[Request], Page]] = {
@@ -165,7 +161,6 @@ class HealthServer:
                 continue
             with self._lock:
                 if len(self._clients) >= self.limits.max_connections:
-                    self.evicted += 1
                     oldest = next(iter(self._clients))
                     del self._clients[oldest]
                     _cut(oldest)

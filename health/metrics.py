@@ -24,8 +24,7 @@ HANG_STATES = ("off", "watching", "suspecting")
 LOST_TIME_CAUSES = ("detect", "stop", "rendezvous", "backoff", "startup", "recompute", "waiting")
 STORE_REQUESTS = ("grant", "keep_alive", "transact", "read")
 STORE_OPERATIONS = (*STORE_REQUESTS, "watch")
-CHECKPOINT_TIERS = ("memory", "local")
-SAVE_TIERS = (*CHECKPOINT_TIERS, "part")
+SAVE_TIERS = ("memory", "local", "part")
 """A part is what one node writes of a sharded checkpoint; the whole counts as local."""
 DROPPED = ("events", "log_bytes", "console_lines", "reports")
 

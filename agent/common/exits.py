@@ -51,17 +51,11 @@ class ExitCode(IntEnum):
 OF_COMMANDS = frozenset(
     code for code in ExitCode if code in (0, 1, 3, 65, 66, 67, 68, 69, 72, 73, 75, 76, 78, 130, 141, 143)
 )
-ONLY_OF_COMMANDS = frozenset(code for code in ExitCode if code in (66, 67, 68, 141))
-"""No agent ends so."""
 
 
 def exit_codes() -> list[str]:
     """The lines of a command's help that explain its codes."""
     return ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in ExitCode if code in OF_COMMANDS)]
-
-
-REQUEUE = frozenset(code for code in ExitCode if code in (69, 70, 71, 73, 74, 75, 79, 80))
-"""Another start of the job, there or on other nodes, goes on. A person wanted the end of the others, or has to look."""
 
 
 TIME_IS_OVER = signal.SIGALRM

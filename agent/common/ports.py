@@ -69,16 +69,15 @@ class PortOwner:
 
 
 class PortTaken(PortError):
-    """Every port was taken for the whole timeout; `owner` holds `port`, the first of `ports`."""
+    """Every port was taken for the whole timeout; `owner` holds the first of `ports`."""
 
     def __init__(self, address: str, ports: PortRange, purpose: str, owner: PortOwner, tried_s: float):
-        self.port, self.purpose, self.owner = ports.first, purpose, owner
         if ports.any_free:
             what, remedy = "no free port is left", "Widen net.ipv4.ip_local_port_range, or name a port."
         elif len(ports) == 1:
             what, remedy = f"port {ports} is taken ({owner.words})", "Stop the owner, or choose another port."
         else:
-            what = f"every port of {ports} is taken (for example {self.port}: {owner.words})"
+            what = f"every port of {ports} is taken (for example {ports.first}: {owner.words})"
             remedy = "Stop the owners, or choose a wider range."
         super().__init__(
             f"cannot listen on {address} for {purpose}: {what}; tried for {tried_s:g} s. {remedy}"

@@ -169,11 +169,6 @@ class LogConfig:
         return self.directory if self.directory != NO_FILES else None
 
     @property
-    def in_own_folder(self) -> bool:
-        """Files are wanted, and no directory is given."""
-        return self.directory is None and self.wants_files
-
-    @property
     def wants_files(self) -> bool:
         """Also without a directory."""
         asked = any(streams is not None and streams.of_any(3) for streams in (self.redirects, self.tee))

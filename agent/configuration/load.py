@@ -14,7 +14,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import cast
 
 from ...rendezvous.records import Action
 from ...rendezvous.text import CAUSE
@@ -94,8 +94,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-T = TypeVar("T")
 
 ENV_PREFIX = "ELASTIC_AGENT_"
 TORCHRUN_ENV_PREFIX = "PET_"

@@ -71,7 +71,6 @@ class RdmaPort:
     link_layer: str
 
     def __str__(self) -> str:
-        """As NCCL_IB_HCA names it."""
         return f"{self.device}:{self.number}"
 
 
@@ -122,8 +121,6 @@ class Profile:
     transport: Transport
     reason: str
     ports: tuple[str, ...] = ()
-    foreign_ports: tuple[str, ...] = ()
-    """Active RDMA ports of another transport, which NCCL would use as well."""
 
 
 TCP = Profile("ethernet", "no RDMA port is active on this machine")
@@ -132,9 +129,7 @@ TCP = Profile("ethernet", "no RDMA port is active on this machine")
 def choose_profile(active: Sequence[RdmaPort]) -> Profile:
     transport: Transport = next((rdma for rdma in _RDMA if _ports(active, rdma)), "ethernet")
     found = f"{_RDMA[transport]} is active" if transport in _RDMA else "no RDMA port is active"
-    own = _ports(active, transport)
-    others = tuple(str(port) for port in active if str(port) not in own)
-    return Profile(transport, f"{found} on this machine", own, others)
+    return Profile(transport, f"{found} on this machine", _ports(active, transport))
 
 
 def _ports(active: Sequence[RdmaPort], transport: Transport) -> tuple[str, ...]:

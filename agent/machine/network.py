@@ -102,7 +102,6 @@ class NetworkChoice:
 
     @property
     def rdma_ports(self) -> tuple[str, ...]:
-        """As NCCL_IB_HCA names them."""
         return tuple(map(str, self.rdma))
 
     def __str__(self) -> str:

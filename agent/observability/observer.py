@@ -68,7 +68,6 @@ class Observer:
         self._metrics = metrics
         self._pages = pages
         self._max_failures = max_failures
-        self._wall_clock = wall_clock
         self.training = TrainingAccount(metrics, pages, journal, rate, started_at, wall_clock)
         self._noted: World | None = None
         self._excluded: Mapping[str, Exclusion] = {}

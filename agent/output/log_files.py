@@ -166,17 +166,9 @@ _GENERATION = re.compile(r"gen([0-9]{1,18})")
 _OF_NODES = re.compile(r"events-.+\.jsonl(\.1)?|configuration-.+\.toml")
 
 
-def log_directory(given: Path | None, *, own: bool) -> Path | None:
-    """Below it are the files of workers; None: there are none. Nothing is made.
-
-    `own`: none is given, but one of this user's alone is wanted, the same each time, so that old runs are deleted
-    there, too. Raises OSError where there is no place for that.
-    """
-    return own_logs() if own else given
-
-
 def own_logs() -> Path:
-    """This user's folder for files of workers where none is given. Raises OSError where there is no place for it."""
+    """This user's folder for files of workers where none is given: the same each time, so that old runs are deleted
+    there, too. Nothing is made. Raises OSError where there is no place for it."""
     return own_path("elastic_agent_logs_")
 
 

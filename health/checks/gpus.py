@@ -23,7 +23,6 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Annotated
 
 from ...codec import AtMost, Checked, Codec, Count, Text, Within
@@ -156,17 +155,11 @@ UNUSABLE = frozenset((GPU_IS_LOST, RESET_REQUIRED))
 """Codes of a GPU that no program can use until it is reset or exchanged."""
 
 
-class Fault(Enum):
-    MEMORY = "memory"
-    LOST = "lost"
-
-
 @dataclass(frozen=True, slots=True)
 class GpuFault:
     """`gpu` as in the reading."""
 
     gpu: str
-    fault: Fault
     text: str
 
 
@@ -174,21 +167,21 @@ def faults_since(before: NvmlFacts, now: NvmlFacts) -> tuple[GpuFault, ...]:
     """Empty where NVML itself does not answer any more: that says nothing of a GPU."""
     known = {gpu.name: gpu for gpu in before.gpus}
     return tuple(
-        GpuFault(gpu.name, fault, f"GPU {gpu.name}: {text}")
+        GpuFault(gpu.name, f"GPU {gpu.name}: {text}")
         for gpu in now.gpus
-        for fault, text in _faults(known.get(gpu.name, GpuFacts(name=gpu.name, problem="unknown")), gpu)
+        for text in _faults(known.get(gpu.name, GpuFacts(name=gpu.name, problem="unknown")), gpu)
     )
 
 
-def _faults(before: GpuFacts, now: GpuFacts) -> Iterator[tuple[Fault, str]]:
+def _faults(before: GpuFacts, now: GpuFacts) -> Iterator[str]:
     if now.code in UNUSABLE:
-        yield Fault.LOST, now.problem
+        yield now.problem
     elif now.code == NOT_FOUND and not before.problem:
-        yield Fault.LOST, f"NVML no longer lists it ({now.problem})"
+        yield f"NVML no longer lists it ({now.problem})"
     if before.uncorrected is not None and (now.uncorrected or 0) > before.uncorrected:
-        yield Fault.MEMORY, f"uncorrected memory errors: {now.uncorrected}, were {before.uncorrected}"
+        yield f"uncorrected memory errors: {now.uncorrected}, were {before.uncorrected}"
     if now.remap_failed and before.remap_failed is False:
-        yield Fault.MEMORY, "a remapping of a row has failed"
+        yield "a remapping of a row has failed"
 
 
 def moved_on(before: NvmlFacts, now: NvmlFacts, gpus: Collection[str]) -> NvmlFacts:

@@ -226,17 +226,6 @@ class CheckResults:
                 yield name, results
 
 
-PEER_CHECKS = (
-    "peer-present",
-    "peer-reachable",
-    "peer-all-reduce",
-    "peer-bandwidth",
-    "same-network",
-    "same-software",
-)
-"""The names of all findings here; those of nodes' own checks are besides."""
-
-
 def make_report(found: CheckResults) -> PairsReport:
     findings = [*_present(found), *_own(found.nodes)]
     if len(found.nodes) - len(found.gone) > 1:

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 from elastic_agent import __version__
-from elastic_agent.agent.common.exits import ONLY_OF_COMMANDS, ExitCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.options import OPTIONS
 from elastic_agent.agent.configuration.parse import Source
 from elastic_agent.agent.configuration.stopping import whole_stop_s
 from elastic_agent.agent.main.run import HOST_LINGERS_S
+from tests.names import ONLY_OF_COMMANDS
 from tests.pods import CHART, Manifest, agent_pod, configuration, environment, pods, render, run_helm
 
 MISSING = "kubernetes-validate is not installed: .ci/kubernetes-tools .venv"

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.exits import ONLY_OF_COMMANDS, REQUEUE, ExitCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.parse import duration
 from elastic_agent.agent.configuration.stopping import STOP_GRACE, whole_stop_s
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.agent.main.loop import HEARTBEAT_S
 from elastic_agent.agent.main.run import HOST_LINGERS_S
 from elastic_agent.agent.workers.processes.guard import SWEEP_S
+from tests.names import ONLY_OF_COMMANDS, REQUEUE
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "systemd"
 UNIT, DAEMON = "elastic-agent@.service", "elastic-agent-pool.service"

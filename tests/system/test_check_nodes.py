@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.health.checks.pairs import PEER_CHECKS
 from tests.etcd_servers import EtcdCluster, etcd_cluster
+from tests.names import PEER_CHECKS
 
 from .networks import DROP, Network, network
 

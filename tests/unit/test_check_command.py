@@ -22,8 +22,8 @@ from elastic_agent.agent.machine.interfaces import Profile
 from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network import Network, NetworkChoice, NotReady
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
-from elastic_agent.health.checks.pairs import PEER_CHECKS
 from elastic_agent.health.checks.table import AT_JOIN, RECHECKS
+from tests.names import PEER_CHECKS
 
 FOUND = (
     Finding("open-files", Outcome.OK, "1024 descriptors"),

@@ -14,7 +14,6 @@ from elastic_agent.health.checks.gpus import (
     GPU_IS_LOST,
     NOT_FOUND,
     RESET_REQUIRED,
-    Fault,
     GpuFacts,
     GpuFault,
     NvmlFacts,
@@ -44,19 +43,19 @@ def lost(code: int, problem: str = "gone") -> GpuFacts:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "fault", "said"),
+    ("before", "now", "said"),
     [
-        (gpu(), gpu(uncorrected=2), Fault.MEMORY, "uncorrected memory errors: 2, were 0"),
-        (gpu(uncorrected=3), gpu(uncorrected=4), Fault.MEMORY, "uncorrected memory errors: 4, were 3"),
-        (gpu(), gpu(remap_failed=True), Fault.MEMORY, "a remapping of a row has failed"),
-        (gpu(), lost(GPU_IS_LOST, "GPU is lost"), Fault.LOST, "GPU is lost"),
-        (gpu(), lost(RESET_REQUIRED, "GPU requires reset"), Fault.LOST, "GPU requires reset"),
-        (lost(GPU_IS_LOST), lost(GPU_IS_LOST, "GPU is lost"), Fault.LOST, "GPU is lost"),
-        (gpu(), lost(NOT_FOUND, "Not Found"), Fault.LOST, "NVML no longer lists it (Not Found)"),
+        (gpu(), gpu(uncorrected=2), "uncorrected memory errors: 2, were 0"),
+        (gpu(uncorrected=3), gpu(uncorrected=4), "uncorrected memory errors: 4, were 3"),
+        (gpu(), gpu(remap_failed=True), "a remapping of a row has failed"),
+        (gpu(), lost(GPU_IS_LOST, "GPU is lost"), "GPU is lost"),
+        (gpu(), lost(RESET_REQUIRED, "GPU requires reset"), "GPU requires reset"),
+        (lost(GPU_IS_LOST), lost(GPU_IS_LOST, "GPU is lost"), "GPU is lost"),
+        (gpu(), lost(NOT_FOUND, "Not Found"), "NVML no longer lists it (Not Found)"),
     ],
 )
-def test_a_fault_is_named(before: GpuFacts, now: GpuFacts, fault: Fault, said: str) -> None:
-    assert faults_since(reading(before), reading(now)) == (GpuFault(GPU, fault, f"GPU {GPU}: {said}"),)
+def test_a_fault_is_named(before: GpuFacts, now: GpuFacts, said: str) -> None:
+    assert faults_since(reading(before), reading(now)) == (GpuFault(GPU, f"GPU {GPU}: {said}"),)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,8 @@ def test_the_reading_for_people_shows_what_has_changed() -> None:
 # --- The cause
 
 
-MEMORY = GpuFault(GPU, Fault.MEMORY, f"GPU {GPU}: uncorrected memory errors: 2, were 0")
-LOST = GpuFault(GPU, Fault.LOST, f"GPU {GPU}: GPU is lost")
+MEMORY = GpuFault(GPU, f"GPU {GPU}: uncorrected memory errors: 2, were 0")
+LOST = GpuFault(GPU, f"GPU {GPU}: GPU is lost")
 
 
 def raised(error: str) -> tuple[str, ...]:

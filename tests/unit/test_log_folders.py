@@ -19,7 +19,7 @@ from elastic_agent.agent.output.log_files import (
     KEPT_RUNS,
     MARK,
     RunFolder,
-    log_directory,
+    own_logs,
     run_folder,
 )
 from elastic_agent.agent.workers.environment import output_routes
@@ -107,8 +107,7 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     logs = LogConfig(redirects=Streams(3))
-    path = log_directory(logs.given_directory, own=logs.in_own_folder)
-    assert path is not None
+    path = own_logs()
     assert path == tmp_path / f"elastic_agent_logs_{os.geteuid()}"
     assert not path.exists(), "nothing is made for --check-config and explain-env"
     for _ in range(2):
@@ -127,19 +126,19 @@ def test_a_run_without_a_directory_has_one_of_this_users_alone(
 
 
 @pytest.mark.parametrize(
-    ("logs", "given", "own"),
+    ("logs", "given", "wanted"),
     [
         (LogConfig(), None, False),
         (LogConfig(tee=Streams(1)), None, True),
-        (LogConfig(Path("logs"), tee=Streams(1)), Path("logs"), False),
-        (LogConfig(Path("/dev/null"), tee=Streams(1)), None, False),
+        (LogConfig(Path("logs"), tee=Streams(1)), Path("logs"), True),
+        (LogConfig(Path("/dev/null"), tee=Streams(1)), None, True),
     ],
 )
 def test_what_is_configured_is_known_without_a_look_at_the_disk(
-    monkeypatch: pytest.MonkeyPatch, logs: LogConfig, given: Path | None, own: bool
+    monkeypatch: pytest.MonkeyPatch, logs: LogConfig, given: Path | None, wanted: bool
 ) -> None:
     monkeypatch.setattr(folders, "try_out", lambda place: pytest.fail("the disk is touched"))
-    assert (logs.given_directory, logs.in_own_folder) == (given, own)
+    assert (logs.given_directory, logs.wants_files) == (given, wanted)
 
 
 def test_no_temporary_directory_is_no_reason_to_write_into_the_current_one(
@@ -149,9 +148,9 @@ def test_no_temporary_directory_is_no_reason_to_write_into_the_current_one(
     monkeypatch.setattr(folders, "_PLACES", (str(tmp_path / "none"),))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NoTemporaryDirectory, match="in TMPDIR"):
-        log_directory(None, own=True)
+        own_logs()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert log_directory(None, own=True) is not None
+    assert own_logs().parent == tmp_path
 
 
 def test_a_full_temporary_directory_is_not_taken_but_looked_at(
@@ -171,15 +170,13 @@ def test_a_full_temporary_directory_is_not_taken_but_looked_at(
     monkeypatch.setattr(folders, "try_out", try_out)
     monkeypatch.setattr(folders, "_PLACES", (str(full), str(free)))
     monkeypatch.delenv("TMPDIR", raising=False)
-    taken = log_directory(None, own=True)
-    assert taken is not None
-    assert taken.parent == free
+    assert own_logs().parent == free
     assert pool_folder_here({}, "default") == pool.parent
     unit = {"RUNTIME_DIRECTORY": str(free / "of-a-unit")}
     assert pool_folder_here(unit, "default") == pool.parent, "no store is in the folder of the unit"
     monkeypatch.setattr(folders, "_PLACES", (str(full),))
     with pytest.raises(NoTemporaryDirectory, match="No space left on device"):
-        log_directory(None, own=True)
+        own_logs()
     assert pool_folder_here({}, "default") == pool.parent
 
 

@@ -153,28 +153,25 @@ def test_a_taken_port_names_its_owner(listen_on: str, bind_on: str) -> None:
         with pytest.raises(PortTaken) as caught:
             bind_listener(bind_on, port, "metrics", tries_for_s=0.0)
         comm = Path(f"/proc/{pid}/comm").read_text().strip()
-    taken = caught.value
-    assert (taken.port, taken.purpose, taken.owner.pid) == (port, "metrics", pid)
     assert all(
-        text in str(taken) for text in (bind_on, "metrics", str(port), f"pid {pid}, {comm}", "another port")
+        text in str(caught.value)
+        for text in (bind_on, "metrics", str(port), f"pid {pid}, {comm}", "another port")
     )
 
 
 def test_our_own_listener_is_named_as_ours() -> None:
     with (
         bind_listener(LOOPBACK, 0, "store") as listener,
-        pytest.raises(PortTaken, match="this agent itself") as caught,
+        pytest.raises(PortTaken, match=rf"pid {os.getpid()}, .*, this agent itself"),
     ):
         bind_listener(LOOPBACK, port_of(listener), "metrics", tries_for_s=0.0)
-    assert caught.value.owner.pid == os.getpid()
 
 
 def test_a_port_that_is_bound_but_silent_has_no_visible_owner() -> None:
     with socket.socket() as silent:
         silent.bind((LOOPBACK, 0))
-        with pytest.raises(PortTaken, match="owner unknown") as caught:
+        with pytest.raises(PortTaken, match="owner unknown"):
             bind_listener(LOOPBACK, port_of(silent), "metrics", tries_for_s=0.0)
-    assert caught.value.owner.pid is None
 
 
 OTHERS_PID = os.getppid()
@@ -251,7 +248,7 @@ def test_the_last_free_port_of_a_range_is_found_in_the_first_round() -> None:
             held.enter_context(bind_listener(LOOPBACK, ports, "test", tries_for_s=0.0))
         with pytest.raises(PortTaken, match=f"every port of {ports}") as caught:
             bind_listener(LOOPBACK, ports, "store", tries_for_s=0.0)
-    assert caught.value.owner.pid == os.getpid()
+    assert f"pid {os.getpid()}, " in str(caught.value)
     assert "wider range" in str(caught.value)
 
 
@@ -270,7 +267,7 @@ def test_a_rival_that_listens_between_our_bind_and_listen_has_the_port(
         monkeypatch.setattr(socket, "socket", Overtaken)
         with pytest.raises(PortTaken) as caught:
             bind_listener(LOOPBACK, port_of(rival), "store", tries_for_s=0.0)
-    assert caught.value.owner.pid == os.getpid()
+    assert f"pid {os.getpid()}, " in str(caught.value)
 
 
 def test_no_other_process_can_listen_beside_us() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.exits import ONLY_OF_COMMANDS, REQUEUE, ExitCode
+from elastic_agent.agent.common.exits import ExitCode
+from tests.names import ONLY_OF_COMMANDS, REQUEUE
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "deploy" / "slurm").glob("*.sbatch"))

@@ -31,7 +31,7 @@ from ...configuration.parse import PATH, Group, Option
 from ...configuration.settings import Settings
 from ...observability.sources import CannotShow
 from ...output.journal import JobEvent, journals, read_file
-from ...output.log_files import FLIGHT_RECORDS, is_run, log_directory, newest_run
+from ...output.log_files import FLIGHT_RECORDS, is_run, newest_run, own_logs
 from ...output.masking import masked, secrets_in
 from ..store_command import CannotDo, one_line_errors
 
@@ -101,7 +101,7 @@ def find_run(run: str | None, log_dir: Path | None) -> Path:
     try:
         if run is not None and (folder := Path(run)).is_dir() and is_run(folder):
             return folder
-        directory = log_directory(log_dir, own=log_dir is None)
+        directory = log_dir or own_logs()
         named = run is None or NAME.fullmatch(run) is not None
         found = newest_run(directory, run) if directory is not None and named else None
     except OSError as error:
