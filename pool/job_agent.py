@@ -26,7 +26,7 @@ from ..agent.configuration.config import (
     NODES_MULTIPLE_OF,
 )
 from ..agent.configuration.options import OPTIONS
-from ..agent.configuration.rendezvous import ETCD_OPTIONS, JOB_ID, MEETING, POOL
+from ..agent.configuration.rendezvous import ETCD_OPTIONS, JOB_ID, LAST_CALL, MEETING, POOL
 from ..agent.configuration.settings import Settings
 from ..agent.main.process import ERROR_FILE
 from ..agent.output.masking import masked, secrets_in
@@ -82,8 +82,14 @@ def agent_words(
         (NODES_MULTIPLE_OF.name, job.nodes_multiple_of),
         (LOG_DIR.name, logs),
     ]
+    if len(assignment.run.staying) <= job.min_nodes and not _says(job.options, LAST_CALL.name):
+        decided.append((LAST_CALL.name, "0s"))  # a world needs them all, and no others are on their way
     named = dict(decided)
     return [*own, *job.options, *(f"--{name}={value}" for name, value in named.items()), *job.command]
+
+
+def _says(words: Sequence[str], option: str) -> bool:
+    return any(word.split("=")[0] == f"--{option}" for word in words)
 
 
 def own_words(settings: Settings, folder: str) -> tuple[str, ...]:

@@ -76,7 +76,6 @@ def differences(
             ("--max-nodes", limits.max_nodes, job.max_nodes),
             ("--nodes-multiple-of", limits.nodes_multiple_of, job.nodes_multiple_of),
             ("--max-restarts", _restarts(limits), _restarts(job)),
-            ("--last-call", f"{limits.last_call_s:g}s", f"{job.last_call_s:g}s"),
         ):
             if mine != theirs:
                 yield f"{option} {mine}, where the job has {theirs}"

@@ -170,15 +170,17 @@ class FakeWorkers(workers.WorkerGroup):
 
     lacks: list[OSError]
     """What the next starts are refused for."""
+    before_lack: int
+    """So many workers begin before that."""
 
     def start(self, command: Command, specs: Sequence[workers.WorkerSpec], spares: workers.Spares) -> None:
-        if self.lacks:
-            raise self.lacks.pop(0)
-        for spec in specs:
-            self._processes[spec.local_rank] = cast(workers.Process, FakeProcess(1000 + spec.local_rank))
-            self.ranks[spec.local_rank] = spec.rank
         self.signals: list[tuple[int, signal.Signals]] = []
         self.codes: dict[int, int] = {}
+        for spec in specs:
+            if self.lacks and spec.local_rank == self.before_lack:
+                raise self.lacks.pop(0)
+            self._processes[spec.local_rank] = cast(workers.Process, FakeProcess(1000 + spec.local_rank))
+            self.ranks[spec.local_rank] = spec.rank
 
     def reap(self, local_rank: int) -> int:
         self.returncodes[local_rank] = self.codes[local_rank]
@@ -215,6 +217,7 @@ class Supervised:
         self.now = 100.0
         self.events: list[Event] = []
         self.lacks: list[OSError] = []
+        self.before_lack = 0
         command = Command("binary", "sleep", ("300",))
         config = Config(command, nproc_per_node=count, timeouts=timeouts or TimeoutConfig())
         self.config = replace(config, stop=replace(config.stop, just_in_time_grace_s=guard_s))
@@ -277,7 +280,7 @@ class Supervised:
         guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, self.logs)
         helpers = workers.GroupHelpers(guard, logs, IoThread())
         group = FakeWorkers(generation, helpers, exited, self.events.append, self.clock)
-        group.lacks = self.lacks
+        group.lacks, group.before_lack = self.lacks, self.before_lack
         return group
 
     def clock(self) -> float:

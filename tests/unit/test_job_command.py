@@ -50,6 +50,24 @@ def test_what_the_pool_decides_is_stronger_than_what_the_job_says() -> None:
     assert (config.nodes.min, config.rendezvous.job_id, config.node_id) == (2, "ab12", "a")
 
 
+@pytest.mark.parametrize(
+    ("seats", "options", "last_call_s"),
+    [
+        (1, (), 0.0),
+        (2, (), 0.0),
+        (3, (), 1.0),
+        (2, ("--last-call=5s",), 5.0),
+        (2, ("--last-call", "5s"), 5.0),
+    ],
+)
+def test_a_start_with_no_more_nodes_than_a_world_needs_waits_for_no_others(
+    seats: int, options: tuple[str, ...], last_call_s: float
+) -> None:
+    run = Run("ab12", 1, 0.0, tuple(Seat(node, f"{node}-1", 7) for node in "abc"[:seats]))
+    due = replace(DUE, run=run, job=replace(JOB, options=options))
+    assert config_of(words(due)).rendezvous.last_call_s == last_call_s
+
+
 MEANINGS = {
     SeatOutcome.SUCCEEDED: {ExitCode.SUCCESS},
     SeatOutcome.FAILED: {ExitCode.FAILED, ExitCode.CRASH_LOOP, ExitCode.NOT_ON_DISK},

@@ -54,7 +54,6 @@ def bench() -> Bench:
             (
                 "--max-nodes 1, where the job has 4",
                 "--max-restarts 0, where the job has auto",
-                "--last-call 2.5s, where the job has 1s",
             ),
         ),
         (

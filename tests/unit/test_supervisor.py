@@ -457,6 +457,15 @@ def test_a_lack_of_this_machine_is_no_failure_and_the_start_may_be_tried_again(t
     assert not node.reported
 
 
+def test_a_lack_when_a_worker_has_begun_fails_the_generation_as_none_is_started_twice(tmp_path: Path) -> None:
+    node = Supervised(tmp_path, 2)
+    node.lacks, node.before_lack = [OSError(errno.EMFILE, "Too many open files")], 1
+    assert "ulimit -n" in node.start()
+    assert node.supervisor._generation is not None
+    assert node.supervisor._generation.begun
+    assert [text.partition(":")[0] for text in node.reported] == ["a worker could not be started"]
+
+
 def test_a_folder_of_the_agent_that_was_removed_is_a_lack_and_no_failure(tmp_path: Path) -> None:
     folder = tmp_path / "elastic-agent-1"
     folder.mkdir()
