@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 TAKEN_WITHIN_S = 10.0
 """One that is ready answers at once; but it may have just been started, on a machine with too much to do. The daemon
 waits meanwhile."""
+ENDED_WITHIN_S = 5.0
+"""After SIGKILL."""
 
 LONGEST = 16 * 2**20
 """Bytes: many times what the kernel takes as a process' arguments and environment."""
@@ -166,10 +169,11 @@ class StandbyProcess:
         return taken
 
     def end(self) -> None:
-        """It has nothing to finish."""
+        """It has nothing to finish. One that SIGKILL does not end is left to be reaped when it does."""
         self.channel.close()
         self.process.kill()
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDED_WITHIN_S)
 
 
 CALM_S = 20.0

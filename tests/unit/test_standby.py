@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -108,6 +108,24 @@ def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path)
     handed = Handed(tmp_path, "receive_job(channel)\nchannel.send(TAKEN)\nsys.exit(9)")
     assert handed.taken
     assert handed.event() == JobAgentEnded(9)
+
+
+def test_a_standby_that_sigkill_does_not_end_holds_up_nothing() -> None:
+    class Hangs:
+        killed = False
+
+        def kill(self) -> None:
+            self.killed = True
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("standby", timeout)
+
+    ours, theirs = pair()
+    process = Hangs()
+    with theirs:
+        StandbyProcess(cast(Any, process), ours).end()
+    assert process.killed
 
 
 def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) -> None:
