@@ -1,9 +1,9 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version`, `--check-config` and the like, or call `run`.
 
-Nothing is decided here: `options` has the table, `sources` reads, `resolve` merges and checks, `machine` finds what
-follows on this machine, `run` does the work and returns the exit code: of `agent/main` where there is a script, of
-`pool/daemon` where there is none. A configuration with problems ends with 78, or with 73 where another machine could
-run it, and the list of all of them, before anything is started.
+Nothing is decided here: in `agent/configuration`, `options` has the table, `load` reads, `derive` merges and `check`
+refuses; `agent/machine/inventory` finds what follows on this machine, `run` does the work and returns the exit code:
+of `agent/main` where there is a script, of `pool/daemon` where there is none. A configuration with problems ends with
+78, or with 73 where another machine could run it, and the list of all of them, before anything is started.
 
 A *sub-command* does something else than run a job. It is one only as the very first word, so that a script
 of that name can still be run, as `./status` or after any option.

@@ -313,7 +313,7 @@ def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str], folde
             settings.derive(BACKEND, ALONE.name, "default: one node, no endpoint")
         else:
             settings.derive(BACKEND, DEFAULT.name, "default: more than one node, or an endpoint")
-    if settings[JOB_ID].value is None and not kind.outlives_job:  # else the user chooses one: `validation`
+    if settings[JOB_ID].value is None and not kind.outlives_job:  # else the user chooses one: `check`
         if address is None:
             settings.derive(JOB_ID, fresh_id(), "default: new for every start")
         else:
@@ -394,7 +394,7 @@ def _what_is_clear(settings: Settings, command: Command | None, unclear: set[str
 def _rendezvous(settings: Settings) -> RendezvousConfig:
     backend, job_id, address = settings[BACKEND].value, settings[JOB_ID].value, settings[ENDPOINT].value
     assert backend is not None  # `_derive` filled these in
-    assert job_id is not None  # or `validation` has refused it
+    assert job_id is not None  # or `check` has refused it
     return _filled(
         RendezvousConfig,
         settings,

@@ -145,7 +145,7 @@ class StopConfig:
     just_in_time_grace_s: float = 2.0
     """Before `failure_grace_s`, for workers that guard their last step."""
     drain_timeout_s: float | None = DRAIN_TIMEOUT.field()
-    """Of `grace_s`: workers end by themselves. None: `timeouts` knows."""
+    """Of `grace_s`: workers end by themselves. None: two thirds of it."""
     more_signals: tuple[signal.Signals, ...] = SIGNALS_TO_HANDLE.field()
     """Besides those that the agent handles in any case, of which some may be named here, too."""
     job_ends_at: int | None = JOB_ENDS_AT.field()
@@ -157,7 +157,7 @@ class StopConfig:
 
 @dataclass(frozen=True, slots=True)
 class TimeoutConfig:
-    """When training that stands still is given up; `timeouts` has the whole ladder."""
+    """When training that stands still is given up; docs/tuning.md has the whole ladder."""
 
     hang: float | Literal["auto"] | None = HANG_TIMEOUT.field()
     """None: never."""

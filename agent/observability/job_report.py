@@ -14,10 +14,10 @@ from typing import Any
 from ...rendezvous.coordinator import exclusions, stragglers
 from ...rendezvous.coordinator.restarts import RestartPolicy
 from ...rendezvous.records import CauseKind, Endpoint, Member, NodeRecord, Phase, Restarts, Result, World
+from ...rendezvous.statements import terms
 from ...rendezvous.statements.exclusion import Exclusion
 from ...rendezvous.statements.paces import Comparison, Straggler
 from ...rendezvous.text import shortened
-from .membership import other_limits
 from .sources import AT_ONCE, Found, NodeAnswer, Source, Unreachable, ask_nodes
 from .status import Checkpoint, NodeStatus
 
@@ -301,7 +301,7 @@ def _notes(
     if world is not None and world.phase is not Phase.ENDED:
         for one in exclusions.left_out(world.exclusions).values():
             yield f"node {one.node} is {exclusions.in_words(one)}"
-        yield from other_limits(world, job.nodes)
+        yield from _other_limits(world, job.nodes)
     if comparison is not None:
         yield from (stragglers.in_words(one, comparison.usual_us) for one in comparison.stragglers)
     yield from found.notes
@@ -338,3 +338,10 @@ def _of_node(node: NodeReport, *, waits: bool) -> Iterator[str]:
             f"node {node.node}: its lease was last confirmed {status.lease_age_s:.1f} s ago and lives "
             f"{status.lease_ttl_s:g} s: it does not reach the store"
         )
+
+
+def _other_limits(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
+    """A sentence for each node that was started with other limits than the job has."""
+    for node in nodes:
+        if others := "; ".join(terms.differences(node.limits, node.program, world.limits, world.program)):
+            yield f"node {node.node} was started with {others}; what the job has is node {world.limits_of}'s"

@@ -1,7 +1,6 @@
 """Metrics, status pages and log lines of what the main loop does with worlds and workers.
 
-The loop calls it and gets nothing back that steers. `training_account` has what the workers themselves report, and
-`membership` why one world followed another.
+The loop calls it and gets nothing back that steers. `training_account` has what the workers themselves report.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ...health.metrics import Metrics
 from ...rendezvous.coordinator.exclusions import in_words, left_out
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.snapshot import ANNOUNCED_AFTER_S, NodeSnapshot
-from ...rendezvous.records import CauseKind, Failure, Member, NodeRecord, Phase, World
+from ...rendezvous.records import Cause, CauseKind, Failure, Member, NodeRecord, Phase, World
 from ...rendezvous.statements.exclusion import Exclusion
 from ...rendezvous.statements.inquiry import Inquiry, Suspicion
 from ...rendezvous.text import counted
@@ -26,12 +25,36 @@ from ..output.journal import Journal, Kind
 from ..output.log_files import run_folder
 from ..workers.processes.workers import WorkerGroup
 from .goodput import TrainingEvent
-from .membership import StragglerWatch, because, reason
 from .status import StatusPages
 from .steps import StepRate
+from .straggler_watch import StragglerWatch
 from .training_account import TrainingAccount
 
 log = logging.getLogger(__name__)
+
+_CHANGES = {
+    CauseKind.JOIN: "join",
+    CauseKind.LEAVE: "leave",
+    CauseKind.LOST: "lost",
+    CauseKind.WITHDRAWN: "lost",
+}
+
+
+def reason(cause: Cause) -> str:
+    """Why the generation before this one ended: the cause of its root failure, or the kind of change."""
+    change = _CHANGES.get(cause.kind)
+    if change is not None:
+        return change
+    return cause.failure.cause if cause.failure is not None else "unknown"
+
+
+def because(world: World, shown: Failure | None) -> str:
+    """Why the generation before this one ended; `shown` is what the log of this node has in full already."""
+    cause, failure = world.cause, world.cause.failure
+    if failure is None or failure.local_rank is None or cause.detail != failure.summary:
+        return cause.detail
+    named = f"rank {failure.rank} on node {cause.node} failed"
+    return named if failure == shown else f"{named}: {cause.detail}"
 
 
 @dataclass(slots=True)

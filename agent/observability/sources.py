@@ -1,9 +1,7 @@
 """The sources of `elastic-agent status`: an agent, the agents on this machine, or the store.
 
 A source lists the nodes. Each node then answers what only it knows, over HTTP, many at once and in bounded time.
-Nothing is written and no lease is taken.
-
-Reads the state of a job again and again."""
+Nothing is written and no lease is taken. A source may be asked again and again."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The progress of this node's workers together, from the shared progress of each.
+"""The progress, steps and rate of this node's workers together, from the shared progress of each.
 
 A generation's scripts have begun when the last one has, and the same goes for loading. A step is done when the first
 worker has finished it; one that is still loading then is not waited for.
 
-Counts the steps of this node's workers: which are new, which were lost and are done again.
+Steps are counted: which are new, which were lost and are done again.
 
 The *position* is the newest step that the state in the workers' memory contains. It goes up with each step that is
 done, and down when a generation begins at an older checkpoint; what lies between was lost. The *highest* step is the
@@ -12,10 +12,8 @@ highest position that the job has ever had, on any node as far as this one knows
 A reading shows only the newest of several steps; all since the reading before count as equally long. The workers of
 one node do the same steps: a step counts once.
 
-The rate of steps of this node's workers since the start of the agent, in bounded memory.
-
-It is kept as totals at some instants. When there are too many, every second one goes: the whole job is always there, in
-less detail the longer it lasts.
+The rate since the start of the agent is kept in bounded memory, as totals at some instants. When there are too many,
+every second one goes: the whole job is always there, in less detail the longer it lasts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Metrics and log lines of what this node's workers report: their progress, their steps and their checkpoints.
 
 What has a memory is a pure state machine elsewhere: `goodput` (which cause each second has), `node_progress` (how far
-the workers have come together) and `step_count` (which steps are new, and which are lost).
+the workers have come together) and `steps` (which steps are new, and which are lost).
 
-Sums up saves into events, as some jobs copy their state into memory at every step: one of each tier with each account
-of seconds.
+Some jobs copy their state into memory at every step: saves are summed up into events, one of each tier with each
+account of seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is known of the workers of one generation on this node. Made when they start, dropped when the next ones do.
 
 Crashes wait here until they are examined; what is found then is kept by `failure_handler.py`.
-Without effects but those on its own workers: what the other nodes or people are to know is up to the `Supervisor`.
+There are no effects but those on its own workers: what the other nodes or people are to know is up to the `Supervisor`.
 Instants are seconds on the monotonic clock.
 
 `check_master` warns where this node does not reach the port at which the workers of its generation may meet. torch asks

@@ -1,6 +1,6 @@
 """What a job needs of a node, and what one check says of this node, or of several, in words.
 
-`check` is a stable name, such as `gpu-ecc`: metrics, exit codes and later exclusions refer to it. `summary` says what
+`check` is a stable name, such as `gpu-ecc`: metrics and reports refer to it. `summary` says what
 was found, `advice` what to do about it; a finding that is not ok has some.
 
 Findings travel between processes and nodes, and are refused where they are not of this form.

@@ -19,6 +19,7 @@ from .processes import probe_command
 SHARED_MEMORY = "/dev/shm"
 DOCKERS_DEFAULT = 64 * MIB
 LEAST_FREE = 16 * MIB
+"""In shared memory, and on the disk of the logs."""
 MORE_SHARED = (
     "make it larger (Docker: --shm-size, the chart: sharedMemory, else mount -o remount,size=8G /dev/shm)"
 )
@@ -96,8 +97,6 @@ def locks_freely() -> bool:
 
 # --- The directory of the logs
 
-LEAST_BYTES = 16 * MIB
-
 
 def check_log_directory(needs: NodeNeeds) -> Finding:
     """Of it, or of the nearest one above it that exists. Nothing is made: the file there has no name."""
@@ -114,7 +113,7 @@ def check_log_directory(needs: NodeNeeds) -> Finding:
         return Finding("log-directory", Outcome.FAIL, f"{tried}: {error.strerror or error}", advice)
     # Object stores, and a tmpfs without a limit, count no blocks.
     free = room.f_bavail * room.f_frsize if room.f_blocks else GIB
-    outcome = Outcome.FAIL if free < LEAST_BYTES else Outcome.WARN if free < GIB else Outcome.OK
+    outcome = Outcome.FAIL if free < LEAST_FREE else Outcome.WARN if free < GIB else Outcome.OK
     advice = "make room there, or choose another --log-dir" if free < GIB else ""
     return Finding("log-directory", outcome, f"{given}: {size(free)} free", advice)
 

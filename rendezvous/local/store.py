@@ -14,7 +14,7 @@ changed twice between two looks a watch tells the newest alone.
 
     no lock in time               StoreUnavailable
     the disk stands still         StoreUnavailable to what is to last, which may have been done
-    the disk is full              StoreUnavailable to what is to last; what confirms leases has the `ROOM` made as the store was opened
+    the disk is full              StoreUnavailable to what is to last; leases have the `ROOM` made as it was opened
     file removed or damaged       StoreMismatch: leave
 """
 

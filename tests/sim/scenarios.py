@@ -380,7 +380,7 @@ class Cascade(Scenario):
         generation, guilty = self.newest().generation, self.rng.choice(self.nodes)
         root = Failure(generation, "signal 11", "killed by SIGSEGV", cause="segfault")
         marked = self.plant != "collateral is not marked"
-        broken = Failure(generation, "gloo", "a peer is gone", cause="collective_broken", collateral=marked)
+        broken = Failure(generation, "gloo", "a peer is gone", cause="connection_lost", collateral=marked)
         for node in self.nodes:
             failure = root if node is guilty else broken
             self.after(

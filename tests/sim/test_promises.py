@@ -252,7 +252,7 @@ def test_what_only_follows_from_another_failure_is_never_the_jobs() -> None:
         cascade = Cascade(seed)
         cascade.play()
         first[cascade.heard_first] += 1
-    assert min(first["segfault"], first["collective_broken"]) >= 5
+    assert min(first["segfault"], first["connection_lost"]) >= 5
 
 
 NOT_THE_ROOT = "I12: what crashed is not the cause, but a peer is gone"

@@ -131,7 +131,7 @@ def test_a_job_that_was_stopped_by_plan_and_is_started_again_is_another_run() ->
 
 
 def test_what_an_operator_has_excluded_stays_so_in_the_next_run() -> None:
-    machine = Exclusion("x", "x-1", "ecc", "GPU 3 is sick")
+    machine = Exclusion("x", "x-1", "gpu_fault", "GPU 3 is sick")
     asked = Exclusion("y", "y-1", "operator", "a fan is loud", by_operator=True)
     over = replace(asked, node="z", readmitted=True)
     world = opened(replace(LEFT, exclusions=(machine, asked, over)), D, came_after=True)

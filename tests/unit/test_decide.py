@@ -1033,7 +1033,7 @@ def test_who_is_excluded_is_named_and_its_failures_cost_the_job_nothing() -> Non
     assert world.cause.detail == f"node c is excluded: {reason}"
 
 
-ECC = replace(CRASH, cause="ecc", action=records.Action.EXCLUDE_NODE, summary="GPU 3: ECC")
+ECC = replace(CRASH, cause="gpu_fault", action=records.Action.EXCLUDE_NODE, summary="GPU 3: ECC")
 SCRIPTS = replace(CRASH, action=records.Action.STOP)
 REFUSED = replace(CRASH, action=records.Action.END)
 
@@ -1103,9 +1103,9 @@ def test_a_second_broken_machine_does_not_clear_the_first() -> None:
     assert isinstance(decision, Publish)
     assert [(one.node, one.cause, one.readmitted) for one in decision.world.exclusions] == [
         ("c", "unknown", False),
-        ("a", "ecc", False),
+        ("a", "gpu_fault", False),
     ]
-    assert decision.world.exclusions[1].reason == "its machine is broken (ecc): GPU 3: ECC"
+    assert decision.world.exclusions[1].reason == "its machine is broken (gpu_fault): GPU 3: ECC"
     assert decision.world.restarts.failures == 3
 
 
@@ -1120,7 +1120,7 @@ def test_what_an_operator_has_excluded_stays_so_though_the_node_fails_once_more(
 def test_no_exclusion_in_force_gives_way_to_another() -> None:
     full: tuple[Exclusion, ...] = ()
     for number in range(MAX_EXCLUSIONS):
-        full = exclude(full, f"n{number}", "l", "ecc", "r" * 600)
+        full = exclude(full, f"n{number}", "l", "gpu_fault", "r" * 600)
     assert all(len(one.reason) == MAX_EXCLUSION_REASON for one in full)
     assert exclude(full, "c", "c-1", BY_OPERATOR, "a fan is loud", operator=True) == full
     assert short(blamed(replace(FIRST, exclusions=full), SA, SB, SC)) == "running 5 [a b c] failure c"

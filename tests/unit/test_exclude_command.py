@@ -90,7 +90,9 @@ def test_a_member_whose_agent_is_away_is_excluded_and_the_command_does_not_wait(
 
 
 def test_a_node_that_the_job_has_excluded_before_may_be_away(scene: Scene) -> None:
-    scene.put(replace(WORLD, exclusions=(Exclusion("c", "life-c", "ecc", "GPU 3 is sick", readmitted=True),)))
+    scene.put(
+        replace(WORLD, exclusions=(Exclusion("c", "life-c", "gpu_fault", "GPU 3 is sick", readmitted=True),))
+    )
     scene.exclude("c")
     assert scene.world.exclusions == (replace(OUT, node="c", life="life-c", times=2),)
 
@@ -109,7 +111,7 @@ def test_a_node_that_is_needed_stays_and_the_command_says_so(scene: Scene) -> No
 
 
 def test_a_world_that_remembers_no_more_exclusions_says_so(scene: Scene) -> None:
-    full = tuple(Exclusion(f"n{index}", "l", "ecc", "GPU 3 is sick") for index in range(MAX_EXCLUSIONS))
+    full = tuple(Exclusion(f"n{index}", "l", "gpu_fault", "GPU 3 is sick") for index in range(MAX_EXCLUSIONS))
     scene.put(replace(WORLD, exclusions=full))
     with pytest.raises(CannotDo, match="64 nodes of job 'job' are excluded already") as caught:
         scene.exclude()
@@ -176,7 +178,7 @@ def test_what_cannot_be_done_is_said(
 
 
 def test_a_node_is_readmitted_whether_the_job_or_an_operator_has_excluded_it(scene: Scene) -> None:
-    for row in (OUT, replace(OUT, cause="ecc", by_operator=False)):
+    for row in (OUT, replace(OUT, cause="gpu_fault", by_operator=False)):
         scene.put(replace(WORLD, exclusions=(row,)))
         readmit_node(scene.store, "job", "b", scene.shown.append)
         assert scene.world.exclusions == (replace(row, readmitted=True),)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.observability.membership import because, reason
+from elastic_agent.agent.observability.observer import because, reason
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Failure, Member, Phase, Result, World
 
 OOM = Failure(1, "f", "s", "host_out_of_memory", node="a", rank=0, local_rank=0, returncode=-9)

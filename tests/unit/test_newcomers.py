@@ -241,7 +241,7 @@ def test_an_exclusion_ends_with_its_job() -> None:
         STOOD,
         phase=Phase.ENDED,
         result=Result.SUCCEEDED,
-        exclusions=exclude((), "a", "a-0", "ecc", "GPU 3 is sick"),
+        exclusions=exclude((), "a", "a-0", "gpu_fault", "GPU 3 is sick"),
     )
     bench.put(WORLD_KEY, ended.to_json())
     a = bench.join("a", lasting)

@@ -150,12 +150,12 @@ def test_an_agent_that_comes_late_does_not_take_the_cause_of_a_world_s_end_for_t
     observer: Observer, journal: Journal
 ) -> None:
     lost = Cause(CauseKind.LOST, "b", "node b is gone")
-    rows = (Exclusion("c", "c-1", "ecc", "GPU 3 is sick", times=3),)
+    rows = (Exclusion("c", "c-1", "gpu_fault", "GPU 3 is sick", times=3),)
     ends = replace(WORLD, generation=4, phase=Phase.STOPPING, cause=lost, exclusions=rows)
     for world in (ends, replace(ends, generation=5, phase=Phase.RUNNING)):
         observer.update(NodeSnapshot("a", "a-1", world=world, waiting_for=""), None, 0.0)
     assert [(event.generation, event.kind, event.cause, event.counts) for event in journal.since(0, 99)] == [
-        (0, Kind.EXCLUSION, "ecc", {"times": 3}),
+        (0, Kind.EXCLUSION, "gpu_fault", {"times": 3}),
         (5, Kind.WORLD, "lost", {"nodes": 1, "workers": 1}),
     ]
 

@@ -40,7 +40,7 @@ class Scenery:
         self.bench.settle()
         world = self.bench.world()
         assert world is not None
-        rows = exclude((), "c", "c-1", "ecc", "GPU 3 is sick")
+        rows = exclude((), "c", "c-1", "gpu_fault", "GPU 3 is sick")
         self.bench.put(WORLD_KEY, replace(world, exclusions=rows).to_json())
         self.bench.settle()
         assert self.bench.members() == ["a", "b"]

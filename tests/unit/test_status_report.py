@@ -374,7 +374,7 @@ def test_a_job_that_has_ended_names_its_result() -> None:
         (made(found(complete=False)), "! the coordinator does not answer"),
         (made(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),
         (
-            made(found(replace(THREE, exclusions=(Exclusion("c", "c", "xid", "Xid 79"),)))),
+            made(found(replace(THREE, exclusions=(Exclusion("c", "c", "gpu_fault", "GPU 3 is lost"),)))),
             "! node c is excluded: Xid 79. It checks itself after a cool-down",
         ),
         (

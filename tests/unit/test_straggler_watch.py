@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.observability.membership import StragglerWatch
+from elastic_agent.agent.observability.straggler_watch import StragglerWatch
 from elastic_agent.agent.output.journal import Journal, Kind
 from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot

@@ -1,4 +1,4 @@
-"""Reads the journal of one node as the lives of its agent: how each life spent its time, and which events it had.
+"""How a job spent its time: of each node the lives of its agent, from its journal, and what follows for the job.
 
 A *life* is one agent from its start to its end, or to its last event. A *stretch* is a time with one use. An account
 counts all seconds since the start of the life, so the lengths come from the accounts alone. The wall clock is only used
@@ -7,8 +7,6 @@ for the begin of the life: the earliest instant that any of its accounts allows.
 An agent writes an account whenever its workers begin or cease to step, so the uses between two accounts come in a known
 order: ORDER. Missing events (disk full, file replaced) move stretches, but lose no second. The time after the last
 account of a life is unknown.
-
-How a job spent its time, from how each of its nodes did.
 
 A second of the job is one second, however many nodes it has: each instant is divided among the uses as on the average
 of the nodes. A node that waits for a world counts only while all nodes wait: a spare, or a node that came early, costs

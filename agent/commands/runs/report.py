@@ -1,14 +1,11 @@
-"""The report of a run: a pure function of the journals of all nodes.
+"""`elastic-agent report RUN`: how a run spent its time, from the journals of all nodes' agents.
 
 ETTR (effective training time ratio) is productive time over wall-clock time, as in the literature. Time in which the
 workers do new steps is productive. Time in which they repeat steps is not, nor is time in which training stands still
 for a save, a start, a restart or missing nodes. Steps that were lost and repeated are productive once.
 
-A `Report` as lines for a person, and as one JSON document.
-
-`elastic-agent report RUN`: how a run spent its time, from the journals of its agents.
-
-It reads files, asks no agent and changes nothing. The run may still go on.
+A `Report` is a pure function of the journals, and is shown as lines for a person or as one JSON document. The command
+reads files, asks no agent and changes nothing. The run may still go on.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ....rendezvous.statements.inquiry import LOOK_S
 from ....rendezvous.text import clean
 from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 from ..processes.proc import stat_of, status_field
@@ -229,7 +230,7 @@ class Depth:
 QUICK = Depth(within_s=0.05, window_s=0.0)
 """Before workers are ended because another one has failed: a restart waits for it."""
 
-THOROUGH = Depth(within_s=1.5, window_s=0.5)
+THOROUGH = Depth(within_s=LOOK_S, window_s=0.5)
 """At a suspicion, and before workers that hang are ended."""
 
 

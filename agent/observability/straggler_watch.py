@@ -1,47 +1,15 @@
-"""Why one world followed another, in words.
-
-Reports the ranks that the coordinator finds slower than the others, on every node: log lines, events and metrics.
-
-Says which nodes were started with other limits than the job has.
-"""
+"""Reports the ranks that the coordinator finds slower than the others, on every node: log lines, events and metrics."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
 
 from ...health.metrics import Metrics
 from ...rendezvous.coordinator.stragglers import in_words
 from ...rendezvous.node.snapshot import NodeSnapshot
-from ...rendezvous.records import Cause, CauseKind, Failure, NodeRecord, World
-from ...rendezvous.statements import terms
+from ...rendezvous.records import World
 from ...rendezvous.statements.paces import Comparison, Paces, Straggler
 from ..output.journal import Journal, Kind
-
-_CHANGES = {
-    CauseKind.JOIN: "join",
-    CauseKind.LEAVE: "leave",
-    CauseKind.LOST: "lost",
-    CauseKind.WITHDRAWN: "lost",
-}
-
-
-def reason(cause: Cause) -> str:
-    """Why the generation before this one ended: the cause of its root failure, or the kind of change."""
-    change = _CHANGES.get(cause.kind)
-    if change is not None:
-        return change
-    return cause.failure.cause if cause.failure is not None else "unknown"
-
-
-def because(world: World, shown: Failure | None) -> str:
-    """Why the generation before this one ended; `shown` is what the log of this node has in full already."""
-    cause, failure = world.cause, world.cause.failure
-    if failure is None or failure.local_rank is None or cause.detail != failure.summary:
-        return cause.detail
-    named = f"rank {failure.rank} on node {cause.node} failed"
-    return named if failure == shown else f"{named}: {cause.detail}"
-
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +74,3 @@ class StragglerWatch:
             gone=self._shown - ratios.keys(),
         )
         self._shown = set(ratios)
-
-
-def other_limits(world: World, nodes: Iterable[NodeRecord]) -> Iterator[str]:
-    """A sentence for each node that was started with other limits than the job has."""
-    for node in nodes:
-        if others := "; ".join(terms.differences(node.limits, node.program, world.limits, world.program)):
-            yield f"node {node.node} was started with {others}; what the job has is node {world.limits_of}'s"
