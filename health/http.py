@@ -5,8 +5,9 @@ Each client has a thread for itself, so no client waits for a slow one. Whatever
 `max_connections` places and threads, a head of the size that the standard library allows, and one answer in memory.
 When all places are taken, a newcomer gets that of the oldest client: one that connects and asks at once is served in
 any flood of silent clients. A client that neither sends nor reads for `silence_s` loses its place, too. Pages that wait
-for a disk or for others (`slow`) take a few of the places at most, so that probes are answered meanwhile. A client for
-whom the machine allows no thread is not answered.
+for a disk or for others (`slow`) take a few of the places at most, so that probes are answered meanwhile. While the
+machine allows no other thread, the few that stand by answer, so that nobody kills a pod that trains; a client for whom
+none is free is not answered then.
 
 It only shows. There is no TLS, and no authentication but what a slow page makes of the request's bearer token: the
 caller binds to loopback or the pod's address.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import re
 import socket
 import threading
@@ -37,6 +39,9 @@ NODE_PATH = "/node"
 """The introduction of an agent to its peers, in JSON."""
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
+
+STANDING = 2
+"""Threads that stand by for clients."""
 
 ACCEPT_PAUSE_S = 1.0
 """The rest after this process ran out of file descriptors."""
@@ -78,7 +83,7 @@ class Limits:
     max_connections: int = 32
     silence_s: float = 5.0
     at_once: int = 4
-    """Clients that may wait for slow pages."""
+    """Clients that may wait for a slow page, of each path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +120,20 @@ class HealthServer:
             "/readyz": lambda _: _probe_page(answers.readiness()),
             **{path: json_page(render) for path, render in answers.pages.items()},
             **answers.queried,
-            **{path: partial(self._slow_page, make) for path, make in answers.slow.items()},
+            **{path: self._slow_page(make) for path, make in answers.slow.items()},
         }
-        self._slow = threading.BoundedSemaphore(limits.at_once)
         self._lock = threading.Lock()
         self._clients: dict[socket.socket, None] = {}  # the oldest first
         self._closed = False
         self._thread = Thread(self._serve, "health-http")
+        self._idle = threading.Semaphore(STANDING)
+        self._taken: queue.SimpleQueue[tuple[socket.socket, Any] | None] = queue.SimpleQueue()
+        """Clients for the standing threads, one for each that was idle; None ends one."""
+        self._standing = [Thread(self._stand_by, "http-answer") for _ in range(STANDING)]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in (*self._standing, self._thread):
+            thread.start()
 
     def close(self) -> None:
         """Stop serving and close every socket, the listening one included. May be called twice."""
@@ -136,6 +145,8 @@ class HealthServer:
         with self._lock:
             for client in self._clients:
                 _cut(client)
+        for _ in self._standing:
+            self._taken.put(None)
 
     def page(self, target: str, request: Request) -> Page:
         """What is at this path. A page that fails is logged."""
@@ -165,7 +176,16 @@ class HealthServer:
                     del self._clients[oldest]
                     _cut(oldest)
                 self._clients[client] = None
-            Thread(partial(self._answer, client, address), "http-answer", partial(self._end, client)).start()
+            if self._idle.acquire(blocking=False):
+                self._taken.put((client, address))
+            else:
+                answer = partial(self._answer, client, address)
+                Thread(answer, "http-answer", partial(self._end, client)).start()
+
+    def _stand_by(self) -> None:
+        for client, address in iter(self._taken.get, None):
+            self._answer(client, address)
+            self._idle.release()
 
     def _answer(self, client: socket.socket, address: Any) -> None:
         """In the thread of a client."""
@@ -185,13 +205,18 @@ class HealthServer:
             _cut(client)
             client.close()
 
-    def _slow_page(self, make: Callable[[Request], Page], request: Request) -> Page:
-        if not self._slow.acquire(blocking=False):
-            return status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": asked too often at once")
-        try:
-            return make(request)
-        finally:
-            self._slow.release()
+    def _slow_page(self, make: Callable[[Request], Page]) -> Callable[[Request], Page]:
+        places = threading.BoundedSemaphore(self.limits.at_once)
+
+        def page(request: Request) -> Page:
+            if not places.acquire(blocking=False):
+                return status_page(HTTPStatus.SERVICE_UNAVAILABLE, ": asked too often at once")
+            try:
+                return make(request)
+            finally:
+                places.release()
+
+        return page
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -224,17 +249,21 @@ class _Handler(BaseHTTPRequestHandler):
 
 def rested(make: Callable[[Request], Page], clock: Callable[[], float]) -> Callable[[Request], Page]:
     """The same page for all until it has rested: for one that is dear, of which a flood must not hold up the main
-    loop."""
+    loop. Who asks while it is made gets the one before."""
     lock = threading.Lock()
     newest: list[tuple[float, Page]] = []
 
     def page(request: Request) -> Page:
-        with lock:
+        if not lock.acquire(blocking=not newest):
+            return newest[0][1]
+        try:
             began_at = clock()
             if not newest or began_at >= newest[0][0]:
                 made = make(request)
                 newest[:] = [(max(began_at + REST_S, clock() + RESTS * (clock() - began_at)), made)]
             return newest[0][1]
+        finally:
+            lock.release()
 
     return page
 

@@ -537,6 +537,32 @@ def test_a_slow_page_holds_no_other_up(slow: HealthServer, disk: Disk) -> None:
     assert disk.asked == [Request({"job": "a", "rank": "1"}, "s3")]
 
 
+def test_probes_are_answered_while_no_thread_starts_as_long_as_one_stands_by(
+    slow: HealthServer, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "http-answer":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "START_WITHIN_S", 0.0)
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(5):
+            wait_until(lambda: slow._idle._value > 0, "one stands by")
+            assert get(slow, "/healthz")[0] == 200
+        wait_until(lambda: slow._idle._value == 2, "both stand by")
+        with ask_slow(slow), ask_slow(slow):
+            wait_until(lambda: len(disk.asked) == 2, "both are busy")
+            assert exchange(slow, b"GET /healthz HTTP/1.1\r\n\r\n") == b""
+            disk.answers.set()
+        wait_until(lambda: slow._idle._value == 2, "both stand by again")
+        assert get(slow, "/healthz")[0] == 200
+    assert get(slow, "/logs")[0] == 200
+
+
 def test_a_slow_page_takes_few_threads(slow: HealthServer, disk: Disk) -> None:
     with ask_slow(slow), ask_slow(slow):
         wait_until(lambda: len(disk.asked) == 2, "both are asked")
@@ -545,6 +571,31 @@ def test_a_slow_page_takes_few_threads(slow: HealthServer, disk: Disk) -> None:
         assert_answers(slow)
         disk.answers.set()
     wait_until(lambda: get(slow, "/logs")[0] == 200, "its threads are free again")
+
+
+def test_who_waits_for_one_slow_page_takes_no_place_of_another(agent: Agent, disk: Disk) -> None:
+    slow = {"/logs": disk.page, "/all": lambda _: Page(HTTPStatus.OK, "text/plain", b"all")}
+    answers = Answers(lambda: b"", lambda: agent.live, lambda: agent.ready, slow=slow)
+    with served(agent, answers, Limits(at_once=1)) as server, ask_slow(server):
+        wait_until(lambda: len(disk.asked) == 1, "it is asked")
+        assert [get(server, path)[0] for path in ("/logs", "/all")] == [503, 200]
+        disk.answers.set()
+
+
+def test_who_asks_for_a_page_while_it_is_made_gets_the_one_before(agent: Agent, disk: Disk) -> None:
+    page = health_http.rested(disk.page, lambda: agent.now_s)
+    disk.answers.set()
+    before = page(Request({}, "before"))
+    disk.answers.clear()
+    making = threading.Thread(target=page, args=(Request({}, "after"),))
+    making.start()
+    wait_until(lambda: len(disk.asked) == 2, "it is made anew")
+    try:
+        assert page(Request({})) is before
+    finally:
+        disk.answers.set()
+        making.join()
+    assert page(Request({})) is not before
 
 
 def test_a_slow_page_whose_reader_has_gone_is_made_for_no_one(slow: HealthServer, disk: Disk) -> None:
