@@ -116,7 +116,7 @@ def choose_source(command_line: Settings, environ: Mapping[str, str], job: str |
     about_store = [
         command_line[option].origin for option in (*_OF_THE_STORE, CONFIG_FILE) if option in command_line
     ]
-    if agent is not None and (about_store or job is not None):
+    if agent is not None and (job is not None or any(option in command_line for option in _OF_THE_STORE)):
         problem = command_line[AGENT].problem("an agent, a job, or the store to ask", "leave out the others")
         command_line.problems.append(problem)
     if job is not None:

@@ -21,7 +21,7 @@ from ...rendezvous.text import shortened
 from .sources import AT_ONCE, Found, NodeAnswer, Source, Unreachable, ask_nodes
 from .status import Checkpoint, NodeStatus
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
 
 

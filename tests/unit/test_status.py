@@ -84,6 +84,7 @@ def test_a_file_means_the_store_that_it_names(tmp_path: Path) -> None:
     file = tmp_path / "agent.toml"
     file.write_text('rdzv-endpoint = "node1:29400"\nscript = "/not/on/this/machine.py"\nmax-nodes = 4\n')
     assert type(source("--config", str(file))) is StoreSource
+    assert type(source("--config", str(file), "--agent", "node1:1")) is AgentsSource
     file.write_text('script = "/not/on/this/machine.py"\n')
     assert type(source("--config", str(file))) is AgentsSource
 
@@ -219,7 +220,7 @@ def test_json_is_a_document_also_when_there_is_nothing(
     through(EMPTY)
     assert main(["status", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["schema"], document["problem"]) == (1, None)
+    assert (document["schema"], document["problem"]) == (2, None)
     assert [job["job"] for job in document["jobs"]] == ["digits"]
     through(NO_JOB)
     assert main(["status", "--json"]) == 67

@@ -182,7 +182,7 @@ def _recoveries(generations: Iterable[JobEvent], events: Iterable[JobEvent]) -> 
     return tuple(slowest[:MOST_RECOVERIES])
 
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of the JSON document."""
 COLUMNS = ("starts", *TROUBLES)
 
