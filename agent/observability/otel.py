@@ -102,9 +102,12 @@ class SpanSender:
             exporter = OTLPSpanExporter()
             resource = Resource.create(self._resource).merge(OTELResourceDetector().detect())
             for event, attributes in iter(self._waiting.get, None):
-                exporter.export(_spans(event, attributes, resource))
+                try:
+                    exporter.export(_spans(event, attributes, resource))
+                except Exception as error:  # older versions raise one where no collector is
+                    log.warning("the spans of this recovery are not sent: %r. The job goes on", error)
         except Exception as error:  # of a library that the job does not need
-            log.warning("no spans are sent any more: %r. The job goes on", error)
+            log.warning("no spans are sent: %r. The job goes on", error)
 
 
 def _spans(event: JobEvent, attributes: Mapping[str, str | int], resource: Any) -> list[Any]:

@@ -184,4 +184,4 @@ class StepRate:
     def read(self, now: float) -> Rates:
         with self._lock:
             totals = [*self._kept, *([self._newest] if self._newest is not None else [])]
-        return Rates(tuple((round(max(0.0, now - at), 1), new, again) for at, new, again in totals))
+        return Rates(tuple((round(max(0.0, now - at), 3), new, again) for at, new, again in totals))

@@ -189,18 +189,24 @@ def test_a_thread_that_stands_still_holds_up_no_other() -> None:
     assert not caller.is_alive()
 
 
-def test_what_the_library_raises_ends_no_thread_as_failed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failed: list[str]
+def test_what_the_library_raises_costs_the_spans_of_one_recovery(
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failed: list[str],
 ) -> None:
     def raises(*_: object) -> None:
-        raise RuntimeError("of a library")
+        raise ConnectionError("of a library")
 
-    monkeypatch.setattr(otel, "_spans", raises)
-    sender = Sender("http://127.0.0.1:9", RESOURCE)
-    sender.start()
+    sender = Sender(collector.url, RESOURCE)
+    with monkeypatch.context() as patch:
+        patch.setattr(otel, "_spans", raises)
+        sender.start()
+        sender.recovery()
+        wait_for(lambda: "the spans of this recovery are not sent" in caplog.text)
     sender.recovery()
+    wait_for(lambda: len(collector.spans) == 4)
     sender.close()
-    assert "no spans are sent" in caplog.text
     assert failed == []
 
 

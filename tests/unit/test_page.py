@@ -50,6 +50,12 @@ def test_totals_are_kept_at_some_instants_and_a_pause_is_none_of_steps() -> None
     assert rate.read(115.0).totals == ((14.0, 0, 0), (11.5, 7, 0), (1.5, 7, 0), (1.0, 7, 3))
 
 
+def test_a_short_time_is_not_made_longer_or_shorter() -> None:
+    rate = StepRate()
+    rate.add(101.0, 101.04, 1, 0)
+    assert rate.read(101.06).totals == ((0.06, 0, 0), (0.02, 1, 0))
+
+
 def test_before_the_first_step_no_rate_is_known() -> None:
     assert StepRate().read(7.0) == Rates()
 
