@@ -453,6 +453,13 @@ def test_each_instant_is_divided_without_rest(stretches: list[Stretch], end: flo
     assert sum(found[use] for use in stepping) == pytest.approx(sum(wanted[use] for use in stepping))
 
 
+def test_saves_take_of_productive_time_before_that_of_steps_done_again() -> None:
+    stretches = [Stretch(0.0, 10.0, Use.REDONE), Stretch(0.0, 10.0, Use.PRODUCTIVE, blocked_s=4.0)]
+    for order in (stretches, stretches[::-1]):
+        found = job_seconds(order, 10.0)
+        assert (found[Use.PRODUCTIVE], found[Use.REDONE], found[Use.SAVING]) == (1.0, 5.0, 4.0)
+
+
 def test_the_phases_of_restarts_are_those_of_the_account() -> None:
     assert {use.value for use in RESTARTING} == {
         "detect",

@@ -191,7 +191,8 @@ def job_seconds(stretches: Sequence[Stretch], end: float) -> dict[Use, float]:
         ),
         key=lambda change: change[0],
     )
-    present: Counter[Use] = Counter()
+    present: Counter[Use] = Counter(dict.fromkeys(Use, 0))
+    """In the order of Use: of productive time saves take first, however the nodes' stretches come."""
     saves: list[tuple[float, float]] = []
     """A heap of negative share of time blocked by saves, and end. Ended entries are removed once they are on top."""
     before = changes[0][0] if changes else 0.0
