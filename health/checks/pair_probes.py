@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,7 @@ def obstacle_to(address: str, other: NodeFacts) -> Obstacle | None:
 def serve(listener: socket.socket, token: str) -> None:
     """Until the listener is shut down."""
     listener.settimeout(None)
+    places = threading.Semaphore(AT_ONCE)  # so that a flood waits in the kernel
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="answer") as pool:
         while True:
             try:
@@ -90,7 +92,8 @@ def serve(listener: socket.socket, token: str) -> None:
                     return
                 time.sleep(0.1)
                 continue
-            pool.submit(_answer, client, token)
+            places.acquire()
+            pool.submit(_answer, client, token).add_done_callback(lambda _: places.release())
 
 
 def _answer(client: socket.socket, token: str) -> None:

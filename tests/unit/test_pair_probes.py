@@ -106,6 +106,18 @@ def test_strangers_neither_hang_nor_crash_the_server_and_get_nothing() -> None:
             assert stranger.recv(64) == b""
 
 
+def test_a_flood_holds_no_more_connections_than_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_probes, "AT_ONCE", 2)
+    monkeypatch.setattr(pair_probes, "ANSWER_S", 60.0)
+    with serving() as port, contextlib.ExitStack() as strangers:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            strangers.enter_context(socket.create_connection((HERE, port)))
+        time.sleep(0.3)
+        held = len(os.listdir("/proc/self/fd")) - before - 20
+    assert held <= 3
+
+
 # --- The all-reduce
 
 
