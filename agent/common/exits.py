@@ -30,7 +30,7 @@ class ExitCode(IntEnum):
     CRASH_LOOP = 3, "one failure came again and again, or is an error of the script itself"
     UNLIKE_THE_JOB = 65, "this node's --lease-ttl, --store-outage-grace or script is not the job's"
     NOT_FOUND = 66, "there is no such node, agent, run or pool"
-    NO_JOB = 67, "there is nothing of a job of this name, or it has ended"
+    NO_JOB = 67, "there is nothing of a job of this name, or it has ended or is cancelled"
     UNABLE = 68, "the pool could not run the job"
     NO_ANSWER = 69, "the store did not answer in time; what a command asked may be done all the same"
     AGENT_FAILED = 70, "a part of the agent failed in a way that it was not made for; workers were stopped"
@@ -38,7 +38,10 @@ class ExitCode(IntEnum):
     NOT_ON_DISK = 72, "all ended with exit code 0, but the disk has not taken the last save: the log says why"
     NOT_HERE = 73, "this machine cannot: devices, files, threads, a port, a node id, a check; another may"
     UNKILLABLE = 74, "processes did not end after SIGKILL: a device or disk of the machine hangs"
-    LATER = 75, "too few nodes met within --join-timeout; of a command: not within --timeout"
+    LATER = (
+        75,
+        "too few nodes met within --join-timeout; of a command: not within --timeout, or the job has live nodes",
+    )
     MISMATCH = 76, "the store is another job's or of a newer version, or what answers is another program"
     BAD_CONFIG = 78, "no machine could run this: a bad value or contradiction, or the store refuses us"
     LOOP_STUCK = 79, "the agent's main loop stood still: it could no longer answer for its workers"

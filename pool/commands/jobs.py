@@ -292,9 +292,9 @@ def cancel_job(store: Store, view: PoolView, job: Job) -> str:
         return f"job {job.job} ({job.name}) is cancelled"
     if (ended := outcome.entries[1]) is not None:
         raise _has_ended(JobResult.from_json(ended.key, ended.value))
-    raise CannotDo(ExitCode.LATER, f"job {job.job} is cancelled already, and about to end")
+    raise CannotDo(ExitCode.NO_JOB, f"job {job.job} is cancelled already, and about to end")
 
 
 def _has_ended(result: JobResult) -> CannotDo:
     how = f"{result.outcome.value}, {result.reason}"
-    return CannotDo(ExitCode.LATER, f"job {result.job} has ended already: {how}")
+    return CannotDo(ExitCode.NO_JOB, f"job {result.job} has ended already: {how}")

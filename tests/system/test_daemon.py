@@ -178,7 +178,7 @@ def test_jobs_are_cancelled_where_they_are(pool: Pool) -> None:
     assert pool.wait(waiting) == ExitCode.STOPPED_BY_SIGTERM
     assert pool.command("cancel", running).returncode == ExitCode.SUCCESS
     assert pool.wait(running) == ExitCode.STOPPED_BY_SIGTERM
-    assert pool.command("cancel", running).returncode == ExitCode.LATER
+    assert pool.command("cancel", running).returncode == ExitCode.NO_JOB
     assert not pool.workers()
     assert not pool.starts_of(waiting)
 

@@ -336,13 +336,13 @@ def test_a_job_is_cancelled_once(pool: PoolStore, capsys: pytest.CaptureFixture[
     pool.put(JOB)
     assert cancel(["ab12"]) == ExitCode.SUCCESS
     assert capsys.readouterr().out == "job ab12 (train.py) is cancelled\n"
-    assert cancel(["ab12"]) == ExitCode.LATER
+    assert cancel(["ab12"]) == ExitCode.NO_JOB
     assert "job ab12 is cancelled already, and about to end" in capsys.readouterr().err
 
 
 def test_what_has_ended_is_not_cancelled(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(JOB, RESULT)
-    assert cancel(["ab12"]) == ExitCode.LATER
+    assert cancel(["ab12"]) == ExitCode.NO_JOB
     assert "job ab12 has ended already: failed, a: exit code 3" in capsys.readouterr().err
     assert not pool.view.pool().cancelled
 
