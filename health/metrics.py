@@ -205,7 +205,7 @@ class Metrics(Page):
     hang_timeout_seconds = Row(
         Gauge,
         "Workers that make no progress for so long have failed, once the rank is found that keeps the others waiting: "
-        "--hang-timeout, or what was learned; absent without a limit.",
+        "--hang-timeout, or the limit of auto; absent without a limit.",
     )
     hang_detector_state = Row(
         Gauge,

@@ -115,7 +115,7 @@ TIMEOUTS = Group("Timeouts of training")
 HANG_TIMEOUT: Option[float | Literal["auto"] | None] = TIMEOUTS.option(
     "hang-timeout",
     Parser(
-        "a duration from 1 s to 168 h, in seconds or like 500ms, 30s, 5m; auto for limits that are learned, or off",
+        "a duration from 1 s to 168 h, in seconds or like 500ms, 30s, 5m; auto, or off",
         read_hang_timeout,
     ),
     "workers that make no progress for that long have failed: no step or checkpoint where they report steps"
@@ -166,7 +166,7 @@ class TimeoutConfig:
 
     @property
     def hang_s(self) -> float | None:
-        """The user's own limit; None where it is learned, or where there is none."""
+        """The user's own limit; None where it is auto, or where there is none."""
         return self.hang if isinstance(self.hang, float) else None
 
 
@@ -249,7 +249,7 @@ def watchdog_s(process_group_s: float) -> int:
     return math.ceil(process_group_s * WATCHDOG_PER_PROCESS_GROUP)
 
 
-_NO_LIMIT: Mapping[object, str] = {None: "no hang limit", "auto": "hang limits that are learned"}
+_NO_LIMIT: Mapping[object, str] = {None: "no hang limit", "auto": "hang limit auto"}
 
 
 def ladder(chosen: TimeoutConfig) -> str:

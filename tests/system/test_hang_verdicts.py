@@ -1,4 +1,4 @@
-"""Hangs with learned limits, on real agents: the rank that keeps the others waiting is named, and ended."""
+"""Hangs with `--hang-timeout auto`, on real agents: the rank that keeps the others waiting is named, and ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When workers are suspected to hang: limits that are learned, what counts as life, and never before there was any."""
+"""When workers are suspected to hang: limits, what counts as life, and never before there was any."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_contradictions_name_both_sides_and_are_found_at_once(
     [
         (
             TimeoutConfig(),
-            "hang limits that are learned; process group and watchdog as torch and the script have them",
+            "hang limit auto; process group and watchdog as torch and the script have them",
         ),
         (TimeoutConfig(None), "no hang limit; process group and watchdog as torch and the script have them"),
         (

@@ -24,12 +24,12 @@ from ....rendezvous.statements.inquiry import LOOK_S, Finding, Inquiry, Urgency
 from .signs import LOOK_EVERY_S, Signs, Stillness
 
 HangTimeout: TypeAlias = float | Literal["auto"] | None
-"""The user's own limit, learned limits, or none at all."""
+"""The user's own limit, those of the table, or none at all."""
 
 VERDICT_S = 5.0
 """How long a node whose user's own limit is over waits for the verdict of all, before it ends its workers by itself."""
 ALONE_S = 60.0
-"""And one with learned limits, when the last of them is over."""
+"""And one with `auto`, when the last of them is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,7 @@ class HangDetector:
             return None
         urgency, limit_s = passed
         nothing = "no step or checkpoint reported" if self.steps else "no output, processor time or bytes"
-        whose = "--hang-timeout" if isinstance(self.timeout, float) else "learned"
-        return Stall(urgency, local_rank, bool(self.steps), f"{nothing} for {limit_s:.3g} s ({whose})")
+        return Stall(urgency, local_rank, bool(self.steps), f"{nothing} for {limit_s:.3g} s (--hang-timeout)")
 
     def due_at(self, running: Collection[int], now: float) -> float | None:
         """When `stall` may say something else without any sign; None: never."""
