@@ -35,15 +35,17 @@ from .values import NodeCounts, UserCause
 T = TypeVar("T")
 
 REMOVED = {
-    "check-directory": "leave it out: the agent does not know where the script keeps its checkpoints",
     "allow-other-script": "give all nodes the same script; of --no-python python SCRIPT only the name is compared",
-    "etcd-password": "write the password into a file of mode 600, and --etcd-password-file FILE",
+    "away": "leave it out: exclude takes any name, and names the nodes that are there",
+    "check-directory": "leave it out: the agent does not know where the script keeps its checkpoints",
     "cool-down": "leave it out: an excluded node checks itself after 1 minute, and then after twice the time",
+    "etcd-password": "write the password into a file of mode 600, and --etcd-password-file FILE",
     "exclude-stragglers": "leave it out: stragglers are named; elastic-agent exclude takes the node of one out",
     "exit-timeout": "leave it out: ranks that live on at the end are judged by --hang-timeout like all others",
     "expected-nodes": "write --last-call TIME, which ends when --max-nodes nodes are there",
     "failure-domain": "leave it out: replicas go to the next nodes in an order that racks and zones play no part in",
     "failure-grace": "leave it out: after another worker's failure it is 1 s; --stop-grace is for planned stops",
+    "follow": "of submit: write elastic-agent logs JOB --follow",
     "gpu-memory-wait": "leave it out: a restart waits at most 30 s for the memory of killed workers",
     "just-in-time-grace": "leave it out: workers that guard their last step have 2 s",
     "kill-timeout": "leave it out: what lives 60 s after SIGKILL costs this node its place",
@@ -53,9 +55,12 @@ REMOVED = {
     "network-wait": "leave it out: a network that is missing is waited for up to --join-timeout",
     "otlp-endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT, as for every program that sends to OpenTelemetry",
     "picture": "leave it out: elastic_agent_lost_time_seconds_total over time shows it",
+    "quiet": "write --log-level warning",
+    "rank": "of logs: write elastic-agent logs JOB | grep '/N\\]'",
     "run-again": "write elastic-agent forget JOB first, or another --rdzv-id",
     "service-stop-limit": "leave it out; a whole stop takes twice --stop-grace and 5 s, and at least 15 s",
-    "quiet": "write --log-level warning",
+    "time-limit": "of submit: elastic-agent cancel JOB, or the script's own limit",
+    "watch": "of jobs: write watch elastic-agent jobs",
 }
 """Options of earlier versions: what to write instead, or why nothing."""
 
