@@ -9,15 +9,13 @@ import signal
 import sys
 from typing import NoReturn
 
-OUTPUT_CLOSED = 141
-"""As a shell shows SIGPIPE. Commands that other programs read declare it among their exit codes."""
-
 
 def start() -> None:
     """Ends the process without waiting for threads: one that hangs in a dead store's connection must not delay or
     change the exit code, and everything that has to be closed was closed by `main`."""
     # A scheduler's warning would end this process. It waits until `run` has handlers; the imports take a while.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+    from .agent.common.exits import ExitCode
     from .agent.workers.processes.subreaper import fork_below_pid1
     from .cli import main
 
@@ -29,7 +27,7 @@ def start() -> None:
     try:
         code = main()
     except BrokenPipeError:
-        code = OUTPUT_CLOSED
+        code = ExitCode.OUTPUT_CLOSED
     end(code)
 
 

@@ -19,7 +19,7 @@ from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
 from ..health import families
 from ..health.families import CONTENT_TYPE, Gauge, Level, Row
-from ..health.http import Page, Probe, Request
+from ..health.http import TEXT, Page, Probe, Request
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import NodeRecord, node_key
 from ..rendezvous.store.interface import Store
@@ -36,7 +36,6 @@ JOB_METRICS_S = 2.0
 MOST_JOB_METRICS = 1024 * 1024
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?( .*)$")
-_TEXT = "text/plain; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +162,14 @@ class LogPage:
     def answer(self, request: Request) -> Page:
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             return Page(
-                HTTPStatus.UNAUTHORIZED, _TEXT, b"the token in this node's record of the pool is missing\n"
+                HTTPStatus.UNAUTHORIZED, TEXT, b"the token in this node's record of the pool is missing\n"
             )
         try:
             piece = read_piece(
                 self._root, self._node, request.query.get("job", ""), int(request.query.get("start", 0))
             )
         except FileNotFoundError as error:
-            return Page(HTTPStatus.NOT_FOUND, _TEXT, f"{error}\n".encode())
+            return Page(HTTPStatus.NOT_FOUND, TEXT, f"{error}\n".encode())
         except (ValueError, OverflowError, OSError) as error:
-            return Page(HTTPStatus.BAD_REQUEST, _TEXT, f"{type(error).__name__}\n".encode())
+            return Page(HTTPStatus.BAD_REQUEST, TEXT, f"{type(error).__name__}\n".encode())
         return Page(HTTPStatus.OK, "application/octet-stream", piece)

@@ -5,7 +5,6 @@ Each check has a process of its own (`health/checks`), so this ends within secon
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -31,8 +30,8 @@ from ..configuration.settings import Settings
 from ..configuration.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
-from .check_nodes import CannotCheck, check_meeting_place, check_nodes
-from .store_command import one_line_errors
+from .check_nodes import check_meeting_place, check_nodes
+from .store_command import one_line_errors, printable
 
 SCHEMA = 1
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
@@ -76,8 +75,6 @@ def main(words: Sequence[str]) -> int:
         own = [option.help_text() for option in OWN_OPTIONS]
         print("\n".join([_USAGE, *own, "", *exit_codes()]))
         return ExitCode.SUCCESS
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     environ = dict(os.environ)
     count = command_line[NODES].value
     try:
@@ -103,7 +100,7 @@ def main(words: Sequence[str]) -> int:
                 report = check_nodes(
                     config, machine, name, findings, count, command_line[WAIT].value, environ, _say
                 )
-        except CannotCheck as error:
+        except CannotStart as error:
             print(f"elastic-agent check: {error}", file=sys.stderr)
             return error.code
         findings = tuple(one.finding for one in report.findings)
@@ -159,14 +156,9 @@ def table(whole: str, findings: Sequence[Finding], seconds: float, width: int) -
     room = max(_LEAST_WIDTH, min(width, _WIDEST)) - len(f"FAIL  {'':{column}}  ")
     for finding in worst_first(findings):
         begin = f"{_WORDS[finding.outcome]:<4}  {finding.check:<{column}}  "
-        lines = textwrap.wrap(_printable(finding.summary), room, break_on_hyphens=False) or [""]
+        lines = textwrap.wrap(printable(finding.summary), room, break_on_hyphens=False) or [""]
         if finding.advice:
-            advice = f"-> {_printable(finding.advice)}"
+            advice = f"-> {printable(finding.advice)}"
             lines += textwrap.wrap(advice, room, subsequent_indent="   ", break_on_hyphens=False)
         yield begin + lines[0]
         yield from (" " * len(begin) + line for line in lines[1:])
-
-
-def _printable(text: str) -> str:
-    """On one line, and as nothing that a terminal would obey."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)

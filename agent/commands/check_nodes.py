@@ -59,14 +59,6 @@ from ..workers.processes.workers import job_python
 _T = TypeVar("_T")
 
 
-class CannotCheck(Exception):
-    """There is no report; the text has the reason and what to try."""
-
-    def __init__(self, code: ExitCode, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
-
-
 def check_meeting_place(config: Config) -> None:
     """Raises ConfigError when the nodes do not know where to meet."""
     if config.rendezvous.kind.port is None or not config.rendezvous.endpoints:
@@ -85,7 +77,7 @@ def check_nodes(
     show: Callable[[str], None],
 ) -> PairsReport:
     """The report that all `wanted` nodes have, or those that came within `wait_s`. `findings` are those of this node's
-    own checks. Raises CannotCheck."""
+    own checks. Raises CannotStart."""
     network = machine.network
     assert isinstance(network, Network), "the caller has waited for it"
     rendezvous = replace(config.rendezvous, join_timeout_s=max(1.0, wait_s))
@@ -107,14 +99,12 @@ def check_nodes(
             if hosts:
                 check.await_others()
             return report
-    except CannotStart as error:
-        raise CannotCheck(error.code, str(error)) from error
     except PortError as error:
-        raise CannotCheck(ExitCode.NOT_HERE, str(error)) from error
+        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
     except (StoreMismatch, RecordInvalid) as error:
-        raise CannotCheck(ExitCode.MISMATCH, str(error)) from error
+        raise CannotStart(ExitCode.MISMATCH, str(error)) from error
     except (StoreError, LeaderGone) as error:
-        raise CannotCheck(ExitCode.NO_ANSWER, str(error)) from error
+        raise CannotStart(ExitCode.NO_ANSWER, str(error)) from error
 
 
 def _open_store(config: Config, network: Network, show: Callable[[str], None]) -> tuple[Store, bool]:

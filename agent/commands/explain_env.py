@@ -7,8 +7,6 @@ libraries are shown.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import sys
@@ -74,8 +72,6 @@ def main(words: Sequence[str]) -> int:
     if HELP in command_line:
         print(_USAGE, end="")
         return ExitCode.SUCCESS
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     environ = dict(os.environ)
     try:
         resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
@@ -87,12 +83,11 @@ def main(words: Sequence[str]) -> int:
     if isinstance(machine.network, NotReady):
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
-    with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
-        backend = backend_fact(machine.inventory.cuda, machine.software)
-        if command_line[JSON].value:
-            print(json.dumps([asdict(row) for row in rows], indent=2), flush=True)
-        else:
-            print("\n".join([f"# backend: {backend}", *_lines(rows)]), flush=True)
+    backend = backend_fact(machine.inventory.cuda, machine.software)
+    if command_line[JSON].value:
+        print(json.dumps([asdict(row) for row in rows], indent=2), flush=True)
+    else:
+        print("\n".join([f"# backend: {backend}", *_lines(rows)]), flush=True)
     return ExitCode.SUCCESS
 
 

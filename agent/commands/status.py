@@ -11,7 +11,6 @@ terminal but as printable characters.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -38,7 +37,7 @@ from ..configuration.settings import Settings
 from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
 from ..observability.sources import AgentsSource, CannotShow, Source, StoreSource
 from ..workers.processes.run_files import agents_here, run_directory_parents
-from .store_command import command_help, one_line_errors, pause
+from .store_command import command_help, one_line_errors, pause, printable
 
 _USAGE = """\
 usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
@@ -93,8 +92,6 @@ def main(words: Sequence[str]) -> int:
     if HELP in command_line:
         print(command_help(_USAGE, STATUS_OPTIONS))
         return ExitCode.SUCCESS
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         source = choose_source(command_line, os.environ, job)
         timeout_s, interval_s = command_line[TIMEOUT].value, command_line[WATCH].value
@@ -103,8 +100,6 @@ def main(words: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"elastic-agent status: {error}", file=sys.stderr)
         return ExitCode.BAD_CONFIG
-    except BrokenPipeError:
-        return ExitCode.OUTPUT_CLOSED
 
 
 # --- Which source
@@ -217,7 +212,7 @@ _TITLES = ("NODE", "RANKS", "STATE", "STEP", "CHECKPOINT", "LEASE", "AGENT")
 
 def lines(report: JobReport) -> list[str]:
     """All of it."""
-    notes = [f"! {_safe(note)}" for note in report.notes]
+    notes = [f"! {printable(note)}" for note in report.notes]
     if len(notes) > MOST_NOTES:
         notes = [*notes[:MOST_NOTES], f"! and {len(notes) - MOST_NOTES} more"]
     if any(node.coordinates for node in report.nodes):
@@ -270,7 +265,7 @@ def _head(report: JobReport) -> list[str]:
         age = f", saved {span(saved_s)} ago" if saved_s is not None else ", loaded"
         rows.append(("checkpoint", f"step {report.checkpoint.step}{age}"))
     rows.append(("source", report.asked))
-    return [_safe(title), *(f"  {name:<13}{_safe(text)}" for name, text in rows)]
+    return [printable(title), *(f"  {name:<13}{printable(text)}" for name, text in rows)]
 
 
 def _restarts(restarts: RestartReport) -> str:
@@ -283,7 +278,7 @@ def _restarts(restarts: RestartReport) -> str:
 
 
 def _table(nodes: Iterable[NodeReport]) -> list[str]:
-    rows = [list(_TITLES), *([_safe(cell) for cell in _cells(node)] for node in nodes)]
+    rows = [list(_TITLES), *([printable(cell) for cell in _cells(node)] for node in nodes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -303,8 +298,3 @@ def _cells(node: NodeReport) -> tuple[str, ...]:
         checkpoint += f", {span(saved.age_s)}"
     lease = span(status.lease_age_s) if status.lease_age_s is not None else "none"
     return (name, node.ranks or "-", state, str(status.step or "-"), checkpoint, lease, address)
-
-
-def _safe(text: str) -> str:
-    """One line of printable characters."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)

@@ -72,8 +72,6 @@ def store_command(
             place.kind.load()
             with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
                 return work(store, place, first, command_line) or ExitCode.SUCCESS
-    except BrokenPipeError:
-        return ExitCode.OUTPUT_CLOSED
     except CannotDo as error:
         code, reason = error.code, error
     except (ConfigError, StoreRefused) as error:
@@ -105,6 +103,11 @@ def pause(seconds: float) -> None:
     gone = select.POLLERR | select.POLLHUP | select.POLLNVAL
     if any(event & gone for _, event in poll.poll(seconds * 1000)):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def printable(text: str) -> str:
+    """On one line, and as nothing that a terminal would obey."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def command_help(usage: str, options: Iterable[Option[Any]]) -> str:

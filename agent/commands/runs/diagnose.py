@@ -50,8 +50,6 @@ def run_command(
     if HELP in command_line:
         print(run_help(usage, options))
         return ExitCode.SUCCESS
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     problems = command_line.problems
     if SCRIPT in command_line:
         problems.append(command_line[SCRIPT].problem("one job, or one run", "leave it out"))
@@ -67,8 +65,6 @@ def run_command(
         code, reason = ExitCode.BAD_CONFIG, error
     except (CannotDo, CannotShow) as error:
         code, reason = error.code, error
-    except BrokenPipeError:
-        return ExitCode.OUTPUT_CLOSED
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code
 
@@ -103,7 +99,7 @@ def find_run(run: str | None, log_dir: Path | None) -> Path:
             return folder
         directory = log_dir or own_logs()
         named = run is None or NAME.fullmatch(run) is not None
-        found = newest_run(directory, run) if directory is not None and named else None
+        found = newest_run(directory, run) if named else None
     except OSError as error:
         reason = f"{run or directory or '--log-dir'}: {error.strerror or error}; see --log-dir"
         raise CannotDo(ExitCode.NOT_FOUND, reason) from None
