@@ -375,7 +375,7 @@ def test_a_job_that_has_ended_names_its_result() -> None:
         (made(replace(found(), notes=("the store's 'nodes/x' cannot be read",))), "! the store's 'nodes/x'"),
         (
             made(found(replace(THREE, exclusions=(Exclusion("c", "c", "gpu_fault", "GPU 3 is lost"),)))),
-            "! node c is excluded: Xid 79. It checks itself after a cool-down",
+            "! node c is excluded: GPU 3 is lost. It checks itself after a cool-down",
         ),
         (
             made(
