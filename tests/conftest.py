@@ -5,9 +5,15 @@ from __future__ import annotations
 import signal
 
 import pytest
+from hypothesis import settings
 
 from tests.installed import installed  # noqa: F401
 from tests.system.harness import TRAINING_GAP
+
+settings.register_profile(
+    "any machine", deadline=None
+)  # how long an example takes says only how busy this one is
+settings.load_profile("any machine")
 
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     # Agents keep to what they were started to ignore, and nohup, or a shell's &, may have started us.

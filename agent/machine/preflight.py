@@ -7,6 +7,7 @@ only where workers run in our interpreter. That a script is a file, `configurati
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import shutil
@@ -106,7 +107,7 @@ def check_target(command: Command, environ: Mapping[str, str]) -> None:
 
 
 def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
-    """Raises CannotStart for a script that this Python cannot compile. What is odd, such as its encoding, the workers
+    """Raises CannotStart for a script that this Python cannot parse. What is odd, such as its encoding, the workers
     find out."""
     path, script = command.target, command.kind in ("script", "run-path")
     if not script or not path.endswith(".py") or job_python(environ) != sys.executable:
@@ -119,7 +120,7 @@ def refuse_bad_syntax(command: Command, environ: Mapping[str, str]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(source, path, "exec", dont_inherit=True)
+            ast.parse(source, path)
     except SyntaxError as error:
         found = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}"
         reason = f"{path}, line {error.lineno}: {found}; correct the script"
