@@ -139,10 +139,7 @@ class Network:
             other_end = ("name", INTERFACE, "netns", inside)
             run("ip", "-n", switch, "link", "add", "name", socket, "type", "veth", "peer", *other_end)
             run("ip", "-n", switch, "link", "set", "dev", socket, "master", "bridge", "up")
-            at_once = (
-                ["nodad"] if ":" in address else []
-            )  # an IPv6 address is otherwise checked for a second first
-            run("ip", "-n", inside, "addr", "add", address, "dev", INTERFACE, *at_once)
+            run("ip", "-n", inside, "addr", "add", address, "dev", INTERFACE)
             run("ip", "-n", inside, "link", "set", INTERFACE, "up")
             run("ip", "-n", inside, "link", "set", "lo", "up")
             hosts[name] = Host(inside, address.partition("/")[0], switch, socket)
@@ -234,7 +231,9 @@ class Cabling:
         other_end = ("name", cable.interface, "netns", machine.namespace)
         switches.ip("link", "add", "name", socket, "type", "veth", "peer", *other_end)
         switches.ip("link", "set", "dev", socket, "master", cable.switch, "up")
-        machine.ip("addr", "add", cable.address, "dev", cable.interface)
+        # An IPv6 address would be looked for on the network first, and could be bound only a second later.
+        at_once = ["nodad"] if ":" in cable.address else []
+        machine.ip("addr", "add", cable.address, "dev", cable.interface, *at_once)
         if not cable.down:
             machine.switch_on(cable.interface)
         if cable.gateway is not None:

@@ -85,7 +85,6 @@ def test_the_users_choice_may_have_another_name_on_each_node(job: Job, cabling: 
 
 
 def test_ipv6_alone(job: Job, cabling: Cabling) -> None:
-    """Right after the start an address of IPv6 cannot be bound, while the kernel looks for another one like it."""
     for number, name in enumerate("ab", 1):
         machine = cabling.machine(name)
         cabling.connect(machine, Cable("eth0", "fabric", f"fd09::{number}/64"))
