@@ -53,7 +53,7 @@ REMOVED = {
     "network-interface": "write --local-addr NAME, which also takes an interface",
     "network-profile": "leave it out, or set NCCL_IB_DISABLE=1 for TCP, NCCL_DEBUG=INFO for what NCCL chooses",
     "network-wait": "leave it out: a network that is missing is waited for up to --join-timeout",
-    "otlp-endpoint": "set OTEL_EXPORTER_OTLP_ENDPOINT, as for every program that sends to OpenTelemetry",
+    "otlp-endpoint": "leave it out: recoveries are events, of elastic-agent events --json",
     "picture": "leave it out: elastic_agent_lost_time_seconds_total over time shows it",
     "quiet": "write --log-level warning",
     "rank": "of logs: write elastic-agent logs JOB | grep '/N\\]'",

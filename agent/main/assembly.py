@@ -34,7 +34,6 @@ from ..machine.inventory import Machine, needs_of
 from ..machine.network import Network
 from ..observability.job_report import JobReport, look
 from ..observability.observer import Observer
-from ..observability.otel import SpanSender, sends_spans
 from ..observability.page import Board, overview
 from ..observability.sources import AgentsSource
 from ..observability.status import StatusPages
@@ -212,20 +211,6 @@ def checks_of(agent: Agent) -> JoinChecks:
         lambda: CheckRun(checks, needs, agent.environment),
         agent.events.put,
     )
-
-
-def send_spans(agent: Agent) -> None:
-    """The spans of each recovery that the journal has from now on, if a collector is named."""
-    if not sends_spans(agent.environment):
-        return
-    resource = {
-        "service.name": "elastic-agent",
-        "service.version": __version__,
-        "service.instance.id": agent.incarnation,
-        "elastic_agent.job": agent.config.rendezvous.job_id,
-        "elastic_agent.node": agent.name,
-    }
-    agent.started(SpanSender(resource, agent.journal))
 
 
 def recheck_of(agent: Agent) -> Recheck:

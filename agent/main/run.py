@@ -76,7 +76,6 @@ from .assembly import (
     pages_of,
     receiver_of,
     recheck_of,
-    send_spans,
     spares_of,
 )
 from .heartbeat import Heartbeat, Probes
@@ -175,7 +174,6 @@ def _run(agent: Agent, prepared: Prepared) -> Ending:
             agent.started_at,
             time.time,
         )
-        send_spans(agent)
         loop = _make_loop(agent, processes)
         _watch_for_notices(agent, loop)
         agent.probes.begin(agent.participant, agent.heartbeat)

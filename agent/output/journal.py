@@ -280,13 +280,8 @@ class Journal:
         self._number = 0
         self._generation = 0
         self._folder: Path | None = None
-        self._heard: tuple[Callable[[JobEvent], None], ...] = ()
         self.run = ""
         """The job's run, once it is known."""
-
-    def listen(self, heard: Callable[[JobEvent], None]) -> None:
-        """`heard` is called with each event, in the thread that notes it: it must not wait."""
-        self._heard = (*self._heard, heard)
 
     def start(self) -> None:
         if self._file is not None:
@@ -342,8 +337,6 @@ class Journal:
             (self._routine if kind in ROUTINE else self._changes).append(event)
             if self._file is not None and self._folder is not None:
                 self._file.write(EVENT.encode(event))
-        for heard in self._heard:
-            heard(event)
 
     @property
     def generation(self) -> int:

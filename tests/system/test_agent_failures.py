@@ -57,7 +57,6 @@ ELSEWHERE = (
     "orders",
     "push-*",  # of the memory server, with which it ends
     "rendezvous",
-    "spans",  # tests/contract/test_span_export.py
     "store-command",  # of `exclude` and `drain`: tests/unit/test_exclude_command.py
 )
 """Those of the backlogs (`console`, `event-file`, `log-files`) and `IoThread` (`io`, `worker-logs`); where a lock was
