@@ -70,12 +70,14 @@ def test_nothing_is_started_where_the_daemon_was_killed_before_the_child_could_t
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\nwhile kill -0 $PPID; do sleep 0.01; done\nexec {sys.executable} "$@"\n')
+    wait = "echo $PPID\nwhile kill -0 $PPID; do sleep 0.01; done"
+    program.write_text(f'#!/bin/sh\n{wait}\nexec {sys.executable} "$@"\n')
     program.chmod(0o700)
     daemon, child = start_daemon(tmp_path, str(program))
+    output, deadline = tmp_path / "output", time.monotonic() + PATIENCE_S
+    wait_for_lines(output, 1, deadline)  # before, the shell would find another parent
     daemon.kill()
     daemon.communicate()
-    output, deadline = tmp_path / "output", time.monotonic() + PATIENCE_S
     try:
         while "the daemon has ended; nothing was started" not in output.read_text():
             assert time.monotonic() < deadline, output.read_text()
