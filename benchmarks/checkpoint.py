@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.agent.checkpoints.disk_writer import DiskWriter
-from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.common.io_thread import IoThread
+from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.worker.wire.channel import receive, send
 from elastic_agent.worker.wire.messages import FROM_WORKERS, CommitGranted
 from report import add_options, keep, markdown, publish, ratio, spread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 
-from elastic_agent.agent.common.io_thread import IoThread
+from elastic_agent.agent.common.events import IoThread
 
 
 @functools.cache

@@ -20,8 +20,7 @@ from pathlib import Path
 from ...codec import Invalid
 from ...worker.wire.channel import Lines, send
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
-from ..common.events import Event
-from ..common.io_thread import IoThread
+from ..common.events import Event, IoThread
 from ..workers.processes.helper import Helper, end
 
 log = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from ...rendezvous.store.interface import Compare, Put, Store
 from ...rendezvous.store.requests import RETRY
 from ...threads import Thread
 from ...worker.storage.replication.key_file import KEY_BYTES, write_key
-from ..common.events import Event
-from ..common.io_thread import IoThread
+from ..common.events import Event, IoThread
 from ..workers.processes.helper import Helper
 from .folder import MemoryFolder
 

@@ -59,7 +59,7 @@ from ...worker.storage.replication.messages import (
 from ...worker.wire.channel import receive
 from ...worker.wire.messages import ReplicationReport
 from ...worker.wire.messages import encode as encode_report
-from ..common.io_thread import IoThread
+from ..common.events import IoThread
 from .copies import CopyReader, Seals, VerifiedPieces, copies_of, keep, kept_orders
 from .receiver import Receiver
 from .replicator import Progress, Replicator

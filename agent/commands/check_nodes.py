@@ -48,12 +48,12 @@ from ...rendezvous.store.scoped import ScopedStore
 from ...rendezvous.store.wire import check_of
 from ...threads import Thread
 from ..common.exits import CannotStart, ExitCode
-from ..common.kernel_files import read
 from ..common.ports import PortError, bind_listener
 from ..configuration.config import Config, ConfigError, Problem
 from ..machine.inventory import Machine
 from ..machine.network import Network
 from ..rendezvous_io.store_opening import open_store, store_listener
+from ..workers.processes.proc import read
 from ..workers.processes.workers import job_python
 
 _T = TypeVar("_T")

@@ -11,8 +11,6 @@ import math
 import signal
 from enum import IntEnum
 
-from .folders import NoTemporaryDirectory
-
 
 class ExitCode(IntEnum):
     """One way to end; `meaning` is the sentence for the operator."""
@@ -115,6 +113,10 @@ REMEDIES = {
     errno.EDQUOT: "this user's share of a file system is used up (quota says which); make room",
     errno.EROFS: "a file system of this machine is read-only; mount a writable one there",
 }
+
+
+class NoTemporaryDirectory(OSError):
+    """No place can hold a temporary file now, or what held ours was removed."""
 
 
 def lack_in(error: BaseException) -> str:

@@ -14,13 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from .exits import NoTemporaryDirectory
+
 _PLACES = ("/tmp", "/var/tmp", "/usr/tmp")
 _VARIABLES = ("TMPDIR", "TEMP", "TMP")
 """Where `tempfile` looks; but we never take the current folder."""
-
-
-class NoTemporaryDirectory(OSError):
-    """No place can hold a temporary file now, or what held ours was removed."""
 
 
 def temporary_places() -> tuple[Path, ...]:

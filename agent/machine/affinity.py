@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from ..common.kernel_files import read
 from ..common.variables import Variable
 from ..configuration.values import Affinity
+from ..workers.processes.proc import read
 from .devices import Device
 
 T = TypeVar("T")

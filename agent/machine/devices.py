@@ -28,10 +28,10 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..common.kernel_files import read
 from ..common.variables import Variable
 from ..configuration.config import ConfigError, Problem
 from ..configuration.values import DevicePinning, WorkerCount
+from ..workers.processes.proc import read
 from ..workers.processes.workers import job_python
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -37,8 +37,7 @@ from ...health.checks.gpus import (
     moved_on,
 )
 from ...health.checks.processes import ISOLATED, probe_command
-from ..common.events import Event
-from ..common.io_thread import IoThread
+from ..common.events import Event, IoThread
 from ..workers.processes.workers import start_helper
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-from ..common.kernel_files import read
+from ..workers.processes.proc import read
 
 IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -38,8 +38,8 @@ from ...rendezvous.records import Endpoint
 from ...threads import Thread
 from ..common.events import Event
 from ..common.http_client import NoAnswer, Reply, request
-from ..common.kernel_files import read
 from ..configuration.values import NoticeSource
+from ..workers.processes.proc import read
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ..checkpoints.folder import SHARED_MEMORY
-from ..common.exits import CannotStart, ExitCode
-from ..common.folders import NoTemporaryDirectory, own_path
+from ..common.exits import CannotStart, ExitCode, NoTemporaryDirectory
+from ..common.folders import own_path
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.values import Command, NoticeSource
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent

@@ -24,10 +24,9 @@ from ...rendezvous.store.interface import Store
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import MemoryFolder
 from ..checkpoints.memory_server import MemoryServer
-from ..common.events import Event
+from ..common.events import Event, IoThread
 from ..common.exits import CannotStart, ExitCode
 from ..common.folders import make_own
-from ..common.io_thread import IoThread
 from ..configuration.config import NO_FILES, Config, LogConfig
 from ..machine.gpus import GpuHealth, GpuMemory
 from ..machine.inventory import Machine, needs_of

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from ...threads import listen
 from ...worker.wire.environment import WorkerEnv
 from ...worker.wire.shared_progress import clock
-from ..common.events import Event
-from ..common.io_thread import IoThread
+from ..common.events import Event, IoThread
 from ..workers.preloader.spares import Interpreter, Spares
 from ..workers.processes.subreaper import Subreaper, adopt_orphans
 from ..workers.processes.workers import job_python

@@ -35,7 +35,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from ..common.io_thread import Backlog
+from ..common.events import Backlog
 
 QUEUE_MAX = 1024 * 1024
 """Bytes of workers' lines that may wait, for each of stdout and stderr."""

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..common.events import Backlog
 from ..common.folders import own_path
-from ..common.io_thread import Backlog
 
 QUEUE_MAX = 4 * 1024 * 1024
 """Bytes that may wait for a disk."""

@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 
 from ...threads import Thread
-from ..common.io_thread import IoThread
+from ..common.events import IoThread
 from .console import Console
 from .log_files import LogFile, LogFiles, RunFolder, run_folder
 

@@ -30,8 +30,7 @@ from ...worker.wire.messages import (
     ToGuard,
     encode,
 )
-from ..common.events import Event
-from ..common.io_thread import IoThread
+from ..common.events import Event, IoThread
 from .commit_fence import CommitFence
 from .last_steps import LastSteps, Receiver
 from .worker_reports import ReportReceiver

@@ -25,7 +25,7 @@ from string import Formatter, Template
 from ...rendezvous.records import Member, World
 from ...worker.wire.environment import PROCESS_GROUP_TIMEOUT, WorkerEnv
 from ..checkpoints.folder import MemoryFolder
-from ..common.folders import NoTemporaryDirectory
+from ..common.exits import NoTemporaryDirectory
 from ..common.variables import Variable, compose
 from ..configuration.config import Config, LogConfig
 from ..configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, process_group_s, watchdog_s

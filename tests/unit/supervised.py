@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.common.io_thread import IoThread
+from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.configuration.values import Command

@@ -267,7 +267,7 @@ def test_the_reader_dies_with_the_agent(tmp_path: Path) -> None:
     library.says("hang 1")
     code = f"""
 import os, time
-from elastic_agent.agent.common.io_thread import IoThread
+from elastic_agent.agent.common.events import IoThread
 from elastic_agent.agent.machine.gpus import NvmlReader
 reader = NvmlReader([{ONE!r}], os.environ, IoThread(), print)
 reader.start()

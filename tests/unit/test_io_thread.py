@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_agent import threads
-from elastic_agent.agent.common.io_thread import IoThread
+from elastic_agent.agent.common.events import IoThread
 
 PATIENCE_S = 20.0
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common import folders
-from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.common.folders import NoTemporaryDirectory, make_own, pool_folder_here
+from elastic_agent.agent.common.exits import CannotStart, ExitCode, NoTemporaryDirectory
+from elastic_agent.agent.common.folders import make_own, pool_folder_here
 from elastic_agent.agent.configuration.config import LogConfig
 from elastic_agent.agent.configuration.values import Streams
 from elastic_agent.agent.main.assembly import choose_folders

@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_agent.agent.common.events import Event
+from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.common.io_thread import IoThread
 from elastic_agent.agent.common.ports import PortConfigError
 from elastic_agent.agent.configuration.config import Config, RendezvousConfig
 from elastic_agent.agent.configuration.values import Command

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.common.io_thread import IoThread
+from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.rendezvous_io import worker_links as server
 from elastic_agent.agent.rendezvous_io import worker_reports as reports_module
 from elastic_agent.agent.rendezvous_io.commit_fence import CommitFence

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from ....rendezvous.statements.inquiry import Recorded
 from ....rendezvous.text import clean
-from ...common.kernel_files import read
-from ..processes.proc import stat_of
+from ..processes.proc import read, stat_of
 
 BUSY_SHARE = 0.3
 """Of one processor."""

@@ -16,8 +16,7 @@ from typing import TypeAlias
 
 from ....threads import Thread
 from ...common.events import Event
-from ...common.kernel_files import read
-from ..processes.proc import all_stats, family_of, sleeps_of, stat_of, thread_sleeps
+from ..processes.proc import all_stats, family_of, read, sleeps_of, stat_of, thread_sleeps
 
 LOOK_EVERY_S = 2.0
 """Between two looks that the main thread asks for."""

@@ -25,9 +25,8 @@ from functools import partial
 from pathlib import Path
 
 from ....codec import Invalid
-from ...common.events import Event
+from ...common.events import Event, IoThread
 from ...common.exits import describe_exit
-from ...common.io_thread import IoThread
 from ..processes import spare_wire as wire
 from ..processes.proc import KILL_WAIT_S, reap_within
 from ..processes.workers import Process, tied

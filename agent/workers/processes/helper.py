@@ -12,8 +12,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from ...common.events import IoThread
 from ...common.exits import describe_exit
-from ...common.io_thread import IoThread
 from .proc import KILL_WAIT_S, process_status, reap_within
 from .workers import start_helper
 

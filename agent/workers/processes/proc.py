@@ -11,8 +11,6 @@ import signal
 import time
 from collections.abc import Collection, Iterator, Mapping
 
-from ...common.kernel_files import read
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Protocol, TypeAlias
@@ -24,6 +22,15 @@ if TYPE_CHECKING:
         def pid(self) -> int: ...
 
         def wait(self) -> int: ...
+
+
+def read(path: str | os.PathLike[str]) -> str:
+    """A small file of /proc, /sys or a cgroup, stripped; empty for what is not there, or cannot be read now."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 KILL_WAIT_S = 1.0

@@ -26,8 +26,7 @@ import os
 import signal
 from collections.abc import Callable, Collection
 
-from ...common.kernel_files import read
-from .proc import living
+from .proc import living, read
 
 PR_SET_CHILD_SUBREAPER = 36
 

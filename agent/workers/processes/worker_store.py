@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ...common.events import Event
+from ...common.events import Event, IoThread
 from ...common.exits import describe_exit
-from ...common.io_thread import IoThread
 from .proc import KILL_WAIT_S, ends_within
 from .spare_wire import ServeStores
 from .store_holder import CLOSE, LONGEST_MESSAGE, READY, SERVE

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ....rendezvous.text import counted
-from ...common.events import Event
-from ...common.io_thread import IoThread
+from ...common.events import Event, IoThread
 from ...configuration.values import Command
 from ...output.worker_logs import OutputRoute, WorkerLogs
 from .guard import IGNORED, Guard
