@@ -43,7 +43,7 @@ from ..output.log_files import own_logs
 from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.store_link import PeerLink, StoreLink
-from ..rendezvous_io.worker_reports import ReportReceiver
+from ..rendezvous_io.worker_links import ReportReceiver
 from ..workers.environment import Node
 from ..workers.failures.causes import CauseTable
 from ..workers.preloader.spares import Spares

@@ -320,8 +320,7 @@ class Loop:
                 if again is not None:
                     handover.run(again, deadline, kept=kept)
                 handover.report_lost()
-            # The save that came after a refused one may just have been reported.
-            self._supervisor.after_reports(lambda: self._events.put(partial(self._saves_finished, lost)))
+            self._events.put(partial(self._saves_finished, lost))
 
         Thread(finish, "last-saves", lambda: self._events.put(partial(self._saves_finished, ""))).start()
 

@@ -31,7 +31,7 @@ from ..configuration.config import Config
 from ..configuration.stopping import drain_timeout_s
 from ..machine.gpus import GpuHealth
 from ..output.worker_logs import WorkerLogs
-from ..rendezvous_io.last_steps import LastSteps
+from ..rendezvous_io.worker_answers import LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
 from .hangs.detector import Durations, HangDetector, Stall, ends_alone

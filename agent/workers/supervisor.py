@@ -28,7 +28,7 @@ from ..common.exits import describe_exit, lack_in
 from ..configuration.config import Config
 from ..observability.observer import Observer
 from ..output.log_files import FLIGHT_RECORDS
-from ..rendezvous_io.worker_reports import RefusedSaves
+from ..rendezvous_io.worker_links import RefusedSaves
 from .environment import Node, bind_of_rank_0_failed, make_directory, worker_spec
 from .failure_handler import FailureHandler, HangWatch
 from .failures.causes import NOT_STARTED, STORE_SERVER
@@ -239,10 +239,6 @@ class Supervisor:
     def show_failure(self, failure: Failure) -> Failure | None:
         """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
         return self._failures.show(failure, self._generation)
-
-    def after_reports(self, then: Callable[[], object]) -> None:
-        """Call it once the reports that have been sent until now are events. For any thread."""
-        self._processes.links.after_reports(then)
 
     def lost_save(self, generation: int) -> str:
         """Which of its saves that workers here wrote themselves the disk has refused; empty: the last went well."""

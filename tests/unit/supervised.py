@@ -23,7 +23,7 @@ from elastic_agent.agent.observability.status import StatusPages
 from elastic_agent.agent.observability.steps import StepRate
 from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.output.worker_logs import WorkerLogs
-from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
+from elastic_agent.agent.rendezvous_io.worker_answers import LastSteps
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.agent.workers.environment import Node
 from elastic_agent.agent.workers.failures.causes import CauseTable

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.rendezvous_io.commit_fence import LONGEST_GRANT_S, CommitFence, judge
+from elastic_agent.agent.rendezvous_io.worker_answers import LONGEST_GRANT_S, CommitFence, judge_commit
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
@@ -73,7 +73,7 @@ UNPROVEN = CommitUndecided("the rendezvous store does not confirm this node's le
     ],
 )  # fmt: skip
 def test_who_may_commit(world: World | None, latest: NodeSnapshot, answer: CommitAnswer) -> None:
-    assert judge(CommitQuestion(7), world, latest, 100.0) == answer
+    assert judge_commit(CommitQuestion(7), world, latest, 100.0) == answer
 
 
 class Scene:

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.rendezvous_io import last_steps
-from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
+from elastic_agent.agent.rendezvous_io import worker_answers
+from elastic_agent.agent.rendezvous_io.worker_answers import LastSteps
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.node.drain import Ask, Beyond, End, GoOn
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
@@ -151,7 +151,7 @@ class Away(MemoryStore):
 def test_a_store_that_is_away_for_a_moment_is_asked_again(
     scene: Scene, does: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_steps, "PAUSE_S", 0.001)
+    monkeypatch.setattr(worker_answers, "PAUSE_S", 0.001)
     scene.store = scene.steps._store = Away(2 if not does else 1, does)
     scene.publish(DRAINED)
     assert scene.steps.judge(ZERO) == GoOn()
@@ -161,11 +161,11 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(
 def test_without_the_store_the_worker_goes_on_and_nothing_is_written_later(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(last_steps, "PAUSE_S", 0.001)
+    monkeypatch.setattr(worker_answers, "PAUSE_S", 0.001)
 
     class Late(MemoryStore):
         def read(self, scopes: tuple[str, ...], oldest_under: str | None = None) -> Snapshot:
-            scene.now += last_steps.GIVES_UP_S
+            scene.now += worker_answers.GIVES_UP_S
             return super().read(scopes, oldest_under)
 
     scene.store = scene.steps._store = Late()

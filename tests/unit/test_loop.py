@@ -139,9 +139,6 @@ class Training:
     def planned_grace_s(self) -> float:
         return 30.0
 
-    def after_reports(self, then: Callable[[], object]) -> None:
-        then()
-
     def lost_save(self, generation: int) -> str:
         return self.refused.get(generation, "")
 

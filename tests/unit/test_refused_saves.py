@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.rendezvous_io.worker_reports import RefusedSaves
+from elastic_agent.agent.rendezvous_io.worker_links import RefusedSaves
 from elastic_agent.worker.wire.messages import SaveReport
 
 

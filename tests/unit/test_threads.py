@@ -17,11 +17,9 @@ from elastic_agent import threads
 from elastic_agent.agent.common.events import Event, ThreadFailed, unless_stopped
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.main.process import thread_failed
-from elastic_agent.agent.rendezvous_io.commit_fence import CommitFence
-from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
 from elastic_agent.agent.rendezvous_io.store_link import PeerLink, StoreLink
-from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
-from elastic_agent.agent.rendezvous_io.worker_reports import ReportReceiver
+from elastic_agent.agent.rendezvous_io.worker_answers import CommitFence, LastSteps
+from elastic_agent.agent.rendezvous_io.worker_links import ReportReceiver, WorkerLinks
 from elastic_agent.agent.workers.processes import guard
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.errors import StoreUnavailable

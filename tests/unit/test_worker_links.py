@@ -18,11 +18,8 @@ import pytest
 
 from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.rendezvous_io import worker_links as server
-from elastic_agent.agent.rendezvous_io import worker_reports as reports_module
-from elastic_agent.agent.rendezvous_io.commit_fence import CommitFence
-from elastic_agent.agent.rendezvous_io.last_steps import LastSteps
-from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
-from elastic_agent.agent.rendezvous_io.worker_reports import ReportReceiver
+from elastic_agent.agent.rendezvous_io.worker_answers import CommitFence, LastSteps
+from elastic_agent.agent.rendezvous_io.worker_links import ReportReceiver, WorkerLinks
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store.interface import Put, Snapshot
@@ -350,7 +347,7 @@ def test_what_cannot_be_read_or_has_no_room_is_counted(scene: Scene) -> None:
 def test_reports_are_read_together_and_not_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports_module, "MAX_AT_ONCE", 2)
+    monkeypatch.setattr(server, "MAX_AT_ONCE", 2)
     posted: list[Event] = []
     receiver = ReportReceiver(tmp_path / "alone", posted.append, lambda: True, lambda: 1.0, lambda: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
@@ -362,38 +359,6 @@ def test_reports_are_read_together_and_not_without_end(
         counts.append(len(posted))
     receiver.socket.close()
     assert counts == [2, 3, 3]
-
-
-def test_what_waits_for_reports_comes_after_all_that_were_sent(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reports_module, "MAX_AT_ONCE", 2)
-    busy, free = threading.Event(), threading.Event()
-    io = scene.links._io
-    io.post(lambda: (busy.set(), free.wait(PATIENCE_S)))
-    assert busy.wait(PATIENCE_S)
-    for _ in range(5):
-        assert scene.reporter.send(lambda g, r: LOADED)
-    scene.links.after_reports(lambda: scene.events.put(scene.recorder.all_read))
-    free.set()
-    scene.expect(*[("reported", LOADED, 12.5)] * 5, ("all_read",))
-
-
-def test_what_waits_for_reports_comes_also_if_none_can_be_read(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The agent's end waits for it, also when the thread that reads has failed in it."""
-    called: list[bool] = []
-
-    def fail(_: object) -> bool:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(scene.links._reports, "read", fail)
-    with monkeypatch.context() as patch:
-        patch.setattr(scene.links._io, "post", lambda action: action() or True)
-        with pytest.raises(OSError, match="Input/output"):
-            scene.links.after_reports(lambda: called.append(True))
-    assert called == [True]
 
 
 def test_a_lock_that_was_lent_is_held_until_the_agent_ends_and_once(scene: Scene, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
-"""Answers this node's workers at the end of a step while a planned change waits: was that the last one?
+"""Answers this node's workers: may rank 0 commit (I5)? Was this step the last one, while a planned change waits?
 
-What is answered is decided by `rendezvous.node.drain`; here the questions meet the store, in threads that may wait for
-it. The store itself is asked for each answer, never what a watch has delivered. Where it does not answer in time the
-worker goes on, and asks again after its next step: the time of the drain ends that.
+Both are read in the store at that moment, never from what a watch has delivered, in threads that may wait for it.
 
-Every answer that ends a worker is posted before it is sent, so that the main loop knows why that worker ends.
+*May it commit* rests on the key `world`: a node that was frozen is the last to see what was decided without it. While
+this node is a member of the world there, the next generation can begin in three ways only: this node has written that
+it stopped its workers; its agent has ended, and its workers with it; its lease has ended. So a grant holds for as long
+as the lease was proven before the store was asked, and no longer than LONGEST_GRANT_S.
 
-`Receiver` is what the main loop does with the messages of workers: the calls that the links post.
+*Was it the last step* is decided by `rendezvous.node.drain`. Where the store does not answer in time the worker goes
+on, and asks again after its next step: the time of the drain ends that. Every answer that ends a worker is posted
+before it is sent, so that the main loop knows why that worker ends.
 """
 
 from __future__ import annotations
@@ -17,14 +20,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from ...codec import kind_of
 from ...rendezvous.errors import RecordInvalid, StoreError
 from ...rendezvous.node.drain import WHAT_STANDS, Answer, Ask, Beyond, End, GoOn, concerns, judge, written
 from ...rendezvous.node.snapshot import NodeSnapshot
 from ...rendezvous.node.transactions import WriteStop
-from ...rendezvous.records import StopAt
+from ...rendezvous.records import WORLD_KEY, StopAt, World
 from ...rendezvous.store.interface import Store
 from ...threads import Thread
 from ...worker.wire.messages import (
+    MAX_REASON_CHARS,
+    CommitAnswer,
+    CommitGranted,
+    CommitQuestion,
+    CommitRefused,
+    CommitUndecided,
     FromGuard,
     ReplicationReport,
     Report,
@@ -37,11 +47,81 @@ from ..common.events import Event
 
 log = logging.getLogger(__name__)
 
+LONGEST_GRANT_S = 60.0
+"""A lease may be long, or without end. A grant is used at once, and who comes later asks again."""
+
 GIVES_UP_S = 3.0
 """After so long nothing is written any more: the worker that asked may be about to go on without an answer."""
 
 PAUSE_S = 0.05
 """Between two questions to a store that gives no answer."""
+
+
+class Receiver(Protocol):
+    """The supervisor: what the main loop does with workers' messages, as their links post them."""
+
+    def reported(self, report: Report, at: float) -> None:
+        """At that instant."""
+
+    def replicated(self, report: ReplicationReport) -> None:
+        """By the memory server."""
+
+    def guard_sent(self, generation: int, local_rank: int, message: FromGuard | None) -> None:
+        """By a worker that takes part in just-in-time saves. None: it no longer does."""
+
+    def worker_answered(self, generation: int, local_rank: int, step: int, answer: End | Beyond) -> None:
+        """To its question after `step`, in a planned change."""
+
+    def worker_kept(self, generation: int, local_rank: int) -> None:
+        """One that was to end has kept the state after its last step, and ends now."""
+
+
+def judge_commit(
+    question: CommitQuestion, world: World | None, latest: NodeSnapshot, now: float
+) -> CommitAnswer:
+    """`world` is what the store held after `latest` was taken and before `now`.
+
+    The phase does not matter. A generation that stops may still save, and one that the leaving host of the store
+    has ended too: no other begins before this node's workers are gone.
+    """
+    if world is None:
+        return CommitRefused("the rendezvous store holds no world")
+    if world.generation > question.generation:
+        return CommitRefused(f"generation {world.generation} has replaced it")
+    if world.generation < question.generation:
+        return CommitRefused(f"the rendezvous store has fallen back to generation {world.generation}")
+    if world.member(latest.incarnation) is None:
+        return CommitRefused("this node, which joined anew, is no member of it")
+    left_s = latest.proven_until - now
+    if left_s <= 0:
+        return CommitUndecided("the rendezvous store does not confirm this node's lease")
+    return CommitGranted(min(left_s, LONGEST_GRANT_S))
+
+
+class CommitFence:
+    """`answer` may wait for the store."""
+
+    def __init__(self, store: Store, latest: Callable[[], NodeSnapshot], clock: Callable[[], float]) -> None:
+        self._store = store
+        self._latest = latest
+        self._clock = clock
+
+    def answer(self, question: CommitQuestion) -> CommitAnswer:
+        answer = self._answer(question)
+        if not isinstance(answer, CommitGranted):
+            word = kind_of(type(answer)).removeprefix("commit_")
+            log.warning("generation %d may not commit: %s: %s", question.generation, word, answer.reason)
+        return answer
+
+    def _answer(self, question: CommitQuestion) -> CommitAnswer:
+        # First, and only then the read: a lease that ended while the store was asked is not mistaken for a new one.
+        latest = self._latest()
+        try:
+            entries = self._store.read((WORLD_KEY,)).entries
+            world = next((World.from_json(entry.value) for entry in entries), None)
+        except (StoreError, RecordInvalid) as error:
+            return CommitUndecided(str(error)[:MAX_REASON_CHARS])
+        return judge_commit(question, world, latest, self._clock())
 
 
 class LastSteps:
@@ -131,22 +211,3 @@ def _verdict(answer: Answer) -> Verdict:
     if isinstance(answer, End):
         return Verdict.END_ALONE if answer.alone else Verdict.END
     return Verdict.GO_ON
-
-
-class Receiver(Protocol):
-    """The supervisor. All of it is called in the main loop."""
-
-    def reported(self, report: Report, at: float) -> None:
-        """A worker's report, and when it was received."""
-
-    def replicated(self, report: ReplicationReport) -> None:
-        """What the memory server says of the replicas."""
-
-    def guard_sent(self, generation: int, local_rank: int, message: FromGuard | None) -> None:
-        """A message of a worker that takes part in just-in-time saves. None: it no longer does."""
-
-    def worker_answered(self, generation: int, local_rank: int, step: int, answer: End | Beyond) -> None:
-        """A worker that asked after `step` whether a planned change lets it go on got this answer."""
-
-    def worker_kept(self, generation: int, local_rank: int) -> None:
-        """A worker that was to end has kept the state after its last step, and ends now."""
