@@ -47,8 +47,7 @@ from ..output.console import take as take_console
 from ..output.journal import EVENTS_PATH
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.store_link import PeerLink, StoreLink
-from ..rendezvous_io.store_opening import open_store, store_options
-from ..rendezvous_io.terms import policy_of, program_of
+from ..rendezvous_io.store_opening import open_store, policy_of, program_of, store_options
 from ..rendezvous_io.worker_answers import CommitFence, LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.environment import Node, worker_env

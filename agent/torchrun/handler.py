@@ -51,8 +51,7 @@ from ..configuration.rendezvous import BACKEND as BACKEND_OPTION
 from ..configuration.rendezvous import ENDPOINT, JOB_ID
 from ..configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS, Settings
 from ..machine.network import unique_node_id, wait_for_network
-from ..rendezvous_io.store_opening import connect_to_store
-from ..rendezvous_io.terms import policy_of
+from ..rendezvous_io.store_opening import connect_to_store, policy_of
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status
 
 log = logging.getLogger(__name__)
