@@ -12,9 +12,6 @@ port is EADDRINUSE, from bind or from listen; any other errno would be the same 
 Invariant: no two listeners on one port. SO_REUSEADDR is set so that connections of a predecessor in TIME_WAIT do
 not block us; with it, Linux lets two sockets bind one port as long as neither listens, and refuses the second
 `listen`. That is why listening is part of taking the port.
-
-Errors, by what the caller does: `PortConfigError` fix the configuration, `PortTaken` free the port or choose another,
-`PortLacking` try again (`exits.Lack`).
 """
 
 from __future__ import annotations
@@ -49,39 +46,11 @@ _REMEDIES = REMEDIES | {
 
 
 class PortError(Exception):
-    """Base of what this module raises."""
-
-
-class PortConfigError(PortError):
-    """The setting cannot work on this machine; trying again cannot help. Fix the configuration."""
+    """There is no such port here: the text says why, and what to do about it."""
 
 
 class PortLacking(PortError):
-    """This machine lacks descriptors or memory for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PortOwner:
-    """Who keeps a port from being bound: `pid` where it can be seen, and always `words` for the operator."""
-
-    pid: int | None
-    words: str
-
-
-class PortTaken(PortError):
-    """Every port was taken for the whole timeout; `owner` holds the first of `ports`."""
-
-    def __init__(self, address: str, ports: PortRange, purpose: str, owner: PortOwner, tried_s: float):
-        if ports.any_free:
-            what, remedy = "no free port is left", "Widen net.ipv4.ip_local_port_range, or name a port."
-        elif len(ports) == 1:
-            what, remedy = f"port {ports} is taken ({owner.words})", "Stop the owner, or choose another port."
-        else:
-            what = f"every port of {ports} is taken (for example {ports.first}: {owner.words})"
-            remedy = "Stop the owners, or choose a wider range."
-        super().__init__(
-            f"cannot listen on {address} for {purpose}: {what}; tried for {tried_s:g} s. {remedy}"
-        )
+    """This machine lacks descriptors or memory for it: try again (`exits.Lack`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +63,16 @@ class PortRange:
     def __post_init__(self) -> None:
         for port in (self.first, self.last):
             if not 1 <= port <= 65535 and not self.any_free:
-                raise PortConfigError(f"port {port} of {self} is not between 1 and 65535")
+                raise PortError(f"port {port} of {self} is not between 1 and 65535")
         if self.first > self.last:
-            raise PortConfigError(f"port range {self} is empty: write the smaller port first")
+            raise PortError(f"port range {self} is empty: write the smaller port first")
 
     @classmethod
     def parse(cls, text: str) -> PortRange:
         """`"29500-29600"` or `"29500"`: ports that the user named, so never 0."""
         match = re.fullmatch(r"([1-9][0-9]{0,4})(?:-([1-9][0-9]{0,4}))?", text)
         if match is None:
-            raise PortConfigError(f"{text!r} is not a port or a range of ports: write 29500 or 29500-29600")
+            raise PortError(f"{text!r} is not a port or a range of ports: write 29500 or 29500-29600")
         return cls(int(match[1]), int(match[2] or match[1]))
 
     @property
@@ -137,7 +106,7 @@ def bind_listener(
     """Return a listening TCP socket on `address` and one of `ports` (an int is one port, 0 any free one).
 
     `address` is an IPv4 or IPv6 address of this machine, not a name. `purpose` says in errors what the port is for.
-    Raises PortConfigError, PortTaken, PortLacking: see the module's docstring for what to do about each.
+    Raises PortError, for taken ports after `tries_for_s`.
     """
     if isinstance(ports, int):
         ports = PortRange(ports, ports)
@@ -148,8 +117,7 @@ def bind_listener(
 
     def before_sleep(state: RetryCallState) -> None:
         if state.attempt_number == 1:
-            owner = find_owner(ports.first).words
-            log.info("trying for %g s to have %s of %s: %s", tries_for_s, ports, address, owner)
+            log.info("trying for %g s to have %s of %s: %s", tries_for_s, ports, address, owner_of(ports))
 
     listener = Retrying(
         retry=retry_if_result(lambda found: found is None),
@@ -159,37 +127,35 @@ def bind_listener(
         retry_error_callback=lambda _: None,
     )(one_round)
     if listener is None:
-        raise PortTaken(address, ports, purpose, find_owner(ports.first), tries_for_s)
+        raise PortError(
+            f"cannot listen on {address} for {purpose}: {ports} is taken ({owner_of(ports)}); tried for "
+            f"{tries_for_s:g} s. Stop the owner, or choose another port or a wider range"
+        )
     return listener
 
 
-def find_owner(port: int) -> PortOwner:
-    """Who blocks `port`, at whichever address of this machine.
+def owner_of(ports: PortRange) -> str:
+    return "the kernel has no free port left" if ports.any_free else find_owner(ports.first)
 
-    A process of another user or container is hidden, and some ports have no process at all: the answer then says so.
-    Never raises: it words an error that is already on its way.
-    """
+
+HIDDEN = "owner unknown: a process of another user or container, or a connection that ends within 60 s"
+
+
+def find_owner(port: int) -> str:
+    """Who blocks `port`, at whichever address of this machine, in words, as an error has them. Never raises."""
     import psutil
 
     try:
         sockets = [one for one in psutil.net_connections("tcp") if one.laddr and one.laddr.port == port]
+        # A listener's connections have its port too: name the listener if there is one, else any live socket.
+        seen = [one for one in sockets if one.pid is not None]
+        found = min(seen, key=lambda one: one.status != psutil.CONN_LISTEN, default=None)
+        if found is None:
+            return HIDDEN
+        itself = ", this agent itself" if found.pid == os.getpid() else ""
+        return f"pid {found.pid}, {psutil.Process(found.pid).name()}{itself}"
     except (OSError, psutil.Error) as error:
-        return PortOwner(None, f"owner unknown: {error}")
-    if not sockets:
-        return PortOwner(None, "owner unknown: no process listens there now, it was freed or never listened")
-    # A listener's connections have its port too: name the listener if there is one, else any live socket.
-    found = min(sockets, key=lambda each: (each.status != psutil.CONN_LISTEN, each.pid is None))
-    closing = (psutil.CONN_TIME_WAIT, psutil.CONN_FIN_WAIT1, psutil.CONN_FIN_WAIT2, psutil.CONN_LAST_ACK)
-    if found.pid is None and found.status in (*closing, psutil.CONN_CLOSING):
-        return PortOwner(None, "no process: a closed connection lingers, the kernel frees it within 60 s")
-    if found.pid is None:
-        return PortOwner(None, "owner unknown: a process of another container or user, which is hidden")
-    try:
-        command = psutil.Process(found.pid).name()
-    except psutil.Error:
-        command = "which ended meanwhile"
-    itself = ", this agent itself: two of its settings name one port" if found.pid == os.getpid() else ""
-    return PortOwner(found.pid, f"pid {found.pid}, {command}{itself}")
+        return f"owner unknown: {error}"
 
 
 class OfferedPort:
@@ -212,7 +178,7 @@ def _listen(address: str, port: int, purpose: str) -> socket.socket | None:
     try:
         version = ipaddress.ip_address(address).version
     except ValueError as exc:
-        raise PortConfigError(f"cannot listen for {purpose}: {address!r} is not an IP address") from exc
+        raise PortError(f"cannot listen for {purpose}: {address!r} is not an IP address") from exc
     listener = None
     try:
         listener = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
@@ -226,7 +192,7 @@ def _listen(address: str, port: int, purpose: str) -> socket.socket | None:
         if exc.errno == errno.EADDRINUSE:
             return None
         remedy = _REMEDIES.get(exc.errno or 0, "trying again will not change that; choose another address")
-        refusal = PortLacking if exc.errno in REMEDIES else PortConfigError
+        refusal = PortLacking if exc.errno in REMEDIES else PortError
         raise refusal(
             f"cannot listen on {address} port {port} for {purpose}: {exc.strerror}: {remedy}"
         ) from exc

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 from ...rendezvous.records import Endpoint
-from ..common.ports import PortConfigError, PortRange
+from ..common.ports import PortError, PortRange
 from .values import (
     MASK,
     STORES,
@@ -344,7 +344,7 @@ def read_notice(text: str) -> NoticeSource:
 def read_port_range(text: str) -> PortRange:
     try:
         return PortRange.parse(text)
-    except PortConfigError as error:
+    except PortError as error:
         raise ValueError(str(error)) from error
 
 

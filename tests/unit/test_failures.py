@@ -603,7 +603,8 @@ def test_the_agents_own_port_is_named_as_its_own(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as own:
         port = own.getsockname()[1]
         failure = failed_with(tmp_path, of_create_server(port), master_port=port)
-    assert f"port {port}: pid {os.getpid()}, the agent itself; it is MASTER_PORT, where" in failure.summary
+    assert f"port {port}: pid {os.getpid()}, " in failure.summary
+    assert ", this agent itself; it is MASTER_PORT, where" in failure.summary
 
 
 def test_a_port_of_the_scripts_own_is_told_beside_the_one_that_was_given(tmp_path: Path) -> None:

@@ -23,11 +23,9 @@ import pytest
 
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.common.ports import (
-    PortConfigError,
     PortError,
     PortLacking,
     PortRange,
-    PortTaken,
     bind_listener,
     find_owner,
 )
@@ -55,7 +53,7 @@ def free_range(length: int) -> PortRange:
             try:
                 for port in range(ports.first, ports.last + 1):
                     held.enter_context(bind_listener(LOOPBACK, port, "test", tries_for_s=0.0))
-            except PortTaken:
+            except PortError:
                 continue
             return ports
     raise AssertionError(f"no {length} free ports in a row")
@@ -111,13 +109,13 @@ def test_a_range_is_parsed_and_printed(text: str, first: int, last: int) -> None
     ],
 )
 def test_a_bad_range_is_a_typed_error_with_the_text(text: str, told: str) -> None:
-    with pytest.raises(PortConfigError, match=told):
+    with pytest.raises(PortError, match=told):
         PortRange.parse(text)
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 5), (-1, 5), (5, 65536), (6, 5)])
 def test_an_impossible_range_cannot_exist(first: int, last: int) -> None:
-    with pytest.raises(PortConfigError):
+    with pytest.raises(PortError):
         PortRange(first, last)
 
 
@@ -150,7 +148,7 @@ def test_the_socket_listens_at_once_and_is_not_inherited(address: str) -> None:
 )
 def test_a_taken_port_names_its_owner(listen_on: str, bind_on: str) -> None:
     with foreign_listener(listen_on) as (pid, port):
-        with pytest.raises(PortTaken) as caught:
+        with pytest.raises(PortError) as caught:
             bind_listener(bind_on, port, "metrics", tries_for_s=0.0)
         comm = Path(f"/proc/{pid}/comm").read_text().strip()
     assert all(
@@ -162,7 +160,7 @@ def test_a_taken_port_names_its_owner(listen_on: str, bind_on: str) -> None:
 def test_our_own_listener_is_named_as_ours() -> None:
     with (
         bind_listener(LOOPBACK, 0, "store") as listener,
-        pytest.raises(PortTaken, match=rf"pid {os.getpid()}, .*, this agent itself"),
+        pytest.raises(PortError, match=rf"pid {os.getpid()}, .*, this agent itself"),
     ):
         bind_listener(LOOPBACK, port_of(listener), "metrics", tries_for_s=0.0)
 
@@ -170,7 +168,7 @@ def test_our_own_listener_is_named_as_ours() -> None:
 def test_a_port_that_is_bound_but_silent_has_no_visible_owner() -> None:
     with socket.socket() as silent:
         silent.bind((LOOPBACK, 0))
-        with pytest.raises(PortTaken, match="owner unknown"):
+        with pytest.raises(PortError, match="owner unknown"):
             bind_listener(LOOPBACK, port_of(silent), "metrics", tries_for_s=0.0)
 
 
@@ -178,20 +176,18 @@ OTHERS_PID = os.getppid()
 
 
 @pytest.mark.parametrize(
-    ("sockets", "pid", "told"),
+    ("sockets", "told"),
     [
-        ([], None, "no process listens"),
-        ([(81, "LISTEN", 1)], None, "no process listens"),
-        ([(80, "LISTEN", None)], None, "hidden"),
-        ([(80, "TIME_WAIT", None)], None, "lingers"),
-        ([(80, "LISTEN", OTHERS_PID)], OTHERS_PID, f"pid {OTHERS_PID}, "),
-        ([(80, "TIME_WAIT", None), (80, "ESTABLISHED", OTHERS_PID)], OTHERS_PID, f"pid {OTHERS_PID}"),
-        ([(80, "ESTABLISHED", None), (80, "LISTEN", OTHERS_PID)], OTHERS_PID, f"pid {OTHERS_PID}"),
+        ([], "owner unknown"),
+        ([(81, "LISTEN", 1)], "owner unknown"),
+        ([(80, "LISTEN", None)], "owner unknown"),
+        ([(80, "LISTEN", OTHERS_PID)], f"pid {OTHERS_PID}, "),
+        ([(80, "TIME_WAIT", None), (80, "ESTABLISHED", OTHERS_PID)], f"pid {OTHERS_PID}, "),
+        ([(80, "ESTABLISHED", 1), (80, "LISTEN", OTHERS_PID)], f"pid {OTHERS_PID}, "),
     ],
 )
 def test_the_owner_is_the_listener_or_another_live_socket(
     sockets: list[tuple[int, str, int | None]],
-    pid: int | None,
     told: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -199,9 +195,7 @@ def test_the_owner_is_the_listener_or_another_live_socket(
         SimpleNamespace(laddr=SimpleNamespace(ip=LOOPBACK, port=p), status=s, pid=i) for p, s, i in sockets
     ]
     monkeypatch.setattr(psutil, "net_connections", lambda kind: rows)
-    owner = find_owner(80)
-    assert owner.pid == pid
-    assert told in owner.words
+    assert find_owner(80).startswith(told)
 
 
 def test_a_reader_that_may_see_nothing_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +203,7 @@ def test_a_reader_that_may_see_nothing_never_raises(monkeypatch: pytest.MonkeyPa
         raise psutil.AccessDenied
 
     monkeypatch.setattr(psutil, "net_connections", denied)
-    assert "owner unknown" in find_owner(80).words
+    assert "owner unknown" in find_owner(80)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +217,7 @@ def test_a_reader_that_may_see_nothing_never_raises(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_cannot_work_fails_at_once(address: str, told: str) -> None:
-    with pytest.raises(PortConfigError, match=told) as caught:
+    with pytest.raises(PortError, match=told) as caught:
         bind_listener(address, 0, "store")
     assert "for store" in str(caught.value)
 
@@ -246,7 +240,7 @@ def test_the_last_free_port_of_a_range_is_found_in_the_first_round() -> None:
     with ExitStack() as held:
         for _ in range(len(ports)):
             held.enter_context(bind_listener(LOOPBACK, ports, "test", tries_for_s=0.0))
-        with pytest.raises(PortTaken, match=f"every port of {ports}") as caught:
+        with pytest.raises(PortError, match=f"{ports} is taken") as caught:
             bind_listener(LOOPBACK, ports, "store", tries_for_s=0.0)
     assert f"pid {os.getpid()}, " in str(caught.value)
     assert "wider range" in str(caught.value)
@@ -265,7 +259,7 @@ def test_a_rival_that_listens_between_our_bind_and_listen_has_the_port(
                 super().listen(backlog)
 
         monkeypatch.setattr(socket, "socket", Overtaken)
-        with pytest.raises(PortTaken) as caught:
+        with pytest.raises(PortError) as caught:
             bind_listener(LOOPBACK, port_of(rival), "store", tries_for_s=0.0)
     assert f"pid {os.getpid()}, " in str(caught.value)
 
@@ -288,7 +282,6 @@ def test_connections_of_a_predecessor_in_time_wait_do_not_block() -> None:
             accepted, _ = predecessor.accept()
             accepted.close()  # who closes first is left in TIME_WAIT
             assert client.recv(1) == b""
-    wait_until(lambda: "lingers" in find_owner(port).words)
     with bind_listener(LOOPBACK, port, "store", tries_for_s=0.0) as listener:
         assert port_of(listener) == port
 
@@ -371,7 +364,7 @@ def test_a_machine_without_descriptors_is_named_in_the_error(monkeypatch: pytest
         bind_listener(LOOPBACK, 0, "master")
 
 
-@pytest.mark.parametrize("refusal", [PortConfigError("no descriptors"), PortTaken.__new__(PortTaken)])
+@pytest.mark.parametrize("refusal", [PortError("every port is taken"), PortLacking("no descriptors")])
 def test_a_port_that_cannot_be_had_is_this_machines_fault(
     refusal: PortError, monkeypatch: pytest.MonkeyPatch
 ) -> None:

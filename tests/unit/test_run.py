@@ -13,7 +13,7 @@ import pytest
 
 from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.common.exits import CannotStart, ExitCode
-from elastic_agent.agent.common.ports import PortConfigError
+from elastic_agent.agent.common.ports import PortError
 from elastic_agent.agent.configuration.config import Config, RendezvousConfig
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
@@ -115,7 +115,7 @@ def test_a_port_that_cannot_be_had_is_refused_and_leaves_nothing(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> Any:
-        raise PortConfigError("no descriptors")
+        raise PortError("no descriptors")
 
     monkeypatch.setattr(listeners, "bind_listener", refuse)
     monkeypatch.setattr(life, "run_directory_parent", lambda environ: str(tmp_path))

@@ -226,9 +226,7 @@ def notes_of_ports(said: str, master_port: int, *, taken: bool) -> Iterator[str]
     """Notes for the summary: the owner of the taken port, if `said` names the port, and whether the script had chosen
     another port than the agent."""
     if taken and (port := _number_in(_PORT, said)):
-        owner = find_owner(port)
-        agent = owner.pid == os.getpid()
-        yield f"port {port}: {f'pid {owner.pid}, the agent itself' if agent else owner.words}"
+        yield f"port {port}: {find_owner(port)}"
         if port == master_port:
             yield "it is MASTER_PORT, where the agent serves the store: use it as a client, or another port"
     chosen = _number_in(_STORE, said)
