@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -74,7 +74,6 @@ class Family:
 
     def __init__(self, page: Page, name: str, row: Row[Any]) -> None:
         self._lock = page.lock
-        self._clock = page.clock
         self.name = name
         self.help_text = row.help_text
         self.labels = {
@@ -121,13 +120,12 @@ class Level(Gauge):
 
     complete = True
 
-
-class Age(Gauge):
-    """A gauge that is set to an instant on the page's clock and shows how long ago that is when it is read."""
-
-    def samples(self) -> Iterator[Sample]:
-        for suffix, labels, instant in super().samples():
-            yield suffix, labels, max(0.0, self._clock() - instant)
+    def choose(self, value: str) -> None:
+        """Of a family with one label: the series of this value is 1, all others are 0."""
+        [label] = self.labels
+        chosen = self._series({label: value})
+        with self._lock:
+            self._values = {series: float(series == chosen) for series in self._values}
 
 
 class Counter(Family):
@@ -173,17 +171,11 @@ class Histogram(Family):
 
 
 class Page:
-    """The families that its class declares. They share a lock and some labels; `clock` gives the age of instants."""
+    """The families that its class declares. They share a lock and some labels."""
 
-    def __init__(
-        self,
-        constant_labels: Mapping[str, str],
-        values: Mapping[str, Sequence[str]],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, constant_labels: Mapping[str, str], values: Mapping[str, Sequence[str]]) -> None:
         """`values` are those of labels that were declared without."""
         self.values = values
-        self.clock = clock
         self.lock = threading.RLock()
         self.families: list[Family] = []
         self._constant_labels = dict(constant_labels)

@@ -7,15 +7,14 @@ that a test compares with this file. An attribute is the metric's name without t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from .checks.table import AT_JOIN
-from .families import Age, Counter, Gauge, Histogram, Level, Page, Row
+from .families import Counter, Gauge, Histogram, Level, Page, Row
 
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
 NODE_STATES = ("active", "standby", "waiting", "lost")
-WORKER_STATES = ("running", "stopped", "failed")
 UNKNOWN = "unknown"
 """The label for causes that this page was not made with: other nodes may have causes of their own."""
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
@@ -50,8 +49,8 @@ _VERSIONS: dict[str, tuple[str, ...]] = {field.name: () for field in fields(Buil
 
 
 class Metrics(Page):
-    """The families of one agent, in the order of docs/metrics.md, and the transitions that several series show
-    together. Each series carries `run_id` and `node`."""
+    """The families of one agent, in the order of docs/metrics.md, and the events that several of them count. Levels are
+    set when they are read, from the state of the node. Each series carries `run_id` and `node`."""
 
     build_info = Row(
         Gauge,
@@ -80,19 +79,12 @@ class Metrics(Page):
         state=NODE_STATES,
     )
     min_nodes = Row(Gauge, "Fewest nodes a world may have (configuration).")
-    max_nodes = Row(Gauge, "Most nodes a world may have (configuration).")
     node_excluded = Row(
         Level,
         "1 while this node is excluded from all worlds, because workers failed on it alone, a rank on it was too slow, "
         "or an operator asked for it, else 0.",
     )
 
-    workers = Row(
-        Level,
-        "Workers of this node: running undisturbed; stopped were ordered to stop and are still there; failed ended by "
-        "themselves, and the others of their generation are not gone yet.",
-        state=WORKER_STATES,
-    )
     worker_exits_total = Row(
         Counter,
         "Exits of this node's workers that the agent did not ask for, by cause.",
@@ -179,13 +171,6 @@ class Metrics(Page):
         "in startup.",
         cause=LOST_TIME_CAUSES,
     )
-    goodput_ratio = Row(
-        Gauge,
-        "productive_time_seconds_total / (productive_time_seconds_total + lost_time_seconds_total of all causes) from "
-        "the agent's start to the last finished step while workers step, else to now; absent until a worker has "
-        "finished a step.",
-    )
-
     store_request_duration_seconds = Row(
         Histogram,
         "Seconds until the rendezvous store answered a request, but for those under an expired lease.",
@@ -198,7 +183,7 @@ class Metrics(Page):
         operation=STORE_OPERATIONS,
     )
     lease_age_seconds = Row(
-        Age,
+        Gauge,
         "Seconds since this node sent the newest keep-alive that the rendezvous store confirmed; absent without a "
         "lease.",
     )
@@ -208,7 +193,7 @@ class Metrics(Page):
         "--hang-timeout, or the limit of auto; absent without a limit.",
     )
     hang_detector_state = Row(
-        Gauge,
+        Level,
         "1 for the state of this node's hang detector: off, watching, or suspecting a hang.",
         state=HANG_STATES,
     )
@@ -222,9 +207,13 @@ class Metrics(Page):
     checkpoint_save_duration_seconds = Row(
         Histogram, "Seconds a successful checkpoint save took.", DURATION_BUCKETS_S, tier=SAVE_TIERS
     )
-    checkpoint_last_step = Row(Gauge, "Training step of the newest checkpoint.", tier=SAVE_TIERS)
+    checkpoint_last_step = Row(
+        Gauge, "Training step of the newest checkpoint that this node saved or loaded.", tier=SAVE_TIERS
+    )
     checkpoint_last_success_timestamp_seconds = Row(
-        Gauge, "When the newest checkpoint was saved, in seconds since the epoch.", tier=SAVE_TIERS
+        Gauge,
+        "When that checkpoint was saved, in seconds since the epoch; absent where another node saved it.",
+        tier=SAVE_TIERS,
     )
     checkpoint_interval_seconds = Row(
         Gauge, "Seconds between the two newest successful saves to disk that were reported on this node."
@@ -238,10 +227,6 @@ class Metrics(Page):
         Counter, "Checkpoints that failed their checksums and were not loaded, each worker's finding counted."
     )
 
-    replica_last_step = Row(
-        Gauge,
-        "Newest training step of which the partners of this node have all its workers' shards in memory.",
-    )
     replica_partners_unreachable = Row(
         Gauge,
         "Partners of this node that do not take its shards now, because they do not answer or have no memory left for "
@@ -263,84 +248,23 @@ class Metrics(Page):
         *,
         workers: int,
         min_nodes: int,
-        max_nodes: int,
         started_at_s: float,
-        clock: Callable[[], float],
         causes: Sequence[str] = (UNKNOWN,),
     ) -> None:
-        """`started_at_s`: when the agent started, in seconds since the epoch like all instants that are shown. `clock`
-        is monotonic. `causes`: the names of all causes of failures, with `UNKNOWN` among them."""
+        """`started_at_s`: when the agent started, in seconds since the epoch like all instants that are shown.
+        `causes`: the names of all causes of failures, with `UNKNOWN` among them."""
         versions = asdict(build)
         values = {label: (value,) for label, value in versions.items()}
         super().__init__(
             {"run_id": run_id, "node": node},
             values | {"local_rank": tuple(map(str, range(workers))), "reason": tuple(causes)},
-            clock,
         )
         self.build_info.set(1, **versions)
         self.up_since_timestamp_seconds.set(started_at_s)
         self.min_nodes.set(min_nodes)
-        self.max_nodes.set(max_nodes)
-        self.enter_state("init")
-        self.count_nodes(active=0)
-
-    def replicated(self, *, step: int, unreachable: int) -> None:
-        """What the memory server has reported. Before step 1 nothing was replicated."""
-        if step:
-            self.replica_last_step.set(step)
-        self.replica_partners_unreachable.set(unreachable)
-
-    def enter_state(self, state: str) -> None:
-        """`state` becomes 1, every other state 0."""
-        with self.lock:
-            self.state.set(1, state=state)
-            for other in (each for each in STATES if each != state):
-                self.state.set(0, state=other)
-
-    def watch_hangs(self, state: str, limit_s: float | None) -> None:
-        """The present state of the hang detector."""
-        with self.lock:
-            for each in HANG_STATES:
-                self.hang_detector_state.set(each == state, state=each)
-            self.hang_timeout_seconds.set(limit_s)
-
-    def enter_world(self, *, generation: int, world_size: int, group_world_size: int) -> None:
-        """A rendezvous ended well."""
-        with self.lock:
-            self.rendezvous_generation.set(generation)
-            self.world_size.set(world_size)
-            self.group_world_size.set(group_world_size)
-
-    def leave_world(self) -> None:
-        """This node is in no world now; the generation stays, as it names the newest."""
-        with self.lock:
-            self.world_size.set(0)
-            self.group_world_size.set(0)
-
-    def count_nodes(
-        self, *, active: int, standby: int | None = None, waiting: int | None = None, lost: int | None = None
-    ) -> None:
-        """Nodes in each state; None where they are unknown here."""
-        with self.lock:
-            self.nodes.set(active, state="active")
-            self.nodes.set(standby, state="standby")
-            self.nodes.set(waiting, state="waiting")
-            self.nodes.set(lost, state="lost")
-
-    def count_workers(self, **by_state: int) -> None:
-        """Workers in each state of WORKER_STATES; a state not named has none."""
-        with self.lock:
-            for state, number in {**dict.fromkeys(WORKER_STATES, 0), **by_state}.items():
-                self.workers.set(number, state=state)
 
     def restarted(self, reason: str) -> None:
         self.restarts_total.inc(reason=reason if reason in self.restarts_total.labels["reason"] else UNKNOWN)
-
-    def checked(self, severities: Mapping[str, float | None]) -> None:
-        """By check; what is not among them is unknown now."""
-        with self.lock:
-            for check in AT_JOIN:
-                self.check_outcome.set(severities.get(check), check=check)
 
     def recovered(self, kind: str, phases_s: Mapping[str, float]) -> None:
         """Training goes on after having stood still for these seconds."""
@@ -349,14 +273,12 @@ class Metrics(Page):
             for phase, seconds in phases_s.items():
                 self.recovery_phase_duration_seconds.observe(seconds, phase=phase)
 
-    def account(self, productive_s: float, lost_s: Mapping[str, float], *, reports_steps: bool) -> None:
-        """What the agent's life until now went into. Without steps it is unknown how much of it was productive."""
+    def account(self, productive_s: float, lost_s: Mapping[str, float]) -> None:
+        """What the agent's life until now went into."""
         with self.lock:
             self.productive_time_seconds_total.reach(productive_s)
             for cause, seconds in lost_s.items():
                 self.lost_time_seconds_total.reach(seconds, cause=cause)
-            if reports_steps:
-                self.goodput_ratio.set(productive_s / (productive_s + sum(lost_s.values())))
 
     def count_steps(self, *, new: int, lost: int, timed: int, mean_s: float) -> None:
         """`timed` steps took `mean_s` each."""
@@ -364,28 +286,3 @@ class Metrics(Page):
             self.steps_total.inc(new)
             self.lost_steps_total.inc(lost)
             self.step_duration_seconds.observe(mean_s, times=timed)
-
-    def compared(self, ranks: Mapping[int, tuple[float, bool]], gone: Collection[int]) -> None:
-        """By local rank: the ratio of its own time to the median, and whether it is a straggler. `gone`: local ranks
-        for which there are no figures any more."""
-        with self.lock:
-            for local_rank, (ratio, slow) in ranks.items():
-                self.step_time_skew_ratio.set(ratio, local_rank=local_rank)
-                self.straggler.set(slow, local_rank=local_rank)
-            for local_rank in gone:
-                self.step_time_skew_ratio.set(None, local_rank=local_rank)
-                self.straggler.set(0, local_rank=local_rank)
-
-    def progress(self, step: int, at_s: float) -> None:
-        """A worker finished `step` at `at_s`, seconds since the epoch."""
-        with self.lock:
-            self.step.set(step)
-            self.last_step_timestamp_seconds.set(at_s)
-
-    def checkpoint_saved(self, *, tier: str, step: int, duration_s: float, at_s: float) -> None:
-        """A save succeeded at `at_s`, seconds since the epoch: it is the newest checkpoint of its tier."""
-        with self.lock:
-            self.checkpoint_saves_total.inc(tier=tier, result="ok")
-            self.checkpoint_save_duration_seconds.observe(duration_s, tier=tier)
-            self.checkpoint_last_step.set(step, tier=tier)
-            self.checkpoint_last_success_timestamp_seconds.set(at_s, tier=tier)

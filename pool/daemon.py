@@ -97,7 +97,7 @@ def _run(
     listener, http = _listen(config, network.endpoint, address)
     served_at = http.getsockname()[:2]
     logs = _log_root(config)
-    metrics = PoolMetrics(pool, name, clock)
+    metrics = PoolMetrics(pool, name)
     pages = DaemonPages(metrics, pool, name, clock)
     _serve(http, pages, LogPage(logs, name, token), parts)
     options = store_options(config, network.endpoint, listener)

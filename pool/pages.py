@@ -59,8 +59,8 @@ class PoolMetrics(families.Page):
     pool_queued_jobs = Row(Gauge, "Jobs of the pool that wait for nodes.")
     pool_running_jobs = Row(Gauge, "Jobs of the pool that have nodes.")
 
-    def __init__(self, pool: str, node: str, clock: Callable[[], float]) -> None:
-        super().__init__({"pool": pool, "node": node}, {}, clock)
+    def __init__(self, pool: str, node: str) -> None:
+        super().__init__({"pool": pool, "node": node}, {})
 
 
 class DaemonPages:

@@ -64,9 +64,7 @@ def unknown_metrics(text: str) -> list[str]:
         Build(version="0"),
         workers=1,
         min_nodes=1,
-        max_nodes=1,
         started_at_s=0.0,
-        clock=lambda: 0.0,
         causes=CauseTable().names,
     )
     exported = {

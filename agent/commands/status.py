@@ -257,7 +257,8 @@ def _head(report: JobReport) -> list[str]:
     if report.cause is not None:
         text, known_as = report.cause.text, report.cause.known_as or ""
         rows.append(("last change", text if known_as in text else f"{text} ({known_as})"))
-    rows.append(("restarts", _restarts(report.restarts)))
+    if report.generation:
+        rows.append(("restarts", _restarts(report.restarts)))
     if report.step:
         rows.append(("step", str(report.step)))
     if report.checkpoint is not None:

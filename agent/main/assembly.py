@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ... import __version__
 from ...health.checks.runner import CheckRun
@@ -31,12 +31,10 @@ from ..configuration.config import NO_FILES, Config, LogConfig
 from ..machine.gpus import GpuHealth, GpuMemory
 from ..machine.inventory import Machine, needs_of
 from ..machine.network import Network
-from ..observability.job_report import JobReport, look
 from ..observability.observer import Observer
-from ..observability.page import Board, overview
+from ..observability.page import LOOKS_WITHIN_S, Board
 from ..observability.sources import AgentsSource
-from ..observability.status import StatusPages
-from ..observability.steps import StepRate
+from ..observability.status import NodeState
 from ..output.console import Console
 from ..output.journal import EventFile, Journal, Kind
 from ..output.log_files import own_logs
@@ -97,8 +95,7 @@ class Agent:
     network: Network = field(init=False)
     metrics: Metrics = field(init=False)
     journal: Journal = field(init=False)
-    pages: StatusPages = field(init=False)
-    rate: StepRate = field(init=False)
+    state: NodeState = field(init=False)
     memory: MemoryFolder | None = field(init=False)
     listeners: Listeners = field(init=False)
     node: Node = field(init=False)
@@ -193,9 +190,7 @@ def metrics_of(agent: Agent) -> Metrics:
         ),
         workers=machine.workers,
         min_nodes=config.nodes.min,
-        max_nodes=config.nodes.max,
         started_at_s=time.time() - (clock() - agent.started_at),  # the network may have taken its time
-        clock=clock,
         causes=CauseTable(config.causes).names,
     )
     agent.console.count_lost(partial(metrics.dropped_total.inc, what="console_lines"))
@@ -236,41 +231,28 @@ def spares_of(agent: Agent, prepared: Prepared) -> Spares:
     return spares
 
 
-def pages_of(agent: Agent) -> StatusPages:
-    return StatusPages(
+def state_of(agent: Agent) -> NodeState:
+    return NodeState(
         agent.config.rendezvous.job_id,
         agent.name,
         agent.incarnation,
-        __version__,
+        agent.metrics,
         lease_ttl_s=agent.config.rendezvous.lease_ttl_s,
-        max_restarts=agent.config.max_restarts,
         clock=agent.clock,
+        wall_clock=time.time,
         secrets=agent.secrets,
     )
 
 
-LOOKS_WITHIN_S = 2.0
-"""How long other nodes may take to answer for the page."""
-ASKS_AT_ONCE = 16
-
-
 def board_of(agent: Agent) -> Board:
-    own = Endpoint(*agent.listeners.http.getsockname()[:2])
-    here = AgentsSource(lambda: [own], LOOKS_WITHIN_S, here=False)
-    secrets = agent.secrets
-
-    def describe(job: JobReport | None, problem: str) -> dict[str, Any]:
-        return overview(
-            job, problem, agent.pages.failure, agent.rate.read(agent.clock()), time.time(), secrets
-        )
-
     about = {
         "job": agent.config.rendezvous.job_id,
         "node": agent.name,
         "incarnation": agent.incarnation,
         "version": __version__,
     }
-    return Board(agent.journal, about, lambda: look(here, LOOKS_WITHIN_S, ASKS_AT_ONCE), describe)
+    own = Endpoint(*agent.listeners.http.getsockname()[:2])
+    return Board(agent.journal, about, agent.state, AgentsSource(lambda: [own], LOOKS_WITHIN_S, here=False))
 
 
 def receiver_of(agent: Agent) -> ReportReceiver:

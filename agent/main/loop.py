@@ -408,13 +408,13 @@ class Loop:
     def _notice_withdrawn(self) -> None:
         log.warning("the notice is withdrawn")
         self._notice = None
-        self._agent.observer.notice_withdrawn()
+        self._agent.observer.noticed("", None)
 
     def _take_findings(self, now: float) -> None:
         """Of checks that have ended since the last turn."""
         for checks in (self._agent.checks, self._agent.recheck):
             if (findings := checks.take(self._participant, now)) is not None:
-                self._agent.observer.checked(findings)
+                self._agent.state.findings = findings
 
     def _obey_at(self) -> float | None:
         """When this node leaves because of the notice; None: there is none, or it leaves already."""

@@ -42,7 +42,6 @@ from ..machine.preflight import refuse_bad_syntax
 from ..observability.observer import Observer
 from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
 from ..observability.status import JOB_PATH, STATUS_PATH
-from ..observability.steps import StepRate
 from ..output.console import take as take_console
 from ..output.journal import EVENTS_PATH
 from ..output.worker_logs import WorkerLogs
@@ -71,10 +70,10 @@ from .assembly import (
     choose_folders,
     journal_of,
     metrics_of,
-    pages_of,
     receiver_of,
     recheck_of,
     spares_of,
+    state_of,
 )
 from .heartbeat import Heartbeat, Probes
 from .listeners import bind_all, bind_allowed
@@ -163,14 +162,7 @@ def _run(agent: Agent, prepared: Prepared) -> Ending:
         processes = _serve_workers(agent)
         agent.link.start()
         agent.observer = Observer(
-            agent.metrics,
-            agent.pages,
-            agent.journal,
-            agent.rate,
-            agent.run_directory,
-            agent.config.max_restarts,
-            agent.started_at,
-            time.time,
+            agent.metrics, agent.state, agent.journal, agent.run_directory, agent.started_at
         )
         loop = _make_loop(agent, processes)
         _watch_for_notices(agent, loop)
@@ -248,22 +240,21 @@ def _check(agent: Agent) -> None:
 
 
 def _serve_http(agent: Agent) -> None:
-    pages = agent.pages = pages_of(agent)
-    agent.rate = StepRate()
+    state = agent.state = state_of(agent)
     introduction = Introduction(agent.name, agent.incarnation, generation=0)
     probes = agent.probes = Probes(introduction, agent.clock, agent.secrets)
     page, board = read_page(), board_of(agent)
     answers = Answers(
-        agent.metrics.render,
+        state.metrics,
         probes.liveness,
         probes.readiness,
-        {NODE_PATH: probes.introduction, STATUS_PATH: pages.node},
+        {NODE_PATH: probes.introduction, STATUS_PATH: state.node},
         queried={
-            JOB_PATH: rested(json_page(pages.job), agent.clock),
+            JOB_PATH: rested(json_page(state.job), agent.clock),
             PAGE_PATH: lambda _: page,
             EVENTS_PATH: board.events,
         },
-        slow={OVERVIEW_PATH: rested(board.state, agent.clock)},
+        slow={OVERVIEW_PATH: rested(board.overview, agent.clock)},
     )
     server = agent.started(HealthServer(agent.listeners.http, answers))
     agent.http = server.address

@@ -21,7 +21,7 @@ from ...rendezvous.text import shortened
 from .sources import AT_ONCE, Found, NodeAnswer, Source, Unreachable, ask_nodes
 from .status import Checkpoint, NodeStatus
 
-SCHEMA = 2
+SCHEMA = 3
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
 
 
@@ -106,6 +106,10 @@ class JobReport:
     restarts: RestartReport
     step: int
     checkpoint: Checkpoint | None
+    """The newest on disk."""
+    memory: Checkpoint | None
+    """The newest in the memory of a node."""
+    replica: Checkpoint | None
     coordinator: str | None
     waiting_for: str
     complete: bool
@@ -179,7 +183,9 @@ def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
         cause=_cause(world) if world is not None else None,
         restarts=_restarts(world, best),
         step=step,
-        checkpoint=newest_checkpoint(status.checkpoint for status in statuses),
+        checkpoint=_newest(status.checkpoint for status in statuses),
+        memory=_newest(status.memory for status in statuses),
+        replica=_newest(status.replica for status in statuses),
         coordinator=job.coordinator,
         waiting_for=best.waiting_for if best is not None and waits else "",
         complete=job.complete,
@@ -267,9 +273,7 @@ def _cause(world: World) -> CauseReport:
 
 def _restarts(world: World | None, best: NodeStatus | None) -> RestartReport:
     used = world.restarts if world is not None else Restarts()
-    limit = best.max_restarts if best is not None else None
-    if world is not None:
-        limit = world.max_restarts(limit)
+    limit = world.max_restarts(None) if world is not None else None
     fruitless_left = max(0, RestartPolicy().max_without_progress - used.without_progress)
     return RestartReport(
         failures=used.failures,
@@ -281,7 +285,7 @@ def _restarts(world: World | None, best: NodeStatus | None) -> RestartReport:
     )
 
 
-def newest_checkpoint(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
+def _newest(checkpoints: Iterable[Checkpoint | None]) -> Checkpoint | None:
     """Of one that several know, its age: only the node that saved it knows it."""
     known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
     if not known:

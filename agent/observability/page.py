@@ -14,18 +14,16 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Collection
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from ...health.http import JSON, TEXT, Page, Request
-from ...rendezvous.records import Failure
 from ..output.journal import EVENT, SCHEMA, Journal
 from ..output.masking import masked
-from .job_report import JobReport, as_json, newest_checkpoint
-from .sources import CannotShow
-from .steps import Rates
+from .job_report import JobReport, as_json, look
+from .sources import CannotShow, Source
+from .status import NodeState
 
 PAGE_PATH = "/"
 FILE = Path(__file__).with_name("page.html")
@@ -69,7 +67,10 @@ def read_page() -> Page:
 log = logging.getLogger(__name__)
 
 OVERVIEW_PATH = "/overview"
-"""The state of the job, as `overview` has it, with its `schema` and who answers."""
+OVERVIEW_SCHEMA = 3
+LOOKS_WITHIN_S = 2.0
+"""How long other nodes may take to answer for the page."""
+ASKS_AT_ONCE = 16
 MOST_EVENTS = 500
 """The most events in one answer."""
 
@@ -82,19 +83,12 @@ class Board:
     It is read when it is asked for: while no page is open, it costs nothing. For any thread.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        about: dict[str, str],
-        look: Callable[[], list[JobReport]],
-        describe: Callable[[JobReport | None, str], dict[str, Any]],
-    ) -> None:
-        """`about`: job, node, incarnation and version of this agent. `look` raises CannotShow. `describe`: the JSON
-        document of a report, or of the reason why there is none."""
+    def __init__(self, journal: Journal, about: dict[str, str], node: NodeState, source: Source) -> None:
+        """`about`: job, node, incarnation and version of this agent."""
         self._journal = journal
         self._about = about
-        self._read = look
-        self._describe = describe
+        self._node = node
+        self._source = source
 
     def events(self, request: Request) -> Page:
         """`/events?since=N`: the events with a number above N, at most `MOST_EVENTS`."""
@@ -107,61 +101,41 @@ class Board:
         body = ",".join(EVENT.encode(event) for event in found)
         return Page(HTTPStatus.OK, JSON, f'{head[:-1]}, "events": [{body}]}}'.encode())
 
-    def state(self, _: Request) -> Page:
-        """`/overview`. It may take as long as other nodes do."""
-        return Page(HTTPStatus.OK, JSON, json.dumps(self._look(), separators=(",", ":")).encode())
+    def overview(self, _: Request) -> Page:
+        """`/overview`: the state of the job, and what this node has of it alone. It may take as long as other nodes
+        do."""
+        job, problem = self.look()
+        document = {
+            "schema": OVERVIEW_SCHEMA,
+            "at": round(self._node.wall_clock(), 3),
+            "problem": problem,
+            "rates": self._node.rate.read(self._node.clock()),
+            "failure": self._failure(),
+            "job": as_json(job),
+        }
+        return Page(HTTPStatus.OK, JSON, json.dumps(document, separators=(",", ":")).encode())
 
-    def _look(self) -> dict[str, Any]:
-        """An error is shown on the page."""
+    def look(self) -> tuple[JobReport | None, str]:
+        """The job, or why it cannot be seen, which is shown on the page."""
         try:
-            return self._describe(self._read()[0], "")
+            return look(self._source, LOOKS_WITHIN_S, ASKS_AT_ONCE)[0], ""
         except CannotShow as nothing:
-            return self._describe(None, str(nothing))
+            return None, str(nothing)
         except Exception as error:
             log.exception("the state of the job cannot be shown")
-            return self._describe(None, f"the agent could not look: {error!r}")
+            return None, f"the agent could not look: {error!r}"
 
-
-OVERVIEW_SCHEMA = 2
-
-
-def overview(
-    job: JobReport | None,
-    problem: str,
-    failure: Failure | None,
-    rates: Rates,
-    at: float,
-    secrets: Collection[str] = (),
-) -> dict[str, Any]:
-    """`job` is None while the job cannot be read, which `problem` explains. `at`: the wall clock. `secrets` are masked
-    in the texts of failures."""
-    statuses = [node.status for node in job.nodes if node.status is not None] if job is not None else []
-    tiers = {
-        "memory": newest_checkpoint(status.memory for status in statuses),
-        "replica": newest_checkpoint(status.replica for status in statuses),
-        "disk": newest_checkpoint(status.checkpoint for status in statuses),
-    }
-    return {
-        "schema": OVERVIEW_SCHEMA,
-        "at": round(at, 3),
-        "problem": problem,
-        "rates": as_json(rates),
-        "failure": _failure(failure, secrets),
-        "checkpoints": {tier: as_json(saved) for tier, saved in tiers.items() if saved is not None},
-        "job": as_json(job),
-    }
-
-
-def _failure(failure: Failure | None, secrets: Collection[str]) -> dict[str, Any] | None:
-    if failure is None:
-        return None
-    return {
-        "generation": failure.generation,
-        "summary": masked(failure.summary, secrets),
-        "cause": failure.cause,
-        "rank": failure.rank,
-        "node": failure.node,
-        "traceback": masked(failure.traceback or "", secrets),
-        "log_tail": masked("\n".join(failure.log_tail), secrets),
-        "log_file": failure.log_file,
-    }
+    def _failure(self) -> dict[str, Any] | None:
+        failure, secrets = self._node.failure, self._node.secrets
+        if failure is None:
+            return None
+        return {
+            "generation": failure.generation,
+            "summary": masked(failure.summary, secrets),
+            "cause": failure.cause,
+            "rank": failure.rank,
+            "node": failure.node,
+            "traceback": masked(failure.traceback or "", secrets),
+            "log_tail": masked("\n".join(failure.log_tail), secrets),
+            "log_file": failure.log_file,
+        }

@@ -1,23 +1,27 @@
-"""The pages of an agent for operators: `/status`, its own part, and `/job`, what it knows of all nodes.
+"""The state of a node, one document from which an agent answers for operators: `/status`, its own part, `/job`, what
+it knows of all nodes, and the levels among its metrics. All of it is made when it is asked for.
 
 `elastic-agent status` reads `/job` of one agent, which names all nodes, and then `/status` of each node: only a node
 itself knows the age of its lease and its checkpoint, and counts it when it answers. A reader bounds the size of a page,
 checks every field, cleans the texts, and refuses any other version.
 
 The pages hold what nodes write to the store anyway, without the traceback and the output of a failed worker, and of the
-configuration only --max-restarts and --lease-ttl. In the texts of failures secrets are masked as in the journal: more
+configuration only --lease-ttl. In the texts of failures secrets are masked as in the journal: more
 people read these pages than the store.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ...codec import AtMost, Count, Document, Seconds, Within
 from ...health.checks.finding import Finding, Outcome, worst_first
+from ...health.checks.table import AT_JOIN
+from ...health.metrics import SAVE_TIERS, Metrics
 from ...rendezvous.node.snapshot import NodeSnapshot
 from ...rendezvous.records import MAX_EXCEPTION, MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
 from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON
@@ -25,10 +29,11 @@ from ...rendezvous.text import Name, line
 from ...worker.wire.messages import MOST_PARTNERS, ReplicationReport, Report, SaveReport
 from ..output.masking import masked
 from ..workers.processes.workers import WorkerGroup
+from .steps import StepRate
 
 STATUS_PATH = "/status"
 JOB_PATH = "/job"
-SCHEMA = 8
+SCHEMA = 9
 """Version of both pages."""
 
 MAX_STATUS_BYTES = 64 * 1024
@@ -60,12 +65,8 @@ class CheckStatus:
 class NodeStatus:
     """The status of one agent, of itself. Ages are None where nothing has happened yet."""
 
-    job: Name
     node: Name
     incarnation: Name
-    version: Annotated[str, line(64)]
-    agent_age_s: Seconds
-    """Age of this agent."""
     state: Name
     """A state of the metric elastic_agent_state."""
     waiting_for: Annotated[str, line(MAX_TEXT)]
@@ -81,8 +82,6 @@ class NodeStatus:
     """The generation whose workers are on this node; 0 when there are none."""
     workers: Annotated[int, Within(0, 4096)]
     """How many of them are alive."""
-    running_s: Seconds | None
-    """Age of these workers."""
     step: Count
     step_age_s: Seconds | None
     checkpoint: Checkpoint | None
@@ -94,7 +93,6 @@ class NodeStatus:
     lease_age_s: Seconds | None
     """Age of the newest confirmation of its lease; None without a lease."""
     lease_ttl_s: Seconds
-    max_restarts: Count | None
     backoff_s: Seconds
     notice: Annotated[str, line(MAX_TEXT)]
     """Who says that this machine goes away; empty: it stays."""
@@ -165,140 +163,208 @@ class _Saved:
     """Monotonic. None: another agent knows."""
 
     def seen(self, now: float) -> Checkpoint:
-        return Checkpoint(self.step, max(0.0, now - self.at) if self.at is not None else None)
+        return Checkpoint(self.step, age(self.at, now))
 
 
-class StatusPages:
-    """Updated by the main loop through the observer; any thread may ask for a page."""
+class NodeState:
+    """Updated by the main thread, above all by the observer; any thread may ask for a page. Instants are monotonic."""
 
     def __init__(
         self,
         job: str,
         node: str,
         incarnation: str,
-        version: str,
+        metrics: Metrics,
         *,
         lease_ttl_s: float,
-        max_restarts: int | None,
         clock: Callable[[], float],
+        wall_clock: Callable[[], float],
         secrets: Collection[str] = (),
     ) -> None:
-        """`secrets` are known values, which no page has."""
-        self._job_name, self._version = job, version
-        self._secrets = secrets
-        self._lease_ttl_s, self._max_restarts = lease_ttl_s, max_restarts
-        self._clock = clock
+        """`secrets` are known values, which no page has. `wall_clock` is for dashboards."""
+        self._job_name, self._metrics, self.secrets = job, metrics, secrets
+        self._lease_ttl_s = lease_ttl_s
+        self.clock, self.wall_clock = clock, wall_clock
         self._lock = threading.Lock()
-        """Of all that follows. Instants are monotonic."""
-        self._snapshot = NodeSnapshot(node, incarnation, waiting_for="the rendezvous store")
-        self._state = "init"
+        """Of what a turn changes together: the next four."""
+        self.snapshot = NodeSnapshot(node, incarnation, waiting_for="the rendezvous store")
+        self.state = "init"
         self._generation = self._workers = 0
-        self._step = _Saved(0, None)
-        self._tiers: dict[str, _Saved] = {}
-        """The newest copy of each: `checkpoint`, `memory`, `replica`."""
-        self._at = {"agent_age_s": clock()}
-        """The instants behind ages, by their names."""
-        self._notice: tuple[str, float | None] = "", None
-        """With the instant at which this machine goes away."""
-        self._checks: tuple[CheckStatus, ...] = ()
-        self._partners_unreachable: tuple[str, ...] = ()
+        self.started: World | None = None
+        """The newest world whose workers were started here."""
+        self.trains = False
+        """They are not gone."""
+        self.step = _Saved(0, None)
+        """The newest that a worker here has finished."""
+        self.rate = StepRate()
+        self.saved: dict[str, _Saved] = {}
+        """The newest copy of each tier (SAVE_TIERS), and of `replica`."""
+        self.partners_unreachable: tuple[str, ...] | None = None
+        """None: no replicas are made."""
+        self.hangs: tuple[str, float | None] = "off", None
+        """The state of the detector (HANG_STATES), and its limit; None: without one."""
+        self.notice: tuple[str, float | None] = "", None
+        """Who says that this machine goes away, and at which instant."""
+        self.findings: Sequence[Finding] = ()
+        """Of the checks of this node before it joined."""
         self.failure: Failure | None = None
         """The newest failure that ended a generation, with its node's details."""
 
-    def update(self, snapshot: NodeSnapshot, group: WorkerGroup | None, state: str, now: float) -> None:
+    def update(self, snapshot: NodeSnapshot, group: WorkerGroup | None, state: str) -> None:
         """After every turn."""
         with self._lock:
-            generation = group.generation if group is not None else 0
-            if generation != self._generation:
-                self._at["running_s"] = now
-            self._snapshot, self._state, self._generation = snapshot, state, generation
+            self.snapshot, self.state = snapshot, state
+            self._generation = group.generation if group is not None else 0
             self._workers = group.running if group is not None else 0
             failure = snapshot.world.cause.failure if snapshot.world is not None else None
             self.failure = failure or self.failure
 
     def stepped(self, step: int, at: float) -> None:
         """A worker of the present generation has finished this step."""
-        self._step = _Saved(step, at)
+        self.step = _Saved(step, at)
 
     def reported(self, report: Report, now: float) -> None:
-        """A worker of the present generation has."""
-        if report.result != "ok" or report.tier == "part":
+        """A worker has saved or loaded."""
+        if report.result != "ok":
             return
-        tier = "memory" if report.tier == "memory" else "checkpoint"
-        known = self._tiers.get(tier)
+        known = self.saved.get(report.tier)
         if isinstance(report, SaveReport):
-            self._tiers[tier] = _Saved(report.step, now)
+            self.saved[report.tier] = _Saved(report.step, now)
         elif known is None or known.step != report.step:
-            self._tiers[tier] = _Saved(report.step, None)
-
-    def noticed(self, text: str, ends_at: float | None) -> None:
-        """This machine goes away then. No text: it stays."""
-        self._notice = text, ends_at
+            self.saved[report.tier] = _Saved(report.step, None)
 
     def replicated(self, report: ReplicationReport) -> None:
-        """The memory server has brought copies to other nodes, or cannot."""
-        known = self._tiers.get("replica")
+        """The memory server has brought copies to other nodes, or taken some, or cannot."""
+        known = self.saved.get("replica")
         if report.step and (known is None or report.step != known.step):
-            self._tiers["replica"] = _Saved(report.step, self._clock())
-        self._partners_unreachable = report.unreachable
+            self.saved["replica"] = _Saved(report.step, self.clock())
+        self.partners_unreachable = report.unreachable
 
-    def checked(self, findings: Sequence[Finding]) -> None:
-        """The checks of this node have run."""
-        bad = [one for one in worst_first(findings) if one.outcome in (Outcome.FAIL, Outcome.WARN)]
-        self._checks = tuple(
-            CheckStatus(
-                one.check, one.outcome.value, one.summary[:MAX_CHECK_TEXT], one.advice[:MAX_CHECK_TEXT]
-            )
-            for one in bad[:MOST_CHECKS]
-        )
+    # ---------------------------------------------------------------- pages
 
     def node(self) -> str:
         with self._lock:
-            return STATUS_PAGE.encode(self._status(self._clock()))
+            return STATUS_PAGE.encode(self._status(self.clock()))
 
     def _status(self, now: float) -> NodeStatus:
-        snapshot, world = self._snapshot, self._snapshot.world
+        snapshot, world = self.snapshot, self.snapshot.world
         over = world is not None and world.phase is Phase.ENDED
-        tiers = {tier: saved.seen(now) for tier, saved in self._tiers.copy().items()}
-        notice, ends_at = self._notice
-
-        def age(instant: float | None) -> float | None:
-            return max(0.0, now - instant) if instant is not None else None
-
+        seen = {tier: saved.seen(now) for tier, saved in self.saved.copy().items()}
+        notice, ends_at = self.notice
         waiting_for = "" if snapshot.undisturbed or over else snapshot.waiting_for
         return NodeStatus(
-            job=self._job_name,
             node=snapshot.node,
             incarnation=snapshot.incarnation,
-            version=self._version,
-            agent_age_s=now - self._at["agent_age_s"],
-            state=self._state,
-            waiting_for=_masked(waiting_for, MAX_TEXT, self._secrets),
+            state=self.state,
+            waiting_for=_masked(waiting_for, MAX_TEXT, self.secrets),
             coordinates=snapshot.coordinates,
             world=world.generation if world is not None else 0,
             phase=world.phase.value if world is not None else "",
-            phase_s=age(snapshot.world_since) if world is not None else None,
+            phase_s=age(snapshot.world_since, now) if world is not None else None,
             generation=self._generation,
             workers=self._workers,
-            running_s=age(self._at["running_s"]) if self._generation else None,
-            step=self._step.step,
-            step_age_s=age(self._step.at),
-            checkpoint=tiers.get("checkpoint"),
-            memory=tiers.get("memory"),
-            replica=tiers.get("replica"),
-            lease_age_s=age(snapshot.confirmed_at),
+            step=self.step.step,
+            step_age_s=age(self.step.at, now),
+            checkpoint=seen.get("local"),
+            memory=seen.get("memory"),
+            replica=seen.get("replica"),
+            lease_age_s=age(snapshot.confirmed_at, now),
             lease_ttl_s=self._lease_ttl_s,
-            max_restarts=self._max_restarts,
             backoff_s=snapshot.backoff_s,
             notice=notice[:MAX_TEXT],
             notice_s=max(0.0, ends_at - now) if ends_at is not None else None,
-            checks=self._checks,
-            partners_unreachable=self._partners_unreachable,
+            checks=tuple(_shown_checks(self.findings)),
+            partners_unreachable=self.partners_unreachable or (),
         )
 
     def job(self) -> str:
-        seen = self._snapshot
+        seen = self.snapshot
         job = JobStatus(
             self._job_name, seen.world, seen.known_nodes, seen.coordinator, complete=seen.coordinates
         )
-        return job_page(job, self._secrets)
+        return job_page(job, self.secrets)
+
+    # ---------------------------------------------------------------- metrics
+
+    def metrics(self) -> bytes:
+        """The answer to `GET /metrics`: what was counted until now, and all levels as they are."""
+        with self._lock, self._metrics.lock:
+            self._set_levels(self.clock())
+        return self._metrics.render()
+
+    def _set_levels(self, now: float) -> None:
+        metrics, snapshot, world = self._metrics, self.snapshot, self.snapshot.world
+        metrics.state.choose(self.state)
+        metrics.coordinator.set(snapshot.coordinates)
+        metrics.backoff_seconds.set(snapshot.backoff_s)
+        metrics.lease_age_seconds.set(age(snapshot.confirmed_at, now))
+        metrics.node_excluded.set(world is not None and world.exclusion(snapshot.node) is not None)
+        self._count_nodes(snapshot)
+        if self.started is not None:
+            limit = self.started.max_restarts(None)
+            left = limit - self.started.restarts.failures if limit is not None else math.inf
+            metrics.restart_budget_remaining.set(left, kind="failure")
+            metrics.rendezvous_generation.set(self.started.generation)
+            metrics.world_size.set(self.started.size if self.trains else 0)
+            metrics.group_world_size.set(len(self.started.members) if self.trains else 0)
+        if self.step.at is not None:
+            metrics.step.set(self.step.step)
+            metrics.last_step_timestamp_seconds.set(self._on_the_wall(self.step.at, now))
+        for tier, saved in ((tier, self.saved.get(tier)) for tier in SAVE_TIERS):
+            if saved is not None:
+                metrics.checkpoint_last_step.set(saved.step, tier=tier)
+                at_s = self._on_the_wall(saved.at, now)
+                metrics.checkpoint_last_success_timestamp_seconds.set(at_s, tier=tier)
+        detector, limit_s = self.hangs
+        metrics.hang_detector_state.choose(detector)
+        metrics.hang_timeout_seconds.set(limit_s)
+        severities = {finding.check: finding.outcome.severity for finding in self.findings}
+        for check in AT_JOIN:
+            metrics.check_outcome.set(severities.get(check), check=check)
+        if self.partners_unreachable is not None:
+            metrics.replica_partners_unreachable.set(len(self.partners_unreachable))
+        self._compare_ranks(snapshot)
+
+    def _on_the_wall(self, instant: float | None, now: float) -> float | None:
+        """In seconds since the epoch."""
+        return self.wall_clock() - (now - instant) if instant is not None else None
+
+    def _count_nodes(self, snapshot: NodeSnapshot) -> None:
+        """Only the coordinator knows those that are in no world."""
+        world = snapshot.world
+        members = {member.incarnation for member in world.members} if world is not None else set()
+        here = {node.incarnation for node in snapshot.known_nodes}
+        running = world is not None and world.trains
+        counts: dict[str, int | None] = {
+            "standby": len(here - members) if running else 0,
+            "waiting": 0 if running else len(here),
+            "lost": len(members - here),
+        }
+        known = counts if snapshot.coordinates else dict.fromkeys(counts)
+        for state, count in {"active": len(members) if running else 0, **known}.items():
+            self._metrics.nodes.set(count, state=state)
+
+    def _compare_ranks(self, snapshot: NodeSnapshot) -> None:
+        """This node's: the time that each needs for a step, beside the median."""
+        metrics, compared, paces = self._metrics, snapshot.comparison, snapshot.paces
+        member = snapshot.world.member(snapshot.incarnation) if snapshot.world is not None else None
+        ratios: dict[int, float] = {}
+        slow: set[int] = set()
+        if member and compared and compared.usual_us and paces and paces.generation == compared.generation:
+            ratios = {rank: own_us / compared.usual_us for rank, own_us in enumerate(paces.own_us)}
+            slow = {straggler.rank - member.first_rank for straggler in compared.stragglers}
+        for rank in range(len(metrics.straggler.labels["local_rank"])):
+            metrics.step_time_skew_ratio.set(ratios.get(rank), local_rank=rank)
+            metrics.straggler.set(rank in slow, local_rank=rank)
+
+
+def age(instant: float | None, now: float) -> float | None:
+    return max(0.0, now - instant) if instant is not None else None
+
+
+def _shown_checks(findings: Sequence[Finding]) -> Iterator[CheckStatus]:
+    """The worst first."""
+    bad = [one for one in worst_first(findings) if one.outcome in (Outcome.FAIL, Outcome.WARN)]
+    for one in bad[:MOST_CHECKS]:
+        texts = one.summary[:MAX_CHECK_TEXT], one.advice[:MAX_CHECK_TEXT]
+        yield CheckStatus(one.check, one.outcome.value, *texts)

@@ -149,16 +149,9 @@ class StepCount:
         return new
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """The totals of steps at some instants, the oldest first: seconds ago, new steps, and steps that an earlier
-    generation had done already. The last one is of the newest step."""
-
-    totals: tuple[tuple[float, int, int], ...] = ()
-
-
 class StepRate:
-    """The main thread adds, any thread reads. Instants are monotonic."""
+    """The main thread adds, any thread reads. Instants are monotonic. Totals are new steps, and steps that an earlier
+    generation had done already."""
 
     def __init__(self, every_s: float = 2.0, most: int = 240) -> None:
         self._lock = threading.Lock()
@@ -181,7 +174,8 @@ class StepRate:
         if len(self._kept) > self._most:
             self._kept, self._every_s = self._kept[::2], 2 * self._every_s
 
-    def read(self, now: float) -> Rates:
+    def read(self, now: float) -> list[tuple[float, int, int]]:
+        """Seconds ago, and the totals then, the oldest first; the last one is of the newest step."""
         with self._lock:
             totals = [*self._kept, *([self._newest] if self._newest is not None else [])]
-        return Rates(tuple((round(max(0.0, now - at), 3), new, again) for at, new, again in totals))
+        return [(round(max(0.0, now - at), 3), new, again) for at, new, again in totals]

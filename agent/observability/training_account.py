@@ -1,31 +1,193 @@
-"""Metrics and log lines of what this node's workers report: their progress, their steps and their checkpoints.
+"""What all seconds of an agent go into, and the steps and checkpoints that its workers report.
 
-What has a memory is a pure state machine elsewhere: `goodput` (which cause each second has), `node_progress` (how far
-the workers have come together) and `steps` (which steps are new, and which are lost).
+Each second is useful training, or has one of the causes of lost time. Words: an *activity* is what this node's time
+goes into, one at any instant. A *recovery* is the time for which training stood still: from the first failure or stop
+order to the first step of a later generation, however many generations were tried in between.
 
-Some jobs copy their state into memory at every step: saves are summed up into events, one of each tier with each
-account of seconds.
+Time is *booked* once, when it is known what it went into. While workers step that is at the next step: only finished
+steps count. The time from the last one to a stop was lost: a hang, a dead peer that the others waited for, a step
+thrown away.
+
+Invariants: the seconds of all activities add up to the time from the start to `booked_until`, none ever falls, and the
+phases of a recovery add up to its duration: only `_book` moves `booked_until`, and books the difference.
+
+`NEXT` is the whole state machine. An event that it does not list for an activity changes nothing: steps that are seen
+while workers are being stopped, a second worker that fails because the first one did.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from ...health.metrics import Metrics
 from ...rendezvous.records import CauseKind, World
 from ...worker.wire.messages import LoadReport, Report, SaveReport, Tier
 from ...worker.wire.shared_progress import Reading
 from ..output.journal import Journal, Kind
-from .goodput import PARTS, STARTUP, Activity, GoodputAccount, Recovery, TrainingEvent
-from .status import StatusPages
-from .steps import Counted, NodeProgress, Step, StepCount, StepRate, node_progress
+from .status import NodeState
+from .steps import Counted, NodeProgress, Step, StepCount, node_progress
 
 log = logging.getLogger(__name__)
 
 ACCOUNTING_EVERY_S = 60.0
 """How often the journal gets an account of all seconds, besides when workers begin or cease to train."""
+
+
+class Activity(enum.Enum):
+    """The values are those of the metrics' labels; those of STARTUP are one cause of lost time."""
+
+    WAITING = "waiting"
+    """Before the first world, beside a world without this node, after the last."""
+    START = "start"
+    """Processes are made, or spares take their place, until the script of each has begun."""
+    INIT = "init"
+    """The scripts run and report nothing: they import, initialize, build the model, or never use our library."""
+    LOAD = "load"
+    FIRST_STEP = "step"
+    """The checkpoint is loaded, and the first step of this generation is not done."""
+    PRODUCTIVE = "productive"
+    RECOMPUTE = "recompute"
+    """Steps are done again that an earlier generation had done."""
+    DETECT = "detect"
+    """A failure is known, and the workers are not yet ordered to stop."""
+    STOP = "stop"
+    RENDEZVOUS = "rendezvous"
+    """No worker is left, and the next world is being formed."""
+    BACKOFF = "backoff"
+
+
+class TrainingEvent(enum.Enum):
+    """What happens to the workers of a node, and to its part in the job."""
+
+    STARTED = enum.auto()
+    BEGAN = enum.auto()
+    """The script of each worker runs."""
+    LOADING = enum.auto()
+    LOADED = enum.auto()
+    STEPPED = enum.auto()
+    """A step is done, and the one after it is new."""
+    STEPPED_AGAIN = enum.auto()
+    """A step is done, and the one after it was done before."""
+    FAILED = enum.auto()
+    STOPPING = enum.auto()
+    GONE = enum.auto()
+    """No worker is left; if they were not ordered to stop, they were successful."""
+    HELD_BACK = enum.auto()
+    """The next world is ready but for a pause."""
+    RELEASED = enum.auto()
+    SET_ASIDE = enum.auto()
+    """The job goes on without this node, or is over."""
+
+
+STARTUP = (Activity.START, Activity.INIT, Activity.LOAD, Activity.FIRST_STEP)
+"""Workers run, and this generation has not finished a step."""
+
+BEGUN = STARTUP[1:]
+"""The script of each worker runs, too."""
+
+STEPPING = (Activity.PRODUCTIVE, Activity.RECOMPUTE)
+
+TRAINING = (*STARTUP, *STEPPING)
+"""Workers run undisturbed."""
+
+STANDSTILL = (Activity.DETECT, Activity.STOP, Activity.RENDEZVOUS, Activity.BACKOFF)
+
+PHASES = (*STANDSTILL, *STARTUP)
+"""What a recovery consists of."""
+
+
+PARTS = {activity: group for group in (STARTUP, STEPPING, STANDSTILL) for activity in group}
+"""What an event file can tell apart: an account is written whenever the part changes. WAITING is in none."""
+
+NEXT: Mapping[TrainingEvent, Mapping[Activity, Activity]] = {
+    TrainingEvent.STARTED: dict.fromkeys(
+        (Activity.WAITING, Activity.RENDEZVOUS, Activity.BACKOFF), Activity.START
+    ),
+    TrainingEvent.BEGAN: {Activity.START: Activity.INIT},
+    TrainingEvent.LOADING: dict.fromkeys((Activity.START, Activity.INIT), Activity.LOAD),
+    TrainingEvent.LOADED: {Activity.LOAD: Activity.FIRST_STEP},
+    TrainingEvent.STEPPED: dict.fromkeys(TRAINING, Activity.PRODUCTIVE),
+    TrainingEvent.STEPPED_AGAIN: dict.fromkeys(TRAINING, Activity.RECOMPUTE),
+    TrainingEvent.FAILED: dict.fromkeys(TRAINING, Activity.DETECT),
+    TrainingEvent.STOPPING: dict.fromkeys((*TRAINING, Activity.DETECT), Activity.STOP),
+    TrainingEvent.GONE: {Activity.STOP: Activity.RENDEZVOUS, **dict.fromkeys(TRAINING, Activity.WAITING)},
+    TrainingEvent.HELD_BACK: {Activity.RENDEZVOUS: Activity.BACKOFF},
+    TrainingEvent.RELEASED: {Activity.BACKOFF: Activity.RENDEZVOUS},
+    TrainingEvent.SET_ASIDE: dict.fromkeys((Activity.RENDEZVOUS, Activity.BACKOFF), Activity.WAITING),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Seconds of each of PHASES that there was, in their order. Those of STARTUP depend on what the workers report:
+    without steps a recovery is over when their scripts begin; without a load all until the first step is INIT."""
+
+    phases: Mapping[Activity, float]
+
+    @property
+    def duration_s(self) -> float:
+        return sum(self.phases.values())
+
+
+class GoodputAccount:
+    """The seconds of each activity, and the present one. Instants are seconds, monotonic."""
+
+    def __init__(self, now: float) -> None:
+        self.activity = Activity.WAITING
+        self.seconds = dict.fromkeys(Activity, 0.0)
+        self.booked_until = now
+        self.reports_steps = False
+        self._before_recovery: Mapping[Activity, float] | None = None
+        self._passed: set[Activity] = set()
+        """What this recovery has left behind."""
+
+    @property
+    def recovering(self) -> bool:
+        return self._before_recovery is not None
+
+    def advance(self, now: float) -> None:
+        """Book what is known to have gone into the present activity."""
+        if self.activity not in STEPPING:
+            self._book(self.activity, now)
+
+    def record(self, event: TrainingEvent, at: float) -> Recovery | None:
+        """What happened at `at`. The recovery that is over with it, if one is."""
+        self.advance(at)
+        before, self.activity = self.activity, NEXT[event].get(self.activity, self.activity)
+        if self.activity is not before:
+            self._passed.add(before)
+        if before in STEPPING:
+            if self.activity in STEPPING and event in (TrainingEvent.STEPPED, TrainingEvent.STEPPED_AGAIN):
+                self._book(before, at)
+            elif self.activity not in STEPPING:
+                self._book(Activity.STOP if event is TrainingEvent.GONE else Activity.DETECT, at)
+        self.reports_steps |= event in (TrainingEvent.STEPPED, TrainingEvent.STEPPED_AGAIN)
+        if self.activity in (Activity.DETECT, Activity.STOP):
+            if self._before_recovery is None:
+                self._before_recovery, self._passed = dict(self.seconds), set()
+        elif self.activity is Activity.WAITING:
+            self._before_recovery = None
+        elif self.activity in (STEPPING if self.reports_steps else (*BEGUN, *STEPPING)):
+            return self._recovered()
+        return None
+
+    def _book(self, activity: Activity, until: float) -> None:
+        """An instant that is booked already stays booked: events of several threads overtake each other."""
+        if until > self.booked_until:
+            self.seconds[activity] += until - self.booked_until
+            self.booked_until = until
+
+    def _recovered(self) -> Recovery | None:
+        before, self._before_recovery = self._before_recovery, None
+        if before is None:
+            return None
+        there = (phase for phase in PHASES if phase in STANDSTILL or phase in self._passed)
+        return Recovery({phase: self.seconds[phase] - before[phase] for phase in there})
+
 
 _RECOVERIES = {
     CauseKind.FAILURE: "process",
@@ -37,26 +199,16 @@ _RECOVERIES = {
 
 
 class TrainingAccount:
-    """For the main thread. `now` and `at` are monotonic; `wall_clock` is for dashboards."""
+    """For the main thread. Instants are monotonic."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        pages: StatusPages,
-        journal: Journal,
-        rate: StepRate,
-        started_at: float,
-        wall_clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, metrics: Metrics, node: NodeState, journal: Journal, started_at: float) -> None:
         self._metrics = metrics
-        self._pages = pages
+        self._node = node
         self._journal = journal
-        self._rate = rate
         self._saves = SaveEvents(journal)
         self._accounted_at = started_at
         self._done = Counter(steps=0, steps_redone=0)
         """Since the start of this agent."""
-        self._wall_clock = wall_clock
         self._goodput = GoodputAccount(started_at)
         self._steps = StepCount()
         self._recovers_from: CauseKind | None = None
@@ -115,7 +267,7 @@ class TrainingAccount:
         lost_s = {activity.value: seconds for activity, seconds in self._goodput.seconds.items()}
         productive_s = lost_s.pop(Activity.PRODUCTIVE.value)
         lost_s["startup"] = sum(lost_s.pop(activity.value) for activity in STARTUP)
-        self._metrics.account(productive_s, lost_s, reports_steps=self._goodput.reports_steps)
+        self._metrics.account(productive_s, lost_s)
 
     def account(self, now: float) -> None:
         """Write an account of all seconds until now into the journal."""
@@ -128,7 +280,7 @@ class TrainingAccount:
         text = f"{done['steps']} steps, {productive_s:.0f} s of {all_s:.0f} s were productive"
         self._journal.note(Kind.ACCOUNTING, text, seconds=seconds, counts=done)
 
-    def progressed(self, readings: Collection[Reading], now: float) -> None:
+    def progressed(self, readings: Collection[Reading]) -> None:
         """The shared progress of each worker of this generation as it is now."""
         before, here = self._progress, node_progress(readings)
         self._progress = here
@@ -145,8 +297,7 @@ class TrainingAccount:
             self._began_to_step(here.first)
         if here.newest is not None and here.newest != before.newest:
             self._stepped(here.newest)
-            self._pages.stepped(here.newest.number, here.newest.at)
-            self._metrics.progress(here.newest.number, self._wall_clock() - (now - here.newest.at))
+            self._node.stepped(here.newest.number, here.newest.at)
 
     def _began_to_step(self, first: Step) -> None:
         recovery = self._stepped(first)
@@ -166,7 +317,7 @@ class TrainingAccount:
         counted = self._steps.done(step.number, step.at)
         if counted.timed:
             since = step.at - counted.timed * counted.mean_s
-            self._rate.add(since, step.at, counted.new, counted.timed - counted.new)
+            self._node.rate.add(since, step.at, counted.new, counted.timed - counted.new)
         self._count(counted)
         if counted.caught_up_at is not None:
             self.record(TrainingEvent.STEPPED, counted.caught_up_at)
@@ -181,51 +332,41 @@ class TrainingAccount:
         )
 
     def reported(self, report: Report, at: float) -> None:
-        self._pages.reported(report, at)
-        if isinstance(report, SaveReport):
-            self._saves.add(report)
-            self._saved(report, at)
-        else:
-            self._note_load(report)
+        """A worker of this generation has saved or loaded."""
+        self._node.reported(report, at)
+        if isinstance(report, LoadReport):
             self._loaded(report)
-
-    def _saved(self, report: SaveReport, at: float) -> None:
-        metrics = self._metrics
-        metrics.checkpoint_blocked_seconds_total.inc(report.blocked_s)
+            return
+        self._count_save(report)
+        self._metrics.checkpoint_blocked_seconds_total.inc(report.blocked_s)
         if report.result != "ok":
-            metrics.checkpoint_saves_total.inc(tier=report.tier, result="error")
             if report.tier == "local":  # the worker says it once of its memory
                 log.warning("checkpoint of step %d failed; training goes on", report.step)
             return
         if report.tier != "part":  # one part of a step makes no step safe
             self._count(self._steps.saved(report.step))
-        self._count_saved(report)
-        if report.tier != "local":
-            return
-        if self._saved_at is not None:
-            metrics.checkpoint_interval_seconds.set(at - self._saved_at)
-        self._saved_at = at
+        if report.tier == "local":
+            if self._saved_at is not None:
+                self._metrics.checkpoint_interval_seconds.set(at - self._saved_at)
+            self._saved_at = at
 
     def saved_later(self, report: SaveReport, at: float) -> None:
         """The generation that ordered it has gone: `DiskWriter` logs a failure when it is final."""
+        self._node.reported(report, at)
+        self._count_save(report)
+
+    def _count_save(self, report: SaveReport) -> None:
         self._saves.add(report)
-        if report.result == "ok":
-            self._count_saved(report)
-        else:
-            self._metrics.checkpoint_saves_total.inc(tier=report.tier, result="error")
+        good = report.result == "ok"
+        self._metrics.checkpoint_saves_total.inc(tier=report.tier, result="ok" if good else "error")
+        if good:
+            self._metrics.checkpoint_save_duration_seconds.observe(report.duration_s, tier=report.tier)
 
-    def _count_saved(self, report: SaveReport) -> None:
-        self._metrics.checkpoint_saved(
-            tier=report.tier,
-            step=report.step,
-            duration_s=report.duration_s,
-            at_s=self._wall_clock(),
-        )
-
-    def _note_load(self, report: LoadReport) -> None:
-        """Note a load once for all workers of a generation with the same result."""
-        found = report.result, report.step
-        if found == self._load_noted:
+    def _loaded(self, report: LoadReport) -> None:
+        """Noted once for all workers of a generation with the same result."""
+        if report.result == "corrupt":
+            self._metrics.checkpoint_verify_failures_total.inc()
+        if (found := (report.result, report.step)) == self._load_noted:
             return
         self._load_noted = found
         place = "memory" if report.tier == "memory" else "disk"
@@ -243,16 +384,13 @@ class TrainingAccount:
             counts={"step": report.step},
         )
 
-    def _loaded(self, report: LoadReport) -> None:
-        if report.result == "corrupt":
-            self._metrics.checkpoint_verify_failures_total.inc()
-
 
 _PLACES: dict[Tier, str] = {"memory": "in memory", "local": "on disk", "part": "on disk in part"}
 
 
 class SaveEvents:
-    """For the main thread."""
+    """Some jobs copy their state into memory at every step: saves are summed up into events, one of each tier with each
+    account of seconds."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

@@ -54,7 +54,6 @@ class Kind(enum.Enum):
     """One life of this node's agent begins; numbers count from here."""
     WORLD = "world"
     """A generation is formed. `text` says why the one before ended, `cause` is the name of that reason."""
-    WORKERS_STARTED = "workers_started"
     FAILURE = "failure"
     """The failure that ends a generation; the agents of all members write it."""
     SUSPICION = "suspicion"
@@ -90,7 +89,7 @@ class Kind(enum.Enum):
     """`counts` has the exit `code`."""
 
 
-ROUTINE = frozenset({Kind.SAVE, Kind.LOAD, Kind.ACCOUNTING, Kind.WORKERS_STARTED})
+ROUTINE = frozenset({Kind.SAVE, Kind.LOAD, Kind.ACCOUNTING})
 """Kinds that come again and again in a job that goes well."""
 
 

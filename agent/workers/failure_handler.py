@@ -73,7 +73,7 @@ class HangWatch:
         hang = generation.hang
         stall, before = generation.stalls(now), generation.stall
         limit_s = hang.limit_s()
-        self._observer.watches(hang.state(stall).value, limit_s)
+        self._observer.node.hangs = hang.state(stall).value, limit_s
         if limit_s is None:
             return None
         self._ask_for_signs(generation, now)

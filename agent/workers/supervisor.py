@@ -126,7 +126,6 @@ class Supervisor:
         self._participant.workers_started(world)
         self._processes.spares.workers_started(now)
         generation.log_start(self._clock() - now)
-        self._observer.started(group.ranks)
         if problem:
             self._failures.fail(generation, NOT_STARTED, problem)
         elif world.members[0] != member:
@@ -335,7 +334,7 @@ class Supervisor:
             self._participant.workers_advanced(report.step)
 
     def replicated(self, report: ReplicationReport) -> None:
-        self._observer.replicated(report)
+        self._observer.node.replicated(report)
 
     def _looked_at(self, testimony: Testimony) -> None:
         """The answer to an inquiry: what the workers here do."""
@@ -364,7 +363,7 @@ class Supervisor:
         progress = generation.look(now)
         if progress is None:
             return
-        self._observer.training.progressed(generation.read.values(), now)
+        self._observer.training.progressed(generation.read.values())
         if progress.load_known:
             self._participant.workers_load(progress.loads)
         for step in progress.steps:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 
@@ -17,13 +16,14 @@ from elastic_agent.agent.observability.page import (
     OVERVIEW_PATH,
     PAGE_PATH,
     Board,
-    overview,
     read_page,
 )
-from elastic_agent.agent.observability.status import Checkpoint
-from elastic_agent.agent.observability.steps import Rates
+from elastic_agent.agent.observability.sources import AgentsSource
+from elastic_agent.agent.observability.status import Checkpoint, NodeState
+from elastic_agent.agent.observability.steps import StepRate
 from elastic_agent.agent.output.journal import EVENTS_PATH, Journal, Kind
 from elastic_agent.health.http import Answers, HealthServer, Probe
+from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.records import CauseKind, Endpoint, Failure
 from tests.browser import LACKING, Browser, browsing, find_chromium
 from tests.unit.test_page import job_of
@@ -32,7 +32,15 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 """With a sign that turns the direction of writing around."""
 
 
-RATES = Rates(((9.0, 0, 0), (7.0, 10, 4), (5.0, 30, 4), (3.0, 50, 4), (1.0, 54, 4)))
+RATES = ((9.0, 0, 0), (7.0, 10, 4), (5.0, 30, 4), (3.0, 50, 4), (1.0, 54, 4))
+"""Seconds ago, and the totals then: new steps, and steps that were done again."""
+
+
+class Rate(StepRate):
+    totals: Sequence[tuple[float, int, int]] = RATES
+
+    def read(self, now: float) -> list[tuple[float, int, int]]:
+        return list(self.totals)
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +67,24 @@ class Agent:
 
     job: JobReport | None = None
     problem: str = ""
-    failure: Failure | None = None
-    rates: Rates = RATES
+    rate: Rate = field(default_factory=Rate)
     journal: Journal = field(default_factory=lambda: Journal("n0", time.time))
     server: HealthServer | None = None
     port: int = 0
+
+    def __post_init__(self) -> None:
+        metrics = Metrics("digits", "n0", Build(version="1"), workers=1, min_nodes=1, started_at_s=0.0)
+        self.node = NodeState(
+            "digits", "n0", "n0-1", metrics, lease_ttl_s=5.0, clock=float, wall_clock=time.time
+        )
+        self.node.rate = self.rate
 
     def serve(self) -> None:
         """Begins, or begins again, another life on the same port."""
         life = "n0-1" if self.server is None else "n0-2"
         about = {"job": "digits", "node": "n0", "incarnation": life, "version": "1"}
-        look = lambda: [self.job] if self.job is not None else []  # noqa: E731
-        board = Board(self.journal, about, look, self.describe)
+        board = Board(self.journal, about, self.node, AgentsSource(list, 1.0, here=True))
+        board.look = lambda: (self.job, self.problem)  # type: ignore[method-assign]
         page = read_page()
         bind = socket.create_server(("127.0.0.1", self.port), reuse_port=False, backlog=64)
         self.port = bind.getsockname()[1]
@@ -80,7 +94,7 @@ class Agent:
             lambda: probe,
             lambda: probe,
             queried={PAGE_PATH: lambda _: page, EVENTS_PATH: board.events},
-            slow={OVERVIEW_PATH: board.state},
+            slow={OVERVIEW_PATH: board.overview},
         )
         self.server = HealthServer(bind, answers)
         self.server.start()
@@ -88,9 +102,6 @@ class Agent:
     def end(self) -> None:
         assert self.server is not None
         self.server.close()
-
-    def describe(self, job: JobReport | None, problem: str) -> dict[str, Any]:
-        return overview(job, self.problem or problem, self.failure, self.rates, time.time())
 
     @property
     def url(self) -> str:
@@ -114,7 +125,7 @@ def test_it_draws_a_job_and_what_happens_to_it(agent: Agent, browser: Browser) -
     agent.journal.note(Kind.WORLD, "the job starts", generation=1, cause="start", counts={"nodes": 3})
     agent.journal.note(Kind.WORLD, "rank 3 failed", generation=2, cause="exception", counts={"nodes": 3})
     agent.journal.note(Kind.RECOVERY, "training resumed after 0.5 s", seconds={"stop": 0.2, "init": 0.3})
-    agent.failure = Failure(
+    agent.node.failure = Failure(
         *(2, "print", "ValueError: lr < 0", "exception"),
         node="n1",
         rank=3,
@@ -185,7 +196,7 @@ def test_texts_of_others_stay_text(agent: Agent, browser: Browser) -> None:
     cause = CauseReport(CauseKind.FAILURE, HOSTILE, 1, HOSTILE)
     agent.job = replace(job, job=HOSTILE, nodes=nodes, cause=cause, notes=(HOSTILE,), waiting_for=HOSTILE)
     agent.problem = HOSTILE
-    agent.failure = Failure(
+    agent.node.failure = Failure(
         *(2, "print", HOSTILE),
         local_rank=1,
         exception=HOSTILE,
@@ -240,11 +251,7 @@ def test_a_thousand_nodes_are_drawn_and_those_in_need_come_first(agent: Agent, b
 
 
 def test_before_there_is_anything_it_says_so(agent: Agent, browser: Browser) -> None:
-    agent.job, agent.rates, agent.problem = (
-        None,
-        Rates(),
-        "the store does not answer",
-    )
+    agent.job, agent.rate.totals, agent.problem = None, (), "the store does not answer"
     browser.open(agent.url)
     browser.wait_for("document.body.innerText.includes('the store does not answer')")
     text = browser.text()
@@ -258,7 +265,7 @@ def test_before_there_is_anything_it_says_so(agent: Agent, browser: Browser) -> 
 
 
 def test_a_script_that_reports_no_steps_has_no_chart_and_one_hint(agent: Agent, browser: Browser) -> None:
-    agent.job, agent.rates = job_of(2, step=0), Rates()
+    agent.job, agent.rate.totals = job_of(2, step=0), ()
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
     assert shown(browser, "#state") == "running (no steps reported)"
@@ -309,7 +316,7 @@ def test_an_agent_that_has_ended_is_no_lost_connection(
 def test_nothing_is_wider_than_a_phone(agent: Agent, browser: Browser, width: int) -> None:
     agent.job = job_of(30, checkpoint=Checkpoint(123_456, 3.0), step=123_456)
     long = "x" * 300
-    agent.failure = Failure(2, "print", long)
+    agent.node.failure = Failure(2, "print", long)
     agent.journal.note(Kind.WORLD, long, generation=1, cause="exception")
     browser.look(width, 800, phone=True)
     browser.open(agent.url)

@@ -19,11 +19,9 @@ def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> Non
         Build(version="0.1.0"),
         workers=2,
         min_nodes=1,
-        max_nodes=2,
         started_at_s=time.time(),
-        clock=time.monotonic,
     )
-    metrics.enter_world(generation=7, world_size=4, group_world_size=2)
+    metrics.rendezvous_generation.set(7)
     ok = Probe(True, "ok")
     server = HealthServer(
         socket.create_server(("127.0.0.1", 0)), Answers(metrics.render, lambda: ok, lambda: ok)
@@ -45,7 +43,7 @@ def test_prometheus_scrapes_the_agent_and_answers_queries(tmp_path: Path) -> Non
             [(_, up)] = wait_for("up == 1")
             assert (generation, up) == (7, 1)
 
-            metrics.enter_world(generation=8, world_size=2, group_world_size=1)
+            metrics.rendezvous_generation.set(8)
             wait_for("elastic_agent_rendezvous_generation == 8")
 
             server.close()

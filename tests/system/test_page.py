@@ -97,7 +97,7 @@ def test_what_is_served_is_in_the_file(job: Job) -> None:
 def test_without_a_directory_for_files_events_are_served_all_the_same(job: Job) -> None:
     agent = job.start("a", "--log-dir=/dev/null")
     job.wait_for_training(world=1)
-    job.wait_for(lambda: "workers_started" in kinds(agent), "the events are served")
+    job.wait_for(lambda: "accounting" in kinds(agent), "the events are served")
     assert kinds(agent)[:2] == ["agent_started", "world"]
     page = agent.get("/events?since=2")[1]
     assert json.loads(page)["events"][0]["number"] == 3

@@ -74,7 +74,7 @@ def test_a_daemon_tells_prometheus_of_its_pool_and_its_job(pool: Pool) -> None:
     assert page(pool, a, "/readyz") == "idle: waiting for a job\n"
     assert 'elastic_agent_pool_idle_nodes{node="a",pool="pool"} 1.0' in page(pool, a, "/metrics")
     job = pool.submit("--name=talk", script=talker(pool))
-    up = f'elastic_agent_workers{{job="talk",node="a",run_id="{job}",state="running"}} 1.0'
+    up = f'elastic_agent_world_size{{job="talk",node="a",run_id="{job}"}} 1.0'
     pool.job.wait_for(lambda: up in page(pool, a, "/metrics"), "the job's own metrics")
     assert json.loads(page(pool, a, "/"))["running_jobs"] == 1
     assert json.loads(page(pool, a, "/pool"))["running"] == {"job": job, "name": "talk"}

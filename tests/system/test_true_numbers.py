@@ -202,7 +202,6 @@ def check_changes_of_the_job(page: Page) -> None:
 
 def check_workers(page: Page) -> None:
     assert page.of("worker_exits_total") == 0
-    assert [page.of("workers", state=state) for state in ("running", "stopped", "failed")] == [1, 0, 0]
 
 
 def check_steps_and_checkpoints(page: Page) -> None:
@@ -227,7 +226,6 @@ def check_time(page: Page, story: Story) -> None:
     assert productive_s is not None
     assert up_since is not None
     assert all_lost_s == pytest.approx(sum(lost_s.values()))
-    assert page.of("goodput_ratio") == pytest.approx(productive_s / (productive_s + all_lost_s))
     last_step_at = page.of("last_step_timestamp_seconds")
     assert last_step_at is not None
     assert productive_s + all_lost_s == pytest.approx(last_step_at - up_since, abs=CLOCKS_S)

@@ -19,8 +19,7 @@ from elastic_agent.agent.machine.devices import Device
 from elastic_agent.agent.machine.gpus import GpuHealth, NvmlReader
 from elastic_agent.agent.machine.inventory import inspect_machine
 from elastic_agent.agent.observability.observer import Observer
-from elastic_agent.agent.observability.status import StatusPages
-from elastic_agent.agent.observability.steps import StepRate
+from elastic_agent.agent.observability.status import NodeState
 from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.rendezvous_io.worker_answers import LastSteps
@@ -230,12 +229,12 @@ class Supervised:
             *about,
             workers=count,
             min_nodes=1,
-            max_nodes=1,
             started_at_s=0.0,
-            clock=self.clock,
             causes=CauseTable().names,
         )
-        pages = StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=self.clock)
+        state = NodeState(
+            "job", "a", "a-1", self.metrics, lease_ttl_s=5.0, clock=self.clock, wall_clock=lambda: 0.0
+        )
         self.evidence = FakeEvidence(self.clock)
         self.gpus = GpuHealth(NvmlReader((), {}, IoThread(), self.events.append))
         self.logs, self.links, self.last_steps = FakeLogs(), FakeLinks(), FakeLastSteps()
@@ -250,13 +249,10 @@ class Supervised:
             self.participant,
             Observer(
                 self.metrics,
-                pages,
+                state,
                 journal,
-                StepRate(),
-                None,
                 None,
                 self.now,
-                lambda: 0.0,
             ),
             Processes(
                 new_group=self.new_group,

@@ -50,7 +50,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def pages() -> DaemonPages:
-    return DaemonPages(PoolMetrics("p", "n", lambda: NOW), "p", "n", lambda: NOW)
+    return DaemonPages(PoolMetrics("p", "n"), "p", "n", lambda: NOW)
 
 
 @pytest.fixture
@@ -62,9 +62,7 @@ def agent() -> Iterator[Endpoint]:
         Build(version="1"),
         workers=2,
         min_nodes=1,
-        max_nodes=2,
         started_at_s=0.0,
-        clock=lambda: NOW,
     )
     ok = Probe(True, "")
     bind = socket.create_server(("127.0.0.1", 0))

@@ -67,13 +67,13 @@ def test_events_of_all_agents_here_are_in_the_order_of_their_clocks(
     a.note(Kind.WORLD, "the job starts", generation=1)
     a.note(Kind.FAILURE, "ValueError: lr < 0", rank=3, about="b", cause="exception")
     a.note(Kind.ACCOUNTING, "not shown")
-    b.note(Kind.WORKERS_STARTED, "2 workers started here", generation=1)
+    b.note(Kind.AGENT_STARTED, "agent 1 starts", generation=1)
     with serving(a, "a-1") as first, serving(b, "b-1") as second:
         here += [first, second]
         assert command.main([]) == ExitCode.SUCCESS
         shown = [line.split(maxsplit=2)[2] for line in lines(capsys)]
         assert shown == [
-            "b                1  workers started  2 workers started here",
+            "b                1  agent started    agent 1 starts",
             "a                1  generation       the job starts",
             "a                1  failure          rank 3 on b: ValueError: lr < 0",
         ]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_agent.agent.observability.goodput import (
+from elastic_agent.agent.observability.training_account import (
     NEXT,
     PHASES,
     STARTUP,

@@ -150,14 +150,6 @@ def test_what_comes_again_and_again_pushes_nothing_else_out() -> None:
     assert texts(journal.since(998, 10)) == ["save 999", "world 1000"]
 
 
-def test_a_listener_hears_of_each_event() -> None:
-    journal, heard = Journal("a", lambda: 0.0), []
-    journal.listen(lambda event: heard.append(event.number))
-    journal.note(Kind.SAVE, "one")
-    journal.note(Kind.SAVE, "two")
-    assert heard == [1, 2]
-
-
 # --- On disk
 
 

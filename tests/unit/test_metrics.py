@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,10 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.agent.workers.hangs import detector
-from elastic_agent.health.families import PREFIX, Histogram
+from elastic_agent.health.families import PREFIX, Gauge, Histogram
 from elastic_agent.health.metrics import (
     DURATION_BUCKETS_S,
     HANG_STATES,
-    NODE_STATES,
     STATES,
     Build,
     Metrics,
@@ -34,7 +34,6 @@ VERSION_LABELS = {"version", "torch_version", "nccl_version", "python_version"}
 def new_metrics(
     run_id: str = "run-1",
     node: str = "node-a",
-    clock: Callable[[], float] = lambda: 0.0,
     causes: Sequence[str] = ("killed", "unknown"),
 ) -> Metrics:
     return Metrics(
@@ -43,9 +42,7 @@ def new_metrics(
         Build(version="0.1.0", torch_version="2.13"),
         workers=2,
         min_nodes=1,
-        max_nodes=4,
         started_at_s=1_700_000_000.25,
-        clock=clock,
         causes=causes,
     )
 
@@ -74,7 +71,7 @@ def test_the_documented_table_is_the_code() -> None:
 
     assert documented == [
         (PREFIX + family.name, family.kind, labels_cell(family.labels), family.help_text)
-        for family in (*new_metrics(causes=["..."]).families, *PoolMetrics("pool", "a", lambda: 0.0).families)
+        for family in (*new_metrics(causes=["..."]).families, *PoolMetrics("pool", "a").families)
     ]
 
 
@@ -127,10 +124,10 @@ def test_promtool_finds_no_problem() -> None:
 
 
 def set_every_gauge(metrics: Metrics) -> None:
-    metrics.enter_world(generation=3, world_size=4, group_world_size=2)
-    metrics.progress(17, at_s=1_700_000_100.0)
-    metrics.restart_budget_remaining.set(math.inf, kind="failure")
-    metrics.checkpoint_saved(tier="local", step=10, duration_s=0.2, at_s=1_700_000_050.0)
+    for family in metrics.families:
+        if isinstance(family, Gauge):
+            for values in product(*family.labels.values()):
+                family.set(math.inf, **dict(zip(family.labels, values, strict=True)))
 
 
 def test_counters_and_histograms_exist_before_their_first_event() -> None:
@@ -153,12 +150,9 @@ def test_what_is_known_from_the_start_is_shown_from_the_start() -> None:
     versions = {"version": "0.1.0", "torch_version": "2.13", "nccl_version": "", "python_version": ""}
     assert value(metrics, "build_info", **versions) == 1
     assert value(metrics, "up_since_timestamp_seconds") == 1_700_000_000.25
-    assert value(metrics, "state", state="init") == 1
-    assert (value(metrics, "min_nodes"), value(metrics, "max_nodes")) == (1, 4)
+    assert value(metrics, "min_nodes") == 1
     assert value(metrics, "rendezvous_generation") == 0
     assert value(metrics, "world_size") == 0
-    assert value(metrics, "nodes", state="active") == 0
-    assert value(metrics, "workers", state="running") == 0
     assert value(metrics, "backoff_seconds") == 0
     assert value(metrics, "coordinator") == 0
 
@@ -166,54 +160,11 @@ def test_what_is_known_from_the_start_is_shown_from_the_start() -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_exactly_the_entered_state_is_one(state: str) -> None:
     metrics = new_metrics()
-    metrics.enter_state("running")
-    metrics.enter_state(state)
+    metrics.state.choose("running")
+    metrics.state.choose(state)
     assert {each: value(metrics, "state", state=each) for each in STATES} == {
         each: float(each == state) for each in STATES
     }
-
-
-def test_a_new_world_shows_its_numbers() -> None:
-    metrics = new_metrics()
-    metrics.enter_world(generation=7, world_size=8, group_world_size=2)
-    assert value(metrics, "rendezvous_generation") == 7
-    assert value(metrics, "world_size") == 8
-    assert value(metrics, "group_world_size") == 2
-
-
-def test_outside_a_world_the_sizes_are_zero_and_the_generation_stays() -> None:
-    metrics = new_metrics()
-    metrics.enter_world(generation=7, world_size=8, group_world_size=2)
-    metrics.leave_world()
-    assert value(metrics, "world_size") == value(metrics, "group_world_size") == 0
-    assert value(metrics, "rendezvous_generation") == 7
-
-
-def test_a_state_not_counted_has_none() -> None:
-    metrics = new_metrics()
-    metrics.count_workers(running=2)
-    metrics.count_workers(failed=1)
-    assert [value(metrics, "workers", state=state) for state in ("running", "failed")] == [0, 1]
-
-
-def test_only_what_is_known_of_the_nodes_is_shown() -> None:
-    metrics = new_metrics()
-    metrics.count_nodes(active=3, standby=0, waiting=0, lost=1)
-    assert [value(metrics, "nodes", state=state) for state in NODE_STATES] == [3, 0, 0, 1]
-    metrics.count_nodes(active=2)
-    assert [value(metrics, "nodes", state=state) for state in NODE_STATES] == [2, None, None, None]
-
-
-def test_an_age_is_counted_when_it_is_read() -> None:
-    now = 50.0
-    metrics = new_metrics(clock=lambda: now)
-    assert value(metrics, "lease_age_seconds") is None
-    metrics.lease_age_seconds.set(48.0)
-    assert value(metrics, "lease_age_seconds") == 2.0
-    now = 53.5
-    assert value(metrics, "lease_age_seconds") == 5.5
-    metrics.lease_age_seconds.set(None)
-    assert value(metrics, "lease_age_seconds") is None
 
 
 def test_a_counter_takes_any_amount_but_never_falls() -> None:
@@ -223,17 +174,6 @@ def test_a_counter_takes_any_amount_but_never_falls() -> None:
     with pytest.raises(ValueError, match="never falls"):
         metrics.productive_time_seconds_total.inc(-1)
     assert value(metrics, "productive_time_seconds_total") == 0.75
-
-
-def test_a_saved_checkpoint_shows_in_its_tier_only() -> None:
-    metrics = new_metrics()
-    metrics.checkpoint_saved(tier="local", step=10, duration_s=0.2, at_s=1_700_000_050.0)
-    assert value(metrics, "checkpoint_saves_total", tier="local", result="ok") == 1
-    assert value(metrics, "checkpoint_save_duration_seconds_count", tier="local") == 1
-    assert value(metrics, "checkpoint_last_step", tier="local") == 10
-    assert value(metrics, "checkpoint_last_success_timestamp_seconds", tier="local") == 1_700_000_050
-    assert value(metrics, "checkpoint_saves_total", tier="memory", result="ok") == 0
-    assert value(metrics, "checkpoint_last_step", tier="memory") is None
 
 
 @pytest.mark.parametrize(
@@ -263,8 +203,8 @@ def test_a_budget_without_a_cap_is_infinite() -> None:
 @pytest.mark.parametrize(
     ("write", "named"),
     [
-        (lambda m: m.enter_state("sleeping"), "sleeping"),
-        (lambda m: m.count_workers(asleep=1), "asleep"),
+        (lambda m: m.state.choose("sleeping"), "sleeping"),
+        (lambda m: m.nodes.set(1, state="asleep"), "asleep"),
         (lambda m: m.store_errors_total.inc(operation="maybe"), "maybe"),
         (lambda m: m.worker_exits_total.inc(local_rank=2, reason="killed"), "'local_rank': 2"),
         (lambda m: m.checkpoint_save_duration_seconds.observe(1.0, tier="tape"), "tape"),
@@ -298,8 +238,8 @@ def test_a_scrape_never_sees_half_a_transition() -> None:
         generation = 0
         while not stop.is_set():
             generation += 1
-            metrics.enter_state(STATES[generation % len(STATES)])
-            metrics.enter_world(generation=generation, world_size=generation, group_world_size=generation)
+            metrics.state.choose(STATES[generation % len(STATES)])
+            metrics.count_steps(new=1, lost=1, timed=1, mean_s=0.1)
 
     mover = threading.Thread(target=keep_moving)
     mover.start()
@@ -307,11 +247,8 @@ def test_a_scrape_never_sees_half_a_transition() -> None:
         for _ in range(200):
             snapshot = {metric.name.removeprefix(PREFIX): metric.samples for metric in metrics.collect()}
             assert sum(sample.value for sample in snapshot["state"]) == 1
-            sizes = {
-                snapshot[name][0].value
-                for name in ("rendezvous_generation", "world_size", "group_world_size")
-            }
-            assert len(sizes) == 1
+            counts = {snapshot[name][0].value for name in ("steps", "lost_steps")}
+            assert len(counts) == 1
     finally:
         stop.set()
         mover.join()
@@ -329,9 +266,9 @@ def test_the_metrics_directory_of_the_training_script_is_left_alone(tmp_path: Pa
     program = (
         "from elastic_agent.health.metrics import Build, Metrics\n"
         "about = 'r', 'n', Build(version='1')\n"
-        "m = Metrics(*about, workers=1, min_nodes=1, max_nodes=1, started_at_s=0.0, clock=float)\n"
+        "m = Metrics(*about, workers=1, min_nodes=1, started_at_s=0.0)\n"
         "m.restarts_total.inc(reason='unknown')\n"
-        "m.progress(1, 2.0)\n"
+        "m.step.set(1)\n"
         "assert m.render()\n"
     )
     environment = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}

@@ -8,10 +8,9 @@ from typing import cast
 
 import pytest
 
-from elastic_agent.agent.observability.goodput import Activity, TrainingEvent
 from elastic_agent.agent.observability.observer import Observer
-from elastic_agent.agent.observability.status import STATUS_PAGE, StatusPages
-from elastic_agent.agent.observability.steps import StepRate
+from elastic_agent.agent.observability.status import STATUS_PAGE, NodeState
+from elastic_agent.agent.observability.training_account import Activity, TrainingEvent
 from elastic_agent.agent.output.journal import Journal, Kind
 from elastic_agent.agent.workers.processes.workers import WorkerGroup
 from elastic_agent.health.metrics import Build, Metrics
@@ -28,6 +27,7 @@ from elastic_agent.rendezvous.records import (
 )
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry
+from elastic_agent.rendezvous.statements.paces import Comparison, Straggler
 from elastic_agent.worker.wire.shared_progress import Reading
 
 MEMBER = Member("a", "a-1", 1, 0)
@@ -42,15 +42,13 @@ def metrics() -> Metrics:
         Build(version="1"),
         workers=1,
         min_nodes=1,
-        max_nodes=1,
         started_at_s=0.0,
-        clock=lambda: 0.0,
     )
 
 
 @pytest.fixture
-def pages() -> StatusPages:
-    return StatusPages("job", "a", "a-1", "1", lease_ttl_s=5.0, max_restarts=None, clock=lambda: 0.0)
+def node(metrics: Metrics) -> NodeState:
+    return NodeState("job", "a", "a-1", metrics, lease_ttl_s=5.0, clock=float, wall_clock=float)
 
 
 @pytest.fixture
@@ -59,25 +57,24 @@ def journal() -> Journal:
 
 
 @pytest.fixture
-def observer(metrics: Metrics, pages: StatusPages, journal: Journal) -> Observer:
-    return Observer(metrics, pages, journal, StepRate(), None, None, 0.0, lambda: 0.0)
+def observer(metrics: Metrics, node: NodeState, journal: Journal) -> Observer:
+    return Observer(metrics, node, journal, None, 0.0)
 
 
 def test_the_deadline_of_a_notice_is_shown_until_it_is_withdrawn(
-    metrics: Metrics, pages: StatusPages, journal: Journal
+    observer: Observer, node: NodeState, journal: Journal
 ) -> None:
-    """The machine's monotonic clock shows 0 s, its wall clock 1000 s."""
-    observer = Observer(metrics, pages, journal, StepRate(), None, None, 0.0, lambda: 1000.0)
     for deadline in (30.0, 20.0):
         observer.noticed("the cloud ends it", deadline)
-    shown = STATUS_PAGE.decode(pages.node())
+    shown = STATUS_PAGE.decode(node.node())
     assert (shown.notice, shown.notice_s) == ("the cloud ends it", 20.0)
     observer.noticed("the cloud may end it", None)
-    shown = STATUS_PAGE.decode(pages.node())
+    shown = STATUS_PAGE.decode(node.node())
     assert (shown.notice, shown.notice_s) == ("the cloud may end it", None)
-    observer.notice_withdrawn()
-    shown = STATUS_PAGE.decode(pages.node())
+    observer.noticed("", None)
+    shown = STATUS_PAGE.decode(node.node())
     assert (shown.notice, shown.notice_s) == ("", None)
+    assert journal.since(0, 9)[-1].text == "the notice is withdrawn"
 
 
 def test_what_a_node_waits_for_is_logged_once_it_lasts(
@@ -182,7 +179,7 @@ def test_what_a_recovery_ended_with_is_said(
     caplog.set_level("INFO")
     stepped = [Reading(1, 2.0, 1, 2.0, script_at=1.0)] if steps else [Reading(script_at=1.0)]
     observer.starting(WORLD, MEMBER, 0.5)
-    observer.training.progressed(stepped, 3.0)
+    observer.training.progressed(stepped)
     for event, at in (
         (TrainingEvent.FAILED, 11.0),
         (TrainingEvent.STOPPING, 11.5),
@@ -192,22 +189,22 @@ def test_what_a_recovery_ended_with_is_said(
     failed = Cause(CauseKind.FAILURE, "a", "exit code 1", Failure(1, "x", "exit code 1"))
     observer.starting(replace(WORLD, generation=2, cause=failed), MEMBER, 12.5)
     again = Reading(2, 14.5, 2, 14.5, script_at=13.0) if steps else Reading(script_at=13.0)
-    observer.training.progressed([again], 15.0)
+    observer.training.progressed([again])
     assert [event.text for event in journal.since(0, 99) if event.kind is Kind.RECOVERY] == [text]
     assert (text in caplog.text) is not steps, "else the first step is logged, with its phases"
 
 
 def test_workers_run_when_their_scripts_have_begun_whether_they_report_steps_or_not(
-    observer: Observer, pages: StatusPages
+    observer: Observer, node: NodeState
 ) -> None:
     group = cast(WorkerGroup, SimpleNamespace(generation=1, running=1, stopping=False))
     snapshot = NodeSnapshot("a", "a-1", world=WORLD, waiting_for="")
     states = []
     observer.starting(WORLD, MEMBER, 1.0)
     for reading in (Reading(), Reading(script_at=2.0), Reading(1, 4.0, 1, 4.0, script_at=2.0)):
-        observer.training.progressed([reading], 5.0)
+        observer.training.progressed([reading])
         observer.update(snapshot, group, 5.0)
-        states.append(STATUS_PAGE.decode(pages.node()).state)
+        states.append(STATUS_PAGE.decode(node.node()).state)
     assert states == ["starting", "running", "running"]
 
 
@@ -229,3 +226,40 @@ def test_accounts_are_split_where_workers_begin_or_cease_to_step(
         training.record(event, at)
     accounts = [event.seconds for event in journal.since(0, 99) if event.kind is Kind.ACCOUNTING]
     assert [sum(account.values()) for account in accounts] == [1.0, 4.0, 11.0, 13.0]
+
+
+# ---------------------------------------------------------------- slow ranks
+
+TWO = replace(WORLD, members=(Member("a", "a-1", 2, 0), Member("b", "b-1", 2, 2)))
+SLOW = Comparison(3, 200_000, (Straggler("b", 3, 280_000),))
+EVEN = Comparison(3, 200_000)
+
+
+def compared(comparison: Comparison | None, generation: int = 3) -> NodeSnapshot:
+    world = replace(TWO, generation=generation)
+    return NodeSnapshot("a", "a-1", world=world, comparison=comparison, waiting_for="")
+
+
+def test_it_is_said_once_when_a_rank_is_slow_and_once_when_it_is_no_more(
+    observer: Observer, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for comparison in (None, EVEN, SLOW, SLOW, replace(SLOW, usual_us=201_000), None, EVEN, EVEN):
+        observer.update(compared(comparison), None, 0.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 3 on node b is slower than the others, which wait for it: it works 0.28 s for a step, 0.2 s are usual "
+        "(40% more)",
+        "rank 3 on node b is as fast as the others again",
+    ]
+    events = [event for event in journal.since(0, 100) if event.kind is Kind.STRAGGLER]
+    told = [(event.rank, event.about, event.cause) for event in events]
+    assert told == [(3, "b", "slow"), (3, "b", "recovered")]
+
+
+def test_a_straggler_that_ends_with_its_generation_has_not_recovered(
+    observer: Observer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    observer.update(compared(SLOW), None, 0.0)
+    observer.update(compared(Comparison(4, 200_000), generation=4), None, 0.0)
+    assert len(caplog.records) == 1

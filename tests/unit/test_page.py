@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.observability.job_report import JobReport, report
+from elastic_agent.agent.observability.job_report import JobReport, as_json, report
 from elastic_agent.agent.observability.page import (
     MOST_EVENTS,
     Board,
-    overview,
     read_page,
 )
-from elastic_agent.agent.observability.sources import CannotShow, Found
-from elastic_agent.agent.observability.status import Checkpoint, JobStatus
-from elastic_agent.agent.observability.steps import Rates, StepRate
+from elastic_agent.agent.observability.sources import CannotShow, Found, Source
+from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeState
+from elastic_agent.agent.observability.steps import StepRate
 from elastic_agent.agent.output.journal import EVENT, Journal, Kind
 from elastic_agent.health.http import Request
+from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -37,8 +37,6 @@ from elastic_agent.rendezvous.records import (
 )
 from tests.unit.test_status_pages import STATUS
 
-NO_RATES = Rates()
-
 # --- The rate of steps
 
 
@@ -47,17 +45,17 @@ def test_totals_are_kept_at_some_instants_and_a_pause_is_none_of_steps() -> None
     rate.add(101.0, 101.5, 5, 0)
     rate.add(101.5, 103.5, 2, 0)
     rate.add(113.5, 114.0, 0, 3)
-    assert rate.read(115.0).totals == ((14.0, 0, 0), (11.5, 7, 0), (1.5, 7, 0), (1.0, 7, 3))
+    assert rate.read(115.0) == [(14.0, 0, 0), (11.5, 7, 0), (1.5, 7, 0), (1.0, 7, 3)]
 
 
 def test_a_short_time_is_not_made_longer_or_shorter() -> None:
     rate = StepRate()
     rate.add(101.0, 101.04, 1, 0)
-    assert rate.read(101.06).totals == ((0.06, 0, 0), (0.02, 1, 0))
+    assert rate.read(101.06) == [(0.06, 0, 0), (0.02, 1, 0)]
 
 
 def test_before_the_first_step_no_rate_is_known() -> None:
-    assert StepRate().read(7.0) == Rates()
+    assert StepRate().read(7.0) == []
 
 
 @pytest.mark.parametrize("hours", [1, 5, 100])
@@ -65,7 +63,7 @@ def test_the_whole_job_is_there_in_bounded_memory(hours: int) -> None:
     rate = StepRate(most=100)
     for minute in range(hours * 60):
         rate.add(minute * 60, minute * 60 + 60, 10, 1)
-    totals = rate.read(hours * 3600).totals
+    totals = rate.read(hours * 3600)
     assert len(totals) <= 101
     assert totals[0] == (hours * 3600, 0, 0)
     assert totals[-1] == (0.0, hours * 600, hours * 60)
@@ -74,93 +72,46 @@ def test_the_whole_job_is_there_in_bounded_memory(hours: int) -> None:
 # --- The state
 
 
-def job_of(nodes: int, **changes: Any) -> JobReport:
-    """A job of so many nodes of 8 workers each, of which the last does not answer."""
-    records = tuple(
-        NodeRecord(f"n{place}", f"n{place}-1", f"h{place}", 1000, 8, http=Endpoint(f"h{place}", 9100))
-        for place in range(nodes)
-    )
+def found_job(nodes: int) -> Found:
+    """A job of so many nodes of 8 workers each."""
+    records = tuple(NodeRecord(f"n{place}", f"n{place}-1", f"h{place}", 1000, 8) for place in range(nodes))
     members = tuple(
-        Member(record.node, record.incarnation, 8, 8 * place, http=record.http)
-        for place, record in enumerate(records)
+        Member(record.node, record.incarnation, 8, 8 * place) for place, record in enumerate(records)
     )
     world = World("digits", 3, Phase.RUNNING, members, Endpoint("h0", 29500), Cause(CauseKind.START))
-    status = JobStatus("digits", world, records, "n0", complete=True)
+    return Found("agent h0:9100", JobStatus("digits", world, records, "n0", complete=True))
+
+
+def job_of(nodes: int, **changes: Any) -> JobReport:
+    """The last of them does not answer."""
+    found = found_job(nodes)
     answers = {
         record.incarnation: replace(
             STATUS, node=record.node, incarnation=record.incarnation, state="running", **changes
         )
-        for record in records[:-1]
+        for record in found.job.nodes[:-1]
     }
-    return report(Found("agent h0:9100", status), answers)
+    return report(found, answers)
 
 
-def test_the_newest_checkpoint_of_each_tier_has_its_age() -> None:
-    disk, memory = Checkpoint(12, 3.25), Checkpoint(17, None)
-    shown = overview(job_of(3, checkpoint=disk, memory=memory), "", None, NO_RATES, 1000.0)
-    assert [(node["node"], node["first_rank"], node["state"]) for node in shown["job"]["nodes"]] == [
-        ("n0", 0, "running"),
-        ("n1", 8, "running"),
-        ("n2", 16, "hidden"),
-    ]
-    assert shown["checkpoints"] == {
-        "memory": {"step": 17, "age_s": None},
-        "disk": {"step": 12, "age_s": 3.25},
-    }
-    assert json.loads(json.dumps(shown))["at"] == 1000.0
-
-
-def test_a_job_that_cannot_be_looked_at_says_why() -> None:
-    shown = overview(None, "no process listens", None, NO_RATES, 0.0)
-    assert (shown["job"], shown["problem"]) == (None, "no process listens")
-
-
-def test_the_last_failure_comes_with_its_traceback() -> None:
-    failure = Failure(
-        *(2, "print", "ValueError: lr < 0"),
-        node="b",
-        rank=3,
-        local_rank=1,
-        traceback="Traceback ...",
-        log_tail=("last",),
-        log_file="/l",
-    )
-    shown = overview(None, "", failure, NO_RATES, 0.0)["failure"]
-    assert (shown["rank"], shown["node"], shown["generation"]) == (3, "b", 2)
-    assert (shown["traceback"], shown["log_tail"], shown["log_file"]) == ("Traceback ...", "last", "/l")
-    told = replace(failure, traceback="hf_abcdefgh12 and s3cr3t", log_tail=("TOKEN=x1", "s3cr3t"))
-    shown = overview(None, "", replace(told, summary="s3cr3t"), NO_RATES, 0.0, ["s3cr3t"])
-    assert "s3cr3t" not in json.dumps(shown)
-    assert shown["failure"]["traceback"] == "*** and ***"
-    assert shown["failure"]["log_tail"] == "TOKEN=***\n***"
-    bare = overview(None, "", Failure(2, "print", "gone"), NO_RATES, 0.0)["failure"]
-    assert bare is not None
-    assert (bare["summary"], bare["rank"], bare["traceback"]) == ("gone", None, "")
-
-
-# --- What a viewer is sent
-
-
-class Looking:
-    """Where the state comes from, in a test: a number that goes up."""
+class OneJob(Source):
+    """Where the state comes from, in a test."""
 
     def __init__(self) -> None:
         self.looks = 0
         self.problem: Exception | None = None
+        self.nodes = 2
 
-    def look(self) -> list[JobReport]:
+    def jobs(self) -> list[Found]:
         self.looks += 1
         if self.problem is not None:
             raise self.problem
-        return [job_of(2)]
-
-    def describe(self, job: JobReport | None, problem: str) -> dict[str, Any]:
-        return {"look": self.looks, "job": job.job if job is not None else None, "problem": problem}
+        return [found_job(self.nodes)]
 
 
 @pytest.fixture
-def looking() -> Looking:
-    return Looking()
+def source() -> OneJob:
+    return OneJob()
 
 
 @pytest.fixture
@@ -169,21 +120,78 @@ def journal() -> Journal:
 
 
 @pytest.fixture
-def board(looking: Looking, journal: Journal) -> Board:
+def node() -> NodeState:
+    metrics = Metrics("digits", "a", Build(version="1"), workers=1, min_nodes=1, started_at_s=0.0)
+    secrets = ["s3cr3t"]
+    return NodeState(
+        "digits",
+        "a",
+        "a-1",
+        metrics,
+        lease_ttl_s=5.0,
+        clock=float,
+        wall_clock=lambda: 1000.0,
+        secrets=secrets,
+    )
+
+
+@pytest.fixture
+def board(source: OneJob, journal: Journal, node: NodeState) -> Board:
     about = {"job": "digits", "node": "a", "incarnation": "a-1", "version": "1"}
-    return Board(journal, about, looking.look, looking.describe)
+    return Board(journal, about, node, source)
 
 
 def state(board: Board) -> Any:
-    page = board.state(Request({}))
+    page = board.overview(Request({}))
     assert page.status is HTTPStatus.OK
     return json.loads(page.body)
 
 
-def test_the_state_is_read_when_a_page_asks(board: Board, looking: Looking) -> None:
-    assert looking.looks == 0
-    assert state(board)["job"] == "digits"
-    assert looking.looks == 1
+def test_the_newest_checkpoint_of_each_tier_has_its_age() -> None:
+    disk, memory = Checkpoint(12, 3.25), Checkpoint(17, None)
+    shown = as_json(job_of(3, checkpoint=disk, memory=memory))
+    assert [(node["node"], node["first_rank"], node["state"]) for node in shown["nodes"]] == [
+        ("n0", 0, "running"),
+        ("n1", 8, "running"),
+        ("n2", 16, "hidden"),
+    ]
+    assert shown["checkpoint"] == {"step": 12, "age_s": 3.25}
+    assert shown["memory"] == {"step": 17, "age_s": None}
+    assert shown["replica"] is None
+
+
+def test_the_last_failure_comes_with_its_traceback(board: Board, node: NodeState) -> None:
+    assert state(board)["failure"] is None
+    node.failure = Failure(
+        *(2, "print", "ValueError: lr < 0"),
+        node="b",
+        rank=3,
+        local_rank=1,
+        traceback="Traceback ...",
+        log_tail=("last",),
+        log_file="/l",
+    )
+    shown = state(board)["failure"]
+    assert (shown["rank"], shown["node"], shown["generation"]) == (3, "b", 2)
+    assert (shown["traceback"], shown["log_tail"], shown["log_file"]) == ("Traceback ...", "last", "/l")
+    told = replace(node.failure, traceback="hf_abcdefgh12 and s3cr3t", log_tail=("TOKEN=x1", "s3cr3t"))
+    node.failure = replace(told, summary="s3cr3t")
+    shown = state(board)
+    assert "s3cr3t" not in json.dumps(shown)
+    assert shown["failure"]["traceback"] == "*** and ***"
+    assert shown["failure"]["log_tail"] == "TOKEN=***\n***"
+    node.failure = Failure(2, "print", "gone")
+    bare = state(board)["failure"]
+    assert (bare["summary"], bare["rank"], bare["traceback"]) == ("gone", None, "")
+
+
+def test_the_state_is_read_when_a_page_asks(board: Board, source: OneJob, node: NodeState) -> None:
+    assert source.looks == 0
+    node.rate.add(-3.0, -2.0, 4, 1)
+    shown = state(board)
+    assert (shown["job"]["job"], shown["at"], shown["problem"]) == ("digits", 1000.0, "")
+    assert shown["rates"] == [[3.0, 0, 0], [2.0, 4, 1]]
+    assert source.looks == 1
 
 
 @pytest.mark.parametrize(
@@ -197,12 +205,13 @@ def test_the_state_is_read_when_a_page_asks(board: Board, looking: Looking) -> N
     ],
 )
 def test_what_fails_while_it_looks_is_shown_and_ends_nothing(
-    board: Board, looking: Looking, problem: Exception, shown: str
+    board: Board, source: OneJob, problem: Exception, shown: str
 ) -> None:
-    looking.problem = problem
-    assert state(board)["problem"] == shown
-    looking.problem = None
-    assert state(board)["job"] == "digits"
+    source.problem = problem
+    found = state(board)
+    assert (found["job"], found["problem"]) == (None, shown)
+    source.problem = None
+    assert state(board)["job"]["job"] == "digits"
 
 
 def test_events_are_given_from_a_number_on(board: Board, journal: Journal) -> None:

@@ -190,7 +190,7 @@ def test_http_answers_while_the_store_is_looked_for(
         monkeypatch.setattr(life, name, lambda *_: None)
     agent.listeners = cast(Listeners, SimpleNamespace(http=None, store=None))
     agent.node = cast(Node, SimpleNamespace(run_dir=None))
-    monkeypatch.setattr(life, "board_of", lambda agent: SimpleNamespace(events=None, state=None))
+    monkeypatch.setattr(life, "board_of", lambda agent: SimpleNamespace(events=None, overview=None))
     monkeypatch.setattr(life, "_check", lambda *_: order.append("checks"))
     monkeypatch.setattr(life, "HealthServer", Served)
     monkeypatch.setattr(life, "_find_store", find)

@@ -19,7 +19,7 @@ from elastic_agent.agent.commands.runs.report import (
     lines,
     report_of,
 )
-from elastic_agent.agent.observability.goodput import Activity
+from elastic_agent.agent.observability.training_account import Activity
 from elastic_agent.agent.output.journal import JobEvent, Kind
 
 EPOCH = 1_000_000.0
@@ -81,13 +81,13 @@ def failing_once() -> Journal:
     a.begin(0.0)
     a.spend(waiting=5.0)
     a.note(Kind.WORLD, 1, cause="start", counts={"nodes": 1, "workers": 2})
-    a.note(Kind.WORKERS_STARTED)
+    a.note(Kind.LOAD)
     a.spend(start=1.0, init=3.0)
     a.spend(productive=60.0)
     a.note(Kind.FAILURE, rank=1, about="a", cause="killed")
     a.spend(detect=0.5, stop=1.0, rendezvous=0.5)
     a.note(Kind.WORLD, 2, cause="killed", about="a", counts={"nodes": 1, "workers": 2})
-    a.note(Kind.WORKERS_STARTED)
+    a.note(Kind.LOAD)
     a.spend(start=1.0, init=3.0, load=2.0, first_step=1.0)
     a.note(
         Kind.RECOVERY,
@@ -386,7 +386,7 @@ def any_journals(draw: st.DrawFn) -> list[Journal]:
             node.begin(at)
             for _ in range(draw(st.integers(0, 6))):
                 generation = node._generation + draw(st.integers(0, 1))
-                kind = draw(st.sampled_from([Kind.WORLD, Kind.DRAIN, Kind.WORKERS_STARTED, Kind.FAILURE]))
+                kind = draw(st.sampled_from([Kind.WORLD, Kind.DRAIN, Kind.LOAD, Kind.FAILURE]))
                 node.note(kind, generation, about=f"node{number}", cause=draw(st.sampled_from(["", "lost"])))
                 node.note(Kind.SAVE, seconds={"blocked": draw(SECONDS)})
                 spent: Mapping[str, float] = draw(

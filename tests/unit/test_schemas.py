@@ -111,12 +111,12 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "status pages": (
-        8,
+        9,
         {
             "NodeStatus": (
-                "job node incarnation version agent_age_s state waiting_for coordinates world phase phase_s "
-                "generation workers running_s step step_age_s checkpoint memory replica lease_age_s "
-                "lease_ttl_s max_restarts backoff_s notice notice_s checks partners_unreachable"
+                "node incarnation state waiting_for coordinates world phase phase_s "
+                "generation workers step step_age_s checkpoint memory replica lease_age_s "
+                "lease_ttl_s backoff_s notice notice_s checks partners_unreachable"
             ),
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",

@@ -220,7 +220,7 @@ def test_json_is_a_document_also_when_there_is_nothing(
     through(EMPTY)
     assert main(["status", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["schema"], document["problem"]) == (2, None)
+    assert (document["schema"], document["problem"]) == (3, None)
     assert [job["job"] for job in document["jobs"]] == ["digits"]
     through(NO_JOB)
     assert main(["status", "--json"]) == 67

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.observability.status import (
@@ -18,11 +19,13 @@ from elastic_agent.agent.observability.status import (
     STATUS_PAGE,
     Checkpoint,
     JobStatus,
+    NodeState,
     NodeStatus,
-    StatusPages,
     job_page,
 )
 from elastic_agent.codec import Invalid
+from elastic_agent.health.checks.finding import Finding, Outcome
+from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import (
     MAX_TEXT,
@@ -31,6 +34,7 @@ from elastic_agent.rendezvous.records import (
     Endpoint,
     Failure,
     Introduction,
+    Limits,
     NodeRecord,
     Phase,
     Restarts,
@@ -38,14 +42,12 @@ from elastic_agent.rendezvous.records import (
     line_up,
 )
 from elastic_agent.rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, Exclusion
+from elastic_agent.rendezvous.statements.paces import Comparison, Paces, Straggler
 from elastic_agent.worker.wire.messages import LoadReport, SaveReport
 
 STATUS = NodeStatus(
-    job="digits",
     node="a",
     incarnation="a-1",
-    version="0.1.0",
-    agent_age_s=20.0,
     state="running",
     waiting_for="",
     coordinates=True,
@@ -54,7 +56,6 @@ STATUS = NodeStatus(
     phase_s=4.5,
     generation=3,
     workers=2,
-    running_s=4.0,
     step=17,
     step_age_s=0.5,
     checkpoint=Checkpoint(12, 3.25),
@@ -62,7 +63,6 @@ STATUS = NodeStatus(
     replica=None,
     lease_age_s=0.25,
     lease_ttl_s=5.0,
-    max_restarts=None,
     backoff_s=0.0,
     notice="",
     notice_s=None,
@@ -102,8 +102,8 @@ JOB = JobStatus("digits", WORLD, NODES, "a", complete=True)
     "status",
     [
         STATUS,
-        replace(STATUS, phase_s=None, running_s=None, step_age_s=None, lease_age_s=None, checkpoint=None),
-        replace(STATUS, max_restarts=3, checkpoint=Checkpoint(12, None)),
+        replace(STATUS, phase_s=None, step_age_s=None, lease_age_s=None, checkpoint=None),
+        replace(STATUS, checkpoint=Checkpoint(12, None)),
     ],
 )
 def test_a_status_comes_back_as_it_was(status: NodeStatus) -> None:
@@ -141,20 +141,20 @@ def test_no_secret_is_on_the_pages_that_a_failure_has_in_its_text() -> None:
         restarts=Restarts(1, fingerprint=failure.fingerprint),
         exclusions=(excluded,),
     )
-    pages = StatusPages(
-        "digits", "b", "b-1", "1", lease_ttl_s=5.0, max_restarts=3, clock=lambda: 0.0, secrets={CANARY}
+    node = NodeState(
+        "digits", "b", "b-1", new_metrics(), lease_ttl_s=5.0, clock=float, wall_clock=float, secrets={CANARY}
     )
     waiting_for = f"excluded: {excluded.reason}"
-    pages.update(NodeSnapshot("b", "b-1", world=world, waiting_for=waiting_for), None, "joining", 0.0)
-    assert CANARY not in pages.job() + pages.node()
-    shown = JOB_PAGE.decode(pages.job()).world
+    node.update(NodeSnapshot("b", "b-1", world=world, waiting_for=waiting_for), None, "joining")
+    assert CANARY not in node.job() + node.node()
+    shown = JOB_PAGE.decode(node.job()).world
     assert shown is not None
     assert shown.cause.detail == "exit code 1: ValueError: *** is no number"
     found = shown.cause.failure
     assert found is not None
     assert found.summary == shown.cause.detail
     assert shown.exclusions[0].reason == f"its workers failed: {shown.cause.detail}"
-    assert status_of(pages).waiting_for == f"excluded: its workers failed: {shown.cause.detail}"
+    assert status_of(node).waiting_for == f"excluded: its workers failed: {shown.cause.detail}"
 
 
 def test_nor_in_the_answer_to_who_asks_whether_an_excluded_node_is_ready() -> None:
@@ -178,16 +178,10 @@ HOSTILE: list[tuple[str, Any]] = [
     ("v", SCHEMA + 1),
     ("v", True),
     ("v", None),
-    ("job", "a job"),
-    ("job", "x" * 129),
     ("node", "\x1b[2J"),
+    ("node", "a node"),
+    ("node", "x" * 129),
     ("incarnation", None),
-    ("version", "v" * 65),
-    ("agent_age_s", None),
-    ("agent_age_s", -1),
-    ("agent_age_s", "1"),
-    ("agent_age_s", float("nan")),
-    ("agent_age_s", float("inf")),
     ("state", "run ning"),
     ("waiting_for", "x" * 4097),
     ("waiting_for", 7),
@@ -198,7 +192,6 @@ HOSTILE: list[tuple[str, Any]] = [
     ("generation", 1.5),
     ("generation", 2**63),
     ("workers", 4097),
-    ("running_s", []),
     ("step", "17"),
     ("step_age_s", {}),
     ("checkpoint", []),
@@ -207,9 +200,11 @@ HOSTILE: list[tuple[str, Any]] = [
     ("checkpoint", {"step": 1, "age_s": "old"}),
     ("lease_age_s", False),
     ("lease_ttl_s", None),
-    ("max_restarts", -1),
-    ("max_restarts", "auto"),
     ("backoff_s", None),
+    ("backoff_s", -1),
+    ("backoff_s", "1"),
+    ("backoff_s", float("nan")),
+    ("backoff_s", float("inf")),
     ("notice", None),
     ("notice_s", "soon"),
     ("partners_unreachable", "c"),
@@ -299,20 +294,27 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def pages(clock: Clock) -> StatusPages:
-    return StatusPages("digits", "a", "a-1", "0.1.0", lease_ttl_s=5.0, max_restarts=3, clock=clock)
+def metrics() -> Metrics:
+    return new_metrics()
 
 
-def status_of(pages: StatusPages) -> NodeStatus:
-    return STATUS_PAGE.decode(pages.node())
+@pytest.fixture
+def node(metrics: Metrics, clock: Clock) -> NodeState:
+    """Its machine's monotonic clock shows 900 s less than the one on the wall."""
+    return NodeState(
+        "digits", "a", "a-1", metrics, lease_ttl_s=5.0, clock=clock, wall_clock=lambda: clock() + 900.0
+    )
 
 
-def test_before_it_has_found_the_store_an_agent_waits_for_it(pages: StatusPages, clock: Clock) -> None:
-    clock.now += 2.0
-    status = status_of(pages)
-    assert (status.state, status.waiting_for, status.agent_age_s) == ("init", "the rendezvous store", 2.0)
+def status_of(node: NodeState) -> NodeStatus:
+    return STATUS_PAGE.decode(node.node())
+
+
+def test_before_it_has_found_the_store_an_agent_waits_for_it(node: NodeState) -> None:
+    status = status_of(node)
+    assert (status.state, status.waiting_for) == ("init", "the rendezvous store")
     assert (status.generation, status.checkpoint, status.lease_age_s, status.phase_s) == (0, None, None, None)
-    assert JOB_PAGE.decode(pages.job()) == JobStatus("digits", None, (), None, complete=False)
+    assert JOB_PAGE.decode(node.job()) == JobStatus("digits", None, (), None, complete=False)
 
 
 def saved(step: int, result: Any = "ok") -> SaveReport:
@@ -339,19 +341,109 @@ def loaded(step: int, result: Any = "ok") -> LoadReport:
     ids=lambda value: str(value) if isinstance(value, Checkpoint) else None,
 )
 def test_the_checkpoint_is_the_one_to_go_on_from(
-    pages: StatusPages, clock: Clock, reports: list[Any], expected: Checkpoint | None
+    node: NodeState, clock: Clock, reports: list[Any], expected: Checkpoint | None
 ) -> None:
     for report in reports:
-        pages.reported(report, clock())
+        node.reported(report, clock())
         clock.now += 1.0
-    assert status_of(pages).checkpoint == expected
+    assert status_of(node).checkpoint == expected
 
 
-def test_a_step_is_as_old_as_its_end_and_no_checkpoint(pages: StatusPages, clock: Clock) -> None:
-    pages.reported(saved(5), clock())
+def test_a_step_is_as_old_as_its_end_and_no_checkpoint(node: NodeState, clock: Clock) -> None:
+    node.reported(saved(5), clock())
     for step in (7, 8):
-        pages.stepped(step, clock() - 0.25)
+        node.stepped(step, clock() - 0.25)
         clock.now += 1.5
-    status = status_of(pages)
+    status = status_of(node)
     assert (status.step, status.step_age_s) == (8, 1.75)
     assert status.checkpoint == Checkpoint(5, 3.0)
+
+
+# ---------------------------------------------------------------- the same in numbers
+
+
+def new_metrics() -> Metrics:
+    return Metrics("digits", "a", Build(version="1"), workers=2, min_nodes=1, started_at_s=0.0)
+
+
+def shown(node: NodeState) -> dict[str, float]:
+    """The gauges of `/metrics`, by name and the value of their label, if they have one."""
+    found = {}
+    for family in text_string_to_metric_families(node.metrics().decode()):
+        for sample in family.samples if family.type == "gauge" else ():
+            label = [value for name, value in sample.labels.items() if name not in ("run_id", "node")]
+            found[":".join((sample.name.removeprefix("elastic_agent_"), *label))] = sample.value
+    return found
+
+
+def test_levels_are_what_the_node_knows_when_it_is_asked(node: NodeState, clock: Clock) -> None:
+    excluded = Exclusion("a", "a-0", "exception", "its workers failed")
+    world = replace(WORLD, exclusions=(excluded,), limits=Limits(1, 4, 1.0, 3), restarts=Restarts(2))
+    seen = NodeSnapshot(
+        "a", "a-1", world=world, known_nodes=NODES[:1], coordinates=True, confirmed_at=98.0, backoff_s=1.5
+    )
+    node.update(seen, None, "running")
+    node.started, node.trains = world, True
+    node.stepped(17, clock() - 0.5)
+    node.reported(saved(12), clock())
+    node.hangs = "watching", 60.0
+    node.partners_unreachable = ("b",)
+    node.findings = (Finding("gpu-ecc", Outcome.FAIL, "errors", "replace it"),)
+    clock.now += 1.0
+    expected = {
+        "state:init": 0,
+        "state:running": 1,
+        "coordinator": 1,
+        "lease_age_seconds": 3.0,
+        "backoff_seconds": 1.5,
+        "node_excluded": 1,
+        "rendezvous_generation": 3,
+        "world_size": 4,
+        "group_world_size": 2,
+        "restart_budget_remaining:failure": 1,
+        "nodes:active": 2,
+        "nodes:standby": 0,
+        "nodes:waiting": 0,
+        "nodes:lost": 1,
+        "step": 17,
+        "last_step_timestamp_seconds": 999.5,
+        "checkpoint_last_step:local": 12,
+        "checkpoint_last_success_timestamp_seconds:local": 1000.0,
+        "hang_detector_state:watching": 1,
+        "hang_detector_state:off": 0,
+        "hang_timeout_seconds": 60.0,
+        "replica_partners_unreachable": 1,
+        "check_outcome:gpu-ecc": 2,
+    }
+    assert {name: value for name, value in shown(node).items() if name in expected} == expected
+    node.trains = False
+    node.update(replace(seen, coordinates=False, confirmed_at=None), None, "stopping")
+    now = shown(node)
+    assert [now[name] for name in ("rendezvous_generation", "world_size", "group_world_size")] == [3, 0, 0]
+    assert [now.get(f"nodes:{state}") for state in ("active", "standby", "lost")] == [2, None, None]
+    assert (now["state:stopping"], now["state:running"], now["coordinator"]) == (1, 0, 0)
+    assert "lease_age_seconds" not in now
+
+
+def test_what_is_not_known_is_no_level(node: NodeState) -> None:
+    """0 is a claim, too."""
+    now = shown(node)
+    assert now["state:init"] == 1
+    assert (now["rendezvous_generation"], now["world_size"], now["nodes:active"]) == (0, 0, 0)
+    unknown = "step", "last_step", "restart_budget", "lease_age", "hang_timeout", "replica", "checkpoint"
+    assert [name for name in now if name.startswith((*unknown, "check_outcome", "nodes:lost"))] == []
+
+
+def test_the_paces_are_those_of_this_node_s_ranks(node: NodeState) -> None:
+    slow = Comparison(3, 200_000, (Straggler("b", 3, 280_000), Straggler("a", 1, 280_000)))
+    paces = Paces(3, 20, 300_000, (210_000, 280_000))
+    seen = NodeSnapshot("a", "a-1", world=WORLD, comparison=slow, paces=paces)
+    node.update(seen, None, "running")
+    now = shown(node)
+    assert [now[f"step_time_skew_ratio:{rank}"] for rank in (0, 1)] == [1.05, 1.4]
+    assert [now[f"straggler:{rank}"] for rank in (0, 1)] == [0, 1]
+    for other in (replace(seen, comparison=None), replace(seen, paces=replace(paces, generation=2))):
+        node.update(other, None, "running")
+        now = shown(node)
+        assert [now.get(f"step_time_skew_ratio:{rank}") for rank in (0, 1)] == [None, None]
+        assert [now[f"straggler:{rank}"] for rank in (0, 1)] == [0, 0]

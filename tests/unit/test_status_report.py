@@ -18,6 +18,7 @@ from elastic_agent.rendezvous.records import (
     CauseKind,
     Endpoint,
     Failure,
+    Limits,
     NodeRecord,
     Phase,
     Restarts,
@@ -223,17 +224,17 @@ def test_without_an_answer_the_step_is_the_one_in_the_store() -> None:
     ("limit", "left", "fruitless_left"), [(None, None, 2), (5, 3, None), (2, 0, None), (1, 0, None)]
 )
 def test_restarts_left(limit: int | None, left: int | None, fruitless_left: int | None) -> None:
-    restarts = made(answers={"a-1": status("a", max_restarts=limit)}).restarts
+    restarts = made(found(replace(THREE, limits=Limits(1, 4, 0.0, limit)))).restarts
     assert (restarts.failures, restarts.left, restarts.fruitless_left) == (2, left, fruitless_left)
 
 
 def test_the_coordinator_speaks_for_the_job() -> None:
     answers = {
-        "a-1": status("a", workers=0, waiting_for="2 more nodes", max_restarts=7, backoff_s=1.5),
+        "a-1": status("a", workers=0, waiting_for="2 more nodes", backoff_s=1.5),
         "b-1": status("b", workers=0, waiting_for="a coordinates"),
     }
     job = made(found(STOPPING), answers)
-    assert (job.waiting_for, job.restarts.limit, job.restarts.backoff_s) == ("2 more nodes", 7, 1.5)
+    assert (job.waiting_for, job.restarts.backoff_s) == ("2 more nodes", 1.5)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,6 @@ def test_a_job_that_has_no_world_yet_to_the_line() -> None:
         == """\
 job digits: waiting for its first world
   waiting      1 of 2 nodes is here
-  restarts     0 failures so far; gives up after 3 more without progress
   source       agent 10.0.0.1:9100
 
 NODE  RANKS  STATE    STEP  CHECKPOINT  LEASE  AGENT
@@ -386,7 +386,7 @@ def test_a_job_that_has_ended_names_its_result() -> None:
             "! rank 3 on node b is slower than the others, which wait for it: it works 0.075 s for a step, 0.05 s "
             "are usual (50% more)",
         ),
-        (made(answers={"a-1": status("a", max_restarts=5)}), "2 failures so far, 3 left of 5"),
+        (made(found(replace(THREE, limits=Limits(1, 4, 0.0, 5)))), "2 failures so far, 3 left of 5"),
         (made(answers={"a-1": status("a", backoff_s=2.0)}), "the next start waits 2.0 s"),
         (made(found(nodes=(A, replace(B, leaving=True), C))), "running, leaving"),
     ],

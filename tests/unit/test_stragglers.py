@@ -17,6 +17,8 @@ from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, NodeRec
 from elastic_agent.rendezvous.statements.paces import Paces
 from elastic_agent.worker.wire.shared_progress import KEPT_TIMES, OWN_COUNT, OWN_TIMES, STEP, STEPPED_AT
 
+from .bench import Bench, Peer
+
 SLOW = 1.4
 
 
@@ -231,3 +233,44 @@ def test_a_world_that_does_not_train_has_no_stragglers() -> None:
     nodes = records((200_000,), (280_000,))
     assert compare(watched, replace(world_of(nodes), phase=Phase.STOPPING), nodes) == Watched()
     assert compare(watched, replace(world_of(nodes), generation=4), nodes).named == frozenset()
+
+
+# ---------------------------------------------------------------- from node to node
+
+
+def pace(bench: Bench, peers: list[Peer], slow_us: int, report: int) -> None:
+    for peer in (one for one in peers if one.generation):
+        own_us = slow_us if peer is peers[1] else 200_000
+        peer.part.workers_paced(Paces(peer.generation, 10 * report, 300_000, (200_000, own_us)))
+    bench.settle()
+
+
+def named(peer: Peer) -> list[tuple[str, int]]:
+    peer.part.take_snapshot(0, "", 0.0)
+    comparison = peer.part.snapshot.comparison
+    return [(one.node, one.rank) for one in comparison.stragglers] if comparison is not None else []
+
+
+def test_every_node_learns_who_is_slow() -> None:
+    bench = Bench()
+    peers = bench.joined("a", "b")
+    world = bench.world()
+    assert world is not None
+    rank = next(member.first_rank + 1 for member in world.members if member.node == "b")
+    for report in range(1, 11):
+        pace(bench, peers, 200_000, report)
+    assert [named(peer) for peer in peers] == [[], []]
+    for report in range(11, 21):
+        pace(bench, peers, 280_000, report)
+    assert [named(peer) for peer in peers] == [[("b", rank)]] * 2
+
+
+def test_a_report_is_one_write_and_a_comparison_travels_with_the_coordinator_s() -> None:
+    """But for a change of who is named."""
+    bench = Bench()
+    peers = bench.joined("a", "b")
+    pace(bench, peers, 200_000, 1)
+    before = [len(peer.asked) for peer in peers]
+    for report in range(2, 12):
+        pace(bench, peers, 200_000, report)
+    assert [len(peer.asked) - one for peer, one in zip(peers, before, strict=True)] == [10, 10]

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...observability.goodput import BEGUN, PHASES, Activity
+from ...observability.training_account import BEGUN, PHASES, Activity
 from ...output.journal import JobEvent, Kind
 
 
