@@ -152,7 +152,7 @@ class LocalNode:
         traits = {
             "MTU": f"{choice.mtu}",
             "link speed": f"{choice.speed_mbps} Mbit/s" if choice.speed_mbps else "",
-            "number of RDMA ports": f"{len(choice.rdma)}",
+            "number of RDMA ports": f"{len(choice.rdma_ports)}",
             "address family": choice.family,
             "version of elastic-agent": __version__,
             "version of Python": platform.python_version(),

@@ -22,7 +22,6 @@ from ..common.variables import USER, Variable, settle
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.load import read_argv
 from ..configuration.parse import Group, Source
-from ..machine.devices import backend_fact
 from ..machine.inventory import Machine, prepare
 from ..machine.network import NotReady
 from ..output.log_files import FLIGHT_RECORDS, run_folder
@@ -31,9 +30,8 @@ from ..workers.environment import WorkerPlace, chosen_variables, worker_env
 _USAGE = """\
 usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]
 
-Prints the variables that you or the agent choose for a worker, each with its value, who chose it and why, and before
-them the backend that elastic_agent.worker.init_process_group takes where the script names none. Starts
-nothing; --json prints a list of objects, of the variables alone. docs/tuning.md explains how to use it.
+Prints the variables that you or the agent choose for a worker, each with its value, who chose it and why. Starts
+nothing; --json prints a list of objects. docs/tuning.md explains how to use it.
 """
 
 OWN_OPTIONS = Group("explain-env")
@@ -83,11 +81,10 @@ def main(words: Sequence[str]) -> int:
     if isinstance(machine.network, NotReady):
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
     rows = explain(resolved.config, machine, environ)
-    backend = backend_fact(machine.inventory.cuda, machine.software)
     if command_line[JSON].value:
         print(json.dumps([asdict(row) for row in rows], indent=2), flush=True)
     else:
-        print("\n".join([f"# backend: {backend}", *_lines(rows)]), flush=True)
+        print("\n".join(_lines(rows)), flush=True)
     return ExitCode.SUCCESS
 
 

@@ -106,7 +106,7 @@ NOTICE: Option[NoticeSource] = STOPPING.option(
     ),
     "who says that this machine goes away, as spot machines do: then the node leaves by plan, within the time there is."
     " auto: the metadata server of the cloud that the firmware names (aws, gcp or azure), none elsewhere."
-    " A file that is there is a notice; its contents are seconds or an instant (Unix time, RFC 3339), else 30 s",
+    " A file that is there is a notice; its contents are seconds or an instant (RFC 3339), else 30 s",
     metavar="SOURCE",
     default="auto",
 )

@@ -18,10 +18,9 @@ here.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,9 +36,6 @@ from ..workers.processes.workers import job_python
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 BY_ADDRESS = "PCI_BUS_ID"
-
-OTHER_DRIVERS = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
-"""Entries of /dev that show devices which are not counted here (AMD, WSL, Jetson), but obey the same variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +83,8 @@ def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Pa
     addresses = [gpu.address if by_address else None for gpu in installed]
     indices = [Device(str(index), address) for index, address in enumerate(addresses)]
     listed = environ.get(VISIBLE)
-    if listed is None:
+    if listed is None or not installed:  # devices of another make obey the same variable
         return Inventory(tuple(indices), cpus)
-    if not installed and any((dev / name).exists() for name in OTHER_DRIVERS):
-        return Inventory((), cpus)
     return Inventory(_visible(listed, installed, indices), cpus)
 
 
@@ -240,7 +234,7 @@ def _visible(listed: str, installed: Sequence[_Gpu], indices: Sequence[Device]) 
         device = _device(entry.strip(), installed, indices)
         if device is None or device.nvml_name in cuda:
             names = [device.entry for device in indices], [gpu.uuid for gpu in installed if gpu.uuid]
-            there = ", ".join(name for group in names for name in group) or "it has no CUDA device"
+            there = ", ".join(name for group in names for name in group)
             raise _wrong(
                 VISIBLE,
                 listed,
@@ -255,7 +249,7 @@ def _device(entry: str, installed: Sequence[_Gpu], indices: Sequence[Device]) ->
     """None if there is no such device for sure. Only the driver knows the uuids of MIG devices, and of unused GPUs."""
     if entry.isdecimal():
         return indices[int(entry)] if int(entry) < len(indices) else None
-    if entry.startswith("MIG-") and installed:
+    if entry.startswith("MIG-"):
         return Device(entry, installed[0].address if len(installed) == 1 else None)
     if not entry.startswith("GPU-"):
         return None
@@ -269,20 +263,6 @@ def _device(entry: str, installed: Sequence[_Gpu], indices: Sequence[Device]) ->
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _NAMES = ("torch", *_NCCL)
-
-ASKING_S = 10.0
-"""How long another interpreter may take to list what it has installed."""
-
-_PROGRAM = """
-import importlib.metadata, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,45 +287,11 @@ CURRENT = Software()
 
 
 def find_software(environ: Mapping[str, str]) -> Software:
-    """Of the interpreter that runs the workers. Never raises: what cannot be read is unknown."""
-    python = job_python(environ)
-    found = _installed_here() if python == sys.executable else _installed_at(python)
-    return Software(found.get("torch"), next((found[name] for name in _NCCL if name in found), None))
-
-
-def backend_fact(cuda: Sequence[Device], software: Software) -> str:
-    """The sentence on the backend that is expected where the script names none.
-
-    The workers' `init_process_group` decides, by the accelerator that torch finds; here only CUDA devices are known.
-    """
-    if not cuda:
-        return "gloo is expected: no CUDA device"
-    listed = f"CUDA {_devices(','.join(device.entry for device in cuda), len(cuda))}"
-    if not software.has_nccl:
-        return f"gloo is expected: {software} cannot use {listed}"
-    return f"nccl is expected, because of {listed}"
-
-
-def _installed_here() -> dict[str, str]:
+    """Of this interpreter, where it is the one that runs the workers; else nothing is known."""
+    if job_python(environ) != sys.executable:
+        return CURRENT
     found = {}
     for name in _NAMES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            pass
-    return found
-
-
-def _installed_at(python: str) -> dict[str, str]:
-    try:
-        answer = subprocess.run(
-            [python, "-c", _PROGRAM, *_NAMES],
-            stdin=subprocess.DEVNULL,  # the agent's is for its workers
-            capture_output=True,
-            timeout=ASKING_S,
-            check=True,
-        )
-        found = json.loads(answer.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return {}
-    return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    return Software(found.get("torch"), next((found[name] for name in _NCCL if name in found), None))

@@ -1,4 +1,5 @@
 """This machine as it was found, and what follows from it for this job: examined once, before anything is started.
+What settings name here (folders, memory, the program of the workers) is found wanting at once, and not hours later.
 
 `resolve` checks the settings by themselves; here they meet the machine, and `prepare` does both. Each folder and module
 that finds something out (devices, network, ...) has a step in `inspect_machine`: it returns what it decided, or raises
@@ -10,17 +11,28 @@ Invariant: nothing is started, opened or changed here; two calls on the same mac
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TypeVar
 
 from ...health.checks.finding import NodeNeeds
-from ..checkpoints.folder import describe_folder
+from ..checkpoints.folder import SHARED_MEMORY, describe_folder
+from ..common.exits import NoTemporaryDirectory
+from ..common.folders import own_path
 from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
 from ..configuration.settings import Settings
 from ..configuration.stopping import ladder
+from ..configuration.values import Command
+from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
+from ..workers.processes.workers import job_python
 from .affinity import CpuShare, probe_cpus, share
 from .devices import (
     CURRENT,
@@ -28,15 +40,12 @@ from .devices import (
     Inventory,
     PinnedDevices,
     Software,
-    backend_fact,
     find_software,
     pin,
     probe,
     resolve_workers,
 )
-from .interfaces import TCP, Profile, choose_profile, rdma_ports
 from .network import Network, NotReady, discover_network
-from .preflight import check_resources, check_target
 
 T = TypeVar("T")
 
@@ -54,7 +63,6 @@ class Machine:
     network: Network | NotReady
     facts: tuple[str, ...] = ()
     software: Software = CURRENT
-    profile: Profile = TCP
 
     @property
     def workers(self) -> int:
@@ -100,7 +108,6 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     problems: list[Problem] = []
     inventory = _ask(lambda: probe(environ), problems)
     pinned = _ask(lambda: _pinned(config, inventory), problems) if inventory is not None else None
-    profile = choose_profile(rdma_ports())
     network = _ask(lambda: discover_network(config), problems)
     if resources:
         _ask(lambda: check_resources(config, environ), problems)
@@ -114,12 +121,10 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
     facts = (
         *_device_facts(environ, inventory, pinned, shares),
         _network_fact(config, network),
-        f"network profile {profile.transport}: {profile.reason}",
         f"workers use {software}",
-        f"backend: {backend_fact(inventory.cuda, software)}",
         f"timeouts of training: {ladder(config.timeouts)}",
     )
-    return Machine(inventory, pinned, shares, network, facts, software, profile)
+    return Machine(inventory, pinned, shares, network, facts, software)
 
 
 def needs_of(config: Config, machine: Machine) -> NodeNeeds:
@@ -134,7 +139,7 @@ def needs_of(config: Config, machine: Machine) -> NodeNeeds:
         interface=choice.interface if choice is not None else "",
         address=choice.address if choice is not None else "",
         gpus=machine.gpus,
-        rdma=bool(machine.profile.ports and machine.inventory.cuda),
+        rdma=bool(machine.inventory.cuda and choice is not None and choice.rdma_ports),
     )
 
 
@@ -179,3 +184,81 @@ def _network_fact(config: Config, network: Network | NotReady) -> str:
     if isinstance(network, Network):
         return f"network: {network.choice}"
     return f"network: it would wait for {network.missing}: {network.advice}"
+
+
+# --- What settings name here
+
+
+def check_resources(config: Config, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError with all that cannot work."""
+    problems = [
+        *_log_dir(config.logs.given_directory),
+        *_memory(config.memory_checkpoints),
+        *_run_directory(environ),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _log_dir(directory: Path | None) -> Iterator[Problem]:
+    if directory is None:
+        return
+    there = directory.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir():
+        found = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        found = f"this user may not write to {there}"
+    else:
+        return
+    expected = f"a folder that is there or can be made, but {found}"
+    yield Problem("--log-dir", str(directory), expected, "name another, or leave it out", here=True)
+
+
+def _memory(limit: int | None) -> Iterator[Problem]:
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return  # there is none, and then the agent goes on without
+    room = found.f_blocks * found.f_frsize
+    if limit is not None and limit > room:
+        given = f"{limit / 2**30:g}GiB"
+        expected = f"at most what {SHARED_MEMORY} holds, {room / 2**30:.1f} GiB"
+        advice = "lower it, or make that larger (Docker: --shm-size, the chart: sharedMemory)"
+        yield Problem("--memory-checkpoints", given, expected, advice, here=True)
+
+
+def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
+    if run_directory_parent(environ) is None:
+        expected = f"a folder that takes a new file now, of at most {MAX_PARENT_BYTES} bytes, for the agent's sockets"
+        advice = "name one in TMPDIR"
+        try:
+            own_path("")
+        except NoTemporaryDirectory as error:
+            advice = str(error)
+        yield Problem("TMPDIR", environ.get("TMPDIR"), expected, advice, here=True)
+
+
+def check_target(command: Command, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError: no restart helps what is not there."""
+    if command.kind == "binary" and shutil.which(command.target, path=environ.get("PATH")) is None:
+        found = "this file may not be run" if os.path.isfile(command.target) else "there is none of this name"
+        expected = f"a program that exists and may be run, but {found}"
+        advice = f"check its name and PATH, or write its path, seen from {os.getcwd()}"
+        raise ConfigError([Problem("--no-python", command.target, expected, advice)])
+    ours = job_python(environ) == sys.executable
+    if command.kind == "module" and ours and (missing := _missing(command.target.partition(".")[0])):
+        advice = (
+            f"check its name; Python looks in {os.getcwd()}, in PYTHONPATH and among what is installed for it"
+        )
+        raise ConfigError([Problem("-m", command.target, f"a module, but {missing}", advice)])
+
+
+def _missing(package: str) -> str:
+    """What is not there; empty when it is, or when that is not certain."""
+    try:
+        spec = importlib.util.find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])
+    except (ImportError, ValueError, AttributeError):
+        return ""
+    return f"there is no module {package!r}" if spec is None else ""

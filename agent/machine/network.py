@@ -8,6 +8,8 @@ default route, then the fastest interface that is up. What is only missing for n
 that is not there) is `NotReady`, for which `wait_for_network` waits; what can never work is a `ConfigError`. Nothing is
 opened or changed.
 
+Links and addresses come from getifaddrs, which NCCL and gloo read, too; RDMA ports from sysfs.
+
 Words: *plumbing* is an interface that joins containers or machines of this host, and is alike on every node; it is
 taken only by name. A *tunnel* is taken by name, or where a route leads.
 """
@@ -22,24 +24,22 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
 
 from ...rendezvous.records import Endpoint
 from ..common.exits import CannotStart, ExitCode
 from ..common.variables import Variable
 from ..configuration.config import Config, ConfigError, Problem
-from .interfaces import (
-    GLOO_SOCKET_IFNAME,
-    IP,
-    NCCL_SOCKET_FAMILY,
-    NCCL_SOCKET_IFNAME,
-    TP_SOCKET_IFNAME,
-    Interface,
-    RdmaPort,
-    interfaces,
-    rdma_ports,
-)
+from ..workers.processes.proc import read
 
 log = logging.getLogger(__name__)
+
+IP: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+Address: TypeAlias = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+"""One of an interface, with its subnet."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -60,6 +60,75 @@ TUNNELS = ("wg", "tun", "tap", "ppp", "zt", "utun", "nebula", "gre", "ipip")
 MOST_LISTED = 12
 
 
+# --- What there is
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """`up`: switched on, with a carrier. `speed_mbps` is None where the kernel does not know it."""
+
+    name: str
+    up: bool
+    addresses: tuple[Address, ...] = ()
+    mtu: int = 1500
+    speed_mbps: int | None = None
+
+    @property
+    def loopback(self) -> bool:
+        return any(address.is_loopback for address in self.addresses)
+
+    @property
+    def plumbing(self) -> bool:
+        return self.name.startswith(PLUMBING)
+
+    @property
+    def state(self) -> str:
+        """For people, as what there is to choose from."""
+        addresses = ", ".join(str(address.ip) for address in self.addresses)
+        return f"{self.name} ({addresses or 'no address'}{'' if self.up else ', down'})"
+
+
+@dataclass(frozen=True, slots=True)
+class HostNetwork:
+    """What was found. `routed` and `default` are this node's source addresses: towards the store, and on the default
+    route; None without such a route. `rdma`: the ACTIVE ports, as NCCL names them."""
+
+    interfaces: tuple[Interface, ...]
+    routed: str | None = None
+    default: str | None = None
+    rdma: tuple[str, ...] = ()
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """In the kernel's order; none where it does not answer (systemd: RestrictAddressFamilies without AF_NETLINK)."""
+    try:
+        listed, links = psutil.net_if_addrs(), psutil.net_if_stats()
+    except OSError:
+        return ()
+    addresses: dict[str, list[Address]] = {}
+    for label, found in listed.items():
+        name = label.partition(":")[0]  # eth0:1 is a second address of eth0
+        for one in found:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                ip = _ip(one.address)
+                prefix = int(_ip(one.netmask)).bit_count() if one.netmask else ip.max_prefixlen
+                addresses.setdefault(name, []).append(ipaddress.ip_interface((ip, prefix)))
+    return tuple(
+        Interface(name, link.isup, tuple(addresses.get(name, ())), link.mtu, link.speed or None)
+        for name, link in links.items()
+    )
+
+
+def rdma_ports(sys: Path = Path("/sys")) -> tuple[str, ...]:
+    """The ACTIVE ones: InfiniBand, RoCE or another RDMA device's."""
+    ports = sys.glob("class/infiniband/*/ports/*")
+    active = (port for port in ports if read(port / "state").endswith("ACTIVE"))  # "4: ACTIVE"
+    return tuple(sorted(f"{port.parents[1].name}:{port.name}" for port in active))
+
+
+# --- The choice
+
+
 @dataclass(frozen=True, slots=True)
 class NetworkRequest:
     """From the configuration. `towards` is the rendezvous store, or a member of it; None: this node hosts it."""
@@ -74,17 +143,6 @@ class NetworkRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class HostNetwork:
-    """What was found. `routed` and `default` are this node's source addresses: towards the store, and on the default
-    route; None without such a route."""
-
-    interfaces: tuple[Interface, ...]
-    routed: str | None = None
-    default: str | None = None
-    rdma: tuple[RdmaPort, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class NetworkChoice:
     """The interface of this node's job and its address there; `reason` is the sentence for a person."""
 
@@ -93,16 +151,12 @@ class NetworkChoice:
     reason: str
     mtu: int = 1500
     speed_mbps: int | None = None
-    rdma: tuple[RdmaPort, ...] = ()
+    rdma_ports: tuple[str, ...] = ()
     """All ACTIVE ports of the node, not only this interface's."""
 
     @property
     def family(self) -> str:
         return "AF_INET6" if ":" in self.address else "AF_INET"
-
-    @property
-    def rdma_ports(self) -> tuple[str, ...]:
-        return tuple(map(str, self.rdma))
 
     def __str__(self) -> str:
         speed = "speed unknown" if self.speed_mbps is None else f"{self.speed_mbps} Mbit/s"
@@ -122,18 +176,16 @@ class NotReady:
 
 def choose(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     """Raises ConfigError for an address that this node does not have."""
-    named = next((interface for interface in here.interfaces if interface.name == wanted.interface), None)
-    holder = _interface_of(wanted.address, here)
     if wanted.address is not None:
+        holder = _interface_of(wanted.address, here)
         if holder is None:
             expected = f"an address of this node, which has {_listed(here.interfaces)}"
             advice = "correct it, or leave it out"
             raise ConfigError([Problem("--local-addr", wanted.address, expected, advice, here=True)])
-        option, reason = f"--local-addr {wanted.address}", "you named its address with --local-addr"
-        return _choice(holder, _ip(wanted.address), reason, here, option)
+        return _choice(holder, _ip(wanted.address), "you named its address with --local-addr", here)
+    named = next((interface for interface in here.interfaces if interface.name == wanted.interface), None)
     if named is not None:
-        option, reason = f"--local-addr {named.name}", "you named it with --local-addr"
-        return _choice(named, _ip_on(named, wanted.towards), reason, here, option)
+        return _choice(named, _ip_on(named, wanted.towards), "you named it with --local-addr", here)
     if wanted.memory:
         return _loopback(LOOPBACK, "a job of this machine alone", here)
     if wanted.towards is not None and is_loopback(wanted.towards):
@@ -142,45 +194,18 @@ def choose(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotRead
     return _by_routes(wanted, here)
 
 
-def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
-    """The choice, for the workers' libraries. On loopback NCCL finds its way alone, as it does on one node;
-    the others would look up the host's name, which takes its time where the name servers do not answer."""
-    reason = f"the interface of {choice.address}, this node's address: {choice.reason}"
-    name = choice.interface
-    exact = (
-        Variable(library, name, reason, by="network") for library in (GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME)
-    )
-    if is_loopback(choice.address):
-        return tuple(exact)
-    return (
-        Variable(NCCL_SOCKET_IFNAME, f"={name}", f"exactly this name; {reason}", by="network"),
-        *exact,
-        # The interface that was chosen for NCCL may have no address of this family.
-        Variable(
-            NCCL_SOCKET_FAMILY,
-            choice.family,
-            f"the family of {choice.address}; NCCL would take the first it finds",
-            by="network",
-            aliases=(NCCL_SOCKET_IFNAME,),
-        ),
-    )
-
-
 def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     if wanted.towards is not None:
         route = _interface_of(here.routed, here)
-        near = _down_but_near(wanted.towards, route, here.interfaces)
-        if near is not None:
-            return _choice(near, None, f"the rendezvous at {wanted.towards} is in its subnet", here)
         if route is None and not wanted.alone:
             return NotReady(
                 f"a route to the rendezvous at {wanted.towards}; there are {_listed(here.interfaces)}",
                 "check cables, routes and --rdzv-endpoint",
             )
-        if route is not None and not route.loopback and not route.name.startswith(PLUMBING):
+        if route is not None and not route.loopback and not route.plumbing:
             return _routed(route, here.routed, f"the route to the rendezvous at {wanted.towards}", here)
     default = _interface_of(here.default, here)
-    if default is not None and default.up and not default.loopback and not default.name.startswith(PLUMBING):
+    if default is not None and default.up and not default.loopback and not default.plumbing:
         return _routed(default, here.default, "the default route", here)
     fastest = _fastest(here.interfaces)
     if fastest is not None:
@@ -199,23 +224,7 @@ def _routed(
 ) -> NetworkChoice | NotReady:
     assert source is not None, "a route has a source address"
     ip = _ip(source)
-    routable = any(address.routable for address in interface.addresses if address.ip == ip)
-    return _choice(interface, ip if routable else None, reason, here)
-
-
-def _down_but_near(
-    towards: str, route: Interface | None, interfaces: Iterable[Interface]
-) -> Interface | None:
-    """One that is down, but will be the way to `towards` as soon as it is up: the present route is a detour."""
-    target = _ip(towards)
-    near = [
-        interface
-        for interface in (*filter(None, [route]), *interfaces)
-        if any(address.shares_subnet(target) for address in interface.addresses)
-    ]
-    if route in near:
-        return None
-    return next((one for one in near if not one.up and not one.name.startswith(PLUMBING)), None)
+    return _choice(interface, None if ip.is_link_local else ip, reason, here)
 
 
 def _fastest(interfaces: Iterable[Interface]) -> tuple[Interface, IP] | None:
@@ -229,8 +238,8 @@ def _fastest(interfaces: Iterable[Interface]) -> tuple[Interface, IP] | None:
 
 
 def _ip_on(interface: Interface, towards: str | None) -> IP | None:
-    """Of the family of `towards` if there is one, else IPv4 before IPv6."""
-    usable = [address.ip for address in interface.addresses if address.routable or interface.loopback]
+    """One that means the same on other hosts, of the family of `towards` if there is one, else IPv4 before IPv6."""
+    usable = [address.ip for address in interface.addresses if not address.is_link_local]
     wanted = _ip(towards).version if towards is not None else 4
     return min(usable, key=lambda ip: ip.version != wanted, default=None)
 
@@ -257,13 +266,10 @@ def _loopback(address: str, reason: str, here: HostNetwork) -> NetworkChoice:
     return _chosen(found, _ip(address), reason, here)
 
 
-def _choice(
-    interface: Interface, ip: IP | None, reason: str, here: HostNetwork, option: str = ""
-) -> NetworkChoice | NotReady:
-    """`option` has chosen it, if any."""
+def _choice(interface: Interface, ip: IP | None, reason: str, here: HostNetwork) -> NetworkChoice | NotReady:
     if not interface.up:
         return NotReady(
-            f"interface {interface.name} to come up ({option or reason})",
+            f"interface {interface.name} to come up ({reason})",
             f"check the cable and `ip link set {interface.name} up`, or choose another with --local-addr",
         )
     if ip is None:
@@ -295,7 +301,33 @@ def _listed(interfaces: tuple[Interface, ...]) -> str:
     )
 
 
-# --- What there is now
+def network_variables(choice: NetworkChoice) -> tuple[Variable, ...]:
+    """The choice, for the workers' libraries. On loopback NCCL finds its way alone, as it does on one node;
+    the others would look up the host's name, which takes its time where the name servers do not answer."""
+    reason = f"the interface of {choice.address}, this node's address: {choice.reason}"
+    name = choice.interface
+    exact = (
+        Variable(library, name, reason, by="network")
+        for library in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    )
+    if is_loopback(choice.address):
+        return tuple(exact)
+    nccl = "NCCL_SOCKET_IFNAME"
+    return (
+        Variable(nccl, f"={name}", f"exactly this name; {reason}", by="network"),
+        *exact,
+        # The interface that was chosen for NCCL may have no address of this family.
+        Variable(
+            "NCCL_SOCKET_FAMILY",
+            choice.family,
+            f"the family of {choice.address}; NCCL would take the first it finds",
+            by="network",
+            aliases=(nccl,),
+        ),
+    )
+
+
+# --- Finding it, and waiting for it
 
 
 @dataclass(frozen=True, slots=True)

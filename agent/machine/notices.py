@@ -6,14 +6,8 @@ that ends it there are 60 s, with GPUs an hour, and as no answer says which, the
 scheduled events of all machines of a scale set, each of which names those that it concerns. No event is confirmed early
 (`StartRequests`): other programs may need the time.
 
-A file that is there is a notice. It holds the deadline:
-
-    (nothing)                 30 s after it was written
-    45                        so many seconds after it was written
-    1767323045                that instant (Unix time: ten digits)
-    2026-01-02T03:04:05Z      that instant (RFC 3339)
-
-Anything else counts as nothing: that a machine goes away matters more than how its end is written.
+A file that is there is a notice. It holds how many seconds after it was written the machine ends, or the instant as
+RFC 3339 has it. Anything else, or nothing, is 30 s: that a machine goes away matters more than how its end is written.
 """
 
 from __future__ import annotations
@@ -26,12 +20,12 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...codec import Invalid, load_object
 from ...rendezvous.records import Endpoint
@@ -49,9 +43,6 @@ DEFAULT_S = 30.0
 MIN_LEFT_S = 2.0
 """An instant that has passed, or is about to, is the source's mistake or its clock's: this machine still lives."""
 
-MAX_DIFFERENCE_S = 1.0
-"""Two notices whose instants differ by no more are one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -64,25 +55,20 @@ class Notice:
     within_s: float = DEFAULT_S
     """Without an instant: so long after the notice was first read."""
 
-    def same(self, other: Notice) -> bool:
-        if self.ends_at is None or other.ends_at is None:
-            return self == other
-        return abs(self.ends_at - other.ends_at) <= MAX_DIFFERENCE_S
-
 
 class SourceFailed(Exception):
     """A source gives no answer, or none that can be read; the text says why."""
 
 
-class Source(Protocol):
+class Source:
     """Of notices: a cloud, a file."""
 
-    @property
-    def interval_s(self) -> float:
-        """Seconds between two polls."""
+    interval_s = 1.0
+    """Between two polls."""
 
     def poll(self) -> Notice | None:
         """What it says now. Raises SourceFailed."""
+        raise NotImplementedError
 
 
 class NoticeWatch:
@@ -98,14 +84,11 @@ class NoticeWatch:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        *,
-        expected: bool,
     ) -> None:
         """`noticed` is called in the main loop with the text, which says who says so, and the deadline; with None and
-        None when the notice is withdrawn. `expected`: the user has named the source."""
+        None when the notice is withdrawn."""
         self._source, self._noticed, self._post = source, noticed, post
         self._clock, self._wall_clock = clock, wall_clock
-        self._level = logging.WARNING if expected else logging.INFO
         self._known: Notice | None = None
         self._fails = False
         self._closed = threading.Event()
@@ -118,37 +101,29 @@ class NoticeWatch:
         self._closed.set()
 
     def _work(self) -> None:
-        while not self._closed.wait(self.turn()):
-            pass
+        self.poll()
+        while not self._closed.wait(self._source.interval_s):
+            self.poll()
 
-    def turn(self) -> float:
-        """Poll once. Returns the seconds until the next poll. No defect of the source ends the training."""
+    def poll(self) -> None:
+        """Once. No defect of the source ends the training."""
         try:
             notice = self._source.poll()
         except Exception as error:
-            defect = not isinstance(error, SourceFailed)
             if not self._fails:
-                why = repr(error) if defect else error
-                log.log(
-                    self._level,
-                    "a notice that this machine goes away would not be seen: %s",
-                    why,
-                    exc_info=defect,
-                )
+                why = error if isinstance(error, SourceFailed) else repr(error)
+                log.warning("a notice that this machine goes away would not be seen: %s", why)
             self._fails = True
-        else:
-            self._fails = False
-            self._see(notice)
-        return self._source.interval_s
-
-    def _see(self, notice: Notice | None) -> None:
+            return
+        self._fails = False
         known, self._known = self._known, notice
+        if notice == known:
+            return
         if notice is None:
-            if known is not None:
-                self._post(partial(self._noticed, None, None))
-        elif known is None or not known.same(notice):
-            left_s = notice.ends_at - self._wall_clock() if notice.ends_at is not None else notice.within_s
-            self._post(partial(self._noticed, notice.text, self._clock() + max(MIN_LEFT_S, left_s)))
+            self._post(partial(self._noticed, None, None))
+            return
+        left_s = notice.ends_at - self._wall_clock() if notice.ends_at is not None else notice.within_s
+        self._post(partial(self._noticed, notice.text, self._clock() + max(MIN_LEFT_S, left_s)))
 
 
 # --- Which source
@@ -169,19 +144,13 @@ def detect_cloud(dmi: Path = DMI) -> str:
     return "azure" if read(dmi / "chassis_asset_tag") == AZURE_TAG else ""
 
 
-def source_for(
-    wanted: NoticeSource, clock: Callable[[], float] = time.monotonic, dmi: Path = DMI
-) -> Source | None:
+def source_for(wanted: NoticeSource, dmi: Path = DMI) -> Source | None:
     """By --notice; None: there is nothing to look at."""
     kind = detect_cloud(dmi) if wanted.kind == "auto" else wanted.kind
-    server = MetadataServer(clock)
-    if kind == "aws":
-        return Aws(server, clock)
-    if kind == "gcp":
-        return Gcp(server)
-    if kind == "azure":
-        return Azure(server)
-    return WatchedFile(wanted.path) if kind == "file" else None
+    if kind == "file":
+        return WatchedFile(wanted.path)
+    clouds: dict[str, Callable[[], Source]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+    return clouds[kind]() if kind in clouds else None
 
 
 # --- Clouds
@@ -193,17 +162,15 @@ MAX_BYTES = 256 * 1024
 TIMEOUT_S = 1.0
 
 
-class MetadataServer:
-    """A cloud's, asked directly and never through a proxy."""
-
-    def __init__(self, clock: Callable[[], float], host: str = HOST, port: int = 80) -> None:
-        self._server, self._clock = Endpoint(host, port), clock
+@dataclass
+class _Cloud(Source):
+    server: Endpoint = field(default_factory=lambda: Endpoint(HOST, 80))
 
     def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Reply:
-        """Raises SourceFailed."""
+        """Directly, and never through a proxy. Raises SourceFailed."""
         try:
             return request(
-                self._server, path, self._clock, TIMEOUT_S, MAX_BYTES, method=method, headers=headers
+                self.server, path, time.monotonic, TIMEOUT_S, MAX_BYTES, method=method, headers=headers
             )
         except (OSError, NoAnswer) as error:
             raise SourceFailed(f"{path}: {error!r}") from error
@@ -221,72 +188,64 @@ def _object(path: str, reply: Reply) -> dict[str, Any]:
     raise _wrong(path, reply)
 
 
+def _text(path: str, reply: Reply) -> str:
+    """Raises SourceFailed."""
+    if reply.status != 200 or not (text := reply.body.decode("latin-1").strip()):
+        raise _wrong(path, reply)
+    return text
+
+
 TOKEN_PATH = "/latest/api/token"
 ACTION_PATH = "/latest/meta-data/spot/instance-action"
-TOKEN_TTL_S = 6 * 3600
 TOKEN_HEADER = "X-aws-ec2-metadata-token"
 
 
-@dataclass(slots=True)
-class Aws:
-    """A source. `clock` is monotonic."""
+@dataclass
+class Aws(_Cloud):
+    """EC2. A token is good for 6 hours; the server forgets it earlier when the machine was paused."""
 
-    server: MetadataServer
-    clock: Callable[[], float]
-    interval_s: float = 1.0
     _token: str = ""
-    _token_until: float = 0.0
 
     def poll(self) -> Notice | None:
-        if self.clock() >= self._token_until:
-            self._renew()
-        reply = self.server.ask(ACTION_PATH, {TOKEN_HEADER: self._token})
-        if reply.status == 401:  # the server forgets tokens when the machine was paused
-            self._renew()
-            reply = self.server.ask(ACTION_PATH, {TOKEN_HEADER: self._token})
+        reply = self.ask(ACTION_PATH, {TOKEN_HEADER: self._token}) if self._token else Reply(401)
+        if reply.status == 401:
+            token = self.ask(TOKEN_PATH, {f"{TOKEN_HEADER}-ttl-seconds": "21600"}, "PUT")
+            if token.status != 200:
+                raise SourceFailed(f"{TOKEN_PATH}: status {token.status}")
+            self._token = token.body.decode("latin-1").strip()
+            reply = self.ask(ACTION_PATH, {TOKEN_HEADER: self._token})
         if reply.status == 404:  # it is not there until there is a notice
             return None
         answer = _object(ACTION_PATH, reply)
-        action, at = answer.get("action"), answer.get("time")
-        if action not in ("terminate", "stop", "hibernate"):
+        if "action" not in answer:
             raise _wrong(ACTION_PATH, reply)
-        return Notice(f"AWS interrupts this spot instance ({action}) at {quoted(str(at))}", read_instant(at))
-
-    def _renew(self) -> None:
-        asked_at = self.clock()
-        reply = self.server.ask(TOKEN_PATH, {f"{TOKEN_HEADER}-ttl-seconds": str(TOKEN_TTL_S)}, "PUT")
-        token = reply.body.decode("latin-1").strip()
-        if reply.status != 200 or not re.fullmatch(r"[!-~]{1,512}", token):  # it may be secret: not shown
-            raise SourceFailed(f"{TOKEN_PATH}: status {reply.status}, no token in {len(reply.body)} bytes")
-        self._token, self._token_until = token, asked_at + TOKEN_TTL_S / 2
+        action, at = (quoted(str(answer.get(name))) for name in ("action", "time"))
+        return Notice(
+            f"AWS interrupts this spot instance ({action}) at {at}", read_instant(answer.get("time"))
+        )
 
 
 PREEMPTED_PATH = "/computeMetadata/v1/instance/preempted"
 MAINTENANCE_PATH = "/computeMetadata/v1/instance/maintenance-event"
 
 
-@dataclass(slots=True)
-class Gcp:
-    """A source. A live migration only pauses the machine for a moment."""
-
-    server: MetadataServer
-    interval_s: float = 1.0
+class Gcp(_Cloud):
+    """Compute Engine. A live migration only pauses the machine for a moment."""
 
     def poll(self) -> Notice | None:
-        if self._ask(PREEMPTED_PATH, "TRUE", "FALSE") == "TRUE":
+        if self._says(PREEMPTED_PATH, "TRUE", "FALSE"):
             return Notice("Google preempts this machine", within_s=30.0)
         ends = "TERMINATE_ON_HOST_MAINTENANCE"
-        if self._ask(MAINTENANCE_PATH, "NONE", "MIGRATE_ON_HOST_MAINTENANCE", ends) != ends:
-            return None
-        return Notice("Google ends this machine for the maintenance of its host", within_s=60.0)
+        if self._says(MAINTENANCE_PATH, ends, "NONE", "MIGRATE_ON_HOST_MAINTENANCE"):
+            return Notice("Google ends this machine for the maintenance of its host", within_s=60.0)
+        return None
 
-    def _ask(self, path: str, *expected: str) -> str:
-        """The name is given, and not looked up."""
-        reply = self.server.ask(path, {"Host": "metadata.google.internal", "Metadata-Flavor": "Google"})
-        word = reply.body.decode("latin-1").strip()
-        if reply.status != 200 or word not in expected:
+    def _says(self, path: str, word: str, *others: str) -> bool:
+        """The server's name is given, and not looked up."""
+        reply = self.ask(path, {"Host": "metadata.google.internal", "Metadata-Flavor": "Google"})
+        if (said := _text(path, reply)) not in (word, *others):
             raise _wrong(path, reply)
-        return word
+        return said == word
 
 
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -302,23 +261,18 @@ BEGUN_S = 5.0
 """What may be left when an event has begun. One whose instant cannot be read counts as one that has."""
 
 
-@dataclass(slots=True)
-class Azure:
-    """A source."""
+@dataclass
+class Azure(_Cloud):
+    """`_machine` is its name, as events have it."""
 
-    server: MetadataServer
-    interval_s: float = 1.0
     _machine: str = ""
-    """Its name, as events have it."""
 
     def poll(self) -> Notice | None:
         """The event that ends this machine first. One that is not understood hides no other."""
+        headers = {"Metadata": "true"}
         if not self._machine:
-            reply = self.server.ask(NAME_PATH, {"Metadata": "true"})
-            if reply.status != 200 or not (name := reply.body.decode("latin-1").strip()):
-                raise _wrong(NAME_PATH, reply)
-            self._machine = name
-        reply = self.server.ask(EVENTS_PATH, {"Metadata": "true"})
+            self._machine = _text(NAME_PATH, self.ask(NAME_PATH, headers))
+        reply = self.ask(EVENTS_PATH, headers)
         events = _object(EVENTS_PATH, reply).get("Events")
         if not isinstance(events, list):
             raise _wrong(EVENTS_PATH, reply)
@@ -339,15 +293,15 @@ class Azure:
 
 # --- A file
 
-MAX_CONTENTS, FILE_INTERVAL_S = 4096, 0.25
+MAX_CONTENTS = 4096
 
 
-@dataclass(slots=True)
-class WatchedFile:
-    """A source."""
+@dataclass
+class WatchedFile(Source):
+    """Looked at more often than a cloud: that costs a system call, and its notice may be short."""
 
     path: str
-    interval_s: float = FILE_INTERVAL_S
+    interval_s = 0.25
 
     def poll(self) -> Notice | None:
         try:
@@ -364,13 +318,9 @@ class WatchedFile:
 def read_contents(raw: bytes, path: str, written_at: float) -> Notice:
     text = raw.decode("latin-1").strip()
     says = f"the file {path} says {quoted(text)}" if text else f"the file {path} is there"
-    if re.fullmatch(r"[0-9]{1,10}(\.[0-9]{0,9})?", text):
-        number = float(text)
-        ends_at = written_at + number if number < 1e9 else number  # else it is Unix time
-    else:
-        found = read_instant(text)
-        ends_at = written_at + DEFAULT_S if found is None else found
-    return Notice(f"{says}: this machine goes away", ends_at)
+    seconds = float(text) if re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", text) else DEFAULT_S
+    instant = read_instant(text)
+    return Notice(f"{says}: this machine goes away", written_at + seconds if instant is None else instant)
 
 
 # --- How sources write an instant
@@ -383,14 +333,12 @@ def read_instant(given: object) -> float | None:
     >>> read_instant("2026-01-02T03:04:05Z") - read_instant("2026-01-02T03:04:05.9+01:00")
     3600.0
     """
-    if not isinstance(given, str):
-        return None
-    text = re.sub(r"\.\d+(?=[Zz+-])", "", given)  # Python 3.10 reads 3 or 6 digits of a second alone
+    text = re.sub(r"\.\d+(?=[Zz+-])", "", str(given))  # Python 3.10 reads 3 or 6 digits of a second alone
     with contextlib.suppress(ValueError):
         found = datetime.fromisoformat(re.sub("[Zz]$", "+00:00", text))
         return found.timestamp() if found.tzinfo is not None else None
     with contextlib.suppress(TypeError, ValueError, OverflowError, IndexError):
-        return parsedate_to_datetime(given).timestamp()
+        return parsedate_to_datetime(text).timestamp()
     return None
 
 

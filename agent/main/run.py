@@ -38,7 +38,6 @@ from ..machine.gpus import GpuHealth, GpuMemory, NvmlReader
 from ..machine.inventory import Machine
 from ..machine.network import Network, NotReady, reachable_at, unique_node_id, wait_for_network
 from ..machine.notices import NoticeWatch, source_for
-from ..machine.preflight import refuse_bad_syntax
 from ..observability.observer import Observer
 from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
 from ..observability.status import JOB_PATH, STATUS_PATH
@@ -102,7 +101,6 @@ def run(
     manager = ServiceManager.take(os.environ, os.getpid(), clock)
     environment = take_environment()
     try:
-        refuse_bad_syntax(config.command, environment)
         logs, run_directory = choose_folders(config.logs)
         agent = Agent(
             replace(config, logs=logs),
@@ -401,12 +399,9 @@ def _make_loop(agent: Agent, processes: Processes) -> Loop:
 
 def _watch_for_notices(agent: Agent, loop: Loop) -> None:
     """Not before this node is about to join: until then it has nothing to lose."""
-    wanted = agent.config.stop.notice
-    source = source_for(wanted, agent.clock)
+    source = source_for(agent.config.stop.notice)
     if source is not None:
-        expected = wanted.kind != "auto"
-        post, clock = agent.events.put, agent.clock
-        agent.started(NoticeWatch(source, loop.noticed, post, clock, time.time, expected=expected))
+        agent.started(NoticeWatch(source, loop.noticed, agent.events.put, agent.clock, time.time))
 
 
 def _live(agent: Agent, loop: Loop) -> Ending:

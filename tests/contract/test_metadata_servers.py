@@ -22,10 +22,10 @@ from elastic_agent.agent.machine.notices import (
     Aws,
     Azure,
     Gcp,
-    MetadataServer,
     Notice,
     SourceFailed,
 )
+from elastic_agent.rendezvous.records import Endpoint
 from tests.metadata_server import FakeMetadataServer
 
 AT = "2026-01-02T03:04:05Z"
@@ -39,7 +39,7 @@ class Cloud:
     def __init__(self, *, header: tuple[str, str], token: str = "") -> None:
         self.pages: dict[str, str] = {}
         self.server = FakeMetadataServer(("127.0.0.1", 0), lambda: self.pages, header=header, token=token)
-        self.asked = MetadataServer(time.monotonic, "127.0.0.1", self.server.server_address[1])
+        self.asked = Endpoint("127.0.0.1", self.server.server_address[1])
         threading.Thread(
             target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         ).start()
@@ -58,7 +58,7 @@ def proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ec2() -> None:
     with contextlib.closing(Cloud(header=("X-aws-ec2-metadata-token", "s3cret"), token="s3cret")) as cloud:
-        source = Aws(cloud.asked, time.monotonic)
+        source = Aws(cloud.asked)
         assert source.poll() is None
         cloud.pages[ACTION_PATH] = json.dumps({"action": "terminate", "time": AT})
         found = source.poll()
@@ -103,7 +103,7 @@ def test_azure() -> None:
 
 def test_another_clouds_server_is_not_understood() -> None:
     with contextlib.closing(Cloud(header=("Metadata", "true"))) as cloud:
-        for source in (Aws(cloud.asked, time.monotonic), Gcp(cloud.asked)):
+        for source in (Aws(cloud.asked), Gcp(cloud.asked)):
             with pytest.raises(SourceFailed):
                 source.poll()
 
@@ -112,7 +112,7 @@ def test_another_clouds_server_is_not_understood() -> None:
 
 
 @contextlib.contextmanager
-def listening(serve: Callable[[socket.socket], object]) -> Iterator[MetadataServer]:
+def listening(serve: Callable[[socket.socket], object]) -> Iterator[Gcp]:
     """`serve` gets each connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -125,7 +125,7 @@ def listening(serve: Callable[[socket.socket], object]) -> Iterator[MetadataServ
                         serve(connection)
 
         threading.Thread(target=accept, daemon=True).start()
-        yield MetadataServer(time.monotonic, "127.0.0.1", listener.getsockname()[1])
+        yield Gcp(Endpoint("127.0.0.1", listener.getsockname()[1]))
         listener.shutdown(socket.SHUT_RDWR)
 
 
@@ -184,4 +184,4 @@ def test_a_machine_without_one_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(SourceFailed, match="refused"):
-        MetadataServer(time.monotonic, "127.0.0.1", port).ask("/", {})
+        Gcp(Endpoint("127.0.0.1", port)).ask("/", {})

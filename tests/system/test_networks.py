@@ -112,14 +112,14 @@ def test_dockers_bridge_with_its_one_subnet_on_every_node(job: Job, cabling: Cab
 
 
 def test_an_interface_that_comes_up_after_the_start(job: Job, cabling: Cabling) -> None:
-    """Meanwhile the default route would lead to the rendezvous, as it seems."""
+    """Which the user has named: meanwhile the default route would lead to the rendezvous, as it seems."""
     machines = {}
     for number, name in enumerate("ab", 1):
         machines[name] = machine = cabling.machine(name)
         office = f"10.{number}.0"
         cabling.connect(machine, Cable("eth0", f"office-{name}", f"{office}.5/24", gateway=f"{office}.1"))
         cabling.connect(machine, Cable("eth1", "fabric", f"10.9.0.{number}/24", down=True))
-        join(job, machine, name, f"--rdzv-endpoint=10.9.0.1:{PORT}")
+        join(job, machine, name, f"--rdzv-endpoint=10.9.0.1:{PORT}", "--local-addr=eth1")
     for agent in job.agents:
         job.wait_for_text(agent, r"waiting up to 600 s \(--join-timeout\) for interface eth1 to come up")
         machines[agent.name].switch_on("eth1")
@@ -142,11 +142,11 @@ def test_no_agent_waits_for_ever(
     cabling.connect(machine, Cable("eth0", "fabric", "10.9.0.1/24", down=True))
     agent = join(job, machine, "a", f"--rdzv-endpoint=10.9.0.2:{PORT}", *options)
     if stop is not None:
-        job.wait_for_text(agent, "interface eth0 to come up")
+        job.wait_for_text(agent, "a route to the rendezvous")
         agent.signal(stop)
     assert agent.exit_code() == code
     if stop is None:
-        assert agent.says(r"for interface eth0 to come up .*: check the cable")
+        assert agent.says(r"for a route to the rendezvous .*: check cables")
 
 
 def test_what_this_machine_does_not_have_is_refused_at_once(job: Job, cabling: Cabling) -> None:

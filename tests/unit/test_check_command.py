@@ -18,7 +18,6 @@ from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine.devices import Device, Inventory, PinnedDevices
-from elastic_agent.agent.machine.interfaces import Profile
 from elastic_agent.agent.machine.inventory import Machine, needs_of
 from elastic_agent.agent.machine.network import Network, NetworkChoice, NotReady
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
@@ -116,8 +115,7 @@ def test_what_the_job_needs_follows_from_its_settings_and_this_machine() -> None
         Inventory(gpus, 8),
         pinned,
         (),
-        Network(NetworkChoice("ib0", "10.0.0.1", "")),
-        profile=Profile("infiniband", "", ports=("mlx5_0:1",)),
+        Network(NetworkChoice("ib0", "10.0.0.1", "", rdma_ports=("mlx5_0:1",))),
     )
     config = Config(Command("script", "t.py"), NodeCounts(1, 4))
     assert needs_of(config, machine) == NodeNeeds(

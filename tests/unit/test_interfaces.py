@@ -9,14 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_agent.agent.machine import interfaces as module
-from elastic_agent.agent.machine.interfaces import (
-    Address,
-    Interface,
-    RdmaPort,
-    interfaces,
-    rdma_ports,
-)
+from elastic_agent.agent.machine import network as module
+from elastic_agent.agent.machine.network import Interface, interfaces, rdma_ports
 
 
 def write(file: Path, text: str) -> None:
@@ -31,7 +25,7 @@ def test_this_machines_own() -> None:
     assert lo.up
     assert lo.loopback
     assert lo.mtu == int(Path("/sys/class/net/lo/mtu").read_text())
-    assert Address(ipaddress.ip_address("127.0.0.1"), 8) in lo.addresses
+    assert ipaddress.ip_interface("127.0.0.1/8") in lo.addresses
 
 
 def address(text: str) -> SimpleNamespace:
@@ -63,52 +57,38 @@ def test_links_and_their_addresses_are_put_together(monkeypatch: pytest.MonkeyPa
     }
     monkeypatch.setattr(module.psutil, "net_if_stats", lambda: links)
     monkeypatch.setattr(module.psutil, "net_if_addrs", lambda: addresses)
-    ip = ipaddress.ip_address
+    ip = ipaddress.ip_interface
     assert interfaces() == (
-        Interface("lo", True, (Address(ip("127.0.0.1"), 8),), 65536),
+        Interface("lo", True, (ip("127.0.0.1/8"),), 65536),
         Interface(
             "eth0",
             True,
             (
-                Address(ip("10.0.0.1"), 24),
-                Address(ip("fd00::1"), 64),
-                Address(ip("fd00::2"), 64),
-                Address(ip("fe80::1"), 64),
-                Address(ip("10.0.0.2"), 24),
+                ip("10.0.0.1/24"),
+                ip("fd00::1/64"),
+                ip("fd00::2/64"),
+                ip("fe80::1/64"),
+                ip("10.0.0.2/24"),
             ),
             9000,
             100_000,
         ),
         Interface("eth1", False),
-        Interface("wg0", True, (Address(ip("10.8.0.1"), 32),), 1420),
+        Interface("wg0", True, (ip("10.8.0.1/32"),), 1420),
     )
 
 
 def test_only_active_rdma_ports_count(tmp_path: Path) -> None:
     ports = tmp_path / "class/infiniband"
-    for device, number, state, layer in (
-        ("mlx5_1", 1, "4: ACTIVE\n", "Ethernet\n"),
-        ("mlx5_0", 2, "1: DOWN\n", "InfiniBand\n"),
-        ("mlx5_0", 1, "4: ACTIVE\n", "InfiniBand\n"),
-        ("mlx5_2", 1, "2: INIT\n", "InfiniBand\n"),
+    for device, number, state in (
+        ("mlx5_1", 1, "4: ACTIVE\n"),
+        ("mlx5_0", 2, "1: DOWN\n"),
+        ("mlx5_0", 1, "4: ACTIVE\n"),
+        ("mlx5_2", 1, "2: INIT\n"),
     ):
-        port = ports / device / "ports" / str(number)
-        write(port / "state", state)
-        write(port / "link_layer", layer)
-    assert rdma_ports(tmp_path) == (
-        RdmaPort("mlx5_0", 1, "InfiniBand"),
-        RdmaPort("mlx5_1", 1, "Ethernet"),
-    )
-    assert [str(port) for port in rdma_ports(tmp_path)] == ["mlx5_0:1", "mlx5_1:1"]
+        write(ports / device / "ports" / str(number) / "state", state)
+    assert rdma_ports(tmp_path) == ("mlx5_0:1", "mlx5_1:1")
 
 
 def test_a_machine_without_rdma_has_none(tmp_path: Path) -> None:
     assert rdma_ports(tmp_path) == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "routable"),
-    [("10.0.0.1", True), ("fd00::1", True), ("169.254.1.1", False), ("fe80::1", False), ("127.0.0.2", False)],
-)
-def test_which_addresses_mean_the_same_to_other_hosts(text: str, routable: bool) -> None:
-    assert Address(ipaddress.ip_address(text), 24).routable is routable

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -17,19 +18,17 @@ from elastic_agent.agent.machine.notices import (
     ACTION_PATH,
     DEFAULT_S,
     EVENTS_PATH,
-    FILE_INTERVAL_S,
     MAINTENANCE_PATH,
     MIN_LEFT_S,
     NAME_PATH,
     PREEMPTED_PATH,
     TOKEN_PATH,
-    TOKEN_TTL_S,
     Aws,
     Azure,
     Gcp,
-    MetadataServer,
     Notice,
     NoticeWatch,
+    Source,
     SourceFailed,
     WatchedFile,
     detect_cloud,
@@ -96,7 +95,7 @@ def test_what_is_no_instant_is_none(text: object) -> None:
     assert read_instant(text) is None
 
 
-class Server(MetadataServer):
+class Answers:
     """Answers by path, and knows what it was asked."""
 
     def __init__(self, answers: dict[str, Reply]) -> None:
@@ -114,20 +113,28 @@ class Server(MetadataServer):
         return [path for path, _, _ in self.asked]
 
 
+CloudT = TypeVar("CloudT", Aws, Gcp, Azure)
+
+
+def asking(cloud: type[CloudT], answers: Answers) -> CloudT:
+    source = cloud()
+    source.ask = answers.ask  # type: ignore[method-assign]
+    return source
+
+
 # --- AWS
 
 
 def aws(**answers: Reply) -> Aws:
     """An instance of EC2 with these answers at `action` and `token`."""
     paths = {"action": ACTION_PATH, "token": TOKEN_PATH}
-    server = Server(NOTHING_OF_AWS | {paths[name]: reply for name, reply in answers.items()})
-    return Aws(server, lambda: 100.0)
+    return asking(Aws, Answers(NOTHING_OF_AWS | {paths[name]: reply for name, reply in answers.items()}))
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
 def test_the_interruption_of_a_spot_instance(action: str) -> None:
     notice = aws(action=Reply(200, body(action=action, time=AT))).poll()
-    assert notice == Notice(f"AWS interrupts this spot instance ({action}) at '{AT}'", AT_UNIX)
+    assert notice == Notice(f"AWS interrupts this spot instance ('{action}') at '{AT}'", AT_UNIX)
 
 
 def test_without_an_interruption_the_path_is_not_there() -> None:
@@ -139,8 +146,7 @@ def test_without_an_interruption_the_path_is_not_there() -> None:
     [
         *(Reply(200, raw) for raw in HOSTILE),
         Reply(500, body(action="stop", time=AT)),
-        Reply(200, body(action="dance", time=AT)),
-        Reply(200, body(action=["stop"], time=AT)),
+        Reply(200, body(time=AT)),
         Reply(200, body(action="stop", time=AT)[:-4]),
     ],
 )
@@ -157,13 +163,9 @@ def test_an_interruption_at_no_instant_is_one_of_30_s(at: object) -> None:
     assert (found.ends_at, found.within_s) == (None, DEFAULT_S)
 
 
-@pytest.mark.parametrize(
-    "reply", [Reply(403), Reply(200), Reply(200, b"a b"), Reply(200, b"a\r\nHost: x"), Reply(200, b"x" * 513)]
-)
-def test_what_is_no_token_is_not_understood_and_not_shown(reply: Reply) -> None:
-    with pytest.raises(SourceFailed) as refused:
-        aws(token=reply).poll()
-    assert "'" not in str(refused.value)
+def test_without_a_token_nothing_is_understood() -> None:
+    with pytest.raises(SourceFailed, match="token: status 403"):
+        aws(token=Reply(403)).poll()
 
 
 NOTHING_OF_AWS = {
@@ -172,23 +174,24 @@ NOTHING_OF_AWS = {
 }
 
 
-def test_a_token_is_asked_for_once_and_renewed_before_it_ends() -> None:
-    server, now = Server(dict(NOTHING_OF_AWS)), [100.0]
-    source = Aws(server, lambda: now[0])
-    for at in (100.0, 101.0, 100.0 + TOKEN_TTL_S / 2):
-        now[0] = at
-        assert source.poll() is None
-    tokens = [question for question in server.asked if question[0] == TOKEN_PATH]
-    assert tokens == [(TOKEN_PATH, {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, "PUT")] * 2
-    others = [question[1:] for question in server.asked if question[0] != TOKEN_PATH]
-    assert all(other == ({"X-aws-ec2-metadata-token": "secret"}, "GET") for other in others)
+def test_a_token_is_asked_for_once() -> None:
+    server = Answers(dict(NOTHING_OF_AWS))
+    source = asking(Aws, server)
+    assert source.poll() is None
+    assert source.poll() is None
+    wants, has = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, {"X-aws-ec2-metadata-token": "secret"}
+    question = (ACTION_PATH, has, "GET")
+    assert server.asked == [(TOKEN_PATH, wants, "PUT"), question, question]
 
 
 def test_a_token_that_is_refused_is_replaced() -> None:
-    server = Server({**NOTHING_OF_AWS, ACTION_PATH: Reply(401)})
+    server = Answers(dict(NOTHING_OF_AWS))
+    source = asking(Aws, server)
+    source.poll()
+    server.answers[ACTION_PATH] = Reply(401)
     with pytest.raises(SourceFailed):
-        Aws(server, lambda: 100.0).poll()
-    assert server.paths == [TOKEN_PATH, ACTION_PATH] * 2
+        source.poll()
+    assert server.paths == [TOKEN_PATH, ACTION_PATH, ACTION_PATH, TOKEN_PATH, ACTION_PATH]
 
 
 # --- GCP
@@ -206,13 +209,13 @@ def test_a_token_that_is_refused_is_replaced() -> None:
     ],
 )
 def test_what_google_says(preempted: bytes, maintenance: bytes, news: Notice | None) -> None:
-    server = Server(
+    server = Answers(
         {
             PREEMPTED_PATH: Reply(200, preempted),
             MAINTENANCE_PATH: Reply(200, maintenance),
         }
     )
-    found = Gcp(server).poll()
+    found = asking(Gcp, server).poll()
     assert type(found) is type(news)
     if isinstance(news, Notice) and isinstance(found, Notice):
         assert (found.ends_at, found.within_s) == (news.ends_at, news.within_s)
@@ -233,7 +236,7 @@ def test_what_google_never_says_is_not_understood(reply: Reply) -> None:
     well = Reply(200, b"FALSE")
     for answers in ({PREEMPTED_PATH: reply}, {PREEMPTED_PATH: well, MAINTENANCE_PATH: reply}):
         with pytest.raises(SourceFailed):
-            Gcp(Server(answers)).poll()
+            asking(Gcp, Answers(answers)).poll()
 
 
 # --- Azure
@@ -259,7 +262,7 @@ def events(*all_of_them: object) -> Reply:
 
 def said_by_azure(reply: Reply) -> Notice | None:
     """Of the machine vm-7."""
-    return Azure(Server({NAME_PATH: Reply(200, b"vm-7"), EVENTS_PATH: reply})).poll()
+    return asking(Azure, Answers({NAME_PATH: Reply(200, b"vm-7"), EVENTS_PATH: reply})).poll()
 
 
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
@@ -305,8 +308,8 @@ def test_what_azure_never_says_is_not_understood(reply: Reply) -> None:
 
 
 def test_this_machines_name_is_asked_for_once() -> None:
-    server = Server({NAME_PATH: Reply(200, b"vm-7"), EVENTS_PATH: events(event())})
-    source = Azure(server)
+    server = Answers({NAME_PATH: Reply(200, b"vm-7"), EVENTS_PATH: events(event())})
+    source = asking(Azure, server)
     assert isinstance(source.poll(), Notice)
     assert isinstance(source.poll(), Notice)
     assert server.paths == [NAME_PATH, EVENTS_PATH, EVENTS_PATH]
@@ -334,9 +337,7 @@ def test_what_azure_names_as_the_instant_is_quoted_and_shortened(at: object) -> 
         (b"10\n", 1010.0),
         (b"0.5", 1000.5),
         (AT.encode(), AT_UNIX),
-        (b"1767323045\n", AT_UNIX),
-        (b"999999999", 1000.0 + 999999999),
-        *((raw, 1000.0 + DEFAULT_S) for raw in (b"soon", b"-5", b"1e9", b"9" * 4096)),
+        *((raw, 1000.0 + DEFAULT_S) for raw in (b"soon", b"-5", b"1e9", b"1767323045", b"9" * 4096)),
         *((raw, None) for raw in HOSTILE),
     ],
 )
@@ -404,80 +405,53 @@ def test_the_firmware_names_the_cloud(tmp_path: Path, fields: dict[str, str], cl
 # --- The watch
 
 
-class Scene:
+class Scene(Source):
     """A watch over a source that says what the test wants, at 1000 s Unix time and 10 s of the monotonic clock."""
 
-    def __init__(self, *, expected: bool = False) -> None:
+    def __init__(self) -> None:
         self.news: Notice | Exception | None = None
         self.told: list[tuple[str | None, float | None]] = []
-        self.watch = NoticeWatch(
-            self, self.hear, lambda call: call(), lambda: 10.0, lambda: 1000.0, expected=expected
-        )
+        self.watch = NoticeWatch(self, self.hear, lambda call: call(), lambda: 10.0, lambda: 1000.0)
 
     def hear(self, text: str | None, deadline: float | None) -> None:
         self.told.append((text, deadline))
-
-    interval_s = 0.5
 
     def poll(self) -> Notice | None:
         if isinstance(self.news, Exception):
             raise self.news
         return self.news
 
-    def turns(self, *news: Notice | Exception | None) -> list[tuple[str | None, float | None]]:
+    def polls(self, *news: Notice | Exception | None) -> list[tuple[str | None, float | None]]:
         self.told.clear()
         for one in news:
             self.news = one
-            self.watch.turn()
+            self.watch.poll()
         return self.told
 
 
 def test_a_notice_is_given_once_with_a_monotonic_deadline() -> None:
     scene, notice = Scene(), Notice("x", 1030.0)
-    assert scene.turns(None, notice, notice, SourceFailed("gone"), notice) == [("x", 40.0)]
-    assert scene.turns(Notice("x", 1030.9)) == []
-    assert scene.turns(Notice("x", 1005.0)) == [("x", 15.0)]
-    assert scene.turns(None, None) == [(None, None)]
-    assert scene.turns(Notice("x", None, 30.0), Notice("x", None, 30.0)) == [("x", 40.0)]
+    assert scene.polls(None, notice, notice, SourceFailed("gone"), notice) == [("x", 40.0)]
+    assert scene.polls(Notice("x", 1005.0)) == [("x", 15.0)]
+    assert scene.polls(None, None) == [(None, None)]
+    assert scene.polls(Notice("x", None, 30.0), Notice("x", None, 30.0)) == [("x", 40.0)]
 
 
 @pytest.mark.parametrize("ends_at", [-62135596800.0, 0.0, 999.0, 1001.9])
 def test_an_instant_that_has_passed_leaves_some_time(ends_at: float) -> None:
-    assert Scene().turns(Notice("x", ends_at)) == [("x", 10.0 + MIN_LEFT_S)]
+    assert Scene().polls(Notice("x", ends_at)) == [("x", 10.0 + MIN_LEFT_S)]
 
 
-@pytest.mark.parametrize(("expected", "level"), [(True, logging.WARNING), (False, logging.INFO)])
-def test_a_silent_source_is_one_line(expected: bool, level: int, caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("elastic_agent").propagate = True
-    caplog.set_level(logging.DEBUG)
-    scene = Scene(expected=expected)
-    scene.turns(*[SourceFailed("no route")] * 5)
-    assert [(record.levelno, "no route" in record.message) for record in caplog.records] == [(level, True)]
-    assert scene.watch.turn() == scene.interval_s
-    scene.turns(None, SourceFailed("again"))
-    assert len(caplog.records) == 2
-
-
-def test_a_defect_of_a_source_is_one_warning_and_withdraws_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("elastic_agent").propagate = True
-    scene = Scene(expected=True)
-    given = scene.turns(Notice("x", 1030.0), *[AttributeError("of None")] * 3, Notice("x", 1005.0))
-    assert given == [("x", 40.0), ("x", 15.0)]
-    [record] = caplog.records
-    assert (record.levelname, "AttributeError('of None')" in record.message) == ("WARNING", True)
-
-
-def test_a_file_that_cannot_be_read_is_looked_at_again_as_soon_as_another(tmp_path: Path) -> None:
-    source = WatchedFile(str(tmp_path))
-    watch = NoticeWatch(source, lambda *_: None, lambda call: None, lambda: 0.0, lambda: 0.0, expected=True)
-    assert watch.turn() == source.interval_s == FILE_INTERVAL_S
-
-
-def test_what_is_not_understood_is_one_warning_and_withdraws_nothing(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("error", [SourceFailed("no route"), AttributeError("no route")])
+def test_a_source_that_fails_is_one_warning_and_withdraws_nothing(
+    error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("elastic_agent").propagate = True
-    scene = Scene(expected=True)
-    given = scene.turns(Notice("x", 1030.0), *[SourceFailed("rubbish")] * 3)
-    assert given == [("x", 40.0)]
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    caplog.set_level(logging.DEBUG)
+    scene = Scene()
+    given = scene.polls(Notice("x", 1030.0), *[error] * 3, Notice("x", 1005.0))
+    assert given == [("x", 40.0), ("x", 15.0)]
+    [record] = caplog.records
+    assert (record.levelname, "no route" in record.message) == ("WARNING", True)
+    scene.polls(error)
+    assert len(caplog.records) == 2

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from elastic_agent.agent.common import folders
-from elastic_agent.agent.common.exits import CannotStart, ExitCode
+from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.config import Config, ConfigError, LogConfig, Problem
-from elastic_agent.agent.configuration.stopping import StopConfig
-from elastic_agent.agent.configuration.values import Command, NoticeSource
-from elastic_agent.agent.machine import preflight
-from elastic_agent.agent.machine.preflight import check_resources, check_target, refuse_bad_syntax
+from elastic_agent.agent.configuration.values import Command
+from elastic_agent.agent.machine import inventory
+from elastic_agent.agent.machine.inventory import check_resources, check_target
 from elastic_agent.agent.workers.processes.run_files import run_directory_parent
 
 SCRIPT = Command("script", "train.py")
@@ -41,7 +39,7 @@ def test_a_log_directory_must_be_one_or_become_one(tmp_path: Path) -> None:
 
 
 def test_a_log_directory_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.os, "access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr(inventory.os, "access", lambda path, mode: path != tmp_path)
     [problem] = problems_of(logs=LogConfig(tmp_path / "logs"))
     assert f"this user may not write to {tmp_path}" in str(problem)
 
@@ -52,24 +50,6 @@ def test_no_more_memory_is_asked_for_than_there_is() -> None:
     assert problems_of(memory_checkpoints=None) == problems_of(memory_checkpoints=room) == []
     [problem] = problems_of(memory_checkpoints=room + 1)
     assert (problem.origin, problem.here) == ("--memory-checkpoints", True)
-
-
-def test_a_source_of_notices_that_can_never_answer_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Path | str) -> bool:
-        found = problems_of(stop=StopConfig(notice=NoticeSource("file", str(path))))
-        assert all((one.origin, one.value, one.here) == ("--notice", f"file:{path}", True) for one in found)
-        return bool(found)
-
-    (tmp_path / "text").touch()
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "text", tmp_path / "none", tmp_path / "no" / "folder"):
-        assert not refused(path)
-    for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
-        assert refused(path)
-    monkeypatch.setattr(preflight.os, "access", lambda path, mode: path != str(tmp_path / "text"))
-    assert refused(tmp_path / "text")
 
 
 def test_the_agents_sockets_have_a_place_although_tmpdir_is_long(
@@ -150,36 +130,3 @@ def test_a_program_is_looked_for_where_workers_look(tmp_path: Path, monkeypatch:
     for name in ("no_such_prog", "./text", "./none"):
         with pytest.raises(ConfigError, match="a program that exists"):
             check_target(Command("binary", name), {"PATH": "/usr/bin"})
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "written", "refused"),
-    [
-        ("script", "train.py", b"x = 1\nif x\n    print(x)\n", True),
-        ("run-path", "train.py", b"def f():\nprint(1)\n", True),
-        ("script", "train.py", b"print('\\d')\n", False),
-        ("script", "train.py", b"# coding: latin-1\nprint('\xe9')\n", False),
-        ("script", "train.py", b"print('\xe9')\n", False),
-        ("script", "train.py", b"# coding: martian\n", False),
-        ("script", "train.txt", b"if x\n", False),
-        ("binary", "train.py", b"if x\n", False),
-    ],
-)
-@pytest.mark.filterwarnings("error")
-def test_a_script_that_python_cannot_compile_is_refused(
-    kind: Literal["script", "run-path", "binary"],
-    name: str,
-    written: bytes,
-    refused: bool,
-    tmp_path: Path,
-) -> None:
-    script = tmp_path / name
-    script.write_bytes(written)
-    command = Command(kind, str(script))
-    refuse_bad_syntax(command, {"PYTHON_EXEC": "/another/python"})
-    if not refused:
-        refuse_bad_syntax(command, {})
-        return
-    with pytest.raises(CannotStart, match=r"train\.py, line 2: \w+Error: .+; correct the script") as refusal:
-        refuse_bad_syntax(command, {})
-    assert refusal.value.code is ExitCode.CRASH_LOOP

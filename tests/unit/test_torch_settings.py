@@ -1,8 +1,7 @@
-"""The table of NCCL's and torch's settings: which rows hold, by version, profile, timeouts and the user's own."""
+"""The table of NCCL's and torch's settings: which rows hold, by version, timeouts and the user's own."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from elastic_agent.agent.common.variables import USER, settle
 from elastic_agent.agent.configuration.stopping import TimeoutConfig
 from elastic_agent.agent.machine.devices import CURRENT, Software, find_software
-from elastic_agent.agent.machine.interfaces import RdmaPort, choose_profile
 from elastic_agent.agent.workers.environment import torch_settings
 
 GPU = Software("2.13.0+cu130", "2.30.7")
@@ -88,45 +86,12 @@ def test_each_rung_of_the_ladder_follows_from_the_one_below(
     assert set_for_worker.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC") == heartbeat
 
 
-# --- Profiles
-
-
-IB, STORAGE, ROCE = (
-    RdmaPort("mlx5_0", 1, "InfiniBand"),
-    RdmaPort("mlx5_1", 1, "InfiniBand"),
-    RdmaPort("mlx5_bond_0", 1, "Ethernet"),
-)
-EFA = RdmaPort("rdmap16s27", 1, "Unspecified")
-
-
-@pytest.mark.parametrize(
-    ("ports", "transport", "own"),
-    [
-        ([], "ethernet", ""),
-        ([IB, STORAGE], "infiniband", "mlx5_0:1,mlx5_1:1"),
-        ([ROCE, IB], "infiniband", "mlx5_0:1"),
-        ([ROCE], "roce", "mlx5_bond_0:1"),
-        ([EFA, ROCE], "efa", "rdmap16s27:1"),
-    ],
-)
-def test_which_network_a_job_crosses(ports: list[RdmaPort], transport: str, own: str) -> None:
-    profile = choose_profile(ports)
-    assert (profile.transport, ",".join(profile.ports)) == (transport, own)
-
-
 # --- Versions
 
 
-def test_the_software_of_this_interpreter_and_of_another(tmp_path: Path) -> None:
-    here = find_software({})
-    assert here.torch is not None
-    assert find_software({"PYTHON_EXEC": "/no/such/python"}) == CURRENT
-    other = tmp_path / "python"
-    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    other.chmod(0o755)
-    assert find_software({"PYTHON_EXEC": str(other)}) == here
-    other.write_text("#!/bin/sh\necho hello\n")
-    assert find_software({"PYTHON_EXEC": str(other)}) == CURRENT
+def test_the_software_of_this_interpreter_alone_is_known() -> None:
+    assert find_software({}).torch is not None
+    assert find_software({"PYTHON_EXEC": "/another/python"}) == CURRENT
 
 
 def test_torch_itself_still_knows_these_names() -> None:
