@@ -29,8 +29,7 @@ from ..agent.configuration.settings import Settings
 from ..agent.machine.devices import probe
 from ..agent.machine.network import NetworkChoice, reachable_at, unique_node_id, wait_for_network
 from ..agent.main.listeners import http_listener
-from ..agent.main.process import catch_signals, log_to, take_environment, thread_failed
-from ..agent.main.service_manager import ServiceManager
+from ..agent.main.process import ServiceManager, catch_signals, log_to, take_environment, thread_failed
 from ..agent.output.console import take as take_console
 from ..agent.output.log_files import own_logs
 from ..agent.rendezvous_io.store_link import StoreLink
@@ -63,7 +62,7 @@ def run(resolved: Resolved) -> int:
     listen(lambda thread, error: thread_failed(events, thread, error))
     console = take_console(name)
     log_to(console, name, config.logs)
-    manager = ServiceManager.take(os.environ, os.getpid(), clock)
+    manager = ServiceManager(os.environ, clock)
     environment = take_environment()
     catch_signals(events, config.stop.more_signals)
     manager.ready()

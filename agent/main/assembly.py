@@ -51,7 +51,7 @@ from ..workers.processes.workers import first_on_path
 from .heartbeat import Heartbeat, Probes
 from .listeners import Listeners
 from .prepared import Prepared, interpreter_of, new_spares
-from .service_manager import ServiceManager
+from .process import ServiceManager
 
 log = logging.getLogger(__name__)
 

@@ -155,7 +155,6 @@ class Loop:
             again_at,
             obey_at,
             self._lack.again_at,
-            manager.next_beat,
             self._agent.gpu_memory.turn(now),
             self._agent.checks.turn(participant, now),
             *supervisor.wake_at(),

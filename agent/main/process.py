@@ -1,7 +1,15 @@
-"""What an agent does to its own process: its environment, its log, its signals, and an end without the main loop.
+"""What an agent does to its own process: its environment, its log, its signals, an end without the main loop, and what
+it tells the service manager that started it.
 
 Its own error file is where schedulers that start torchrun read why a job failed (TORCHELASTIC_ERROR_FILE). It has the
 form that torch's `@record` writes on torchrun: the first failed worker's error, or else the agent's own.
+
+`ServiceManager` speaks systemd's notify protocol. READY is sent once everything that this node alone can refuse is
+checked, its HTTP server answers and signals are handled: not later, because the store may be away for long, and that is
+no reason to kill the start of a unit. WATCHDOG comes from the main thread alone, from the turns of the loop, and before
+there is one from the wait for the store: an agent whose main thread is stuck falls silent, and is killed and started
+again. Sending never blocks, and never fails the agent. What could not be sent is lost; but READY, without which the
+manager kills the agent, is sent again.
 """
 
 from __future__ import annotations
@@ -12,8 +20,9 @@ import logging
 import os
 import queue
 import signal
+import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -131,3 +140,54 @@ def error_report(code: int, reason: str, failure: Failure | None, at_s: float) -
     }
     message = failure.exception or failure.summary
     return {"message": {"message": message, "extraInfo": extra, "errorCode": failure.returncode}}
+
+
+NOTIFY_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+"""Addressed to one process alone: a worker that inherited them could send in the agent's name."""
+
+NOTIFY_EVERY_S = 0.5
+LONGEST_STATUS = 300
+
+
+class ServiceManager:
+    """For the main thread. Where `environ` names none, nothing is sent."""
+
+    def __init__(self, environ: MutableMapping[str, str], clock: Callable[[], float]) -> None:
+        """Takes the variables out of `environ`: no child may inherit them. The address is a path, or a name in the
+        abstract namespace that begins with `@`."""
+        given = [environ.pop(name, "") for name in NOTIFY_VARIABLES]
+        self._address = given[0].replace("@", "\0", 1) if given[0].startswith("@") else given[0]
+        self._clock = clock
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if self._address else None
+        self._owed = ""
+        """READY, until it is sent."""
+        self._next_at = float("-inf")
+        self._unreachable = False
+
+    def ready(self) -> None:
+        self._owed = "READY=1\n"
+        self._send("")
+
+    def turn(self, status: str) -> None:
+        """The main thread goes on. To be called at least every second."""
+        now = self._clock()
+        if self._owed or now >= self._next_at:
+            self._next_at = now + NOTIFY_EVERY_S
+            self._send("WATCHDOG=1\n", status)
+
+    def stopping(self, status: str) -> None:
+        """From now on the agent only ends. May be called again with a newer status."""
+        self._send("STOPPING=1\n", status)
+
+    def _send(self, lines: str, status: str = "") -> None:
+        if self._socket is None:
+            return
+        message = f"{self._owed}{lines}STATUS={' '.join(status.split())[:LONGEST_STATUS]}"
+        try:
+            self._socket.sendto(message.encode(errors="replace"), socket.MSG_DONTWAIT, self._address)
+        except OSError as error:
+            if not self._unreachable:
+                log.warning("the service manager cannot be reached at NOTIFY_SOCKET: %s", error.strerror)
+            self._unreachable = True
+        else:
+            self._owed, self._unreachable = "", False

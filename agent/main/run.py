@@ -78,8 +78,15 @@ from .heartbeat import Heartbeat, Probes
 from .listeners import bind_all, bind_allowed
 from .loop import Ending, Loop
 from .prepared import Prepared, prepare_process
-from .process import catch_signals, end_in_time, end_stuck, log_to, take_environment, write_error_file
-from .service_manager import ServiceManager
+from .process import (
+    ServiceManager,
+    catch_signals,
+    end_in_time,
+    end_stuck,
+    log_to,
+    take_environment,
+    write_error_file,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +105,7 @@ def run(
     log_to(console, name, config.logs)
     # What a service manager ends because its main thread is stuck (SIGABRT) shows where that is.
     faulthandler.enable(2)
-    manager = ServiceManager.take(os.environ, os.getpid(), clock)
+    manager = ServiceManager(os.environ, clock)
     environment = take_environment()
     try:
         logs, run_directory = choose_folders(config.logs)

@@ -278,7 +278,7 @@ class Scene:
             checks=self.checks,
             recheck=Recheck(lambda peers: self.new_run(), self.events.put),
             observer=self.observer(),
-            manager=SimpleNamespace(turn=self.said.append, stopping=self.said.append, next_beat=None),
+            manager=SimpleNamespace(turn=self.said.append, stopping=self.said.append),
             heartbeat=SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),
             memory_server=self.handing,
         )

@@ -24,7 +24,7 @@ from elastic_agent.agent.main.assembly import Agent
 from elastic_agent.agent.main.listeners import Listeners
 from elastic_agent.agent.main.loop import Ending, Loop
 from elastic_agent.agent.main.prepared import Prepared
-from elastic_agent.agent.main.service_manager import ServiceManager
+from elastic_agent.agent.main.process import ServiceManager
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.rendezvous_io.store_opening import policy_of
 from elastic_agent.agent.workers.environment import Node
