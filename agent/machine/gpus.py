@@ -32,7 +32,6 @@ from ...health.checks.gpus import (
     MEMORY,
     GpuFault,
     NvmlFacts,
-    described,
     faults_since,
     moved_on,
 )
@@ -247,8 +246,6 @@ class GpuHealth:
         self._late = False
         """It has not come in time."""
         self._next_baseline: NvmlFacts | None = None
-        self.on_reading: Callable[[], object] = lambda: None
-        """Called when there is a new reading."""
         self._said = False
 
     def start(self) -> None:
@@ -301,7 +298,6 @@ class GpuHealth:
             self._baseline = self._next_baseline = reading
         self._asked = self._late = False
         self._reading = reading
-        self.on_reading()
 
     def told(self, gpus: Collection[str]) -> None:
         """The failure of a worker of these GPUs tells of their faults: these are none in later generations."""
@@ -314,13 +310,6 @@ class GpuHealth:
         if self._baseline is None or self._reading is None:
             return ()
         return faults_since(self._baseline, self._reading)
-
-    @property
-    def text(self) -> str:
-        """The newest reading, for people."""
-        if self._baseline is None or self._reading is None:
-            return ""
-        return described(self._baseline, self._reading)
 
     def _ask(self) -> None:
         if self._asks and not self._asked:

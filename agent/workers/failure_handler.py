@@ -2,7 +2,7 @@
 
 A crash waits until its last lines are read and NVML has answered, and is examined then: from what the worker left
 behind, and what the machine says. Workers that are silent for too long, or that could not be started, fail without a
-crash. Before the workers that are left are asked to end, one *look* keeps evidence of what they do. The first failure
+crash. Before workers that hang are ended, one *look* keeps evidence of what they do. The first failure
 of a generation is told to the other nodes and ends it here; a later one is told only where the first was collateral,
 and this one may be its root.
 
@@ -37,7 +37,6 @@ from .generation import Crash, Generation, Processes
 from .hangs.detector import Durations
 from .hangs.keeper import Look
 from .hangs.signs import LOOK_EVERY_S, Signs
-from .hangs.stacks import QUICK, THOROUGH, Depth
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +168,6 @@ class FailureHandler:
         self._told: Failure | None = None
         """The first failure of the newest generation that this node has told the others."""
         self._before_end: Look | None = None
-        self._gpus.on_reading = self._gpus_read
 
     def update(self, now: float) -> None:
         """Call on each turn: out-of-memory kills are only known by when their counter changes."""
@@ -186,33 +184,15 @@ class FailureHandler:
         """The look before the end is out of date: the workers have moved since."""
         self._before_end = None
 
-    def look(
-        self, generation: Generation, why: str, depth: Depth, then: Callable[[Look], None] | None = None
-    ) -> Look:
+    def look(self, generation: Generation, why: str, then: Callable[[Look], None] | None = None) -> Look:
         """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
-        targets = generation.targets(self._logs.tail, self._clock())
+        targets = generation.targets(self._clock())
         return self._evidence.look(
             why,
             targets,
-            depth,
             then or (lambda look: self._post(_wake)),
             lambda path: self._observer.evidence_kept(str(path), generation.number),
         )
-
-    def keep_evidence(self, generation: Generation) -> None:
-        """Look at the workers before they are ended for a failure, here or elsewhere; waits for QUICK.within_s."""
-        look = self._look_before_end(generation, "failure", QUICK)
-        look.wait(look.began_at + QUICK.within_s, self._clock)
-
-    def _look_before_end(self, generation: Generation, why: str, depth: Depth) -> Look:
-        """It begins now if it has not yet."""
-        if self._before_end is None:
-            self._before_end = self.look(generation, why, depth)
-        return self._before_end
-
-    def _gpus_read(self) -> None:
-        if self._before_end is not None:
-            self._evidence.add(self._before_end, "nvml.txt", self._gpus.text)
 
     # ---------------------------------------------------------------- crashes
 
@@ -225,8 +205,6 @@ class FailureHandler:
         read = partial(self._lines_read, generation, crash)
         self._logs.drain(generation.number, generation.group.ranks[local_rank], lambda: self._post(read))
         self._gpus.worker_failed()
-        if not generation.stopping:
-            self._look_before_end(generation, "failure", QUICK)
 
     def _lines_read(self, generation: Generation, crash: Crash) -> None:
         crash.read = True
@@ -296,7 +274,7 @@ class FailureHandler:
     def end_stuck(self, generation: Generation, local_rank: int, summary: str, known_as: str) -> None:
         """End workers that are silent for too long: first evidence is kept, then a signal makes each print its stacks
         and end. Call it on each turn, until they are stopping. `known_as`: the fingerprint."""
-        look = self._look_before_end(generation, "hang", THOROUGH)
+        look = self._before_end = self._before_end or self.look(generation, "hang")
         if not look.over and self._clock() < look.began_at + SEEN_WITHIN_S:
             return
         generation.hung = True
@@ -312,8 +290,6 @@ class FailureHandler:
         if generation is not None and not generation.over:
             self._hangs.hear(generation)
         self._observer.failure_shown(failure)
-        if generation is not None and not generation.over:
-            self._keep_evidence_once(generation)
         own = generation is not None and generation.number == failure.generation
         evidence = self._evidence.where() if own else ""
         if failure.local_rank is None:
@@ -334,13 +310,6 @@ class FailureHandler:
             known = world.cause.failure
         return known is not None and known.generation == generation.number and known.collateral
 
-    def _keep_evidence_once(self, generation: Generation) -> None:
-        """Before the log names it. Of workers that hang there was a look at the inquiry."""
-        if generation.stopping or generation.hung:
-            return
-        if self._hangs.blamed(generation.number) is None:
-            self.keep_evidence(generation)
-
     def _report(
         self,
         generation: Generation,
@@ -349,7 +318,6 @@ class FailureHandler:
         asking: signal.Signals = signal.SIGTERM,
     ) -> None:
         """`reason`: for the log, in which the worker's own last lines stand above it."""
-        self._keep_evidence_once(generation)
         evidence = self._evidence.where()
         kept = f"; evidence: {evidence}" if evidence else ""
         log.error("stopping generation %d: %s%s", failure.generation, reason, kept)

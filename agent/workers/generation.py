@@ -35,9 +35,9 @@ from ..rendezvous_io.worker_answers import LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
 from .hangs.detector import Durations, HangDetector, Stall, ends_alone
+from .hangs.facts import StackFile, Target
 from .hangs.keeper import EvidenceKeeper
 from .hangs.signs import SignReader
-from .hangs.stacks import Target, WorkerStacks
 from .preloader.spares import Spares
 from .processes.guard import Guard
 from .processes.proc import process_status
@@ -127,7 +127,8 @@ class Generation:
     learned: Durations
     """Of steps, over all generations of the job here."""
     pages: WorkerPages = field(init=False)
-    stacks: WorkerStacks = field(init=False, default_factory=WorkerStacks)
+    stacks: dict[int, StackFile] = field(init=False, default_factory=dict)
+    """Where the workers write their stacks, by local rank."""
     read: Mapping[int, Reading] = field(init=False, default_factory=dict)
     """What the pages held at the last look, by local rank."""
     paces: PaceWatch = field(init=False)
@@ -245,18 +246,17 @@ class Generation:
             stall, self.config.timeouts.hang, inquiry, self.last_limit_at, now, all_still=all_still
         )
 
-    def targets(self, tail: Callable[[int, int], tuple[str, ...]], now: float) -> list[Target]:
-        """The workers that run, for a look; `tail` gives the last lines by generation and rank."""
+    def targets(self, now: float) -> list[Target]:
+        """The workers that run, for a look."""
         ranks = self.group.ranks
         return [
             Target(
                 ranks[local_rank],
                 local_rank,
                 self.group.pid(local_rank),
-                self.stacks.of(local_rank),
+                self.stacks.get(local_rank),
                 self.read[local_rank].step if local_rank in self.read else None,
                 self._still_s(local_rank, now),
-                last_lines=tail(self.number, ranks[local_rank]),
             )
             for local_rank in self.running
         ]
@@ -301,7 +301,7 @@ class Generation:
         """Nothing of it is left here."""
         self._master_over.set()
         self.pages.close()
-        self.stacks.close()
+        self.stacks.clear()
         self.over = True
 
     def stop_if_kept(self, now: float) -> None:

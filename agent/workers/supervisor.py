@@ -34,8 +34,8 @@ from .failure_handler import FailureHandler, HangWatch
 from .failures.causes import NOT_STARTED, STORE_SERVER
 from .failures.failure import HANG_SIGNAL
 from .generation import Generation, HowToStop, Processes, log_bad_state
+from .hangs.facts import StackFile
 from .hangs.keeper import Look
-from .hangs.stacks import THOROUGH
 from .processes.workers import WorkerGroup
 from .stopping import LEAVING, Exit, Orders
 
@@ -187,7 +187,7 @@ class Supervisor:
             if look.states:
                 self._post(partial(self._looked_at, Testimony(number, inquiry, telling(look.states))))
 
-        self._failures.look(generation, f"inquiry-{inquiry}", THOROUGH, say)
+        self._failures.look(generation, f"inquiry-{inquiry}", say)
 
     def stop(
         self, grace_s: float, *, gently: bool, reason: str | None, asking: signal.Signals = signal.SIGTERM
@@ -204,8 +204,6 @@ class Supervisor:
             if reason is not None:
                 log.info("stopping generation %d: %s", generation.number, reason)
             self._observer.stopping(self._clock())
-            if not gently:
-                self._failures.keep_evidence(generation)
             # Where all others have kept the last step, or a worker must show where it stands, there is none to keep.
             if asking is not HANG_SIGNAL and not generation.drain.excused:
                 within_s = grace_s if gently else math.inf
@@ -437,7 +435,7 @@ class Supervisor:
                     member,
                     local_rank,
                     pages.make(local_rank),
-                    generation.stacks.make(local_rank),
+                    generation.stacks.setdefault(local_rank, StackFile()).path,
                     records,
                 )
                 for local_rank in range(member.slots)
@@ -448,7 +446,7 @@ class Supervisor:
             for spec in specs:
                 pages.process_made(spec.local_rank, self._clock())
         except OSError as error:
-            generation.stacks.close()
+            generation.stacks.clear()
             pages.close()  # what is scarce may be the very descriptors that they hold
             problem, lack = "a worker could not be started: ", lack_in(error)
             return f"{problem}{error}", f"{problem}{lack}" if lack else ""

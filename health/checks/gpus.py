@@ -190,13 +190,6 @@ def moved_on(before: NvmlFacts, now: NvmlFacts, gpus: Collection[str]) -> NvmlFa
     return replace(before, gpus=tuple(newest.get(gpu.name, gpu) for gpu in before.gpus))
 
 
-def described(before: NvmlFacts, now: NvmlFacts) -> str:
-    """Both readings for people, a line for each GPU."""
-    readings = (("first", before), ("now", now))
-    lines = [f"{when}: {gpu}" for when, facts in readings for gpu in facts.gpus]
-    return "".join(f"{line}\n" for line in (f"driver {now.driver} {now.problem}", *lines))
-
-
 # --- The kernel's log
 
 KERNEL_LOG = "/dev/kmsg"

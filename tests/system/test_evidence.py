@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import tarfile
@@ -36,33 +34,6 @@ def folder_of(agent: Agent) -> Path:
     found = agent.says(r"evidence: (\S+)")
     assert found is not None
     return Path(found[1])
-
-
-def test_a_failure_leaves_on_every_node_where_its_workers_stood(job: Job, tmp_path: Path) -> None:
-    options = "--nnodes=2", "--nproc-per-node=2", WARM, f"--log-dir={tmp_path / 'logs'}"
-    agents = [job.join(name, *options) for name in ("a", "b")]
-    old = job.wait_for_training(world=4)
-    os.kill(old.pid(1), signal.SIGKILL)
-    job.wait_for_training(world=4, after=old.number)
-    stood: list[re.Match[str] | None] = []
-    for agent in agents:
-        folder = folder_of(agent)
-        assert (folder.parent.name, folder.name) == (f"gen{old.number}", "evidence")
-        ranks = [
-            rank
-            for rank in range(4)
-            if old.starts[rank]["env"]["ELASTIC_AGENT_NODE"] == agent.name and rank != 1
-        ]
-        looked = folder / agent.name / "1-failure"
-        job.wait_for(lambda: (looked / "summary.txt").exists(), "the files")  # noqa: B023
-        events = (folder.parents[1] / f"events-{agent.name}.jsonl").read_text()
-        assert '"kind":"evidence"' in events
-        assert str(looked) in events
-        texts = [(looked / f"rank{rank}.txt").read_text() for rank in ranks]
-        # A restart waits for stacks only shortly: a process that gets no processor meanwhile has not answered.
-        assert all(re.search(r"recorder\.py:\d+ in |it has not answered", text) for text in texts), texts
-        stood += [re.search(r"recorder\.py:\d+ in ", text) for text in texts]
-    assert any(stood)
 
 
 def test_workers_that_hang_are_looked_at_before_they_are_ended(job: Job, tmp_path: Path) -> None:

@@ -32,10 +32,6 @@ def train(job: Job, nvml: FakeLibrary, gpus: int = 1) -> tuple[Agent, Generation
     return agent, generation
 
 
-def evidence(job: Job) -> list[str]:
-    return [file.read_text() for file in (job.folder / "logs").rglob("nvml.txt")]
-
-
 def test_a_node_whose_gpu_has_memory_errors_is_excluded_at_the_first_failure(
     job: Job, nvml: FakeLibrary
 ) -> None:
@@ -71,19 +67,13 @@ def test_nvml_that_hangs_is_said_once_and_holds_up_no_restart(job: Job, nvml: Fa
     assert agent.text.count("NVML does not answer in time") == 1
 
 
-def test_what_nvml_shows_is_kept_and_counts_when_a_worker_of_that_gpu_fails(
-    job: Job, nvml: FakeLibrary
-) -> None:
+def test_what_nvml_shows_counts_when_a_worker_of_that_gpu_fails(job: Job, nvml: FakeLibrary) -> None:
     """Of two workers with a GPU each, one is killed whose own GPU is well: errors of the other's explain no kill."""
     agent, first = train(job, nvml, gpus=2)
     nvml.says("ecc_other 2")
     os.kill(first.pid(0), signal.SIGKILL)
     second = job.wait_for_training(world=2, after=first.number)
-    job.wait_for(lambda: evidence(job), "the evidence")
-    assert agent.metric("elastic_agent_restarts_total", reason="killed") == 1
-    (text,) = evidence(job)
-    assert text.count(f"name='{OTHER_GPU}'") == 2
-    assert "uncorrected=2" in text
+    job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="killed")
     os.kill(second.pid(1), signal.SIGABRT)
     third = job.wait_for_training(world=2, after=second.number)
     job.wait_for_metric(agent, "elastic_agent_restarts_total", 1, reason="gpu_fault")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.workers.hangs.facts import WorkerFacts
-from elastic_agent.agent.workers.hangs.stacks import QUICK, THOROUGH, Depth, StackFile, Target, look_at
+from elastic_agent.agent.workers.hangs.facts import StackFile, Target, WorkerFacts, look_at
 from elastic_agent.agent.workers.hangs.testimony import rank_state
 from elastic_agent.rendezvous.coordinator.verdict import verdict
 from elastic_agent.rendezvous.records import Cause, CauseKind, Endpoint, Member, Phase, World
@@ -154,15 +153,15 @@ def _look_at(hangs: list[Hang]) -> None:
     deadline = time.monotonic() + WITHIN_S
     left = hangs
     while left and time.monotonic() < deadline:
-        seen = iter(_look([target for hang in left for target in hang.targets], THOROUGH))
+        seen = iter(_look([target for hang in left for target in hang.targets]))
         for hang in left:
             hang.seen = tuple(next(seen) for _ in range(RANKS))
         left = [hang for hang in left if not hang.settled]
         time.sleep(PAUSE_S)
 
 
-def _look(targets: list[Target], depth: Depth) -> tuple[WorkerFacts, ...]:
-    return look_at(targets, depth, time.monotonic, time.sleep)
+def _look(targets: list[Target]) -> tuple[WorkerFacts, ...]:
+    return look_at(targets, time.monotonic, time.sleep)
 
 
 def _kill(pid: int) -> None:
@@ -191,7 +190,7 @@ def test_of_workers_without_stacks_one_that_sleeps_or_reads_is_named(
 ) -> None:
     """As of those that started cold and call nothing of the library: threads of gloo tell the others' wait."""
     targets = [replace(target, stacks=None) for target in hangs[kind].targets]
-    seen = _look(targets, QUICK)
+    seen = _look(targets)
     states = [rank_state(facts) for facts in seen]
     found = verdict([Answer(1, 1, (state,)) for state in states], WORLD)
     assert (found.finding, found.rank, states[CULPRIT].doing) == (Finding.LIKELY, CULPRIT, Doing.WAITS), seen
@@ -199,7 +198,7 @@ def test_of_workers_without_stacks_one_that_sleeps_or_reads_is_named(
 
 def test_and_one_that_waits_for_a_lock_is_not(hangs: dict[str, Hang]) -> None:
     targets = [replace(target, stacks=None) for target in hangs["deadlock"].targets]
-    seen = _look(targets, QUICK)
+    seen = _look(targets)
     found = verdict([Answer(1, 1, (rank_state(facts),)) for facts in seen], WORLD)
     assert (found.finding, found.rank) == (Finding.UNCLEAR, None), seen
 

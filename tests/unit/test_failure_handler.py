@@ -65,33 +65,25 @@ def test_after_a_root_nothing_is_sought(node: Supervised) -> None:
     assert [failure.rank for failure in node.failures] == [0, 1]
 
 
-def test_the_next_generation_begins_without_failures_and_without_a_look(node: Supervised) -> None:
+def test_the_next_generation_begins_without_failures(node: Supervised) -> None:
     end(node, 0, 1, COLLATERAL)
     for rank in range(1, 4):
         end(node, rank, -signal.SIGTERM)
-    assert len(node.evidence.looks) == 1
     node.start(2)
     assert node.failures == []
     node.supervisor.stop(5.0, gently=True, reason="a planned change")
     node.exit(0, -signal.SIGKILL)
     node.turn()
     assert not node.logs.asked, "the failure that follows from another one was of generation 1"
-    assert len(node.evidence.looks) == 1
-
-
-def test_each_generation_has_a_look_of_its_own_before_its_end(node: Supervised) -> None:
-    for generation in (1, 2):
-        end(node, 0, 1, ROOT)
-        for rank in range(1, 4):
-            end(node, rank, -signal.SIGTERM)
-        assert len(node.evidence.looks) == generation
-        node.start(generation + 1)
 
 
 def test_a_failure_of_another_generation_is_shown_without_the_evidence_of_this_one(
     node: Supervised, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.evidence.kept_in = "/logs/gen1"
+    generation = node.supervisor._generation
+    assert generation is not None
+    node.supervisor._failures.look(generation, "inquiry-1")
     end(node, 0, 1, ROOT)
     assert "evidence: /logs/gen1" in caplog.text
     caplog.clear()

@@ -17,7 +17,6 @@ from elastic_agent.health.checks.gpus import (
     GpuFacts,
     GpuFault,
     NvmlFacts,
-    described,
     faults_since,
 )
 from elastic_agent.rendezvous.records import Action, Failure
@@ -87,17 +86,6 @@ def test_a_gpu_that_was_not_read_before_has_no_faults_but_its_loss() -> None:
 
 def test_an_nvml_that_does_not_work_any_more_shows_no_fault() -> None:
     assert not faults_since(reading(gpu()), reading(problem="Driver Not Loaded"))
-
-
-def test_the_reading_for_people_shows_what_has_changed() -> None:
-    before = reading(gpu(), GpuFacts(name=OTHER, uncorrected=1))
-    now = reading(gpu(uncorrected=2), GpuFacts(name=OTHER, problem="GPU is lost", code=GPU_IS_LOST))
-    lines = described(before, now).splitlines()
-    assert lines[0].strip() == "driver 580.1"
-    assert [line.split("(")[0] for line in lines[1:]] == ["first: GpuFacts"] * 2 + ["now: GpuFacts"] * 2
-    assert "uncorrected=0" in lines[1]
-    assert "uncorrected=2" in lines[3]
-    assert "GPU is lost" in lines[4]
 
 
 # --- The cause

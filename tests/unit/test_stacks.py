@@ -12,17 +12,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from elastic_agent.agent.workers.hangs.facts import Frame
-from elastic_agent.agent.workers.hangs.signs import SignReader
-from elastic_agent.agent.workers.hangs.stacks import (
+from elastic_agent.agent.workers.hangs.facts import (
     MOST_FRAMES,
     Answer,
+    Frame,
     StackFile,
     Target,
     ask,
     parse,
     why_not,
 )
+from elastic_agent.agent.workers.hangs.signs import SignReader
 from elastic_agent.agent.workers.processes.proc import stat_of
 from elastic_agent.worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 
@@ -37,10 +37,8 @@ def stand_here():
 
 
 @pytest.fixture
-def file() -> Iterator[StackFile]:
-    file = StackFile()
-    yield file
-    file.close()
+def file() -> StackFile:
+    return StackFile()
 
 
 @contextmanager
@@ -185,24 +183,13 @@ def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:
         assert "may block" in asked(file, pid).refused
 
 
-@pytest.mark.parametrize("used_again", [False, True])
-def test_a_file_that_is_closed_meanwhile_is_left_alone(used_again: bool) -> None:
-    """A worker that ends while its node looks at it: the main thread closes its file."""
-    file, another = StackFile(), list[int]()
-
-    def sleep(seconds: float) -> None:
-        if not another:
-            file.close()
-            another.append(os.memfd_create("gets the number") if used_again else -1)
-            if used_again:
-                os.write(another[0], b"not of this process")
-        time.sleep(seconds)
-
-    with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
-        [found] = ask([Target(0, 0, pid, file)], time.monotonic() + 10, time.monotonic, sleep).values()
-    assert "not answered" in found.refused
-    if used_again:
-        os.close(another[0])
+def test_a_file_goes_with_the_last_who_uses_it() -> None:
+    file = StackFile()
+    path, used = file.path, file
+    del file
+    assert os.path.exists(path)
+    del used
+    assert not os.path.exists(path)
 
 
 def test_without_time_nobody_is_waited_for(file: StackFile) -> None:

@@ -351,38 +351,6 @@ def test_a_stuck_worker_shows_where_it_stands_also_if_it_leaves_sigterm_to_the_a
 # ---------------------------------------------------------------- evidence
 
 
-def test_survivors_are_seen_once_before_they_are_asked_to_end(node: Supervised) -> None:
-    node.exit(3, 1)
-    node.exit(4, 1)
-    node.turn()
-    assert [why for why, _ in node.evidence.looks] == ["failure"], (
-        "begun while the last lines are on their way"
-    )
-    assert not node.group.signals
-    node.logs.answer()
-    node.turn()
-    assert node.group.signals
-    assert len(node.evidence.looks) == 1
-
-
-def test_a_failure_elsewhere_is_shown_with_what_is_kept_here(
-    node: Supervised, caplog: pytest.LogCaptureFixture
-) -> None:
-    node.evidence.kept_in = "/logs/gen1/evidence"
-    node.supervisor.show_failure(Failure(1, "f", "rank 7 failed on b"))
-    node.supervisor.stop(5.0, gently=False, reason="rank 7 failed on b")
-    assert len(node.evidence.looks) == 1
-    assert "rank 7 failed on b; evidence: /logs/gen1/evidence" in caplog.text
-
-
-@pytest.mark.parametrize(("planned", "looks"), [(True, 0), (False, 1)])
-def test_a_failure_elsewhere_lets_this_node_keep_evidence_too_and_a_planned_stop_does_not(
-    planned: bool, looks: int, node: Supervised
-) -> None:
-    node.supervisor.stop(5.0, gently=planned, reason="rank 7 failed on b, or b leaves")
-    assert len(node.evidence.looks) == looks
-
-
 def hanging(tmp_path: Path) -> Supervised:
     node = Supervised(tmp_path, 2, TimeoutConfig(hang=10.0))
     node.start()

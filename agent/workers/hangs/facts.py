@@ -1,19 +1,29 @@
-"""What is seen of workers in /proc, as plain data, from which `testimony.py` finds what each of them does.
+"""What is seen of workers from outside, as plain data, from which `testimony.py` finds what each of them does.
 
-Only small files of /proc are read, none of which waits for the process. `maps`, `smaps`, `cmdline` and `environ` would
+Of /proc only small files are read, none of which waits for the process. `maps`, `smaps`, `cmdline` and `environ` would
 wait for a process that holds its memory's lock in the kernel, and the last two may have secrets: none of them is read.
+What the kernel shows is read before a signal is sent, for the signal itself may wake what it asks.
+
+By that signal workers are asked where their Python threads stand (`worker.wire.stack_dump`), all at the same time; each
+writes it to a file of its own. There is no mark at the end of what one writes: it is over when nothing more has come
+for `QUIET_S`. A process that is stopped, or in uninterruptible sleep, would answer when it goes on: it is not asked.
+
 All texts come from processes that are not trusted, and are cleaned and bounded where they are made.
 """
 
 from __future__ import annotations
 
+import linecache
 import os
 import platform
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from ....rendezvous.statements.inquiry import Recorded
+from ....rendezvous.statements.inquiry import LOOK_S, Recorded
 from ....rendezvous.text import clean
-from ..processes.proc import read, stat_of
+from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
+from ..processes.proc import read, stat_of, status_field
 
 BUSY_SHARE = 0.3
 """Of one processor."""
@@ -69,15 +79,13 @@ class WorkerFacts:
     """The last is the main thread's. Empty: not known."""
     why_no_stacks: str = ""
     window_s: float = 0.0
-    """Over which processor time was measured; 0: it was not."""
+    """Over which processor time was measured."""
     main_cpu_s: float = 0.0
     """Of the main thread, meanwhile."""
-    memory_bytes: int = 0
     devices: bool = False
     """It has a GPU's device file open."""
     step: int | None = None
     still_s: float | None = None
-    last_lines: tuple[str, ...] = ()
     recorded: Recorded | None = None
     """By torch's flight recorder."""
 
@@ -114,7 +122,6 @@ _WAITS = {number: row[0] for row in _CALLS for number in row[_COLUMN]} if _COLUM
 MOST_THREADS = 256
 """Of one process."""
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -129,11 +136,6 @@ def threads_of(pid: int) -> tuple[ThreadFacts, ...]:
     folder = f"/proc/{pid}/task"
     tids = sorted(map(int, _names(folder)), key=lambda tid: (tid != pid, tid))[:MOST_THREADS]
     return tuple(facts for tid in tids if (facts := _thread(f"{folder}/{tid}")) is not None)
-
-
-def memory_of(pid: int) -> int:
-    resident = read(f"/proc/{pid}/statm").split()
-    return int(resident[1]) * _PAGE if len(resident) > 1 else 0
 
 
 def has_gpu(pid: int) -> bool:
@@ -167,3 +169,193 @@ def _names(folder: str) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
+
+
+# --- Python stacks
+
+QUIET_S = 0.004
+PAUSE_S = 0.0005
+ANSWER_S = 0.3
+"""A process that has not begun to write after so long does not: its main thread blocks the signal, maybe."""
+
+MOST_BYTES = 256 * 1024
+"""Of one process' stacks."""
+MOST_FRAMES = 64
+"""Of one thread: the innermost ones."""
+_MOST_TEXT = 256
+
+_ANSWERS = ("R", "S", "I")
+_THREAD = re.compile(
+    r"(Current thread|Thread) (0x[0-9a-f]+)(?: \[(.{0,64})\])?.{0,8} \(most recent call first\):"
+)
+_FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)')
+
+
+class StackFile:
+    """In this process' memory, until nobody here uses it any more: one worker writes there."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        self._fd = os.memfd_create("elastic-agent-stacks", os.MFD_CLOEXEC)
+        os.fchmod(self._fd, 0o600)
+        # Not os.getpid(): a container may see the /proc of another pid namespace.
+        self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._fd}"
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    def clear(self) -> None:
+        os.ftruncate(self._fd, 0)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def read(self) -> str:
+        return os.pread(self._fd, MOST_BYTES, 0).decode(errors="backslashreplace")
+
+    def is_open_in(self, pid: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(f"/proc/{pid}/fd/{DESCRIPTOR}"), os.fstat(self._fd))
+        except OSError:
+            return False
+
+
+def why_not(pid: int, file: StackFile | None) -> str:
+    """Why this process must not be asked; empty if it may."""
+    seen = stat_of(f"/proc/{pid}")
+    if seen is None or seen.state in ("Z", "X"):
+        return "it has ended"
+    if seen.state not in _ANSWERS:
+        return f"its state is {seen.state}: it cannot answer"
+    if file is None or not _catches(pid) or not file.is_open_in(pid):
+        return "it was not started from a spare, or has let go of the signal"
+    return ""
+
+
+def _catches(pid: int) -> bool:
+    return bool(int(status_field(f"/proc/{pid}", "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One worker to look at, and what is known of it without that."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    stacks: StackFile | None = None
+    step: int | None = None
+    still_s: float | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one worker says of itself."""
+
+    pid: int
+    file: StackFile | None
+    text: str = ""
+    refused: str = ""
+    """Why there is no text."""
+    _size: int = 0
+    _grown_at: float = 0.0
+
+    def ask(self, now: float) -> None:
+        self.refused, self._grown_at = why_not(self.pid, self.file), now
+        if self.refused or self.file is None:
+            return
+        try:
+            self.file.clear()
+            os.kill(self.pid, SIGNAL)
+        except OSError as error:
+            self.refused = error.strerror or str(error)
+
+    def waits(self, now: float) -> bool:
+        """Whether there is more to come."""
+        if self.refused or self.file is None:
+            return False
+        size = self.file.size
+        if size != self._size:
+            self._size, self._grown_at = size, now
+        return now - self._grown_at < (QUIET_S if size else ANSWER_S)
+
+    def end(self) -> None:
+        if not self.refused and self.file is not None:
+            self.text = self.file.read()
+            self.refused = "" if self.text else "it has not answered: it may block the signal"
+
+
+def ask(
+    targets: Sequence[Target], until: float, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> dict[int, Answer]:
+    """By pid: the stacks of all these processes, as far as they come before the instant `until`."""
+    answers = [Answer(one.pid, one.stacks) for one in targets]
+    for one in answers:
+        one.ask(clock())
+    while sum(one.waits(clock()) for one in answers) and clock() < until:
+        sleep(PAUSE_S)
+    for one in answers:
+        one.end()
+    return {one.pid: one for one in answers}
+
+
+def parse(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> tuple[ThreadStack, ...]:
+    """What faulthandler writes; the main thread is the last. `source` gives the text of the line where that stands."""
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if found := _THREAD.fullmatch(line):
+            threads.append((clean(found[3] or found[2]), []))
+        elif (found := _FRAME.fullmatch(line)) and threads:
+            frames = threads[-1][1]
+            if len(frames) < MOST_FRAMES:
+                number = int(found[2]) if found[2].isdigit() else 0
+                frames.append(Frame(clean(found[1])[:_MOST_TEXT], number, clean(found[3])[:_MOST_TEXT]))
+    if threads and threads[-1][1]:
+        frames = threads[-1][1]
+        frames[0] = replace(frames[0], source=source(frames[0].file, frames[0].line))
+    return tuple(ThreadStack(name, tuple(frames)) for name, frames in threads)
+
+
+# --- A look
+
+WINDOW_S = 0.5
+"""Over which processor time is measured."""
+_MOST_LINE = 200
+
+
+def look_at(
+    targets: Sequence[Target],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    within_s: float = LOOK_S,
+) -> tuple[WorkerFacts, ...]:
+    """At all of them, for `within_s` at most. Never raises for what it may find. For any thread."""
+    began_at = clock()
+    before = {one.pid: main_cpu_s(one.pid) for one in targets}
+    sleep(WINDOW_S)
+    window_s = clock() - began_at
+    spent = {one.pid: main_cpu_s(one.pid) - before[one.pid] for one in targets}
+    threads = {one.pid: threads_of(one.pid) for one in targets}
+    answers = ask(targets, began_at + within_s, clock, sleep)
+    return tuple(
+        WorkerFacts(
+            one.rank,
+            one.local_rank,
+            one.pid,
+            threads[one.pid],
+            parse(answers[one.pid].text, _source),
+            answers[one.pid].refused,
+            window_s,
+            spent[one.pid],
+            has_gpu(one.pid),
+            one.step,
+            one.still_s,
+        )
+        for one in targets
+    )
+
+
+def _source(file: str, line: int) -> str:
+    return clean(linecache.getline(file, line).strip())[:_MOST_LINE]

@@ -19,9 +19,8 @@ import io
 import os
 import pickle
 import re
-import stat
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,23 +47,18 @@ _MOST_NUMBER = 2**63 - 1
 _MOST_NAME = 200
 
 
-def ask(generation: Path, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Those of these ranks whose recorder was asked. `generation` is its folder."""
-    return tuple(rank for rank in ranks if _ask(generation / FLIGHT_RECORDS / f"pipe_{rank}.pipe"))
-
-
-def _ask(pipe: Path) -> bool:
+def ask(generation: Path, rank: int) -> bool:
+    """Whether the recorder of this rank takes the order. `generation` is its folder."""
     try:
-        # A worker may have put anything there: never waits, follows no link, and writes into pipes alone.
-        file = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        pipe = os.open(generation / FLIGHT_RECORDS / f"pipe_{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return False  # no rank of NCCL, or one that has ended
     try:
-        return stat.S_ISFIFO(os.fstat(file).st_mode) and os.write(file, b"1") == 1
+        return os.write(pipe, b"1") == 1
     except OSError:
         return False
     finally:
-        os.close(file)
+        os.close(pipe)
 
 
 # --- What a dump says
@@ -178,9 +172,6 @@ class _Shown:
     """The newest order that had this answer: so it was still this later than then."""
 
 
-_Stamp = tuple[int, int, int]
-
-
 class FlightRecords:
     """Of one generation. Who orders is one thread at a time; who reads what has come, any."""
 
@@ -204,47 +195,29 @@ class FlightRecords:
         """Ask these ranks, and wait for the dumps of those that take the order. In a thread of its own: a disk may
         stand still."""
         asked_at = self._clock()
-        before = {rank: self._stamp(rank) for rank in ranks}
-        missing = set(ask(self._generation, ranks))
-        until = asked_at + COMES_WITHIN_S
-        while missing and self._clock() < until:
-            for rank in tuple(missing):
-                stamp = self._stamp(rank)
-                if stamp in (None, before[rank]):
+        seen = {rank: self._version(rank) for rank in ranks}
+        missing = {rank for rank in ranks if ask(self._generation, rank)}
+        while missing and self._clock() < asked_at + COMES_WITHIN_S:
+            self._sleep(PAUSE_S)
+            for rank in sorted(missing):
+                before, seen[rank] = seen[rank], self._version(rank)
+                if seen[rank] in (None, before):
                     continue
-                before[rank] = stamp
                 try:
-                    groups = groups_of(read_pickle(self._content(rank)))
+                    groups = groups_of(read_pickle(self._path(rank).read_bytes()))
                 except (Invalid, OSError):
                     continue  # torch may still be writing it
-                self._show(rank, groups, asked_at)
+                known = self._shown.get(rank)
+                noticed_at = known.noticed_at if known and known.groups == groups else self._clock()
+                self._shown = {**self._shown, rank: _Shown(groups, noticed_at, asked_at)}
                 missing.remove(rank)
-            if missing:
-                self._sleep(PAUSE_S)
-
-    def _show(self, rank: int, groups: tuple[InGroup, ...], asked_at: float) -> None:
-        before = self._shown.get(rank)
-        same = before is not None and before.groups == groups
-        noticed_at = before.noticed_at if before is not None and same else self._clock()
-        self._shown = {**self._shown, rank: _Shown(groups, noticed_at, asked_at)}
 
     def _path(self, rank: int) -> Path:
         return self._generation / FLIGHT_RECORDS / f"rank_{rank}"
 
-    def _stamp(self, rank: int) -> _Stamp | None:
+    def _version(self, rank: int) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._path(rank), follow_symlinks=False)
+            found = self._path(rank).stat()
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns, found.st_size
-
-    def _content(self, rank: int) -> bytes:
-        """Raises OSError, or Invalid for what torch does not write."""
-        file = os.open(self._path(rank), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise Invalid("a flight record that is no file")
-            with open(file, "rb", closefd=False) as opened:
-                return opened.read(MOST_BYTES + 1)
-        finally:
-            os.close(file)

@@ -1,10 +1,10 @@
-"""Keeps evidence of this node's workers before they are ended: a thread looks at them, and writes files of the run.
+"""Keeps evidence of workers that seem to hang: a thread looks at them, and writes files of the run.
 
     DIR/<job>-<run>/gen<generation>/evidence/<node>/<number>-<why>/{summary,rank<rank>}.txt
 
-The supervisor begins a look, waits for it for a bounded time, and then ends the workers. The same thread writes the
-files after that; `where` says what became of them. Only this user can read them: stacks show more of a program than its
-log does. They are deleted with the folder of the generation.
+A look is begun at an inquiry, while the workers run on, or before they are ended, which waits for it for a bounded
+time. The same thread writes the files after that; `where` says what became of them. Only this user can read them:
+stacks show more of a program than its log does. They are deleted with the folder of the generation.
 
 For the main thread. One look at a time: where the kernel holds one up, there is no second. Where a disk holds up the
 files of one, the next ones have no files: what the workers do is known all the same.
@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ....rendezvous.statements.inquiry import RankState, Recorded
+from ....rendezvous.statements.inquiry import LOOK_S, RankState, Recorded
 from ....threads import Thread
 from ...output.log_files import run_folder
 from ...output.masking import masked
+from .facts import Target, look_at
 from .flight_records import FlightRecords
-from .stacks import Depth, Target, look_at
 from .testimony import one_line, rank_state, report
 
 log = logging.getLogger(__name__)
@@ -44,29 +43,20 @@ WRITTEN_WITHIN_S = 0.1
 """A summary that names the folder waits so long for files that are being written."""
 
 
+@dataclass(slots=True, eq=False)
 class Look:
     """One that was begun."""
 
-    def __init__(self, path: Path | None, began_at: float) -> None:
-        self.path = path
-        """Where its files are, or will be; None: there are none."""
-        self.began_at = began_at
-        self.states: tuple[RankState, ...] = ()
-        """What the workers do; empty until it is over."""
-        self._over = threading.Event()
+    path: Path | None
+    """Where its files are, or will be; None: there are none."""
+    began_at: float
+    states: tuple[RankState, ...] = ()
+    """What the workers do; empty until it is over."""
+    over: bool = False
+    """The workers may be ended."""
 
     def end(self, states: tuple[RankState, ...] = ()) -> None:
-        self.states = states
-        self._over.set()
-
-    @property
-    def over(self) -> bool:
-        """The workers may be ended."""
-        return self._over.is_set()
-
-    def wait(self, until: float, clock: Callable[[], float]) -> bool:
-        """Whether it was over before that instant."""
-        return self._over.wait(max(0.0, until - clock()))
+        self.states, self.over = states, True
 
 
 class EvidenceKeeper:
@@ -90,7 +80,6 @@ class EvidenceKeeper:
         """Of the newest look that has files: it writes them after that."""
         self._records: FlightRecords | None = None
         self._asking: Thread | None = None
-        self._adding: Thread | None = None
         self._newest: Look | None = None
         self._failing = False
         self._written_of = 0
@@ -123,7 +112,6 @@ class EvidenceKeeper:
         self,
         why: str,
         targets: Sequence[Target],
-        depth: Depth,
         then: Callable[[Look], None] = lambda look: None,
         kept: Callable[[Path], None] = lambda path: None,
     ) -> Look:
@@ -136,24 +124,16 @@ class EvidenceKeeper:
             then(look)
             return look
         self._newest = look
-        records = self._records if depth.window_s else None
-        work = partial(self._look, look, tuple(targets), depth, then, kept, self._generation, records)
+        work = partial(self._look, look, tuple(targets), then, kept, self._generation, self._records)
         thread = Thread(work, "evidence", otherwise=look.end)
         if not writing:
             self._thread = thread
         thread.start()
         return look
 
-    def add(self, look: Look, name: str, text: str) -> None:
-        """A file beside those of the look, if it has any. Written in a thread of its own, one at a time."""
-        if look.path is not None and (self._adding is None or not self._adding.is_alive()):
-            write = partial(self._write, look.path, {name: text}, self._generation)
-            self._adding = Thread(write, "evidence", lambda: None)
-            self._adding.start()
-
     def close(self) -> None:
-        for thread in filter(None, (self._thread, self._adding)):
-            thread.join(CLOSE_S)
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
 
     def _next_path(self, why: str) -> Path | None:
         folder = self.folder
@@ -168,15 +148,14 @@ class EvidenceKeeper:
         self,
         look: Look,
         targets: tuple[Target, ...],
-        depth: Depth,
         then: Callable[[Look], None],
         kept: Callable[[Path], None],
         generation: int,
         records: FlightRecords | None,
     ) -> None:
-        seen = look_at(targets, depth, self._clock, time.sleep)
+        seen = look_at(targets, self._clock, time.sleep)
         if records is not None:
-            recorded = self._recorded(records, targets, look.began_at + depth.within_s - READ_S)
+            recorded = self._recorded(records, targets, look.began_at + LOOK_S - READ_S)
             seen = tuple(replace(one, recorded=recorded.get(one.rank)) for one in seen)
         states = tuple(map(rank_state, seen))
         look.end(states)

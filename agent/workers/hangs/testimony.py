@@ -158,7 +158,6 @@ def _kernel_words(thread: ThreadFacts) -> str:
 
 MOST_CHARS = 256 * 1024
 """Of one worker's."""
-_MIB = 1 << 20
 
 
 def one_line(state: RankState) -> str:
@@ -181,11 +180,11 @@ def report(facts: WorkerFacts, state: RankState, node: str, generation: int) -> 
 
 
 def _lines(facts: WorkerFacts, state: RankState, node: str, generation: int) -> Iterator[str]:
-    used = f", main thread: {facts.main_cpu_s:.2f} s in {facts.window_s:.2f} s" if facts.window_s else ""
+    used = f"main thread: {facts.main_cpu_s:.2f} s in {facts.window_s:.2f} s"
     gpu = ", has a GPU open" if facts.devices else ""
     yield one_line(state)
     yield f"local rank {facts.local_rank} on node {node}, generation {generation}"
-    yield f"process {facts.pid}: {facts.memory_bytes / _MIB:.0f} MiB resident{used}{gpu}"
+    yield f"process {facts.pid}: {used}{gpu}"
     yield from map(_kernel_words, facts.threads)
     if facts.why_no_stacks:
         yield f"no Python stacks: {facts.why_no_stacks}"
@@ -195,9 +194,6 @@ def _lines(facts: WorkerFacts, state: RankState, node: str, generation: int) -> 
     if facts.recorded is not None:
         yield f"flight recorder, unchanged for at least {facts.recorded.still_s:.0f} s:"
         yield from map(_in_group, facts.recorded.groups)
-    if facts.last_lines:
-        yield "last lines of its output:"
-        yield from (f"  {line}" for line in facts.last_lines)
 
 
 def _in_group(group: InGroup) -> str:
