@@ -339,7 +339,7 @@ def _serve_workers(agent: Agent) -> Processes:
         return WorkerGroup(generation, lasting, exited, post, clock, cgroup, subreaper.unknown_children)
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
-    agent.ends.callback(worker_store.end)
+    agent.ends.callback(worker_store.close)
     lost = partial(agent.metrics.dropped_total.inc, what="log_bytes")
     files = agent.config.logs.directory is not None
     logs = agent.started(

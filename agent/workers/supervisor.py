@@ -101,8 +101,8 @@ class Supervisor:
         """Whether there is no more to wait for before `start`: spares, as far as there will be any."""
         if self._config.command.kind == "binary":
             return True
-        holder = world.members[0] == member and not self._processes.worker_store.pids
-        return self._processes.spares.prepared(member.slots + holder, now)
+        serves = world.members[0] == member
+        return self._processes.spares.prepared(member.slots + serves, now)
 
     def start(self, world: World, member: Member, listener: socket.socket, now: float) -> str:
         """This node's workers of `world`; `listener` is where their store is served, if that is up to this node.

@@ -1,4 +1,4 @@
-"""The workers' stores as their clients see them, served by a real holder; the test stands where the agent does."""
+"""The workers' stores as their clients see them, served by a real process; the test stands where the agent does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from torch.distributed import TCPStore
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.ports import bind_listener
-from elastic_agent.agent.workers.processes.worker_store import HOLDER, WorkerStore
+from elastic_agent.agent.workers.processes.worker_store import WorkerStore
 from tests.io_threads import started_io
 from tests.spare_keeper import SpareKeeper, adopting
 
@@ -35,7 +34,7 @@ class Node:
     def __init__(
         self, environment: Mapping[str, str] = os.environ, keeper: SpareKeeper | None = None
     ) -> None:
-        """With a `keeper` the holder is one of its spares."""
+        """With a `keeper` the server is one of its spares."""
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.keeper = keeper
         spares = keeper.spares if keeper is not None else NoSpares()
@@ -64,7 +63,7 @@ class Node:
             event()
 
     def client(self) -> TCPStore:
-        """Connected, by which time the holder is ready. The agent hears events meanwhile."""
+        """Connected, by which time the server is ready. The agent hears events meanwhile."""
         patience = timedelta(seconds=PATIENCE_S)
         with ThreadPoolExecutor() as pool:
             future = pool.submit(
@@ -72,12 +71,6 @@ class Node:
             )
             self.run_until(future.done)
             return future.result()
-
-    def kill_holder(self) -> None:
-        """Dead, and its end not handled yet."""
-        assert self.store.pid is not None
-        os.kill(self.store.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, self.store.pid, os.WEXITED | os.WNOWAIT)
 
 
 class NoSpares:
@@ -97,10 +90,10 @@ def keeper() -> Iterator[SpareKeeper]:
 
 @pytest.fixture(params=["cold", "warm"])
 def node(request: pytest.FixtureRequest) -> Iterator[Node]:
-    """The holder is a process of its own, or a spare."""
+    """The server is a process of its own, or a spare."""
     node = Node(keeper=request.getfixturevalue("keeper") if request.param == "warm" else None)
     yield node
-    node.store.end()
+    node.store.close()
 
 
 def refused(port: int) -> bool:
@@ -125,26 +118,28 @@ def test_a_worker_that_comes_before_torch_is_imported_waits_and_is_served(node: 
     early.close()
 
 
-def test_each_generation_has_an_empty_store_of_one_holder_and_the_last_ones_port_refuses(node: Node) -> None:
+def test_each_generation_has_an_empty_store_and_the_last_ones_port_refuses(node: Node) -> None:
     node.serve()
     client, first, pid = node.client(), node.port, node.store.pid
     client.set("key", "of the first generation")
     node.store.close()
-    node.run_until(lambda: refused(first))
+    assert refused(first)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid or 0, 0)
     node.serve()
     assert not node.client().check(["key"])
-    assert node.store.pid == pid
+    node.run_until(node.events.empty)
     assert not node.problems
 
 
-def test_a_killed_holder_ends_its_generation_and_the_next_one_gets_another(node: Node) -> None:
+def test_a_killed_server_ends_its_generation_and_the_next_one_gets_another(node: Node) -> None:
     node.serve()
     node.client()
     pid = node.store.pid
-    node.kill_holder()
+    os.kill(pid or 0, signal.SIGKILL)
     node.run_until(lambda: bool(node.problems))
-    assert len(node.problems) == 1
-    assert node.problems[0].startswith(
+    (problem,) = node.problems
+    assert problem.startswith(
         f"the workers' store is gone: the process {pid} that served it ended: killed by SIGKILL"
     )
     assert refused(node.port), "workers are not left to wait"
@@ -154,67 +149,49 @@ def test_a_killed_holder_ends_its_generation_and_the_next_one_gets_another(node:
     assert node.store.pid != pid
 
 
-@pytest.mark.parametrize("handled", [True, False])
-def test_a_holder_that_is_killed_while_it_is_not_needed_is_replaced_in_silence(
-    node: Node, handled: bool
+def test_a_torch_that_cannot_be_imported_is_a_problem_that_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    node.serve()
-    node.client()
-    node.store.close()
-    node.kill_holder()
-    if handled:
-        node.run_until(lambda: node.store.pid is None)
-    node.serve()
-    node.client().set("key", "value")
-    assert not node.problems
-
-
-def test_a_generation_that_ends_during_the_import_leaves_its_port_at_once_and_the_holder_to_the_next(
-    node: Node,
-) -> None:
-    node.serve()
-    first, pid = node.port, node.store.pid
-    node.store.close()
-    assert refused(first)
-    node.serve()
-    node.client().set("key", "value")
-    assert node.store.pid == pid
-    assert refused(first)
-
-
-def test_a_torch_that_cannot_be_imported_is_the_problem_that_is_reported(tmp_path: Path) -> None:
     node = Node(torch_that("raise ImportError('libc10.so is missing')", tmp_path))
     node.serve()
     node.run_until(lambda: bool(node.problems))
-    assert node.problems == ["the workers' store is gone: ImportError: libc10.so is missing"]
+    assert "ended: exit code 1" in node.problems[0]
+    assert "ImportError: libc10.so is missing" in capfd.readouterr().err
     assert refused(node.port)
-    node.store.end()
 
 
-def test_the_holder_does_not_see_the_agents_modules_by_their_bare_names(tmp_path: Path) -> None:
-    """A library that tries `import ports` means another."""
-    looking = "from importlib.util import find_spec; raise ImportError(find_spec('ports'))"
+def test_the_server_does_not_see_the_agents_modules_by_their_bare_names(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A library that tries `import guard` means another."""
+    looking = "from importlib.util import find_spec; raise ImportError(find_spec('guard'))"
     node = Node(torch_that(looking, tmp_path))
     node.serve()
     node.run_until(lambda: bool(node.problems))
-    assert node.problems == ["the workers' store is gone: ImportError: None"]
-    node.store.end()
+    assert "ImportError: None" in capfd.readouterr().err
 
 
-def test_without_a_holder_no_port_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_it_may_be_tried_again_with_the_same_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(OSError):
-        node.serve()
-    node.store.close()  # until then it may be tried again with the same socket
-    assert refused(node.port)
+    listener = bind_listener(ADDRESS, 0, "master")
+    node.port = listener.getsockname()[1]
+    with monkeypatch.context() as without:
+        without.setattr(sys, "executable", "/nonexistent/python")
+        with pytest.raises(OSError):
+            node.store.serve(listener)
+    node.store.serve(listener)
+    pid = node.store.pid
+    node.store.serve(listener)
+    assert node.store.pid == pid
+    node.client().set("key", "value")
+    node.store.close()
 
 
-def test_the_end_of_the_agents_store_ends_the_holder_also_during_its_import(tmp_path: Path) -> None:
+def test_the_end_of_a_generation_ends_the_server_also_during_its_import(tmp_path: Path) -> None:
     node = Node(torch_that("import time; time.sleep(600)", tmp_path))
     node.serve()
     pid = node.store.pid
-    node.store.end()
+    node.store.close()
     assert refused(node.port)
     with pytest.raises(ProcessLookupError):
         os.kill(pid or 0, 0)
@@ -229,13 +206,3 @@ def test_a_service_managers_signals_to_all_do_not_take_the_store_from_workers_in
         os.kill(node.store.pid or 0, number)
     client.set("key", "value")
     assert client.get("key") == b"value"
-
-
-def test_a_holder_without_an_agent_ends_by_itself() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    holder = subprocess.Popen([sys.executable, HOLDER], stdin=theirs.fileno())
-    theirs.close()
-    ours.settimeout(PATIENCE_S)
-    assert ours.recv(100) == b"ready"
-    ours.close()
-    assert holder.wait(PATIENCE_S) == 0

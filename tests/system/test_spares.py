@@ -113,7 +113,7 @@ def test_a_preloaded_process_that_stands_still_is_waited_for_only_so_long(job: J
 def test_after_sigkill_of_the_agent_nothing_is_left_within_a_second(job: Job) -> None:
     agent = job.start("a", WARM, "--nproc-per-node=2")
     job.wait_for_training(world=2)
-    everyone = 1 + 2 + 2 + 3  # workers, spares, preloaded process, holder and guard
+    everyone = 1 + 2 + 2 + 3  # workers, spares, preloaded process, store server and guard
     job.wait_for(lambda: len(family(agent.pid)) >= everyone, "idle spares")
     agent.signal(signal.SIGKILL)
     killed_at = time.monotonic()

@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from elastic_agent.agent.workers.processes.worker_store import HOLDER
+from elastic_agent.agent.workers.processes.worker_store import SERVER
 from tests.etcd_servers import EtcdCluster
 
 from .harness import ORPHANS_S, RECORDER, Job
@@ -15,15 +15,15 @@ from .harness import ORPHANS_S, RECORDER, Job
 PLAIN_DDP = Path(__file__).with_name("plain_ddp.py")
 
 
-def holders(job: Job) -> list[int]:
-    """Those that their agent has started; the shim's own command line names the holder's too, but in another place."""
+def servers(job: Job) -> list[int]:
+    """Those that their agent has started; the shim's own command line names the server's too, but in another place."""
     found = []
     for process in job.processes():
         try:
             command = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if os.fsencode(HOLDER) in command[1:2]:
+        if os.fsencode(SERVER) in command[1:2]:
             found.append(process.pid)
     return found
 
@@ -39,19 +39,19 @@ def memory_mb(pid: int) -> float:
     return int(found[1]) / 1024
 
 
-def test_only_the_holder_loads_torch_and_a_killed_one_costs_a_generation(job: Job) -> None:
+def test_only_the_server_loads_torch_and_a_killed_one_costs_a_generation(job: Job) -> None:
     script = (PLAIN_DDP, job.folder / "checkpoint.pt", 1_000_000, 0.01)
     agent = job.start("a", "--nproc-per-node=2", script=script)
     job.wait_for_text(agent, "restart 0 step 3$")
-    (holder,) = holders(job)
-    assert maps_torch(holder)
+    (server,) = servers(job)
+    assert maps_torch(server)
     assert not maps_torch(agent.pid)
 
-    os.kill(holder, signal.SIGKILL)
+    os.kill(server, signal.SIGKILL)
     job.wait_for_text(agent, r"restart 1 step \d+$")
-    assert agent.says(rf"because .*the workers' store is gone: the process {holder} .* killed by SIGKILL")
-    (successor,) = holders(job)
-    assert successor != holder
+    assert agent.says(rf"because .*the workers' store is gone: the process {server} .* killed by SIGKILL")
+    (successor,) = servers(job)
+    assert successor != server
     assert not maps_torch(agent.pid)
 
 
@@ -68,7 +68,7 @@ def test_with_etcd_the_agent_keeps_within_50_mb_when_it_has_done_all_that_it_doe
     assert not maps_torch(agent.pid)
 
 
-def test_an_agent_that_is_killed_takes_the_holder_with_it_also_from_its_import_of_torch(job: Job) -> None:
+def test_an_agent_that_is_killed_takes_the_server_with_it_also_from_its_import_of_torch(job: Job) -> None:
     (job.folder / "torch").mkdir()
     importing = job.folder / "importing"
     slow = f"open({str(importing)!r}, 'w').close(); import time; time.sleep(600)"
@@ -76,7 +76,7 @@ def test_an_agent_that_is_killed_takes_the_holder_with_it_also_from_its_import_o
     path = os.pathsep.join([str(job.folder), os.environ.get("PYTHONPATH", "")])
     agent = job.start("a", script=(RECORDER,), environment={"PYTHONPATH": path})
     job.wait_for_training(world=1)
-    job.wait_for(importing.exists, "the holder to import torch")
-    assert holders(job)
+    job.wait_for(importing.exists, "the server to import torch")
+    assert servers(job)
     agent.kill()
     job.wait_for(lambda: not job.processes(), "everything of the killed agent to end", ORPHANS_S)

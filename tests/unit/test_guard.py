@@ -161,7 +161,6 @@ def test_scripts_that_import_nothing_of_ours_ignore_the_same_signals() -> None:
     assert scripts == {
         "workers/processes/guard.py",
         "workers/processes/shim.py",
-        "workers/processes/store_holder.py",
     }
     for name in scripts:
         assert f"\nIGNORED = ({written})\n" in texts[name], name

@@ -55,7 +55,7 @@ def test_the_layout_of_an_archive_can_be_taken_over(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_serves_at_a_socket_that_listens_already() -> None:
-    """`agent/workers/processes/store_holder.py`, `rendezvous/c10d/host.py`: master_listen_fd."""
+    """`agent/workers/processes/store_server.py`, `rendezvous/c10d/host.py`: master_listen_fd."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         store = dist.TCPStore(

@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 
 if TYPE_CHECKING:
     from ....worker.ranks import gloo_threads, master_port
-    from ..processes import shim, store_holder
+    from ..processes import shim, store_server
     from ..processes import spare_wire as wire
     from .become import Script, become, show_process
     from .imported import ROOM_NAME, Imported, Unfit
@@ -40,7 +40,7 @@ else:
     package.__path__ = [str(Path(__file__).parents[3])]
     from elastic_agent_preloader.agent.workers.preloader.become import Script, become, show_process
     from elastic_agent_preloader.agent.workers.preloader.imported import ROOM_NAME, Imported, Unfit
-    from elastic_agent_preloader.agent.workers.processes import shim, store_holder
+    from elastic_agent_preloader.agent.workers.processes import shim, store_server
     from elastic_agent_preloader.agent.workers.processes import spare_wire as wire
     from elastic_agent_preloader.worker.ranks import gloo_threads, master_port
 
@@ -57,7 +57,7 @@ def main(agent_pid: int) -> Script:
     # Python looks first where this file lies, but what lies here is never imported by its bare name.
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != str(HERE)]
     ignored = [number for number in shim.STAY_IGNORED if signal.getsignal(number) is signal.SIG_IGN]
-    for number in store_holder.IGNORED:
+    for number in shim.IGNORED:
         signal.signal(number, signal.SIG_IGN)
     os.environ.pop(ROOM_NAME, None)  # a wrapper may have cleaned the environment
     show_process(sys.orig_argv[:-1], os.environ.copy())
@@ -140,7 +140,7 @@ def _fork_twice(sockets: Sequence[int]) -> socket.socket:
 def live(channel: socket.socket, imported: Imported, agent_pid: int, stay_ignored: Collection[int]) -> Script:
     """A spare, from its birth until it receives what to become. `stay_ignored`: the signals that this process was
     started to ignore, as all that it becomes shall."""
-    for number in store_holder.IGNORED:
+    for number in shim.IGNORED:
         if signal.getsignal(number) is signal.SIG_IGN and number not in stay_ignored:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default)
@@ -151,9 +151,9 @@ def live(channel: socket.socket, imported: Imported, agent_pid: int, stay_ignore
     if received is None:
         os._exit(0)
     message, descriptors = received
-    if isinstance(message, wire.ServeStores):
+    if isinstance(message, wire.ServeStore):
         channel.close()
-        _serve_stores(descriptors[0])
+        _serve_store(descriptors[0])
     assert isinstance(message, wire.BecomeWorker), message
     return _become_worker(message, descriptors, channel, imported)
 
@@ -163,14 +163,15 @@ def _refuse(problem: str) -> NoReturn:
     os._exit(1)
 
 
-def _serve_stores(channel: int) -> NoReturn:
-    """The spare becomes the holder of the workers' stores, which takes its orders on `channel`."""
+def _serve_store(listener: int) -> NoReturn:
+    """The spare becomes the server of the workers' store."""
     os.setsid()
-    os.dup2(channel, 0)
-    os.close(channel)
-    show_process([sys.executable, store_holder.__file__], os.environ.copy())
-    store_holder.main()
-    os._exit(0)
+    os.dup2(listener, 0)
+    os.close(listener)
+    for number in shim.IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    show_process([sys.executable, store_server.__file__], os.environ.copy())
+    store_server.main()
 
 
 def _become_worker(

@@ -67,7 +67,7 @@ class Spare:
         self.taken = False
         self._ended: int | None = None
 
-    def become(self, message: wire.BecomeWorker | wire.ServeStores, descriptors: Sequence[int] = ()) -> None:
+    def become(self, message: wire.BecomeWorker | wire.ServeStore, descriptors: Sequence[int] = ()) -> None:
         """Raises OSError when it has ended."""
         wire.send(self.channel, message, descriptors)
 
@@ -215,7 +215,7 @@ class Spares:
         return spare
 
     def hand_out(
-        self, message: wire.BecomeWorker | wire.ServeStores, descriptors: Sequence[int]
+        self, message: wire.BecomeWorker | wire.ServeStore, descriptors: Sequence[int]
     ) -> Spare | None:
         while spare := self.take():
             try:
@@ -376,7 +376,7 @@ class Spares:
     def _on_spare_message(self, spare: Spare, message: wire.Message | None, now: float) -> None:
         if message is None:
             if spare.taken:
-                self._close(spare.channel)  # it has become a worker, or the store holder
+                self._close(spare.channel)  # it has become a worker, or serves the store
             else:
                 self._fork_failed |= not spare.pid
                 self._discard(spare)

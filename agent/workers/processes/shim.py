@@ -23,7 +23,8 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""As in `guard`."""
+"""By processes of the agent's own: a service manager may signal all that it started, while workers in their grace go
+on. As in `guard`."""
 
 STAY_IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What was ignored when the agent was started, as by nohup, its workers ignore, too: under torchrun they do."""

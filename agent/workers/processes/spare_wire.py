@@ -105,13 +105,13 @@ class BecomeWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeStores:
-    """To a spare: become the holder of the workers' stores, with orders from the socket that comes with this."""
+class ServeStore:
+    """To a spare: serve the workers' store on the listening socket that comes with this."""
 
 
-Message: TypeAlias = Preload | Fork | Loaded | Unfit | Ready | Problem | BecomeWorker | ServeStores
+Message: TypeAlias = Preload | Fork | Loaded | Unfit | Ready | Problem | BecomeWorker | ServeStore
 CODEC: Codec[Message] = Codec(
-    (Preload, Fork, Loaded, Unfit, Ready, Problem, BecomeWorker, ServeStores), version=1, most_bytes=LONGEST
+    (Preload, Fork, Loaded, Unfit, Ready, Problem, BecomeWorker, ServeStore), version=1, most_bytes=LONGEST
 )
 
 

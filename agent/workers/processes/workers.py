@@ -37,7 +37,7 @@ from .proc import (
     kill,
     remove_cgroup,
 )
-from .spare_wire import BecomeWorker, ServeStores
+from .spare_wire import BecomeWorker, ServeStore
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Spares(Protocol):
 
     why_cold: str
 
-    def hand_out(self, message: BecomeWorker | ServeStores, descriptors: Sequence[int]) -> Process | None: ...
+    def hand_out(self, message: BecomeWorker | ServeStore, descriptors: Sequence[int]) -> Process | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Stands for torch in agents and store holders of tests: see `distributed`."""
+"""Stands for torch in agents and store servers of tests: see `distributed`."""

@@ -1,4 +1,4 @@
-"""All that agents and store holders ask of torch: the real TCPStore, of torch's C library.
+"""All that agents and store servers ask of torch: the real TCPStore, of torch's C library.
 
 Its Python modules, which a store does not use, are four fifths of what an import of torch costs. Where the workers ask
 their store for nothing, the process that serves it gets a stand-in, which costs nothing.
