@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare, Spares
@@ -37,13 +36,12 @@ class SpareKeeper:
         *names: str,
         wanted: int = 2,
         python: str = sys.executable,
-        first_on_path: Path | str = "",
         **environment: str,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.late_s = 0.0
         self.spares = Spares(
-            Interpreter(python, {**os.environ, **environment}, str(first_on_path or os.getcwd())),
+            Interpreter(python, {**os.environ, **environment}),
             names,
             wanted,
             started_io(),

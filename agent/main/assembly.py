@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import platform
 import queue
 import time
@@ -47,7 +46,6 @@ from ..workers.failures.causes import CauseTable
 from ..workers.preloader.spares import Spares
 from ..workers.processes.guard import Guard
 from ..workers.processes.subreaper import Subreaper
-from ..workers.processes.workers import first_on_path
 from .heartbeat import Heartbeat, Probes
 from .listeners import Listeners
 from .prepared import Prepared, interpreter_of, new_spares
@@ -216,7 +214,7 @@ def recheck_of(agent: Agent) -> Recheck:
 def spares_of(agent: Agent, prepared: Prepared) -> Spares:
     """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
     command, words, wanted = agent.config.command, agent.config.preload, agent.machine.workers + 1
-    interpreter = interpreter_of(prepared, agent.environment, first_on_path(command.started, os.getcwd()))
+    interpreter = interpreter_of(prepared, agent.environment)
     forks = bool(words) and command.kind != "binary" and not prepared.adoption_error
     if prepared.spares is not None:
         why_not = prepared.spares.adopt(interpreter, words, wanted) if forks else "workers start cold"

@@ -52,12 +52,10 @@ def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, 
     return replace(prepared, spares=spares)
 
 
-def interpreter_of(
-    prepared: Prepared, environment: Mapping[str, str], first_on_path: str = ""
-) -> Interpreter:
+def interpreter_of(prepared: Prepared, environment: Mapping[str, str]) -> Interpreter:
     """By its mark the guard finds the preloaded process, too."""
     marked = {**environment, **WorkerEnv(incarnation=prepared.incarnation).variables()}
-    return Interpreter(job_python(environment), marked, first_on_path)
+    return Interpreter(job_python(environment), marked)
 
 
 def new_spares(prepared: Prepared, interpreter: Interpreter, words: Sequence[str], wanted: int) -> Spares:

@@ -17,7 +17,7 @@ import pytest
 
 from elastic_agent.agent.workers.preloader import spares as policy
 from elastic_agent.agent.workers.preloader.spares import Interpreter, Spare
-from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker, ServeStores
+from elastic_agent.agent.workers.processes.spare_wire import BecomeWorker, ServeStore
 from elastic_agent.agent.workers.processes.workers import tied
 from tests.spare_keeper import SpareKeeper, adopting
 
@@ -112,7 +112,7 @@ def test_a_spare_that_was_killed_is_not_handed_out(agent: SpareKeeper) -> None:
         os.kill(pid, signal.SIGKILL)
     while not all(map(gone, killed)):
         time.sleep(0.01)
-    assert agent.spares.hand_out(ServeStores(), []) is None
+    assert agent.spares.hand_out(ServeStore(), []) is None
 
 
 def test_who_kills_idle_spares_gets_others_to_kill_but_not_without_a_pause(agent: SpareKeeper) -> None:
@@ -213,40 +213,6 @@ def test_a_second_thread_makes_all_starts_cold_and_the_log_says_why(
     agent.spares.close()
 
 
-@pytest.mark.parametrize("beside_the_script", [True, False])
-def test_an_edited_module_is_what_the_next_worker_imports(
-    beside_the_script: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path if beside_the_script else tmp_path / "elsewhere"
-    folder.mkdir(exist_ok=True)
-    edited = folder / "edited.py"
-    edited.write_text("word = 'old'")
-    if not beside_the_script:
-        monkeypatch.setenv("PYTHONPATH", str(folder))
-    agent = SpareKeeper("edited", first_on_path=tmp_path).start()
-    agent.run_until_ready()
-    program = script(tmp_path, "import edited; print(edited.word)")
-
-    def says_in_a_worker() -> str:
-        printed = run(taken := agent.take(), program)
-        assert taken.wait() == 0
-        return printed
-
-    assert says_in_a_worker() == "old\n"
-    assert "is no fork" not in caplog.text
-    edited.write_text("word = 'new one'")
-    # Forked before the change: it finds out by itself, and starts cold with the same pid.
-    assert says_in_a_worker() == "new one\n"
-    # No more are forked from what is out of date.
-    agent.run_until(lambda: f"preloading again: {edited} has changed" in caplog.text)
-    assert f"is no fork of the preloaded one: {edited} has changed" in caplog.text
-    agent.run_until_ready()
-    caplog.clear()
-    assert says_in_a_worker() == "new one\n"
-    assert "is no fork" not in caplog.text
-    agent.spares.close()
-
-
 def test_the_environment_of_a_worker_may_be_longer_than_any_socket_takes(
     agent: SpareKeeper, tmp_path: Path
 ) -> None:
@@ -338,7 +304,7 @@ def test_what_was_preloaded_before_the_job_is_for_jobs_like_it_alone(tmp_path: P
     of_daemon = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def adopt(*names: str, python: str = sys.executable, **variables: str) -> str:
-        interpreter = Interpreter(python, {**of_daemon, **variables}, str(tmp_path))
+        interpreter = Interpreter(python, {**of_daemon, **variables})
         return keeper.spares.adopt(interpreter, names or ("asks",), 2)
 
     try:

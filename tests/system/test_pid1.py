@@ -81,7 +81,7 @@ def test_orphans_are_reaped_and_a_workers_own_exit_code_is_not_lost_with_them(jo
         lambda: seen.read_text().split().count("2") == 2 * len(orphans), "the second one's orphans to end"
     )
     assert "1" in seen.read_text().split()
-    assert agent.says("rank 1 failed: exit code 7;")
+    assert agent.says("rank 1 failed: exit code 7")
     agents_own = pid_outside(job, AGENT)
     job.wait_for(lambda: not zombies_below(agents_own), "every orphan to be reaped")
 

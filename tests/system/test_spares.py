@@ -52,7 +52,7 @@ def test_eight_workers_come_from_spares_and_so_do_those_after_them(job: Job) -> 
     job.wait_for_training(world=8, after=1)
     from_spares(job, agent, 1, 8)
     from_spares(job, agent, 2, 8)
-    assert agent.says("rank 3 failed: exit code 7;")
+    assert agent.says("rank 3 failed: exit code 7")
     sessions = {worker.pid: os.getsid(worker.pid) for worker in job.workers()}
     assert len(sessions) == 8
     assert all(pid == session for pid, session in sessions.items()), "each leads its own"

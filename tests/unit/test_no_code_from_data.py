@@ -23,8 +23,7 @@ OWN_FUNCTIONS = {ROOT / "elastic_agent" / "launcher.py"}
 """A user's own function goes to that user's own workers and its results come back, through a folder that is private to
 that user: whoever could write there could change the script as well."""
 SCRIPT = {
-    ROOT / "agent/workers/preloader/become.py": "calls compile",
-    ROOT / "agent/workers/preloader/process.py": "calls exec",
+    ROOT / "agent/workers/preloader/process.py": "calls compile",
 }
 """Where a preloaded process runs the user's script, as a new Python would."""
 

@@ -86,22 +86,17 @@ def test_the_command_is_what_python_is_given() -> None:
     "changed",
     [
         {"target_kind": "binary"},
-        {"target": ""},
         {"target": 1},
         {"args": "--lr"},
         {"args": [1]},
-        {"args": ["a\0b"]},
         {"environment": []},
-        {"environment": {"": "x"}},
-        {"environment": {"A=B": "x"}},
         {"environment": {"A": 1}},
-        {"environment": {"A": "\0"}},
         {"cwd": None},
         {"more": "fields"},
     ],
     ids=str,
 )
-def test_what_no_process_can_be_is_refused(changed: dict[str, object]) -> None:
+def test_what_is_no_such_message_is_refused(changed: dict[str, object]) -> None:
     body = json.loads(CODEC.encode(START))
     with pytest.raises(Invalid):
         CODEC.decode(json.dumps({**body, **changed}).encode())

@@ -1,8 +1,8 @@
 """What the preloaded process has imported, and whether a fork with it is what a fresh process would be.
 
 A fork has its parent's memory, and of its threads only the one that forked. So before each fork `check` makes sure that
-the process has one thread and no CUDA context, and that what it has imported is what lies on
-disk. It never computes anything: OpenMP's threads do not survive a fork either.
+the process has one thread and no CUDA context. It never computes anything: OpenMP's threads do not survive a fork
+either. What has been installed or edited since is imported by a new agent.
 
 Scripts find the modules in `sys.modules`, as if someone had imported them before. A file beside the script of the same
 name as one of them would not be found, so such a script starts cold (`shadowed`).
@@ -18,11 +18,9 @@ import importlib.util
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from importlib.machinery import PathFinder
-from types import ModuleType
 from typing import Any
 
 DEFAULT_PRELOAD = (
@@ -46,28 +44,20 @@ NOT_IN_EVERY_TORCH = frozenset({"torch.profiler._cupti_monitor"})  # in 2.13, an
 
 
 class Unfit(Exception):
-    """Why no spares can be forked. `stale`: another process, started now, could."""
-
-    def __init__(self, why: str, *, stale: bool = False) -> None:
-        super().__init__(why)
-        self.stale = stale
-
-
-def _installed() -> tuple[str, str]:
-    return sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    """Why no spares can be forked."""
 
 
 class Imported:
     """Made once, in a process that has one thread and forks others later."""
 
-    def __init__(self, words: Iterable[str], first_on_path: str = "") -> None:
-        """Imports what these words of --preload name. `first_on_path` is the folder where workers look first, too."""
+    def __init__(self, words: Iterable[str]) -> None:
+        """Imports what these words of --preload name."""
         self.base = dict(os.environ)
         """The environment that the modules have read."""
         self.skipped: dict[str, str] = {}
         """Names that could not be imported, and why."""
         before = len(sys.modules)
-        with _first(first_on_path), _recorded_reads() as self.reads:
+        with _recorded_reads() as self.reads:
             for name in (
                 name for word in words for name in (DEFAULT_PRELOAD if word == "default" else (word,))
             ):
@@ -82,7 +72,6 @@ class Imported:
         self.variables = {name: value for name, value in os.environ.items() if self.base.get(name) != value}
         """That modules have set when they were imported: scripts shall have them, too."""
         self._tops = {name for name in sys.modules if "." not in name}.difference(sys.builtin_module_names)
-        self._files = _edited_files(sys.modules.values())
 
     def check(self) -> None:
         """Raises Unfit when a fork would not be like a process that imports all of this now."""
@@ -92,12 +81,6 @@ class Imported:
         cuda: Any = sys.modules.get("torch.cuda")
         if cuda is not None and cuda.is_initialized():
             raise Unfit("it has a CUDA context, which no fork can use")
-        if changed := self.edited():
-            raise Unfit(f"{changed} has changed since it was imported", stale=True)
-
-    def edited(self) -> str:
-        """A file that people edit and that is no longer what was loaded; empty if there is none."""
-        return next((path for path, known in self._files.items() if _version(path) != known), "")
 
     def shadowed(self, folder: str) -> str:
         """Imported modules in whose place something else is imported, when this folder comes first on sys.path."""
@@ -118,20 +101,6 @@ class Imported:
 
 
 @contextlib.contextmanager
-def _first(folder: str) -> Iterator[None]:
-    """On sys.path, where that has such a place."""
-    if not folder or getattr(sys.flags, "safe_path", False):  # 3.11
-        yield
-        return
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            sys.path.remove(folder)
-
-
-@contextlib.contextmanager
 def _recorded_reads() -> Iterator[set[str]]:
     """The variables of the environment that Python code reads meanwhile."""
     kind: Any = type(os.environ)
@@ -146,22 +115,6 @@ def _recorded_reads() -> Iterator[set[str]]:
         yield reads
     finally:
         kind.__getitem__ = get
-
-
-def _edited_files(modules: Iterable[ModuleType]) -> dict[str, tuple[int, int] | None]:
-    """What is loaded from elsewhere than Python's own folders and site-packages, as it is now."""
-    python = os.path.dirname(os.__file__), *_installed()
-    files = (getattr(module, "__file__", None) for module in list(modules))
-    return {path: _version(path) for path in files if isinstance(path, str) and not path.startswith(python)}
-
-
-def _version(path: str) -> tuple[int, int] | None:
-    """Of the file that lies there: it was changed if this has."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
 
 
 # --- Its environment

@@ -4,7 +4,12 @@
 input (`wire`). It receives what to import, answers with the result, and is then asked for spares, each with its
 own socket to the agent. It is never the parent of a spare: it forks an intermediate process, which forks the spares
 and ends, so that they become children of the agent, which adopts orphans. From then on a spare has nothing to do with
-this process: it dies with the agent, survives this process, and waits for the one message with what it shall be.
+this process: it dies with the agent, survives this process, and waits for the one message with what it shall be:
+`python -u script.py args`.
+
+Environment, command line, streams, signals, `__main__` and `sys.path` are the worker's; the modules that were imported
+stay, as if the script had imported them, with what they registered for the end of the process. Where that would not do,
+because of the environment or the script, the spare starts cold: it executes the worker's command, and says why.
 
 Invariants: a spare receives one message, and closes its socket then; there is no second one. What it was to become
 and cannot be as a fork it becomes by exec, with the same pid, session, cgroup and descriptors.
@@ -14,40 +19,63 @@ In the job's interpreter, which need not have this package installed: standard l
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import ctypes
+import faulthandler
 import gc
+import importlib
+import io
 import os
+import runpy
 import signal
 import socket
 import sys
 import time
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 HERE = Path(__file__).resolve().parent
 
 if TYPE_CHECKING:
     from ....worker.ranks import gloo_threads, master_port
+    from ....worker.wire import stack_dump
+    from ....worker.wire.environment import NAMES
     from ..processes import shim, store_server
     from ..processes import spare_wire as wire
-    from .become import Script, become, show_process
-    from .imported import ROOM_NAME, Imported, Unfit
+    from .imported import ROOM_NAME, Imported, Unfit, obstacle, set_threads, set_too_late
 else:
     # Our package by a name that is not used elsewhere: scripts may have another version of it, or none.
     package = sys.modules["elastic_agent_preloader"] = types.ModuleType("elastic_agent_preloader")
     package.__path__ = [str(Path(__file__).parents[3])]
-    from elastic_agent_preloader.agent.workers.preloader.become import Script, become, show_process
-    from elastic_agent_preloader.agent.workers.preloader.imported import ROOM_NAME, Imported, Unfit
+    from elastic_agent_preloader.agent.workers.preloader.imported import (
+        ROOM_NAME,
+        Imported,
+        Unfit,
+        obstacle,
+        set_threads,
+        set_too_late,
+    )
     from elastic_agent_preloader.agent.workers.processes import shim, store_server
     from elastic_agent_preloader.agent.workers.processes import spare_wire as wire
     from elastic_agent_preloader.worker.ranks import gloo_threads, master_port
+    from elastic_agent_preloader.worker.wire import stack_dump
+    from elastic_agent_preloader.worker.wire.environment import NAMES
 
     wire.CODEC.prepare()
 
+TORCH_SEED = 67280421310721
+"""With which older versions of torch begin in every process."""
 
-def main(agent_pid: int) -> Script:
+Run: TypeAlias = tuple[Any, ...]
+"""A function, and what it is to be called with, where no frames of ours are below it: `exec` and a script's code, or
+what Python itself calls for `python -m`."""
+
+
+def main(agent_pid: int) -> Run:
     """In a worker its script; all other processes end here: this one when the agent closes its end, or has ended."""
     channel = socket.socket(fileno=os.dup(0))
     channel.set_inheritable(False)
@@ -72,7 +100,7 @@ def main(agent_pid: int) -> Script:
         wire.send(channel, wire.Loaded(imported.count, imported.skipped, tuple(sorted(imported.reads))))
         born = _serve(channel, imported)
     except Unfit as unfit:
-        wire.send(channel, wire.Unfit(str(unfit), unfit.stale))
+        wire.send(channel, wire.Unfit(str(unfit)))
         os._exit(0)
     if born is None:
         os._exit(0)  # what modules have registered for the end is for workers to do
@@ -82,7 +110,7 @@ def main(agent_pid: int) -> Script:
 def load(preload: wire.Preload) -> Imported:
     """Imports the modules named."""
     gc.disable()
-    imported = Imported(preload.names, preload.first_on_path)
+    imported = Imported(preload.names)
     gloo_threads.watch()
     master_port.watch()
     gc.collect()
@@ -137,7 +165,7 @@ def _fork_twice(sockets: Sequence[int]) -> socket.socket:
     os._exit(0)
 
 
-def live(channel: socket.socket, imported: Imported, agent_pid: int, stay_ignored: Collection[int]) -> Script:
+def live(channel: socket.socket, imported: Imported, agent_pid: int, stay_ignored: Collection[int]) -> Run:
     """A spare, from its birth until it receives what to become. `stay_ignored`: the signals that this process was
     started to ignore, as all that it becomes shall."""
     for number in shim.IGNORED:
@@ -176,7 +204,7 @@ def _serve_store(listener: int) -> NoReturn:
 
 def _become_worker(
     start: wire.BecomeWorker, descriptors: list[int], channel: socket.socket, imported: Imported
-) -> Script:
+) -> Run:
     os.setsid()
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
@@ -188,31 +216,168 @@ def _become_worker(
         with contextlib.suppress(OSError):  # the agent has ended
             wire.send(channel, wire.Problem(problem))
 
-    script = become(start, imported, report)
+    run = become(start, imported, report)
     channel.close()
-    return script
+    return run
 
 
-def without_our_frame(shown: Callable[..., Any]) -> Callable[..., Any]:
+# --- The worker
+
+
+def become(start: wire.BecomeWorker, imported: Imported, report: Callable[[str], None]) -> Run:
+    """What the script is run by. In a process with one thread, whose first three descriptors are the worker's.
+    `report` is called with why a worker starts cold."""
+    os.chdir(start.cwd)
+    first = _first_on_path(start)
+    shadowed = "" if _safe_path() else imported.shadowed(first)
+    if problem := obstacle(imported.base, start.environment, imported.reads):
+        _start_cold(start, report, problem)
+    if shadowed:
+        _start_cold(start, report, f"{first} has its own {shadowed}")
+    run: Run = runpy._run_module_as_main, start.target  # type: ignore[attr-defined]  # Python calls it by this name
+    if start.target_kind == wire.SCRIPT:
+        try:
+            text, run = _script(os.path.join(os.getcwd(), start.target))
+        except (OSError, SyntaxError, ValueError) as error:  # Python itself says it best
+            _start_cold(start, report, f"{start.target} is no script that can be read: {error}")
+        if problem := set_too_late(text, imported.reads):
+            _start_cold(start, report, f"{start.target} is not forked: {problem}")
+    _take_environment(start, imported)
+    _take_interpreter(start, first)
+    _renew()
+    return run
+
+
+def _start_cold(start: wire.BecomeWorker, report: Callable[[str], None], why: str) -> NoReturn:
+    report(why)
+    os.execve(start.cold[0], start.cold, start.environment)
+
+
+def _first_on_path(start: wire.BecomeWorker) -> str:
+    return (
+        os.path.dirname(os.path.realpath(start.target)) if start.target_kind == wire.SCRIPT else os.getcwd()
+    )
+
+
+def _safe_path() -> bool:
+    return getattr(sys.flags, "safe_path", False)  # 3.11
+
+
+def _take_environment(start: wire.BecomeWorker, imported: Imported) -> None:
+    wanted = start.environment
+    show_process([sys.orig_argv[0], *start.command], wanted)
+    name_process(os.path.basename(sys.orig_argv[0]))
+    set_by_modules = {
+        name: value
+        for name, value in imported.variables.items()
+        if wanted.get(name) == imported.base.get(name)
+    }
+    os.environ.update(set_by_modules)
+    time.tzset()
+    set_threads()
+    if wanted.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    stack_dump.register(wanted.get(NAMES["stacks"], ""))
+
+
+def _take_interpreter(start: wire.BecomeWorker, first_on_path: str) -> None:
+    sys.argv[:] = [start.target if start.target_kind == wire.SCRIPT else "-m", *start.args]
+    sys.orig_argv[:] = [sys.orig_argv[0], *start.command]
+    if not _safe_path():
+        sys.path.insert(0, first_on_path)
+    importlib.invalidate_caches()
+    gc.enable()  # what the preloaded process has frozen stays so: to look through it would copy all of it
+
+
+def _renew() -> None:
+    """What must not be equal in two processes, and is in two forks. (`random` renews itself.)"""
+    modules: dict[str, Any] = dict(sys.modules)
+    if (torch := modules.get("torch")) and torch.default_generator.initial_seed() != TORCH_SEED:
+        torch.default_generator.seed()
+    if numpy_random := modules.get("numpy.random"):
+        numpy_random.seed()
+    if multiprocessing := modules.get("multiprocessing"):
+        multiprocessing.current_process().authkey = os.urandom(32)
+    if tempfile := modules.get("tempfile"):
+        tempfile.tempdir = None
+    if (threading := modules.get("threading")) and hasattr(threading.main_thread(), "_set_native_id"):
+        threading.main_thread()._set_native_id()  # Python keeps that of the process that has forked
+
+
+# --- The script
+
+
+def _script(path: str) -> tuple[str, Run]:
+    """Its text as far as that can be read, and what Python would execute."""
+    with io.open_code(path) as file:
+        data = file.read()
+    code = compile(data, path, "exec", dont_inherit=True)
+    main = new_main()
+    main.__dict__.update(__loader__=SourceFileLoader("__main__", path), __file__=path, __cached__=None)
+    return data.decode(errors="replace"), (exec, code, main.__dict__)
+
+
+def new_main() -> types.ModuleType:
+    """In place of this module, as in a new process."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    if "multiprocessing" in sys.modules:
+        sys.modules["__mp_main__"] = main
+    return main
+
+
+# --- What /proc shows of this process
+
+
+def show_process(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Shows these words to ps and py-spy, and these variables, which become the process' own, to all who look for
+    workers by their marks.
+
+    The kernel shows what lay on the stack at exec: that of the preloaded process, which was started with room for more.
+    What finds no room is not shown."""
+    os.environ.clear()
+    os.environ.update(environment)  # C's `getenv` finds copies from here on
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+        words, words_end, variables, variables_end = map(int, file.read().rpartition(")")[2].split()[45:49])
+    shown = (f"{name}={value}" for name, value in environment.items())
+    for start, end, texts in ((words, words_end, command), (variables, variables_end, shown)):
+        text = b"".join(os.fsencode(text) + b"\0" for text in texts)[: end - start - 1]
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+PR_SET_NAME = 15
+
+
+def name_process(name: str) -> None:
+    """The short name that top shows: an exec would have set it to the file's."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, os.fsencode(name)[:15], 0, 0, 0)
+
+
+# --- Where it runs
+
+
+def without_our_frames(shown: Callable[..., Any]) -> Callable[..., Any]:
     """The hook for an exception that has left the script, as `shown` would be called under `python script.py`."""
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
-        own = trace and trace.tb_next
-        return shown(kind, error.with_traceback(own), own)
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        return shown(kind, error.with_traceback(trace), trace)
 
     return show
 
 
-def _code() -> tuple[types.CodeType, dict[str, Any]]:
-    """Nothing of ours may hold the script's module: at the end its globals must go before those of the libraries that
-    they need, so that a file left open is written whole."""
-    script = main(int(sys.argv[1]))
-    return script.code, script.main.__dict__
+def run_script(function: Callable[..., object], *arguments: object) -> None:
+    """Nothing of ours holds the script's module afterwards: at the end its globals must go before those of the
+    libraries that they need, so that a file left open is written whole."""
+    if function is not exec:
+        new_main()
+    function(*arguments)
 
 
 if __name__ == "__main__":
     try:
-        exec(*_code())
+        run_script(*main(int(sys.argv[1])))
     except BaseException:
-        sys.excepthook = without_our_frame(sys.excepthook)
+        sys.excepthook = without_our_frames(sys.excepthook)
         raise

@@ -9,7 +9,7 @@ Words: a spare is *ready* when it has reported so, and *coming* from the moment 
 
 Invariants: no start waits for a preloaded process or for spares any longer than is declared here. A spare that was
 taken is never offered again, and one that was not taken receives nothing. Spares that were forked live on when the
-preloaded process ends, and are dropped when what they have imported is out of date.
+preloaded process ends.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ class Interpreter:
     """The job's, which need not be the agent's."""
     environment: Mapping[str, str]
     """What they inherit, with the mark of this agent."""
-    first_on_path: str
-    """The folder where they look first for modules; empty while no job is known."""
 
 
 class Spares:
@@ -278,7 +276,7 @@ class Spares:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
-            wire.send(ours, wire.Preload(self._names, job.first_on_path))
+            wire.send(ours, wire.Preload(self._names))
         except OSError as error:
             ours.close()
             self._failed(f"it cannot be started: {error}", now)
@@ -305,12 +303,8 @@ class Spares:
         elif isinstance(message, wire.Unfit):
             self._end(preloaded)
             self._drop_all()
-            if message.stale:
-                log.info("preloading again: %s", message.why)
-                self._preloaded = self._launch(now)
-            else:
-                self.why_cold = f"the preloaded process cannot be forked: {message.why}"
-                log.warning("workers start cold from now on: %s", self.why_cold)
+            self.why_cold = f"the preloaded process cannot be forked: {message.why}"
+            log.warning("workers start cold from now on: %s", self.why_cold)
 
     def _failed(self, why: str, now: float) -> None:
         """It is not there any more; another one will be, after a pause."""

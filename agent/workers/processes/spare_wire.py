@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import array
 import os
-import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from ....codec import Codec, Count, Invalid, Positive, Text
+from ....codec import Codec, Count, Invalid, Positive
 
 SCRIPT = "script"
 MODULE = "module"
@@ -27,18 +26,12 @@ MOST_DESCRIPTORS = 250
 LONGEST = 16 * 2**20
 """Bytes: many times what the kernel takes as a process' arguments and environment."""
 
-Word: TypeAlias = Annotated[str, Text(LONGEST, re.compile(r"[^\0]*"))]
-Target: TypeAlias = Annotated[str, Text(LONGEST, re.compile(r"[^\0]+"))]
-VariableName: TypeAlias = Annotated[str, Text(LONGEST, re.compile(r"[^\0=]+"))]
-
 
 @dataclass(frozen=True, slots=True)
 class Preload:
     """The first message to the preloaded process: the words of `--preload`."""
 
     names: tuple[str, ...]
-    first_on_path: str
-    """Empty: no job is known yet, and no folder of one is looked into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +52,9 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Unfit:
-    """From the preloaded process, which ends: no spares can be forked. `stale`: one that is started now could."""
+    """From the preloaded process, which ends: no spares can be forked."""
 
     why: str
-    stale: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +79,14 @@ class BecomeWorker:
     """
 
     target_kind: Literal["script", "module"]
-    target: Target
-    args: tuple[Word, ...]
-    environment: dict[VariableName, Word]
-    cwd: Word
+    target: str
+    args: tuple[str, ...]
+    environment: dict[str, str]
+    cwd: str
     cpus: str
     cgroup: str
     """For `shim.place`, as `cpus`."""
-    cold: tuple[Word, ...]
+    cold: tuple[str, ...]
     """The command of the same worker, started cold."""
 
     @property

@@ -103,11 +103,6 @@ def arguments(command: Command, local_rank: int) -> list[str]:
     return [arg.replace(LOCAL_RANK_MACRO, str(local_rank)) for arg in command.args]
 
 
-def first_on_path(command: Command, cwd: str) -> str:
-    """The folder where Python looks first for what a worker imports."""
-    return cwd if command.kind == "module" else os.path.dirname(os.path.realpath(command.target))
-
-
 def job_python(environ: Mapping[str, str]) -> str:
     """The interpreter of the workers; torchrun's variable may name another than ours."""
     return environ.get("PYTHON_EXEC", sys.executable)
