@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -79,6 +78,14 @@ def scarce(monkeypatch: pytest.MonkeyPatch, name: str, left: int) -> None:
     monkeypatch.setattr(workers.os, name, try_call)
 
 
+def drive(group: WorkerGroup) -> None:
+    """Until nothing is left of it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not group.gone():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("before_it", [0, 2])
 def test_a_worker_that_cannot_be_started_leaves_no_end_to_wait_for(
     monkeypatch: pytest.MonkeyPatch, before_it: int
@@ -96,10 +103,10 @@ def test_a_worker_that_cannot_be_started_leaves_no_end_to_wait_for(
     group = group_of()
     with pytest.raises(BlockingIOError):
         group.start(SLEEP, specs(), NoSpares())
-    assert [process.returncode for process in started] == [-9] * before_it
     assert set(group.cold) == set(group.ranks), "who did not start at all did not start cold"
     group.stop(1.0, gently=False)
-    assert group.gone()
+    drive(group)
+    assert [process.returncode for process in started] == [-9] * before_it
     assert not group.succeeded, "also where no worker could be started: none has done its work"
 
 
@@ -116,37 +123,22 @@ def test_a_start_that_fails_for_want_of_descriptors_gives_back_its_own(
         scarce(patch, call, left)
         with pytest.raises(OSError, match="Too many open files"):
             group.start(SLEEP, specs(), NoSpares())
-    assert not group.running
+    drive(group)
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_start_that_fails_waits_for_no_worker_that_does_not_die(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its signals reach nothing, as those to a process in uninterruptible sleep."""
-    events: list[Event] = []
-    group = group_of(events.append, exited=lambda _, local_rank, at: group.reap(local_rank))
+    group = group_of()
     with monkeypatch.context() as patch:
         patch.setattr(WorkerGroup, "_signal", lambda *args, **kwargs: None)
         scarce(patch, "pidfd_open", 0)
-
-        def start() -> None:
-            with pytest.raises(OSError, match="Too many open files"):
-                group.start(SLEEP, specs(2), NoSpares())
-
-        starts = threading.Thread(target=start, daemon=True)
-        starts.start()
-        starts.join(PATIENCE_S)
-        ended = not starts.is_alive()
-    group.stop(300.0, gently=False)  # kills them, whatever was found
-    assert ended
+        with pytest.raises(OSError, match="Too many open files"):
+            group.start(SLEEP, specs(2), NoSpares())
+        assert not group.gone()
     assert group.running == 2
-    deadline = time.monotonic() + PATIENCE_S
-    while not group.gone():
-        assert time.monotonic() < deadline
-        for event in events:
-            assert callable(event)
-            event()
-        events.clear()
-        time.sleep(0.01)
+    group.stop(300.0, gently=False)  # kills them, whatever was found
+    drive(group)
     assert set(group.returncodes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+import psutil
+
 from ....threads import Thread
 from ...common.events import Event
-from ..processes.proc import all_stats, family_of, read, sleeps_of, stat_of, thread_sleeps
+from ..processes.proc import read, status_field
 
 LOOK_EVERY_S = 2.0
 """Between two looks that the main thread asks for."""
@@ -36,8 +39,6 @@ WORKING_SHARE = 0.05
 """
 BYTES_PER_S = 16384.0
 """Read and written; less is what libraries write of themselves."""
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class SignReader:
         self._clock = clock
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = Thread(self._serve, "hang-signs")
-        self._families: dict[int, tuple[int, ...]] = {}
+        self._families: dict[int, list[psutil.Process]] = {}
         """By the pid of a worker: itself and its descendants."""
         self._searched_at = 0.0
         self._sleeps: dict[int, tuple[float, dict[str, int]]] = {}
@@ -112,24 +113,25 @@ class SignReader:
         if known and now < self._searched_at + SEARCH_EVERY_S:
             return
         self._searched_at = now
-        stats = all_stats()
-        self._families = {worker: family_of({worker}, {worker}, stats) for worker in workers}
+        self._families = {worker: _family_of(worker) for worker in workers}
 
     def _signs(self, worker: int, printed: int, *, threads: bool = False) -> Signs:
-        ticks = moved = 0
-        for pid in self._families[worker]:
-            if (stat := stat_of(f"/proc/{pid}")) is not None:
-                ticks += stat.ticks
-                moved += _moved(read(f"/proc/{pid}/io"))
+        processor_s, moved, wakes = 0.0, 0, 0
+        for process in self._families[worker]:
+            with suppress(psutil.Error):  # it has ended
+                processor_s += sum(process.cpu_times()[:4])  # with that of its children that have ended
+                if process.pid == worker:
+                    wakes = process.num_ctx_switches().voluntary
+                io = process.io_counters()
+                moved += io.read_chars + io.write_chars
         stirs = self._stirs(worker, self._clock()) if threads else False
-        return Signs(ticks / _TICKS_PER_S, moved, printed, sleeps_of(f"/proc/{worker}"), stirs)
+        return Signs(processor_s, moved, printed, wakes, stirs)
 
     def _stirs(self, worker: int, now: float) -> bool:
         sleeps = {
-            f"{pid}/{thread}": count
-            for pid in self._families[worker]
-            for thread, name, count in thread_sleeps(f"/proc/{pid}")
-            if not name.startswith(LIBRARIES)
+            f"{process.pid}/{thread}": count
+            for process in self._families[worker]
+            for thread, count in _sleeps(f"/proc/{process.pid}/task")
         }
         before = self._sleeps.get(worker)
         self._sleeps[worker] = now, sleeps
@@ -139,13 +141,21 @@ class SignReader:
         return any(count - before[1].get(thread, count) > most for thread, count in sleeps.items())
 
 
-def _moved(text: str) -> int:
-    """
-    >>> _moved("rchar: 30\\nwchar: 12\\nsyscr: 2")
-    42
-    """
-    fields = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
-    return sum(int(value) for name in ("rchar", "wchar") if (value := fields.get(name, "")).isdecimal())
+def _sleeps(tasks: str) -> Iterator[tuple[str, int]]:
+    """Of each thread but the libraries': how often it has gone to sleep by itself."""
+    with suppress(OSError):  # the process has ended
+        for thread in os.listdir(tasks):
+            number = status_field(f"{tasks}/{thread}", "voluntary_ctxt_switches")
+            if number and not read(f"{tasks}/{thread}/comm").startswith(LIBRARIES):
+                yield thread, int(number)
+
+
+def _family_of(worker: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(worker)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 @dataclass(slots=True)

@@ -60,8 +60,7 @@ PROGRAM = f"import sys; sys.path.insert(0, {_ROOT!r}); from {__name__} import ma
 
 
 class Guard:
-    """The agent's end. For one thread. A guard that was killed is replaced by the next `check`, one that no longer
-    reads at the next line for it."""
+    """The agent's end. For one thread. A guard that was killed is replaced by the next `check`."""
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
@@ -96,9 +95,22 @@ class Guard:
         self._send(f"forget {sid}\n")
 
     def check(self) -> None:
-        """Replace it if it has ended."""
-        if self._running.poll() is not None:
-            self._replace(f"ended with {self._running.returncode}")
+        """Replace it if it has ended; again at the next call where that cannot be."""
+        dead, pipe = self._running, self._pipe
+        if dead.poll() is None:
+            return
+        if not self._missing:
+            import logging
+
+            log = logging.getLogger(__name__)
+            log.warning("the guard process %d ended with %s; starting another", dead.pid, dead.returncode)
+        self._missing = True
+        try:
+            self._launch()
+        except OSError:
+            return
+        self._missing = False
+        os.close(pipe)
 
     def release(self) -> None:
         """Lets the guard do its work, from whatever thread: this agent ends now, though its threads may not."""
@@ -148,26 +160,8 @@ class Guard:
     def _send(self, line: str) -> None:
         try:
             os.write(self._pipe, line.encode())
-        except OSError as error:  # broken: it was killed; would block: it has not read for thousands of lines
-            self._replace(f"does not listen ({error.strerror})")
-
-    def _replace(self, why: str) -> None:
-        import logging
-
-        dead, log = self._running, logging.getLogger(__name__)
-        if not self._missing:
-            log.warning("the guard process %d %s; starting another", dead.pid, why)
-        _end(dead)
-        pipe = self._pipe
-        try:
-            self._launch()
-        except OSError as error:
-            if not self._missing:
-                log.warning("no other guard process can be started now, trying again: %s", error)
-            self._missing = True
-            return
-        self._missing = False
-        os.close(pipe)  # only now: else, where no other can be started, the number would be closed twice
+        except OSError:
+            pass  # it was killed: the next one is told of all sessions
 
 
 def _end(guard: subprocess.Popen[bytes], within_s: float = 0.0) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,11 +66,6 @@ class Stat:
         return int(self._fields[2])
 
     @property
-    def ticks(self) -> int:
-        """Of processor time, with that of its children that have ended."""
-        return sum(map(int, self._fields[10:14]))
-
-    @property
     def own_ticks(self) -> int:
         return sum(map(int, self._fields[10:12]))
 
@@ -84,51 +79,6 @@ def stat_of(folder: Folder) -> Stat | None:
     """`folder` is its place in /proc. None when it is gone."""
     text = read(f"{os.fspath(folder)}/stat")
     return Stat(text) if text else None
-
-
-def all_stats(proc: Folder = "/proc") -> dict[int, Stat]:
-    """Of all processes, by pid."""
-    pids = (int(name) for name in os.listdir(proc) if name.isdecimal())
-    return {pid: stat for pid in pids if (stat := stat_of(f"{os.fspath(proc)}/{pid}")) is not None}
-
-
-def family_of(
-    sessions: Collection[int], others: Collection[int], stats: Mapping[int, Stat]
-) -> tuple[int, ...]:
-    """The processes of these sessions, those `others`, and all that descends from them."""
-    children: dict[int, list[int]] = {}
-    for pid, stat in stats.items():
-        children.setdefault(stat.parent, []).append(pid)
-    found: dict[int, None] = {}
-    waiting = [pid for pid, stat in stats.items() if pid in others or stat.session in sessions]
-    while waiting:
-        if (pid := waiting.pop()) not in found:
-            found[pid] = None
-            waiting += children.get(pid, ())
-    return tuple(found)
-
-
-def status_field(folder: Folder, name: str) -> str:
-    """Of the file `status` of a process or thread; empty where it is not there."""
-    _, _, rest = read(f"{os.fspath(folder)}/status").partition(f"\n{name}:")
-    return rest.partition("\n")[0].strip()
-
-
-def sleeps_of(folder: Folder) -> int:
-    """How often this process's main thread, or this thread, has gone to sleep by itself."""
-    number = status_field(folder, "voluntary_ctxt_switches")
-    return int(number) if number.isdecimal() else 0
-
-
-def thread_sleeps(folder: Folder) -> Iterator[tuple[str, str, int]]:
-    """The number and name of each thread of this process, and how often it has gone to sleep by itself."""
-    task = f"{os.fspath(folder)}/task"
-    try:
-        threads = os.listdir(task)
-    except OSError:
-        return  # it has ended
-    for thread in threads:
-        yield thread, read(f"{task}/{thread}/comm").strip(), sleeps_of(f"{task}/{thread}")
 
 
 def living(pid: int, proc: Folder = "/proc") -> Stat | None:
@@ -162,6 +112,12 @@ def process_status(folder: Folder) -> str:
     )
 
 
+def status_field(folder: Folder, name: str) -> str:
+    """Of the file `status` of a process or thread; empty where it is not there."""
+    _, _, rest = read(f"{os.fspath(folder)}/status").partition(f"\n{name}:")
+    return rest.partition("\n")[0].strip()
+
+
 def thread_status(thread: int | None) -> str:
     """Of a thread of this process, by its native id."""
     return process_status(f"/proc/self/task/{thread}") or "nothing is known of it"
@@ -192,10 +148,18 @@ def find_processes(
 
     The caller, pid 1 and those `spared` are never among them."""
     stats = {}
+    children: dict[int, list[int]] = {}
     for pid in (int(name) for name in os.listdir(proc) if name.isdecimal()):
         if pid not in (1, os.getpid(), *spared) and (stat := living(pid, proc)) is not None:
             stats[pid] = stat
-    return {pid: stats[pid].start for pid in family_of(sessions, others, stats)}
+            children.setdefault(stat.parent, []).append(pid)
+    found: dict[int, str] = {}
+    waiting = [pid for pid, stat in stats.items() if pid in others or stat.session in sessions]
+    while waiting:
+        if (pid := waiting.pop()) not in found:
+            found[pid] = stats[pid].start
+            waiting += children.get(pid, ())
+    return found
 
 
 def orphans_with(mark: str, since: str, proc: Folder = "/proc") -> Iterator[int]:
@@ -204,7 +168,8 @@ def orphans_with(mark: str, since: str, proc: Folder = "/proc") -> Iterator[int]
 
     To read an environment is to wait for a process whose memory the kernel has locked, maybe for ever: to be asked for
     in a process that can be left behind."""
-    stats = all_stats(proc)
+    pids = (int(name) for name in os.listdir(proc) if name.isdecimal())
+    stats = {pid: stat for pid in pids if (stat := stat_of(f"{os.fspath(proc)}/{pid}")) is not None}
     adopting, ancestor = {1}, os.getpid()
     while ancestor in stats and ancestor not in adopting:
         adopting.add(ancestor)

@@ -28,10 +28,8 @@ from ...configuration.values import Command
 from ...output.worker_logs import OutputRoute, WorkerLogs
 from .guard import IGNORED, Guard
 from .proc import (
-    KILL_WAIT_S,
     cgroup_members,
     empty_cgroup,
-    ends_within,
     find_processes,
     has_ended,
     kill,
@@ -200,14 +198,15 @@ class WorkerGroup:
         self._unknown_children = unknown_children
         self._processes: dict[int, Process] = {}
         self._asked = False
+        self._unwatched = False
+        """The start has failed: nobody watches the ends of those that were started."""
         self._kill_at: float | None = None
         self._kills_since: float | None = None
         """When something here was first sent SIGKILL."""
         self._behind: set[int] = set()
 
     def start(self, command: Command, specs: Sequence[WorkerSpec], spares: Spares) -> None:
-        """Raises OSError when a process cannot be made. Those started before it have ended then, but for some that
-        hang in the kernel: `gone` drives them on."""
+        """Raises OSError when a process cannot be made. Those started before it are killed then; `gone` reaps them."""
         pidfds: dict[int, int] = {}
         try:
             if self._cgroup is not None:
@@ -219,7 +218,8 @@ class WorkerGroup:
         except OSError:
             for pidfd in pidfds:
                 os.close(pidfd)
-            self._end_at_once()
+            self._unwatched = True
+            self._kill()
             raise
         for pidfd, local_rank in pidfds.items():
             self._io.watch(pidfd, partial(self._exited, pidfd, local_rank))
@@ -266,16 +266,6 @@ class WorkerGroup:
             self.cold[spec.local_rank] = why_cold
         self._logs.attach(self.generation, spec.rank, (out, err), spec.routes)
         self._guard.watch(process.pid)
-
-    def _end_at_once(self) -> None:
-        """Of a start that has failed: there is no thread to notice these ends, and nothing that is lost by them."""
-        if not self._processes:
-            return
-        self._kill()
-        deadline = self._clock() + KILL_WAIT_S
-        for local_rank, process in self._processes.items():
-            if ends_within(process.pid, max(0.0, deadline - self._clock())):
-                self.reap(local_rank)
 
     def _exited(self, pidfd: int, local_rank: int) -> None:
         """In the io thread."""
@@ -338,10 +328,12 @@ class WorkerGroup:
 
     def gone(self) -> bool:
         """Drive the stop on. Whether nothing of this generation is left on this node."""
+        if self._unwatched:
+            for local_rank, process in self._processes.items():
+                if local_rank not in self.returncodes and has_ended(process.pid):
+                    self.reap(local_rank)
         if self.running:
             if self._kill_at is not None and self._clock() >= self._kill_at:
-                if self.killed:
-                    self._post_missed_exits()
                 self._kill()
             return False
         sessions = self.pids
@@ -372,7 +364,7 @@ class WorkerGroup:
 
     def wake_at(self) -> float | None:
         """When `gone` next has something to do without an exit."""
-        if self.running:
+        if self.running and not self._unwatched:
             return self._kill_at
         kill_elapsed_s = self.kill_elapsed_s()
         return self._clock() + min(max(LEFTOVER_PAUSE_S, kill_elapsed_s / 10), LEFTOVER_LONGEST_PAUSE_S)
@@ -396,12 +388,6 @@ class WorkerGroup:
     def _count_from_now(self) -> None:
         if self._kills_since is None:
             self._kills_since = self._clock()
-
-    def _post_missed_exits(self) -> None:
-        """Of those whose start has failed nobody watches the end."""
-        for local_rank, process in self._processes.items():
-            if local_rank not in self.returncodes and has_ended(process.pid):
-                self._post(partial(self._on_exit, self.generation, local_rank, self._clock()))
 
     def _unreaped(self) -> list[Process]:
         return [process for local, process in self._processes.items() if local not in self.returncodes]
