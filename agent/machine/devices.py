@@ -1,16 +1,21 @@
-"""Devices: how many workers this node runs, and which CUDA devices each of them has.
+"""Devices and CPUs: how many workers this node runs, which CUDA devices each of them has, and on which CPUs it runs.
 
-`probe` reads once what the node has; `resolve_workers` and `pin` then decide, as pure functions over that
-`Inventory`, before anything starts. CUDA devices are found without torch and without a call into the driver
-(which hangs on a sick GPU), and named as in CUDA_VISIBLE_DEVICES.
+`probe` and `probe_cpus` read once what the node has; `resolve_workers`, `pin` and `share` then decide, as pure
+functions over that, before anything starts. CUDA devices are found without torch and without a call into the driver
+(which hangs on a sick GPU), and named as in CUDA_VISIBLE_DEVICES. The CPUs are set in the worker's own process, by
+`shim`, before its command begins.
 
 Words: *pinning* `index`: a worker sees all devices and LOCAL_RANK selects its own. `mask`: it sees only its own, from
 cuda:0 on, with LOCAL_RANK 0 (torchrun's --virtual-local-rank). `none`: nothing is set, and workers may share devices.
 *per_worker*: the number of devices of one worker (--devices-per-worker); its first is cuda:(LOCAL_RANK * per_worker).
+A *core* is a physical one, with its hardware threads. *Next to* a device are the CPUs of its NUMA node. Affinity
+`none`: nothing is set. `numa`: a worker keeps to the CPUs next to its device; without devices the workers are spread
+over the NUMA nodes. `cores`: those who would share a set of cores so divide it, evenly and disjointly.
 
 Invariants: under `index` and `mask`, on a node with devices, each worker has `per_worker` of them and no two have the
 same one. An entry of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the
-entries before it, without an error.
+entries before it, without an error. No worker gets a CPU that the agent itself may not use, and each gets at least one
+whole core of what the agent has; only with more workers than cores do two of them share one under `cores`.
 
 Which torch and which NCCL the workers will load is read from the metadata of what is installed: torch is not imported
 here.
@@ -22,20 +27,24 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar
 
 from ..common.variables import Variable
 from ..configuration.config import ConfigError, Problem
-from ..configuration.values import DevicePinning, WorkerCount
+from ..configuration.values import Affinity, DevicePinning, WorkerCount
 from ..workers.processes.proc import read
 from ..workers.processes.workers import job_python
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 BY_ADDRESS = "PCI_BUS_ID"
+THREADS = "OMP_NUM_THREADS"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,47 +127,35 @@ def pin(
     if pinning == "none":
         return PinnedDevices("none: devices are left to the script, the environment is not touched")
     if not available:
-        mask = " (there is nothing to mask: the same as index)" if pinning == "mask" else ""
-        return PinnedDevices(
-            f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU{mask}"
-        )
+        return PinnedDevices(f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU")
     if workers * per_worker > len(available):
         expected = f"at most as many workers, each with {per_worker}, as there are CUDA devices: {_listed(inventory)}"
         advice = "lower it or --devices-per-worker, or let workers share devices with --device-pinning none"
         raise _wrong("--nproc-per-node", workers, expected, advice)
-    own = available[local_rank * per_worker : (local_rank + 1) * per_worker]
-    if per_worker > 1 and any(device.entry.startswith("MIG-") for device in own):
-        raise _wrong(
-            "--devices-per-worker",
-            per_worker,
-            "1 where the devices are MIG devices: CUDA shows one process only the first of them",
-            "leave it out, or train on whole GPUs",
-        )
-    ordered = "the driver's order is by speed, not the one that nvidia-smi shows"
-    order = Variable(ORDER, BY_ADDRESS, ordered, by="devices")
-    if pinning == "mask":
-        entries = ",".join(device.entry for device in own)
-        seen = f"CUDA {_devices(entries, per_worker)}, as {_cuda(0, per_worker)}"
-        reason = f"mask: worker {local_rank} sees only {seen} with LOCAL_RANK 0"
-        masked = {VISIBLE: entries, "LOCAL_RANK": "0"}
-        overruled = (
-            Variable(name, value, reason, yielding=False, by="devices") for name, value in masked.items()
-        )
-        return PinnedDevices(reason, own, (order, *overruled))
-    if workers > 1 and own[0].entry.startswith("MIG-"):
+    first = local_rank * per_worker
+    own = available[first : first + per_worker]
+    if own[0].entry.startswith("MIG-") and (per_worker > 1 or (pinning == "index" and workers > 1)):
         raise _wrong(
             "--device-pinning",
             pinning,
-            f"mask for {workers} workers on MIG devices: CUDA shows one process only the first MIG device of "
-            "CUDA_VISIBLE_DEVICES",
-            "use --device-pinning mask",
+            "mask and one device for each worker where the devices are MIG devices: CUDA shows one process only the "
+            "first MIG device of CUDA_VISIBLE_DEVICES",
+            "use --device-pinning mask without --devices-per-worker, or train on whole GPUs",
         )
-    return PinnedDevices(
-        f"index: worker {local_rank} sees {len(available)} CUDA devices and LOCAL_RANK selects "
-        f"{_cuda(local_rank * per_worker, per_worker)}",
-        own,
-        (order,),
+    ordered = "the driver's order is by speed, not the one that nvidia-smi shows"
+    order = Variable(ORDER, BY_ADDRESS, ordered, by="devices")
+    if pinning == "index":
+        selected = f"LOCAL_RANK selects {_cuda(first, per_worker)}"
+        reason = f"index: worker {local_rank} sees {len(available)} CUDA devices and {selected}"
+        return PinnedDevices(reason, own, (order,))
+    entries = ",".join(device.entry for device in own)
+    seen = f"CUDA {_devices(entries, per_worker)}, as {_cuda(0, per_worker)}"
+    reason = f"mask: worker {local_rank} sees only {seen} with LOCAL_RANK 0"
+    masked = (
+        Variable(name, value, reason, yielding=False, by="devices")
+        for name, value in ((VISIBLE, entries), ("LOCAL_RANK", "0"))
     )
+    return PinnedDevices(reason, own, (order, *masked))
 
 
 def _listed(inventory: Inventory) -> str:
@@ -257,6 +254,126 @@ def _device(entry: str, installed: Sequence[_Gpu], indices: Sequence[Device]) ->
     if len(found) == 1:
         return Device(entry, found[0].address)
     return Device(entry) if any(gpu.uuid is None for gpu in installed) else None
+
+
+# --- Which CPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The hardware threads of one core that the agent may use, and the core's NUMA node."""
+
+    cpus: tuple[int, ...]
+    numa: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLayout:
+    """What the agent may use: its `cores` by NUMA node and number.
+
+    `near` has the CPUs next to a device, by its address, as far as the machine shows it.
+    """
+
+    cores: tuple[Core, ...]
+    near: Mapping[str, Collection[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuShare:
+    """The CPUs of one worker, none for all that the agent has; `reason` is the sentence for --check-config."""
+
+    reason: str
+    cpus: tuple[int, ...] = ()
+    variables: tuple[Variable, ...] = ()
+
+
+def share(affinity: Affinity, devices: Sequence[Device | None], layout: CpuLayout) -> tuple[CpuShare, ...]:
+    """For each worker, by local rank; `devices` has the one that it is pinned to."""
+    workers, cores = len(devices), layout.cores
+    if affinity == "none":
+        # And torchrun's number of threads: one of our own would make results depend on a machine's cores.
+        return (CpuShare("affinity none: all CPUs, and torchrun's number of threads"),) * workers
+    homes = [_near(device, layout) or cores for device in devices]
+    if affinity == "numa" and not any(devices):  # neighbours in rank are neighbours there
+        nodes = sorted({core.numa for core in cores})
+        spread = [_part(nodes, local_rank, workers) for local_rank in range(workers)]
+        homes = [tuple(core for core in cores if core.numa in part) for part in spread]
+    if affinity == "cores":
+        sets = set(homes)
+        if sum(map(len, sets)) > len(set().union(*sets)):  # they overlap: not every device's own are known
+            homes = [cores] * workers
+        homes = [_part(home, homes[:i].count(home), homes.count(home)) for i, home in enumerate(homes)]
+    return tuple(
+        _share(affinity, home, homes.count(home), device) for home, device in zip(homes, devices, strict=True)
+    )
+
+
+def _near(device: Device | None, layout: CpuLayout) -> tuple[Core, ...]:
+    """Empty where the machine does not show it, or has left us none of them."""
+    near = layout.near.get((device and device.address) or "", ())
+    return tuple(core for core in layout.cores if not set(core.cpus).isdisjoint(near))
+
+
+def _part(items: Sequence[T], taker: int, takers: int) -> tuple[T, ...]:
+    """An even, contiguous part, disjoint from the others' where there are items enough; never an empty one."""
+    first = taker * len(items) // takers
+    return tuple(items[first : max(first + 1, (taker + 1) * len(items) // takers)])
+
+
+def _share(affinity: Affinity, home: Sequence[Core], sharers: int, device: Device | None) -> CpuShare:
+    cpus = tuple(sorted(cpu for core in home for cpu in core.cpus))
+    shared = f", shared by {sharers} workers" if sharers > 1 else ""
+    beside = f"; its device is {device.entry} ({device.address or 'at an unknown address'})" if device else ""
+    why = f"{len(home)} cores{shared}"
+    return CpuShare(
+        f"affinity {affinity}: CPUs {cpu_list(cpus)}{shared}{beside}",
+        cpus,
+        (Variable(THREADS, str(max(1, len(home) // sharers)), why, by="affinity"),),
+    )
+
+
+def probe_cpus(
+    addresses: Sequence[str],
+    sys: Path = Path("/sys"),
+    allowed: Collection[int] = (),
+) -> CpuLayout:
+    """The layout of our own affinity mask (or of `allowed`), which leaves out what is offline or another cpuset's."""
+    allowed = set(allowed or os.sched_getaffinity(0))
+    numa = {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in (sys / "devices/system/node").glob("node[0-9]*")
+        for cpu in _read_list(folder / "cpulist")
+    }
+    cores: set[Core] = set()
+    for cpu in allowed:
+        siblings = _read_list(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or [cpu]
+        cores.add(Core(tuple(sorted(allowed & {cpu, *siblings})), numa.get(cpu, 0)))
+    near = {}
+    for address in addresses:
+        device = sys / "bus/pci/devices" / address
+        if read(device / "numa_node") not in (
+            "",
+            "-1",
+        ):  # the firmware does not know it, and then lists all CPUs
+            near[address] = frozenset(allowed.intersection(_read_list(device / "local_cpulist")))
+    return CpuLayout(tuple(sorted(cores, key=lambda core: (core.numa, core.cpus))), near)
+
+
+def _read_list(file: Path) -> list[int]:
+    """CPUs as the kernel writes them: 0-3,8-11."""
+    found = re.findall(r"([0-9]+)(?:-([0-9]+))?", read(file))
+    return [cpu for first, last in found for cpu in range(int(first), int(last or first) + 1)]
+
+
+def cpu_list(cpus: Sequence[int]) -> str:
+    """Sorted CPUs as the kernel writes them: 0-3,8-11."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 # --- Versions

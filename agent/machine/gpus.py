@@ -6,8 +6,8 @@ there is no such process, and nothing is asked.
 
 *Memory.* The driver may give it back seconds after a killed worker is gone, and workers that start meanwhile run out of
 it. So a *reading* (what no living process accounts for, by device) is taken before the first generation, the
-*baseline*, and then after the end of each until it is back to about that. Each wait is bounded, by 30 s
-or, while NVML is silent, by `ANSWER_S` if that is less.
+*baseline*, and then after the end of each until it is back to about that. Each wait is bounded, and there is none while
+an answer is late.
 
 *Health.* NVML is asked when the agent starts, and then when a worker has failed: what is worse than in the first answer
 is a fault. Each wait for an answer has a bound (`overdue` ends it), and NVML is not asked again while an answer is
@@ -47,9 +47,6 @@ SLACK_MIB = 512.0
 """So much more than the baseline is still free: about what a CUDA context takes."""
 
 LOOK_AGAIN_S = 0.1
-
-ANSWER_S = 15.0
-"""A driver that is well needs milliseconds, and seconds for the first answer of a machine with many GPUs."""
 
 FIRST_S = 5.0
 """For how long the first workers wait for the first reading. One that comes later is still the baseline."""
@@ -135,26 +132,25 @@ class GpuMemory:
     """Waits for the GPUs' memory. For the main thread."""
 
     def __init__(self, reader: NvmlReader, wait_s: float, clock: Callable[[], float]) -> None:
-        """`wait_s` 0: there is never a wait."""
+        """`wait_s`: at most, after the end of each generation."""
         self._reader, self._wait_s, self._clock = reader, wait_s, clock
-        self._asks = wait_s > 0.0
+        self._asks = True
+        self._asked = False
+        """There is a question without an answer."""
         self._baseline: Sequence[float] = ()
         self._reading: Sequence[float] = ()
+        """The newest one of the present wait."""
         self._since = 0.0
         self._until: float | None = None
         """The end of the present wait."""
         self._most_mib = 0.0
         """That was seen not to be free in the present wait."""
-        self._asked_at: float | None = None
         self._look_at: float | None = None
 
     def start(self) -> None:
         """Ask for the baseline; for `FIRST_S` no worker may start before it is known."""
         self._reader.on_memory = self.handle
-        now = self._clock()
-        self.workers_gone(now)
-        if self._until is not None:
-            self._until = now + min(self._wait_s, FIRST_S)
+        self._wait(self._clock(), min(FIRST_S, self._wait_s))
 
     @property
     def waiting(self) -> bool:
@@ -163,29 +159,24 @@ class GpuMemory:
 
     def workers_gone(self, now: float) -> None:
         """No process of ours is left that could use a GPU."""
-        if self._asks and self._ask(now):
-            self._since, self._until, self._reading, self._most_mib = now, now + self._wait_s, (), 0.0
+        self._wait(now, self._wait_s)
 
     def turn(self, now: float) -> float | None:
         """Drive the wait on; the instant at which there is more to do."""
         if self._until is None:
             return None
-        silent_at = self._asked_at + ANSWER_S if self._asked_at is not None else None
-        if silent_at is not None and now >= silent_at:
-            self._dismiss(f"NVML has not answered for {ANSWER_S:g} s")
-            return None
         if now >= self._until:
             self._give_up(self._until)
             return None
         if self._look_at is not None and now >= self._look_at:
-            self._ask(now)
-        return min(at for at in (self._until, silent_at, self._look_at) if at is not None)
+            self._look_at = None
+            self._asked = self._reader.ask(MEMORY)
+        return min(self._until, self._look_at or self._until)
 
     def handle(self, message: bytes) -> None:
         """An answer of the reader, or its end: that is empty."""
         if not self._asks:
             return
-        now = self._clock()
         try:
             reading = json.loads(message) if message else "the process that reads it has ended"
         except ValueError:
@@ -193,11 +184,11 @@ class GpuMemory:
         if not isinstance(reading, list):
             self._dismiss(str(reading))
             return
-        self._asked_at = None
+        self._asked = False
         self._baseline = self._baseline or reading
         if self._until is None:
             return  # the wait was given up
-        self._reading = reading
+        self._reading, now = reading, self._clock()
         self._most_mib = max(self._most_mib, self._held_mib)
         if self._held_mib > SLACK_MIB:
             self._look_at = now + LOOK_AGAIN_S
@@ -207,6 +198,13 @@ class GpuMemory:
             log.info("GPU memory: %.0f MiB were given back within %.1f s", self._most_mib, waited_s)
         self._baseline = [min(pair) for pair in zip(self._baseline, reading, strict=True)]
         self._until = None
+
+    def _wait(self, now: float, at_most_s: float) -> None:
+        if self._asks and not self._asked:
+            self._asked = self._reader.ask(MEMORY)
+            if self._asked:
+                self._since, self._until, self._reading, self._most_mib = now, now + at_most_s, (), 0.0
+                self._look_at = None
 
     def _give_up(self, until: float) -> None:
         held = (
@@ -221,13 +219,7 @@ class GpuMemory:
     def _held_mib(self) -> float:
         return max(now - before for now, before in zip(self._reading, self._baseline, strict=True))
 
-    def _ask(self, now: float) -> bool:
-        if self._asked_at is None and self._reader.ask(MEMORY):
-            self._asked_at, self._look_at = now, None
-        return self._asked_at is not None
-
     def _dismiss(self, problem: str) -> None:
-        """It may hang in the driver, where no signal reaches it: nothing is asked any more."""
         if problem:
             log.warning("GPU memory is not waited for any more: %s", problem)
         self._until, self._asks = None, False

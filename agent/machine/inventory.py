@@ -33,9 +33,9 @@ from ..configuration.stopping import ladder
 from ..configuration.values import Command
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from ..workers.processes.workers import job_python
-from .affinity import CpuShare, probe_cpus, share
 from .devices import (
     CURRENT,
+    CpuShare,
     Device,
     Inventory,
     PinnedDevices,
@@ -43,7 +43,9 @@ from .devices import (
     find_software,
     pin,
     probe,
+    probe_cpus,
     resolve_workers,
+    share,
 )
 from .network import Network, NotReady, discover_network
 
@@ -70,8 +72,9 @@ class Machine:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """Those that the workers use, as NVML knows them."""
-        return _nvml_names(self.pinned, self.inventory)
+        """Those that the workers use, all where they choose for themselves; as NVML knows them."""
+        used = [device for worker in self.pinned for device in worker.devices] or self.inventory.cuda
+        return tuple(device.nvml_name for device in used)
 
     def gpus_of(self, local_rank: int) -> frozenset[str]:
         """Those that this worker may use, as NVML knows them."""
@@ -141,12 +144,6 @@ def needs_of(config: Config, machine: Machine) -> NodeNeeds:
         gpus=machine.gpus,
         rdma=bool(machine.inventory.cuda and choice is not None and choice.rdma_ports),
     )
-
-
-def _nvml_names(pinned: Sequence[PinnedDevices], inventory: Inventory) -> tuple[str, ...]:
-    """Of the devices that this node's workers use; of all, where they choose for themselves."""
-    used = [device for worker in pinned for device in worker.devices] or inventory.cuda
-    return tuple(device.nvml_name for device in used)
 
 
 def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:

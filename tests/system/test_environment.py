@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.machine.affinity import probe_cpus, share
+from elastic_agent.agent.machine.devices import probe_cpus, share
 from elastic_agent.worker.wire.stack_dump import DESCRIPTOR
 
 from .harness import C_LIBRARY_SIGNALS, HELD_STORES, RECORDER, Job

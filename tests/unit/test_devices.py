@@ -246,7 +246,7 @@ def masked(entry: str) -> dict[str, str]:
         ("mask", 2, 4, 1, FOUR_GPUS, masked("2"), DEVICE_ORDER, "sees only CUDA device 2"),
         ("mask", 1, 2, 1, UUIDS, masked("GPU-bb"), DEVICE_ORDER, "sees only CUDA device GPU-bb"),
         ("mask", 1, 2, 1, MIGS, masked("MIG-bb"), DEVICE_ORDER, "as cuda:0 with LOCAL_RANK 0"),
-        ("mask", 7, 8, 1, CPU_ONLY, {}, {}, "the same as index"),
+        ("mask", 7, 8, 1, CPU_ONLY, {}, {}, "runs on the CPU"),
         (
             "index",
             1,
@@ -279,7 +279,7 @@ def masked(entry: str) -> dict[str, str]:
             "sees only CUDA devices GPU-aa,GPU-bb",
         ),
         ("index", 7, 8, 2, CPU_ONLY, {}, {}, "worker 7 runs on the CPU"),
-        ("mask", 7, 8, 2, CPU_ONLY, {}, {}, "the same as index"),
+        ("mask", 7, 8, 2, CPU_ONLY, {}, {}, "runs on the CPU"),
         ("none", 8, 9, 2, FOUR_GPUS, {}, {}, "left to the script"),
         ("none", 8, 9, 1, FOUR_GPUS, {}, {}, "left to the script"),
         ("none", 8, 9, 1, CPU_ONLY, {}, {}, "left to the script"),
@@ -306,7 +306,7 @@ def test_pinning(
     [
         ("index", 5, 1, FOUR_GPUS, ["'5'", "CUDA devices: 4", "0,1,2,3", "pinning none"]),
         ("mask", 3, 1, UUIDS, ["'3'", "CUDA devices: 2", "GPU-aa,GPU-bb", "pinning none"]),
-        ("index", 2, 1, MIGS, ["2 workers", "only the first MIG", "--device-pinning mask"]),
+        ("index", 2, 1, MIGS, ["only the first MIG", "--device-pinning mask"]),
         (
             "index",
             3,
@@ -315,8 +315,8 @@ def test_pinning(
             ["-node '3'", "each with 2", "devices: 4"],
         ),
         ("mask", 1, 5, FOUR_GPUS, ["-node '1'", "each with 5", "CUDA devices: 4 (0,1,2,3)"]),
-        ("mask", 1, 2, MIGS, ["-worker '2'", "MIG devices", "only the first"]),
-        ("index", 1, 2, MIGS, ["-worker '2'", "MIG devices", "only the first"]),
+        ("mask", 1, 2, MIGS, ["MIG devices", "only the first", "without --devices-per-worker"]),
+        ("index", 1, 2, MIGS, ["MIG devices", "only the first", "without --devices-per-worker"]),
     ],
 )
 def test_more_workers_than_devices_is_refused_for_every_worker(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.machine.gpus import ANSWER_S, FIRST_S, GpuMemory, NvmlReader
+from elastic_agent.agent.machine.gpus import FIRST_S, GpuMemory, NvmlReader
 from elastic_agent.health.checks.gpus import NvmlFacts, unaccounted_mib
 from tests.io_threads import started_io
 from tests.nvml_library import FakeLibrary
@@ -206,12 +206,7 @@ def test_a_driver_that_hangs_is_asked_only_once(bench: Callable[..., Bench]) -> 
     made.go(0.2)
     assert not made.memory.waiting
     made.memory.workers_gone(made.now)
-    made.go(ANSWER_S - FIRST_S - 0.2)
-    assert made.memory.waiting
-    made.go(0.2)
-    assert not made.memory.waiting
-    made.memory.workers_gone(made.now)
-    assert not made.memory.waiting
+    assert not made.memory.waiting, "there is no answer yet"
 
 
 def test_a_first_reading_that_comes_late_is_the_baseline_all_the_same(bench: Callable[..., Bench]) -> None:
