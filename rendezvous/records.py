@@ -23,7 +23,7 @@ from .statements.paces import Comparison, Paces
 from .statements.terms import Limits, Program
 from .text import NAME, ROLE, Age, CauseName, Name, NameOrNone, Role, clean, line, lines
 
-SCHEMA = 18
+SCHEMA = 19
 """Version of all records. A reader refuses any other: half an understanding is worse than none."""
 
 MAX_RECORD_BYTES = 1024 * 1024
@@ -37,10 +37,10 @@ MAX_STANDBYS_BYTES = 64 * 1024
 """Of the nodes that stand by with copies in their memory: about a thousand."""
 MAX_TEXT = 4096
 """Characters of a text for people; a longer one is refused, so its writer cuts it."""
-MAX_EXCEPTION = 500
-MAX_TRACEBACK = 1400
-MAX_LOG_TAIL = 800
-MAX_LOG_LINES = 16
+MAX_EXCEPTION = 1000
+MAX_TRACEBACK = 3000
+MAX_LOG_LINE = 200
+MAX_LOG_LINES = 20
 MAX_LOG_FILE = 500
 """Of what is told of the end of a failed worker. Its node's own log has more."""
 MAX_SEEN = 2**62
@@ -131,7 +131,7 @@ class Failure:
     exception: Annotated[str, lines(MAX_EXCEPTION)] | None = None
     """`Type: message`."""
     traceback: Annotated[str, lines(MAX_TRACEBACK)] | None = None
-    log_tail: Annotated[tuple[Annotated[str, line(MAX_LOG_TAIL)], ...], AtMost(MAX_LOG_LINES)] = ()
+    log_tail: Annotated[tuple[Annotated[str, line(MAX_LOG_LINE)], ...], AtMost(MAX_LOG_LINES)] = ()
     log_file: Annotated[str, line(MAX_LOG_FILE)] | None = None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_agent.agent.workers.failures.causes import CauseTable
+from elastic_agent.agent.workers.causes import CauseTable
 from elastic_agent.health.families import PREFIX
 from elastic_agent.health.metrics import Build, Metrics
 

@@ -97,7 +97,7 @@ class CannotStart(Exception):
 # A lack is no failure of the script. While a job runs, what this node cannot have is tried again for `GIVES_UP_S` by
 # this node alone; then it leaves, with exit code 73, as it does at once for a lack at its own start.
 
-PAUSE_S, PAUSE_AFTER_FAILURE_S = 0.5, 2.0
+PAUSE_S, PAUSE_AFTER_FAILURE_S = 0.5, 5.0
 """Between two tries."""
 GIVES_UP_S = 10.0
 MOST_FAILURES = 2

@@ -78,10 +78,10 @@ BUILT_IN_CAUSES = frozenset(
         *("gpu_fault", "host_out_of_memory", "refused", "port", "gpu_missing"),
         *("import_error", "script_error"),
         *("cuda_out_of_memory", "connection_lost", "cuda_error", "nccl", "disk_full", "command"),
-        *("terminated", "exception", "killed", "signal", "unknown", "hang", "not_started", "store_server"),
+        *("exception", "killed", "signal", "unknown", "hang", "not_started", "store_server"),
     )
 )
-"""The names of `failures/causes`, which a row of the file may change."""
+"""The names of `agent/workers/causes.py`, which a row of the file may change."""
 
 
 @dataclass(frozen=True, slots=True)

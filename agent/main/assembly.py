@@ -41,8 +41,8 @@ from ..output.masking import masked, secrets_in
 from ..rendezvous_io.node_checks import JoinChecks, Recheck
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.worker_links import ReportReceiver
+from ..workers.causes import CauseTable
 from ..workers.environment import Node
-from ..workers.failures.causes import CauseTable
 from ..workers.preloader.spares import Spares
 from ..workers.processes.guard import Guard
 from ..workers.processes.subreaper import Subreaper

@@ -225,10 +225,9 @@ class Loop:
             if self._agent.memory_server is not None:
                 self._agent.memory_server.renew_key()
             if lack := supervisor.start(action.world, action.member, self._port.listener, now):
-                self._lacks(lack, now, failed=supervisor.begun)
-                self.start_waits_for = lack
-                return supervisor.begun
-            self._lack.over()
+                self._lacks(lack, now, failed=True)
+            else:
+                self._lack.over()
             return True
         elif isinstance(action, Drain):
             return supervisor.drain(action)
@@ -247,7 +246,7 @@ class Loop:
 
     def _not_ready_for(self, start: Start, now: float) -> str:
         """What keeps this node from starting its workers; empty where nothing does."""
-        if now < self._lack.again_at or self._supervisor.group is not None:
+        if now < self._lack.again_at:
             return self._lacking
         if self._agent.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"
@@ -325,9 +324,9 @@ class Loop:
 
     def _end(self, action: Leave) -> Ending:
         world = self._participant.world
-        failure = None
-        if world is not None and world.cause.failure is not None and action.why is not Result.SUCCEEDED:
-            failure = self._supervisor.show_failure(world.cause.failure)
+        failure = world.cause.failure if world is not None and action.why is not Result.SUCCEEDED else None
+        if failure is not None:
+            self._supervisor.show_failure(failure)
         if self._left_as and action.why is not Result.SUCCEEDED:
             return Ending(self._left_with, f"stopped by {self._left_as}")
         return Ending(_EXITS[action.why], action.reason, failure)

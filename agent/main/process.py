@@ -129,7 +129,7 @@ def _write(path: str, text: str) -> None:
 
 def error_report(code: int, reason: str, failure: Failure | None, at_s: float) -> dict[str, Any]:
     """`code` and `reason` are the agent's."""
-    if failure is None:
+    if failure is None or failure.local_rank is None:
         extra = {"py_callstack": "", "timestamp": str(int(at_s))}
         return {"message": {"message": reason, "extraInfo": extra, "errorCode": code}}
     extra = {

@@ -6,9 +6,8 @@ crash. Before workers that hang are ended, one *look* keeps evidence of what the
 of a generation is told to the other nodes and ends it here; a later one is told only where the first was collateral,
 and this one may be its root.
 
-`HangWatch` tells the other nodes of a stall, hears their verdict, and finds when this node has to end its workers
-without one. The detector (`agent/workers/hangs/detector.py`) decides what a stall is, and the coordinator whose fault
-it is.
+A stall is told to the other nodes, too. The detector (`agent/workers/hangs/detector.py`) decides what a stall is, and
+the coordinator whose fault it is; a node to which no verdict comes ends its workers by itself.
 
 What stops the workers is a callable of the `Supervisor`. For the main thread; instants are seconds on the monotonic
 clock.
@@ -18,9 +17,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Phase
@@ -29,14 +28,13 @@ from ..common.events import Event
 from ..configuration.config import Config
 from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer
+from .causes import SUMMARY_MAX, Cause, CauseTable, describe_failure, shown_file
 from .environment import Node, error_file
-from .failures.causes import Cause, CauseTable
-from .failures.failure import HANG_SIGNAL, describe_failure, failure_of, small, summarize
-from .failures.post_mortem import ErrorReport, PostMortem, gpu_events, read_error_file
 from .generation import Crash, Generation, Processes
-from .hangs.detector import Durations
 from .hangs.keeper import Look
 from .hangs.signs import LOOK_EVERY_S, Signs
+from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, cut, gpu_events, read_error_file
+from .stopping import HANG_SIGNAL
 
 log = logging.getLogger(__name__)
 
@@ -47,88 +45,8 @@ read and written first, and what NVML says."""
 SEEN_WITHIN_S = 2.0
 """Workers that hang are ended when the look at them is over, or when it takes longer than this."""
 
-
 STILL_FOR_S = 8.0
 """From which on the workers' threads are looked at, too: steps are mostly shorter, and threads many."""
-
-
-class HangWatch:
-    """The search for hangs on this node, over all generations."""
-
-    def __init__(self, participant: Participant, observer: Observer, processes: Processes) -> None:
-        self._participant = participant
-        self._observer = observer
-        self._signs = processes.signs
-        self._logs = processes.logs
-        self._signs_due_at = 0.0
-        self.learned = Durations()
-
-    def generation_begins(self) -> None:
-        self._participant.workers_suspected(None)
-
-    def turn(self, generation: Generation, now: float) -> tuple[int, str] | None:
-        """Tell the others of a stall, and this node's log of a verdict. Where none comes and this node has to end its
-        workers: the local rank that is the likeliest to be stuck by itself, and why."""
-        hang = generation.hang
-        stall, before = generation.stalls(now), generation.stall
-        limit_s = hang.limit_s()
-        self._observer.node.hangs = hang.state(stall).value, limit_s
-        if limit_s is None:
-            return None
-        self._ask_for_signs(generation, now)
-        inquiry = self._inquiry(generation.number)
-        if (stall and stall.urgency) != (before and before.urgency):
-            generation.stall = stall
-            suspicion = Suspicion(generation.number, stall.why, stall.urgency) if stall else None
-            self._participant.workers_suspected(suspicion)
-            if stall is not None and suspicion is not None:
-                self._observer.suspects(suspicion)
-                level = logging.INFO if stall.urgency is Urgency.EARLY else logging.WARNING
-                log.log(level, "%s: asking all nodes what their workers do", stall.why)
-        if self.hear(generation) and inquiry is not None and inquiry.finding is not None:
-            log.warning("inquiry %d: %s: %s", inquiry.number, inquiry.finding.value, inquiry.why)
-        if stall is None or not generation.ends_alone(stall, inquiry, now):
-            return None
-        steps = hang.steps
-        at = ", ".join(f"rank {generation.group.ranks[local]}: {steps[local]}" for local in sorted(steps))
-        return stall.local_rank, f"hang: {stall.why}{at and f'; last steps: {at}'}"
-
-    def hear(self, generation: Generation) -> bool:
-        """Note a verdict on this generation; False if there is none that was not noted yet."""
-        inquiry = self._inquiry(generation.number)
-        if inquiry is None or inquiry.finding is None or inquiry.number <= generation.heard:
-            return False
-        generation.heard = inquiry.number
-        self._observer.heard_verdict(generation.number, inquiry)
-        return True
-
-    def blamed(self, generation: int) -> str | None:
-        """The node that a verdict blames, empty if it blames none; None if no verdict ends this generation."""
-        world = self._participant.world
-        if world is None or world.generation != generation or world.phase is not Phase.STOPPING:
-            return None
-        failure = world.cause.failure
-        hangs = failure is not None and failure.generation == generation and failure.cause == HANG
-        return world.cause.node if hangs else None
-
-    def _ask_for_signs(self, generation: Generation, now: float) -> None:
-        if now < self._signs_due_at:
-            return
-        self._signs_due_at = now + LOOK_EVERY_S
-        number, group = generation.number, generation.group
-        pids = {local_rank: group.pid(local_rank) for local_rank in generation.running}
-        printed = {local_rank: self._logs.printed(number, group.ranks[local_rank]) for local_rank in pids}
-        stalled_s = generation.hang.stalled_s(generation.running, now)
-
-        def read(at: float, seen: Mapping[int, Signs]) -> None:
-            if not generation.over:
-                generation.hang.signs(at, seen)
-
-        self._signs.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
-
-    def _inquiry(self, generation: int) -> Inquiry | None:
-        world = self._participant.world
-        return world.inquiry if world is not None and world.generation == generation else None
 
 
 def _wake() -> None:
@@ -145,7 +63,6 @@ class FailureHandler:
         participant: Participant,
         observer: Observer,
         processes: Processes,
-        hangs: HangWatch,
         stop: Callable[[signal.Signals], None],
         post: Callable[[Event], None],
         clock: Callable[[], float],
@@ -156,33 +73,20 @@ class FailureHandler:
         self._observer = observer
         self._logs = processes.logs
         self._gpus = processes.gpus
+        self._signs = processes.signs
         self._evidence = processes.evidence
-        self._hangs = hangs
         self._stop = stop
         self._post = post
         self._clock = clock
         self._causes = CauseTable(config.causes)
         self._oom_kills = OomKills(find_counter())
-        self.failed: list[Failure] = []
-        """The workers of the newest generation that have failed, as they were examined."""
-        self._told: Failure | None = None
-        """The first failure of the newest generation that this node has told the others."""
-        self._before_end: Look | None = None
+        self._signs_due_at = 0.0
 
     def update(self, now: float) -> None:
         """Call on each turn: out-of-memory kills are only known by when their counter changes."""
         self._oom_kills.update(now)
 
-    def generation_begins(self) -> None:
-        """What NVML has said until now concerns earlier workers."""
-        self.failed, self._told, self._before_end = [], None, None
-        self._gpus.generation_begins()
-
     # ---------------------------------------------------------------- looks at what the workers do
-
-    def forget_look(self) -> None:
-        """The look before the end is out of date: the workers have moved since."""
-        self._before_end = None
 
     def look(self, generation: Generation, why: str, then: Callable[[Look], None] | None = None) -> Look:
         """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
@@ -231,7 +135,7 @@ class FailureHandler:
         failure = describe_failure(self._post_mortem(generation, crash, now), self._causes)
         if crash.asked and (failure.exception is None or failure.collateral or failure.outside):
             return
-        self.failed.append(failure)
+        generation.failed.append(failure)
         self._observer.ended(crash.local_rank, failure.cause, crash.at)
         if not generation.stopping:
             self._report(generation, failure, f"rank {failure.rank} failed: {failure.summary}")
@@ -239,31 +143,27 @@ class FailureHandler:
             log.error(
                 "rank %d failed before that, and the others because of it: %s", failure.rank, failure.summary
             )
-            told = small(failure)
-            self.show(told, generation)
-            self._participant.workers_failed(told)
+            self.show(failure, generation)
+            self._participant.workers_failed(failure)
 
     def _post_mortem(self, generation: Generation, crash: Crash, now: float) -> PostMortem:
-        group, drain, local_rank = generation.group, generation.drain, crash.local_rank
+        number, local_rank = generation.number, crash.local_rank
+        rank = generation.group.ranks[local_rank]
         faults, own_gpus = self._gpus.faults, self._node.machine.gpus_of(local_rank)
         self._gpus.told(own_gpus)
-        return replace(
-            self._worker(generation, local_rank, crash.returncode),
-            report=read_error_file(error_file(self._node, group.generation, local_rank)) or ErrorReport(),
-            log_tail=self._logs.tail(group.generation, group.ranks[local_rank]),
+        return PostMortem(
+            *(self._node.name, number, rank, local_rank, crash.returncode),
+            report=read_error_file(error_file(self._node, number, local_rank)) or ErrorReport(),
+            log_tail=self._logs.tail(number, rank),
+            log_file=self._log_file(generation, local_rank),
             master_port=generation.world.master.port,
             asked=crash.asked,
-            not_kept=local_rank in drain.finished - drain.kept,
             oom_killed=self._oom_kills.lately(now),
             own_gpus=gpu_events(faults, own_gpus),
         )
 
-    def _worker(self, generation: Generation, local_rank: int, returncode: int) -> PostMortem:
-        number, rank = generation.number, generation.group.ranks[local_rank]
-        log_file = self._logs.log_file(number, rank)
-        return PostMortem(self._node.name, number, rank, local_rank, returncode, log_file=log_file)
-
-    # ---------------------------------------------------------------- failures without a crash
+    def _log_file(self, generation: Generation, local_rank: int) -> Path | None:
+        return self._logs.log_file(generation.number, generation.group.ranks[local_rank])
 
     def fail(self, generation: Generation, cause: Cause, what: str) -> None:
         """The generation fails on this node without a worker to blame."""
@@ -271,41 +171,111 @@ class FailureHandler:
         failure = Failure(generation.number, what[:200], what[:4000], cause=cause.name, action=action)
         self._report(generation, failure, what)
 
-    def end_stuck(self, generation: Generation, local_rank: int, summary: str, known_as: str) -> None:
+    # ---------------------------------------------------------------- hangs
+
+    def watch(self, generation: Generation, now: float) -> None:
+        """Tell the others of a stall, and this node's log of a verdict. Where none comes, end the workers."""
+        hang = generation.hang
+        stall, before = generation.stalls(now), generation.stall
+        limit_s = hang.limit_s()
+        self._observer.node.hangs = hang.state(stall).value, limit_s
+        if limit_s is not None:
+            self._ask_for_signs(generation, now)
+            inquiry = self._inquiry(generation.number)
+            if (stall and stall.urgency) != (before and before.urgency):
+                generation.stall = stall
+                suspicion = Suspicion(generation.number, stall.why, stall.urgency) if stall else None
+                self._participant.workers_suspected(suspicion)
+                if suspicion is not None:
+                    self._observer.suspects(suspicion)
+                    level = logging.INFO if suspicion.urgency is Urgency.EARLY else logging.WARNING
+                    log.log(level, "%s: asking all nodes what their workers do", suspicion.why)
+            if self._hear(generation) and inquiry is not None and inquiry.finding is not None:
+                log.warning("inquiry %d: %s: %s", inquiry.number, inquiry.finding.value, inquiry.why)
+            if stall is not None and generation.ends_alone(stall, inquiry, now):
+                steps = hang.steps
+                at = ", ".join(
+                    f"rank {generation.group.ranks[local]}: {steps[local]}" for local in sorted(steps)
+                )
+                why = f"hang: {stall.why}{at and f'; last steps: {at}'}"
+                self._end_stuck(generation, stall.local_rank, why)
+                return
+        generation.last_look = None  # the workers have moved since
+
+    def _end_stuck(self, generation: Generation, local_rank: int, why: str) -> None:
         """End workers that are silent for too long: first evidence is kept, then a signal makes each print its stacks
-        and end. Call it on each turn, until they are stopping. `known_as`: the fingerprint."""
-        look = self._before_end = self._before_end or self.look(generation, "hang")
+        and end. `local_rank` is the likeliest to be stuck by itself."""
+        look = generation.last_look = generation.last_look or self.look(generation, "hang")
         if not look.over and self._clock() < look.began_at + SEEN_WITHIN_S:
             return
         generation.hung = True
-        worker = self._worker(generation, local_rank, -HANG_SIGNAL)
-        failure = failure_of(worker, self._causes.named(HANG), known_as, summary)
+        failure = Failure(
+            *(generation.number, HANG, cut(why, SUMMARY_MAX), HANG, self._causes.named(HANG).action),
+            node=self._node.name,
+            rank=generation.group.ranks[local_rank],
+            local_rank=local_rank,
+            returncode=-HANG_SIGNAL,
+            log_file=shown_file(self._log_file(generation, local_rank)),
+        )
         self._report(generation, failure, failure.summary, HANG_SIGNAL)
+
+    def _hear(self, generation: Generation) -> bool:
+        """Note a verdict on this generation; False if there is none that was not noted yet."""
+        inquiry = self._inquiry(generation.number)
+        if inquiry is None or inquiry.finding is None or inquiry.number <= generation.heard:
+            return False
+        generation.heard = inquiry.number
+        self._observer.heard_verdict(generation.number, inquiry)
+        return True
+
+    def blamed(self, generation: int) -> str | None:
+        """The node that a verdict blames, empty if it blames none; None if no verdict ends this generation."""
+        world = self._participant.world
+        if world is None or world.generation != generation or world.phase is not Phase.STOPPING:
+            return None
+        failure = world.cause.failure
+        hangs = failure is not None and failure.generation == generation and failure.cause == HANG
+        return world.cause.node if hangs else None
+
+    def _ask_for_signs(self, generation: Generation, now: float) -> None:
+        if now < self._signs_due_at:
+            return
+        self._signs_due_at = now + LOOK_EVERY_S
+        number, group = generation.number, generation.group
+        pids = {local_rank: group.pid(local_rank) for local_rank in generation.running}
+        printed = {local_rank: self._logs.printed(number, group.ranks[local_rank]) for local_rank in pids}
+        stalled_s = generation.hang.stalled_s(generation.running, now)
+
+        def read(at: float, seen: Mapping[int, Signs]) -> None:
+            if not generation.over:
+                generation.hang.signs(at, seen)
+
+        self._signs.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
+
+    def _inquiry(self, generation: int) -> Inquiry | None:
+        world = self._participant.world
+        return world.inquiry if world is not None and world.generation == generation else None
 
     # ---------------------------------------------------------------- reports
 
-    def show(self, failure: Failure, generation: Generation | None) -> Failure | None:
-        """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame, with
-        all that this node knows of it."""
+    def show(self, failure: Failure, generation: Generation | None) -> None:
+        """Log it; the other nodes show what the failing one has put in the store."""
         if generation is not None and not generation.over:
-            self._hangs.hear(generation)
+            self._hear(generation)
         self._observer.failure_shown(failure)
         own = generation is not None and generation.number == failure.generation
         evidence = self._evidence.where() if own else ""
         if failure.local_rank is None:
-            kept = f"; evidence: {evidence}" if evidence else ""
-            log.error("generation %d failed: %s%s", failure.generation, failure.summary, kept)
-            return None
-        failed = self.failed if own else []
-        first = next((mine for mine in failed if mine.rank == failure.rank), failure)
+            log.error("generation %d failed: %s%s", failure.generation, failure.summary, _kept(evidence))
+            return
+        failed = generation.failed if generation is not None and own else []
         others = [mine for mine in failed if mine.rank != failure.rank]
-        log.error("%s", summarize(first, others, self._causes.named(first.cause).hint, evidence))
-        return first
+        log.error("%s", summarize(failure, others, self._causes.named(failure.cause).hint, evidence))
 
     def _seeks_root(self, generation: Generation) -> bool:
         """As far as this node knows, this generation ends over a collateral failure, whose root is still unknown."""
         world = self._participant.world
-        known = self._told
+        known = generation.told
         if known is None and world is not None and world.generation == generation.number:
             known = world.cause.failure
         return known is not None and known.generation == generation.number and known.collateral
@@ -318,10 +288,58 @@ class FailureHandler:
         asking: signal.Signals = signal.SIGTERM,
     ) -> None:
         """`reason`: for the log, in which the worker's own last lines stand above it."""
-        evidence = self._evidence.where()
-        kept = f"; evidence: {evidence}" if evidence else ""
-        log.error("stopping generation %d: %s%s", failure.generation, reason, kept)
-        self._told = told = small(failure)
-        self._observer.failure_shown(told)
-        self._participant.workers_failed(told)
+        log.error("stopping generation %d: %s%s", failure.generation, reason, _kept(self._evidence.where()))
+        generation.told = failure
+        self._observer.failure_shown(failure)
+        self._participant.workers_failed(failure)
         self._stop(asking)
+
+
+# --- In words
+
+
+def _kept(evidence: str) -> str:
+    return f"; evidence: {evidence}" if evidence else ""
+
+
+def summarize(first: Failure, others: Sequence[Failure], hint: str, evidence: str = "") -> str:
+    """The failed generation in the log: which worker failed first, why, where to read on, and who else failed.
+
+    `hint`: from the table of causes. `evidence`: the generation's folder of evidence, which has a folder for each
+    node that writes to this disk; or why there is none.
+    """
+    rule = "=" * 80
+    lines = [
+        rule,
+        f"Worker failure in generation {first.generation}: {_who(first)} failed first",
+        f"  cause:    {first.summary}",
+        f"  known as: {first.cause}: {hint}",
+        f"  log file: {first.log_file or 'none (set --log-dir to keep one per rank)'}",
+    ]
+    if evidence:
+        lines.append(f"  evidence: {evidence}")
+    if first.exception is not None and "\n" in first.exception:
+        lines += ["  exception:", *_indented(first.exception.split("\n"))]
+    shown: set[str] = set()
+    if first.traceback is not None:
+        shown.update(first.traceback.split("\n"))
+        lines += ["  traceback:", *_indented(first.traceback.split("\n"))]
+    last = [line for line in first.log_tail if RANK_PREFIX.sub("", line) not in shown]
+    if last:
+        lines += ["  last lines of its output:", *_indented(last)]
+    if others:
+        lines.append("  failed after it, usually because of it:")
+        lines += [f"    {_who(other)}: {other.summary}" for other in others]
+    if first.collateral:
+        lines.append(
+            "  it follows from the end of another worker or from the network; no other cause is known"
+        )
+    return "\n".join([*lines, rule])
+
+
+def _who(failure: Failure) -> str:
+    return f"rank {failure.rank} (local rank {failure.local_rank} on node {failure.node})"
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]

@@ -1,12 +1,7 @@
 """What is known of the workers of one generation on this node. Made when they start, dropped when the next ones do.
 
-Crashes wait here until they are examined; what is found then is kept by `failure_handler.py`.
 There are no effects but those on its own workers: what the other nodes or people are to know is up to the `Supervisor`.
 Instants are seconds on the monotonic clock.
-
-`check_master` warns where this node does not reach the port at which the workers of its generation may meet. torch asks
-for minutes, in silence, and then names an address and nothing else. The port listens before the world names it, so an
-agent without an answer can say more. It never ends a generation: a script need not use that port.
 """
 
 from __future__ import annotations
@@ -14,18 +9,15 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from ...rendezvous.coordinator.inquiries import STILL_S
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
-from ...rendezvous.records import World
+from ...rendezvous.records import Failure, World
 from ...rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimony, Urgency
 from ...rendezvous.text import counted, shortened
-from ...threads import Thread
 from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
 from ..configuration.stopping import drain_timeout_s
@@ -36,7 +28,7 @@ from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
 from .hangs.detector import Durations, HangDetector, Stall, ends_alone
 from .hangs.facts import StackFile, Target
-from .hangs.keeper import EvidenceKeeper
+from .hangs.keeper import EvidenceKeeper, Look
 from .hangs.signs import SignReader
 from .preloader.spares import Spares
 from .processes.guard import Guard
@@ -44,17 +36,12 @@ from .processes.proc import process_status
 from .processes.subreaper import Subreaper
 from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
-from .stopping import DrainState, Exit, JustInTimeState
+from .stopping import DrainState, JustInTimeState
 
 log = logging.getLogger(__name__)
 
 LISTEN_PAUSE_S = 0.02
 """Between two looks whether all workers have finished a step, while a planned change waits for that."""
-
-_STATE = {
-    True: "the state after their last step is kept in memory",
-    False: "no Checkpointer keeps the state after their last step here",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +81,10 @@ class Crash:
 class HowToStop:
     """How the workers are asked to end; see `WorkerGroup.stop`."""
 
-    grace_s: float
-    """A planned stop's begins at once, and a failure's when the last step is kept."""
+    kill_at: float
+    """Those that are left then are killed."""
     gently: bool
     asking: signal.Signals = signal.SIGTERM
-    asked_at: float = 0.0
-
-    def left_s(self, now: float) -> float:
-        """Of the grace."""
-        return max(0.0, self.asked_at + self.grace_s - now) if self.gently else self.grace_s
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What is new in the workers' pages."""
-
-    steps: tuple[int, ...]
-    """Those that workers have finished, in the order in which they did."""
-    load_known: bool
-    loads: int | None
-    """The step of the state that the workers load; None after `load_known`: their load was refused."""
 
 
 @dataclass(slots=True)
@@ -149,12 +120,14 @@ class Generation:
     """How the workers are stopped once their last step has been kept."""
     crashes: deque[Crash] = field(init=False, default_factory=deque)
     """That are not examined yet, the first first."""
-    begun: bool = field(init=False, default=True)
-    """False: this machine lacks what its workers need, and no other part of the agent knows of them."""
+    failed: list[Failure] = field(init=False, default_factory=list)
+    """The workers that have failed, as they were examined."""
+    told: Failure | None = field(init=False, default=None)
+    """The first failure that this node has told the others."""
+    last_look: Look | None = field(init=False, default=None)
+    """At what the workers did before they were asked to end."""
     over: bool = field(init=False, default=False)
     """Nothing of it is left on this node."""
-    _master_over: threading.Event = field(init=False, default_factory=threading.Event)
-    """The port where the workers meet may close, or need not be reached any more."""
 
     def __post_init__(self) -> None:
         config, number = self.config, self.number
@@ -194,17 +167,18 @@ class Generation:
             ended = counted(len(self.group.ranks), "worker")
             log.info("generation %d: %s here ended with success", self.number, ended)
         elif self.drained:
-            log.info("generation %d: workers stopped; %s", self.number, _STATE[self.kept])
-
-    def check_master(self, node: str) -> None:
-        """Warn where these workers, on node `node`, cannot reach the node of rank 0."""
-        over = self._master_over
-        Thread(partial(check_master, self.world, node, over), "master-port", over.set).start()
+            state = "the state after their last step is kept in memory"
+            if not self.kept:
+                state = "no Checkpointer keeps the state after their last step here"
+            log.info("generation %d: workers stopped; %s", self.number, state)
 
     # ---------------------------------------------------------------- what the workers do
 
-    def look(self, now: float) -> Progress | None:
-        """At the workers' pages. Before anything else that a worker does is judged: what they show came before it."""
+    def look(self, now: float) -> list[int] | None:
+        """At the workers' pages. Before anything else that a worker does is judged: what they show came before it.
+
+        Returns the steps that were finished since, in their order; None: nothing is new.
+        """
         before, self.read = self.read, self.pages.read()
         if self.read == before:
             return None
@@ -220,16 +194,13 @@ class Generation:
         polled = [reading.polled_at for reading in self.read.values() if reading.polled_at is not None]
         saving = [local_rank for local_rank, reading in self.read.items() if reading.saving]
         self.hang.marked(saving, max(polled, default=None))
-        loads = _chosen_step(self.read)
-        return Progress(
-            tuple(step for _, step, _ in stepped),
-            loads is not None or _chosen_step(before) is not None,
-            loads,
-        )
+        return [step for _, step, _ in stepped]
 
-    def reported(self, at: float) -> None:
-        """A worker has reported a save or a load."""
-        self.hang.reported(at)
+    @property
+    def loads(self) -> int | None:
+        """The step of the state that the workers load; None: none, as far as is known."""
+        chosen = [reading.chosen_step for reading in self.read.values() if reading.chosen_step is not None]
+        return max(chosen, default=None)
 
     def stalls(self, now: float) -> Stall | None:
         """The stall of the workers that run here; None without one."""
@@ -278,28 +249,20 @@ class Generation:
             ranks.append(state)
         return replace(testimony, ranks=tuple(ranks))
 
-    def exited(self, local_rank: int, returncode: int, at: float) -> Exit:
-        kind = self.drain.exited(local_rank, returncode, at, stopping=self.stopping, hung=self.hung)
-        if kind is Exit.ENDED:
-            self._master_over.set()
-        return kind
-
     # ---------------------------------------------------------------- how it ends
 
-    def stop(self, how: HowToStop) -> None:
-        self._master_over.set()
+    def stop(self, how: HowToStop, now: float) -> None:
         if self.just_in_time.under_way:
             self.group.expect_end()
-            before = self.postponed
-            if before is None or not how.gently or how.left_s(how.asked_at) < before.left_s(how.asked_at):
+            if self.postponed is None or how.kill_at < self.postponed.kill_at:
                 self.postponed = how
         else:
             at_once = self.pages.leave_sigterm() if how.asking is signal.SIGTERM else ()
-            self.group.stop(how.grace_s, gently=how.gently, asking=how.asking, at_once=at_once)
+            grace_s = max(0.0, how.kill_at - now)
+            self.group.stop(grace_s, gently=how.gently, asking=how.asking, at_once=at_once)
 
     def finish(self) -> None:
         """Nothing of it is left here."""
-        self._master_over.set()
         self.pages.close()
         self.stacks.clear()
         self.over = True
@@ -308,7 +271,7 @@ class Generation:
         """What was postponed is due when the last step is in memory, or will not be."""
         if self.postponed is not None and not self.just_in_time.under_way:
             how, self.postponed = self.postponed, None
-            self.stop(replace(how, grace_s=how.left_s(now), asked_at=now))
+            self.stop(how, now)
 
     @property
     def drained(self) -> bool:
@@ -353,14 +316,11 @@ class Generation:
         taken_s = now - since if since is not None else 0.0
         return stop.grace_s - min(taken_s, drain_timeout_s(stop))
 
-    def _reports_steps(self, local_rank: int) -> bool:
-        reading = self.read.get(local_rank)
-        return reading is not None and reading.step is not None
-
     @property
     def all_listen(self) -> bool:
         """Every worker here has looked at its flag at the end of a step."""
-        return len(self.read) == len(self.group.ranks) and all(map(self._reports_steps, self.read))
+        stepped = [reading for reading in self.read.values() if reading.step is not None]
+        return len(stepped) == len(self.group.ranks)
 
     def wake_at(self, now: float, *, listens: bool) -> tuple[float | None, ...]:
         """When there may be something to do without any event. `listens`: all workers do, and the others know it."""
@@ -382,37 +342,27 @@ def log_bad_state(world: World) -> None:
             "generation %d does not load the state of step %d, or what came of it: %d times in a row workers that "
             "had loaded it failed in the same way before they came to another step (%s). It goes on from an older "
             "one, if there is any",
-            world.generation,
-            bad.step,
-            world.restarts.at_load,
-            world.cause.detail,
+            *(world.generation, bad.step, world.restarts.at_load, world.cause.detail),
         )
 
 
-def _chosen_step(read: Mapping[int, Reading]) -> int | None:
-    """Of the state that the workers load."""
-    chosen = [reading.chosen_step for reading in read.values() if reading.chosen_step is not None]
-    return max(chosen, default=None)
-
-
 WARN_AFTER_S = 2.0
-"""Then the check is over, too. The kernel has sent two SYNs by then."""
-NEWS_S = 0.5
-"""So long it takes at most to hear that workers have ended elsewhere, whose port refuses then."""
+"""The kernel has sent two SYNs by then."""
 
 
-def check_master(world: World, node: str, over: threading.Event) -> None:
-    """Connect from `node` to the port where the workers of `world` meet, and close: the store there sees a client that
-    sent nothing. Warn where that fails, unless it need no longer be: then it is `over`."""
+def check_master(world: World, node: str) -> None:
+    """Warn where workers on node `node` cannot reach the port where those of `world` may meet.
+
+    torch asks for minutes, in silence, and then names an address and nothing else. The port listens before the world
+    names it: one that refuses belongs to workers that have ended. The store there sees a client that sends nothing.
+    """
     to = world.master
     try:
         socket.create_connection((to.address, to.port), WARN_AFTER_S).close()
-        return
-    except TimeoutError:
-        found = f"no answer for {WARN_AFTER_S:g} s"
+    except ConnectionRefusedError:
+        pass
     except OSError as error:
         found = (error.strerror or str(error)).lower()
-    if not over.wait(NEWS_S):
         log.warning(
             "generation %d: node %s does not reach %s of node %s, where the workers meet: %s. Harmless "
             "for scripts that do not use MASTER_PORT. If a packet filter stands between the nodes, open that port "

@@ -33,9 +33,11 @@ from ...rendezvous.text import counted
 from ...worker.steps.drain import DRAINED
 from ...worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, Kept, ToGuard
 from ...worker.wire.shared_progress import Reading
-from .failures.failure import HANG_SIGNAL
 
 log = logging.getLogger(__name__)
+
+HANG_SIGNAL = signal.SIGABRT
+"""Ends a worker that hangs: PYTHONFAULTHANDLER makes it print the stacks of its threads first."""
 
 STRANDED_S = 2.0
 """A worker that has neither finished a step nor asked for so long, after the last one, waits for others or is busy."""

@@ -22,22 +22,23 @@ from ...rendezvous.node.node_actions import Drain, Testify
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Member, StopAt, World
 from ...rendezvous.statements.inquiry import HANG, Testimony, telling
+from ...threads import Thread
 from ...worker.wire.messages import FromGuard, ReplicationReport, Report, SaveReport
 from ..common.events import Event
-from ..common.exits import describe_exit, lack_in
+from ..common.exits import lack_in
 from ..configuration.config import Config
 from ..observability.observer import Observer
 from ..output.log_files import FLIGHT_RECORDS
 from ..rendezvous_io.worker_links import RefusedSaves
+from .causes import NOT_STARTED, STORE_SERVER
 from .environment import Node, bind_of_rank_0_failed, make_directory, worker_spec
-from .failure_handler import FailureHandler, HangWatch
-from .failures.causes import NOT_STARTED, STORE_SERVER
-from .failures.failure import HANG_SIGNAL
-from .generation import Generation, HowToStop, Processes, log_bad_state
+from .failure_handler import FailureHandler
+from .generation import Generation, HowToStop, Processes, check_master, log_bad_state
+from .hangs.detector import Durations
 from .hangs.facts import StackFile
 from .hangs.keeper import Look
 from .processes.workers import WorkerGroup
-from .stopping import LEAVING, Exit, Orders
+from .stopping import HANG_SIGNAL, Exit, Orders
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,10 @@ class Supervisor:
         self._post = post
         self._spares_due_at: float | None = None
         self._refused_saves = RefusedSaves()
-        self._hangs = HangWatch(participant, observer, processes)
+        self._learned = Durations()
+        """Of steps, over all generations."""
         self._failures = FailureHandler(
-            config, node, participant, observer, processes, self._hangs, self._stop_failed, post, clock
+            config, node, participant, observer, processes, self._stop_failed, post, clock
         )
         processes.worker_store.on_failure = self._store_failed
         processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
@@ -83,11 +85,6 @@ class Supervisor:
         """The workers that exist here."""
         generation = self._running
         return generation.group if generation is not None else None
-
-    @property
-    def begun(self) -> bool:
-        """The newest generation has begun here, as far as any worker of it was started."""
-        return self._generation is not None and self._generation.begun
 
     @property
     def undisturbed(self) -> int:
@@ -107,30 +104,26 @@ class Supervisor:
     def start(self, world: World, member: Member, listener: socket.socket, now: float) -> str:
         """This node's workers of `world`; `listener` is where their store is served, if that is up to this node.
 
-        Returns what this machine lacks for it. Without a `group` of which a worker has begun, it may be tried again;
-        else this generation fails, as none is started twice (I4).
+        Returns what this machine lacks for it: then this generation has failed, as none is started twice (I4).
         """
-        again = self._generation is not None and self._generation.number == world.generation
-        self._hangs.generation_begins()
+        self._participant.workers_suspected(None)
         log_bad_state(world)
         group = self._processes.new_group(world.generation, self.worker_exited)
-        generation = self._generation = Generation(self._config, world, group, now, self._hangs.learned)
-        if not again:
-            self._observer.starting(world, member, now)
-        self._failures.generation_begins()
-        problem, lack = self._launch(generation, member, listener)
-        if lack and not group.ranks:
-            generation.begun = False
-            generation.stop(HowToStop(0.0, gently=False))
-            return lack
+        generation = self._generation = Generation(self._config, world, group, now, self._learned)
+        self._observer.starting(world, member, now)
+        self._processes.gpus.generation_begins()
+        error = self._launch(generation, member, listener)
         self._participant.workers_started(world)
         self._processes.spares.workers_started(now)
         generation.log_start(self._clock() - now)
-        if problem:
+        if error is not None:
+            lack = lack_in(error)
+            problem = f"a worker could not be started: {lack or error}"
             self._failures.fail(generation, NOT_STARTED, problem)
-        elif world.members[0] != member:
-            generation.check_master(member.node)
-        return lack
+            return problem if lack else ""
+        if world.members[0] != member:
+            Thread(partial(check_master, world, member.node), "master-port", lambda: None).start()
+        return ""
 
     def turn(self, now: float) -> bool:
         """Do what is due. True: nothing of the generation is left here, and the participant knows."""
@@ -198,7 +191,7 @@ class Supervisor:
             return
         if not generation.stopping:
             self._look(generation)
-            blamed = None if generation.hung else self._hangs.blamed(generation.number)
+            blamed = None if generation.hung else self._failures.blamed(generation.number)
             if blamed in ("", self._node.name):
                 generation.hung, gently, asking = True, True, HANG_SIGNAL
             if reason is not None:
@@ -208,7 +201,8 @@ class Supervisor:
             if asking is not HANG_SIGNAL and not generation.drain.excused:
                 within_s = grace_s if gently else math.inf
                 self._send(generation, generation.just_in_time.begin(self._clock(), within_s))
-        generation.stop(HowToStop(grace_s, gently, asking, self._clock()))
+        now = self._clock()
+        generation.stop(HowToStop(now + grace_s, gently, asking), now)
 
     def _stop_failed(self, asking: signal.Signals) -> None:
         """After a failure that is in the log."""
@@ -233,9 +227,9 @@ class Supervisor:
         generation = self._running
         return generation.unkillable() if generation is not None else ""
 
-    def show_failure(self, failure: Failure) -> Failure | None:
-        """Log it; the other nodes show what the failing one has put in the store. Returns the worker to blame."""
-        return self._failures.show(failure, self._generation)
+    def show_failure(self, failure: Failure) -> None:
+        """Log it; the other nodes show what the failing one has put in the store."""
+        self._failures.show(failure, self._generation)
 
     def lost_save(self, generation: int) -> str:
         """Which of its saves that workers here wrote themselves the disk has refused; empty: the last went well."""
@@ -259,17 +253,13 @@ class Supervisor:
         returncode = group.reap(local_rank)
         self._send(generation, generation.just_in_time.gone(local_rank, at))
         self._look(generation)
-        kind = generation.exited(local_rank, returncode, at)
+        kind = generation.drain.exited(
+            local_rank, returncode, at, stopping=generation.stopping, hung=generation.hung
+        )
         if kind is Exit.ENDED:
             self._observer.ended(local_rank, "ok", at)
         elif kind is Exit.HUNG:
             self._observer.ended(local_rank, HANG, at)
-        elif kind is Exit.DRAINED and returncode not in LEAVING:
-            log.warning(
-                "rank %d exited with an error while it was draining: %s; the state after its last step is kept",
-                group.ranks[local_rank],
-                describe_exit(returncode),
-            )
         elif kind is Exit.DOUBTFUL:
             self._processes.last_steps.read_stop(number, self.stop_read)
         elif kind is Exit.FAILED:
@@ -327,7 +317,7 @@ class Supervisor:
             return
         self._look(generation)
         self._observer.training.reported(report, at)
-        generation.reported(at)
+        generation.hang.reported(at)
         if report.result == "ok":
             self._participant.workers_advanced(report.step)
 
@@ -357,14 +347,14 @@ class Supervisor:
             self._participant.became_ready()
 
     def _look(self, generation: Generation) -> None:
-        now = self._clock()
-        progress = generation.look(now)
-        if progress is None:
+        now, loads = self._clock(), generation.loads
+        steps = generation.look(now)
+        if steps is None:
             return
         self._observer.training.progressed(generation.read.values())
-        if progress.load_known:
-            self._participant.workers_load(progress.loads)
-        for step in progress.steps:
+        if generation.loads != loads:
+            self._participant.workers_load(generation.loads)
+        for step in steps:
             self._participant.workers_advanced(step)
 
     def _send(self, generation: Generation, orders: Orders) -> None:
@@ -388,21 +378,12 @@ class Supervisor:
             self._participant.workers_stable(generation.number)
         if (paces := generation.paces.turn(now)) is not None:
             self._participant.workers_paced(paces)
-        drain, group = generation.drain, generation.group
-        if group.running and not drain.finished:
-            stuck = self._hangs.turn(generation, now)
-            if stuck is not None:
-                self._failures.end_stuck(generation, *stuck, HANG)
-                return
-        self._failures.forget_look()
+        if generation.group.running and not generation.drain.finished:
+            self._failures.watch(generation, now)
 
     def _finish(self, generation: Generation, now: float) -> None:
         """Nothing of the generation is left here."""
         number, succeeded = generation.number, generation.succeeded
-        if not generation.begun:
-            self._processes.logs.detach_generation(number)
-            generation.finish()
-            return
         self._processes.worker_store.close()
         generation.log_end()
         if succeeded:
@@ -416,8 +397,8 @@ class Supervisor:
 
     # ---------------------------------------------------------------- starts
 
-    def _launch(self, generation: Generation, member: Member, listener: socket.socket) -> tuple[str, str]:
-        """Start all workers. Why that was not possible; the same, if this machine lacks something for it."""
+    def _launch(self, generation: Generation, member: Member, listener: socket.socket) -> OSError | None:
+        """Start all workers. Returns why that was not possible."""
         world, number, logs = generation.world, generation.number, self._processes.logs
         logs.begin(world.job, world.run, number)
         self._processes.evidence.begin(world.job, world.run, number)
@@ -448,6 +429,5 @@ class Supervisor:
         except OSError as error:
             generation.stacks.clear()
             pages.close()  # what is scarce may be the very descriptors that they hold
-            problem, lack = "a worker could not be started: ", lack_in(error)
-            return f"{problem}{error}", f"{problem}{lack}" if lack else ""
-        return "", ""
+            return error
+        return None

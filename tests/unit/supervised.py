@@ -24,8 +24,8 @@ from elastic_agent.agent.output.journal import Journal
 from elastic_agent.agent.output.worker_logs import WorkerLogs
 from elastic_agent.agent.rendezvous_io.worker_answers import LastSteps
 from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
+from elastic_agent.agent.workers.causes import CauseTable
 from elastic_agent.agent.workers.environment import Node
-from elastic_agent.agent.workers.failures.causes import CauseTable
 from elastic_agent.agent.workers.generation import Processes
 from elastic_agent.agent.workers.hangs.facts import Target
 from elastic_agent.agent.workers.hangs.keeper import EvidenceKeeper, Look
@@ -288,7 +288,9 @@ class Supervised:
     @property
     def failures(self) -> list[Failure]:
         """The workers of the newest generation that have failed, as they were examined."""
-        return self.supervisor._failures.failed
+        generation = self.supervisor._generation
+        assert generation is not None
+        return generation.failed
 
     def with_gpus(self) -> FakeNvml:
         """From now on NVML is asked of one GPU, which is well, and which the workers use."""

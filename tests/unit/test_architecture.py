@@ -75,19 +75,18 @@ common:
 output: common
 configuration: rendezvous/c10d rendezvous/etcd rendezvous/local common
 workers/processes: common output configuration
-workers/failures: common configuration
 checkpoints: common workers/processes
 machine: common configuration workers/processes checkpoints
 workers/hangs: common output workers/processes
 workers/preloader: common workers/processes
 rendezvous_io: common configuration machine
 observability: common output configuration workers/processes rendezvous_io
-workers: common output configuration checkpoints machine rendezvous_io workers/failures workers/processes \
+workers: common output configuration checkpoints machine rendezvous_io workers/processes \
     workers/hangs workers/preloader observability
 commands: common output configuration workers/processes machine checkpoints workers rendezvous_io \
     observability
 commands/runs: common output configuration workers/processes observability commands
-main: common output configuration workers/processes workers/failures machine checkpoints \
+main: common output configuration workers/processes machine checkpoints \
     workers/hangs workers/preloader rendezvous_io observability workers
 pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
     configuration machine workers/preloader rendezvous_io main

@@ -7,8 +7,7 @@ import signal
 
 import pytest
 
-from elastic_agent.agent.workers.failures.failure import HANG_SIGNAL
-from elastic_agent.agent.workers.stopping import AS_ASKED, LEAVING, Exit, classify_exit
+from elastic_agent.agent.workers.stopping import AS_ASKED, HANG_SIGNAL, LEAVING, Exit, classify_exit
 from elastic_agent.worker.steps.drain import DRAINED
 
 TERMINATED, SHELL_TERMINATED, KILLED, ABORTED, CRASHED = (

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from elastic_agent.agent.configuration.values import UserCause
-from elastic_agent.agent.workers.failures.causes import CauseTable
-from elastic_agent.agent.workers.failures.failure import describe_failure
-from elastic_agent.agent.workers.failures.post_mortem import PostMortem, gpu_events
+from elastic_agent.agent.workers.causes import CauseTable, describe_failure
+from elastic_agent.agent.workers.post_mortem import PostMortem, gpu_events
 from elastic_agent.health.checks.gpus import (
     GPU_IS_LOST,
     NOT_FOUND,

@@ -17,10 +17,13 @@ from elastic_agent.agent.configuration.parse import MOST_NODES
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.errors import RecordInvalid
 from elastic_agent.rendezvous.records import (
+    MAX_EXCEPTION,
+    MAX_LOG_LINE,
     MAX_MEMBERS_BYTES,
     MAX_RECORD_BYTES,
     MAX_ROW_BYTES,
     MAX_SEEN,
+    MAX_TRACEBACK,
     SCHEMA,
     WORLD_KEY,
     Action,
@@ -380,9 +383,9 @@ FAILURE_FIELDS: dict[Path, list[Any]] = {
     ("failure", "rank"): number()[1:],
     ("failure", "local_rank"): number()[1:],
     ("failure", "returncode"): number(-128, 255),
-    ("failure", "exception"): text(500)[1:],
-    ("failure", "traceback"): text(1400)[1:],
-    ("failure", "log_tail"): [None, 1, True, "x", {}, [1], [None], ["x" * 801], ["x"] * 17],
+    ("failure", "exception"): text(MAX_EXCEPTION)[1:],
+    ("failure", "traceback"): text(MAX_TRACEBACK)[1:],
+    ("failure", "log_tail"): [None, 1, True, "x", {}, [1], [None], ["x" * (MAX_LOG_LINE + 1)], ["x"] * 21],
     ("failure", "log_file"): text(500)[1:],
 }
 SECONDS: list[Any] = [None, *AGE]
@@ -575,7 +578,7 @@ def test_a_wrong_value_is_refused_by_the_fields_name(kind: str, path: Path, wron
 def test_the_largest_values_pass() -> None:
     failure = Failure(
         *(BIG, "x" * 1024, "x" * 4096, "x" * 40, Action.STOP, True, True, "n" * 128, BIG, BIG, 255),
-        *("x" * 500, "x" * 1400, ("x" * 800,) * 16, "x" * 500),
+        *("x" * MAX_EXCEPTION, "x" * MAX_TRACEBACK, ("x" * MAX_LOG_LINE,) * 20, "x" * 500),
     )
     endpoint = Endpoint("x" * 256, 65535)
     node = NodeRecord(

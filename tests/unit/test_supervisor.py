@@ -17,7 +17,7 @@ from elastic_agent.agent.workers.failure_handler import KNOWN_WITHIN_S, SEEN_WIT
 from elastic_agent.agent.workers.hangs.detector import VERDICT_S
 from elastic_agent.rendezvous.node.drain import End
 from elastic_agent.rendezvous.node.node_actions import Drain
-from elastic_agent.rendezvous.records import Failure, Phase
+from elastic_agent.rendezvous.records import Action, Failure, Phase
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Urgency
 from elastic_agent.worker.steps.drain import DRAINED
 from elastic_agent.worker.wire.messages import Go, Guarding, Held, Hold, Keep, Kept, SaveReport
@@ -169,8 +169,8 @@ def test_workers_that_end_with_success_end_the_generation(node: Supervised) -> N
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_an_error_after_the_last_step_is_named(
-    node: Supervised, caplog: pytest.LogCaptureFixture, kept: bool
+def test_an_error_after_the_last_step_counts_only_if_its_state_is_not_kept(
+    node: Supervised, kept: bool
 ) -> None:
     """Without a Checkpointer it is the script's own save, as far as the agent knows, and so a failure."""
     node.supervisor.drain(Drain(1, True, "a node joins"))
@@ -182,12 +182,7 @@ def test_an_error_after_the_last_step_is_named(
     node.logs.lines = TRACEBACK
     node.logs.answer()
     node.turn()
-    cause = (
-        "exit code 1: ValueError: the loss is not a number; in its drain: no Checkpointer has kept the state"
-    )
-    assert node.reported == ([] if kept else [f"{cause} after its last step"])
-    warned = "rank 3 exited with an error while it was draining: exit code 1; the state" in caplog.text
-    assert warned is kept
+    assert node.reported == ([] if kept else ["exit code 1: ValueError: the loss is not a number"])
 
 
 def test_what_comes_of_another_generation_is_refused(node: Supervised) -> None:
@@ -232,10 +227,6 @@ def test_each_generation_begins_with_nothing_of_the_one_before(node: Supervised)
     for rank in range(1, 8):
         node.exit(rank, -signal.SIGTERM)
     assert node.turn()
-    failure = node.participant.failures[0]
-    blamed = node.supervisor.show_failure(failure)
-    assert blamed is not None
-    assert blamed.log_tail == (), "it is this node's own, until the next generation begins"
     before = node.supervisor._generation
     node.start(2)
     generation = node.supervisor._generation
@@ -413,35 +404,30 @@ def test_workers_that_move_again_are_seen_anew_when_they_end(tmp_path: Path) -> 
     assert len(node.evidence.looks) == 2
 
 
-def test_a_lack_of_this_machine_is_no_failure_and_the_start_may_be_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_this_machine_lacks_for_its_workers_fails_the_generation_and_is_named(
+    tmp_path: Path, before: int
+) -> None:
     node = Supervised(tmp_path, 2)
-    node.lacks += [OSError(errno.EMFILE, "Too many open files"), OSError(errno.EAGAIN, "no process")]
+    node.lacks, node.before_lack = [OSError(errno.EMFILE, "Too many open files")], before
     assert "ulimit -n" in node.start()
+    [failure] = node.participant.failures
+    assert (failure.cause, failure.action) == ("not_started", Action.FREE)
+    assert "ulimit -n" in failure.summary
+    for rank in range(before):
+        node.exit(rank, -signal.SIGTERM)
     assert node.turn()
-    assert "pids.max" in node.start()
-    assert node.turn()
-    assert node.start() == ""
+    assert node.start(2) == ""
     assert node.group.running == 2
-    assert not node.reported
 
 
-def test_a_lack_when_a_worker_has_begun_fails_the_generation_as_none_is_started_twice(tmp_path: Path) -> None:
-    node = Supervised(tmp_path, 2)
-    node.lacks, node.before_lack = [OSError(errno.EMFILE, "Too many open files")], 1
-    assert "ulimit -n" in node.start()
-    assert node.supervisor._generation is not None
-    assert node.supervisor._generation.begun
-    assert [text.partition(":")[0] for text in node.reported] == ["a worker could not be started"]
-
-
-def test_a_folder_of_the_agent_that_was_removed_is_a_lack_and_no_failure(tmp_path: Path) -> None:
+def test_a_folder_of_the_agent_that_was_removed_is_a_lack(tmp_path: Path) -> None:
     folder = tmp_path / "elastic-agent-1"
     folder.mkdir()
     node = Supervised(folder, 2)
     shutil.rmtree(folder)
     assert f"{folder} was removed" in node.start()
     assert node.turn()
-    assert not node.reported
 
 
 def test_a_start_that_no_lack_explains_is_a_failure(tmp_path: Path) -> None:

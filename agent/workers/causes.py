@@ -1,4 +1,6 @@
-"""The causes of failures: one table. The first row that matches names the cause of a worker's end.
+"""The causes of failures: one table, and the `Failure` that follows, which travels through the store.
+
+The first row that matches names the cause of a worker's end.
 
 A row says what it is known by, the `Action` that follows, and a hint for the operator. Its name is the `reason` of the
 metrics and the `cause` in the store. Only what NVML reports excludes a node: a script can print anything.
@@ -16,11 +18,25 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ....rendezvous.records import Action
-from ....rendezvous.statements import inquiry
-from ...configuration.values import UserCause
-from .post_mortem import PostMortem, says_port_taken
+from ...rendezvous import records
+from ...rendezvous.records import Action, Failure
+from ...rendezvous.statements import inquiry
+from ..common.exits import describe_exit
+from ..configuration.values import UserCause
+from .post_mortem import (
+    BY_ITSELF,
+    ErrorReport,
+    PostMortem,
+    clean,
+    cut,
+    find_last_words,
+    find_traceback,
+    first_line,
+    notes_of_ports,
+    says_port_taken,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,6 @@ class Cause:
     """Patterns in what the worker said at its end, in upper or lower case."""
     signals: tuple[int, ...] = ()
     """That ended the worker, which has recorded no exception."""
-    codes: tuple[int, ...] = ()
     also: Callable[[PostMortem], bool] | None = None
     collateral: bool = False
     outside: bool = False
@@ -51,7 +66,6 @@ class Cause:
             or any(re.match(rf"(?m:(?:[\w.]+\.)?{name}(?::|$))", exception) for name in self.raises)
             or any(re.search(text, words, re.IGNORECASE) for text in self.says for words in worker.words)
             or (not exception and worker.signal in self.signals)
-            or worker.code in self.codes
         )
 
 
@@ -65,18 +79,6 @@ def _out_of_memory(worker: PostMortem) -> bool:
 def _port_taken(worker: PostMortem) -> bool:
     """The worker wanted to listen on a TCP port that was in use."""
     return bool((worker.exception or worker.returncode > 0) and says_port_taken(worker.words))
-
-
-def _no_module(worker: PostMortem) -> bool:
-    """As Python says of -m."""
-    text = ": No module named |Error while finding module specification"
-    return worker.code == 1 and any(re.search(text, words) for words in worker.words)
-
-
-def _not_run(worker: PostMortem) -> bool:
-    """Python found no script, or the script does not know its arguments."""
-    text = r"can't open file|(?m:^usage: )|: error: "
-    return worker.code == 2 and any(re.search(text, words) for words in worker.words)
 
 
 HANG = Cause(
@@ -152,7 +154,6 @@ CAUSES: tuple[Cause, ...] = (
         "a module is missing, or cannot be imported, in the environment of the workers",
         # A module on a file system that fails may be there after a restart.
         ("ImportError(?!.*(Stale file handle|Input/output error))", "ModuleNotFoundError"),
-        also=_no_module,
     ),
     Cause(
         "script_error",
@@ -242,31 +243,22 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "command",
         Action.STOP,
-        "the program or script is not there, may not be run, or does not know its arguments, which are all"
-        " after SCRIPT",
-        codes=(126, 127),
-        also=_not_run,
+        "the program or script is not there, or may not be run",
+        also=lambda worker: worker.code in (126, 127),
     ),
     Cause(
-        "terminated",
+        "killed",
         Action.RESTART,
-        "a person or program asked this worker alone to stop; to stop the job, signal the agent",
+        "a user, a batch system or a user-space memory killer (systemd-oomd, earlyoom) sent this signal to this"
+        " worker alone; to stop the job, signal the agent",
         ("KeyboardInterrupt", "SIGTERMException"),
         signals=(
-            *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+            *(signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
             *(signal.SIGUSR1, signal.SIGUSR2),
         ),
         outside=True,
     ),
     Cause("exception", Action.RESTART, "see the traceback", also=lambda worker: bool(worker.exception)),
-    Cause(
-        "killed",
-        Action.RESTART,
-        "a user, a batch system or a user-space memory killer (systemd-oomd, earlyoom) sent SIGKILL; the kernel did"
-        " not, as far as the agent can see",
-        signals=(signal.SIGKILL,),
-        outside=True,
-    ),
     Cause(
         "signal",
         Action.RESTART,
@@ -312,3 +304,76 @@ class CauseTable:
         """The first row that matches; UNKNOWN if none does, as for an end with success."""
         own = (cause for text, cause in self._own if any(text in line for line in worker.lines))
         return next(own, None) or next((cause for cause in self._built_in if cause.matches(worker)), UNKNOWN)
+
+
+# --- The failure that all nodes are told of
+
+SUMMARY_MAX = 500
+_FINGERPRINT_MAX = 300
+
+# What changes from run to run in a message: UUIDs, addresses and hashes, names of temporary files, numbers.
+_VARYING = re.compile(
+    r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\b0x[0-9a-f]+|\b(?=[a-f]*\d)[0-9a-f]+\b|\btmp\w{6,}|\d+",
+    re.IGNORECASE,
+)
+
+
+def describe_failure(worker: PostMortem, causes: CauseTable) -> Failure:
+    """The failure of this worker, with its cause. All of it fits into a record; its node's log has more."""
+    worker = replace(worker, log_tail=tuple(map(clean, worker.log_tail)))
+    if not worker.exception and (found := _traceback(worker)) is not None:
+        worker = replace(worker, report=found)
+    cause = causes.classify(worker)
+    # A broken GPU of the worker is the cause of what may look like one, and of an end that follows from another. Else
+    # the fault may be hours old.
+    if worker.own_gpus and (cause.of_gpu or cause.collateral):
+        worker = replace(worker, gpu_failed=True)
+        cause = causes.classify(worker)
+    said = worker.exception or (says_port_taken(worker.words) if cause.name == "port" else "")
+    words = f": {cut(first_line(said), SUMMARY_MAX // 2)}" if said else ""
+    notes = [
+        f"{describe_exit(worker.returncode, worker.oom_killed)}{words}",
+        *notes_of_ports(said, worker.master_port, taken=cause.name == "port"),
+        *(worker.own_gpus[:1] if worker.gpu_failed else ()),
+    ]
+    exception, traceback = worker.report.exception, worker.report.traceback
+    return Failure(
+        worker.generation,
+        fingerprint(worker.returncode, exception),
+        cut("; ".join(notes), SUMMARY_MAX),
+        cause.name,
+        cause.action,
+        cause.collateral,
+        cause.outside,
+        worker.node,
+        worker.rank,
+        worker.local_rank,
+        worker.returncode,
+        cut(exception, records.MAX_EXCEPTION) if exception is not None else None,
+        cut(traceback, records.MAX_TRACEBACK, keep_end=True) if traceback is not None else None,
+        tuple(cut(line, records.MAX_LOG_LINE) for line in worker.log_tail[-records.MAX_LOG_LINES :]),
+        shown_file(worker.log_file),
+    )
+
+
+def shown_file(path: Path | None) -> str | None:
+    """As a failure names it."""
+    return cut(clean(str(path)), records.MAX_LOG_FILE) if path is not None else None
+
+
+def _traceback(worker: PostMortem) -> ErrorReport | None:
+    """The exception that ended the worker, from its last lines. A worker that a signal ended may have logged, and
+    survived, other exceptions before. But it may also have failed first, and crashed or been asked to end on its way
+    out: then the exception is the last thing in its output."""
+    if worker.returncode > 0:
+        return find_traceback(worker.log_tail)
+    by_itself = worker.asked or -worker.returncode in BY_ITSELF
+    return find_last_words(worker.log_tail) if by_itself else None
+
+
+def fingerprint(returncode: int, exception: str | None) -> str:
+    """The same text for the same failure in another generation, on another rank or node; for crash loops."""
+    ended = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+    if exception is None:
+        return ended
+    return f"{ended}: {_VARYING.sub('#', first_line(exception))}"[:_FINGERPRINT_MAX]

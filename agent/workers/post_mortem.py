@@ -1,24 +1,22 @@
 """What is known of one worker's end, gathered once: what it left behind, and what the machine says of it.
 
 The worker's own report is torch's *error file*, which `@record` writes for an uncaught exception, or the last Python
-traceback in its output. The user's program has written both. Reading them never raises, whatever they contain, and long
-texts are cut.
+traceback in its output. The user's program has written both. Reading them never raises, whatever they contain. Every
+text is cleaned of what a terminal obeys, and long ones are cut.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import stat
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....health.checks.gpus import GpuFault
-from ....rendezvous.text import clean as clean_line
-from ...common.ports import find_owner
+from ...health.checks.gpus import GpuFault
+from ...rendezvous.text import clean as clean_line
+from ..common.ports import find_owner
 
 LAST_WORDS = 3
 """The last lines in which a program without a traceback says why it ended."""
@@ -43,13 +41,15 @@ class ErrorReport:
     """From an error file or a traceback."""
 
     exception: str | None = None
+    """`Type: message`, with all of its lines."""
     traceback: str | None = None
 
 
 def read_error_file(path: Path) -> ErrorReport | None:
     """The error file that torch's `@record` wrote; None without one that can be used, whatever it contains."""
     try:
-        report = json.loads(_read_regular_file(path))
+        with open(path, "rb") as file:
+            report = json.loads(file.read(_ERROR_FILE_MAX))
         message = report["message"]
         details = report if isinstance(message, str) else message.get("extraInfo")
         text = message if isinstance(message, str) else message["message"]
@@ -57,14 +57,10 @@ def read_error_file(path: Path) -> ErrorReport | None:
         return None
     if not isinstance(text, str) or not text:
         return None
-    details = details if isinstance(details, dict) else {}
-    traceback = details.get("py_callstack")
-    if isinstance(traceback, str):
-        traceback = cut(clean_lines(traceback).strip("\n"), _TRACEBACK_MAX, keep_end=True)
-    else:
-        traceback = None
-    exception = cut(clean_lines(text), _EXCEPTION_MAX)
-    return ErrorReport(exception, traceback)
+    stack = details.get("py_callstack") if isinstance(details, dict) else None
+    if isinstance(stack, str):
+        stack = cut(clean_lines(stack).strip("\n"), _TRACEBACK_MAX, keep_end=True)
+    return ErrorReport(cut(clean_lines(text), _EXCEPTION_MAX), stack if isinstance(stack, str) else None)
 
 
 def find_traceback(lines: Sequence[str]) -> ErrorReport | None:
@@ -91,16 +87,6 @@ def find_last_words(lines: Sequence[str]) -> ErrorReport | None:
     words = [line for line in lines[:end] if line.strip()]
     found = find_traceback(words)
     return found if found is not None and first_line(found.exception or "") in words[-LAST_WORDS:] else None
-
-
-def _read_regular_file(path: Path) -> bytes:
-    # A worker chose what lies there: no link to elsewhere, and no pipe that would make the agent wait.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        content = os.read(fd, _ERROR_FILE_MAX + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
-    return content if len(content) <= _ERROR_FILE_MAX else b""
 
 
 # --- Texts that the user's program has written: cleaned, cut, and never refused
@@ -158,8 +144,6 @@ class PostMortem:
     master_port: int = 0
     asked: bool = False
     """The agent had asked the worker to end, but it may have failed before."""
-    not_kept: bool = False
-    """The worker had done the last step of a planned change, and no Checkpointer had kept its state."""
     oom_killed: bool = False
     own_gpus: tuple[str, ...] = ()
     """Faults that NVML shows of its GPUs, and no earlier failure of a worker of theirs has told."""
@@ -168,7 +152,7 @@ class PostMortem:
 
     @property
     def exception(self) -> str:
-        """`Type: message`, with all of its lines; empty without one."""
+        """Empty without one."""
         return self.report.exception or ""
 
     @property
