@@ -15,12 +15,12 @@ from ...rendezvous.errors import RecordInvalid, StoreUnavailable
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY
 from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Entry, Store
 from ...rendezvous.text import NAME, shortened
-from ..common.exits import ExitCode
+from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
 from ..configuration.settings import Settings
-from .store_command import CannotDo, store_command, world_of
+from .store_command import store_command, world_of
 
 _USAGE = """\
 usage: elastic-agent forget JOB --rdzv-endpoint etcd://HOST,... [--etcd-...] [--config FILE.toml]

@@ -37,7 +37,7 @@ from ...rendezvous.records import (
 from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
 from ...rendezvous.store.interface import Compare, Entry, Put, Store
 from ...rendezvous.text import NAME, clean, shortened
-from ..common.exits import ExitCode
+from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place
 from ..configuration.load import ENV_PREFIX
@@ -45,7 +45,7 @@ from ..configuration.parse import Option, Parser, duration
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
 from ..configuration.settings import Settings
 from ..workers.processes.run_files import run_directory_parents, stores_here
-from .store_command import CannotDo, Work, store_command, world_of
+from .store_command import Work, store_command, world_of
 
 LOOK_S = 0.2
 """How often a command that waits reads the store."""

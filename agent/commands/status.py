@@ -22,7 +22,7 @@ from typing import Any
 
 from ...rendezvous.records import Endpoint
 from ...rendezvous.text import NAME, counted
-from ..common.exits import ExitCode
+from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
 from ..configuration.load import read_argv
@@ -35,7 +35,7 @@ from ..configuration.rendezvous import (
 )
 from ..configuration.settings import Settings
 from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
-from ..observability.sources import AgentsSource, CannotShow, Source, StoreSource
+from ..observability.sources import AgentsSource, Source, StoreSource
 from ..workers.processes.run_files import agents_here, run_directory_parents
 from .store_command import command_help, one_line_errors, pause, printable
 
@@ -153,10 +153,10 @@ def _show(source: Source, timeout_s: float, interval_s: float | None, *, as_docu
     """Once, or until it is interrupted."""
     while True:
         jobs: list[JobReport] = []
-        problem: CannotShow | None = None
+        problem: CannotDo | None = None
         try:
             jobs = look(source, timeout_s)
-        except CannotShow as nothing:
+        except CannotDo as nothing:
             problem = nothing
         if as_document:
             print(_document(jobs, source.silent, problem, indent=interval_s is None), flush=True)
@@ -171,7 +171,7 @@ def _show(source: Source, timeout_s: float, interval_s: float | None, *, as_docu
 
 
 def _document(
-    jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotShow | None, *, indent: bool
+    jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotDo | None, *, indent: bool
 ) -> str:
     """There always is one, also of a problem."""
     document: dict[str, Any] = {
@@ -187,7 +187,7 @@ def _document(
 
 
 def _print_text(
-    jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotShow | None, interval_s: float | None
+    jobs: Iterable[JobReport], silent: Iterable[str], problem: CannotDo | None, interval_s: float | None
 ) -> None:
     """A terminal is cleared before each look but the first; in a pipe, blocks follow each other."""
     blocks = ["\n".join(lines(job)) for job in jobs]

@@ -14,7 +14,7 @@ from typing import Any
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
-from ..common.exits import ExitCode, exit_codes
+from ..common.exits import CannotDo, ExitCode, exit_codes
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
 from ..configuration.load import read_argv
 from ..configuration.parse import Option
@@ -25,14 +25,6 @@ from ..rendezvous_io.store_opening import open_to_look
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
 STDOUT = 1
-
-
-class CannotDo(Exception):
-    """Not done, or not all of it; the text has the reason and what to try."""
-
-    def __init__(self, code: ExitCode, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 Find = Callable[[str, Settings], RendezvousConfig]

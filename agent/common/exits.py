@@ -84,12 +84,16 @@ def code_of_leave(number: int, *, requeues: bool) -> ExitCode:
     return ExitCode.STOPPED_BY_SIGINT if number == signal.SIGINT else ExitCode.STOPPED_BY_SIGTERM
 
 
-class CannotStart(Exception):
-    """This agent cannot begin its work. Nothing is running yet: end with `code`, and say why."""
+class CannotDo(Exception):
+    """What a command was asked is not done, or not all of it: end with `code`. The text says why, and what to try."""
 
     def __init__(self, code: ExitCode, reason: str) -> None:
         super().__init__(reason)
         self.code = code
+
+
+class CannotStart(CannotDo):
+    """This agent cannot begin its work. Nothing is running yet."""
 
 
 # --- What this machine lacks

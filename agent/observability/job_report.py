@@ -153,7 +153,7 @@ def _names(record: type[Any]) -> list[str]:
 
 
 def look(source: Source, timeout_s: float, at_once: int = AT_ONCE) -> list[JobReport]:
-    """Each job of the source, whose nodes are asked by so many threads. Raises CannotShow."""
+    """Each job of the source, whose nodes are asked by so many threads. Raises CannotDo."""
     return [report(found, ask_nodes(found.job, timeout_s, at_once)) for found in source.jobs()]
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ...health.http import JSON, TEXT, Page, Request
+from ..common.exits import CannotDo
 from ..output.journal import EVENT, SCHEMA, Journal
 from ..output.masking import masked
 from .job_report import JobReport, as_json, look
-from .sources import CannotShow, Source
+from .sources import Source
 from .status import NodeState
 
 PAGE_PATH = "/"
@@ -119,7 +120,7 @@ class Board:
         """The job, or why it cannot be seen, which is shown on the page."""
         try:
             return look(self._source, LOOKS_WITHIN_S, ASKS_AT_ONCE)[0], ""
-        except CannotShow as nothing:
+        except CannotDo as nothing:
             return None, str(nothing)
         except Exception as error:
             log.exception("the state of the job cannot be shown")

@@ -19,7 +19,7 @@ from ...codec import Document, Invalid
 from ...rendezvous.errors import RecordInvalid, StoreError, StoreMismatch, StoreRefused
 from ...rendezvous.records import NODES_PREFIX, WORLD_KEY, Endpoint, NodeRecord, World
 from ...rendezvous.store.interface import Entry, Store
-from ..common.exits import ExitCode
+from ..common.exits import CannotDo, ExitCode
 from ..common.http_client import NoAnswer, get
 from ..configuration.rendezvous import RendezvousConfig
 from ..rendezvous_io.store_opening import open_to_look
@@ -27,14 +27,6 @@ from .status import JOB_PAGE, JOB_PATH, STATUS_PAGE, STATUS_PATH, JobStatus, Nod
 
 AT_ONCE = 128
 """Questions under way, each in a thread of its own."""
-
-
-class CannotShow(Exception):
-    """There is nothing to show; the text has the reason and what to try."""
-
-    def __init__(self, code: ExitCode, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
 
 
 class Unreachable(enum.Enum):
@@ -78,7 +70,7 @@ class Source(ABC):
 
     @abstractmethod
     def jobs(self) -> list[Found]:
-        """At least one. Raises CannotShow."""
+        """At least one. Raises CannotDo."""
 
 
 # --- Agents
@@ -154,15 +146,15 @@ class AgentsSource(Source):
     def jobs(self) -> list[Found]:
         try:
             return self._of_agents()
-        except CannotShow as nothing:
+        except CannotDo as nothing:
             place = self._otherwise() if nothing.code is ExitCode.NOT_FOUND else None
             if place is None:
                 raise
             self._store = self._store or StoreSource(place, self._timeout_s)
             try:
                 return self._store.jobs()
-            except CannotShow as error:
-                raise CannotShow(error.code, f"{nothing}; {error}") from None
+            except CannotDo as error:
+                raise CannotDo(error.code, f"{nothing}; {error}") from None
 
     def _of_agents(self) -> list[Found]:
         agents = {http: http for http in self._find()}
@@ -185,12 +177,12 @@ class AgentsSource(Source):
             found = [one for one in found if one.job.job == self._job]
             if not found:
                 nothing = f"no agent of job {self._job} answers on this machine"
-                raise CannotShow(ExitCode.NOT_FOUND, "; ".join((nothing, *problems)))
+                raise CannotDo(ExitCode.NOT_FOUND, "; ".join((nothing, *problems)))
         if not found:
             strange = Unreachable.STRANGE in (*alive.values(), *views.values())
             code = ExitCode.MISMATCH if strange else ExitCode.NO_ANSWER
             reason = "; ".join(problems) or f"agent {next(iter(able))} does not answer {JOB_PATH}"
-            raise CannotShow(code, reason)
+            raise CannotDo(code, reason)
         self.silent = tuple(problems)
         return _each_job_once(found)
 
@@ -205,11 +197,11 @@ class AgentsSource(Source):
             return replace(found, job=job)
         return found
 
-    def _no_agent(self, agents: Iterable[Endpoint]) -> CannotShow:
+    def _no_agent(self, agents: Iterable[Endpoint]) -> CannotDo:
         code, what = ExitCode.NOT_FOUND, "no agent of this user runs on this machine"
         if not self._here:
             code, what = ExitCode.NO_ANSWER, f"no process listens at {', '.join(map(str, agents))}"
-        return CannotShow(
+        return CannotDo(
             code,
             f"{what}. Ask an agent by the address in its log, --agent HOST:PORT, or the store with the options that "
             "the agents have: --rdzv-endpoint HOST:PORT --rdzv-id NAME",
@@ -255,12 +247,12 @@ class StoreSource(Source):
                 self._store = open_to_look(self._rendezvous, self._timeout_s)
             snapshot = self._store.read((WORLD_KEY, NODES_PREFIX))
         except StoreRefused as error:
-            raise CannotShow(ExitCode.BAD_CONFIG, str(error)) from error
+            raise CannotDo(ExitCode.BAD_CONFIG, str(error)) from error
         except StoreMismatch as error:
-            raise CannotShow(ExitCode.MISMATCH, str(error)) from error
+            raise CannotDo(ExitCode.MISMATCH, str(error)) from error
         except StoreError as error:
             self._store = None
-            raise CannotShow(ExitCode.NO_ANSWER, str(error)) from error
+            raise CannotDo(ExitCode.NO_ANSWER, str(error)) from error
         return [self._found(snapshot.entries)]
 
     def _found(self, entries: Iterable[Entry]) -> Found:
@@ -269,11 +261,11 @@ class StoreSource(Source):
         try:
             return found_in_store(where, self._rendezvous.job_id, entries)
         except RecordInvalid as error:
-            raise CannotShow(ExitCode.MISMATCH, str(error)) from error
+            raise CannotDo(ExitCode.MISMATCH, str(error)) from error
 
 
 def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:
-    """The content of the job's keys. Raises RecordInvalid, and CannotShow when there are none."""
+    """The content of the job's keys. Raises RecordInvalid, and CannotDo when there are none."""
     world: World | None = None
     nodes: list[NodeRecord] = []
     notes = []
@@ -286,7 +278,7 @@ def found_in_store(where: str, job: str, entries: Iterable[Entry]) -> Found:
         except RecordInvalid as error:
             notes.append(f"the store's {error.key!r} cannot be read: {error.problem}")
     if world is None and not nodes and not notes:
-        raise CannotShow(
+        raise CannotDo(
             ExitCode.NO_JOB,
             f"the {where} holds nothing of a job {job!r}: check --rdzv-id (and the PREFIX of an etcd:// endpoint); a "
             "job is there from its first agent's start on",

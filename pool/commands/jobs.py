@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...agent.commands.store_command import CannotDo, store_command
-from ...agent.common.exits import ExitCode
+from ...agent.commands.store_command import store_command
+from ...agent.common.exits import CannotDo, ExitCode
 from ...agent.configuration.config import ConfigError, Problem
 from ...agent.configuration.derive import resolve_pool
 from ...agent.configuration.options import TARGETS

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlencode
 
-from ...agent.commands.store_command import CannotDo, pause
-from ...agent.common.exits import ExitCode
+from ...agent.commands.store_command import pause
+from ...agent.common.exits import CannotDo, ExitCode
 from ...agent.common.http_client import NoAnswer, request
 from ...agent.configuration.parse import YES_OR_NO, Option
 from ...agent.configuration.settings import Settings

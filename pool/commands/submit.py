@@ -10,8 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...agent.commands.store_command import CannotDo
-from ...agent.common.exits import ExitCode
+from ...agent.common.exits import CannotDo, ExitCode
 from ...agent.configuration.config import (
     ARGS,
     CHECK_CONFIG,

@@ -13,13 +13,12 @@ from typing import cast
 import pytest
 
 from elastic_agent.agent.commands import nodes, store_command
-from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.observability import sources as status_sources
 from elastic_agent.agent.observability.sources import (
     AT_ONCE,
     AgentsSource,
-    CannotShow,
     Found,
     StoreSource,
     Unreachable,
@@ -112,8 +111,8 @@ def source_at(*agents: Endpoint, here: bool = False, timeout_s: float = PATIENCE
     return AgentsSource(lambda: agents, timeout_s, here=here)
 
 
-def refused(source: AgentsSource | StoreSource) -> CannotShow:
-    with pytest.raises(CannotShow) as nothing:
+def refused(source: AgentsSource | StoreSource) -> CannotDo:
+    with pytest.raises(CannotDo) as nothing:
         source.jobs()
     return nothing.value
 

@@ -9,8 +9,7 @@ import pytest
 
 from elastic_agent.agent.commands import nodes, store_command
 from elastic_agent.agent.commands.nodes import drain, main
-from elastic_agent.agent.commands.store_command import CannotDo
-from elastic_agent.agent.common.exits import OF_COMMANDS, ExitCode
+from elastic_agent.agent.common.exits import OF_COMMANDS, CannotDo, ExitCode
 from elastic_agent.agent.configuration.rendezvous import RendezvousConfig
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.records import (

@@ -8,8 +8,7 @@ import pytest
 
 from elastic_agent.agent.commands import nodes
 from elastic_agent.agent.commands.nodes import exclude_node, read_reason, readmit_node
-from elastic_agent.agent.commands.store_command import CannotDo
-from elastic_agent.agent.common.exits import OF_COMMANDS, ExitCode
+from elastic_agent.agent.common.exits import OF_COMMANDS, CannotDo, ExitCode
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,

@@ -8,8 +8,7 @@ import pytest
 
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, forget, main
-from elastic_agent.agent.commands.store_command import CannotDo
-from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.records import (
     WORLD_KEY,

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.agent.observability.job_report import JobReport, as_json, report
 from elastic_agent.agent.observability.page import (
     MOST_EVENTS,
     Board,
     read_page,
 )
-from elastic_agent.agent.observability.sources import CannotShow, Found, Source
+from elastic_agent.agent.observability.sources import Found, Source
 from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeState
 from elastic_agent.agent.observability.steps import StepRate
 from elastic_agent.agent.output.journal import EVENT, Journal, Kind
@@ -197,7 +197,7 @@ def test_the_state_is_read_when_a_page_asks(board: Board, source: OneJob, node: 
 @pytest.mark.parametrize(
     ("problem", "shown"),
     [
-        (CannotShow(ExitCode.NO_ANSWER, "it stands still"), "it stands still"),
+        (CannotDo(ExitCode.NO_ANSWER, "it stands still"), "it stands still"),
         (
             RuntimeError("can't start new thread"),
             'the agent could not look: RuntimeError("can\'t start new thread")',

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands import store_command
-from elastic_agent.agent.commands.store_command import CannotDo
-from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.pool.commands import jobs, logs, submit
 from elastic_agent.pool.commands.jobs import OUTAGE_S, LiveView, cancel, code_of, wait
 from elastic_agent.pool.commands.logs import JobLog, follow

@@ -11,17 +11,11 @@ import pytest
 
 from elastic_agent.agent.commands import status
 from elastic_agent.agent.commands.status import STATUS_OPTIONS, choose_source
-from elastic_agent.agent.common.exits import OF_COMMANDS, ExitCode
+from elastic_agent.agent.common.exits import OF_COMMANDS, CannotDo, ExitCode
 from elastic_agent.agent.configuration.config import ConfigError
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.observability.job_report import as_json
-from elastic_agent.agent.observability.sources import (
-    AgentsSource,
-    CannotShow,
-    Found,
-    Source,
-    StoreSource,
-)
+from elastic_agent.agent.observability.sources import AgentsSource, Found, Source, StoreSource
 from elastic_agent.agent.observability.status import JobStatus
 from elastic_agent.cli import main
 from elastic_agent.rendezvous.records import Endpoint
@@ -127,7 +121,7 @@ def test_where_no_agent_is_the_store_of_the_environment_is_asked(monkeypatch: py
     here = source(ELASTIC_AGENT_RDZV_ENDPOINT="127.0.0.1:1", ELASTIC_AGENT_RDZV_ID="j")
     monkeypatch.setattr(StoreSource, "jobs", lambda self: [Found("store", JOB)])
     assert here.jobs() == [Found("store", JOB)]
-    with pytest.raises(CannotShow) as nothing:
+    with pytest.raises(CannotDo) as nothing:
         source().jobs()
     assert nothing.value.code is ExitCode.NOT_FOUND
 
@@ -143,12 +137,10 @@ def test_a_job_is_looked_for_among_the_agents_here_first_and_then_in_the_pool(
     monkeypatch.setattr(status, "agents_here", lambda *_: [])
 
     def away(self: StoreSource) -> list[Found]:
-        raise CannotShow(ExitCode.NO_ANSWER, "no agent hosts it")
+        raise CannotDo(ExitCode.NO_ANSWER, "no agent hosts it")
 
     monkeypatch.setattr(StoreSource, "jobs", away)
-    with pytest.raises(
-        CannotShow, match=r"no agent of job digits answers on this machine.*no agent hosts it"
-    ):
+    with pytest.raises(CannotDo, match=r"no agent of job digits answers on this machine.*no agent hosts it"):
         asked.jobs()
 
 
@@ -159,14 +151,14 @@ class Enough(Exception):
 class FakeSource(Source):
     """Answers what it is told, one after the other; that is then enough."""
 
-    def __init__(self, *answers: list[Found] | CannotShow) -> None:
+    def __init__(self, *answers: list[Found] | CannotDo) -> None:
         self.answers = list(answers)
 
     def jobs(self) -> list[Found]:
         if not self.answers:
             raise Enough
         answer = self.answers.pop(0)
-        if isinstance(answer, CannotShow):
+        if isinstance(answer, CannotDo):
             raise answer
         return answer
 
@@ -175,15 +167,15 @@ class FakeSource(Source):
 def through(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets the command take a source with these answers."""
 
-    def take(*answers: list[Found] | CannotShow) -> None:
+    def take(*answers: list[Found] | CannotDo) -> None:
         monkeypatch.setattr(status, "choose_source", lambda *_: FakeSource(*answers))
 
     return take
 
 
 EMPTY = [Found("agent", JobStatus("digits", None, (), None, complete=True))]
-NO_JOB = CannotShow(ExitCode.NO_JOB, "no such job")
-REFUSED = CannotShow(ExitCode.BAD_CONFIG, "a wrong password")
+NO_JOB = CannotDo(ExitCode.NO_JOB, "no such job")
+REFUSED = CannotDo(ExitCode.BAD_CONFIG, "a wrong password")
 
 
 def test_once(through: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,16 +24,15 @@ from typing import IO, Any
 
 from .... import __version__
 from ....rendezvous.text import NAME
-from ...common.exits import ExitCode, exit_codes
+from ...common.exits import CannotDo, ExitCode, exit_codes
 from ...configuration.config import HELP, LOG_DIR, SCRIPT, ConfigError
 from ...configuration.load import read_argv, read_environ
 from ...configuration.parse import PATH, Group, Option
 from ...configuration.settings import Settings
-from ...observability.sources import CannotShow
 from ...output.journal import JobEvent, journals, read_file
 from ...output.log_files import FLIGHT_RECORDS, is_run, newest_run, own_logs
 from ...output.masking import masked, secrets_in
-from ..store_command import CannotDo, one_line_errors
+from ..store_command import one_line_errors
 
 
 def run_command(
@@ -43,7 +42,7 @@ def run_command(
     options: Sequence[Option[Any]],
     work: Callable[[str | None, Settings], None],
 ) -> int:
-    """Returns an `ExitCode`. The first word is the run; `work` gets it, and raises CannotDo, CannotShow or
+    """Returns an `ExitCode`. The first word is the run; `work` gets it, and raises CannotDo or
     ConfigError."""
     run = words[0] if words and not words[0].startswith("-") else None
     command_line = read_argv(words[1:] if run is not None else words, options)
@@ -63,7 +62,7 @@ def run_command(
         return ExitCode.SUCCESS
     except ConfigError as error:
         code, reason = ExitCode.BAD_CONFIG, error
-    except (CannotDo, CannotShow) as error:
+    except CannotDo as error:
         code, reason = error.code, error
     print(f"elastic-agent {name}: {reason}", file=sys.stderr)
     return code

@@ -18,15 +18,15 @@ from typing import Any
 from ....codec import Invalid, load_object
 from ....rendezvous.records import Endpoint
 from ....rendezvous.text import NAME
-from ...common.exits import ExitCode
+from ...common.exits import CannotDo, ExitCode
 from ...configuration.config import ConfigError
 from ...configuration.parse import Group, Option, duration
 from ...configuration.settings import Settings
-from ...observability.sources import CannotShow, Unreachable, ask, problem
+from ...observability.sources import Unreachable, ask, problem
 from ...output.journal import EVENT, EVENTS_PATH, JobEvent, Kind
 from ...workers.processes.run_files import agents_here, run_directory_parents
 from ..status import AGENT
-from ..store_command import CannotDo, pause
+from ..store_command import pause
 from .diagnose import find_run, given_log_dir, journals_in, run_command
 
 _USAGE = """\
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _work(subject: str | None, command_line: Settings) -> None:
-    """Raises CannotShow, CannotDo and ConfigError."""
+    """Raises CannotDo and ConfigError."""
     agent = command_line[AGENT].value
     if agent is not None and subject is not None:
         raise ConfigError([command_line[AGENT].problem("an agent, or a job", f"leave out it or {subject}")])
@@ -75,21 +75,21 @@ def _work(subject: str | None, command_line: Settings) -> None:
 def _choose(
     subject: str | None, agent: Endpoint | None, log_dir: Path | None, timeout_s: float
 ) -> AgentsSource | Path:
-    """The agents to ask, or the folder of a run. Raises CannotShow and CannotDo."""
+    """The agents to ask, or the folder of a run. Raises CannotDo."""
     if agent is not None:
         return AgentsSource((agent,), None, timeout_s)
     if subject is not None and (Path(subject).is_dir() or NAME.fullmatch(subject) is None):
         return find_run(subject, log_dir)
     try:
         source = AgentsSource(agents_here(run_directory_parents(), os.getuid()), subject, timeout_s)
-    except CannotShow as nothing:
+    except CannotDo as nothing:
         if subject is None or nothing.code is not ExitCode.NOT_FOUND:
             raise
         try:
             return find_run(subject, log_dir)
         except CannotDo as error:
             reason = f"no agent of job {subject} answers here, and {error}"
-            raise CannotShow(ExitCode.NOT_FOUND, reason) from None
+            raise CannotDo(ExitCode.NOT_FOUND, reason) from None
     whose = f"if it is of job {subject}, " if subject is not None else ""
     for text in source.problems:
         print(f"elastic-agent events: {text}: {whose}its events are missing", file=sys.stderr)
@@ -126,7 +126,7 @@ class AgentsSource:
     """The agents on this machine, or one by its address; they may belong to several jobs."""
 
     def __init__(self, agents: Iterable[Endpoint], job: str | None, timeout_s: float) -> None:
-        """`job`: ask only the agents of this job; None: all. Raises CannotShow."""
+        """`job`: ask only the agents of this job; None: all. Raises CannotDo."""
         self._timeout_s = timeout_s
         asked = [_Agent(http) for http in agents]
         with ThreadPoolExecutor(len(asked) or 1, thread_name_prefix="ask") as pool:
@@ -146,13 +146,13 @@ class AgentsSource:
             if silent and job is None:
                 raise silent[0]
             whose = f"of job {job} " if job is not None else ""
-            raise CannotShow(
+            raise CannotDo(
                 ExitCode.NOT_FOUND,
                 f"no agent {whose}answers here: ask one by the address in its log, --agent HOST:PORT, or name a run",
             )
 
     def read(self) -> list[JobEvent]:
-        """The events since the last call, in order. Raises CannotShow."""
+        """The events since the last call, in order. Raises CannotDo."""
         events = [event for agent in self._agents if not agent.over for event in self._take(agent)]
         return sorted(events, key=lambda event: (event.at, event.node, event.number))
 
@@ -162,7 +162,7 @@ class AgentsSource:
         return all(agent.over for agent in self._agents)
 
     def _take(self, agent: _Agent) -> Iterator[JobEvent]:
-        """All new events of this agent. Raises CannotShow."""
+        """All new events of this agent. Raises CannotDo."""
         while not agent.over:
             answer = self._ask(agent)
             if answer is Unreachable.REFUSED:
@@ -180,9 +180,9 @@ class AgentsSource:
     def _ask(self, agent: _Agent) -> _Answer | Unreachable:
         return ask(agent.http, f"{EVENTS_PATH}?since={agent.seen}", _answer, self._timeout_s, MOST_ANSWER)
 
-    def _cannot(self, http: Endpoint, how: Unreachable) -> CannotShow:
+    def _cannot(self, http: Endpoint, how: Unreachable) -> CannotDo:
         code = ExitCode.MISMATCH if how is Unreachable.STRANGE else ExitCode.NO_ANSWER
-        return CannotShow(code, problem(http, how, self._timeout_s))
+        return CannotDo(code, problem(http, how, self._timeout_s))
 
 
 def _answer(text: str) -> _Answer:

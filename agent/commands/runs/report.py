@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 
 from ....rendezvous.statements.inquiry import HANG
 from ....rendezvous.text import counted
-from ...common.exits import ExitCode
+from ...common.exits import CannotDo, ExitCode
 from ...configuration.parse import Group
 from ...configuration.settings import Settings
 from ...output.journal import JobEvent, Kind
 from ..status import span
-from ..store_command import CannotDo
 from .diagnose import folder_of, journals_in, run_command
 from .lives import RESTARTING, STEPS_TELL, Life, Use, job_seconds, lives_of, stretches_of
 
