@@ -60,7 +60,7 @@ def exit_codes() -> list[str]:
 
 
 TIME_IS_OVER = signal.SIGALRM
-"""Of the agent's own timer: the job ends soon (--job-ends-at)."""
+"""Of the agent's own timer: the job ends soon (SLURM_JOB_END_TIME)."""
 
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What ends the agent: the second one cuts the workers' grace short."""

@@ -46,7 +46,6 @@ from .rendezvous import (
     POOL,
 )
 from .settings import Setting, Settings
-from .stopping import DRAIN_TIMEOUT, HANG_TIMEOUT, PROCESS_GROUP_TIMEOUT, STOP_GRACE
 from .values import CLUSTERS, SHARED, STORES, in_words
 
 _NEEDED_WITH: tuple[tuple[Option[Any], Option[Any], str], ...] = (
@@ -104,13 +103,12 @@ def _rules(settings: Settings, *, of_pool: bool) -> Iterator[Rule]:
 def _less(
     settings: Settings, lower: Option[Any], upper: Option[Any], blamed: Option[Any], *, equal: bool = False
 ) -> Rule:
-    """Of two numbers, where both are set and say something."""
+    """Of two numbers."""
     low, high = settings[lower].value, settings[upper].value
     other = upper if blamed is lower else lower
     unlike = "at most" if equal else "less than" if blamed is lower else "more than"
-    numbers = isinstance(low, int | float) and isinstance(high, int | float)
     return Rule(
-        not numbers or low < high or (equal and low == high),
+        low < high or (equal and low == high),
         blamed,
         f"{unlike} {other.name}, which is {_in_force(settings[other])}",
         f"lower --{lower.name} or raise --{upper.name}",
@@ -134,9 +132,6 @@ def _of_nodes_and_times(settings: Settings) -> Iterator[Rule]:
         )
     yield _less(settings, LEASE_TTL, JOIN_TIMEOUT, JOIN_TIMEOUT)
     yield _less(settings, LAST_CALL, JOIN_TIMEOUT, LAST_CALL)
-    if settings[DRAIN_TIMEOUT].value:
-        yield _less(settings, DRAIN_TIMEOUT, STOP_GRACE, DRAIN_TIMEOUT)
-    yield _less(settings, HANG_TIMEOUT, PROCESS_GROUP_TIMEOUT, PROCESS_GROUP_TIMEOUT)
 
 
 def _of_the_store(settings: Settings, *, of_pool: bool) -> Iterator[Rule]:

@@ -419,14 +419,10 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work. Carries every problem found, not the first; nothing was done.
+    """The configuration cannot work. Carries every problem found, not the first; nothing was done."""
 
-    `config` has the valid settings, so that the machine can be checked for them, too.
-    """
-
-    def __init__(self, problems: Sequence[Problem], config: Config | None = None) -> None:
+    def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        self.config = config
         only_here = all(problem.here for problem in self.problems)
         self.code = ExitCode.NOT_HERE if only_here else ExitCode.BAD_CONFIG
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"

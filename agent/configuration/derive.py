@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -22,15 +21,11 @@ from .check import check_relations
 from .config import (
     ARGS,
     CONFIG_FILE,
-    DEVICE_PINNING,
-    LOCAL_ADDR,
-    LOG_DIR,
     MAX_NODES,
     MIN_NODES,
     MODULE,
     NO_PYTHON,
     NODES_MULTIPLE_OF,
-    NPROC_PER_NODE,
     RUN_PATH,
     SCRIPT,
     Config,
@@ -38,7 +33,7 @@ from .config import (
     Problem,
 )
 from .load import read_environ, read_file
-from .options import OPTIONS, TARGETS
+from .options import TARGETS
 from .parse import Option, StoreAddress
 from .rendezvous import (
     BACKEND,
@@ -60,7 +55,7 @@ from .rendezvous import (
 )
 from .settings import TARGET_SWITCHES, Setting, Settings
 from .slurm import derive_slurm, started_apart
-from .stopping import MEMORY_CHECKPOINTS
+from .stopping import StopConfig
 from .values import ALONE, DEFAULT, STORES, Command, CommandKind, NodeCounts
 
 T = TypeVar("T")
@@ -71,19 +66,6 @@ COMMAND_KINDS: dict[str, CommandKind] = {
     NO_PYTHON.name: "binary",
 }
 _MEETING = frozenset(option.name for option in (*MEETING, *ETCD_OPTIONS))
-_HARDLY_A_SCRIPTS = frozenset(
-    f"--{name}"
-    for option in OPTIONS
-    for name in option.names
-    if option.name in ("nnodes", "standalone")
-    or ("-" in name and option.name not in ("log-dir", "local-addr"))
-)
-_ASKED_OF_THE_MACHINE: tuple[Option[object], ...] = (
-    LOCAL_ADDR,
-    LOG_DIR,
-    MEMORY_CHECKPOINTS,
-    NPROC_PER_NODE,
-)
 _HOSTED_HERE = frozenset(((host, 0),) for host in ("localhost", "127.0.0.1", "::1"))
 """Endpoints that mean, to torchrun as well: this agent hosts the store."""
 
@@ -175,11 +157,9 @@ def _resolved(
         )
         problems.append(Problem("command line", None, "a script to run", advice))
     if problems:
-        unclear = settings.broken.union(*(involved for involved, _ in rules))
-        raise ConfigError(problems, _what_is_clear(settings, command, unclear))
+        raise ConfigError(problems)
     assert command is not None, "else it is a problem"
-    found = (_misplaced(command), _alone_under_srun(settings, environ))
-    warnings = (*settings.warnings, *chain.from_iterable(found))
+    warnings = (*settings.warnings, *_alone_under_srun(settings, environ))
     return Resolved(_config(settings, command), settings, warnings)
 
 
@@ -320,17 +300,6 @@ def _derive_meeting_place(settings: Settings, fresh_id: Callable[[], str], folde
             settings.derive(JOB_ID, "default", "default: the store belongs to one job")
 
 
-def _misplaced(command: Command) -> Iterator[str]:
-    """Warnings of options of ours behind the script, where they are arguments of its own."""
-    for word in command.args:
-        written = word.partition("=")[0]
-        if written.replace("_", "-") in _HARDLY_A_SCRIPTS:
-            yield (
-                f"{written} behind {command.target} is an argument of its own: if elastic-agent is meant, write it "
-                "before the script"
-            )
-
-
 def _alone_under_srun(settings: Settings, environ: Mapping[str, str]) -> Iterator[str]:
     """Nothing is taken from Slurm without being asked for: many trainings, one on each node, may be meant."""
     nodes = started_apart(environ)
@@ -374,21 +343,8 @@ def _config(settings: Settings, command: Command) -> Config:
         nodes=nodes,
         rendezvous=_rendezvous(settings),
         causes=settings.causes.value,
+        stop=_filled(StopConfig, settings, job_ends_at=settings.job_ends_at),
     )
-
-
-def _what_is_clear(settings: Settings, command: Command | None, unclear: set[str]) -> Config:
-    """The settings that this machine can be checked for beside the problems; an unclear one has its default."""
-    for option in _ASKED_OF_THE_MACHINE:
-        if option.name in unclear:
-            settings.derive(option, option.default_value, "unclear")
-    if settings.problems:  # a word that could not be read may have been about devices
-        settings.derive(DEVICE_PINNING, "none", "unclear")
-    if unclear & _MEETING:
-        settings.derive(BACKEND, ALONE.name, "unclear")
-        settings.derive(ENDPOINT, None, "unclear")
-        settings.derive(JOB_ID, "unclear", "unclear")
-    return _config(settings, command or Command("script", ""))
 
 
 def _rendezvous(settings: Settings) -> RendezvousConfig:

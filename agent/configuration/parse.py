@@ -173,8 +173,6 @@ def read_preload(text: str) -> tuple[str, ...]:
         raise ValueError
     if "none" in words:
         raise ValueError("none stands alone")
-    if "auto" in words:
-        raise ValueError("auto is no more: name the modules, as in default,transformers")
     return words
 
 
@@ -384,11 +382,6 @@ LISTEN_ADDRESS = Parser(
     metavar="ADDRESS[:PORT]",
 )
 USER = Parser("1 to 128 printable ASCII characters without blanks", _matching(r"[!-~]{1,128}"))
-UNIX_TIME = Parser(
-    "a Unix time: seconds since 1970, ten digits",
-    lambda text: int(_matched("[0-9]{10}", text)[0]),
-    metavar="SECONDS",
-)
 YES_OR_NO = Parser("true or false", _yes_or_no)
 
 

@@ -87,8 +87,9 @@ STANDALONE = MEETING.flag(
 SLURM = MEETING.flag(
     "slurm",
     "srun has started one agent on each node of a job of Slurm: endpoint, job id, --min-nodes and --max-nodes,"
-    " --node-rank, workers per node (its GPUs, else tasks), --stop-grace and --job-ends-at follow from Slurm's"
-    " environment where they are not given, and a leave after a warning (SIGUSR1, SIGUSR2) ends with exit code 80",
+    " --node-rank, workers per node (its GPUs, else tasks), and --stop-grace follow from Slurm's environment"
+    " where they are not given; the node leaves before the job's end, and a leave after a warning (SIGUSR1, SIGUSR2)"
+    " ends with exit code 80",
 )
 POOL: Option[str | None] = MEETING.option(
     "pool",

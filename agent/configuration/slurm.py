@@ -24,7 +24,7 @@ from .rendezvous import (
     STANDALONE,
 )
 from .settings import Settings
-from .stopping import JOB_ENDS_AT, STOP_GRACE, longest_grace_s
+from .stopping import STOP_GRACE, longest_grace_s
 from .values import DEFAULT, STORES
 
 KILL_WAIT_S = 30.0
@@ -98,8 +98,7 @@ def derive_slurm(settings: Settings, environ: Mapping[str, str]) -> None:
     if STOP_GRACE not in settings:
         origin = "Slurm's KillWait, 30 s by default: a whole stop fits in"
         settings.derive(STOP_GRACE, longest_grace_s(KILL_WAIT_S), origin)
-    if JOB_ENDS_AT not in settings and number.get("ends at"):
-        settings.derive(JOB_ENDS_AT, number["ends at"], "SLURM_JOB_END_TIME")
+    settings.job_ends_at = number.get("ends at")
 
 
 def _derive_workers(settings: Settings, number: Mapping[str, int]) -> None:

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from .parse import (
     MOST_REPLICAS,
     SIZE,
-    UNIX_TIME,
     Group,
     Option,
     Parser,
@@ -52,17 +50,11 @@ MAX_RESTARTS: Option[int | None] = STOPPING.option(
 STOP_GRACE: Option[float] = STOPPING.option(
     "stop-grace",
     duration(0.0),
-    "planned stop: from its beginning to SIGKILL; workers that do not end by themselves within --drain-timeout get"
-    " SIGTERM and the rest of it",
+    "planned stop: from its beginning to SIGKILL; workers that call elastic_agent.worker.step have two thirds of it to"
+    " come to a common last step, keep it and end by themselves, then SIGTERM and the rest; 0 kills at once. Choose it"
+    " longer than the longest step",
     default="30s",
     torchrun="shutdown-timeout",
-)
-DRAIN_TIMEOUT: Option[float | None] = STOPPING.option(
-    "drain-timeout",
-    duration(0.0),
-    "planned change: how long workers that call elastic_agent.worker.step may take to come to a common last step, keep"
-    " it and end by themselves; longer than the longest step, 0 signals them at once (default: two thirds of"
-    " --stop-grace)",
 )
 MEMORY_CHECKPOINTS: Option[int | None] = STOPPING.option(
     "memory-checkpoints",
@@ -89,13 +81,6 @@ SIGNALS_TO_HANDLE: Option[tuple[signal.Signals, ...]] = STOPPING.option(
     metavar="NAMES",
     default="",
     torchrun="signals-to-handle",
-)
-
-JOB_ENDS_AT: Option[int | None] = STOPPING.option(
-    "job-ends-at",
-    UNIX_TIME,
-    "a scheduler ends this job then: the node leaves by plan, as after a warning, so early that a whole stop"
-    " fits in (default: never; with --slurm SLURM_JOB_END_TIME)",
 )
 
 NOTICE: Option[NoticeSource] = STOPPING.option(
@@ -125,12 +110,6 @@ HANG_TIMEOUT: Option[float | Literal["auto"] | None] = TIMEOUTS.option(
     metavar="DURATION",
     default="auto",
 )
-PROCESS_GROUP_TIMEOUT: Option[float | None] = TIMEOUTS.option(
-    "process-group-timeout",
-    duration(1.0),
-    "a collective that has not ended in that time ends its process; applied by"
-    " elastic_agent.worker.init_process_group (default: twice --hang-timeout, without it torch's own)",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +123,10 @@ class StopConfig:
     """From SIGKILL until what does not end costs this node its place."""
     just_in_time_grace_s: float = 2.0
     """Before `failure_grace_s`, for workers that guard their last step."""
-    drain_timeout_s: float | None = DRAIN_TIMEOUT.field()
-    """Of `grace_s`: workers end by themselves. None: two thirds of it."""
     more_signals: tuple[signal.Signals, ...] = SIGNALS_TO_HANDLE.field()
     """Besides those that the agent handles in any case, of which some may be named here, too."""
-    job_ends_at: int | None = JOB_ENDS_AT.field()
-    """Unix time; the only instant here that is not monotonic: another machine has named it."""
+    job_ends_at: int | None = None
+    """Slurm ends the job then. Unix time; the only instant here that is not monotonic: another machine has named it."""
     notice: NoticeSource = NOTICE.field()
     requeues: bool = SLURM.field()
     """The scheduler starts again what ends with an exit code that says so, and repeats SIGTERM."""
@@ -161,23 +138,26 @@ class TimeoutConfig:
 
     hang: float | Literal["auto"] | None = HANG_TIMEOUT.field()
     """None: never."""
-    process_group_s: float | None = PROCESS_GROUP_TIMEOUT.field()
-    """None: follows from `hang_s`, else torch's or the script's own."""
 
     @property
     def hang_s(self) -> float | None:
         """The user's own limit; None where it is auto, or where there is none."""
         return self.hang if isinstance(self.hang, float) else None
 
+    @property
+    def process_group_s(self) -> float | None:
+        """None: torch's or the script's own."""
+        return None if self.hang_s is None else self.hang_s * PROCESS_GROUP_PER_HANG
+
 
 PROCESS_GROUP_PER_HANG = 2.0
-"""A process group's timeout, in hang limits, where the user has chosen none."""
+"""A process group's timeout, in hang limits."""
 
 WATCHDOG_PER_PROCESS_GROUP = 1.5
 """The watchdog's heartbeat, in process-group timeouts."""
 
 DRAIN_PER_STOP_GRACE = 2 / 3
-"""The time of a drain, in stop graces, where the user has chosen none."""
+"""The time of a drain, in stop graces."""
 
 LAST_SAVE_S = 10.0
 """How long a stop waits for a save that a worker had ordered before it was stopped. One that ended by itself has waited
@@ -193,15 +173,8 @@ LEAVING_S = 5.0
 HEARTBEAT_VARIABLE = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 
 
-def process_group_s(chosen: TimeoutConfig) -> float | None:
-    """None: torch's or the script's own."""
-    if chosen.process_group_s is not None:
-        return chosen.process_group_s
-    return None if chosen.hang_s is None else chosen.hang_s * PROCESS_GROUP_PER_HANG
-
-
 def drain_timeout_s(stop: StopConfig) -> float:
-    return stop.drain_timeout_s if stop.drain_timeout_s is not None else stop.grace_s * DRAIN_PER_STOP_GRACE
+    return stop.grace_s * DRAIN_PER_STOP_GRACE
 
 
 def last_save_s(grace_s: float, *, rescues: bool) -> float:
@@ -249,14 +222,13 @@ def watchdog_s(process_group_s: float) -> int:
     return math.ceil(process_group_s * WATCHDOG_PER_PROCESS_GROUP)
 
 
-_NO_LIMIT: Mapping[object, str] = {None: "no hang limit", "auto": "hang limit auto"}
-
-
 def ladder(chosen: TimeoutConfig) -> str:
     """In words, for --check-config."""
-    group_s = process_group_s(chosen)
+    group_s = chosen.process_group_s
     if group_s is None:
-        return f"{_NO_LIMIT[chosen.hang]}; process group and watchdog as torch and the script have them"
-    hang = f"hang limit {chosen.hang_s:g} s" if chosen.hang_s is not None else _NO_LIMIT[chosen.hang]
-    whose = "chosen" if chosen.process_group_s is not None else "twice the hang limit"
-    return f"{hang} < process group {group_s:g} s ({whose}) < watchdog's heartbeat {watchdog_s(group_s)} s"
+        limit = "hang limit auto" if chosen.hang == "auto" else "no hang limit"
+        return f"{limit}; process group and watchdog as torch and the script have them"
+    return (
+        f"hang limit {chosen.hang_s:g} s < process group {group_s:g} s < watchdog's heartbeat"
+        f" {watchdog_s(group_s)} s"
+    )

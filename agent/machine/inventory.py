@@ -92,14 +92,8 @@ class Machine:
 def prepare(
     command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]
 ) -> tuple[Resolved, Machine]:
-    """`resolve` and `inspect_machine`. Raises `ConfigError` with the problems of both."""
-    try:
-        resolved = resolve(command_line, environ, fresh_id)
-    except ConfigError as error:
-        problems, config = list(error.problems), error.config
-        if config is not None:
-            _ask(lambda: inspect_machine(config, environ), problems)
-        raise ConfigError(problems) from None
+    """`resolve` and, of settings without a problem, `inspect_machine`. Raises `ConfigError`."""
+    resolved = resolve(command_line, environ, fresh_id)
     return resolved, inspect_machine(resolved.config, environ)
 
 

@@ -23,7 +23,7 @@ from ...threads import Thread
 from ..common.events import Signalled, ThreadFailed, run_next
 from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave, lack_in
 from ..common.ports import OfferedPort, PortError, PortLacking
-from ..configuration.stopping import JOB_ENDS_AT, last_saves_s, obeys_before_s
+from ..configuration.stopping import last_saves_s, obeys_before_s
 from ..workers.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
 
-JOB_ENDS_AT_OPTION = f"--{JOB_ENDS_AT.name}"
+JOBS_END = "SLURM_JOB_END_TIME"
 
 DRAIN_COMMAND = "elastic-agent drain"
 """How an operator asks a node to leave, other than by a signal to its agent."""
@@ -83,7 +83,7 @@ class Loop:
         port: OfferedPort,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`wall_clock` is for --job-ends-at alone."""
+        """`wall_clock` is for the job's end alone."""
         self._agent = agent
         self._stop = agent.config.stop
         self._participant = agent.participant
@@ -104,7 +104,7 @@ class Loop:
         self._notice: Notice | None = None
         """This machine goes away, as far as is known now."""
         self._job_ends_at = math.inf
-        """By --job-ends-at, on the monotonic clock; known once this node leaves."""
+        """On the monotonic clock; known once this node leaves."""
         self._handover: Handover | None = None
         """Of this leave, once the workers have ended."""
         self._handing_since = math.inf
@@ -384,7 +384,7 @@ class Loop:
     def _warned(self, number: int, now: float) -> None:
         """It may be repeated, and the real end follows it: neither cuts anything short."""
         ours = number == TIME_IS_OVER and self._stop.job_ends_at is not None
-        name = JOB_ENDS_AT_OPTION if ours else signal.Signals(number).name
+        name = JOBS_END if ours else signal.Signals(number).name
         if self._left_as:
             log.info("%s: leaving the job already, because of %s", name, self._left_as)
             return

@@ -71,7 +71,7 @@ def end_in_time(stop: StopConfig) -> None:
     """Sets the timer that warns this agent before its job's end."""
     if stop.job_ends_at is not None:
         in_s = leaves_in_s(stop.job_ends_at - time.time(), stop.grace_s)
-        log.info("leaving the job in %.0f s, before its end (--job-ends-at)", in_s)
+        log.info("leaving the job in %.0f s, before its end (SLURM_JOB_END_TIME)", in_s)
         signal.setitimer(signal.ITIMER_REAL, max(in_s, 0.001))  # 0 would set none
 
 

@@ -28,7 +28,7 @@ from ..checkpoints.folder import MemoryFolder
 from ..common.exits import NoTemporaryDirectory
 from ..common.variables import Variable, compose
 from ..configuration.config import Config, LogConfig
-from ..configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, process_group_s, watchdog_s
+from ..configuration.stopping import HEARTBEAT_VARIABLE, TimeoutConfig, watchdog_s
 from ..machine.devices import Software
 from ..machine.inventory import Machine
 from ..machine.network import Network, network_variables
@@ -229,7 +229,7 @@ def torch_settings(
 ) -> tuple[Variable, ...]:
     """The rows that hold. `flight_records`: where the dumps of this generation belong; None: nowhere that they would be
     found."""
-    group_s = process_group_s(timeouts)
+    group_s = timeouts.process_group_s
     facts = {
         "threads": "1" if workers > 1 else "",
         "flight_records": str(flight_records or ""),

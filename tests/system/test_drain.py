@@ -136,7 +136,7 @@ def test_a_crash_on_the_way_is_a_failure_at_once(lockstep: LockstepJob, fault: s
 
 def test_workers_that_do_not_come_to_an_end_are_signalled_in_time(lockstep: LockstepJob) -> None:
     job = lockstep.job
-    options = ("--stop-grace=4s", "--drain-timeout=1s")
+    options = ("--stop-grace=4s",)
     agents = [lockstep.join(name, *options, worker=("--keep-s=60",)) for name in ("a", "b")]
     two = job.wait_for_training(world=2)
     agents[1].signal(signal.SIGTERM)

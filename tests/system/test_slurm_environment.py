@@ -90,4 +90,4 @@ def test_a_job_leaves_before_its_time_is_over(job: Job) -> None:
     environment = task(1, 0, SLURM_JOB_ID="7", SLURM_JOB_END_TIME=ends_at)
     agent = job.start("a", "--slurm", script=(script,), environment=environment)
     assert agent.exit_code() == 80
-    assert agent.says("--job-ends-at: leaving the job before something ends it")
+    assert agent.says("SLURM_JOB_END_TIME: leaving the job before something ends it")

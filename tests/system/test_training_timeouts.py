@@ -9,9 +9,9 @@ from .harness import RECORDER, Job
 pytestmark = pytest.mark.usefixtures("in_etcd")
 
 STUCK = """
-import time, torch, torch.distributed as dist
+import datetime, time, torch, torch.distributed as dist
 from elastic_agent.worker import init_process_group
-init_process_group("gloo")
+init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
 if dist.get_rank() == 1:
     time.sleep(60)
 dist.all_reduce(torch.ones(1))
@@ -39,7 +39,7 @@ def test_a_hang_on_one_node_is_ended_named_and_restarted(job: Job) -> None:
 def test_a_collective_that_does_not_end_meets_the_timeout_of_the_process_group(job: Job) -> None:
     script = job.folder / "stuck.py"
     script.write_text(STUCK)
-    options = ("--nproc-per-node=2", "--process-group-timeout=10", "--max-restarts=0")
+    options = ("--nproc-per-node=2", "--max-restarts=0")
     agent = job.start("a", *options, script=(script,))
     assert agent.exit_code() == 1
     assert agent.says(r"[Tt]imed out waiting 10000ms")

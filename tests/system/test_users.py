@@ -38,13 +38,13 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("line", "world"),
     [
-        ("python -m elastic_agent.run --standalone --nproc_per_node=2 -m package.train --lr 0.1", 2),
+        ("python -m elastic_agent --standalone --nproc_per_node=2 -m package.train --lr 0.1", 2),
         (
             "env PET_NPROC_PER_NODE=2 elastic-agent --rdzv-backend=c10d --rdzv-endpoint=localhost:0 "
             "--run-path train.py --lr 0.1",
             2,
         ),
-        ("python -m elastic_agent.launch --no-python ./train.sh --lr 0.1", 1),
+        ("elastic-agent --no-python ./train.sh --lr 0.1", 1),
     ],
     ids=["module", "path", "program"],
 )

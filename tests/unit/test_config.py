@@ -27,7 +27,6 @@ from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfi
 from elastic_agent.agent.configuration.settings import (
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
-    REMOVED,
 )
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.agent.configuration.values import (
@@ -68,14 +67,11 @@ LANDINGS: dict[str, tuple[str, str, object]] = {
     "rdzv-conf": ("join_timeout=60,lease_ttl=3", "rendezvous.join_timeout_s", 60.0),
     "max-restarts": ("0", "max_restarts", 0),
     "stop-grace": ("1h", "stop.grace_s", 3600.0),
-    "drain-timeout": ("25", "stop.drain_timeout_s", 25.0),
     "signals-to-handle": ("SIGTERM, SIGXCPU", "stop.more_signals", (signal.SIGTERM, signal.SIGXCPU)),
-    "job-ends-at": ("1900000000", "stop.job_ends_at", 1900000000),
     "notice": ("file:/run/leave", "stop.notice", NoticeSource("file", "/run/leave")),
     "memory-checkpoints": ("1.5GiB", "memory_checkpoints", 3 * 2**29),
     "memory-replicas": ("2", "memory_replicas", 2),
     "hang-timeout": ("5m", "timeouts.hang", 300.0),
-    "process-group-timeout": ("20m", "timeouts.process_group_s", 1200.0),
     "local-addr": ("fe80::1", "local_addr", "fe80::1"),
     "port-range": ("2000-2010", "port_range", PortRange(2000, 2010)),
     "http-address": ("[::]:9090", "http_address", Endpoint("::", 9090)),
@@ -122,13 +118,10 @@ REFUSED: dict[str, Sequence[str]] = {
     "rdzv-conf": ["join_timeout", "=3", "unheard_of=1", "lease_ttl=0", "a=1,b=2"],
     "max-restarts": ["-1", "never"],
     "stop-grace": ["-0.1", "5 parsecs"],
-    "drain-timeout": ["-1"],
     "memory-checkpoints": ["2 GB", "-1GiB", "most", "9999999TiB"],
     "memory-replicas": ["-1", "9", "all"],
     "notice": ["", "ec2", "aws:/x", "file", "file:", "file:leave", "command:/x", "off:/x"],
-    "job-ends-at": ["0", "soon", "10m", "19000000000"],
     "hang-timeout": ["0", "never"],
-    "process-group-timeout": ["0.5", "-1"],
     "local-addr": ["", "a b", "host:1", "http://x"],
     "port-range": ["0-10", "29600-29500", "1-65536", "a-b", ""],
     "http-address": ["127.0.0.1:99999", ":", "localhost", "node1:9407", "127.1"],
@@ -234,7 +227,7 @@ def test_defaults(script: str) -> None:
         port_range=None,
         max_restarts=None,
         stop=StopConfig(30.0, 1.0),
-        timeouts=TimeoutConfig("auto", None),
+        timeouts=TimeoutConfig("auto"),
         logs=LogConfig(None, None, None, None, (), (), "[${node}/${rank}] "),
         http_address=None,
     )
@@ -508,15 +501,6 @@ def test_a_job_of_this_machines_pool_meets_in_its_store(script: str) -> None:
             "--rdzv-endpoint node1:0",
             "--rdzv-endpoint 'node1:0': expected a port from 1 to 65535, or localhost:0",
         ),
-        (
-            "--stop-grace 20 --drain-timeout 20",
-            "--drain-timeout '20': expected less than stop-grace, which is 20 s (--stop-grace);"
-            " lower --drain-timeout or raise --stop-grace",
-        ),
-        (
-            "--hang-timeout 5m --process-group-timeout 300",
-            "--process-group-timeout '300': expected more than hang-timeout, which is 300 s (--hang-timeout)",
-        ),
     ],
 )
 def test_relations_between_settings(argv: str, problem: str, script: str) -> None:
@@ -568,15 +552,6 @@ def test_file_or_environment_can_make_a_complete_daemon_command_line(script: str
     assert parse(["--min-nodes", "1", "--max-nodes", "4"], environ).nodes == NodeCounts(1, 4)
     (problem,) = problems_of(["--min-nodes", "1", "--max-nodes", "4"])
     assert problem.startswith("command line: expected a script to run; write it after the options")
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_an_option_of_an_earlier_version_says_what_to_write(
-    name: str, source: str, script: str, tmp_path: Path
-) -> None:
-    argv, environ = written(source, tmp_path, {name: "1"})
-    [problem] = problems_of([*argv, script], environ)
-    assert problem.endswith(f"expected no such option any more; {REMOVED[name]}")
 
 
 def test_two_things_to_run_in_one_source_are_refused(script: str) -> None:
@@ -753,14 +728,6 @@ def test_the_problem_with_a_script_is_named(
     (tmp_path / "train.py").touch()
     [problem] = problems_of([name])
     assert said in problem
-
-
-def test_options_behind_the_script_are_pointed_out_and_left_to_it(script: str) -> None:
-    resolved = run_resolve(
-        [script, "--nproc-per-node", "2", "--min_nodes=3", "--lr=1", "--log-dir=x", "--config=y"], {}
-    )
-    assert resolved.config.nproc_per_node == 1
-    assert [warning.partition(" ")[0] for warning in resolved.warnings] == ["--nproc-per-node", "--min_nodes"]
 
 
 # --- Fuzz: a Config or a ConfigError, nothing else ---

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import operator
-import shlex
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
-from elastic_agent import launch, launcher, run
+from elastic_agent import launcher
 from elastic_agent.launcher import LaunchConfig, elastic_launch
-
-
-@pytest.mark.parametrize(
-    ("given", "ours"),
-    [
-        ("--nproc_per_node=2 train.py a", "--nproc_per_node=2 train.py '--local-rank=${local_rank}' a"),
-        ("--use_env --nproc_per_node 2 train.py a", "--nproc_per_node 2 train.py a"),
-        ("--nproc_per_node=2 --use-env train.py --use-env", "--nproc_per_node=2 train.py --use-env"),
-        ("-m --nnodes=1 pkg.mod", "-m --nnodes=1 pkg.mod '--local-rank=${local_rank}'"),
-        ("--help", "--help"),
-        ("--use-env=1 x.py a", "x.py a"),
-        ("--use-env", ""),
-        ("", ""),
-    ],
-)
-def test_launch_passes_the_local_rank_on(given: str, ours: str) -> None:
-    assert launch.words_of(shlex.split(given)) == shlex.split(ours)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +86,6 @@ def test_the_function_s_name_is_the_argument_that_agents_compare(monkeypatch: py
         launcher.elastic_launch(launcher.LaunchConfig(1, 1, 1), function)()
     names = ["builtins.abs", "operator.attrgetter"]
     assert [words[-3:] for words in passed] == [["-m", launcher.WORKER, name] for name in names]
-
-
-def test_main_passes_its_words_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[list[str]] = []
-    monkeypatch.setattr(run, "run_agent", passed.append)
-    run.main(["--nnodes=2", "--node-rank=0", "--max-restarts=0", "x.py"])
-    assert passed == [["--nnodes=2", "--node-rank=0", "--max-restarts=0", "x.py"]]
 
 
 def test_what_cannot_be_sent_to_workers_is_refused_before_anything_starts() -> None:

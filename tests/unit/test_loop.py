@@ -437,7 +437,7 @@ def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
     ("number", "code", "asked_by"),
     [
         (signal.SIGUSR1, ExitCode.LEFT_IN_TIME, "SIGUSR1"),
-        (signal.SIGALRM, ExitCode.LEFT_IN_TIME, "--job-ends-at"),
+        (signal.SIGALRM, ExitCode.LEFT_IN_TIME, "SLURM_JOB_END_TIME"),
         (signal.SIGTERM, ExitCode.STOPPED_BY_SIGTERM, "SIGTERM"),
         (signal.SIGINT, ExitCode.STOPPED_BY_SIGINT, "SIGINT"),
     ],

@@ -42,11 +42,6 @@ def test_the_folder_of_a_run_is_reported(run: Path, capsys: pytest.CaptureFixtur
     assert document["causes"] == {"killed": 1}
 
 
-def test_a_picture_is_drawn_no_more(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run), "--picture", "p.png"]) == ExitCode.BAD_CONFIG
-    assert "no such option any more; leave it out" in capsys.readouterr().err
-
-
 def test_a_torn_line_an_unknown_kind_and_a_schema_of_tomorrow_are_skipped(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,8 +74,7 @@ def test_whatever_the_user_has_set_is_the_users() -> None:
     [
         (TimeoutConfig(), None, None),
         (TimeoutConfig(hang=60.0), "120", "180"),
-        (TimeoutConfig(process_group_s=20.5), "20.5", "31"),
-        (TimeoutConfig(60.0, 90.0), "90", "135"),
+        (TimeoutConfig(hang=10.25), "20.5", "31"),
     ],
 )
 def test_each_rung_of_the_ladder_follows_from_the_one_below(

@@ -28,7 +28,7 @@ def mesh(dp: Size = "auto", shard: Size = None, tp: Size = None) -> DeviceMesh:
     """torch's DeviceMesh of all ranks, on the device of the default process group, which it creates if there is none.
 
     None leaves a dimension out; "auto", for one of them, makes it as large as the world allows. All ranks must call.
-    The groups of its dimensions have the agent's --process-group-timeout, where torch would give them its default.
+    The groups of its dimensions have twice the agent's --hang-timeout, where torch would give them its default.
     Raises MeshMismatch, on all ranks, where the number of ranks does not fit, and ValueError for other sizes.
     """
     asked = {name: size for name, size in (("dp", dp), ("shard", shard), ("tp", tp)) if size is not None}

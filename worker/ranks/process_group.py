@@ -27,7 +27,7 @@ def init_process_group(
     *args: Any,
     **more: Any,
 ) -> None:
-    """`torch.distributed.init_process_group`, where no `timeout` means that of --process-group-timeout.
+    """`torch.distributed.init_process_group`, where no `timeout` means twice --hang-timeout, if given.
 
     No `backend` means `default_backend()`, or with a `device_id` the one of that device.
     Where neither rank, world size, store nor another method than `env://` is given, and no agent or torchrun has set
@@ -54,7 +54,7 @@ def init_process_group(
 
 
 def chosen_timeout(environ: Mapping[str, str]) -> timedelta | None:
-    """That of --process-group-timeout; None: the agent was given none."""
+    """The agent's choice; None: it has made none."""
     chosen = environ.get(PROCESS_GROUP_TIMEOUT)
     return timedelta(seconds=float(chosen)) if chosen else None
 
