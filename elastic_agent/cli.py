@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         print("elastic-agent: the current folder was deleted: change to one that is there", file=sys.stderr)
         return ExitCode.BAD_CONFIG
     if words and words[0] in POOL_COMMANDS:
-        from .pool.commands import run as run_command
-
-        return run_command(words[0], words[1:])
+        module = "submit" if words[0] == "submit" else "commands"
+        work = getattr(importlib.import_module(f".pool.{module}", __package__), words[0])
+        return int(work(words[1:]))
     if words and words[0] in NODE_COMMANDS:
         from .agent.commands import nodes
 

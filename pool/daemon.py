@@ -1,7 +1,9 @@
-"""Puts one daemon together, lets it run, and takes it apart.
+"""The daemon of one node: puts its parts together, and turns the main loop, one thread that owns the node's part in the
+pool and the job's agent that runs here.
 
 As in an agent, ports and folders are refused before anything is started, and the HTTP server answers before the store
-is found."""
+is found.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,23 @@ import os
 import queue
 import random
 import secrets
+import signal
 import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..agent.common.events import unless_stopped
-from ..agent.common.exits import CannotStart, ExitCode
+from ..agent.common.events import Event, Signalled, ThreadFailed, run_next, unless_stopped
+from ..agent.common.exits import ENDINGS, CannotStart, ExitCode, code_of_leave
 from ..agent.common.folders import make_own
 from ..agent.common.ports import PortError
 from ..agent.configuration.config import HTTP_ADDRESS, MAX_NODES, Config
 from ..agent.configuration.derive import Resolved
 from ..agent.configuration.rendezvous import ENDPOINT
-from ..agent.configuration.settings import Settings
+from ..agent.configuration.values import CheckMode
 from ..agent.machine.devices import probe
 from ..agent.machine.network import NetworkChoice, reachable_at, unique_node_id, wait_for_network
 from ..agent.main.listeners import http_listener
@@ -35,23 +39,27 @@ from ..agent.output.log_files import own_logs
 from ..agent.rendezvous_io.store_link import StoreLink
 from ..agent.rendezvous_io.store_opening import open_store, store_listener, store_options
 from ..health.checks.finding import NodeNeeds
-from ..health.checks.runner import CheckRun
+from ..health.checks.runner import BackgroundChecks, CheckRun, failed
 from ..health.checks.table import checks_for
 from ..health.http import Answers, HealthServer
 from ..rendezvous.errors import StoreError
 from ..rendezvous.records import Endpoint
 from ..threads import listen
 from ..worker.wire.shared_progress import clock
-from .job_agent import agent_words, own_words
+from .job_agent import JobAgent, agent_words, own_words, seat_end
 from .job_logs import PATH as LOGS_PATH
 from .job_logs import JobFolders
-from .loop import DaemonLoop, Ending, IdleChecks
 from .member import Assignment, PoolMember
-from .pages import POOL_PATH, DaemonPages, LogPage, PoolMetrics
-from .records import MOST_NODES, PoolNode
+from .pages import DaemonPages, DaemonSnapshot, LogPage, PoolMetrics
+from .records import MOST_NODES, PoolNode, SeatEnd, SeatOutcome
 from .standby import AgentCommand, Standby
 
 log = logging.getLogger(__name__)
+
+TURN_S = 1.0
+DEPARTURE_S = 2.0
+"""From the end of the last process here: to have the pool know of it, so that a planned leave does not look like a
+loss."""
 
 
 def run(resolved: Resolved) -> int:
@@ -68,37 +76,37 @@ def run(resolved: Resolved) -> int:
     manager.ready()
     with contextlib.ExitStack() as parts:
         try:
-            ending = _run(config, name, resolved.settings, environment, events, manager.turn, parts)
+            code, reason = _run(resolved, name, environment, events, manager.turn, parts)
         except CannotStart as refusal:
-            ending = Ending(refusal.code, str(refusal))
-    level = logging.INFO if ending.code is ExitCode.SUCCESS else logging.ERROR
-    log.log(level, "ended with exit code %d: %s", ending.code, ending.reason)
-    manager.stopping(f"ended with exit code {ending.code:d}: {ending.reason}")
+            code, reason = refusal.code, str(refusal)
+    level = logging.INFO if code is ExitCode.SUCCESS else logging.ERROR
+    log.log(level, "ended with exit code %d: %s", code, reason)
+    manager.stopping(f"ended with exit code {code:d}: {reason}")
     console.close()
-    return ending.code
+    return code
 
 
 def _run(
-    config: Config,
+    resolved: Resolved,
     name: str,
-    settings: Settings,
     environment: Mapping[str, str],
     events: queue.SimpleQueue[Any],
     on_turn: Callable[[str], None],
     parts: contextlib.ExitStack,
-) -> Ending:
+) -> tuple[ExitCode, str]:
     """One daemon's whole life. `events` gets this process' signals. Raises CannotStart."""
-    rng, token = random.SystemRandom(), secrets.token_hex(16)
+    config, rng, token = resolved.config, random.SystemRandom(), secrets.token_hex(16)
     pool, lease_ttl_s = config.rendezvous.job_id, config.rendezvous.lease_ttl_s
     starting, looking = "waiting for the network", "looking for the pool's store"
     network = unless_stopped(lambda: wait_for_network(config), events, starting, lambda: on_turn(starting))
     address = network.choice.address
-    listener, http = _listen(config, network.endpoint, address)
-    served_at = http.getsockname()[:2]
+    try:
+        listener, http = store_listener(config, network.endpoint, address), http_listener(config, address)
+    except PortError as error:
+        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
     logs = _log_root(config)
-    metrics = PoolMetrics(pool, name)
-    pages = DaemonPages(metrics, pool, name, clock)
-    _serve(http, pages, LogPage(logs, name, token), parts)
+    pages = DaemonPages(PoolMetrics(pool, name), name, clock)
+    served_at = _serve(http, pages, LogPage(logs, name, token), parts)
     options = store_options(config, network.endpoint, listener)
     store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
     parts.callback(store.close)
@@ -106,7 +114,7 @@ def _run(
         name,
         uuid.uuid4().hex[:12],
         address,
-        most_nodes=MOST_NODES if settings[MAX_NODES].is_default else config.nodes.max,
+        most_nodes=MOST_NODES if resolved.settings[MAX_NODES].is_default else config.nodes.max,
         http=reachable_at(served_at, address),
         token=token,
     )
@@ -118,16 +126,18 @@ def _run(
     parts.callback(standby.close)
     checks = IdleChecks(config.check, _new_run(config, environment, network.choice), events.put)
     parts.callback(checks.close)
-    loop = DaemonLoop(
-        member,
-        link,
-        JobFolders(logs, place, name),
-        standby,
-        checks,
-        _commands(config, name, settings, environment, options, logs),
-        events,
-        on_turn,
-    )
+    own = own_words(resolved.settings, os.getcwd())
+    if config.http_address is not None:
+        # The port that a file or a variable names, which jobs' agents read, too, is the daemon's alone.
+        options[HTTP_ADDRESS.name] = str(Endpoint(config.http_address.address, 0))
+
+    def command(assignment: Assignment) -> AgentCommand:
+        job = assignment.job
+        words = agent_words(assignment, name, options, own, str(logs / job.job))
+        return AgentCommand(tuple(words), {**environment, **job.environment}, job.directory)
+
+    folders = JobFolders(logs, place, name)
+    loop = DaemonLoop(member, link, folders, standby, checks, command, events, on_turn)
     pages.begin(lambda: loop.snapshot, store)
     link.start()
     ending = loop.run()
@@ -138,39 +148,6 @@ def _run(
         except StoreError as error:
             log.warning("left; could not sign off, the others notice when the lease ends: %s", error)
     return ending
-
-
-def _listen(
-    config: Config, endpoint: Endpoint | None, address: str
-) -> tuple[socket.socket | None, socket.socket]:
-    """For the pool's store, if this daemon may host it, and for the pages. Raises CannotStart."""
-    try:
-        return store_listener(config, endpoint, address), http_listener(config, address)
-    except PortError as error:
-        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
-
-
-def _commands(
-    config: Config,
-    name: str,
-    settings: Settings,
-    environment: Mapping[str, str],
-    store: Mapping[str, str],
-    logs: Path,
-) -> Callable[[Assignment], AgentCommand]:
-    """What starts the agent of a job on this node. `store`: the options of the pool's, by name."""
-    own, inherited, options = own_words(settings, os.getcwd()), dict(environment), dict(store)
-    http = config.http_address
-    if http is not None:
-        # The port that a file or a variable names, which jobs' agents read, too, is the daemon's alone.
-        options[HTTP_ADDRESS.name] = str(Endpoint(http.address, 0))
-
-    def command(assignment: Assignment) -> AgentCommand:
-        job = assignment.job
-        words = agent_words(assignment, name, options, own, str(logs / job.job))
-        return AgentCommand(tuple(words), {**inherited, **job.environment}, job.directory)
-
-    return command
 
 
 def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoice) -> Callable[[], CheckRun]:
@@ -189,14 +166,16 @@ def _new_run(config: Config, environment: Mapping[str, str], choice: NetworkChoi
     return lambda: CheckRun(checks_for(needs), needs, environment)
 
 
-def _serve(http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contextlib.ExitStack) -> None:
+def _serve(
+    http: socket.socket, pages: DaemonPages, logs: LogPage, parts: contextlib.ExitStack
+) -> tuple[str, int]:
     """Before the store is found: that takes as long as it takes, and is no reason to end this daemon."""
-    json = dict.fromkeys(("/", POOL_PATH), pages.pool)
     slow = {"/metrics": pages.all_metrics, LOGS_PATH: logs.answer}  # they wait for another process or a disk
-    server = HealthServer(http, Answers(pages.metrics, pages.liveness, pages.readiness, json, slow=slow))
+    server = HealthServer(http, Answers(pages.metrics, pages.liveness, pages.readiness, slow=slow))
     server.start()
     parts.callback(server.close)
-    log.info("metrics, /healthz, /readyz and /pool at http://%s", Endpoint(*server.address))
+    log.info("metrics, /healthz and /readyz at http://%s", Endpoint(*server.address))
+    return server.address
 
 
 def _log_root(config: Config) -> Path:
@@ -204,14 +183,213 @@ def _log_root(config: Config) -> Path:
     CannotStart."""
     given = config.logs.given_directory
     try:
-        if given is not None:
+        if given is None:
+            root = own_logs()
+            make_own(root, readable=True)
+        else:
             root = given.absolute()
             root.mkdir(parents=True, exist_ok=True)
-            return root
-        own = own_logs()
-        make_own(own, readable=True)
-        return own
+        return root
     except OSError as error:
         raise CannotStart(
             ExitCode.NOT_HERE, f"no place for what jobs print: {error}; name one with --log-dir"
         ) from error
+
+
+# ---------------------------------------------------------------- its main loop
+
+
+class DaemonLoop:
+    """Runs one daemon in the thread that calls `run`."""
+
+    def __init__(
+        self,
+        member: PoolMember,
+        link: StoreLink,
+        folders: JobFolders,
+        standby: Standby,
+        checks: IdleChecks,
+        command: Callable[[Assignment], AgentCommand],
+        events: queue.SimpleQueue[Any],
+        on_turn: Callable[[str], None],
+    ) -> None:
+        """`command` is what starts the agent of a job here."""
+        self._member, self._link, self._folders = member, link, folders
+        self._standby, self._checks = standby, checks
+        self._command, self._events, self._on_turn = command, events, on_turn
+        self._agent: JobAgent | None = None
+        self._assignment: Assignment | None = None
+        self._leaving: ExitCode | None = None
+        self._depart_by: float | None = None
+        self._fatal: tuple[ExitCode, str] | None = None
+        self.snapshot = DaemonSnapshot(clock())
+        """Of the newest turn; for any thread."""
+        self._unfinished: tuple[str, ...] = ()
+        """Jobs of an earlier daemon that have processes here still."""
+        self._report_problem()
+
+    def run(self) -> tuple[ExitCode, str]:
+        """Until this node has left the pool, and why; no process of a job is left here then."""
+        while True:
+            now = clock()
+            wake_at = self._turn(now)
+            if self._fatal is not None and (self._agent is None or self._agent.has_ended):
+                return self._fatal
+            if self._leaving is not None and self._has_departed(now):
+                return self._leaving, "asked to leave the pool"
+            timeout_s = TURN_S if wake_at is None else min(TURN_S, max(0.0, wake_at - now))
+            run_next(self._events, timeout_s, self._told)
+
+    def _has_departed(self, now: float) -> bool:
+        if self._agent is not None:
+            return False
+        self._depart_by = self._depart_by or now + DEPARTURE_S
+        return self._member.has_departed or now >= self._depart_by
+
+    def _report_problem(self) -> None:
+        """Why this node must not be given a job. What a daemon has started that was killed leaves its job by plan,
+        which takes its time."""
+        self._unfinished = self._folders.unfinished()
+        jobs = ", ".join(self._unfinished)
+        earlier = f"job {jobs}, which an earlier daemon of this node has started, is ending" if jobs else ""
+        self._member.report_problem("; ".join(filter(None, (earlier, self._checks.problem))))
+
+    def _turn(self, now: float) -> float | None:
+        member = self._member
+        if self._checks.turn(now, idle=self._agent is None) or self._unfinished:
+            self._report_problem()
+        if member.mismatch is not None and self._fatal is None:
+            self._fatal = ExitCode.MISMATCH, member.mismatch
+        if self._fatal is not None:
+            self._stop()
+        elif (due := member.to_start) is not None:
+            self._start(due)
+        elif member.must_leave:
+            self._stop()
+        if (request := member.request(now)) is not None:
+            self._link.ask(request)
+        self._link.keep(member.lease)
+        self._link.follow(member.subscription)
+        self._show(now)
+        if self._leaving is None and self._fatal is None and member.tracks:
+            self._standby.turn(now)
+        return member.wake_at(now)
+
+    def _start(self, due: Assignment) -> None:
+        job, command = due.job, self._command(due)
+        self._member.started(due.seat.ticket)
+        try:
+            if not os.path.isdir(job.directory):
+                raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
+            with self._folders.begin(job.job) as output:
+                waiting = self._standby.take(command.environment, command.directory)
+                agent = JobAgent(command, output, waiting, self._agent_ended)
+        except OSError as error:
+            log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
+            self._over(SeatEnd(job.job, due.seat.ticket, SeatOutcome.NOT_HERE, 0, str(error)))
+            return
+        if waiting is not None and not agent.was_standby:
+            log.warning("job %s: the standby has ended without it; its agent starts cold", job.job)
+        how = " by the standby" if agent.was_standby else ""
+        started = "job %s (%s): started%s, attempt %d; its output is in %s"
+        log.info(started, job.job, job.name, how, due.run.attempt, output.name)
+        self._agent, self._assignment = agent, due
+
+    def _stop(self) -> None:
+        if self._agent is not None and not self._agent.leaves:
+            log.info("job %s: asking it to leave this node", self._assignment and self._assignment.job.job)
+            self._agent.leave()
+
+    def _show(self, now: float) -> None:
+        """What this daemon does, for people."""
+        member = self._member
+        is_current = member.is_current(now)
+        if not member.tracks:
+            status = f"waiting for {member.waiting_for}"
+        elif not is_current:
+            status = "waiting for the pool's store, which does not answer"
+        elif self._assignment is not None:
+            status = f"running job {self._assignment.job.job} ({self._assignment.job.name})"
+        elif self._leaving is not None:
+            status = "leaving the pool"
+        elif member.record.problem:
+            status = f"takes no job: {member.record.problem}"
+        else:
+            status = "idle: waiting for a job"
+        if status != self.snapshot.status:
+            log.info("%s", status)
+        running = self._assignment.job.job if self._assignment is not None else None
+        self.snapshot = DaemonSnapshot(clock(), is_current, status, running, member.view.counts())
+        self._on_turn(status)
+
+    # ---------------------------------------------------------------- events
+
+    def _told(self, event: object) -> None:
+        if isinstance(event, ThreadFailed):
+            self._fatal = self._fatal or (event.code, event.reason)
+        elif isinstance(event, Signalled):
+            self._signalled(event)
+
+    def _agent_ended(self, code: int, error: str) -> None:
+        """In the thread that waits for it."""
+        self._events.put(partial(self._ended, code, error))
+
+    def _ended(self, code: int, error: str) -> None:
+        assignment = self._assignment
+        assert assignment is not None, "only a job that runs here can end"
+        end = seat_end(assignment, code, error)
+        log.info("job %s: ended here: %s", assignment.job.job, end.reason)
+        self._agent = self._assignment = None
+        self._over(end)
+
+    def _over(self, end: SeatEnd) -> None:
+        self._member.ended(end)
+        self._standby.idle(clock())
+        if self._member.tracks:
+            self._folders.tidy({job.job for job in self._member.view.jobs})
+
+    def _signalled(self, event: Signalled) -> None:
+        if event.number not in ENDINGS:
+            return
+        name = signal.Signals(event.number).name
+        if self._leaving is None:
+            log.info("%s: leaving the pool; a second signal cuts the job's grace short", name)
+            self._leaving = code_of_leave(event.number, requeues=False)
+            self._member.leave()
+            self._stop()
+        elif self._agent is not None:
+            self._agent.leave()
+
+
+EVERY_S = 300.0
+
+NOT_YET = "its checks have not ended yet"
+
+
+class IdleChecks:
+    """The checks of a daemon's node, as it starts and every `EVERY_S` while no job is here. For the main thread."""
+
+    def __init__(
+        self, mode: CheckMode, new_run: Callable[[], CheckRun], post: Callable[[Event], object]
+    ) -> None:
+        """`post` takes events from any thread."""
+        self._fails = mode == "fail"
+        self._checks = BackgroundChecks(new_run, post)
+        self._due_at = float("-inf") if mode != "off" else float("inf")
+        self.problem = NOT_YET if self._fails else ""
+        """Why this node must not be given a job; empty when it may."""
+
+    def turn(self, now: float, *, idle: bool) -> bool:
+        """Begins what is due. Whether a run has ended since the last turn, so that `problem` may be another."""
+        if idle and now >= self._due_at:
+            self._due_at = now + EVERY_S
+            self._checks.begin()
+        findings = self._checks.take()
+        if findings is None:
+            return False
+        if self._fails:
+            self.problem = "; ".join(f"check {one.check} failed: {one.summary}" for one in failed(findings))
+        return True
+
+    def close(self) -> None:
+        self._checks.close()

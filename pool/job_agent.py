@@ -7,13 +7,15 @@ that ends, and what it prints goes to a file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from ..agent.common.exits import ExitCode, signal_name
 from ..agent.configuration.config import (
@@ -31,7 +33,6 @@ from ..agent.configuration.settings import Settings
 from ..agent.main.process import ERROR_FILE
 from ..agent.output.masking import masked, secrets_in
 from ..threads import Thread
-from .job_logs import hold
 from .member import Assignment
 from .records import SeatEnd, SeatOutcome, short
 from .standby import DAEMON_ENDED, AgentCommand, StandbyProcess, start_child
@@ -119,58 +120,47 @@ def seat_end(assignment: Assignment, code: int, error: str = "") -> SeatEnd:
     return SeatEnd(assignment.job.job, assignment.seat.ticket, outcome, code, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class JobAgentEnded:
-    """The job's agent here has ended with this code, as `subprocess` counts it."""
-
-    code: int
-    error: str = ""
-    """Why, as its error file says; empty without one."""
-
-
 class JobAgent:
     """For the main thread: the child gets its signal when the thread ends that started it."""
 
-    def __init__(self, job: AgentCommand, output: Path, post: Callable[[JobAgentEnded], None]) -> None:
+    def __init__(
+        self,
+        command: AgentCommand,
+        output: BinaryIO,
+        waiting: StandbyProcess | None,
+        ended: Callable[[int, str], object],
+    ) -> None:
+        """Starts it: as the standby, or as a process of its own where none waits, or that does not take the job. What
+        it prints goes to the file. `ended` is called in another thread, with its exit code as `subprocess` counts it,
+        and why, as far as it has said that. Raises OSError: then nothing was started."""
         # Its name is that of a log, for JobFolders to delete it where a daemon that was killed has left it.
-        self._error_file = output.with_name(f".{output.name}.error.log")
-        self._job = replace(job, environment={ERROR_FILE: str(self._error_file), **job.environment})
-        self._output = output
-        self._post = post
-        self._process: subprocess.Popen[bytes] | None = None
+        folder, name = os.path.split(output.name)
+        self._error_file = Path(folder, f".{name}.error.log")
+        with contextlib.suppress(OSError):
+            self._error_file.unlink()
+        self._environment = {ERROR_FILE: str(self._error_file), **command.environment}
+        command = replace(command, environment=self._environment)
+        self._call = ended
         self.leaves = False
-
-    def start(self, waiting: StandbyProcess | None = None) -> bool:
-        """As the standby, or as a process of its own where that does not take the job. `JobAgentEnded` follows. Returns
-        whether it is the standby. Raises OSError: then nothing follows."""
-        job = self._job
-        try:
-            self._output.parent.mkdir(parents=True, exist_ok=True)
-            self._error_file.unlink(missing_ok=True)
-            file = self._output.open("a+b")  # `hold` reads
-        except OSError:
-            if waiting is not None:
-                waiting.end()
-            raise
-        with file:
-            hold(file.fileno())
-            taken = waiting is not None and waiting.hand_over(job, file.fileno())
-            self._process = process = (
-                waiting.process
-                if waiting is not None and taken
-                else start_child(
-                    ["elastic_agent", *job.words],
-                    DAEMON_ENDED,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    cwd=job.directory,
-                    env=job.environment,
-                )
+        self.was_standby = waiting is not None and waiting.hand_over(command, output.fileno())
+        if waiting is not None and self.was_standby:
+            self._process = waiting.process
+        else:
+            self._process = start_child(
+                ["elastic_agent", *command.words],
+                DAEMON_ENDED,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=command.directory,
+                env=command.environment,
             )
-        self._begin(lambda: self._post(self._ended(process.wait())))
-        return taken
+        self._await_end()
 
-    def _ended(self, code: int) -> JobAgentEnded:
+    def _await_end(self) -> None:
+        """As soon as the machine lets a thread start: the job runs meanwhile."""
+        Thread(lambda: self._ended(self._process.wait()), "job-agent", self._await_end).start()
+
+    def _ended(self, code: int) -> None:
         try:
             report = json.loads(self._error_file.read_text(errors="replace"))["message"]
             self._error_file.unlink()
@@ -180,20 +170,16 @@ class JobAgent:
             error = ""
         if self.leaves and code == -signal.SIGTERM:
             code = ExitCode.STOPPED_BY_SIGTERM  # it was asked to leave before it could hear that
-        return JobAgentEnded(code, masked(error, secrets_in(self._job.environment)))
+        self._call(code, masked(error, secrets_in(self._environment)))
 
     @property
     def has_ended(self) -> bool:
         """Also where the thread that waits for it has failed."""
-        return self._process is not None and self._process.poll() is not None
+        return self._process.poll() is not None
 
     def leave(self) -> None:
         """Ask it to leave the job by plan; a second time ends it at once. One that was stopped goes on, to obey."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process.poll() is None:
             self.leaves = True  # before the thread that waits for it can see its end
             os.kill(self._process.pid, signal.SIGTERM)
             os.kill(self._process.pid, signal.SIGCONT)
-
-    def _begin(self, waiting: Callable[[], None]) -> None:
-        """As soon as the machine lets a thread start: the job runs meanwhile."""
-        Thread(waiting, "job-agent", lambda: self._begin(waiting)).start()

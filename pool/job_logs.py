@@ -18,6 +18,7 @@ import stat
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from ..agent.output.log_files import delete_run
 from ..threads import Thread
@@ -45,15 +46,19 @@ class JobFolders:
         self._unfinished = [log for log in self._unfinished if _is_held(log)]
         return tuple(sorted(log.parent.name for log in self._unfinished))
 
-    def begin(self, job: str) -> Path:
-        """Returns the file for what the job's agents print here, in a folder that is there. Raises OSError."""
+    def begin(self, job: str) -> BinaryIO:
+        """The open file for what the job's agents print here. As long as a process that was started with it lives,
+        `unfinished` finds it, and its folder is not deleted; a disk without locks has none to find. Raises OSError."""
         if _JOB.fullmatch(job) is None:
             raise OSError(f"{job!r} is no name for a folder: submit the job anew")
         folder = self._root / job
         folder.mkdir(parents=True, exist_ok=True)
         with open(os.open(folder / MARK, _MARK_FLAGS | os.O_CREAT | os.O_TRUNC, 0o640), "wb") as mark:
             mark.write(os.fsencode(self._pool))
-        return folder / f"{self._node}.log"
+        output = (folder / f"{self._node}.log").open("a+b")  # NFS locks for sharing what is open for reading
+        with contextlib.suppress(OSError):
+            fcntl.flock(output, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return output
 
     def tidy(self, known: Collection[str]) -> None:
         """Deletes what is not kept while the store knows these jobs, in a thread of its own."""
@@ -63,16 +68,8 @@ class JobFolders:
             self._tidying.start()
 
 
-def hold(output: int) -> None:
-    """What a job's agents print goes to this open file. As long as a process that was started with it lives,
-    `unfinished` finds it, and its folder is not deleted. A disk without locks has none to find."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(output, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-
 def _is_held(output: Path) -> bool:
-    """NFS gives this lock only on a file that is open for writing, and that of `hold` only on one that is open for
-    reading."""
+    """NFS gives this lock only on a file that is open for writing."""
     try:
         file = os.open(output, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

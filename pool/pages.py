@@ -6,12 +6,10 @@ docs/metrics.md lists the numbers of the pool, like those of an agent.
 from __future__ import annotations
 
 import hmac
-import json
 import logging
-import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 
@@ -25,17 +23,13 @@ from ..rendezvous.records import NodeRecord, node_key
 from ..rendezvous.store.interface import Store
 from ..rendezvous.store.scoped import run_prefix
 from .job_logs import read_piece
-from .member import Assignment
 from .records import PoolCounts
 
 log = logging.getLogger(__name__)
 
-POOL_PATH = "/pool"
 JOB_METRICS_S = 2.0
 """The job's agent has so long to answer a scrape, and the store to say where that agent is."""
 MOST_JOB_METRICS = 1024 * 1024
-
-_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?( .*)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +38,9 @@ class DaemonSnapshot:
 
     turned_at: float
     tracks: bool = False
-    coordinates: bool = False
-    status: str = "starting"
-    running: Assignment | None = None
+    status: str = "looking for the pool's store"
+    job: str | None = None
+    """That runs here."""
     counts: PoolCounts = field(default_factory=PoolCounts)
 
 
@@ -66,17 +60,15 @@ class PoolMetrics(families.Page):
 class DaemonPages:
     """All methods but `begin` are for any thread."""
 
-    def __init__(self, metrics: PoolMetrics, pool: str, node: str, clock: Callable[[], float]) -> None:
-        self._metrics, self._pool, self._node, self._clock = metrics, pool, node, clock
+    def __init__(self, metrics: PoolMetrics, node: str, clock: Callable[[], float]) -> None:
+        self._metrics, self._node, self._clock = metrics, node, clock
         self._parts: tuple[Callable[[], DaemonSnapshot], Store] | None = None
 
     def begin(self, newest: Callable[[], DaemonSnapshot], store: Store) -> None:
         self._parts = newest, store
 
     def _newest(self) -> DaemonSnapshot:
-        if self._parts is None:
-            return DaemonSnapshot(self._clock(), status="looking for the pool's store")
-        return self._parts[0]()
+        return self._parts[0]() if self._parts is not None else DaemonSnapshot(self._clock())
 
     def liveness(self) -> Probe:
         silent_s = self._clock() - self._newest().turned_at
@@ -86,22 +78,6 @@ class DaemonPages:
         """Can it be given a job, or does it run one?"""
         now = self._newest()
         return Probe(now.tracks, now.status)
-
-    def pool(self) -> str:
-        now = self._newest()
-        job = now.running.job if now.running is not None else None
-        return json.dumps(
-            {
-                "schema": 1,
-                "pool": self._pool,
-                "node": self._node,
-                "status": now.status,
-                "ready": now.tracks,
-                "coordinator": now.coordinates,
-                "running": {"job": job.job, "name": job.name} if job is not None else None,
-                **(asdict(now.counts) if now.tracks else {}),
-            }
-        )
 
     def metrics(self) -> bytes:
         now, metrics = self._newest(), self._metrics
@@ -114,7 +90,7 @@ class DaemonPages:
             return metrics.render()
 
     def all_metrics(self, _: Request) -> Page:
-        """The daemon's own, and behind them those of the job's agent on this node with a label `job`, its name.
+        """The daemon's own, and behind them those of the job's agent on this node, whose `run_id` is the job's id.
 
         So one place per node is enough for Prometheus, whatever runs there. A job's agent that does not answer in time
         costs its own part of the page alone.
@@ -122,35 +98,16 @@ class DaemonPages:
         return Page(HTTPStatus.OK, CONTENT_TYPE, self.metrics() + self._of_job().encode())
 
     def _of_job(self) -> str:
-        running = self._newest().running
-        if running is None or self._parts is None:
+        job, key = self._newest().job, node_key(self._node)
+        if job is None or self._parts is None:
             return ""
-        key, job = node_key(self._node), running.job
         try:
-            entries = self._parts[1].read((run_prefix(job.job) + key,)).entries
+            entries = self._parts[1].read((run_prefix(job) + key,)).entries
             place = NodeRecord.from_json(key, entries[0].value).http if entries else None
-            page = get(place, "/metrics", time.monotonic, JOB_METRICS_S, MOST_JOB_METRICS) if place else ""
+            return get(place, "/metrics", time.monotonic, JOB_METRICS_S, MOST_JOB_METRICS) if place else ""
         except (OSError, NoAnswer, StoreError, RecordInvalid) as error:
-            log.debug("no metrics of job %s: %s", job.job, error)
+            log.debug("no metrics of job %s: %s", job, error)
             return ""
-        return labelled(page, job.name)
-
-
-def labelled(page: str, job: str) -> str:
-    """Each sample of the page with a label `job` more.
-
-    >>> labelled("# TYPE a gauge\\na 1\\nb{node=\\"n\\"} 2\\n", "mnist")
-    '# TYPE a gauge\\na{job="mnist"} 1\\nb{job="mnist",node="n"} 2\\n'
-    """
-    value = job.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    lines = []
-    for line in page.splitlines():
-        sample = _SAMPLE.match(line)
-        if sample is not None:
-            name, labels, rest = sample.groups()
-            line = f'{name}{{job="{value}"{"," if labels else ""}{labels or ""}}}{rest}'
-        lines.append(f"{line}\n")
-    return "".join(lines)
 
 
 class LogPage:

@@ -412,7 +412,8 @@ class PoolView:
         return self._all(JobResult)
 
     def result_of(self, job: str) -> JobResult | None:
-        return next((result for result in self.results if result.job == job), None)
+        known = self._records.get(RESULTS_PREFIX + job)
+        return known[1] if known is not None and isinstance(known[1], JobResult) else None
 
     def counts(self) -> PoolCounts:
         seated = {seat.incarnation for run in self.plan.runs for seat in run.seats}

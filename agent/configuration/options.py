@@ -33,7 +33,7 @@ POOL_COMMANDS = {
     "logs": "what a job of a pool prints, on all its nodes",
     "cancel": "end a job of a pool",
 }
-"""Those about a pool and its jobs, all in `pool/commands`."""
+"""Those about a pool and its jobs, each a function of `pool/commands.py` or `pool/submit.py`."""
 
 RUN_COMMANDS = {
     "events": "the events of a job, from its agents or from the files of a run",

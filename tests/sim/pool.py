@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from elastic_agent.pool.loop import TURN_S
+from elastic_agent.pool.daemon import TURN_S
 from elastic_agent.pool.member import Assignment, PoolMember, WriteDecision
 from elastic_agent.pool.records import (
     JOBS_PREFIX,

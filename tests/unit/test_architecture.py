@@ -89,10 +89,9 @@ commands/runs: common output configuration workers/processes observability comma
 main: common output configuration workers/processes machine checkpoints \
     workers/hangs workers/preloader rendezvous_io observability workers
 pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
-    configuration machine workers/preloader rendezvous_io main
-pool/commands: rendezvous/text rendezvous rendezvous/store common configuration commands pool
+    configuration machine workers/preloader rendezvous_io main commands
 torchrun: rendezvous/etcd common configuration machine rendezvous_io main
-start: common configuration workers/processes machine commands main pool pool/commands
+start: common configuration workers/processes machine commands main pool
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec` and
 `threads` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES`

@@ -1,8 +1,7 @@
-"""What a daemon answers: probes, its numbers, and those of the job's agent on its node with one label more."""
+"""What a daemon answers: probes, its numbers, and those of the job's agent on its node."""
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,13 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_agent.agent.main.heartbeat import STUCK_AFTER_S
 from elastic_agent.health.http import Answers, HealthServer, Probe, Request
 from elastic_agent.health.metrics import Build, Metrics
-from elastic_agent.pool.member import Assignment
-from elastic_agent.pool.pages import (
-    DaemonPages,
-    DaemonSnapshot,
-    PoolMetrics,
-    labelled,
-)
+from elastic_agent.pool.pages import DaemonPages, DaemonSnapshot, PoolMetrics
 from elastic_agent.pool.records import (
     Job,
     Plan,
@@ -37,10 +30,8 @@ from elastic_agent.rendezvous.store.memory import MemoryStore
 from elastic_agent.rendezvous.store.scoped import run_prefix
 
 NOW = 100.0
-IDLE = DaemonSnapshot(NOW - 0.5, True, False, "idle: waiting for a job", None, PoolCounts(3, 2, 5, 1))
-JOB = Job("j", 'a "job"', (), (), {}, "/", 1, 1, 0.0, "u")
-SEAT = Seat("n", "n1", 7)
-BUSY = replace(IDLE, running=Assignment(JOB, Run("j", 1, 0.0, (SEAT,)), SEAT), status="running job j")
+IDLE = DaemonSnapshot(NOW - 0.5, True, "idle: waiting for a job", None, PoolCounts(3, 2, 5, 1))
+BUSY = replace(IDLE, job="j", status="running job j")
 
 
 @pytest.fixture
@@ -50,7 +41,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def pages() -> DaemonPages:
-    return DaemonPages(PoolMetrics("p", "n"), "p", "n", lambda: NOW)
+    return DaemonPages(PoolMetrics("p", "n"), "n", lambda: NOW)
 
 
 @pytest.fixture
@@ -90,15 +81,6 @@ def test_before_the_store_is_found_it_lives_and_is_not_ready(pages: DaemonPages)
     assert pages.liveness().ok
     assert pages.readiness() == Probe(False, "looking for the pool's store")
     assert "elastic_agent_pool_nodes" not in samples(pages)
-    assert json.loads(pages.pool()) == {
-        "schema": 1,
-        "pool": "p",
-        "node": "n",
-        "status": "looking for the pool's store",
-        "ready": False,
-        "coordinator": False,
-        "running": None,
-    }
 
 
 def test_it_is_ready_as_long_as_it_follows_the_pool(pages: DaemonPages, store: MemoryStore) -> None:
@@ -114,23 +96,13 @@ def test_a_loop_that_stands_still_is_not_alive(pages: DaemonPages, store: Memory
     assert not pages.liveness().ok
 
 
-def test_what_runs_is_shown(pages: DaemonPages, store: MemoryStore) -> None:
-    pages.begin(lambda: BUSY, store)
-    shown = json.loads(pages.pool())
-    assert shown["running"] == {"job": "j", "name": 'a "job"'}
-    assert (shown["nodes"], shown["idle_nodes"], shown["queued_jobs"], shown["running_jobs"]) == (3, 2, 5, 1)
-
-
-def test_the_page_has_the_jobs_numbers_with_its_name(
+def test_the_page_has_the_jobs_numbers_with_its_id(
     pages: DaemonPages, store: MemoryStore, agent: Endpoint
 ) -> None:
     put_agent(store, agent)
     pages.begin(lambda: BUSY, store)
     found = samples(pages)
-    assert found["elastic_agent_min_nodes"] == [{"job": 'a "job"', "run_id": "j", "node": "n"}]
-    assert {labels["job"] for labels in found["elastic_agent_recovery_duration_seconds_bucket"]} == {
-        'a "job"'
-    }
+    assert found["elastic_agent_min_nodes"] == [{"run_id": "j", "node": "n"}]
     assert found["elastic_agent_pool_queued_jobs"] == [{"pool": "p", "node": "n"}]
     pages.begin(lambda: IDLE, store)
     assert "elastic_agent_min_nodes" not in samples(pages)
@@ -152,10 +124,6 @@ def test_the_next_job_has_another_agent(pages: DaemonPages, store: MemoryStore, 
     samples(pages)
     put_agent(store, agent)
     assert "elastic_agent_min_nodes" in samples(pages), "the place is asked for anew"
-
-
-def test_a_label_is_escaped() -> None:
-    assert labelled("a 1\n", 'x"\\\n') == 'a{job="x\\"\\\\\\n"} 1\n'
 
 
 def test_nodes_and_jobs_are_counted() -> None:

@@ -19,7 +19,8 @@ from elastic_agent.agent.commands.runs.report import REPORT_OPTIONS
 from elastic_agent.agent.commands.status import AGENT, STATUS_OPTIONS
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.agent.configuration.options import COMMANDS
-from elastic_agent.pool.commands import jobs, logs, submit
+from elastic_agent.pool import commands as pool_commands
+from elastic_agent.pool import submit
 
 from .test_links import PAGES, ROOT
 
@@ -37,8 +38,8 @@ OF_SUBCOMMANDS = {
     "diagnose": DIAGNOSE_OPTIONS,
     "forget": [],
     "submit": [submit.NAME, submit.ENV, submit.DIRECTORY],
-    "jobs": [jobs.JSON],
-    "logs": [logs.FOLLOW],
+    "jobs": [pool_commands.JSON],
+    "logs": [pool_commands.FOLLOW],
     "wait": [],
     "cancel": [],
 }

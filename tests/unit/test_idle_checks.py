@@ -10,7 +10,7 @@ import pytest
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.health.checks.finding import Finding
-from elastic_agent.pool.loop import EVERY_S, NOT_YET, IdleChecks
+from elastic_agent.pool.daemon import EVERY_S, NOT_YET, IdleChecks
 
 from .test_join_checks import FAILS, GOOD, WARNS, FakeRun
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.common.exits import WARNINGS, ExitCode
-from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded
+from elastic_agent.pool.job_agent import JobAgent
 from elastic_agent.pool.standby import AgentCommand
 
 PATIENCE_S = 20.0
@@ -38,8 +38,7 @@ os.register_at_fork(after_in_child=(folder / "python_ran_after_fork").touch)
 for _ in range(30):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 job = AgentCommand((), {**os.environ, "PYTHONPATH": str(folder)}, str(folder))
-agent = JobAgent(job, folder / "output", lambda ended: None)
-agent.start()
+agent = JobAgent(job, (folder / "output").open("ab"), None, lambda code, error: None)
 print(agent._process.pid, flush=True)
 time.sleep(60)
 """
@@ -94,11 +93,12 @@ def test_one_that_is_asked_to_leave_before_it_can_hear_that_has_left(
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    ended: queue.SimpleQueue[JobAgentEnded] = queue.SimpleQueue()
-    agent = JobAgent(AgentCommand((), dict(os.environ), str(tmp_path)), tmp_path / "output", ended.put)
-    agent.start()
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    command = AgentCommand((), dict(os.environ), str(tmp_path))
+    with (tmp_path / "output").open("ab") as output:
+        agent = JobAgent(command, output, None, lambda code, error: ended.put(code))
     agent.leave()
-    assert ended.get(timeout=PATIENCE_S) == JobAgentEnded(ExitCode.STOPPED_BY_SIGTERM)
+    assert ended.get(timeout=PATIENCE_S) == ExitCode.STOPPED_BY_SIGTERM
 
 
 def start_daemon(folder: Path, python: str) -> tuple[subprocess.Popen[str], int]:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import queue
+import subprocess
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from elastic_agent.agent.output.log_files import RunFolder
 from elastic_agent.health.http import Request
-from elastic_agent.pool import job_logs
-from elastic_agent.pool.commands import logs
-from elastic_agent.pool.commands.logs import JobLog, Unreadable, ask_daemon, nodes_of
-from elastic_agent.pool.job_logs import KEPT_BEYOND, MARK, JobFolders, hold, prune, read_piece
+from elastic_agent.pool import commands, job_logs
+from elastic_agent.pool.commands import JobLog, Unreadable, ask_daemon, nodes_of
+from elastic_agent.pool.job_agent import JobAgent
+from elastic_agent.pool.job_logs import KEPT_BEYOND, MARK, JobFolders, prune, read_piece
 from elastic_agent.pool.pages import LogPage
 from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, PoolNode, PoolView, Record, Run, Seat
+from elastic_agent.pool.standby import AgentCommand
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.interface import Entry, Snapshot
 
@@ -29,7 +35,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def begin(root: Path, job: str, pool: str = POOL) -> None:
-    JobFolders(root, pool, "a").begin(job).write_bytes(f"of {job}\n".encode())
+    with JobFolders(root, pool, "a").begin(job) as output:
+        output.write(f"of {job}\n".encode())
 
 
 # --- Which file
@@ -116,8 +123,7 @@ def test_folders_of_forgotten_jobs_go_but_for_the_newest(root: Path) -> None:
         run.release()
         (rank / "gen1/rank0").mkdir(parents=True)
         os.utime(root / job / MARK, (age, age))
-    output = JobFolders(root, POOL, "b").begin("runs").open("ab")
-    hold(output.fileno())
+    output = JobFolders(root, POOL, "b").begin("runs")
     os.utime(root / "runs" / MARK, (0, 0))
     (root / "mine").mkdir()
     (root / "file").write_text("")
@@ -143,6 +149,53 @@ def test_tidying_does_without_a_disk(root: Path) -> None:
     folders._tidying.join(10.0)
 
 
+# --- Which have processes here still
+
+
+def test_a_job_is_unfinished_while_a_process_has_its_output_open(tmp_path: Path) -> None:
+    earlier = JobFolders(tmp_path, "pool", "a")
+    for job in ("one", "two"):
+        with earlier.begin(job) as output:
+            if job == "one":
+                child = subprocess.Popen(["sleep", "600"], stdout=output)
+    other = JobFolders(tmp_path, "pool", "b")
+    assert other.unfinished() == (), "another node's"
+    later = JobFolders(tmp_path, "pool", "a")
+    assert later.unfinished() == ("one",)
+    assert later.unfinished() == ("one",)
+    child.kill()
+    child.wait()
+    assert later.unfinished() == ()
+    assert JobFolders(tmp_path / "none", "pool", "a").unfinished() == ()
+
+
+def test_a_job_is_found_on_nfs_which_asks_how_a_file_that_is_locked_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def flock_of_nfs(file: int, operation: int) -> None:
+        forbidden = os.O_WRONLY if operation & fcntl.LOCK_SH else os.O_RDONLY
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == forbidden:
+            raise OSError(errno.EBADF, "bad file descriptor")
+        flock(file, operation)
+
+    def start_child(*_: object, stdout: IO[bytes], **__: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"], stdout=stdout)
+
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    monkeypatch.setattr("elastic_agent.pool.job_agent.start_child", start_child)
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with JobFolders(tmp_path, "pool", "a").begin("one") as output:
+        command = AgentCommand((), {}, str(tmp_path))
+        agent = JobAgent(command, output, None, lambda code, error: ended.put(code))
+    try:
+        assert JobFolders(tmp_path, "pool", "a").unfinished() == ("one",)
+    finally:
+        agent.leave()
+        ended.get(timeout=20.0)
+
+
 # --- How commands put it together
 
 
@@ -156,7 +209,7 @@ class Nodes:
     def ask(self, node: PoolNode, job: str, start: int) -> bytes:
         if node.node in self.silent:
             raise Unreadable(self.silent[node.node])
-        return self.files.get(node.node, b"")[start:][: logs.MOST_BYTES]
+        return self.files.get(node.node, b"")[start:][: commands.MOST_BYTES]
 
 
 def view_of(*records: Record) -> PoolView:
@@ -173,74 +226,60 @@ ON_A = Plan(1, (Run("j", 1, 0.0, (Seat("a", "a1", 1),)),))
 RUNNING = view_of(A, B, C, JOB, BOTH)
 
 
-@dataclass
-class Screen:
-    shown: bytes = b""
-    said: list[str] = field(default_factory=list)
-
-    def show(self, lines: bytes) -> None:
-        self.shown += lines
-
-    def take(self) -> bytes:
-        found, self.shown = self.shown, b""
-        return found
-
-
 @pytest.fixture
-def screen() -> Screen:
-    return Screen()
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    nodes = Nodes({"a": b"1\n\n2\n", "b": b"3\n4"})
+    monkeypatch.setattr(commands, "ask_daemon", nodes.ask)
+    return nodes
 
 
-@pytest.fixture
-def nodes() -> Nodes:
-    return Nodes({"a": b"1\n\n2\n", "b": b"3\n4"})
+Screen = pytest.CaptureFixture[bytes]
 
 
-def job_log(screen: Screen, nodes: Nodes) -> JobLog:
-    return JobLog("j", screen.show, screen.said.append, nodes.ask)
-
-
-def test_lines_of_several_nodes_have_their_names(screen: Screen, nodes: Nodes) -> None:
-    log = job_log(screen, nodes)
-    assert not log.read(RUNNING)
+def test_whole_lines_of_all_nodes_are_shown_and_at_last_one_that_has_not_ended(
+    nodes: Nodes, capsysbinary: Screen
+) -> None:
+    log = JobLog("j")
+    assert not log.read(RUNNING, last=False)
     assert log.found
-    assert screen.take() == b"a: 1\na: \na: 2\nb: 3\n"
-    log.finish()
-    assert screen.take() == b"b: 4\n"
-    assert not screen.said
+    assert capsysbinary.readouterr() == (b"1\n\n2\n3\n", b"")
+    log.read(RUNNING, last=False)
+    nodes.files["b"] += b"5\n6"
+    log.read(RUNNING, last=False)
+    assert capsysbinary.readouterr().out == b"45\n"
+    for _ in range(2):
+        log.read(RUNNING, last=True)
+    assert capsysbinary.readouterr() == (b"6\n", b"")
 
 
-def test_lines_of_one_node_have_no_name(screen: Screen, nodes: Nodes) -> None:
-    job_log(screen, nodes).read(view_of(A, C, JOB, ON_A))
-    assert screen.take() == b"1\n\n2\n"
-
-
-def test_pieces_become_whole_lines(screen: Screen, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "MOST_BYTES", 1)
-    log, view = job_log(screen, nodes), view_of(A, JOB, ON_A)
-    reads = [(log.read(view), screen.take()) for _ in range(6)]
-    assert reads == [(True, b""), (True, b"1\n"), (True, b"\n"), (True, b""), (True, b"2\n"), (False, b"")]
+def test_pieces_become_whole_lines(
+    nodes: Nodes, capsysbinary: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "MOST_BYTES", 4)
+    nodes.files = {"a": b"1\n23\n4567890\n"}
+    log, view = JobLog("j"), view_of(A, JOB, ON_A)
+    reads = [(log.read(view, last=False), capsysbinary.readouterr().out) for _ in range(5)]
+    assert reads == [(True, b"1\n"), (True, b"23\n"), (True, b"4567"), (True, b"890\n"), (False, b"")]
 
 
 def test_a_node_that_does_not_answer_is_named_once_and_the_others_are_shown(
-    screen: Screen, nodes: Nodes
+    nodes: Nodes, capsysbinary: Screen
 ) -> None:
     nodes.silent["b"] = "no answer from 10.0.0.1:9 within 3 s"
-    log = job_log(screen, nodes)
+    log = JobLog("j")
     for _ in range(3):
-        log.read(RUNNING)
-    assert screen.take() == b"a: 1\na: \na: 2\n"
-    assert screen.said == ["node b cannot be read: no answer from 10.0.0.1:9 within 3 s"]
+        log.read(RUNNING, last=False)
+    said = b"node b cannot be read: no answer from 10.0.0.1:9 within 3 s\n"
+    assert capsysbinary.readouterr() == (b"1\n\n2\n", said)
 
 
-def test_a_node_that_is_gone_is_named(screen: Screen, nodes: Nodes) -> None:
+def test_a_node_that_is_gone_is_named(nodes: Nodes, capsysbinary: Screen) -> None:
     result = JobResult("j", Outcome.FAILED, "why", 1, 1, 0.0, 0.0, ("a", "b"))
     view = view_of(A, JOB, result)
-    log = job_log(screen, nodes)
-    log.read(view)
+    JobLog("j").read(view, last=False)
     assert nodes_of(view, "j") == ("a", "b")
-    assert screen.take() == b"a: 1\na: \na: 2\n"
-    assert screen.said == ["node b has left the pool; what it has is in its daemon's --log-dir"]
+    said = b"node b has left the pool; what it has is in its daemon's --log-dir\n"
+    assert capsysbinary.readouterr() == (b"1\n\n2\n", said)
 
 
 @pytest.mark.parametrize(

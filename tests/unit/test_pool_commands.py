@@ -13,9 +13,18 @@ import pytest
 
 from elastic_agent.agent.commands import store_command
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
-from elastic_agent.pool.commands import jobs, logs, submit
-from elastic_agent.pool.commands.jobs import OUTAGE_S, LiveView, cancel, code_of, wait
-from elastic_agent.pool.commands.logs import JobLog, follow
+from elastic_agent.pool import commands
+from elastic_agent.pool.commands import (
+    OUTAGE_S,
+    JobLog,
+    LiveView,
+    cancel,
+    code_of,
+    follow,
+    jobs,
+    logs,
+    wait,
+)
 from elastic_agent.pool.records import (
     JOBS_PREFIX,
     MAX_JOB_CHARS,
@@ -32,6 +41,7 @@ from elastic_agent.pool.records import (
     Run,
     Seat,
 )
+from elastic_agent.pool.submit import submit
 from elastic_agent.rendezvous.errors import Compacted, StoreError, StoreRefused, StoreUnavailable
 from elastic_agent.rendezvous.store.interface import Compare, Delete, Put, Snapshot, Watch
 from elastic_agent.rendezvous.store.interface import Outcome as StoreOutcome
@@ -70,7 +80,7 @@ class PoolStore(MemoryStore):
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolStore]:
     store = PoolStore()
     monkeypatch.setattr(store_command, "open_to_look", lambda place, timeout_s: store)
-    monkeypatch.setattr("elastic_agent.pool.commands.submit.os.getcwd", lambda: "/here")
+    monkeypatch.setattr("elastic_agent.pool.submit.os.getcwd", lambda: "/here")
     before = signal.getsignal(signal.SIGINT)
     yield store
     assert signal.getsignal(signal.SIGINT) is before
@@ -83,7 +93,7 @@ def pool(store: PoolStore) -> PoolStore:
 
 
 Command = Callable[[Sequence[str]], int]
-ABOUT_ONE_JOB = (cancel, wait, logs.logs)
+ABOUT_ONE_JOB = (cancel, wait, logs)
 
 
 # --- Which job
@@ -142,7 +152,7 @@ def test_a_command_about_a_job_wants_one(
 
 
 @pytest.mark.parametrize(
-    ("command", "words"), [(jobs.jobs, ["ab12"]), *((one, ["ab12", "cd34"]) for one in ABOUT_ONE_JOB)]
+    ("command", "words"), [(jobs, ["ab12"]), *((one, ["ab12", "cd34"]) for one in ABOUT_ONE_JOB)]
 )
 def test_a_word_too_many_is_refused(
     command: Command, words: list[str], pool: PoolStore, capsys: pytest.CaptureFixture[str]
@@ -168,8 +178,8 @@ def test_a_store_that_does_not_answer_is_said(
 ) -> None:
     store.broken = error
     for command, words in (
-        (jobs.jobs, []),
-        (submit.submit, ["x.py"]),
+        (jobs, []),
+        (submit, ["x.py"]),
         *((one, ["ab"]) for one in ABOUT_ONE_JOB),
     ):
         assert command(words) == code
@@ -181,7 +191,7 @@ def test_records_that_cannot_be_read_hide_no_other(
 ) -> None:
     pool.put(JOB)
     pool.transact((), (Put(NODES_PREFIX + "z", "{}"), Put(JOBS_PREFIX + "x", "nonsense")))
-    assert jobs.jobs([]) == ExitCode.SUCCESS
+    assert jobs([]) == ExitCode.SUCCESS
     shown = capsys.readouterr().out
     assert shown.startswith("2 nodes, 2 idle; 1 job\n")
     assert "ab12" in shown
@@ -193,8 +203,8 @@ def test_a_plan_that_cannot_be_read_is_of_another_version(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool.transact((), (Put(PLAN_KEY, '{"v": 99}'),))
-    for command in (jobs.jobs, submit.submit):
-        assert command(["x.py"] if command is submit.submit else []) == ExitCode.MISMATCH
+    for command in (jobs, submit):
+        assert command(["x.py"] if command is submit else []) == ExitCode.MISMATCH
         assert "'plan'" in capsys.readouterr().err
     assert not [entry for entry in pool.read(SCOPES).entries if entry.key.startswith(JOBS_PREFIX)]
 
@@ -206,7 +216,7 @@ def test_output_that_is_closed_is_told_to_the_start(pool: PoolStore, monkeypatch
 
     monkeypatch.setattr("sys.stdout", Closed())
     with pytest.raises(BrokenPipeError):  # of which it makes the exit code
-        jobs.jobs([])
+        jobs([])
 
 
 # --- submit
@@ -216,7 +226,7 @@ def test_the_last_line_of_submit_is_the_id_of_what_is_in_the_queue(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--name=n --env=A=1,B=x,y,C= --directory=d --min-nodes=2 --max-nodes=4 --hang-timeout=60s"
-    assert submit.submit([*words.split(), "-m", "pkg.train", "--lr", "1"]) == ExitCode.SUCCESS
+    assert submit([*words.split(), "-m", "pkg.train", "--lr", "1"]) == ExitCode.SUCCESS
     [job] = pool.view.jobs
     assert capsys.readouterr() == (f"{job.job}\n", "n: needs 2 nodes; 2 idle\n")
     assert job == Job(
@@ -237,14 +247,14 @@ def test_a_script_that_is_not_in_the_jobs_directory_is_refused(
     pool: PoolStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = f"--directory={tmp_path}"
-    assert submit.submit([here, "nofile.py"]) == ExitCode.BAD_CONFIG
+    assert submit([here, "nofile.py"]) == ExitCode.BAD_CONFIG
     assert f"{tmp_path}, where the job is to run, has no nofile.py" in capsys.readouterr().err
     (tmp_path / "nofile.py").touch()
-    assert submit.submit([here, "nofile.py"]) == ExitCode.SUCCESS
+    assert submit([here, "nofile.py"]) == ExitCode.SUCCESS
 
 
 def test_nothing_is_submitted_where_no_node_is(store: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit.submit(["x.py"]) == ExitCode.NOT_FOUND
+    assert submit(["x.py"]) == ExitCode.NOT_FOUND
     assert "start elastic-agent without a script on each of its nodes" in capsys.readouterr().err
     assert not store.view.jobs
 
@@ -252,7 +262,7 @@ def test_nothing_is_submitted_where_no_node_is(store: PoolStore, capsys: pytest.
 def test_a_job_that_is_larger_than_the_pool_can_be_is_refused(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.submit(["--min-nodes=3", "x.py"]) == ExitCode.BAD_CONFIG
+    assert submit(["--min-nodes=3", "x.py"]) == ExitCode.BAD_CONFIG
     assert "needs 3 nodes, and the pool has at most 2 (--max-nodes of its daemons)" in capsys.readouterr().err
     assert not pool.view.jobs
 
@@ -272,7 +282,7 @@ def test_a_job_that_is_larger_than_the_pool_can_be_is_refused(
 def test_what_looks_like_a_secret_is_not_stored(
     name: str, pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.submit([f"--env=A=1,{name}=hunter2", "x.py"]) == ExitCode.BAD_CONFIG
+    assert submit([f"--env=A=1,{name}=hunter2", "x.py"]) == ExitCode.BAD_CONFIG
     shown = capsys.readouterr().err
     assert f"--env {name}: expected no secret" in shown
     assert "give the file's name" in shown
@@ -284,13 +294,13 @@ def test_what_looks_like_a_secret_is_not_stored(
     "name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "HF_TOKEN_PATH", "API_KEY_FILE", "KEY"]
 )
 def test_what_is_no_secret_is_stored(name: str, pool: PoolStore) -> None:
-    assert submit.submit([f"--env={name}=1", "x.py"]) == ExitCode.SUCCESS
+    assert submit([f"--env={name}=1", "x.py"]) == ExitCode.SUCCESS
 
 
 def test_a_job_that_is_too_large_for_a_record_is_refused(
     pool: PoolStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert submit.submit(["x.py", *["y" * 30_000] * (MAX_JOB_CHARS // 30_000 + 1)]) == ExitCode.BAD_CONFIG
+    assert submit(["x.py", *["y" * 30_000] * (MAX_JOB_CHARS // 30_000 + 1)]) == ExitCode.BAD_CONFIG
     assert ": put it into a file, and name that" in capsys.readouterr().err
     assert not pool.view.jobs
 
@@ -300,7 +310,7 @@ def test_bad_options_are_named_all_at_once(pool: PoolStore, capsys: pytest.Captu
         "--min-nodes=3 --max-nodes=2 --env=MY_TOKEN=1 --node-id=n --log-dir=/l --lease-ttl=1s"
         " --nodes-multiple-of=2"
     )
-    assert submit.submit([*words.split(), "--rdzv-endpoint=h:1"]) == ExitCode.BAD_CONFIG
+    assert submit([*words.split(), "--rdzv-endpoint=h:1"]) == ExitCode.BAD_CONFIG
     shown = capsys.readouterr().err
     for part in (
         "--rdzv-endpoint 'h:1': expected etcd with TLS for a pool",
@@ -324,7 +334,7 @@ def test_a_submission_without_an_answer_names_the_job(
         raise StoreUnavailable("no answer in time")
 
     monkeypatch.setattr(pool, "transact", transact)
-    assert submit.submit(["x.py"]) == ExitCode.NO_ANSWER
+    assert submit(["x.py"]) == ExitCode.NO_ANSWER
     [job] = pool.view.jobs
     assert f"no answer in time; whether job {job.job} is in the queue is not known" in capsys.readouterr().err
 
@@ -347,12 +357,15 @@ def test_what_has_ended_is_not_cancelled(pool: PoolStore, capsys: pytest.Capture
     assert not pool.view.pool().cancelled
 
 
-def test_what_ends_meanwhile_is_not_cancelled(pool: PoolStore) -> None:
+def test_what_ends_meanwhile_is_not_cancelled(
+    pool: PoolStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pool.put(JOB)
+    monkeypatch.setattr(commands, "read_view", lambda store: before)
     before = pool.view
     pool.put(RESULT)
-    with pytest.raises(CannotDo, match="has ended already: failed, a: exit code 3"):
-        jobs.cancel_job(pool, before, JOB)
+    assert cancel(["ab12"]) == ExitCode.NO_JOB
+    assert "has ended already: failed, a: exit code 3" in capsys.readouterr().err
     assert not pool.view.pool().cancelled
 
 
@@ -364,7 +377,7 @@ def test_the_document_of_jobs_is_pinned(pool: PoolStore, capsys: pytest.CaptureF
     seats = tuple(Seat(node.node, node.incarnation, 1 + place) for place, node in enumerate(nodes))
     runs = (Run("cd34", 1, 1.75e9, seats),)
     pool.put(JOB, RESULT, replace(JOB, job="cd34"), replace(JOB, job="ef56"), Plan(2, runs))
-    assert jobs.jobs(["--json"]) == ExitCode.SUCCESS
+    assert jobs(["--json"]) == ExitCode.SUCCESS
     common = {"name": "train.py", "submitted_at": 1.7e9, "submitted_by": "u@h"}
     assert json.loads(capsys.readouterr().out) == {
         "schema": 2,
@@ -426,7 +439,12 @@ def test_wait_ends_as_the_job_did(
     result = replace(RESULT, outcome=outcome, code=of_agent)
     pool.put(JOB, result)
     assert wait(["ab12"]) == code_of(result) == code
-    assert capsys.readouterr().err == f"job ab12: {outcome.value}: a: exit code 3\n"
+    assert capsys.readouterr().err == f"job ab12 (train.py): {outcome.value}: a: exit code 3\n"
+
+
+def test_no_code_of_waiting_means_something_else_of_an_agent() -> None:
+    failed = [replace(RESULT, outcome=Outcome.FAILED, code=code) for code in ExitCode]
+    assert {code_of(result) for result in failed} == {1, 3, 65, 72}
 
 
 def test_wait_says_when_the_job_is_forgotten(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,7 +457,7 @@ def test_wait_says_when_the_job_is_forgotten(pool: PoolStore, capsys: pytest.Cap
 
     live = Forgetting(pool, pool.view)
     with pytest.raises(CannotDo, match="not in the pool any more") as caught:
-        follow(live, JOB, JobLog("ab12", lambda lines: None, lambda text: None))
+        follow(live, JOB)
     assert caught.value.code is ExitCode.NO_JOB
     live.close()
 
@@ -495,7 +513,7 @@ def test_what_the_watch_has_missed_is_read_again(pool: PoolStore, monkeypatch: p
     pool.put(JOB)
     live.wait(0.0)
     live.wait(0.0)
-    assert live.state("ab12") is not None
+    assert live.view.jobs == (JOB,)
 
 
 def test_follow_says_what_a_job_waits_for_and_ends_with_it(
@@ -514,16 +532,13 @@ def test_follow_says_what_a_job_waits_for_and_ends_with_it(
             super().wait(0.01)
 
     live = Ending(pool, pool.view)
-    asked: list[str] = []
-    reader = JobLog("ab12", lambda lines: None, asked.append)
-    assert follow(live, large, reader) == 3
+    assert follow(live, large, JobLog("ab12")) == 3
     live.close()
-    shown = capsys.readouterr().err.splitlines()
-    assert shown == [
-        "job ab12 (train.py) waits: needs 9 nodes; the pool has 2 that can run it",
+    assert capsys.readouterr().err.splitlines() == [
+        "job ab12 (train.py): waiting: needs 9 nodes; the pool has 2 that can run it",
+        "node a cannot be read: its daemon answers on its own loopback only (--http-address)",
         "job ab12 (train.py): failed: a: exit code 3",
     ]
-    assert [text.partition(":")[0] for text in asked] == ["node a cannot be read"]
 
 
 # --- logs
@@ -531,7 +546,7 @@ def test_follow_says_what_a_job_waits_for_and_ends_with_it(
 
 def test_logs_of_a_job_that_waits_say_what_for(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(replace(JOB, min_nodes=9))
-    assert logs.logs(["ab12"]) == ExitCode.SUCCESS
+    assert logs(["ab12"]) == ExitCode.SUCCESS
     output, shown = capsys.readouterr()
     assert output == ""
     assert "waits and has printed nothing: needs 9 nodes" in shown
@@ -539,5 +554,5 @@ def test_logs_of_a_job_that_waits_say_what_for(pool: PoolStore, capsys: pytest.C
 
 def test_logs_of_a_node_that_is_gone(pool: PoolStore, capsys: pytest.CaptureFixture[str]) -> None:
     pool.put(JOB, replace(RESULT, nodes=("gone",)))
-    assert logs.logs(["ab12"]) == ExitCode.NO_JOB
+    assert logs(["ab12"]) == ExitCode.NO_JOB
     assert "node gone has left the pool; what it has is in its daemon's --log-dir" in capsys.readouterr().err

@@ -14,11 +14,12 @@ import pytest
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.codec import Invalid
-from elastic_agent.pool.job_agent import JobAgent, JobAgentEnded, StandbyProcess
+from elastic_agent.pool.job_agent import JobAgent
 from elastic_agent.pool.standby import (
     RETRY_S,
     AgentCommand,
     Standby,
+    StandbyProcess,
     pair,
     receive_job,
     send_job,
@@ -82,7 +83,19 @@ def test_what_is_no_job_is_refused_and_the_end_of_the_daemon_is_none() -> None:
         assert receive_job(theirs) is None
 
 
-class Handed:
+class Started:
+    """A job's agent, which prints to this file."""
+
+    def __init__(self, command: AgentCommand, output: Path, waiting: StandbyProcess | None = None) -> None:
+        self._ends: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        with output.open("ab") as file:
+            self.agent = JobAgent(command, file, waiting, lambda code, error: self._ends.put((code, error)))
+
+    def end(self) -> tuple[int, str]:
+        return self._ends.get(timeout=PATIENCE_S)
+
+
+class Handed(Started):
     """A job's agent that was handed over to a process which runs this code with the socket `channel`."""
 
     def __init__(self, folder: Path, code: str) -> None:
@@ -95,19 +108,14 @@ class Handed:
         with theirs:
             command = [sys.executable, "-c", program + code, str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
-        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         job = AgentCommand(("--version",), {"PATH": "/bin"}, str(folder))
-        self.agent = JobAgent(job, folder / "logs" / "output", self.events.put)
-        self.taken = self.agent.start(StandbyProcess(self.process, ours))
-
-    def event(self) -> Any:
-        return self.events.get(timeout=PATIENCE_S)
+        super().__init__(job, folder / "output", StandbyProcess(self.process, ours))
 
 
 def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path) -> None:
     handed = Handed(tmp_path, "receive_job(channel)\nchannel.send(TAKEN)\nsys.exit(9)")
-    assert handed.taken
-    assert handed.event() == JobAgentEnded(9)
+    assert handed.agent.was_standby
+    assert handed.end() == (9, "")
 
 
 def test_a_standby_that_sigkill_does_not_end_holds_up_nothing() -> None:
@@ -133,7 +141,7 @@ def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) ->
     handed = Handed(tmp_path, f"receive_job(channel)\nchannel.send(TAKEN)\n{stop}")
     os.waitid(os.P_PID, handed.process.pid, os.WSTOPPED | os.WNOWAIT)
     handed.agent.leave()
-    assert handed.event() == JobAgentEnded(ExitCode.STOPPED_BY_SIGTERM)
+    assert handed.end() == (ExitCode.STOPPED_BY_SIGTERM, "")
 
 
 @pytest.mark.parametrize(
@@ -147,10 +155,10 @@ def test_an_agent_that_was_stopped_is_not_waited_for_for_ever(tmp_path: Path) ->
 )
 def test_one_that_has_not_is_gone_before_another_agent_is_started(tmp_path: Path, code: str) -> None:
     handed = Handed(tmp_path, code)
-    assert not handed.taken
+    assert not handed.agent.was_standby
     assert handed.process.returncode is not None
-    assert handed.event() == JobAgentEnded(0)
-    assert (tmp_path / "logs" / "output").read_text().startswith("elastic-agent ")
+    assert handed.end() == (0, "")
+    assert (tmp_path / "output").read_text().startswith("elastic-agent ")
 
 
 def test_a_real_standby_takes_no_job_whose_directory_it_cannot_enter(tmp_path: Path) -> None:
@@ -160,9 +168,8 @@ def test_a_real_standby_takes_no_job_whose_directory_it_cannot_enter(tmp_path: P
     waiting = standby.take(os.environ, str(folder))
     assert waiting is not None
     job = AgentCommand(("--version",), dict(os.environ), str(folder))
-    agent = JobAgent(job, tmp_path / "output", lambda event: None)
     with pytest.raises(OSError, match="gone"):  # nor can it be entered by a process of its own
-        agent.start(waiting)
+        Started(job, tmp_path / "output", waiting)
     assert waiting.process.returncode is not None
 
 
@@ -170,9 +177,8 @@ def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> N
     (tmp_path / "elastic_agent").mkdir()
     for name in ("elastic_agent/__init__.py", "runpy.py", "signal.py", "contextlib.py"):
         (tmp_path / name).write_text("raise SystemExit(__file__)")
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    JobAgent(AgentCommand(("--version",), {}, str(tmp_path)), tmp_path / "output", events.put).start()
-    assert events.get(timeout=PATIENCE_S) == JobAgentEnded(0), (tmp_path / "output").read_text()
+    started = Started(AgentCommand(("--version",), {}, str(tmp_path)), tmp_path / "output")
+    assert started.end() == (0, ""), (tmp_path / "output").read_text()
 
 
 @pytest.mark.parametrize(
@@ -185,40 +191,25 @@ def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> N
     ],
 )
 def test_a_job_that_no_system_can_start_ends_no_daemon(command: AgentCommand, tmp_path: Path) -> None:
-    agent = JobAgent(command, tmp_path / "output", lambda event: None)
     with pytest.raises(OSError, match="cannot be started"):
-        agent.start()
+        Started(command, tmp_path / "output")
 
 
 def test_an_agent_that_ends_says_why_to_its_daemon(tmp_path: Path) -> None:
     """Its workers are gone by then, and with them what they have printed to no file."""
     (tmp_path / "train.py").write_text("raise ValueError('boom')")
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     words = ("--preload=none", "--standalone", "--max-restarts=0", "train.py")
-    JobAgent(AgentCommand(words, dict(os.environ), str(tmp_path)), tmp_path / "output", events.put).start()
-    ended = events.get(timeout=PATIENCE_S)
-    assert ended == JobAgentEnded(ExitCode.FAILED, "ValueError: boom (rank 0)")
+    started = Started(AgentCommand(words, dict(os.environ), str(tmp_path)), tmp_path / "output")
+    assert started.end() == (ExitCode.FAILED, "ValueError: boom (rank 0)")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output", "train.py"]
 
 
 def test_an_agent_that_is_installed_badly_is_no_failure_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "elastic_agent").mkdir()
     (tmp_path / "elastic_agent" / "__init__.py").write_text("import nothing_of_this_name")
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    job = AgentCommand(("--version",), {"PYTHONPATH": str(tmp_path)}, "/")
-    JobAgent(job, tmp_path / "output", events.put).start()
-    assert events.get(timeout=PATIENCE_S) == JobAgentEnded(ExitCode.AGENT_FAILED)
+    started = Started(AgentCommand(("--version",), {"PYTHONPATH": str(tmp_path)}, "/"), tmp_path / "output")
+    assert started.end() == (ExitCode.AGENT_FAILED, "")
     assert "nothing_of_this_name" in (tmp_path / "output").read_text()
-
-
-def test_a_standby_is_not_lost_where_its_output_has_no_place(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("no folder")
-    ours, theirs = pair()
-    process = subprocess.Popen(["sleep", "60"])
-    agent = JobAgent(AgentCommand((), {}, "/"), tmp_path / "logs" / "output", lambda event: None)
-    with theirs, pytest.raises(OSError, match="logs"):
-        agent.start(StandbyProcess(process, ours))
-    assert process.returncode is not None
 
 
 class Clock:

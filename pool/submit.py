@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...agent.common.exits import CannotDo, ExitCode
-from ...agent.configuration.config import (
+from ..agent.common.exits import CannotDo, ExitCode
+from ..agent.configuration.config import (
     ARGS,
     CHECK_CONFIG,
     HTTP_ADDRESS,
@@ -27,10 +26,10 @@ from ...agent.configuration.config import (
     VERSION,
     Problem,
 )
-from ...agent.configuration.derive import job_problems
-from ...agent.configuration.options import OPTIONS, TARGETS
-from ...agent.configuration.parse import TEXT, Option, Parser
-from ...agent.configuration.rendezvous import (
+from ..agent.configuration.derive import job_problems
+from ..agent.configuration.options import OPTIONS, TARGETS
+from ..agent.configuration.parse import TEXT, Option, Parser
+from ..agent.configuration.rendezvous import (
     JOB_ID,
     JOIN_TIMEOUT,
     LAST_CALL,
@@ -39,12 +38,12 @@ from ...agent.configuration.rendezvous import (
     SLURM,
     STANDALONE,
 )
-from ...agent.configuration.settings import Settings
-from ...rendezvous.errors import RecordInvalid, StoreUnavailable
-from ...rendezvous.store.interface import Compare, Put, Store
-from ..job_agent import OF_THE_POOL
-from ..records import Job, PoolView
-from .jobs import LiveView, pool_command, present_user, read_view
+from ..agent.configuration.settings import Settings
+from ..rendezvous.errors import RecordInvalid, StoreUnavailable
+from ..rendezvous.store.interface import Compare, Put, Store
+from .commands import pool_command, present_user, read_view, say, state_of
+from .job_agent import OF_THE_POOL
+from .records import Job, PoolView
 
 _USAGE = """\
 usage: elastic-agent submit [OPTIONS] [--] train.py [ARGUMENTS]
@@ -138,8 +137,9 @@ def _submit(store: Store, view: PoolView, _: str, settings: Settings) -> int:
     except StoreUnavailable as error:
         unknown = f"whether job {job.job} is in the queue is not known; elastic-agent jobs tells"
         raise CannotDo(ExitCode.NO_ANSWER, f"{error}; {unknown}") from error
-    why = LiveView(store, read_view(store)).waits_for(job) or "queued"
-    print(f"{job.name}: {why}", file=sys.stderr, flush=True)
+    view = read_view(store)
+    state = state_of(view, view.pool(), job, time.time())
+    say(f"{job.name}: {state.detail}" if state.state == "waiting" else f"{job.name}: {state.state}")
     print(job.job)
     return ExitCode.SUCCESS
 
