@@ -175,7 +175,7 @@ def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
         asked=found.asked,
         state=state,
         generation=world.generation if world is not None else 0,
-        phase_age_s=_phase_age(world, statuses),
+        phase_age_s=best.phase_s if best is not None and world is not None else None,
         world_size=world.size if world is not None else 0,
         group_world_size=len(world.members) if world is not None else 0,
         master=world.master if world is not None else None,
@@ -244,15 +244,6 @@ def _state(world: World | None, nodes: Iterable[NodeReport]) -> str:
         return "running" if world.trains else "stopping"
     confirmed = any(s.lease_age_s is not None and s.lease_age_s <= s.lease_ttl_s for s in statuses)
     return "waiting" if confirmed else "stopped"
-
-
-def _phase_age(world: World | None, statuses: Iterable[NodeStatus]) -> float | None:
-    """As the node counts it that has known of the phase longest."""
-    if world is None:
-        return None
-    now = (world.generation, world.phase.value)
-    ages = [status.phase_s for status in statuses if (status.world, status.phase) == now]
-    return max((age for age in ages if age is not None), default=None)
 
 
 def _cause(world: World) -> CauseReport:
@@ -331,7 +322,7 @@ def _of_node(node: NodeReport, *, waits: bool) -> Iterator[str]:
         left = f"{status.notice_s:.0f} s are left" if status.notice_s is not None else "no deadline is known"
         yield f"node {node.node}: {status.notice}; {left}"
     for check in status.checks:
-        yield f"node {node.node}: check {check.check} {check.outcome}s: {check.summary}"
+        yield f"node {node.node}: check {check.check} {check.outcome.value}s: {check.summary}"
     if status.partners_unreachable:
         yield (
             f"node {node.node}: its shards have no replica on {shortened(status.partners_unreachable)}: if it is lost "

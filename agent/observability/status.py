@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -36,12 +36,11 @@ JOB_PATH = "/job"
 SCHEMA = 9
 """Version of both pages."""
 
-MAX_STATUS_BYTES = 64 * 1024
+MAX_STATUS_BYTES = 256 * 1024
 MAX_JOB_BYTES = 8 * MAX_RECORD_BYTES
 """As many nodes as fit into a world, each with its record."""
 
 MOST_CHECKS = 32
-MAX_CHECK_TEXT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +48,6 @@ class Checkpoint:
     step: Count
     age_s: Seconds | None
     """None when workers of this node have loaded it, and another agent knows when it was saved."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckStatus:
-    """A check of the node before it joined that failed or warned."""
-
-    check: Name
-    outcome: Annotated[str, line(16)]
-    summary: Annotated[str, line(MAX_CHECK_TEXT)]
-    advice: Annotated[str, line(MAX_CHECK_TEXT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +61,8 @@ class NodeStatus:
     waiting_for: Annotated[str, line(MAX_TEXT)]
     """Empty while its workers run."""
     coordinates: bool
-    world: Count
-    """The generation of the world that it knows; 0 when there is none."""
-    phase: Annotated[str, line(16)]
-    """Its phase; empty when there is none."""
     phase_s: Seconds | None
-    """Since when it has known of this phase."""
+    """Since when it has known the present phase of the world."""
     generation: Count
     """The generation whose workers are on this node; 0 when there are none."""
     workers: Annotated[int, Within(0, 4096)]
@@ -98,8 +83,8 @@ class NodeStatus:
     """Who says that this machine goes away; empty: it stays."""
     notice_s: Seconds | None
     """What is left of it then."""
-    checks: Annotated[tuple[CheckStatus, ...], AtMost(MOST_CHECKS)]
-    """The worst first; none where all is well or nothing was checked."""
+    checks: Annotated[tuple[Finding, ...], AtMost(MOST_CHECKS)]
+    """Of the node before it joined, those that failed or warned, the worst first."""
     partners_unreachable: Annotated[tuple[Name, ...], AtMost(MOST_PARTNERS)]
     """The nodes that should keep replicas of its shards and do not take them now."""
 
@@ -252,14 +237,13 @@ class NodeState:
         seen = {tier: saved.seen(now) for tier, saved in self.saved.copy().items()}
         notice, ends_at = self.notice
         waiting_for = "" if snapshot.undisturbed or over else snapshot.waiting_for
+        bad = [one for one in worst_first(self.findings) if one.outcome in (Outcome.FAIL, Outcome.WARN)]
         return NodeStatus(
             node=snapshot.node,
             incarnation=snapshot.incarnation,
             state=self.state,
             waiting_for=_masked(waiting_for, MAX_TEXT, self.secrets),
             coordinates=snapshot.coordinates,
-            world=world.generation if world is not None else 0,
-            phase=world.phase.value if world is not None else "",
             phase_s=age(snapshot.world_since, now) if world is not None else None,
             generation=self._generation,
             workers=self._workers,
@@ -273,7 +257,7 @@ class NodeState:
             backoff_s=snapshot.backoff_s,
             notice=notice[:MAX_TEXT],
             notice_s=max(0.0, ends_at - now) if ends_at is not None else None,
-            checks=tuple(_shown_checks(self.findings)),
+            checks=tuple(bad[:MOST_CHECKS]),
             partners_unreachable=self.partners_unreachable or (),
         )
 
@@ -360,11 +344,3 @@ class NodeState:
 
 def age(instant: float | None, now: float) -> float | None:
     return max(0.0, now - instant) if instant is not None else None
-
-
-def _shown_checks(findings: Sequence[Finding]) -> Iterator[CheckStatus]:
-    """The worst first."""
-    bad = [one for one in worst_first(findings) if one.outcome in (Outcome.FAIL, Outcome.WARN)]
-    for one in bad[:MOST_CHECKS]:
-        texts = one.summary[:MAX_CHECK_TEXT], one.advice[:MAX_CHECK_TEXT]
-        yield CheckStatus(one.check, one.outcome.value, *texts)

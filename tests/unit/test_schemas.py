@@ -114,13 +114,14 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         9,
         {
             "NodeStatus": (
-                "node incarnation state waiting_for coordinates world phase phase_s "
+                "node incarnation state waiting_for coordinates phase_s "
                 "generation workers step step_age_s checkpoint memory replica lease_age_s "
                 "lease_ttl_s backoff_s notice notice_s checks partners_unreachable"
             ),
             "JobStatus": "job world nodes coordinator complete",
             "Checkpoint": "step age_s",
-            "CheckStatus": "check outcome summary advice",
+            "Finding": "check outcome summary advice",
+            "Outcome": "fail warn unknown ok",
             "World": "records 18",
             "NodeRecord": "records 18",
         },

@@ -51,8 +51,6 @@ STATUS = NodeStatus(
     state="running",
     waiting_for="",
     coordinates=True,
-    world=3,
-    phase="running",
     phase_s=4.5,
     generation=3,
     workers=2,
@@ -186,8 +184,6 @@ HOSTILE: list[tuple[str, Any]] = [
     ("waiting_for", "x" * 4097),
     ("waiting_for", 7),
     ("coordinates", 1),
-    ("world", -1),
-    ("phase", "x" * 17),
     ("phase_s", True),
     ("generation", 1.5),
     ("generation", 2**63),
@@ -212,7 +208,8 @@ HOSTILE: list[tuple[str, Any]] = [
     ("checks", {}),
     ("checks", [{"check": "gpu-ecc"}]),
     ("checks", [{"check": "a b", "outcome": "fail", "summary": "", "advice": ""}]),
-    ("checks", [{"check": "gpu-ecc", "outcome": "fail", "summary": "x" * 513, "advice": ""}]),
+    ("checks", [{"check": "gpu-ecc", "outcome": "fail", "summary": "x" * 6145, "advice": ""}]),
+    ("checks", [{"check": "gpu-ecc", "outcome": "bad", "summary": "", "advice": ""}]),
 ]
 
 

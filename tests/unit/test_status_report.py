@@ -12,7 +12,8 @@ import pytest
 from elastic_agent.agent.commands.status import lines, span
 from elastic_agent.agent.observability.job_report import JobReport, as_json, report
 from elastic_agent.agent.observability.sources import Found, NodeAnswer, Unreachable
-from elastic_agent.agent.observability.status import Checkpoint, CheckStatus, JobStatus, NodeStatus
+from elastic_agent.agent.observability.status import Checkpoint, JobStatus, NodeStatus
+from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.rendezvous.records import (
     Cause,
     CauseKind,
@@ -186,15 +187,10 @@ def test_the_first_answer_of_the_asked_agent_stands_in_only_when_it_falls_silent
     assert made(one, {**ALL, "b-1": Unreachable.SILENT}).nodes[1].status == asked
 
 
-def test_the_age_of_the_phase_is_the_greatest_that_a_node_reports() -> None:
-    answers = {
-        "a-1": status("a", phase_s=1.0),
-        "b-1": status("b", phase_s=8.0),
-        "c-1": status("c", phase_s=99.0, world=2),
-    }
-    assert made(answers=answers).phase_age_s == 8.0
-    answers["b-1"] = status("b", phase_s=98.0, phase="stopping")
+def test_the_age_of_the_phase_is_that_which_the_coordinator_counts() -> None:
+    answers = {"a-1": status("a", phase_s=1.0), "b-1": status("b", phase_s=8.0)}
     assert made(answers=answers).phase_age_s == 1.0
+    assert made(found(None), answers).phase_age_s is None
 
 
 @pytest.mark.parametrize(
@@ -357,7 +353,7 @@ def test_a_job_that_has_ended_names_its_result() -> None:
             made(
                 answers={
                     **ALL,
-                    "b-1": status("b", checks=(CheckStatus("gpu-ecc", "fail", "3 errors", "reset"),)),
+                    "b-1": status("b", checks=(Finding("gpu-ecc", Outcome.FAIL, "3 errors", "reset"),)),
                 }
             ),
             "! node b: check gpu-ecc fails: 3 errors",
