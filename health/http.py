@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import parse_qsl
 
 from ..threads import Thread
-from .families import CONTENT_TYPE
+from .metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 

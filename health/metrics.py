@@ -1,22 +1,225 @@
-"""Every number this agent publishes, defined once.
+"""Every number this agent publishes, defined once, with the types of the families and the registry that holds them.
 
 The names are a published interface: dashboards and alerts depend on them, and `docs/metrics.md` lists them in a table
 that a test compares with this file. An attribute is the metric's name without the prefix:
-`metrics.restarts_total.inc(reason="oom")` is elastic_agent_restarts_total{reason="oom"}.
+`metrics.restarts_total.inc(reason="oom")` is elastic_agent_restarts_total{reason="oom"}. A *family* is one metric name
+with its type, help text and labels; a *series* is one family with one value for each label.
+
+Invariants:
+- Every label has a closed set of values: no peer, exception text or port can make the number of series grow. A label
+  or value outside the set is a bug of the caller: `ValueError`.
+- A scrape sees whole transitions: one lock covers everything that is written together, and the snapshot for `render`.
+- Counters and histograms exist from the start, at zero, for every combination of label values: `increase()` does not
+  see the event that creates a series. Counters never fall. A gauge is absent until its value is known, and again when
+  it no longer is: 0 is a claim too.
+
+The types are not prometheus_client's own: those write into the user's directory when PROMETHEUS_MULTIPROC_DIR is set
+for the training script, and show `_created` series by a switch that is global to the process. prometheus_client still
+writes the text format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, product
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from .checks.table import AT_JOIN
-from .families import Counter, Gauge, Histogram, Level, Page, Row
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+PREFIX = "elastic_agent_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Series: TypeAlias = tuple[str, ...]
+"""One value per label, in the order of the family's labels."""
+
+Sample: TypeAlias = tuple[str, dict[str, str], float]
+"""Suffix of the name, labels, value."""
+
+
+_F = TypeVar("_F", bound="Family")
+
+
+class Row(Generic[_F]):
+    """Declares one family of a `Registry`: an attribute of its class, whose name is the metric's.
+
+    A label with an empty set of values takes those that the registry was made with; `...` in a set stands for these.
+    """
+
+    def __init__(
+        self,
+        kind: type[_F],
+        help_text: str,
+        buckets: Sequence[float] = (),
+        /,
+        **labels: Sequence[str | EllipsisType],
+    ) -> None:
+        self.kind = kind
+        self.help_text = help_text
+        self.buckets = tuple(buckets)
+        self.labels = labels
+
+    def __get__(self, registry: Registry, owner: type[Registry]) -> _F:
+        raise AttributeError("a registry has its own families")
+
+
+class Family:
+    """One metric name. The lock is the registry's."""
+
+    kind: str
+    complete = False
+    """Every series exists from the start."""
+
+    def __init__(self, registry: Registry, name: str, row: Row[Any]) -> None:
+        self._lock = registry.lock
+        self.name = name
+        self.help_text = row.help_text
+        self.labels = {
+            label: tuple(
+                value
+                for one in allowed or (...,)
+                for value in (registry.values[label] if one is ... else (str(one),))
+            )
+            for label, allowed in row.labels.items()
+        }
+        known = product(*self.labels.values()) if self.complete else ()
+        self._values: dict[Series, float] = dict.fromkeys(known, 0.0)
+
+    def samples(self) -> Iterator[Sample]:
+        """Every series as it is now."""
+        for series, value in self._values.items():
+            yield "", self._named(series), value
+
+    def _series(self, labels: Mapping[str, object]) -> Series:
+        series = tuple(str(labels.get(label)) for label in self.labels)
+        if len(labels) != len(series) or not all(map(operator.contains, self.labels.values(), series)):
+            raise ValueError(f"{self.name} has the labels {self.labels}, called with {labels}")
+        return series
+
+    def _named(self, series: Series) -> dict[str, str]:
+        return dict(zip(self.labels, series, strict=True))
+
+
+class Gauge(Family):
+    kind = "gauge"
+
+    def set(self, value: float | None, /, **labels: object) -> None:
+        """None: unknown now."""
+        series = self._series(labels)
+        with self._lock:
+            if value is None:
+                self._values.pop(series, None)
+            else:
+                self._values[series] = value
+
+
+class Level(Gauge):
+    """A gauge that is 0 until it is set."""
+
+    complete = True
+
+    def choose(self, value: str) -> None:
+        """Of a family with one label: the series of this value is 1, all others are 0."""
+        [label] = self.labels
+        chosen = self._series({label: value})
+        with self._lock:
+            self._values = {series: float(series == chosen) for series in self._values}
+
+
+class Counter(Family):
+    kind = "counter"
+    complete = True
+
+    def inc(self, amount: float = 1, /, **labels: object) -> None:
+        series = self._series(labels)
+        if amount < 0:
+            raise ValueError(f"{self.name} never falls, called with {amount}")
+        with self._lock:
+            self._values[series] += amount
+
+    def reach(self, total: float, /, **labels: object) -> None:
+        """For what is counted elsewhere: it has come to `total`."""
+        with self._lock:
+            self.inc(total - self._values[self._series(labels)], **labels)
+
+
+class Histogram(Family):
+    kind = "histogram"
+    complete = True
+
+    def __init__(self, registry: Registry, name: str, row: Row[Any]) -> None:
+        super().__init__(registry, name, row)
+        self.buckets = row.buckets
+        self._counts = {series: [0] * (len(self.buckets) + 1) for series in self._values}
+
+    def observe(self, value: float, /, *, times: int = 1, **labels: object) -> None:
+        series = self._series(labels)
+        with self._lock:
+            self._counts[series][bisect_left(self.buckets, value)] += times
+            self._values[series] += value * times
+
+    def samples(self) -> Iterator[Sample]:
+        bounds = [*(f"{bound:g}" for bound in self.buckets), "+Inf"]
+        for series, counts in self._counts.items():
+            named = self._named(series)
+            for bound, up_to_bound in zip(bounds, accumulate(counts), strict=True):
+                yield "_bucket", {**named, "le": bound}, up_to_bound
+            yield "_count", named, sum(counts)
+            yield "_sum", named, self._values[series]
+
+
+class Registry:
+    """The families that its class declares. They share a lock and some labels."""
+
+    def __init__(self, constant_labels: Mapping[str, str], values: Mapping[str, Sequence[str]]) -> None:
+        """`values` are those of labels that were declared without."""
+        self.values = values
+        self.lock = threading.RLock()
+        self.families: list[Family] = []
+        self._constant_labels = dict(constant_labels)
+        for name, row in vars(type(self)).items():
+            if isinstance(row, Row):
+                family = row.kind(self, name, row)
+                vars(self)[name] = family
+                self.families.append(family)
+
+    def render(self) -> bytes:
+        """The whole page in the text exposition format. Any thread may call it."""
+        # Here, because with all that it imports it would be a third of the agent's start. A scrape is in no hurry.
+        from prometheus_client import generate_latest
+
+        return generate_latest(self)
+
+    def collect(self) -> list[Metric]:
+        """A snapshot of every family, as prometheus_client asks for it."""
+        from prometheus_client.core import Metric
+
+        snapshot: list[Metric] = []
+        with self.lock:
+            for family in self.families:
+                # Metric wants a counter's name without "_total"; the text format puts it back.
+                metric = Metric(PREFIX + family.name.removesuffix("_total"), family.help_text, family.kind)
+                for suffix, labels, value in family.samples():
+                    metric.add_sample(
+                        PREFIX + family.name + suffix, {**self._constant_labels, **labels}, value
+                    )
+                snapshot.append(metric)
+        return snapshot
+
+
+# ---------------------------------------------------------------- of an agent
 
 STATES = ("init", "joining", "starting", "running", "stopping", "draining", "backoff", "succeeded", "failed")
 NODE_STATES = ("active", "standby", "waiting", "lost")
 UNKNOWN = "unknown"
-"""The label for causes that this page was not made with: other nodes may have causes of their own."""
+"""The label for causes that this registry was not made with: other nodes may have causes of their own."""
 MEMBERSHIP_CHANGES = ("join", "leave", "lost")
 RECOVERY_PHASES = ("detect", "stop", "rendezvous", "backoff", "start", "init", "load", "step")
 HANG_STATES = ("off", "watching", "suspecting")
@@ -45,10 +248,10 @@ class Build:
 
 
 _VERSIONS: dict[str, tuple[str, ...]] = {field.name: () for field in fields(Build)}
-"""Labels whose values the page is made with."""
+"""Labels whose values the registry is made with."""
 
 
-class Metrics(Page):
+class Metrics(Registry):
     """The families of one agent, in the order of docs/metrics.md, and the events that several of them count. Levels are
     set when they are read, from the state of the node. Each series carries `run_id` and `node`."""
 

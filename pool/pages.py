@@ -15,9 +15,8 @@ from pathlib import Path
 
 from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
-from ..health import families
-from ..health.families import CONTENT_TYPE, Gauge, Level, Row
 from ..health.http import TEXT, Page, Probe, Request
+from ..health.metrics import CONTENT_TYPE, Gauge, Level, Registry, Row
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import NodeRecord, node_key
 from ..rendezvous.store.interface import Store
@@ -44,7 +43,7 @@ class DaemonSnapshot:
     counts: PoolCounts = field(default_factory=PoolCounts)
 
 
-class PoolMetrics(families.Page):
+class PoolMetrics(Registry):
     """Each series carries `pool` and `node`."""
 
     pool_member = Row(Level, "1 while this node has its place in the pool and follows all others, else 0.")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_agent.agent.workers.causes import CauseTable
-from elastic_agent.health.families import PREFIX
-from elastic_agent.health.metrics import Build, Metrics
+from elastic_agent.health.metrics import PREFIX, Build, Metrics
 
 REPOSITORY = Path(__file__).parents[1]
 PROMETHEUS = REPOSITORY / "deploy" / "prometheus"

@@ -19,8 +19,8 @@ import pytest
 
 from elastic_agent import threads
 from elastic_agent.health import http as health_http
-from elastic_agent.health.families import CONTENT_TYPE
 from elastic_agent.health.http import NODE_PATH, Answers, HealthServer, Limits, Page, Probe, Request
+from elastic_agent.health.metrics import CONTENT_TYPE
 
 PATIENCE_S = 30.0  # a deadline for waiting, far beyond what any of these tests needs
 HUGE = b"x" * 16_000_000  # more than the buffers of both sockets hold

@@ -17,12 +17,14 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_agent.agent.workers.hangs import detector
-from elastic_agent.health.families import PREFIX, Gauge, Histogram
 from elastic_agent.health.metrics import (
     DURATION_BUCKETS_S,
     HANG_STATES,
+    PREFIX,
     STATES,
     Build,
+    Gauge,
+    Histogram,
     Metrics,
 )
 from elastic_agent.pool.pages import PoolMetrics
