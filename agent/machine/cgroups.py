@@ -8,12 +8,11 @@ a mark that others than root can read. Being able to write is no sign: root can 
 
 Below the agent's own cgroup lies `elastic-agent-INCARNATION`, below that one for each generation; `workers` makes and
 empties those, `guard` empties and removes all at the end. No controller is enabled here, so the agent may stay where
-it is: the kernel's rule against processes beside child cgroups is about controllers.
-
-Without delegation nothing is made, and what is left behind is found by marks, sessions and descent (`guard`).
+it is: the kernel's rule against processes beside child cgroups is about controllers. Without delegation nothing is
+made, and what is left behind is found by marks, sessions and descent (`guard`).
 
 A worker that the kernel's out-of-memory killer ends does so by SIGKILL, as one that a person kills. The kernel counts
-its victims by cgroup before it kills them, in `memory.events` (version 2, with all cgroups below) or in
+its victims before it kills them, in `memory.events` of each cgroup, with all those below (version 2), or in
 `memory.oom_control` (version 1).
 """
 
@@ -37,13 +36,17 @@ def claim_cgroup(incarnation: str) -> Path | None:
     if here is None or not is_delegated(here, os.geteuid()):
         return None
     ours = here / f"elastic-agent-{incarnation}"
-    problem = _make(ours)
-    if problem:
+    try:
+        ours.mkdir()
+        if (kind := (ours / "cgroup.type").read_text().strip()) != "domain":  # below a threaded one
+            ours.rmdir()
+            raise OSError(0, f"it is {kind}")
+    except OSError as error:
         log.warning(
             "the cgroup %s is delegated to this agent, but cannot be used (%s); what workers leave behind is found"
             " by other means",
             here,
-            problem,
+            error.strerror,
         )
         return None
     log.info("the workers of each generation are held in a cgroup below %s", ours)
@@ -59,22 +62,6 @@ def is_delegated(cgroup: Path, uid: int) -> bool:
         except OSError:
             pass
     return uid != 0 and cgroup.stat().st_uid == uid != cgroup.parent.stat().st_uid
-
-
-def _make(cgroup: Path) -> str:
-    """Why workers cannot be put there; empty, and the cgroup is made, if they can."""
-    try:
-        cgroup.mkdir()
-    except OSError as error:
-        return f"{cgroup}: {error.strerror}"
-    if (kind := (cgroup / "cgroup.type").read_text().strip()) != "domain":
-        problem = f"it is {kind}"  # below a threaded one
-    elif not os.access(cgroup.parent / "cgroup.procs", os.W_OK):
-        problem = "its processes may not be moved"
-    else:
-        return ""
-    cgroup.rmdir()
-    return problem
 
 
 # --- Out of memory
@@ -115,13 +102,10 @@ class OomKills:
 
 def find_counter(proc: Path = Path("/proc/self")) -> Path | None:
     """Of the cgroup of this process, or of the nearest around it that counts."""
-    for folder in upwards(own_cgroup("", proc)):
-        if (folder / "memory.events").exists():
-            return folder / "memory.events"
-    here = own_cgroup("memory", proc)
-    if here is not None and (here / "memory.oom_control").exists():
-        return here / "memory.oom_control"
-    return None
+    counters = [folder / "memory.events" for folder in upwards(own_cgroup("", proc))]
+    if (here := own_cgroup("memory", proc)) is not None:
+        counters.append(here / "memory.oom_control")
+    return next(filter(Path.exists, counters), None)
 
 
 def _kills(counter: Path | None) -> int | None:

@@ -25,7 +25,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-from ...codec import Invalid
 from ...health.checks.gpus import (
     GPU_READING,
     HEALTH,
@@ -74,9 +73,9 @@ class NvmlReader:
         self._descriptor = -1
         self._begun = b""
         """Of the next answer. For the io thread."""
-        self.on_memory: Callable[[bytes], object] = lambda answer: None
-        self.on_health: Callable[[bytes], object] = lambda answer: None
-        """Called in the main loop with each answer; an empty one is the process' end, and for both."""
+        self.on_memory: Callable[[Sequence[float] | str], object] = lambda answer: None
+        self.on_health: Callable[[NvmlFacts], object] = lambda answer: None
+        """Called in the main loop with each answer; with the problem, when nothing is to be asked any more."""
 
     def start(self) -> None:
         """Raises OSError."""
@@ -122,10 +121,18 @@ class NvmlReader:
             self._post(partial(self._answered, b""))
 
     def _answered(self, answer: bytes) -> None:
-        if not answer.startswith(b"{"):
-            self.on_memory(answer)
-        if not answer.startswith((b"[", b'"')):
-            self.on_health(answer)
+        try:
+            if answer.startswith(b"{"):
+                self.on_health(GPU_READING.decode(answer))
+                return
+            if answer:
+                self.on_memory(json.loads(answer))
+                return
+            problem = "the process that asks NVML has ended"
+        except ValueError as error:
+            problem = f"the process that asks NVML gives no usable answer: {error}"
+        self.on_memory(problem)
+        self.on_health(NvmlFacts(problem=problem))
 
 
 class GpuMemory:
@@ -173,16 +180,14 @@ class GpuMemory:
             self._asked = self._reader.ask(MEMORY)
         return min(self._until, self._look_at or self._until)
 
-    def handle(self, message: bytes) -> None:
-        """An answer of the reader, or its end: that is empty."""
+    def handle(self, reading: Sequence[float] | str) -> None:
+        """An answer of the reader; a text is a problem, and an empty one needs no words."""
         if not self._asks:
             return
-        try:
-            reading = json.loads(message) if message else "the process that reads it has ended"
-        except ValueError:
-            reading = f"the process that reads it says {message[:200]!r}"
-        if not isinstance(reading, list):
-            self._dismiss(str(reading))
+        if isinstance(reading, str):
+            if reading:
+                log.warning("GPU memory is not waited for any more: %s", reading)
+            self._until, self._asks = None, False
             return
         self._asked = False
         self._baseline = self._baseline or reading
@@ -218,11 +223,6 @@ class GpuMemory:
     @property
     def _held_mib(self) -> float:
         return max(now - before for now, before in zip(self._reading, self._baseline, strict=True))
-
-    def _dismiss(self, problem: str) -> None:
-        if problem:
-            log.warning("GPU memory is not waited for any more: %s", problem)
-        self._until, self._asks = None, False
 
 
 class GpuHealth:
@@ -271,20 +271,15 @@ class GpuHealth:
             self._late = True
             self._say("NVML does not answer in time")
 
-    def handle(self, message: bytes) -> None:
-        """An answer of the reader, or its end: that is empty."""
+    def handle(self, reading: NvmlFacts) -> None:
+        """An answer of the reader. Without the driver's library there is no problem to speak of: the check
+        `gpu-visible` names it."""
         if not self._asks:
             return
-        if not message:
-            self._dismiss("the process that asks NVML has ended")
-            return
-        try:
-            reading = GPU_READING.decode(message)
-        except Invalid as error:
-            self._dismiss(f"the process that asks NVML gives no usable answer: {error}")
-            return
         if reading.absent or reading.problem:
-            self._dismiss(reading.problem)
+            if reading.problem:
+                self._say(reading.problem)
+            self._asks = self._asked = False
             return
         if self._baseline is None:
             self._baseline = self._next_baseline = reading
@@ -306,12 +301,6 @@ class GpuHealth:
     def _ask(self) -> None:
         if self._asks and not self._asked:
             self._asked = self._reader.ask(HEALTH)
-
-    def _dismiss(self, problem: str) -> None:
-        """Without the driver's library there is no problem to speak of: the check `gpu-visible` names it."""
-        if problem:
-            self._say(problem)
-        self._asks = self._asked = False
 
     def _say(self, problem: str) -> None:
         if not self._said:

@@ -138,8 +138,6 @@ class NetworkRequest:
     towards: str | None = None
     memory: bool = False
     """No other node can ever join."""
-    alone: bool = False
-    """One node at a time: it may do without a network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +195,12 @@ def choose(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotRead
 def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | NotReady:
     if wanted.towards is not None:
         route = _interface_of(here.routed, here)
-        if route is None and not wanted.alone:
+        if route is None:
             return NotReady(
                 f"a route to the rendezvous at {wanted.towards}; there are {_listed(here.interfaces)}",
                 "check cables, routes and --rdzv-endpoint",
             )
-        if route is not None and not route.loopback and not route.plumbing:
+        if not route.loopback and not route.plumbing:
             return _routed(route, here.routed, f"the route to the rendezvous at {wanted.towards}", here)
     default = _interface_of(here.default, here)
     if default is not None and default.up and not default.loopback and not default.plumbing:
@@ -210,8 +208,6 @@ def _by_routes(wanted: NetworkRequest, here: HostNetwork) -> NetworkChoice | Not
     fastest = _fastest(here.interfaces)
     if fastest is not None:
         return _choice(*fastest, "the fastest interface that is up, without any default route", here)
-    if wanted.alone:
-        return _loopback(LOOPBACK, "one node, and no other interface is up", here)
     return NotReady(
         f"an interface that other nodes reach; there are {_listed(here.interfaces)}",
         "bring one up, or choose with --local-addr; if all agents are on this machine, "
@@ -342,7 +338,7 @@ def discover_network(config: Config) -> Network | NotReady:
     """Now. Raises ConfigError for what can never work."""
     here = interfaces()
     named = config.local_addr if config.local_addr in {one.name for one in here} else None
-    wanted = NetworkRequest(named, memory=config.solitary, alone=config.nodes.max == 1)
+    wanted = NetworkRequest(named, memory=config.solitary)
     unknown: AddressError | None = None
     addresses: list[str | None] = []
     try:

@@ -34,10 +34,9 @@ class Bench:
         """Handle the next message of the reader. Whether there is a new reading."""
         event = self.events.get(timeout=PATIENCE_S)
         assert callable(event)
-        read: list[bool] = []
-        self.gpus.on_reading = lambda: read.append(True)
+        before = self.gpus._reading
         event()
-        return bool(read)
+        return self.gpus._reading is not before
 
     def fail(self) -> None:
         """A worker does, and NVML answers in time."""
@@ -76,7 +75,6 @@ def ready(bench: Bench) -> Bench:
 def test_healthy_gpus_have_no_faults(ready: Bench) -> None:
     ready.fail()
     assert not ready.faults
-    assert ready.gpus.text.count("uncorrected=0") == 4
 
 
 @pytest.mark.parametrize(

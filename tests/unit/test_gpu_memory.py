@@ -174,7 +174,7 @@ def test_a_machine_without_the_drivers_library_is_not_warned_of(
 ) -> None:
     assert unaccounted_mib(NvmlFacts(absent=True), (ONE,)) == ""
     ready.memory.workers_gone(ready.now)
-    ready.memory.handle(b'""')
+    ready.memory.handle("")
     assert not ready.memory.waiting
     assert not caplog.messages
 
@@ -186,7 +186,7 @@ def test_a_reader_with_a_bug_ends_all_waiting(
     made.start()
     made.answer()
     assert not made.memory.waiting
-    assert "the process that reads it has ended" in caplog.text
+    assert "the process that asks NVML has ended" in caplog.text
 
 
 def test_a_reader_that_was_killed_ends_all_waiting(ready: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,7 +194,7 @@ def test_a_reader_that_was_killed_ends_all_waiting(ready: Bench, caplog: pytest.
     ready.answer()
     ready.memory.workers_gone(ready.now)
     assert not ready.memory.waiting
-    assert "the process that reads it has ended" in caplog.text
+    assert "the process that asks NVML has ended" in caplog.text
 
 
 def test_a_driver_that_hangs_is_asked_only_once(bench: Callable[..., Bench]) -> None:

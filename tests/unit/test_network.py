@@ -56,7 +56,7 @@ TO_OFFICE, TO_FABRIC = NetworkRequest(towards="10.0.0.9"), NetworkRequest(toward
         (NetworkRequest(address="127.0.0.3", towards="127.0.0.1"), "127.0.0.1", None, ("lo", "127.0.0.3")),
         (NetworkRequest(address="fe80::2"), None, None, ("eth2", "fe80::2%eth2")),
         # Then what needs no network.
-        (NetworkRequest(memory=True, alone=True), None, "10.0.0.1", ("lo", "127.0.0.1")),
+        (NetworkRequest(memory=True), None, "10.0.0.1", ("lo", "127.0.0.1")),
         (NetworkRequest(towards="127.0.0.1"), "127.0.0.1", "10.0.0.1", ("lo", "127.0.0.1")),
         (NetworkRequest(towards="::1"), "::1", "10.0.0.1", ("lo", "::1")),
         # Then routes.
@@ -72,7 +72,6 @@ TO_OFFICE, TO_FABRIC = NetworkRequest(towards="10.0.0.9"), NetworkRequest(toward
         (SEVERAL, None, None, ("eth1", "10.1.0.1")),
         (SEVERAL, None, "172.17.0.1", ("eth1", "10.1.0.1")),
         (SEVERAL, None, "10.3.0.1", ("eth1", "10.1.0.1")),
-        (NetworkRequest(towards="10.99.0.9", alone=True), None, None, ("eth1", "10.1.0.1")),
     ],
 )  # fmt: skip
 def test_the_choice(
@@ -132,12 +131,6 @@ def test_what_may_still_come_is_named_and_no_loopback_taken_instead(
     assert found == NotReady(found.missing, found.advice)
     assert re.search(missing, found.missing), found.missing
     assert found.advice
-
-
-def test_one_node_alone_may_use_loopback_where_nothing_else_is_up() -> None:
-    choice = choose(NetworkRequest(towards="10.0.0.9", alone=True), HostNetwork((LO, UNPLUGGED)))
-    assert isinstance(choice, NetworkChoice)
-    assert choice.address == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
