@@ -156,72 +156,59 @@ def contract(place: WorkerPlace, max_restarts: int | None) -> tuple[Variable, ..
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One setting. `of_nccl`: it is nothing to a build of torch for CPUs. `aliases` are its other names, under which
-    the user may have set it."""
-
-    name: str
-    value: str
-    reason: str
-    of_nccl: bool = True
-    aliases: tuple[str, ...] = ()
-    yielding: bool = True
-
-
-_PLACE = "below --log-dir, a folder for each generation; without --log-dir torch's own place is kept"
-_DUMP = "the flight recorder writes that down when a collective does not end"
-_PIPE = "through it the agent asks for the flight recorder's dump when workers seem to hang"
-_HEARTBEAT = (
-    "1.5 times the process-group timeout, so that it does not end a process before that has named the "
-    "collective"
-)
-_STACKS = "to collect stacks a dump waits for Python's lock, which a hung process may never release"
-_ERRORS = (
-    "a failed collective ends its process; torchrun's 1 also tries to abort the communicator, which can hang"
-)
-
-DEFAULTS = (
-    Row(
-        "OMP_NUM_THREADS",
-        "{threads}",
-        "a thread per core in each of several workers is too many",
-        of_nccl=False,
-    ),
-    Row("PYTHONUNBUFFERED", "1", "a killed worker's last words are not lost in a buffer", of_nccl=False),
-    Row("PYTHONFAULTHANDLER", "1", "a worker that dies by a signal says where it was", of_nccl=False),
-    Row(
+ALWAYS = (
+    Variable("OMP_NUM_THREADS", "{threads}", "a thread per core in each of several workers is too many"),
+    Variable("PYTHONUNBUFFERED", "1", "a killed worker's last words are not lost in a buffer"),
+    Variable("PYTHONFAULTHANDLER", "1", "a worker that dies by a signal says where it was"),
+    Variable(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         "3",
-        _ERRORS,
-        of_nccl=False,
+        "a failed collective ends its process; torchrun's 1 also tries to abort the communicator, which can hang",
         aliases=("NCCL_ASYNC_ERROR_HANDLING",),
     ),
-    Row("NCCL_DEBUG", "WARN", "NCCL says which call failed, and nothing else"),
-    Row(
+    Variable(
+        PROCESS_GROUP_TIMEOUT,
+        "{process_group_timeout}",
+        "applied by elastic_agent.worker.init_process_group",
+        yielding=False,
+    ),
+)
+OF_NCCL = (
+    Variable("NCCL_DEBUG", "WARN", "NCCL says which call failed, and nothing else"),
+    Variable(
         "TORCH_FR_BUFFER_SIZE",
         "2000",
         "the flight recorder keeps the last collectives of each rank",
         aliases=("TORCH_NCCL_TRACE_BUFFER_SIZE",),
     ),
-    Row("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", _DUMP),
-    Row(
+    Variable(
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "1",
+        "the flight recorder writes that down when a collective does not end",
+    ),
+    Variable(
         "TORCH_FR_DUMP_TEMP_FILE",
         "{flight_records}/rank_",
-        _PLACE,
+        "below --log-dir, a folder for each generation; without --log-dir torch's own place is kept",
         aliases=("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",),
     ),
-    Row("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "{flight_records}/pipe_", _PIPE),
-    Row("TORCH_INCLUDE_STACK_TRACE", "0", _STACKS),
-    Row(
-        PROCESS_GROUP_TIMEOUT,
-        "{process_group_timeout}",
-        "applied by elastic_agent.worker.init_process_group",
-        of_nccl=False,
-        yielding=False,
+    Variable(
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+        "{flight_records}/pipe_",
+        "through it the agent asks for the flight recorder's dump when workers seem to hang",
     ),
-    Row(HEARTBEAT_VARIABLE, "{heartbeat}", _HEARTBEAT),
+    Variable(
+        "TORCH_INCLUDE_STACK_TRACE",
+        "0",
+        "to collect stacks a dump waits for Python's lock, which a hung process may never release",
+    ),
+    Variable(
+        HEARTBEAT_VARIABLE,
+        "{heartbeat}",
+        "1.5 times the process-group timeout, so that it does not end a process before that has named the collective",
+    ),
 )
+"""They are nothing to a build of torch for CPUs."""
 
 
 def torch_settings(
@@ -238,15 +225,10 @@ def torch_settings(
     }
     known = {name: value for name, value in facts.items() if value}
     return tuple(
-        Variable(row.name, row.value.format(**known), row.reason, row.yielding, "default", row.aliases)
-        for row in DEFAULTS
-        if software.has_nccl or not row.of_nccl
+        replace(row, value=row.value.format(**known), by="default")
+        for row in (*ALWAYS, *(OF_NCCL if software.has_nccl else ()))
         if all(name in known for _, name, _, _ in Formatter().parse(row.value) if name is not None)
     )
-
-
-KEPT_GENERATIONS = 3
-"""In the run directory, for a person who looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,26 +248,9 @@ class Node:
     hostname: str = field(default_factory=socket.gethostname)
 
 
-def worker_spec(
-    config: Config,
-    node: Node,
-    world: World,
-    member: Member,
-    local_rank: int,
-    page: str,
-    stacks: str,
-    flight_records: Path | None,
-) -> WorkerSpec:
-    """The worker at `local_rank` of `member`, which is this node; `page` and `stacks` name what it shares with the
-    agent."""
-    place = WorkerPlace(
-        world,
-        member,
-        local_rank,
-        error_file=error_file(node, world.generation, local_rank),
-        env=replace(node.env, page=page, stacks=stacks),
-        flight_records=flight_records,
-    )
+def worker_spec(config: Config, node: Node, place: WorkerPlace) -> WorkerSpec:
+    """The worker at this place, which is on this node."""
+    member, local_rank = place.member, place.local_rank
     chosen = chosen_variables(config, node.machine, place)
     obstacle = "the command is a program of its own" if config.command.kind == "binary" else ""
     words = {
@@ -294,7 +259,7 @@ def worker_spec(
         "local_rank": local_rank,
         "hostname": node.hostname,
         "node": node.name,
-        "generation": world.generation,
+        "generation": place.world.generation,
     }
     return WorkerSpec(
         place.rank,
@@ -331,23 +296,18 @@ def output_routes(
 
 
 def make_directory(node: Node, generation: int) -> None:
-    """For files of the workers of one generation. Of those of older ones a few stay. Raises OSError; also where the
+    """For files of the workers of one generation, in place of that of the one before. Raises OSError; also where the
     agent's own folder is gone: in a new one, workers could neither ask whether to commit a save nor report."""
     if not os.path.exists(node.env.socket):
         raise NoTemporaryDirectory(
             f"the agent's folder {node.run_dir} was removed, or the sockets in it, at which workers reach this agent: "
             "start it again, and let nothing clean that folder, or name another one in TMPDIR"
         )
-    _directory(node, generation).mkdir(exist_ok=True)
     for folder in node.run_dir.glob("gen*"):
-        if int(folder.name.removeprefix("gen")) <= generation - KEPT_GENERATIONS:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _directory(node: Node, generation: int) -> Path:
-    return node.run_dir / f"gen{generation}"
+        shutil.rmtree(folder, ignore_errors=True)
+    (node.run_dir / f"gen{generation}").mkdir()
 
 
 def error_file(node: Node, generation: int, local_rank: int) -> Path:
     """Where torch writes why the worker failed, in the form that torchrun reads."""
-    return _directory(node, generation) / f"error-{local_rank}.json"
+    return node.run_dir / f"gen{generation}" / f"error-{local_rank}.json"

@@ -1,13 +1,10 @@
 """How workers end: in a planned change, as their return codes say, and with their last step kept.
 
 `DrainState` is a planned change as this node's workers go through it: which end, which have, and which need no wait.
-Without I/O: the `Supervisor` reports what happens, and does what is asked for. A worker that has done its last step
-ends by itself, and is no failure then. It is one if it crashes on the way to its last step. Between the two are
-workers that wait in a step for ranks that have ended already (`rendezvous.node.drain`): their collective may break, or
-never return. So before a crash counts in a drain, and when a worker takes long, the store is asked where all were to
-end.
-
-`classify_exit` says what the end of a worker means: a pure function of its return code and of what was asked of it.
+A worker that has done its last step ends by itself, and is no failure then. It is one if it crashes on the way to its
+last step. Between the two are workers that wait in a step for ranks that have ended already (`rendezvous.node.drain`):
+their collective may break, or never return. So before a crash counts in a drain, and when a worker takes long, the
+store is asked where all were to end.
 
 `JustInTimeState` chooses which worker keeps the last finished step of a failed generation, and for how long the others
 are left alone. Workers that *guard* (`worker/checkpointing/replicated/just_in_time.py`) are asked to hold, if they can
@@ -15,7 +12,8 @@ after the newest step that any worker of this node has finished. When all have a
 one whose boundary is the newest is asked to keep its state, and another one when it fails or dies over it. Then, or
 when the time is over, all are let go, and the generation is stopped as if none guarded.
 
-No I/O: the messages to send are returned. Owned by the main thread; instants are seconds on the monotonic clock.
+No I/O: what happens is reported, and what is to be done or sent is returned. Owned by the main thread; instants are
+seconds on the monotonic clock.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from ...rendezvous.node.drain import stranded
 from ...rendezvous.records import StopAt
 from ...rendezvous.text import counted
 from ...worker.steps.drain import DRAINED
-from ...worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, Kept, ToGuard
+from ...worker.wire.messages import Broken, FromGuard, Go, Guarding, Held, Hold, Keep, ToGuard
 from ...worker.wire.shared_progress import Reading
 
 log = logging.getLogger(__name__)
@@ -43,6 +41,29 @@ STRANDED_S = 2.0
 """A worker that has neither finished a step nor asked for so long, after the last one, waits for others or is busy."""
 
 LOOK_AGAIN_S = 1.0
+
+
+LEAVING = (DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""How a worker ends after its last step in a planned change: as `Drained` does, or as a script does that has kept its
+state by itself."""
+
+AS_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, DRAINED)
+"""How a worker ends that was asked to: by the signal, by a handler or shell in its place, when its grace is over, or
+because a planned change was under way."""
+
+
+class Exit(enum.Enum):
+    ENDED = enum.auto()
+    """With success."""
+    DRAINED = enum.auto()
+    """After the last step of a planned change."""
+    DOUBTFUL = enum.auto()
+    """It crashed in a planned change: a failure, unless it waited in a step for ranks that had ended already."""
+    AS_ASKED = enum.auto()
+    """Because its generation is stopped."""
+    HUNG = enum.auto()
+    """By the signal that the agent sends to workers that do not move."""
+    FAILED = enum.auto()
 
 
 @dataclass(slots=True)
@@ -81,20 +102,23 @@ class DrainState:
     def exited(
         self, local_rank: int, returncode: int, at: float, *, stopping: bool = False, hung: bool = False
     ) -> Exit:
-        """`stopping` and `hung`: see `classify_exit`. What is DOUBTFUL waits for a look."""
-        kind = classify_exit(
-            returncode,
-            stopping=stopping,
-            hung=hung,
-            draining=self.under_way,
-            finished=local_rank in self.finished,
-            kept=local_rank in self.kept,
-        )
-        if kind is Exit.DRAINED:
+        """What this end means. `stopping`: the generation is asked to end; `hung`: because it did not move. What is
+        DOUBTFUL waits for a look."""
+        finished = local_rank in self.finished
+        if stopping:
+            if hung and returncode == -HANG_SIGNAL:
+                return Exit.HUNG
+            if returncode in AS_ASKED:
+                return Exit.AS_ASKED
+        elif local_rank in self.kept or (finished and returncode in LEAVING):
             self.ended.add(local_rank)
-        elif kind is Exit.DOUBTFUL:
-            self.doubtful[local_rank] = returncode, at
-        return kind
+            return Exit.DRAINED
+        if returncode == 0:
+            return Exit.ENDED
+        if stopping or finished or not self.under_way:
+            return Exit.FAILED
+        self.doubtful[local_rank] = returncode, at
+        return Exit.DOUBTFUL
 
     def looked(self, stop: StopAt | None, read: Mapping[int, Reading]) -> dict[int, tuple[int, float]]:
         """Where all were to end is known now, or cannot be. Returns those whose crash was a failure."""
@@ -144,55 +168,8 @@ def _step(read: Mapping[int, Reading], local_rank: int) -> int | None:
     return reading.step if reading is not None else None
 
 
-LEAVING = (DRAINED, 0, -signal.SIGTERM, 128 + signal.SIGTERM)
-"""How a worker ends after its last step in a planned change: as `Drained` does, or as a script does that has kept its
-state by itself."""
-
-AS_ASKED = (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, DRAINED)
-"""How a worker ends that was asked to: by the signal, by a handler or shell in its place, when its grace is over, or
-because a planned change was under way."""
-
-
-class Exit(enum.Enum):
-    ENDED = enum.auto()
-    """With success."""
-    DRAINED = enum.auto()
-    """After the last step of a planned change."""
-    DOUBTFUL = enum.auto()
-    """It crashed in a planned change: a failure, unless it waited in a step for ranks that had ended already."""
-    AS_ASKED = enum.auto()
-    """Because its generation is stopped."""
-    HUNG = enum.auto()
-    """By the signal that the agent sends to workers that do not move."""
-    FAILED = enum.auto()
-
-
-def classify_exit(
-    returncode: int, *, stopping: bool, hung: bool, draining: bool, finished: bool, kept: bool
-) -> Exit:
-    """`stopping`: its generation is asked to end; `hung`: because it did not move. In a planned change (`draining`)
-    this worker has `finished` its last step, and has `kept` the state after it."""
-    if stopping:
-        if hung and returncode == -HANG_SIGNAL:
-            return Exit.HUNG
-        if returncode in AS_ASKED:
-            return Exit.AS_ASKED
-    elif kept or (finished and returncode in LEAVING):
-        return Exit.DRAINED
-    if returncode == 0:
-        return Exit.ENDED
-    return Exit.DOUBTFUL if draining and not finished and not stopping else Exit.FAILED
-
-
 Orders = list[tuple[int, ToGuard]]
 """By local rank."""
-
-
-@dataclass(slots=True)
-class _Guard:
-    answered: bool = False
-    step: int | None = None
-    tried: bool = False
 
 
 class JustInTimeState:
@@ -203,25 +180,31 @@ class JustInTimeState:
         self.generation = generation
         self._grace_s = grace_s
         self._finished = finished
-        self._guards: dict[int, _Guard] = {}
-        self._until: float | None = None
+        self._guards: set[int] = set()
+        self._held: dict[int, int | None] = {}
+        """After which step those stand that have answered; None: it cannot be kept, or that was tried."""
+        self._until = math.inf
         self._keeping: int | None = None
         self.over = False
 
     @property
     def under_way(self) -> bool:
         """The workers must not be signalled now."""
-        return self._until is not None and not self.over
+        return self._until < math.inf and not self.over
 
     def wake_at(self) -> float | None:
-        if not self.under_way or self._until is None:
+        if not self.under_way:
             return None
-        return self._until if self._keeping is not None else self._choose_at(self._until)
+        return self._until if self._keeping is not None else self._choose_at
+
+    @property
+    def _choose_at(self) -> float:
+        return self._until - self._grace_s / 2
 
     def begin(self, now: float, within_s: float = math.inf) -> Orders:
         """The generation has failed, or is stopped before its workers could come to a common last step: then there are
         `within_s` for all. Does nothing when that is known."""
-        if self._until is not None or self.over:
+        if self.under_way or self.over:
             return []
         self._grace_s = min(self._grace_s, within_s)
         if not self._guards or self._grace_s == 0:
@@ -235,16 +218,15 @@ class JustInTimeState:
 
     def received(self, local_rank: int, message: FromGuard, now: float) -> Orders:
         if isinstance(message, Guarding):
-            self._guards[local_rank] = _Guard()
+            self._guards.add(local_rank)
             return [(local_rank, Go())] if self.over else []
-        guard = self._guards.get(local_rank)
-        if guard is None:
+        if local_rank not in self._guards:
             return []
         if isinstance(message, Broken):
             return [(local_rank, Go())] if self.over else self.begin(now)
         if isinstance(message, Held):
-            guard.answered, guard.step = True, message.step
-        elif isinstance(message, Kept) and local_rank == self._keeping:
+            self._held[local_rank] = message.step
+        elif local_rank == self._keeping:
             self._keeping = None
             if message.step is not None:
                 log.info("generation %d: step %d is in memory", self.generation, message.step)
@@ -253,37 +235,30 @@ class JustInTimeState:
 
     def gone(self, local_rank: int, now: float) -> Orders:
         """That worker has ended, or guards no more."""
-        self._guards.pop(local_rank, None)
+        self._guards.discard(local_rank)
+        self._held.pop(local_rank, None)
         if local_rank == self._keeping:
             self._keeping = None
         return self.turn(now)
 
     def turn(self, now: float) -> Orders:
         """What is due."""
-        if not self.under_way or self._until is None:
+        if not self.under_way:
             return []
         if now >= self._until:
             log.warning(
                 "generation %d: its last step was not kept within %g s", self.generation, self._grace_s
             )
             return self._end()
-        waiting = not all(guard.answered for guard in self._guards.values())
-        if self._keeping is not None or (waiting and now < self._choose_at(self._until)):
+        if self._keeping is not None or (self._guards > self._held.keys() and now < self._choose_at):
             return []
-        able = [
-            (guard.step, -local_rank)
-            for local_rank, guard in self._guards.items()
-            if guard.step is not None and not guard.tried
-        ]
+        able = [(step, -local_rank) for local_rank, step in self._held.items() if step is not None]
         if not able:
             log.info("generation %d: no worker of this node could save its last step", self.generation)
             return self._end()
         self._keeping = -max(able)[1]
-        self._guards[self._keeping].tried = True
+        self._held[self._keeping] = None
         return [(self._keeping, Keep(self._until - now))]
-
-    def _choose_at(self, until: float) -> float:
-        return until - self._grace_s / 2
 
     def _end(self) -> Orders:
         self.over = True

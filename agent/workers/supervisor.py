@@ -14,6 +14,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
@@ -31,13 +32,13 @@ from ..observability.observer import Observer
 from ..output.log_files import FLIGHT_RECORDS
 from ..rendezvous_io.worker_links import RefusedSaves
 from .causes import NOT_STARTED, STORE_SERVER
-from .environment import Node, bind_of_rank_0_failed, make_directory, worker_spec
+from .environment import Node, WorkerPlace, bind_of_rank_0_failed, error_file, make_directory, worker_spec
 from .failure_handler import FailureHandler
 from .generation import Generation, HowToStop, Processes, check_master, log_bad_state
 from .hangs.detector import Durations
 from .hangs.facts import StackFile
 from .hangs.keeper import Look
-from .processes.workers import WorkerGroup
+from .processes.workers import WorkerGroup, WorkerSpec
 from .stopping import HANG_SIGNAL, Exit, Orders
 
 log = logging.getLogger(__name__)
@@ -403,24 +404,10 @@ class Supervisor:
         logs.begin(world.job, world.run, number)
         self._processes.evidence.begin(world.job, world.run, number)
         logs.leave_out(bind_of_rank_0_failed(world.master.port))
-        has_nccl = self._node.machine.software.has_nccl
-        records = logs.folder(number, FLIGHT_RECORDS) if has_nccl and logs.has_files else None
         pages = generation.pages
         try:
             make_directory(self._node, number)
-            specs = [
-                worker_spec(
-                    self._config,
-                    self._node,
-                    world,
-                    member,
-                    local_rank,
-                    pages.make(local_rank),
-                    generation.stacks.setdefault(local_rank, StackFile()).path,
-                    records,
-                )
-                for local_rank in range(member.slots)
-            ]
+            specs = [self._spec(generation, member, local_rank) for local_rank in range(member.slots)]
             if world.members[0] == member:
                 self._processes.worker_store.serve(listener)
             generation.group.start(self._config.command.started, specs, self._processes.spares)
@@ -431,3 +418,15 @@ class Supervisor:
             pages.close()  # what is scarce may be the very descriptors that they hold
             return error
         return None
+
+    def _spec(self, generation: Generation, member: Member, local_rank: int) -> WorkerSpec:
+        """With what this worker shares with the agent, which is made here."""
+        node, logs, number = self._node, self._processes.logs, generation.number
+        records = node.machine.software.has_nccl and logs.has_files
+        stacks = generation.stacks[local_rank] = StackFile()
+        place = WorkerPlace(
+            *(generation.world, member, local_rank, error_file(node, number, local_rank)),
+            env=replace(node.env, page=generation.pages.make(local_rank), stacks=stacks.path),
+            flight_records=logs.folder(number, FLIGHT_RECORDS) if records else None,
+        )
+        return worker_spec(self._config, node, place)

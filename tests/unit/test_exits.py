@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from elastic_agent.agent.workers.stopping import AS_ASKED, HANG_SIGNAL, LEAVING, Exit, classify_exit
+from elastic_agent.agent.workers.stopping import AS_ASKED, HANG_SIGNAL, LEAVING, DrainState, Exit
 from elastic_agent.worker.steps.drain import DRAINED
 
 TERMINATED, SHELL_TERMINATED, KILLED, ABORTED, CRASHED = (
@@ -19,6 +19,12 @@ TERMINATED, SHELL_TERMINATED, KILLED, ABORTED, CRASHED = (
 )
 CODES = (0, CRASHED, DRAINED, TERMINATED, SHELL_TERMINATED, KILLED, ABORTED)
 E, D, Q, A, H, F = Exit.ENDED, Exit.DRAINED, Exit.DOUBTFUL, Exit.AS_ASKED, Exit.HUNG, Exit.FAILED
+
+
+def meaning(code: int, *, stopping: bool, hung: bool, draining: bool, finished: bool, kept: bool) -> Exit:
+    since = 1.0 if draining else None
+    state = DrainState(1, since, finished={0} if finished else set(), kept={0} if kept else set())
+    return state.exited(0, code, 2.0, stopping=stopping, hung=hung)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +44,13 @@ E, D, Q, A, H, F = Exit.ENDED, Exit.DRAINED, Exit.DOUBTFUL, Exit.AS_ASKED, Exit.
 )
 def test_each_code_means(flags: str, expected: tuple[Exit, ...]) -> None:
     given = {name: name in flags.split() for name in ("stopping", "hung", "draining", "finished", "kept")}
-    assert tuple(classify_exit(code, **given) for code in CODES) == expected
+    assert tuple(meaning(code, **given) for code in CODES) == expected
 
 
 def test_in_every_combination() -> None:
     for stopping, hung, draining, finished, kept in itertools.product((False, True), repeat=5):
         for code in CODES:
-            kind = classify_exit(
+            kind = meaning(
                 code, stopping=stopping, hung=hung, draining=draining, finished=finished, kept=kept
             )
             if code == 0:

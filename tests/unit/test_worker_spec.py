@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest.mock import Mock
 
-from elastic_agent.agent.workers.environment import KEPT_GENERATIONS, make_directory
+from elastic_agent.agent.workers.environment import make_directory
 
 
 def test_the_run_directory_does_not_grow_with_each_generation(tmp_path: Path) -> None:
@@ -15,5 +15,4 @@ def test_the_run_directory_does_not_grow_with_each_generation(tmp_path: Path) ->
     for generation in (1, 2, 5, *range(7, 130)):
         make_directory(node, generation)
         (tmp_path / f"gen{generation}" / "error-0.json").touch()
-    kept = {f"gen{generation}" for generation in range(130 - KEPT_GENERATIONS, 130)}
-    assert {path.name for path in tmp_path.iterdir()} == {"socket", *kept}
+    assert {path.name for path in tmp_path.iterdir()} == {"socket", "gen129"}
