@@ -45,7 +45,7 @@ from .agent.main.process import write_error_file
 
 if TYPE_CHECKING:
     from .agent.machine.inventory import Machine
-    from .agent.main.prepared import Prepared
+    from .agent.main.assembly import Prepared
 
 
 def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) -> int:

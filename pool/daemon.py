@@ -32,12 +32,11 @@ from ..agent.configuration.rendezvous import ENDPOINT
 from ..agent.configuration.values import CheckMode
 from ..agent.machine.devices import probe
 from ..agent.machine.network import NetworkChoice, reachable_at, unique_node_id, wait_for_network
-from ..agent.main.listeners import http_listener
 from ..agent.main.process import ServiceManager, catch_signals, log_to, take_environment, thread_failed
 from ..agent.output.console import take as take_console
 from ..agent.output.log_files import own_logs
 from ..agent.rendezvous_io.store_link import StoreLink
-from ..agent.rendezvous_io.store_opening import open_store, store_listener, store_options
+from ..agent.rendezvous_io.store_opening import http_listener, open_store, store_listener, store_options
 from ..health.checks.finding import NodeNeeds
 from ..health.checks.runner import BackgroundChecks, CheckRun, failed
 from ..health.checks.table import checks_for

@@ -44,7 +44,7 @@ from ..codec import Document, Invalid
 from ..worker.wire.shared_progress import clock
 
 if TYPE_CHECKING:
-    from ..agent.main.prepared import Prepared
+    from ..agent.main.assembly import Prepared
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ def await_job(
 
     `descriptor` is that of the daemon's socket, `preloads` the words of --preload, `store` the kind of the pool's.
     """
-    from ..agent.main.prepared import preload, prepare_process  # a daemon needs none of it
+    from ..agent.main.assembly import preload, prepare_process  # a daemon needs none of it
 
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)

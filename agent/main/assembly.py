@@ -1,60 +1,136 @@
-"""Makes the parts of an agent from its configuration. What is started, and in which order, is up to `run`."""
+"""What one agent is made of. Its parts are made and started by `run`, in their order.
+
+`Prepared` is what a process can have ready before it is the agent of any job: its threads' queue, its mark, and
+preloaded modules. An agent makes this when it starts. A daemon's standby (`pool/standby.py`) has made it long before,
+and preloads meanwhile what workers import: then the first workers of its job are forked at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 import queue
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+import socket
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from ... import __version__
-from ...health.checks.runner import CheckRun
-from ...health.checks.table import RECHECKS, checks_for
-from ...health.metrics import Build, Metrics
+from ...health.metrics import Metrics
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Endpoint
 from ...rendezvous.store.interface import Store
+from ...threads import listen
+from ...worker.wire.environment import WorkerEnv
+from ...worker.wire.shared_progress import clock
 from ..checkpoints.disk_writer import DiskWriter
 from ..checkpoints.folder import MemoryFolder
 from ..checkpoints.memory_server import MemoryServer
 from ..common.events import Event, IoThread
 from ..common.exits import CannotStart, ExitCode
 from ..common.folders import make_own
+from ..common.ports import PortError, bind_listener
 from ..configuration.config import NO_FILES, Config, LogConfig
 from ..machine.gpus import GpuHealth, GpuMemory
-from ..machine.inventory import Machine, needs_of
+from ..machine.inventory import Machine
 from ..machine.network import Network
 from ..observability.observer import Observer
-from ..observability.page import LOOKS_WITHIN_S, Board
-from ..observability.sources import AgentsSource
 from ..observability.status import NodeState
 from ..output.console import Console
-from ..output.journal import EventFile, Journal, Kind
+from ..output.journal import Journal
 from ..output.log_files import own_logs
 from ..output.masking import masked, secrets_in
-from ..rendezvous_io.node_checks import JoinChecks, Recheck
+from ..rendezvous_io.node_checks import NodeChecks
 from ..rendezvous_io.store_link import PeerLink, StoreLink
-from ..rendezvous_io.worker_links import ReportReceiver
-from ..workers.causes import CauseTable
+from ..rendezvous_io.store_opening import http_listener, store_listener
 from ..workers.environment import Node
-from ..workers.preloader.spares import Spares
+from ..workers.preloader.spares import Interpreter, Spares
 from ..workers.processes.guard import Guard
-from ..workers.processes.subreaper import Subreaper
+from ..workers.processes.subreaper import Subreaper, adopt_orphans
+from ..workers.processes.workers import job_python
 from .heartbeat import Heartbeat, Probes
-from .listeners import Listeners
-from .prepared import Prepared, interpreter_of, new_spares
-from .process import ServiceManager
+from .process import ServiceManager, thread_failed
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_EVENTS = 10_000
-"""Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    incarnation: str
+    events: queue.SimpleQueue[Event]
+    io: IoThread
+    """It runs."""
+    subreaper: Subreaper
+    adoption_error: str
+    """Why orphans of workers are not adopted, and none can be forked; empty where they are."""
+    spares: Spares | None = None
+    """Those of an unknown job, which are being preloaded."""
+
+
+def prepare_process() -> Prepared:
+    """To be called once, before this process has started any other. Raises OSError."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    listen(lambda thread, error: thread_failed(events, thread, error))
+    subreaper, adoption_error, io = Subreaper(), adopt_orphans(), IoThread()
+    io.start()
+    return Prepared(uuid.uuid4().hex[:12], events, io, subreaper, adoption_error)
+
+
+def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, str]) -> Prepared:
+    """With what these words of --preload name, in this environment, where that can be."""
+    if prepared.adoption_error or not words:
+        return prepared
+    spares = new_spares(prepared, interpreter_of(prepared, environment), words, wanted=0)
+    spares.start()
+    return replace(prepared, spares=spares)
+
+
+def interpreter_of(prepared: Prepared, environment: Mapping[str, str]) -> Interpreter:
+    """By its mark the guard finds the preloaded process, too."""
+    marked = {**environment, **WorkerEnv(incarnation=prepared.incarnation).variables()}
+    return Interpreter(job_python(environment), marked)
+
+
+def new_spares(prepared: Prepared, interpreter: Interpreter, words: Sequence[str], wanted: int) -> Spares:
+    return Spares(interpreter, words, wanted, prepared.io, prepared.events.put, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Bound before anything is started: a port that cannot be had is refused by its number."""
+
+    workers: socket.socket
+    """For the store of the next generation's workers."""
+    http: socket.socket
+    store: socket.socket | None
+    """For the rendezvous store, if this agent is to host it."""
+    memory: socket.socket | None
+    """For the memory servers and workers of other nodes, if there can be any."""
+
+
+def bind_for_workers(config: Config, address: str) -> socket.socket:
+    """On a port that the configuration allows. Raises PortError."""
+    return bind_listener(address, config.port_range or 0, "master")
+
+
+def bind_all(config: Config, endpoint: Endpoint | None, address: str, *, copies: bool) -> Listeners:
+    """`copies`: of the workers' states, in memory; where no port is left for these the agent does without. Raises
+    CannotStart."""
+    memory = None
+    try:
+        workers, http = bind_for_workers(config, address), http_listener(config, address)
+        store = store_listener(config, endpoint, address)
+    except PortError as error:
+        raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
+    if copies and not config.solitary:
+        try:
+            memory = bind_listener(address, config.port_range or 0, "copies in memory", tries_for_s=0.0)
+        except PortError as error:
+            log.warning(
+                "other nodes cannot read copies in this node's memory, nor keep replicas here: %s", error
+            )
+    return Listeners(workers, http, store, memory)
 
 
 class _Service(Protocol):
@@ -66,62 +142,61 @@ class _Service(Protocol):
 _S = TypeVar("_S", bound=_Service)
 
 
-@dataclass(slots=True)
 class Agent:
     """One agent: what it is from its first moment on, and below that its parts, which `run` makes in their order."""
 
-    config: Config
-    name: str
-    incarnation: str
-    environment: Mapping[str, str]
-    """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
-    events: queue.SimpleQueue[Event]
-    io: IoThread
-    manager: ServiceManager
-    console: Console
-    subreaper: Subreaper
-    machine: Machine
-    clock: Callable[[], float]
-    run_directory: Path | None = None
-    """The folder of the folders of runs, which hold events and evidence; None: no files are kept."""
-    in_force: tuple[str, ...] = ()
-    """The settings in force, for people."""
-    started_at: float = field(init=False)
-    ends: contextlib.ExitStack = field(init=False, default_factory=contextlib.ExitStack)
-    """What is to be closed at the end, the newest first."""
-
-    network: Network = field(init=False)
-    metrics: Metrics = field(init=False)
-    journal: Journal = field(init=False)
-    state: NodeState = field(init=False)
-    memory: MemoryFolder | None = field(init=False)
-    listeners: Listeners = field(init=False)
-    node: Node = field(init=False)
-    guard: Guard = field(init=False)
-    gpu_memory: GpuMemory = field(init=False)
-    gpu_health: GpuHealth = field(init=False)
-    spares: Spares = field(init=False)
-    checks: JoinChecks = field(init=False)
-    recheck: Recheck = field(init=False)
-    probes: Probes = field(init=False)
-    http: tuple[str, int] = field(init=False)
-    """Where this agent answers."""
-    store: Store = field(init=False)
-    participant: Participant = field(init=False)
-    link: StoreLink = field(init=False)
-    peers: PeerLink = field(init=False)
-    heartbeat: Heartbeat = field(init=False)
-    disk_writer: DiskWriter = field(init=False)
-    memory_server: MemoryServer | None = field(init=False)
-    observer: Observer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started_at = self.clock()
-
-    @property
-    def secrets(self) -> Collection[str]:
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        prepared: Prepared,
+        environment: Mapping[str, str],
+        manager: ServiceManager,
+        console: Console,
+        machine: Machine,
+        run_directory: Path | None = None,
+        in_force: Sequence[str] = (),
+    ) -> None:
+        self.config, self.name, self.prepared = config, name, prepared
+        self.environment = environment
+        """What the workers inherit: the agent's own, as it was before the agent changed anything for itself."""
+        self.manager, self.console, self.machine = manager, console, machine
+        self.run_directory = run_directory
+        """The folder of the folders of runs, which hold events and evidence; None: no files are kept."""
+        self.in_force = in_force
+        """The settings in force, for people."""
+        self.incarnation, self.subreaper = prepared.incarnation, prepared.subreaper
+        self.events, self.post, self.io = prepared.events, prepared.events.put, prepared.io
+        self.clock = clock
+        self.started_at = clock()
+        self.ends = contextlib.ExitStack()
+        """What is to be closed at the end, the newest first."""
+        self.secrets = secrets_in(environment)
         """Known values, which nothing that others read may have."""
-        return secrets_in(self.environment)
+
+    network: Network
+    metrics: Metrics
+    journal: Journal
+    state: NodeState
+    memory: MemoryFolder | None
+    listeners: Listeners
+    node: Node
+    guard: Guard
+    gpu_memory: GpuMemory
+    gpu_health: GpuHealth
+    spares: Spares
+    checks: NodeChecks
+    probes: Probes
+    http: tuple[str, int]
+    """Where this agent answers."""
+    store: Store
+    participant: Participant
+    link: StoreLink
+    peers: PeerLink
+    heartbeat: Heartbeat
+    disk_writer: DiskWriter
+    memory_server: MemoryServer | None
+    observer: Observer
 
     def started(self, service: _S) -> _S:
         """Until this agent ends."""
@@ -139,19 +214,18 @@ def choose_folders(logs: LogConfig) -> tuple[LogConfig, Path | None]:
     if logs.directory is not None:
         try:
             logs.directory.mkdir(parents=True, exist_ok=True)
+            return logs, logs.directory
         except OSError as error:
             reason = (
                 f"--log-dir {logs.directory} cannot be made: {error.strerror}; name another, or leave it out"
             )
             raise CannotStart(ExitCode.NOT_HERE, reason) from error
-        return logs, logs.directory
     try:
         own = own_logs()
         make_own(own, readable=True)
     except OSError as error:
         log.warning(
-            "all that workers print goes to the console, and none to files, nor do events and evidence of "
-            "failures: %s; set --log-dir",
+            "what workers print goes to the console alone, and events and evidence nowhere: %s; set --log-dir",
             error,
         )
         return logs, None
@@ -161,58 +235,14 @@ def choose_folders(logs: LogConfig) -> tuple[LogConfig, Path | None]:
     return replace(logs, directory=own), own
 
 
-def journal_of(agent: Agent) -> Journal:
-    secrets, count_lost = agent.secrets, partial(agent.metrics.dropped_total.inc, what="events")
-    keeps = agent.run_directory is not None
-    file = EventFile(count_lost, beside=about_node(agent.name, agent.in_force, secrets)) if keeps else None
-    journal = Journal(agent.name, time.time, file, secrets=secrets)
-    journal.note(Kind.AGENT_STARTED, f"agent {__version__} starts, incarnation {agent.incarnation}")
-    return journal
-
-
 def about_node(name: str, in_force: Sequence[str], secrets: Collection[str]) -> dict[str, str]:
     """The files about one node in the folder of a run: its settings."""
     return {f"configuration-{name}.toml": masked("\n".join(in_force), secrets)} if in_force else {}
 
 
-def metrics_of(agent: Agent) -> Metrics:
-    config, machine, clock = agent.config, agent.machine, agent.clock
-    metrics = Metrics(
-        config.rendezvous.job_id,
-        agent.name,
-        Build(
-            version=__version__,
-            torch_version=machine.software.torch or "",
-            nccl_version=machine.software.nccl or "",
-            python_version=platform.python_version(),
-        ),
-        workers=machine.workers,
-        min_nodes=config.nodes.min,
-        started_at_s=time.time() - (clock() - agent.started_at),  # the network may have taken its time
-        causes=CauseTable(config.causes).names,
-    )
-    agent.console.count_lost(partial(metrics.dropped_total.inc, what="console_lines"))
-    return metrics
-
-
-def checks_of(agent: Agent) -> JoinChecks:
-    needs = needs_of(agent.config, agent.machine)
-    checks = checks_for(needs)
-    return JoinChecks(
-        agent.config.check,
-        lambda: CheckRun(checks, needs, agent.environment),
-        agent.events.put,
-    )
-
-
-def recheck_of(agent: Agent) -> Recheck:
-    needs = needs_of(agent.config, agent.machine)
-    checks = (*checks_for(needs), *RECHECKS)
-    return Recheck(lambda: CheckRun(checks, needs, agent.environment), agent.events.put)
-
-
-def spares_of(agent: Agent, prepared: Prepared) -> Spares:
+def spares_of(agent: Agent) -> Spares:
     """Those that are prepared, where they are as this job needs them, or new ones; started, where they can be."""
+    prepared = agent.prepared
     command, words, wanted = agent.config.command, agent.config.preload, agent.machine.workers + 1
     interpreter = interpreter_of(prepared, agent.environment)
     forks = bool(words) and command.kind != "binary" and not prepared.adoption_error
@@ -227,38 +257,3 @@ def spares_of(agent: Agent, prepared: Prepared) -> Spares:
     if forks:
         spares.start()
     return spares
-
-
-def state_of(agent: Agent) -> NodeState:
-    return NodeState(
-        agent.config.rendezvous.job_id,
-        agent.name,
-        agent.incarnation,
-        agent.metrics,
-        lease_ttl_s=agent.config.rendezvous.lease_ttl_s,
-        clock=agent.clock,
-        wall_clock=time.time,
-        secrets=agent.secrets,
-    )
-
-
-def board_of(agent: Agent) -> Board:
-    about = {
-        "job": agent.config.rendezvous.job_id,
-        "node": agent.name,
-        "incarnation": agent.incarnation,
-        "version": __version__,
-    }
-    own = Endpoint(*agent.listeners.http.getsockname()[:2])
-    return Board(agent.journal, about, agent.state, AgentsSource(lambda: [own], LOOKS_WITHIN_S, here=False))
-
-
-def receiver_of(agent: Agent) -> ReportReceiver:
-    events = agent.events
-    return ReportReceiver(
-        Path(agent.node.env.reports),
-        events.put,
-        lambda: events.qsize() < MAX_WAITING_EVENTS,
-        agent.clock,
-        partial(agent.metrics.dropped_total.inc, what="reports"),
-    )

@@ -143,9 +143,9 @@ class Loop:
         notice, obey_at = self._notice, self._obey_at()
         if notice is not None and obey_at is not None and now >= obey_at:
             self._leave(f"a notice: {notice.text}", now, TIME_IS_OVER)
-        self._take_findings(now)
+        if (findings := self._agent.checks.take(participant, now)) is not None:
+            self._agent.state.findings = findings
         observer.compare(participant)
-        self._agent.recheck.turn(participant, now)
         again_at = self._driver.turn(now)
         snapshot = participant.snapshot
         observer.update(snapshot, supervisor.group, now)
@@ -407,12 +407,6 @@ class Loop:
         log.warning("the notice is withdrawn")
         self._notice = None
         self._agent.observer.noticed("", None)
-
-    def _take_findings(self, now: float) -> None:
-        """Of checks that have ended since the last turn."""
-        for checks in (self._agent.checks, self._agent.recheck):
-            if (findings := checks.take(self._participant, now)) is not None:
-                self._agent.state.findings = findings
 
     def _obey_at(self) -> float | None:
         """When this node leaves because of the notice; None: there is none, or it leaves already."""

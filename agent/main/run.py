@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import platform
 import random
 import tempfile
 import time
@@ -16,9 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
+from ... import __version__
+from ...health.checks.runner import CheckRun
+from ...health.checks.table import RECHECKS, checks_for
 from ...health.http import NODE_PATH, Answers, HealthServer, json_page, rested
+from ...health.metrics import Build, Metrics
 from ...rendezvous.liveness.lease_validity import LEASE_MARGIN
 from ...rendezvous.node.participant import Participant
 from ...rendezvous.node.snapshot import NodeSnapshot
@@ -35,19 +39,22 @@ from ..common.ports import OfferedPort
 from ..configuration.config import Config
 from ..machine.cgroups import claim_cgroup
 from ..machine.gpus import GpuHealth, GpuMemory, NvmlReader
-from ..machine.inventory import Machine
-from ..machine.network import Network, NotReady, reachable_at, unique_node_id, wait_for_network
+from ..machine.inventory import Machine, needs_of
+from ..machine.network import NotReady, reachable_at, unique_node_id, wait_for_network
 from ..machine.notices import NoticeWatch, source_for
 from ..observability.observer import Observer
-from ..observability.page import OVERVIEW_PATH, PAGE_PATH, read_page
-from ..observability.status import JOB_PATH, STATUS_PATH
+from ..observability.page import LOOKS_WITHIN_S, OVERVIEW_PATH, PAGE_PATH, Board, read_page
+from ..observability.sources import AgentsSource
+from ..observability.status import JOB_PATH, STATUS_PATH, NodeState
 from ..output.console import take as take_console
-from ..output.journal import EVENTS_PATH
+from ..output.journal import EVENTS_PATH, EventFile, Journal, Kind
 from ..output.worker_logs import WorkerLogs
+from ..rendezvous_io.node_checks import NodeChecks
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import open_store, policy_of, program_of, store_options
 from ..rendezvous_io.worker_answers import CommitFence, LastSteps
-from ..rendezvous_io.worker_links import WorkerLinks
+from ..rendezvous_io.worker_links import ReportReceiver, WorkerLinks
+from ..workers.causes import CauseTable
 from ..workers.environment import Node, worker_env
 from ..workers.generation import Processes
 from ..workers.hangs.keeper import EvidenceKeeper
@@ -64,20 +71,16 @@ from ..workers.processes.workers import GroupHelpers, WorkerGroup
 from ..workers.supervisor import Supervisor
 from .assembly import (
     Agent,
-    board_of,
-    checks_of,
+    Prepared,
+    about_node,
+    bind_all,
+    bind_for_workers,
     choose_folders,
-    journal_of,
-    metrics_of,
-    receiver_of,
-    recheck_of,
+    prepare_process,
     spares_of,
-    state_of,
 )
 from .heartbeat import Heartbeat, Probes
-from .listeners import bind_all, bind_allowed
 from .loop import Ending, Loop
-from .prepared import Prepared, prepare_process
 from .process import (
     ServiceManager,
     catch_signals,
@@ -94,6 +97,9 @@ HOST_LINGERS_S = 15.0
 """How long the node that hosts the store keeps it up for the others to read how the job ended: above their lease's
 time to live, after which a silent one is known to be gone."""
 
+MAX_WAITING_EVENTS = 10_000
+"""Reports are dropped while so many events wait; everything else is bounded by what the loop itself has asked."""
+
 
 def run(
     config: Config, machine: Machine, prepared: Prepared | None = None, in_force: Sequence[str] = ()
@@ -108,23 +114,11 @@ def run(
     manager = ServiceManager(os.environ, clock)
     environment = take_environment()
     try:
-        logs, run_directory = choose_folders(config.logs)
-        agent = Agent(
-            replace(config, logs=logs),
-            name,
-            prepared.incarnation,
-            environment,
-            prepared.events,
-            prepared.io,
-            manager,
-            console,
-            prepared.subreaper,
-            machine,
-            clock=clock,
-            run_directory=run_directory,
-            in_force=tuple(in_force),
+        logs, directory = choose_folders(config.logs)
+        config = replace(config, logs=logs)
+        ending = _run(
+            Agent(config, name, prepared, environment, manager, console, machine, directory, in_force)
         )
-        ending = _run(agent, prepared)
     except CannotStart as refusal:
         ending = Ending(refusal.code, str(refusal))
     except Exception as error:
@@ -142,23 +136,17 @@ def run(
     return ending.code
 
 
-_T = TypeVar("_T")
-
-
-def _run(agent: Agent, prepared: Prepared) -> Ending:
+def _run(agent: Agent) -> Ending:
     """In the order that the module's docstring explains."""
     catch_signals(agent.events, agent.config.stop.more_signals)
     end_in_time(agent.config.stop)
-    if prepared.adoption_error:
-        log.warning("what workers leave behind is not adopted: %s", prepared.adoption_error)
-    agent.network = _wait_for_network(agent)
-    agent.machine = replace(agent.machine, network=agent.network)
-    agent.metrics = metrics_of(agent)
+    if agent.prepared.adoption_error:
+        log.warning("what workers leave behind is not adopted: %s", agent.prepared.adoption_error)
+    _wait_for_network(agent)
     with agent.ends:
-        agent.journal = agent.started(journal_of(agent))
-        log_to(agent.console, agent.name, agent.config.logs, lambda: agent.journal.generation)
+        _keep_books(agent)
         _claim(agent)
-        _start_helpers(agent, prepared)
+        _start_helpers(agent)
         _check(agent)
         _serve_http(agent)
         agent.manager.ready()
@@ -166,9 +154,6 @@ def _run(agent: Agent, prepared: Prepared) -> Ending:
         _make_rendezvous(agent)
         processes = _serve_workers(agent)
         agent.link.start()
-        agent.observer = Observer(
-            agent.metrics, agent.state, agent.journal, agent.run_directory, agent.started_at
-        )
         loop = _make_loop(agent, processes)
         _watch_for_notices(agent, loop)
         agent.probes.begin(agent.participant, agent.heartbeat)
@@ -178,18 +163,55 @@ def _run(agent: Agent, prepared: Prepared) -> Ending:
 # ---------------------------------------------------------------- refused before anything is started
 
 
-def _wait_for_network(agent: Agent) -> Network:
+def _wait_for_network(agent: Agent) -> None:
     """As it was found before, or as soon as it is there."""
-    found = agent.machine.network
+    found, config, doing = agent.machine.network, agent.config, "waiting for the network"
     if isinstance(found, NotReady):
-        found = _wait(agent, "waiting for the network", lambda: wait_for_network(agent.config))
+        turn = partial(agent.manager.turn, doing)
+        found = unless_stopped(
+            lambda: wait_for_network(config), agent.events, doing, turn, requeues=config.stop.requeues
+        )
     log.info("network: %s", found.choice)
-    return found
+    agent.network, agent.machine = found, replace(agent.machine, network=found)
 
 
-def _wait(agent: Agent, doing: str, work: Callable[[], _T]) -> _T:
-    requeues = agent.config.stop.requeues
-    return unless_stopped(work, agent.events, doing, lambda: agent.manager.turn(doing), requeues=requeues)
+def _keep_books(agent: Agent) -> None:
+    """Metrics, the journal of events, and what others see of this node."""
+    config, machine, secrets, job = agent.config, agent.machine, agent.secrets, agent.config.rendezvous.job_id
+    software = machine.software
+    metrics = agent.metrics = Metrics(
+        job,
+        agent.name,
+        Build(
+            version=__version__,
+            torch_version=software.torch or "",
+            nccl_version=software.nccl or "",
+            python_version=platform.python_version(),
+        ),
+        workers=machine.workers,
+        min_nodes=config.nodes.min,
+        started_at_s=time.time() - (agent.clock() - agent.started_at),  # the network may have taken its time
+        causes=CauseTable(config.causes).names,
+    )
+    agent.console.count_lost(partial(metrics.dropped_total.inc, what="console_lines"))
+    file = None
+    if agent.run_directory is not None:
+        beside = about_node(agent.name, agent.in_force, secrets)
+        file = EventFile(partial(metrics.dropped_total.inc, what="events"), beside=beside)
+    journal = agent.journal = agent.started(Journal(agent.name, time.time, file, secrets=secrets))
+    journal.note(Kind.AGENT_STARTED, f"agent {__version__} starts, incarnation {agent.incarnation}")
+    log_to(agent.console, agent.name, config.logs, lambda: journal.generation)
+    agent.state = NodeState(
+        job,
+        agent.name,
+        agent.incarnation,
+        metrics,
+        lease_ttl_s=config.rendezvous.lease_ttl_s,
+        clock=agent.clock,
+        wall_clock=time.time,
+        secrets=secrets,
+    )
+    agent.observer = Observer(metrics, agent.state, journal, agent.run_directory, agent.started_at)
 
 
 def _claim(agent: Agent) -> None:
@@ -217,7 +239,7 @@ def _claim(agent: Agent) -> None:
 # ---------------------------------------------------------------- started before the store is found
 
 
-def _start_helpers(agent: Agent, prepared: Prepared) -> None:
+def _start_helpers(agent: Agent) -> None:
     """Processes that serve the workers of all generations."""
     agent.ends.callback(agent.io.close)
     guard = agent.guard = Guard()
@@ -225,30 +247,37 @@ def _start_helpers(agent: Agent, prepared: Prepared) -> None:
     folders = [run_dir] if agent.memory is None else [run_dir, agent.memory.path]
     guard.start(agent.incarnation, folders, agent.node.cgroup)
     agent.ends.callback(guard.close)
-    reader = NvmlReader(agent.machine.gpus, agent.environment, agent.io, agent.events.put)
-    agent.started(reader)
+    reader = agent.started(NvmlReader(agent.machine.gpus, agent.environment, agent.io, agent.post))
     agent.gpu_memory = GpuMemory(reader, agent.config.gpu_memory_wait_s, agent.clock)
     agent.gpu_memory.start()
     agent.gpu_health = GpuHealth(reader)
     agent.gpu_health.start()
-    agent.spares = spares_of(agent, prepared)
+    agent.spares = spares_of(agent)
     agent.ends.callback(agent.spares.close)
 
 
 def _check(agent: Agent) -> None:
     """Beside all that follows."""
-    checks, recheck = agent.checks, agent.recheck = checks_of(agent), recheck_of(agent)
-    for each in (checks, recheck):
-        agent.ends.callback(each.runs.close)
-    agent.subreaper.add_known(lambda: [*checks.runs.pids, *recheck.runs.pids])
+    needs = needs_of(agent.config, agent.machine)
+
+    def new_run(of_excluded: bool) -> CheckRun:
+        checks = (*checks_for(needs), *(RECHECKS if of_excluded else ()))
+        return CheckRun(checks, needs, agent.environment)
+
+    checks = agent.checks = NodeChecks(agent.config.check, new_run, agent.post)
+    agent.ends.callback(checks.runs.close)
+    agent.subreaper.add_known(lambda: checks.runs.pids)
     checks.begin(agent.incarnation)
 
 
 def _serve_http(agent: Agent) -> None:
-    state = agent.state = state_of(agent)
+    state, job = agent.state, agent.config.rendezvous.job_id
     introduction = Introduction(agent.name, agent.incarnation, generation=0)
     probes = agent.probes = Probes(introduction, agent.clock, agent.secrets)
-    page, board = read_page(), board_of(agent)
+    own = Endpoint(*agent.listeners.http.getsockname()[:2])
+    about = {"job": job, "node": agent.name, "incarnation": agent.incarnation, "version": __version__}
+    board = Board(agent.journal, about, state, AgentsSource(lambda: [own], LOOKS_WITHIN_S, here=False))
+    page = read_page()
     answers = Answers(
         state.metrics,
         probes.liveness,
@@ -321,14 +350,17 @@ def _make_rendezvous(agent: Agent) -> None:
         else:
             agent.metrics.store_request_duration_seconds.observe(took_s, operation=operation)
 
-    post, turning = agent.events.put, lambda: heartbeat.turning
-    agent.link = StoreLink(agent.store, participant, lease_ttl_s, post, clock, rng, turning, asked)
+    agent.link = StoreLink(
+        agent.store, participant, lease_ttl_s, agent.post, clock, rng, lambda: heartbeat.turning, asked
+    )
+    agent.peers = PeerLink(participant.probed, agent.post, clock)
 
 
 def _serve_workers(agent: Agent) -> Processes:
     """What starts workers, what answers them, and what writes their checkpoints."""
-    node, clock, post, io = agent.node, agent.clock, agent.events.put, agent.io
+    node, clock, post, io = agent.node, agent.clock, agent.post, agent.io
     guard, subreaper, spares, env = agent.guard, agent.subreaper, agent.spares, node.env
+    dropped = agent.metrics.dropped_total
 
     def latest() -> NodeSnapshot:
         return agent.participant.snapshot
@@ -340,20 +372,31 @@ def _serve_workers(agent: Agent) -> Processes:
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
     agent.ends.callback(worker_store.close)
-    lost = partial(agent.metrics.dropped_total.inc, what="log_bytes")
-    files = agent.config.logs.directory is not None
+    files, lost = agent.config.logs.directory is not None, partial(dropped.inc, what="log_bytes")
     logs = agent.started(
         WorkerLogs(agent.run_directory, node.name, agent.console, count_lost=lost, files=files)
     )
-    commits = CommitFence(agent.store, latest, clock)
     last_steps = LastSteps(agent.store, latest, post, clock)
-    links = WorkerLinks(env, commits, last_steps, receiver_of(agent), io, post)
+    reports = ReportReceiver(
+        Path(env.reports),
+        post,
+        lambda: agent.events.qsize() < MAX_WAITING_EVENTS,
+        clock,
+        partial(dropped.inc, what="reports"),
+    )
+    links = WorkerLinks(env, CommitFence(agent.store, latest, clock), last_steps, reports, io, post)
     agent.ends.callback(links.close)
     disk_writer = agent.disk_writer = agent.started(
         DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)
     )
+    memory_server, listener = None, agent.listeners.memory
+    if agent.memory is not None and listener is not None:  # there can be other nodes
+        place = ServerPlace(agent.memory, agent.name, Path(env.memory_server), env.reports, listener)
+        memory_server = agent.started(MemoryServer(place, agent.store, agent.environment, io, post))
+    agent.memory_server = memory_server
+    evidence = EvidenceKeeper(agent.name, agent.run_directory, clock, agent.secrets)
+    agent.ends.callback(evidence.close)
     subreaper.add_known(lambda: (guard.pid, *agent.gpu_health.pids, *worker_store.pids))
-    memory_server = agent.memory_server = _serve_memory(agent)
     subreaper.add_known(lambda: (*disk_writer.pids, *spares.pids))
     subreaper.add_known(lambda: memory_server.pids if memory_server is not None else ())
     subreaper.expect_sessions(lambda: spares.sessions)
@@ -366,41 +409,19 @@ def _serve_workers(agent: Agent) -> Processes:
         logs=logs,
         links=links,
         last_steps=last_steps,
-        evidence=_keep_evidence(agent),
+        evidence=evidence,
         signs=agent.started(SignReader(post, clock)),
         gpus=agent.gpu_health,
     )
 
 
-def _keep_evidence(agent: Agent) -> EvidenceKeeper:
-    keeper = EvidenceKeeper(agent.name, agent.run_directory, agent.clock, agent.secrets)
-    agent.ends.callback(keeper.close)
-    return keeper
-
-
-def _serve_memory(agent: Agent) -> MemoryServer | None:
-    """For other nodes, where there can be any."""
-    listener, env = agent.listeners.memory, agent.node.env
-    if agent.memory is None or listener is None:
-        return None
-    place = ServerPlace(
-        agent.memory,
-        agent.name,
-        Path(env.memory_server),
-        env.reports,
-        listener,
-    )
-    return agent.started(MemoryServer(place, agent.store, agent.environment, agent.io, agent.events.put))
-
-
 def _make_loop(agent: Agent, processes: Processes) -> Loop:
-    agent.peers = PeerLink(agent.participant.probed, agent.events.put, agent.clock)
     supervisor = Supervisor(
-        agent.config, agent.node, agent.participant, agent.observer, processes, agent.events.put, agent.clock
+        agent.config, agent.node, agent.participant, agent.observer, processes, agent.post, agent.clock
     )
     processes.links.start(supervisor)
-    address = agent.network.choice.address
-    port = OfferedPort(agent.listeners.workers, lambda: bind_allowed(agent.config, address, "master"))
+    config, address = agent.config, agent.network.choice.address
+    port = OfferedPort(agent.listeners.workers, lambda: bind_for_workers(config, address))
     return Loop(agent, supervisor, port)
 
 

@@ -117,6 +117,16 @@ def _digest(command: Command) -> str:
         return ""
 
 
+def http_listener(config: Config, address: str) -> socket.socket:
+    """For metrics and probes. Raises PortError."""
+    http = config.http_address
+    if http is None and config.solitary:
+        http = Endpoint(LOOPBACK, 0)
+    if http is None:
+        return bind_listener(address, config.port_range or 0, "metrics")
+    return bind_listener(http.address, http.port, "metrics")
+
+
 def store_listener(config: Config, endpoint: Endpoint | None, address: str) -> socket.socket | None:
     """The socket of the store, if this agent is to host it. Raises PortError.
 

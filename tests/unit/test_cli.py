@@ -28,7 +28,7 @@ from elastic_agent.agent.machine import inventory as machine
 from elastic_agent.agent.machine.devices import Inventory
 from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network import Network, NetworkChoice
-from elastic_agent.agent.main.prepared import Prepared
+from elastic_agent.agent.main.assembly import Prepared
 from elastic_agent.cli import main
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))

@@ -14,7 +14,7 @@ import pytest
 from elastic_agent.agent.common.events import Event, Signalled
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.configuration.values import CheckMode
-from elastic_agent.agent.rendezvous_io.node_checks import AGAIN_S, CHECKING, JoinChecks
+from elastic_agent.agent.rendezvous_io.node_checks import AGAIN_S, CHECKING, NodeChecks
 from elastic_agent.health.checks.finding import Finding, Outcome
 from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.rendezvous.node.participant import Participant
@@ -62,11 +62,12 @@ class Scenery:
     runs: list[FakeRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.checks = JoinChecks(self.mode, self.new_run, self.events.put)
+        self.checks = NodeChecks(self.mode, self.new_run, self.events.put)
         bench = Bench()
         self.part: Participant = bench.join("a", ALONE, held_back=self.checks.held_back).part
 
-    def new_run(self) -> FakeRun:
+    def new_run(self, of_excluded: bool) -> FakeRun:
+        assert not of_excluded
         self.runs.append(FakeRun(self.found[len(self.runs)], self.hangs))
         return self.runs[-1]
 
@@ -191,7 +192,7 @@ class Checked(Scene):
 
     found: Iterator[Sequence[Finding]]
 
-    def new_run(self) -> CheckRun:
+    def new_run(self, of_excluded: bool) -> CheckRun:
         return FakeRun(next(self.found))
 
 
@@ -214,7 +215,7 @@ def test_a_node_that_is_not_fit_ends_with_exit_code_73() -> None:
         "this node does not join before its checks pass (--check fail): gpu-ecc: 3 errors"
     )
     assert scene.training.started == []
-    assert scene.checked[0] == (FAILS,)
+    assert scene.state.findings == (FAILS,)
     assert scene.probes.readiness().detail.endswith("gpu-ecc: 3 errors")
 
 

@@ -207,5 +207,5 @@ def test_where_no_file_can_be_everything_is_shown(
     monkeypatch.setattr(folders, "_PLACES", (str(tmp_path / "missing"),))
     logs = LogConfig(redirects=Streams(3))
     assert choose_folders(logs) == (logs, None)
-    assert "goes to the console, and none to files" in caplog.text
+    assert "goes to the console alone, and events" in caplog.text
     assert choose_folders(LogConfig()) == (LogConfig(), None)

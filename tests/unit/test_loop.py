@@ -10,7 +10,7 @@ import json
 import queue
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,7 @@ from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S
 from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, Ending, Loop
-from elastic_agent.agent.rendezvous_io.node_checks import JoinChecks, Recheck
-from elastic_agent.health.checks.finding import Finding as CheckFinding
+from elastic_agent.agent.rendezvous_io.node_checks import NodeChecks
 from elastic_agent.health.checks.runner import CheckRun
 from elastic_agent.health.http import Probe
 from elastic_agent.rendezvous.coordinator.view import Policy
@@ -240,7 +239,7 @@ class Scene:
         memory = 7000 if self.handing is not None else 0
         me = NodeRecord("a", "a-1", "host-a", 1, 1, limits=self.policy.limits, memory=memory)
         self.events = Events(self)
-        self.checks = JoinChecks(self.check, self.new_run, self.events.put)
+        self.checks = NodeChecks(self.check, self.new_run, self.events.put)
         self.participant = Participant(
             me,
             self.policy,
@@ -265,6 +264,7 @@ class Scene:
         self.lost = ""
         """Why the disk writer has not brought the last save to disk."""
         self.port: Any = OfferedPort(self.listener(), self.listener)
+        self.state: Any = SimpleNamespace(findings=())
         agent: Any = SimpleNamespace(
             config=SimpleNamespace(stop=self.stop),
             participant=self.participant,
@@ -275,8 +275,8 @@ class Scene:
             gpu_memory=self.gpus,
             disk_writer=SimpleNamespace(finish=self.finish, departing=False),
             checks=self.checks,
-            recheck=Recheck(lambda peers: self.new_run(), self.events.put),
             observer=self.observer(),
+            state=self.state,
             manager=SimpleNamespace(turn=self.said.append, stopping=self.said.append),
             heartbeat=SimpleNamespace(turned=self.due.append, silent_s=lambda: 0.0),
             memory_server=self.handing,
@@ -290,7 +290,6 @@ class Scene:
         return self.lost
 
     def observer(self) -> object:
-        self.checked: list[Sequence[CheckFinding]] = []
         self.waits: list[str] = []
         return SimpleNamespace(
             compare=lambda participant: None,
@@ -299,10 +298,9 @@ class Scene:
             leaving=lambda asked_by: None,
             noticed=lambda *_: None,
             notice_withdrawn=lambda: None,
-            checked=self.checked.append,
         )
 
-    def new_run(self) -> CheckRun:
+    def new_run(self, of_excluded: bool) -> CheckRun:
         pytest.fail("nothing is to be checked")
 
     def listener(self) -> Any:

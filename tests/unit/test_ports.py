@@ -31,7 +31,7 @@ from elastic_agent.agent.common.ports import (
 )
 from elastic_agent.agent.configuration.config import Config
 from elastic_agent.agent.configuration.values import Command
-from elastic_agent.agent.main import listeners
+from elastic_agent.agent.main import assembly
 
 LOOPBACK = "127.0.0.1"
 
@@ -371,7 +371,7 @@ def test_a_port_that_cannot_be_had_is_this_machines_fault(
     def refuse(*_: object) -> socket.socket:
         raise refusal
 
-    monkeypatch.setattr(listeners, "bind_listener", refuse)
+    monkeypatch.setattr(assembly, "bind_listener", refuse)
     with pytest.raises(CannotStart) as caught:
-        listeners.bind_all(Config(Command("script", "train.py")), None, LOOPBACK, copies=True)
+        assembly.bind_all(Config(Command("script", "train.py")), None, LOOPBACK, copies=True)
     assert caught.value.code is ExitCode.NOT_HERE

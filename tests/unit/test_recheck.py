@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from elastic_agent.agent.common.events import Event
-from elastic_agent.agent.rendezvous_io.node_checks import HANGS, Recheck
+from elastic_agent.agent.rendezvous_io.node_checks import HANGS, NodeChecks
 from elastic_agent.health.checks import machine as arithmetic
 from elastic_agent.health.checks.finding import Finding, NodeNeeds, Outcome
 from elastic_agent.health.checks.runner import run_checks
@@ -33,7 +33,8 @@ class Scenery:
         self.found, self.hangs = list(found), hangs
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.runs = 0
-        self.recheck = Recheck(self.new_run, self.events.put)
+        self.checks = NodeChecks("off", self.new_run, self.events.put)
+        self.checks.begin("c-1")
         self.bench = Bench()
         self.bench.joined("a", "b")
         self.bad: Peer = self.bench.join("c")
@@ -45,18 +46,19 @@ class Scenery:
         self.bench.settle()
         assert self.bench.members() == ["a", "b"]
 
-    def new_run(self) -> FakeRun:
+    def new_run(self, of_excluded: bool) -> FakeRun:
+        assert of_excluded
         self.runs += 1
         return FakeRun(self.found.pop(0), self.hangs)  # type: ignore[arg-type]
 
     def turn(self) -> None:
-        self.recheck.turn(self.bad.part, self.bench.now)
+        self.checks.turn(self.bad.part, self.bench.now)
 
     def hear(self) -> None:
         event = self.events.get(timeout=5.0)
         assert callable(event)
         event()
-        assert self.recheck.take(self.bad.part, self.bench.now) is not None
+        assert self.checks.take(self.bad.part, self.bench.now) is not None
         self.bench.settle()
 
 
@@ -103,7 +105,7 @@ def test_a_probe_that_hangs_in_the_kernel_is_a_check_that_fails() -> None:
     assert record is not None
     assert record.recheck is not None
     assert record.recheck.summary == HANGS
-    scene.recheck.runs.close()
+    scene.checks.runs.close()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-import time
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +18,10 @@ from elastic_agent.agent.configuration.config import Config, RendezvousConfig
 from elastic_agent.agent.configuration.values import Command
 from elastic_agent.agent.machine.inventory import Machine, inspect_machine
 from elastic_agent.agent.machine.network import Network
-from elastic_agent.agent.main import listeners
+from elastic_agent.agent.main import assembly
 from elastic_agent.agent.main import run as life
-from elastic_agent.agent.main.assembly import Agent
-from elastic_agent.agent.main.listeners import Listeners
+from elastic_agent.agent.main.assembly import Agent, Listeners, Prepared
 from elastic_agent.agent.main.loop import Ending, Loop
-from elastic_agent.agent.main.prepared import Prepared
 from elastic_agent.agent.main.process import ServiceManager
 from elastic_agent.agent.output.console import Console
 from elastic_agent.agent.rendezvous_io.store_opening import policy_of
@@ -67,18 +65,13 @@ def agent(calls: list[str], machine: Machine) -> Agent:
     console = cast(Console, Ignored())
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     subreaper = cast(Subreaper, Ignored())
-    return Agent(
-        CONFIG, "a", "a-1", {}, events, IoThread(), manager, console, subreaper, machine, time.monotonic
-    )
+    prepared = Prepared("a-1", events, IoThread(), subreaper, adoption_error="")
+    return Agent(CONFIG, "a", prepared, {}, manager, console, machine)
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return inspect_machine(Config(Command("binary", "sleep")), {"PATH": "/usr/bin:/bin"})
-
-
-def prepared(agent: Agent) -> Prepared:
-    return Prepared(agent.incarnation, agent.events, agent.io, cast(Subreaper, Ignored()), adoption_error="")
 
 
 def ended(code: ExitCode) -> Ending:
@@ -117,7 +110,7 @@ def test_a_port_that_cannot_be_had_is_refused_and_leaves_nothing(
     def refuse(*_: object) -> Any:
         raise PortError("no descriptors")
 
-    monkeypatch.setattr(listeners, "bind_listener", refuse)
+    monkeypatch.setattr(assembly, "bind_listener", refuse)
     monkeypatch.setattr(life, "run_directory_parent", lambda environ: str(tmp_path))
     assert isinstance(agent.machine.network, Network)
     agent.network = agent.machine.network
@@ -149,13 +142,15 @@ def test_nothing_is_started_before_all_that_can_be_refused_has_been_asked_for(
         "_find_store",
     ):
         step(name)
-    step("_wait_for_network", machine.network)
+    step("_wait_for_network")
+    step("_keep_books")
     step("_claim", refuses=True)
     with pytest.raises(CannotStart):
-        life._run(agent, prepared(agent))
+        life._run(agent)
     assert steps == [
         "catch_signals",
         "_wait_for_network",
+        "_keep_books",
         "_claim",
     ]
 
@@ -185,17 +180,18 @@ def test_http_answers_while_the_store_is_looked_for(
         raise CannotStart(ExitCode.NO_ANSWER, "no store")
 
     monkeypatch.setattr(life, "catch_signals", lambda *_: None)
-    monkeypatch.setattr(life, "_wait_for_network", lambda *_: machine.network)
-    for name in ("_claim", "_start_helpers", "store_options", "announce"):
+    assert isinstance(machine.network, Network)
+    agent.network = machine.network
+    for name in ("_wait_for_network", "_claim", "_start_helpers", "store_options", "announce"):
         monkeypatch.setattr(life, name, lambda *_: None)
-    agent.listeners = cast(Listeners, SimpleNamespace(http=None, store=None))
+    agent.listeners = cast(Listeners, SimpleNamespace(http=socket.socket(), store=None))
     agent.node = cast(Node, SimpleNamespace(run_dir=None))
-    monkeypatch.setattr(life, "board_of", lambda agent: SimpleNamespace(events=None, overview=None))
+    monkeypatch.setattr(life, "Board", lambda *_: SimpleNamespace(events=None, overview=None))
     monkeypatch.setattr(life, "_check", lambda *_: order.append("checks"))
     monkeypatch.setattr(life, "HealthServer", Served)
     monkeypatch.setattr(life, "_find_store", find)
     with pytest.raises(CannotStart):
-        life._run(agent, prepared(agent))
+        life._run(agent)
     assert order == ["checks", "http", "store"]
     assert calls == ["manager.ready"]
 

@@ -14,7 +14,8 @@ from types import ModuleType
 import pytest
 
 from elastic_agent.agent.checkpoints import handover
-from elastic_agent.agent.main import prepared, run
+from elastic_agent.agent.main import assembly as agent_parts
+from elastic_agent.agent.main import run
 from elastic_agent.agent.torchrun import membership
 from elastic_agent.pool import daemon as assembly
 from elastic_agent.worker.storage.disk import commit_permission
@@ -51,7 +52,7 @@ def ours() -> Iterator[SharedProgress]:
         yield made
 
 
-@pytest.mark.parametrize("user", [assembly, commit_permission, handover, membership, prepared, run])
+@pytest.mark.parametrize("user", [assembly, commit_permission, handover, membership, agent_parts, run])
 def test_leases_are_judged_by_a_clock_that_goes_on_while_the_machine_sleeps(user: ModuleType) -> None:
     """And what they are compared with, too. `time.monotonic` stands still: a lease would seem to last."""
     assert user.clock is shared_progress.clock
