@@ -178,7 +178,7 @@ class FailureHandler:
         hang = generation.hang
         stall, before = generation.stalls(now), generation.stall
         limit_s = hang.limit_s()
-        self._observer.node.hangs = hang.state(stall).value, limit_s
+        self._observer.node.hangs = hang.state(stall), limit_s
         if limit_s is not None:
             self._ask_for_signs(generation, now)
             inquiry = self._inquiry(generation.number)

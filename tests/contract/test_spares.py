@@ -181,7 +181,6 @@ def test_a_process_that_ends_at_once_is_tried_again_after_a_pause(
     assert "exit code 9" in agent.spares.why_cold
     agent.late_s += policy.RETRY_S
     agent.run_until(lambda: caplog.text.count("is gone: exit code 9") == 2)
-    assert [f"another in {pause_s} s" in caplog.text for pause_s in (5, 10, 20)] == [True, True, False]
     agent.spares.close()
 
 

@@ -13,7 +13,6 @@ Pure but for its own state: readings and instants are arguments, seconds on the 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -85,12 +84,6 @@ class Durations:
         return self._usual_s
 
 
-class State(enum.Enum):
-    OFF = "off"
-    WATCHING = "watching"
-    SUSPECTING = "suspecting"
-
-
 @dataclass(frozen=True, slots=True)
 class Stall:
     """What is unusual now."""
@@ -120,8 +113,8 @@ class HangDetector:
     _aside: set[int] = field(default_factory=set)
     """Who has saved or evaluated since its newest step: how long that took teaches nothing."""
     _stillness: dict[int, Stillness] = field(default_factory=dict)
-    _asked: tuple[float, float] = (0.0, 0.0)
-    """Between these two instants the workers were last asked what they do."""
+    _asked_until: float = 0.0
+    """Until then the workers do what they were asked for."""
     _looked_at: float = 0.0
 
     # ---------------------------------------------------------------- what is seen
@@ -150,12 +143,11 @@ class HangDetector:
 
     def asked(self, at: float) -> None:
         """The workers are asked for their stacks: what they do for that is no sign of life."""
-        self._asked = at, at + 2 * LOOK_S
+        self._asked_until = at + 2 * LOOK_S
 
     def signs(self, at: float, seen: Mapping[int, Signs]) -> None:
         """What the workers have used until `at`, by local rank."""
-        began_at, ended_at = self._asked
-        asked, self._looked_at = began_at <= at and self._looked_at < ended_at, at
+        asked, self._looked_at = self._looked_at < self._asked_until, at
         for local_rank, signs in seen.items():
             self._stillness.setdefault(local_rank, Stillness(self.began_at)).look(at, signs, asked=asked)
 
@@ -196,10 +188,11 @@ class HangDetector:
         """The one in force now from which on a suspicion counts in full; None: there is none."""
         return self._limits().overdue_s if self.timeout == "auto" else self.timeout
 
-    def state(self, stall: Stall | None) -> State:
+    def state(self, stall: Stall | None) -> str:
+        """For people."""
         if self.timeout is None:
-            return State.OFF
-        return State.SUSPECTING if stall is not None else State.WATCHING
+            return "off"
+        return "suspecting" if stall is not None else "watching"
 
     def _since(self, running: Collection[int]) -> tuple[int, float]:
         """Who is still, and since when. Where they report steps it is the one that is behind the others: the likeliest

@@ -1,10 +1,10 @@
 """The preloaded process: imports what workers import, once, and forks *spares* that wait to become workers.
 
-`spares` starts it, through `shim`, as `python -u process.py AGENT_PID`, with one end of a socket pair as its standard
-input (`wire`). It receives what to import, answers with the result, and is then asked for spares, each with its
-own socket to the agent. It is never the parent of a spare: it forks an intermediate process, which forks the spares
-and ends, so that they become children of the agent, which adopts orphans. From then on a spare has nothing to do with
-this process: it dies with the agent, survives this process, and waits for the one message with what it shall be:
+`spares` starts it, through `shim`, as `python -u process.py AGENT_PID NAME,NAME...`, with one end of a socket pair as
+its standard input (`wire`). It imports the modules of these names, tells the result, and is then asked for spares, each
+with its own socket to the agent. It is never the parent of a spare: it forks an intermediate process, which forks the
+spares and ends, so that they become children of the agent, which adopts orphans. From then on a spare has nothing to do
+with this process: it dies with the agent, survives this process, and waits for the one message with what it shall be:
 `python -u script.py args`.
 
 Environment, command line, streams, signals, `__main__` and `sys.path` are the worker's; the modules that were imported
@@ -75,7 +75,7 @@ Run: TypeAlias = tuple[Any, ...]
 what Python itself calls for `python -m`."""
 
 
-def main(agent_pid: int) -> Run:
+def main(agent_pid: int, names: Sequence[str]) -> Run:
     """In a worker its script; all other processes end here: this one when the agent closes its end, or has ended."""
     channel = socket.socket(fileno=os.dup(0))
     channel.set_inheritable(False)
@@ -89,28 +89,23 @@ def main(agent_pid: int) -> Run:
         signal.signal(number, signal.SIG_IGN)
     os.environ.pop(ROOM_NAME, None)  # a wrapper may have cleaned the environment
     show_process(sys.orig_argv[:-1], os.environ.copy())
-    received = wire.receive(channel)
-    if received is None:
-        os._exit(0)
-    preload, _ = received
-    assert isinstance(preload, wire.Preload), preload
-    imported = load(preload)
+    imported = load(names)
     try:
         imported.check()
         wire.send(channel, wire.Loaded(imported.count, imported.skipped, tuple(sorted(imported.reads))))
         born = _serve(channel, imported)
     except Unfit as unfit:
-        wire.send(channel, wire.Unfit(str(unfit)))
+        wire.send(channel, wire.Problem(str(unfit)))
         os._exit(0)
     if born is None:
         os._exit(0)  # what modules have registered for the end is for workers to do
     return live(born, imported, agent_pid, ignored)
 
 
-def load(preload: wire.Preload) -> Imported:
+def load(names: Sequence[str]) -> Imported:
     """Imports the modules named."""
     gc.disable()
-    imported = Imported(preload.names)
+    imported = Imported(names)
     gloo_threads.watch()
     master_port.watch()
     gc.collect()
@@ -377,7 +372,7 @@ def run_script(function: Callable[..., object], *arguments: object) -> None:
 
 if __name__ == "__main__":
     try:
-        run_script(*main(int(sys.argv[1])))
+        run_script(*main(int(sys.argv[1]), sys.argv[2].split(",")))
     except BaseException:
         sys.excepthook = without_our_frames(sys.excepthook)
         raise

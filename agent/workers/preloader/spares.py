@@ -45,10 +45,8 @@ FORKING_S = 5.0
 CALM_S = 2.0
 """A generation is left alone for so long before spares are made for its successor: its start needs the cores."""
 
-RETRY_S = 5.0
-"""Before a preloaded process that has ended or hung is replaced. Twice as long each time, until one has loaded: its
-imports need the cores of the workers."""
-MOST_RETRY_S = 60.0
+RETRY_S = 15.0
+"""Before a preloaded process that has ended or hung is replaced: its imports need the cores of the workers."""
 
 ROOM_FOR_WORDS = 4096
 """In the command line that ps shows of a worker, see `become`."""
@@ -130,7 +128,6 @@ class Spares:
         self._fork_failed = False
         """Some of those that were asked for last have ended before they were ready."""
         self._retry_at: float | None = None
-        self._retry_s = RETRY_S
         self._calm_at = 0.0
         self._ending: list[subprocess.Popen[bytes]] = []
         self._owners: dict[int, _Preloaded | Spare] = {}
@@ -266,17 +263,17 @@ class Spares:
         """None when that failed, which is logged."""
         ours, theirs = wire.pair()
         job = self._interpreter
+        words = [str(os.getpid()), ",".join(self._names), " " * ROOM_FOR_WORDS]
         try:
             with theirs:
                 process = subprocess.Popen(
-                    tied([job.python, "-u", str(PROCESS), str(os.getpid()), " " * ROOM_FOR_WORDS]),
+                    tied([job.python, "-u", str(PROCESS), *words]),
                     env={**job.environment, **ONE_THREAD, **ROOM},
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
-            wire.send(ours, wire.Preload(self._names))
         except OSError as error:
             ours.close()
             self._failed(f"it cannot be started: {error}", now)
@@ -294,24 +291,22 @@ class Spares:
             self._failed(ended, now)
         elif isinstance(message, wire.Loaded):
             preloaded.loaded, preloaded.reads = True, frozenset(message.reads)
-            self._retry_s = RETRY_S
             self.why_cold = "no spare was ready"
             log.info("preloaded %d modules in %.1f s", message.modules, now - preloaded.since)
             for name, why in message.skipped.items():
                 asked_for = logging.WARNING if name in self._names else logging.INFO
                 log.log(asked_for, "not preloaded: %s (%s); workers import it themselves", name, why)
-        elif isinstance(message, wire.Unfit):
+        elif isinstance(message, wire.Problem):
             self._end(preloaded)
             self._drop_all()
-            self.why_cold = f"the preloaded process cannot be forked: {message.why}"
+            self.why_cold = f"the preloaded process cannot be forked: {message.text}"
             log.warning("workers start cold from now on: %s", self.why_cold)
 
     def _failed(self, why: str, now: float) -> None:
         """It is not there any more; another one will be, after a pause."""
-        pause_s = self._retry_s
-        self._retry_at, self._retry_s = now + pause_s, min(2 * pause_s, MOST_RETRY_S)
+        self._retry_at = now + RETRY_S
         self.why_cold = f"there is no preloaded process: {why}"
-        log.warning("the preloaded process is gone: %s; starting another in %g s", why, pause_s)
+        log.warning("the preloaded process is gone: %s; starting another in %g s", why, RETRY_S)
 
     @property
     def _due_at(self) -> float | None:

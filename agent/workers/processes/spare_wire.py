@@ -8,7 +8,6 @@ Run in the job's interpreter, too: standard library and the codec only.
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 from collections.abc import Sequence
@@ -28,13 +27,6 @@ LONGEST = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Preload:
-    """The first message to the preloaded process: the words of `--preload`."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Fork:
     """To the preloaded process: fork a spare for each socket that comes with this."""
 
@@ -51,13 +43,6 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfit:
-    """From the preloaded process, which ends: no spares can be forked."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
     """From a spare."""
 
@@ -66,7 +51,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """From a spare that is to become a worker: why it starts cold."""
+    """From a spare that is to become a worker: why it starts cold. From the preloaded process, which ends: why no
+    spares can be forked."""
 
     text: str
 
@@ -101,9 +87,9 @@ class ServeStore:
     """To a spare: serve the workers' store on the listening socket that comes with this."""
 
 
-Message: TypeAlias = Preload | Fork | Loaded | Unfit | Ready | Problem | BecomeWorker | ServeStore
+Message: TypeAlias = Fork | Loaded | Ready | Problem | BecomeWorker | ServeStore
 CODEC: Codec[Message] = Codec(
-    (Preload, Fork, Loaded, Unfit, Ready, Problem, BecomeWorker, ServeStore), version=1, most_bytes=LONGEST
+    (Fork, Loaded, Ready, Problem, BecomeWorker, ServeStore), version=1, most_bytes=LONGEST
 )
 
 
@@ -117,22 +103,16 @@ def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = 
     try:
         with open(text, "wb", closefd=False) as file:
             file.write(CODEC.encode(message))
-        sent = array.array("i", [text, *descriptors])
-        channel.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
+        socket.send_fds(channel, [b"."], [text, *descriptors])
     finally:
         os.close(text)
 
 
 def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
     """None at the end. The descriptors are close-on-exec, and the caller's. Raises Invalid, OSError."""
-    room = socket.CMSG_SPACE(4 * (MOST_DESCRIPTORS + 1))
-    data, ancillary, _, _ = channel.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    data, descriptors, _, _ = socket.recv_fds(channel, 1, MOST_DESCRIPTORS + 1, socket.MSG_CMSG_CLOEXEC)
     if not data:
         return None
-    descriptors = array.array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) // 4 * 4])
     if not descriptors:
         raise Invalid("message without its text")
     text, *others = descriptors
