@@ -57,8 +57,8 @@ from ..rendezvous_io.worker_links import ReportReceiver, WorkerLinks
 from ..workers.causes import CauseTable
 from ..workers.environment import Node, worker_env
 from ..workers.generation import Processes
+from ..workers.hangs.detector import SignReader
 from ..workers.hangs.keeper import EvidenceKeeper
-from ..workers.hangs.signs import SignReader
 from ..workers.processes.guard import Guard
 from ..workers.processes.run_files import (
     RUN_DIR_PREFIX,

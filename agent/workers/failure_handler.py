@@ -31,8 +31,8 @@ from ..observability.observer import Observer
 from .causes import SUMMARY_MAX, Cause, CauseTable, describe_failure, shown_file
 from .environment import Node, error_file
 from .generation import Crash, Generation, Processes
+from .hangs.detector import LOOK_EVERY_S, Signs
 from .hangs.keeper import Look
-from .hangs.signs import LOOK_EVERY_S, Signs
 from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, cut, gpu_events, read_error_file
 from .stopping import HANG_SIGNAL
 

@@ -26,10 +26,9 @@ from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.worker_answers import LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
-from .hangs.detector import Durations, HangDetector, Stall, ends_alone
+from .hangs.detector import Durations, HangDetector, SignReader, Stall, ends_alone
 from .hangs.facts import StackFile, Target
 from .hangs.keeper import EvidenceKeeper, Look
-from .hangs.signs import SignReader
 from .preloader.spares import Spares
 from .processes.guard import Guard
 from .processes.proc import process_status

@@ -27,9 +27,9 @@ from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.agent.workers.causes import CauseTable
 from elastic_agent.agent.workers.environment import Node
 from elastic_agent.agent.workers.generation import Processes
+from elastic_agent.agent.workers.hangs.detector import SignReader
 from elastic_agent.agent.workers.hangs.facts import Target
 from elastic_agent.agent.workers.hangs.keeper import EvidenceKeeper, Look
-from elastic_agent.agent.workers.hangs.signs import SignReader
 from elastic_agent.agent.workers.preloader.spares import Spares
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard

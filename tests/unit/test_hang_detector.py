@@ -13,10 +13,11 @@ from elastic_agent.agent.workers.hangs.detector import (
     Durations,
     HangDetector,
     HangTimeout,
+    Signs,
     Stall,
+    Stillness,
     ends_alone,
 )
-from elastic_agent.agent.workers.hangs.signs import Signs, Stillness
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Urgency
 
 EARLY, OVERDUE, LAST = Urgency
@@ -273,7 +274,7 @@ HEALTHY = Inquiry(3, LAST, Finding.HEALTHY)
         (stall(LAST), "auto", Inquiry(3, LAST, Finding.UNCLEAR), ALONE_S, True, True),
         (stall(LAST), "auto", Inquiry(3, EARLY, Finding.HEALTHY), ALONE_S, True, True),  # long ago
         (stall(LAST, steps=False), 10.0, HEALTHY, 1e6, True, False),
-        (stall(LAST, steps=False), 10.0, None, VERDICT_S, True, True),
+        (stall(LAST, steps=False), 10.0, None, ALONE_S, True, True),
     ],
 )
 def test_a_node_without_a_verdict_ends_its_workers_by_itself(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from elastic_agent.agent.workers.hangs.detector import SignReader
 from elastic_agent.agent.workers.hangs.facts import (
     MOST_FRAMES,
     Answer,
@@ -22,7 +23,6 @@ from elastic_agent.agent.workers.hangs.facts import (
     parse,
     why_not,
 )
-from elastic_agent.agent.workers.hangs.signs import SignReader
 from elastic_agent.agent.workers.processes.proc import stat_of
 from elastic_agent.worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 

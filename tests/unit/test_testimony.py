@@ -13,6 +13,7 @@ from elastic_agent.agent.workers.hangs.facts import (
     LOCK,
     TIME,
     Frame,
+    Target,
     ThreadFacts,
     ThreadStack,
     WorkerFacts,
@@ -44,7 +45,7 @@ def worker(
     *frames: Frame, main: ThreadFacts = MAIN, others: tuple[ThreadFacts, ...] = (GLOO,), devices: bool = False
 ) -> WorkerFacts:
     stacks = (ThreadStack("main", frames),) if frames else ()
-    return WorkerFacts(1, 1, 100, (main, *others), stacks, window_s=0.5, devices=devices, step=7)
+    return WorkerFacts(Target(1, 1, 100, step=7), (main, *others), stacks, window_s=0.5, devices=devices)
 
 
 def at(waits_for: str, **changes: object) -> ThreadFacts:

@@ -67,12 +67,22 @@ class ThreadFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """One worker."""
+class Target:
+    """One worker to look at, and what is known of it without that."""
 
     rank: int
     local_rank: int
     pid: int
+    stacks: StackFile | None = None
+    step: int | None = None
+    still_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a look at one worker has shown."""
+
+    target: Target
     threads: tuple[ThreadFacts, ...]
     """The first is the main one; empty: the process has ended, or was ending."""
     stacks: tuple[ThreadStack, ...] = ()
@@ -84,8 +94,6 @@ class WorkerFacts:
     """Of the main thread, meanwhile."""
     devices: bool = False
     """It has a GPU's device file open."""
-    step: int | None = None
-    still_s: float | None = None
     recorded: Recorded | None = None
     """By torch's flight recorder."""
 
@@ -238,18 +246,6 @@ def _catches(pid: int) -> bool:
     return bool(int(status_field(f"/proc/{pid}", "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One worker to look at, and what is known of it without that."""
-
-    rank: int
-    local_rank: int
-    pid: int
-    stacks: StackFile | None = None
-    step: int | None = None
-    still_s: float | None = None
-
-
 @dataclass(slots=True)
 class Answer:
     """What one worker says of itself."""
@@ -341,17 +337,13 @@ def look_at(
     answers = ask(targets, began_at + within_s, clock, sleep)
     return tuple(
         WorkerFacts(
-            one.rank,
-            one.local_rank,
-            one.pid,
+            one,
             threads[one.pid],
             parse(answers[one.pid].text, _source),
             answers[one.pid].refused,
             window_s,
             spent[one.pid],
             has_gpu(one.pid),
-            one.step,
-            one.still_s,
         )
         for one in targets
     )

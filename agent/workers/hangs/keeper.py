@@ -156,12 +156,12 @@ class EvidenceKeeper:
         seen = look_at(targets, self._clock, time.sleep)
         if records is not None:
             recorded = self._recorded(records, targets, look.began_at + LOOK_S - READ_S)
-            seen = tuple(replace(one, recorded=recorded.get(one.rank)) for one in seen)
+            seen = tuple(replace(one, recorded=recorded.get(one.target.rank)) for one in seen)
         states = tuple(map(rank_state, seen))
         look.end(states)
         then(look)
         texts = {
-            f"rank{one.rank}.txt": report(one, state, self._node, generation)
+            f"rank{one.target.rank}.txt": report(one, state, self._node, generation)
             for one, state in zip(seen, states, strict=True)
         }
         texts["summary.txt"] = "".join(f"{one_line(state)}\n" for state in states)

@@ -55,8 +55,9 @@ _LIBRARY = (
 def rank_state(facts: WorkerFacts) -> RankState:
     """What this worker does."""
     doing, where, collective = _judge(facts)
+    one = facts.target
     return RankState(
-        facts.rank, doing, facts.step, facts.still_s, collective[:64], where[:MAX_WHERE], facts.recorded
+        one.rank, doing, one.step, one.still_s, collective[:64], where[:MAX_WHERE], facts.recorded
     )
 
 
@@ -183,8 +184,8 @@ def _lines(facts: WorkerFacts, state: RankState, node: str, generation: int) -> 
     used = f"main thread: {facts.main_cpu_s:.2f} s in {facts.window_s:.2f} s"
     gpu = ", has a GPU open" if facts.devices else ""
     yield one_line(state)
-    yield f"local rank {facts.local_rank} on node {node}, generation {generation}"
-    yield f"process {facts.pid}: {used}{gpu}"
+    yield f"local rank {facts.target.local_rank} on node {node}, generation {generation}"
+    yield f"process {facts.target.pid}: {used}{gpu}"
     yield from map(_kernel_words, facts.threads)
     if facts.why_no_stacks:
         yield f"no Python stacks: {facts.why_no_stacks}"
