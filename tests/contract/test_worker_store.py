@@ -171,20 +171,12 @@ def test_the_server_does_not_see_the_agents_modules_by_their_bare_names(
     assert "ImportError: None" in capfd.readouterr().err
 
 
-def test_without_a_server_it_may_be_tried_again_with_the_same_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_no_port_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
-    listener = bind_listener(ADDRESS, 0, "master")
-    node.port = listener.getsockname()[1]
-    with monkeypatch.context() as without:
-        without.setattr(sys, "executable", "/nonexistent/python")
-        with pytest.raises(OSError):
-            node.store.serve(listener)
-    node.store.serve(listener)
-    pid = node.store.pid
-    node.store.serve(listener)
-    assert node.store.pid == pid
-    node.client().set("key", "value")
-    node.store.close()
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(OSError):
+        node.serve()
+    assert refused(node.port)
 
 
 def test_the_end_of_a_generation_ends_the_server_also_during_its_import(tmp_path: Path) -> None:

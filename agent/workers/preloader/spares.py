@@ -29,7 +29,7 @@ from ...common.events import Event, IoThread
 from ...common.exits import describe_exit
 from ..processes import spare_wire as wire
 from ..processes.proc import KILL_WAIT_S, reap_within
-from ..processes.workers import Process, tied
+from ..processes.workers import tied
 from .imported import ONE_THREAD, ROOM, obstacle
 
 log = logging.getLogger(__name__)
@@ -160,9 +160,10 @@ class Spares:
             self._end(self._preloaded)
         ready = [spare for spare in self._spares if spare.pid]
         self._drop_all()
-        children: list[Process] = [*ready, *self._ending]
-        for child in children:
-            reap_within(child, KILL_WAIT_S)
+        for spare in ready:
+            reap_within(spare, KILL_WAIT_S)
+        for process in self._ending:
+            reap_within(process, KILL_WAIT_S)
 
     # --- What there is
 

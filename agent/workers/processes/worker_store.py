@@ -22,12 +22,16 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...common.events import Event, IoThread
 from ...common.exits import describe_exit
 from .proc import KILL_WAIT_S, ends_within
 from .spare_wire import ServeStore
-from .workers import Process, Spares, start_helper
+from .workers import Spares, start_helper
+
+if TYPE_CHECKING:
+    from .proc import Child
 
 SERVER = Path(__file__).with_name("store_server.py")
 
@@ -44,13 +48,11 @@ class WorkerStore:
         self._spares = spares
         self._io = io
         self._post = post
-        self._server: Process | None = None
-        self._unkillable: list[Process] = []
+        self._server: Child | None = None
+        self._unkillable: list[Child] = []
         """Killed, and never seen to end."""
         self.on_failure: Callable[[str], object] = lambda problem: None
         """Called with the reason when the store that is to be served is not."""
-        self._served: socket.socket | None = None
-        """The socket of the store that is served; closed here."""
 
     @property
     def pid(self) -> int | None:
@@ -63,24 +65,14 @@ class WorkerStore:
         return (*server, *(process.pid for process in self._unkillable))
 
     def serve(self, listener: socket.socket) -> None:
-        """Takes over `listener`, until `close`. Again with the same one: goes on. Raises OSError when no server can be
-        started."""
-        if self._server is not None and listener is self._served:
-            return
+        """Takes over `listener`, until `close`. Raises OSError when no server can be started."""
         self.close()
-        if listener.fileno() == -1:
-            raise OSError("the server of the workers' store has ended before they were started")
-        self._server = self._spares.hand_out(ServeStore(), [listener.fileno()]) or start_helper(
-            [sys.executable, str(SERVER)], self._environment, listener.fileno()
-        )
-        try:
-            pidfd = os.pidfd_open(self._server.pid)
-        except OSError:
-            self.close()
-            raise
+        with listener:
+            self._server = self._spares.hand_out(ServeStore(), [listener.fileno()]) or start_helper(
+                [sys.executable, str(SERVER)], self._environment, listener.fileno()
+            )
+        pidfd = os.pidfd_open(self._server.pid)
         self._io.watch(pidfd, partial(self._readable, pidfd, self._server.pid))
-        self._served = listener
-        listener.close()
 
     def _readable(self, pidfd: int, pid: int) -> None:
         """In the io thread."""
@@ -96,7 +88,7 @@ class WorkerStore:
     def close(self) -> str:
         """The generation is over: its store's keys are forgotten, and its port is free. How the server has ended, in
         words."""
-        process, self._server, self._served = self._server, None, None
+        process, self._server = self._server, None
         if process is None:
             return ""
         os.kill(process.pid, signal.SIGKILL)  # it is our child, and not yet reaped

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ....rendezvous.text import counted
 from ...common.events import Event, IoThread
@@ -37,6 +37,9 @@ from .proc import (
 )
 from .spare_wire import BecomeWorker, ServeStore
 
+if TYPE_CHECKING:
+    from .proc import Child
+
 log = logging.getLogger(__name__)
 
 SHIM = Path(__file__).with_name("shim.py")
@@ -52,22 +55,12 @@ LEFTOVER_LONGEST_PAUSE_S = 1.0
 """Between two looks for some that do not die: a look reads all of /proc."""
 
 
-class Process(Protocol):
-    """A child of the agent: `subprocess.Popen`, or a spare."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def wait(self) -> int:
-        """Its return code, negative for a signal."""
-
-
 class Spares(Protocol):
     """Idle processes. Where there is none, a start returns None, for the reason `why_cold`."""
 
     why_cold: str
 
-    def hand_out(self, message: BecomeWorker | ServeStore, descriptors: Sequence[int]) -> Process | None: ...
+    def hand_out(self, message: BecomeWorker | ServeStore, descriptors: Sequence[int]) -> Child | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +189,7 @@ class WorkerGroup:
         self._clock = clock
         self._cgroup = cgroup
         self._unknown_children = unknown_children
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, Child] = {}
         self._asked = False
         self._unwatched = False
         """The start has failed: nobody watches the ends of those that were started."""
@@ -226,7 +219,7 @@ class WorkerGroup:
 
     def _start_one(self, command: Command, spec: WorkerSpec, spares: Spares) -> None:
         cold = tied(command_line(command, spec.local_rank), spec.cpus, self._cgroup)
-        process: Process | None = None
+        process: Child | None = None
         pipes: list[int] = []
         try:
             pipes += os.pipe()
@@ -389,10 +382,10 @@ class WorkerGroup:
         if self._kills_since is None:
             self._kills_since = self._clock()
 
-    def _unreaped(self) -> list[Process]:
+    def _unreaped(self) -> list[Child]:
         return [process for local, process in self._processes.items() if local not in self.returncodes]
 
-    def _signal(self, process: Process, number: signal.Signals, *, group: bool) -> None:
+    def _signal(self, process: Child, number: signal.Signals, *, group: bool) -> None:
         """Safe: an unreaped process keeps its pid, and its group's id with it."""
         if group:
             try:
