@@ -86,6 +86,9 @@ def test_workers_and_spares_outlive_the_preloaded_process(job: Job) -> None:
     old = job.wait_for_training(world=2)
     first = preloaded(job, agent).pid
     job.wait_for(lambda: len(spares(job, agent)) >= 3, "spares for the next generation and its store")
+    time.sleep(
+        0.5
+    )  # one that has just been forked, and has not said so, ends with the process that forked it
     os.kill(first, signal.SIGKILL)
     job.wait_for_text(agent, "the preloaded process is gone: killed by SIGKILL")
     os.kill(old.pid(0), signal.SIGKILL)
