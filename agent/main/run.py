@@ -57,7 +57,7 @@ from ..rendezvous_io.worker_links import ReportReceiver, WorkerLinks
 from ..workers.causes import CauseTable
 from ..workers.environment import Node, worker_env
 from ..workers.generation import Processes
-from ..workers.hangs.detector import SignReader
+from ..workers.hangs.detector import ActivityReader
 from ..workers.hangs.keeper import EvidenceKeeper
 from ..workers.processes.guard import Guard
 from ..workers.processes.run_files import (
@@ -410,7 +410,7 @@ def _serve_workers(agent: Agent) -> Processes:
         links=links,
         last_steps=last_steps,
         evidence=evidence,
-        signs=agent.started(SignReader(post, clock)),
+        activity=agent.started(ActivityReader(post, clock)),
         gpus=agent.gpu_health,
     )
 

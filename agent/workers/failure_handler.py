@@ -31,7 +31,7 @@ from ..observability.observer import Observer
 from .causes import SUMMARY_MAX, Cause, CauseTable, describe_failure, shown_file
 from .environment import Node, error_file
 from .generation import Crash, Generation, Processes
-from .hangs.detector import LOOK_EVERY_S, Signs
+from .hangs.detector import LOOK_EVERY_S, ActivitySample
 from .hangs.keeper import Look
 from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, cut, gpu_events, read_error_file
 from .stopping import HANG_SIGNAL
@@ -73,14 +73,14 @@ class FailureHandler:
         self._observer = observer
         self._logs = processes.logs
         self._gpus = processes.gpus
-        self._signs = processes.signs
+        self._activity = processes.activity
         self._evidence = processes.evidence
         self._stop = stop
         self._post = post
         self._clock = clock
         self._causes = CauseTable(config.causes)
         self._oom_kills = OomKills(find_counter())
-        self._signs_due_at = 0.0
+        self._samples_due_at = 0.0
 
     def update(self, now: float) -> None:
         """Call on each turn: out-of-memory kills are only known by when their counter changes."""
@@ -180,7 +180,7 @@ class FailureHandler:
         limit_s = hang.limit_s()
         self._observer.node.hangs = hang.state(stall), limit_s
         if limit_s is not None:
-            self._ask_for_signs(generation, now)
+            self._ask_for_samples(generation, now)
             inquiry = self._inquiry(generation.number)
             if (stall and stall.urgency) != (before and before.urgency):
                 generation.stall = stall
@@ -237,20 +237,20 @@ class FailureHandler:
         hangs = failure is not None and failure.generation == generation and failure.cause == HANG
         return world.cause.node if hangs else None
 
-    def _ask_for_signs(self, generation: Generation, now: float) -> None:
-        if now < self._signs_due_at:
+    def _ask_for_samples(self, generation: Generation, now: float) -> None:
+        if now < self._samples_due_at:
             return
-        self._signs_due_at = now + LOOK_EVERY_S
+        self._samples_due_at = now + LOOK_EVERY_S
         number, group = generation.number, generation.group
         pids = {local_rank: group.pid(local_rank) for local_rank in generation.running}
         printed = {local_rank: self._logs.printed(number, group.ranks[local_rank]) for local_rank in pids}
         stalled_s = generation.hang.stalled_s(generation.running, now)
 
-        def read(at: float, seen: Mapping[int, Signs]) -> None:
+        def read(at: float, seen: Mapping[int, ActivitySample]) -> None:
             if not generation.over:
-                generation.hang.signs(at, seen)
+                generation.hang.sampled(at, seen)
 
-        self._signs.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
+        self._activity.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
 
     def _inquiry(self, generation: int) -> Inquiry | None:
         world = self._participant.world

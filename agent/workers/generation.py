@@ -26,7 +26,7 @@ from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.worker_answers import LastSteps
 from ..rendezvous_io.worker_links import WorkerLinks
 from ..rendezvous_io.worker_pages import PaceWatch, WorkerPages
-from .hangs.detector import Durations, HangDetector, SignReader, Stall, ends_alone
+from .hangs.detector import ActivityReader, Durations, HangDetector, Stall, ends_alone
 from .hangs.facts import StackFile, Target
 from .hangs.keeper import EvidenceKeeper, Look
 from .preloader.spares import Spares
@@ -57,7 +57,7 @@ class Processes:
     links: WorkerLinks
     last_steps: LastSteps
     evidence: EvidenceKeeper
-    signs: SignReader
+    activity: ActivityReader
     gpus: GpuHealth
 
 

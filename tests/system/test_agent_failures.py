@@ -22,7 +22,7 @@ from .harness import RECORDER, Job, planted
 THREADS = (
     "console",
     "event-file",
-    "hang-signs",
+    "hang-activity",
     "health-http",
     "heartbeat",
     "io",

@@ -27,7 +27,7 @@ from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.agent.workers.causes import CauseTable
 from elastic_agent.agent.workers.environment import Node
 from elastic_agent.agent.workers.generation import Processes
-from elastic_agent.agent.workers.hangs.detector import SignReader
+from elastic_agent.agent.workers.hangs.detector import ActivityReader
 from elastic_agent.agent.workers.hangs.facts import Target
 from elastic_agent.agent.workers.hangs.keeper import EvidenceKeeper, Look
 from elastic_agent.agent.workers.preloader.spares import Spares
@@ -176,7 +176,7 @@ class FakeWorkers(workers.WorkerGroup):
         for spec in specs:
             if self.lacks and spec.local_rank == self.before_lack:
                 raise self.lacks.pop(0)
-            self._processes[spec.local_rank] = cast(workers.Process, FakeProcess(1000 + spec.local_rank))
+            self._processes[spec.local_rank] = cast(Any, FakeProcess(1000 + spec.local_rank))
             self.ranks[spec.local_rank] = spec.rank
 
     def reap(self, local_rank: int) -> int:
@@ -186,7 +186,7 @@ class FakeWorkers(workers.WorkerGroup):
     def gone(self) -> bool:
         return not self.running
 
-    def _signal(self, process: workers.Process, number: signal.Signals, *, group: bool) -> None:
+    def _signal(self, process: Any, number: signal.Signals, *, group: bool) -> None:
         self.signals.append((process.pid - 1000, number))
 
 
@@ -263,7 +263,7 @@ class Supervised:
                 links=cast(WorkerLinks, self.links),
                 last_steps=cast(LastSteps, self.last_steps),
                 evidence=cast(EvidenceKeeper, self.evidence),
-                signs=cast(SignReader, Ignored()),
+                activity=cast(ActivityReader, Ignored()),
                 gpus=self.gpus,
             ),
             self.events.append,

@@ -10,12 +10,12 @@ from elastic_agent.agent.workers.hangs.detector import (
     ALONE_S,
     ENOUGH,
     VERDICT_S,
+    ActivitySample,
+    ActivityTracker,
     Durations,
     HangDetector,
     HangTimeout,
-    Signs,
     Stall,
-    Stillness,
     ends_alone,
 )
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry, Urgency
@@ -124,7 +124,7 @@ def looks(
     for _ in range(count):
         at += 2.0
         processor_s += used
-        watch.signs(at, {0: Signs(processor_s, 0, 0)})
+        watch.sampled(at, {0: ActivitySample(processor_s, 0, 0)})
     return at, processor_s
 
 
@@ -142,20 +142,26 @@ def test_without_steps_a_worker_that_uses_nothing_is_suspected_so_early_that_it_
 
 
 @pytest.mark.parametrize(
-    "moving", [Signs(0.1, 0, 0), Signs(0.0, 10**6, 0), Signs(0.0, 0, 1), Signs(0.0, 0, 0, wakes=2)]
+    "moving",
+    [
+        ActivitySample(0.1, 0, 0),
+        ActivitySample(0.0, 10**6, 0),
+        ActivitySample(0.0, 0, 1),
+        ActivitySample(0.0, 0, 0, wakes=2),
+    ],
 )
-def test_processor_time_bytes_and_output_are_signs_of_life(moving: Signs) -> None:
+def test_processor_time_bytes_and_output_are_signs_of_life(moving: ActivitySample) -> None:
     watch = detector()
     at, used = looks(watch, 0.0, 30, 1.0, 0.0)
     for look in range(1, 3000):
         at += 2.0
-        signs = Signs(
+        signs = ActivitySample(
             used + look * moving.processor_s,
             look * moving.moved_bytes,
             look * moving.output_bytes,
             look * moving.wakes,
         )
-        watch.signs(at, {0: signs})
+        watch.sampled(at, {0: signs})
         assert watch.stall((0,), at) is None
 
 
@@ -164,7 +170,7 @@ def test_a_thread_or_child_that_moves_is_work_for_a_worker_that_waits_and_no_sig
     watch = detector()
     at, used = looks(watch, 0.0, 30, 1.0, 0.0)
     for look in range(1, 21):
-        watch.signs(at + 2.0 * look, {0: Signs(used, 0, 0, stirs=look <= 10)})
+        watch.sampled(at + 2.0 * look, {0: ActivitySample(used, 0, 0, threads_active=look <= 10)})
     assert urgency(watch, at + 40.0, (0,)) is EARLY
     assert watch.still_s(0, at + 40.0) == 20.0
 
@@ -177,7 +183,7 @@ def test_what_libraries_use_while_they_wait_is_no_sign_of_life() -> None:
     for ticks in (0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 0, 2, 0, 1, 0, 2, 1) * 3:
         at += 2.0
         used += 0.01 * ticks
-        watch.signs(at, {0: Signs(used, 0, 0)})
+        watch.sampled(at, {0: ActivitySample(used, 0, 0)})
     assert watch.stalled_s((0,), at) == at - still_since
     assert watch.still_s(0, at) == at - still_since
 
@@ -187,7 +193,7 @@ def test_nor_is_a_worker_still_that_sleeps_most_of_its_time_and_wakes() -> None:
     watch, at = detector(), 0.0
     for look in range(2000):
         at += 2.0
-        watch.signs(at, {0: Signs(0.01 * look, 0, 0, 2 * look)})
+        watch.sampled(at, {0: ActivitySample(0.01 * look, 0, 0, 2 * look)})
         assert watch.stall((0,), at) is None
 
 
@@ -201,17 +207,17 @@ def test_what_an_inquiry_makes_a_worker_do_is_no_sign_of_life() -> None:
             watch.asked(at + 1.0)
             used, wakes = used + 0.03, wakes + 2
         at += 2.0
-        watch.signs(at, {0: Signs(used, 0, 0, wakes)})
+        watch.sampled(at, {0: ActivitySample(used, 0, 0, wakes)})
     assert urgency(watch, at, (0,)) is LAST
     assert watch.still_s(0, at) == at - still_since
-    watch.signs(at + 2.0, {0: Signs(used + 1.0, 0, 0, wakes)})
+    watch.sampled(at + 2.0, {0: ActivitySample(used + 1.0, 0, 0, wakes)})
     assert watch.stall((0,), at + 2.0) is None
 
 
 def test_a_child_that_ended_unseen_is_a_sign_of_life() -> None:
-    still = Stillness(0.0)
-    still.look(2.0, Signs(5.0, 0, 0))
-    still.look(4.0, Signs(3.0, 0, 0))
+    still = ActivityTracker(0.0)
+    still.look(2.0, ActivitySample(5.0, 0, 0))
+    still.look(4.0, ActivitySample(3.0, 0, 0))
     assert still.active_at == 4.0
 
 

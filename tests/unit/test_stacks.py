@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from elastic_agent.agent.workers.hangs.detector import SignReader
+from elastic_agent.agent.workers.hangs.detector import ActivityReader
 from elastic_agent.agent.workers.hangs.facts import (
     MOST_FRAMES,
     Answer,
@@ -138,7 +138,7 @@ def test_one_that_is_stopped_is_not_asked_nor_one_that_has_ended(file: StackFile
 
 
 @pytest.mark.parametrize(
-    ("beside", "stirs"),
+    ("beside", "threads_active"),
     [
         ("while True: time.sleep(0.1)", True),
         ("time.sleep(100)", False),
@@ -147,7 +147,9 @@ def test_one_that_is_stopped_is_not_asked_nor_one_that_has_ended(file: StackFile
     ids=["moves", "sleeps", "of a library"],
 )
 @pytest.mark.parametrize("where", ["thread", "child"])
-def test_a_thread_or_child_that_wakes_again_and_again_is_seen(beside: str, stirs: bool, where: str) -> None:
+def test_a_thread_or_child_that_wakes_again_and_again_is_seen(
+    beside: str, threads_active: bool, where: str
+) -> None:
     program = f"""
 import ctypes, os, threading, time
 def beside():
@@ -160,22 +162,22 @@ print("begun", flush=True)
 time.sleep(100)
 """
     now = 0.0
-    reader = SignReader(lambda read: None, lambda: now)
+    reader = ActivityReader(lambda read: None, lambda: now)
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
     ) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()
         reader._search((worker.pid,))
-        assert not reader._signs(worker.pid, 0, threads=True).stirs, "one look shows nothing"
+        assert not reader._sample(worker.pid, 0, threads=True).threads_active, "one look shows nothing"
         deadline = time.monotonic() + 60.0
         found = None
-        while found != stirs and time.monotonic() < deadline:  # it has begun to sleep a moment ago
+        while found != threads_active and time.monotonic() < deadline:  # it has begun to sleep a moment ago
             time.sleep(1.0)
             now += 1.0
-            found = reader._signs(worker.pid, 0, threads=True).stirs
+            found = reader._sample(worker.pid, 0, threads=True).threads_active
         os.killpg(worker.pid, signal.SIGKILL)
-    assert found == stirs
+    assert found == threads_active
 
 
 def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:

@@ -9,10 +9,10 @@ There are two rows of limits, `STEPS` and `UNKNOWN`, of three numbers each. Noth
 learned. The detector is pure but for its own state: readings and instants are arguments, seconds on the monotonic
 clock.
 
-*Signs* of life are seen from outside: processor time, bytes, output, and waits that end. `SignReader` reads them in
-/proc in a thread, since a process in trouble can hold up who reads it. A look costs some microseconds for each process
-of a worker; all of /proc is searched for them now and then only. Their threads, of which there may be hundreds, are
-looked at only while the worker itself is still.
+Activity is seen from outside: processor time, bytes, output, and waits that end. `ActivityReader` samples it in /proc,
+in a thread, since a process in trouble can hold up who reads it. A look costs some microseconds for each process of a
+worker; all of /proc is searched for them now and then only. Their threads, of which there may be hundreds, are looked
+at only while the worker itself is still.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ BYTES_PER_S = 16384.0
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class ActivitySample:
     """What one worker and its descendants have used since they began, and the length of its output."""
 
     processor_s: float
@@ -64,12 +64,12 @@ class Signs:
     output_bytes: int
     wakes: int = 0
     """How often its main thread has waited for something, and gone on."""
-    stirs: bool = False
+    threads_active: bool = False
     """One of its threads, or of its children's, does so again and again. Looked for while nothing else moves."""
 
 
 @dataclass(slots=True)
-class Stillness:
+class ActivityTracker:
     """Whether one worker is active. Instants are monotonic.
 
     The kernel counts no bytes of sockets for a process. But a main thread that waits for them wakes when some have
@@ -80,26 +80,26 @@ class Stillness:
     """When it was last seen to do anything."""
     worked_at: float = 0.0
     """When it did more than a worker does that only waits, or something of it stirred: a thread or a child at work."""
-    _signs: Signs | None = None
+    _sample: ActivitySample | None = None
     _looked_at: float = 0.0
 
-    def look(self, at: float, signs: Signs, *, asked: bool = False) -> None:
+    def look(self, at: float, sample: ActivitySample, *, asked: bool = False) -> None:
         """`asked`: its stacks were asked for since the last look."""
-        before, self._signs = self._signs, signs
+        before, self._sample = self._sample, sample
         took_s, self._looked_at = at - self._looked_at, at
         if before is None or took_s <= 0:
             self.active_at = self.worked_at = max(self.active_at, at)
         elif not asked:
-            share = (signs.processor_s - before.processor_s) / took_s
+            share = (sample.processor_s - before.processor_s) / took_s
             moves = (
                 share < 0  # a child has ended for which its parent did not wait
-                or abs(signs.moved_bytes - before.moved_bytes) > BYTES_PER_S * took_s
-                or signs.wakes - before.wakes > WAKES_PER_S * took_s
-                or signs.output_bytes != before.output_bytes
+                or abs(sample.moved_bytes - before.moved_bytes) > BYTES_PER_S * took_s
+                or sample.wakes - before.wakes > WAKES_PER_S * took_s
+                or sample.output_bytes != before.output_bytes
             )
             if moves or share > ACTIVE_SHARE:
                 self.active_at = at
-            if moves or share > WORKING_SHARE or signs.stirs:
+            if moves or share > WORKING_SHARE or sample.threads_active:
                 self.worked_at = at
 
 
@@ -194,7 +194,7 @@ class HangDetector:
     _stepped_at: dict[int, float] = field(default_factory=dict)
     _aside: set[int] = field(default_factory=set)
     """Who has saved or evaluated since its newest step: how long that took teaches nothing."""
-    _stillness: dict[int, Stillness] = field(default_factory=dict)
+    _trackers: dict[int, ActivityTracker] = field(default_factory=dict)
     _asked_until: float = 0.0
     """Until then the workers do what they were asked for."""
     _looked_at: float = 0.0
@@ -227,18 +227,20 @@ class HangDetector:
         """The workers are asked for their stacks: what they do for that is no sign of life."""
         self._asked_until = at + 2 * LOOK_S
 
-    def signs(self, at: float, seen: Mapping[int, Signs]) -> None:
+    def sampled(self, at: float, seen: Mapping[int, ActivitySample]) -> None:
         """What the workers have used until `at`, by local rank."""
         asked, self._looked_at = self._looked_at < self._asked_until, at
-        for local_rank, signs in seen.items():
-            self._stillness.setdefault(local_rank, Stillness(self.began_at)).look(at, signs, asked=asked)
+        for local_rank, sample in seen.items():
+            self._trackers.setdefault(local_rank, ActivityTracker(self.began_at)).look(
+                at, sample, asked=asked
+            )
 
     def still_s(self, local_rank: int, now: float) -> float | None:
         """For how long nothing of this worker has moved; None: not known."""
-        stillness = self._stillness.get(local_rank)
+        tracker = self._trackers.get(local_rank)
         seen_at = [self._stepped_at[local_rank]] if local_rank in self._stepped_at else []
-        if stillness is not None:
-            seen_at.append(stillness.worked_at)
+        if tracker is not None:
+            seen_at.append(tracker.worked_at)
         return max(0.0, now - max(seen_at)) if seen_at else None
 
     # ---------------------------------------------------------------- what it means
@@ -282,7 +284,7 @@ class HangDetector:
         if self.steps:
             left = [one for one in running if one in self.steps] or self.steps
             return min(left, key=lambda local_rank: (self.steps[local_rank], local_rank)), self.alive_at
-        since = {one: self._stillness[one].active_at for one in running if one in self._stillness}
+        since = {one: self._trackers[one].active_at for one in running if one in self._trackers}
         if not since:
             return min(running), math.inf
         stillest = min(since, key=lambda one: (since[one], one))
@@ -317,20 +319,20 @@ def ends_alone(
     return all_still and now >= since + ALONE_S
 
 
-# --- Signs of life, read in a thread
+# --- ActivitySample of life, read in a thread
 
-SignsTaker: TypeAlias = Callable[[float, Mapping[int, Signs]], object]
+SamplesTaker: TypeAlias = Callable[[float, Mapping[int, ActivitySample]], object]
 """In the main loop: it gets the instant, and what the workers here had used then, by local rank."""
 
 
-class SignReader:
+class ActivityReader:
     """`look` is for the main thread."""
 
     def __init__(self, post: Callable[[Event], object], clock: Callable[[], float]) -> None:
         self._post = post
         self._clock = clock
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = Thread(self._serve, "hang-signs")
+        self._thread = Thread(self._serve, "hang-activity")
         self._families: dict[int, list[psutil.Process]] = {}
         """By the pid of a worker: itself and its descendants."""
         self._searched_at = 0.0
@@ -345,12 +347,12 @@ class SignReader:
         self._thread.join(1.0)
 
     def look(
-        self, then: SignsTaker, pids: Mapping[int, int], printed: Mapping[int, int], *, threads: bool
+        self, then: SamplesTaker, pids: Mapping[int, int], printed: Mapping[int, int], *, threads: bool
     ) -> None:
         """`then` is posted. While a look does not come to its end no other begins. `pids` and `printed` are of the
         workers, by local rank.
 
-        `threads`: whether any thread of their families stirs, which two such looks in a row show.
+        `threads`: whether any thread of their families is active, which two such looks in a row show.
         """
         if self._orders.empty():
             self._orders.put(partial(self._look, then, pids, printed, threads))
@@ -362,11 +364,11 @@ class SignReader:
             order()
 
     def _look(
-        self, then: SignsTaker, pids: Mapping[int, int], printed: Mapping[int, int], threads: bool
+        self, then: SamplesTaker, pids: Mapping[int, int], printed: Mapping[int, int], threads: bool
     ) -> None:
         self._search(tuple(pids.values()))
         seen = {
-            local_rank: self._signs(pid, printed.get(local_rank, 0), threads=threads)
+            local_rank: self._sample(pid, printed.get(local_rank, 0), threads=threads)
             for local_rank, pid in pids.items()
         }
         self._post(partial(then, self._clock(), seen))
@@ -379,7 +381,7 @@ class SignReader:
         self._searched_at = now
         self._families = {worker: _family_of(worker) for worker in workers}
 
-    def _signs(self, worker: int, printed: int, *, threads: bool = False) -> Signs:
+    def _sample(self, worker: int, printed: int, *, threads: bool = False) -> ActivitySample:
         processor_s, moved, wakes = 0.0, 0, 0
         for process in self._families[worker]:
             with suppress(psutil.Error):  # it has ended
@@ -388,10 +390,10 @@ class SignReader:
                     wakes = process.num_ctx_switches().voluntary
                 io = process.io_counters()
                 moved += io.read_chars + io.write_chars
-        stirs = self._stirs(worker, self._clock()) if threads else False
-        return Signs(processor_s, moved, printed, wakes, stirs)
+        threads_active = self._threads_active(worker, self._clock()) if threads else False
+        return ActivitySample(processor_s, moved, printed, wakes, threads_active)
 
-    def _stirs(self, worker: int, now: float) -> bool:
+    def _threads_active(self, worker: int, now: float) -> bool:
         sleeps = {
             f"{process.pid}/{thread}": count
             for process in self._families[worker]
