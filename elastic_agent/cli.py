@@ -1,9 +1,9 @@
 """The `elastic-agent` command: parse, answer `--help`, `--version`, `--check-config` and the like, or call `run`.
 
-Nothing is decided here: in `agent/configuration`, `options` has the table, `load` reads, `derive` merges and `check`
-refuses; `agent/machine/inventory` finds what follows on this machine, `run` does the work and returns the exit code:
-of `agent/main` where there is a script, of `pool/daemon` where there is none. A configuration with problems ends with
-78, or with 73 where another machine could run it, and the list of all of them, before anything is started.
+Nothing is decided here: in `agent/configuration`, `config` has the table of options, `load` reads, `derive` merges and
+`check` refuses; `agent/machine/inventory` finds what follows on this machine, `run` does the work and returns the exit
+code: of `agent/main` where there is a script, of `pool/daemon` where there is none. A configuration with problems ends
+with 78, or with 73 where another machine could run it, and the list of all of them, before anything is started.
 
 A *sub-command* does something else than run a job. It is one only as the very first word, so that a script
 of that name can still be run, as `./status` or after any option.
@@ -23,29 +23,64 @@ from . import __version__
 from .agent.common.exits import ExitCode, lack_in
 from .agent.configuration.config import (
     CHECK_CONFIG,
+    CONFIG_FILE,
+    GROUPS,
     HELP,
-    HELP_ALL,
+    LOG_DIR,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NPROC_PER_NODE,
+    OPTIONS,
     PRINT_COMPLETION,
     VERSION,
     ConfigError,
 )
 from .agent.configuration.derive import Resolved, offers_node, resolve_daemon
-from .agent.configuration.load import read_argv
-from .agent.configuration.options import (
-    COMMANDS,
-    NODE_COMMANDS,
-    POOL_COMMANDS,
-    RUN_COMMANDS,
-    bash_completion,
-    full_help,
-    short_help,
-)
-from .agent.configuration.settings import comment
+from .agent.configuration.load import comment, read_argv
+from .agent.configuration.parse import Option, Source
+from .agent.configuration.rendezvous import ENDPOINT, JOB_ID
+from .agent.configuration.stopping import MAX_RESTARTS
 from .agent.main.process import write_error_file
 
 if TYPE_CHECKING:
     from .agent.machine.inventory import Machine
     from .agent.main.assembly import Prepared
+
+POOL_COMMANDS = {
+    "submit": "put a job into the queue of a pool, of nodes that run elastic-agent without a script",
+    "jobs": "the jobs of a pool",
+    "wait": "until a job of a pool has ended",
+    "logs": "what a job of a pool prints, on all its nodes",
+    "cancel": "end a job of a pool",
+}
+"""Those about a pool and its jobs, each a function of `pool/commands.py` or `pool/submit.py`."""
+
+RUN_COMMANDS = {
+    "events": "the events of a job, from its agents or from the files of a run",
+    "report": "how a run spent its time, and which nodes cost most of it",
+    "diagnose": "pack the files of a run into one archive, with secrets masked",
+}
+"""Commands about the folder of a run. `agent/commands/runs` has a module for each."""
+
+NODE_COMMANDS = {
+    "drain": "let a node leave its job without losing a step",
+    "exclude": "keep a node out of its job, without losing a step",
+    "readmit": "let an excluded node back into its job",
+}
+"""Commands about one node of a job: `agent/commands/nodes.py`."""
+
+COMMANDS = {
+    "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
+    "check": "is this node fit to train? Same options as a run",
+    "status": "how a job is, and why",
+    **NODE_COMMANDS,
+    **POOL_COMMANDS,
+    "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus or Docker",
+    **RUN_COMMANDS,
+    "forget": "delete what an ended job left in etcd",
+}
+"""Sub-commands, each with its line in `--help`. `agent/commands` has a module for each that is in no group above."""
 
 
 def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) -> int:
@@ -83,11 +118,8 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
 def _run(words: Sequence[str], prepared: Prepared | None) -> int:
     """A command line without a sub-command. Raises OSError."""
     command_line = read_argv(words)
-    if HELP_ALL in command_line:
-        print(full_help())
-        return ExitCode.SUCCESS
     if HELP in command_line:
-        print(short_help())
+        print(help_text(short=command_line[HELP].origin == HELP.short))
         return ExitCode.SUCCESS
     if VERSION in command_line:
         print(f"elastic-agent {__version__}")
@@ -139,3 +171,73 @@ def _in_force(resolved: Resolved, machine: Machine) -> list[str]:
 
 def _fresh_id() -> str:
     return uuid.uuid4().hex[:12]
+
+
+# --- Help ---
+
+FIRST: tuple[Option[object], ...] = (
+    *(MIN_NODES, MAX_NODES, NPROC_PER_NODE, ENDPOINT, JOB_ID, MODULE, MAX_RESTARTS, LOG_DIR),
+    *(CONFIG_FILE, CHECK_CONFIG, HELP),
+)
+"""What most people need first."""
+
+USAGE = """\
+usage: elastic-agent [options] SCRIPT [arguments of the script]
+       elastic-agent [options] -m MODULE [arguments of the module]
+       elastic-agent [options] --no-python PROGRAM [arguments of the program]
+       elastic-agent [options]
+
+Runs one job's training processes on this node and, together with the agents of other nodes, keeps the training
+going through crashes, lost nodes, joins and planned departures. With nothing to run it waits for jobs: see submit.
+"""
+
+BEFORE_COMMANDS = (
+    "As the very first word, instead of a script (one of that name is run as ./NAME); each knows --help:"
+)
+
+EXAMPLES = """\
+Examples:
+  elastic-agent --nproc-per-node 2 train.py --lr 0.1
+  elastic-agent --min-nodes 1 --max-nodes 4 --rdzv-endpoint node1:29400 train.py
+  elastic-agent --config agent.toml --check-config
+  elastic-agent --min-nodes 1 --max-nodes 4
+  elastic-agent submit --max-nodes 2 -- train.py
+
+Every option can also be given as ELASTIC_AGENT_MIN_NODES=1 in the environment or min-nodes = 1 in the file;
+the command line wins over the environment, and the environment over the file. torchrun's spellings work.
+"""
+
+
+def help_text(*, short: bool = False) -> str:
+    """All sub-commands, and all options by group with their defaults; `short`: those that most people need first."""
+    commands = (f"  {name:<12} {line}" for name, line in COMMANDS.items())
+    parts = [USAGE, BEFORE_COMMANDS, *commands, ""]
+    if short:
+        parts += ["The options that most people need first:", *(option.help_text() for option in FIRST), ""]
+        parts += ["--help shows all others: stores and TLS, timeouts, devices, network, logs.", ""]
+    for group in () if short else GROUPS:
+        parts.append(f"{group.title}:")
+        parts += [option.help_text() for option in group if Source.CLI in option.sources]
+        parts.append("")
+    return "\n".join([*parts, EXAMPLES.rstrip()])
+
+
+def bash_completion() -> str:
+    """Completes options, sub-commands as the first word, and files everywhere else."""
+    flags = [f"--{name}" for option in OPTIONS if Source.CLI in option.sources for name in option.names]
+    return f"""\
+# bash completion for elastic-agent
+_elastic_agent() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}}
+    COMPREPLY=()
+    if [[ $word == -* ]]; then
+        mapfile -t COMPREPLY < <(compgen -W "{" ".join(dict.fromkeys(flags))}" -- "$word")
+    else
+        mapfile -t COMPREPLY < <(compgen -f -- "$word")
+        if [[ $COMP_CWORD == 1 ]]; then
+            mapfile -t -O "${{#COMPREPLY[@]}}" COMPREPLY < <(compgen -W "{" ".join(COMMANDS)}" -- "$word")
+        fi
+    fi
+}}
+complete -o filenames -F _elastic_agent elastic-agent
+"""

@@ -23,12 +23,11 @@ from urllib.parse import urlencode
 from ..agent.commands.store_command import pause, store_command
 from ..agent.common.exits import CannotDo, ExitCode
 from ..agent.common.http_client import NoAnswer, request
-from ..agent.configuration.config import ConfigError, Problem
+from ..agent.configuration.config import TARGETS, ConfigError, Problem
 from ..agent.configuration.derive import resolve_pool
-from ..agent.configuration.options import TARGETS
+from ..agent.configuration.load import Settings
 from ..agent.configuration.parse import YES_OR_NO, Option
 from ..agent.configuration.rendezvous import RendezvousConfig
-from ..agent.configuration.settings import Settings
 from ..rendezvous.errors import Compacted, StoreRefused, StoreUnavailable
 from ..rendezvous.store.interface import Compare, Put, Store, Watch
 from ..rendezvous.text import counted

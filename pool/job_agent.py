@@ -26,10 +26,10 @@ from ..agent.configuration.config import (
     MIN_NODES,
     NODE_ID,
     NODES_MULTIPLE_OF,
+    OPTIONS,
 )
-from ..agent.configuration.options import OPTIONS
+from ..agent.configuration.load import Settings
 from ..agent.configuration.rendezvous import ETCD_OPTIONS, JOB_ID, LAST_CALL, MEETING, POOL
-from ..agent.configuration.settings import Settings
 from ..agent.main.process import ERROR_FILE
 from ..agent.output.masking import masked, secrets_in
 from ..threads import Thread

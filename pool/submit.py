@@ -21,13 +21,15 @@ from ..agent.configuration.config import (
     NO_PYTHON,
     NODE_ID,
     NODES_MULTIPLE_OF,
+    OPTIONS,
     PRINT_COMPLETION,
     SCRIPT,
+    TARGETS,
     VERSION,
     Problem,
 )
 from ..agent.configuration.derive import job_problems
-from ..agent.configuration.options import OPTIONS, TARGETS
+from ..agent.configuration.load import Settings
 from ..agent.configuration.parse import TEXT, Option, Parser
 from ..agent.configuration.rendezvous import (
     JOB_ID,
@@ -38,7 +40,6 @@ from ..agent.configuration.rendezvous import (
     SLURM,
     STANDALONE,
 )
-from ..agent.configuration.settings import Settings
 from ..rendezvous.errors import RecordInvalid, StoreUnavailable
 from ..rendezvous.store.interface import Compare, Put, Store
 from .commands import pool_command, present_user, read_view, say, state_of

@@ -24,9 +24,8 @@ from ...rendezvous.text import counted
 from ..common.exits import CannotStart, ExitCode, exit_codes
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.derive import resolve_check
-from ..configuration.load import read_argv
+from ..configuration.load import Settings, read_argv
 from ..configuration.parse import Group, Option, Source, duration, whole_number
-from ..configuration.settings import Settings
 from ..configuration.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
@@ -42,7 +41,7 @@ usage: elastic-agent check [--json] [options of a run] [SCRIPT [arguments]]
 
 Checks this node for the job that these options describe: GPUs (NVML, the kernel's log), /dev/shm, --log-dir, limits,
 name resolution and the interface. Starts nothing and leaves nothing. The same checks run before each join: see --check
-in elastic-agent --help-all, and docs/checks.md.
+in elastic-agent --help, and docs/checks.md.
 With --nodes, started on every node, the nodes meet in the store and try each other out; all print the same report.
 """
 

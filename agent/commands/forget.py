@@ -18,8 +18,8 @@ from ...rendezvous.text import NAME, shortened
 from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place
+from ..configuration.load import Settings
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
-from ..configuration.settings import Settings
 from .store_command import store_command, world_of
 
 _USAGE = """\

@@ -40,10 +40,9 @@ from ...rendezvous.text import NAME, clean, shortened
 from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place
-from ..configuration.load import ENV_PREFIX
+from ..configuration.load import ENV_PREFIX, Settings
 from ..configuration.parse import Option, Parser, duration
 from ..configuration.rendezvous import JOB_ID, RendezvousConfig
-from ..configuration.settings import Settings
 from ..workers.processes.run_files import run_directory_parents, stores_here
 from .store_command import Work, store_command, world_of
 

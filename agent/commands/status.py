@@ -25,7 +25,7 @@ from ...rendezvous.text import NAME, counted
 from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
-from ..configuration.load import read_argv
+from ..configuration.load import Settings, read_argv
 from ..configuration.parse import Group, Option, Parser, duration, read_endpoint
 from ..configuration.rendezvous import (
     ETCD_OPTIONS,
@@ -33,7 +33,6 @@ from ..configuration.rendezvous import (
     STANDALONE,
     RendezvousConfig,
 )
-from ..configuration.settings import Settings
 from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
 from ..observability.sources import AgentsSource, Source, StoreSource
 from ..workers.processes.run_files import agents_here, run_directory_parents

@@ -16,10 +16,9 @@ from ...rendezvous.records import WORLD_KEY, World
 from ...rendezvous.store.interface import Entry, Store
 from ..common.exits import CannotDo, ExitCode, exit_codes
 from ..configuration.config import CONFIG_FILE, HELP, ConfigError
-from ..configuration.load import read_argv
+from ..configuration.load import Settings, read_argv
 from ..configuration.parse import Option
 from ..configuration.rendezvous import RendezvousConfig
-from ..configuration.settings import Settings
 from ..rendezvous_io.store_opening import open_to_look
 
 ANSWER_S = 10.0
@@ -104,7 +103,9 @@ def printable(text: str) -> str:
 
 def command_help(usage: str, options: Iterable[Option[Any]]) -> str:
     """`options` are the command's own."""
-    store = "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help-all."
+    store = (
+        "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help."
+    )
     own = [option.help_text() for option in (*options, HELP, CONFIG_FILE)]
     return "\n".join([usage, *own, "", store, "", *exit_codes()])
 

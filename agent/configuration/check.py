@@ -6,12 +6,10 @@ judged, so that one mistake is one problem.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
 import stat
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ from .config import (
     SCRIPT,
     Problem,
 )
-from .options import COMMANDS
+from .load import Setting, Settings
 from .parse import MOST_NODES, Option
 from .rendezvous import (
     BACKEND,
@@ -45,7 +43,6 @@ from .rendezvous import (
     LEASE_TTL,
     POOL,
 )
-from .settings import Setting, Settings
 from .values import CLUSTERS, SHARED, STORES, in_words
 
 _NEEDED_WITH: tuple[tuple[Option[Any], Option[Any], str], ...] = (
@@ -220,18 +217,11 @@ def _of_etcd(settings: Settings) -> Iterator[Rule]:
 
 def _script_problem(script: str) -> tuple[str, str]:
     """What is wrong with it and what to do; two empty texts when nothing is."""
-    path = Path(script)
-    if os.path.isdir(path):
+    if os.path.isdir(script):
         return "it is a folder", "name a file in it, or run a package with -m NAME"
-    if not os.path.lexists(path):
-        meant = get_close_matches(script, (*COMMANDS, "--help", "--version"), n=1, cutoff=0.7)
-        names = []
-        with contextlib.suppress(OSError):
-            names = [name for name in os.listdir(path.parent) if name.endswith(path.suffix)]
-        like = [f"elastic-agent {word}" for word in meant] or get_close_matches(path.name, names, n=1)
-        guess = f"did you mean {like[0]}? Else " if like else ""
-        return "there is none of this name", f"{guess}check the path, seen from {os.getcwd()}"
-    if _stat_readable(path) is None:
+    if not os.path.lexists(script):
+        return "there is none of this name", f"check the path, seen from {os.getcwd()}"
+    if _stat_readable(Path(script)) is None:
         return "this user cannot read it", "check its kind and permissions: ls -lL"
     return "", ""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from ...rendezvous.records import Endpoint
@@ -31,6 +32,7 @@ from .parse import (
     one_of,
     read_affinity,
     read_arguments,
+    read_conf,
     read_host,
     read_local_ranks,
     read_log_level,
@@ -42,11 +44,13 @@ from .parse import (
     read_worker_count,
     whole_number,
 )
-from .rendezvous import RendezvousConfig
+from .rendezvous import ETCD_OPTIONS, MEETING, RendezvousConfig
 from .stopping import (
     MAX_RESTARTS,
     MEMORY_CHECKPOINTS,
     MEMORY_REPLICAS,
+    STOPPING,
+    TIMEOUTS,
     StopConfig,
     TimeoutConfig,
 )
@@ -355,8 +359,30 @@ PRINT_COMPLETION: Option[str | None] = ITSELF.option(
     sources=Source.CLI,
 )
 VERSION = ITSELF.flag("version", "print the version", sources=Source.CLI)
-HELP = ITSELF.flag("help", "print a short help", short="-h", sources=Source.CLI)
-HELP_ALL = ITSELF.flag("help-all", "print every option", sources=Source.CLI)
+HELP = ITSELF.flag(
+    "help", "print every option; -h only those that most people need", short="-h", sources=Source.CLI
+)
+
+
+GROUPS = (RUNNING, NODES, MEETING, ETCD_OPTIONS, STOPPING, TIMEOUTS, NETWORK, LOGS, ITSELF)
+"""In the order of `--help`."""
+
+_SPELT = ", ".join(
+    f"--{each.name} ({', '.join(each.conf)})" for group in GROUPS for each in group if each.conf
+)
+RDZV_CONF: Option[tuple[tuple[str, str], ...]] = MEETING.option(
+    "rdzv-conf",
+    Parser("KEY=VALUE,KEY=VALUE", read_conf),
+    f"torchrun's spelling of {_SPELT}; may be repeated, torchrun's other keys are ignored with a warning",
+    metavar="K=V,...",
+    torchrun="rdzv-conf",
+    shorthand=True,
+)
+"""Here, because it stands for options of several groups."""
+
+OPTIONS = tuple(chain.from_iterable(GROUPS))
+
+TARGETS = (SCRIPT, MODULE, NO_PYTHON)  # what to run; one source may give only one of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Reads each source of settings (command line, environment, file) into `Settings`, to its end.
 
-Every problem of a source is collected, not only the first: so the command line is not read by argparse, which stops
-there.
+Words: a *setting* is a value with its *origin*, the words by which a person finds the place to change it. Every problem
+of a source is collected, not only the first: so the command line is not read by argparse, which stops there.
 
 The file may have rows `[[cause]]`: causes of failures of the user's own, and changes of built-in ones. Each has a
 `name`. A failure has this cause if a line of its exception, or one of its last lines, has the text `contains` in it;
@@ -13,87 +13,66 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Generic, TypeVar, cast
 
 from ...rendezvous.records import Action
 from ...rendezvous.text import CAUSE
 from ...worker.wire.environment import WORKER_VARIABLES
-from .config import ARGS, SCRIPT, Problem
-from .options import OPTIONS, TARGETS
+from .config import (
+    ARGS,
+    DEVICE_PINNING,
+    LOG_LEVEL,
+    MAX_NODES,
+    MIN_NODES,
+    MODULE,
+    NNODES,
+    NO_PYTHON,
+    OPTIONS,
+    PREFIX_TEMPLATE,
+    RDZV_CONF,
+    SCRIPT,
+    TARGETS,
+    VIRTUAL_LOCAL_RANK,
+    Problem,
+)
 from .parse import Option, Source
-from .settings import IGNORED_TORCHRUN_OPTIONS, VARIABLES, Setting, Settings, closest, correction
-from .values import BUILT_IN_CAUSES, UserCause
-
-KEY = "cause"
-MOST_ROWS = 32
-MOST_TEXT = 500
-
-_NEEDED = {"contains": "a text that it contains", "action": "an action"}
-_KEYS = ("name", "contains", "action")
-_ACTIONS = {action.value: action for action in Action if action is not Action.EXCLUDE_NODE}
-"""A script can print any text, so none of it excludes a node."""
-_OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
-"""Other values of the metrics' label `reason`, which are no failures."""
-
-
-def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[Problem]]:
-    """The rows, and all problems in them. `value` is the file's value of `KEY`."""
-    origin, rows, problems = f"{path}: {KEY}", [], []
-    actions: dict[str, str] = {}
-    if (
-        not isinstance(value, list)
-        or not all(isinstance(row, dict) for row in value)
-        or len(value) > MOST_ROWS
-    ):
-        expected = f"tables, at most {MOST_ROWS} rows"
-        advice = "write each as [[cause]], with name, contains and action below it"
-        return (), [Problem(origin, None, expected, advice)]
-    for number, row in enumerate(value, 1):
-        found = list(_cause_problems(row, actions))
-        for key, expected, advice in found:
-            shown = str(row[key]) if key in row else None
-            part = f"{origin} {number}: {key}" if key else f"{origin} {number}"
-            problems.append(Problem(part, shown, expected, advice))
-        if not found:
-            action = _ACTIONS.get(row.get("action", ""))
-            rows.append(UserCause(row["name"], row.get("contains", ""), action))
-            actions.setdefault(row["name"], row.get("action", ""))
-    return tuple(rows), problems
-
-
-def _cause_problems(row: Mapping[str, object], actions: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """The key, "" for the whole row, what is expected, and advice. `actions` are those of the rows before, by name."""
-    unknown = [key for key in row if key not in _KEYS]
-    for key in unknown:
-        advice = "contains = 'TEXT' is a part of a line as it is; a row for each of several texts"
-        yield key, "name, contains or action", advice
-    name, text, action = (row.get(key) for key in _KEYS)
-    named = isinstance(name, str) and CAUSE.fullmatch(name) is not None and name not in _OF_METRICS
-    if not named:
-        expected = "a name of small letters, digits and _, which begins with a letter and has at most 40"
-        yield "name", expected, "like flaky_storage; ok, join, leave and lost are taken"
-    one_line = isinstance(text, str) and text.strip() and "\n" not in text and len(text) <= MOST_TEXT
-    if text is not None and not one_line:
-        expected = f"a text of one line, at most {MOST_TEXT} characters"
-        yield "contains", expected, "write a part of the line that tells the cause"
-    if action is not None and str(action) not in _ACTIONS:
-        yield "action", f"one of {', '.join(_ACTIONS)}", "docs/configuration.md says what each does"
-    if unknown or not named:
-        return
-    missing = [needed for key, needed in _NEEDED.items() if key not in row]
-    known = name in BUILT_IN_CAUSES or name in actions
-    if missing and (len(missing) == len(_NEEDED) or not known):
-        yield "", " and ".join(missing), "add it, or take the name of a known cause"
-    before = actions.get(str(name))
-    if str(action) in _ACTIONS and before and action != before:
-        yield "action", before, "one cause has one action, and an earlier row has this one"
-
+from .stopping import STOP_GRACE
+from .values import BUILT_IN_CAUSES, NodeCounts, UserCause
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+RDZV_CONF_KEYS = {key: option for option in OPTIONS for key in option.conf}
+"""The first key of several for one option is the one to recommend."""
+
+VARIABLES: dict[str, Option[object]] = {
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": PREFIX_TEMPLATE,
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": STOP_GRACE,
+    "LOGLEVEL": LOG_LEVEL,
+}
+"""Besides `PET_*`, and weaker."""
+
+TARGET_SWITCHES: dict[str, Option[str | None]] = {"PET_MODULE": MODULE, "PET_NO_PYTHON": NO_PYTHON}
+"""Variables that take the place of a switch on the command line; 0 is off."""
+
+IGNORED_RDZV_CONF_KEYS = frozenset(
+    {"timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"}
+    | {"read_timeout", "is_host", "rank", "store_type", "protocol", "etcd_prefix"}
+)
+
+# Option, each with one value, and why it can be ignored. Training runs the same without them.
+IGNORED_TORCHRUN_OPTIONS = {
+    "monitor-interval": "a worker's end is noticed at once, nothing is polled",
+    "start-method": "it only concerns functions as entry points",
+    "event-log-handler": "events go to the agent's log",
+    "exit-barrier-timeout": "an agent waits for no other at its end; --hang-timeout is for ranks that do not end",
+    "logs-specs": "--log-dir, --redirects and --tee say where lines go",
+}
 
 ENV_PREFIX = "ELASTIC_AGENT_"
 TORCHRUN_ENV_PREFIX = "PET_"
@@ -101,6 +80,117 @@ MOST_FILE_BYTES = 1 << 20
 
 # A shorthand goes first, so that within one source the option it stands for wins.
 _SHORTHANDS_FIRST = sorted(OPTIONS, key=lambda option: not option.shorthand)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting(Generic[T]):
+    """A value in force. `origin` is "--min-nodes", "ELASTIC_AGENT_MIN_NODES", "FILE: min-nodes" or "default".
+
+    `text` is what was written, as it may be shown.
+    """
+
+    value: T
+    origin: str
+    text: str = ""
+
+    @property
+    def is_default(self) -> bool:
+        """No source gave it."""
+        return self.origin.startswith("default")
+
+    def problem(self, expected: str, advice: str) -> Problem:
+        return Problem(self.origin, self.text, expected, advice)
+
+
+@dataclass(slots=True)
+class Settings:
+    """The settings of one source, or of all: by option name in `given`, and what was wrong or without effect.
+
+    `broken` names the options whose value could not be read; relations with them cannot be judged.
+    """
+
+    given: dict[str, Setting[object]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+    causes: Setting[tuple[UserCause, ...]] = field(default_factory=lambda: Setting((), "default"))
+    """The rows `[[cause]]`, which only a file can have."""
+    job_ends_at: int | None = None
+    """Unix time, which only Slurm's environment says."""
+
+    def __getitem__(self, option: Option[T]) -> Setting[T]:
+        """An option that is not given has its default."""
+        default = Setting(option.default_value, "default", option.default or "")
+        return cast("Setting[T]", self.given.get(option.name, default))
+
+    def __contains__(self, option: Option[object]) -> bool:
+        return option.name in self.given
+
+    def derive(self, option: Option[T], value: T, origin: str) -> None:
+        self.given[option.name] = Setting(value, origin, "" if value is None else str(value))
+
+    def put(self, option: Option[object], text: str, origin: str) -> None:
+        """Read one written value. A later one for the same option replaces it."""
+        try:
+            if "\0" in text:
+                raise ValueError("take the NUL byte out: no path, name or argument can have one")
+            value = option.parser.parse(text)
+        except ValueError as error:
+            self.broken.add(option.name)
+            advice = str(error) or correction(option)
+            self.problems.append(Problem(origin, option.parser.shown(text), option.parser.expects, advice))
+            return
+        if option not in (SCRIPT, ARGS) and any("\ud800" <= character <= "\udfff" for character in text):
+            self.broken.add(option.name)
+            self.problems.append(Problem(origin, ascii(text), "a text in UTF-8", correction(option)))
+            return
+        if option is NNODES:
+            counts = cast(NodeCounts, value)
+            self.put(MIN_NODES, str(counts.min), origin)
+            self.put(MAX_NODES, str(counts.max), origin)
+        elif option is RDZV_CONF:
+            for key, part in cast("tuple[tuple[str, str], ...]", value):
+                self._put_rdzv_conf(key, part, f"{origin} {key}")
+        elif option is VIRTUAL_LOCAL_RANK:
+            if value:
+                self.put(DEVICE_PINNING, "mask", origin)
+        else:
+            self.given[option.name] = Setting(value, origin, option.parser.shown(text))
+
+    def _put_rdzv_conf(self, key: str, text: str, origin: str) -> None:
+        if key in RDZV_CONF_KEYS:
+            self.put(RDZV_CONF_KEYS[key], text, origin)
+        elif key in IGNORED_RDZV_CONF_KEYS:
+            self.warnings.append(f"{origin} has no effect here and is ignored")
+        else:
+            self.unknown(origin, key, RDZV_CONF_KEYS, "one of " + ", ".join(RDZV_CONF_KEYS))
+
+    def unknown(self, origin: str, name: str, known: Iterable[str], expected: str) -> None:
+        guess = closest(name, known)
+        advice = f"did you mean {guess}?" if guess else "see elastic-agent --help"
+        self.problems.append(Problem(origin, None, expected, advice))
+
+    def lines(self) -> list[str]:
+        """Every setting as a TOML line with its origin, those that a source gave first; the lines are a file that means
+        the same."""
+        rows, causes = [], []
+        for option in OPTIONS:
+            if option.shorthand or Source.FILE not in option.sources:
+                continue
+            setting = self[option]
+            unset = setting.value is None
+            written = f"# {option.name}: not set" if unset else f"{option.name} = {_quoted(setting.text)}"
+            rows.append((written, setting.origin))
+        for cause in self.causes.value:
+            parts = ", ".join(f"{key} = {_quoted(text)}" for key, text in cause.parts.items())
+            causes.append(f"{{{parts}}}")
+        if causes:
+            rows.append((f"cause = [{', '.join(causes)}]", self.causes.origin))
+        rows.sort(key=lambda row: row[1].startswith("default"))
+        width = max(len(written) for written, _ in rows if len(written) <= 40)
+        return [f"{written:<{width}}  # {_quoted(origin)[1:-1]}" for written, origin in rows]
 
 
 # --- One reader per source ---
@@ -116,8 +206,7 @@ def read_argv(
     or, where an option or `--` follows them, stand alone as under torchrun: then the first word that is no option is
     what to run.
 
-    After an unknown option it is not known which word is the script: the walk goes on to find further problems, but
-    none of the script.
+    After an unknown option it is not known which word is its value, or the script: there is no problem with that.
     """
     settings = Settings()
     flags = _flags(more)
@@ -148,8 +237,6 @@ def read_argv(
             meant = f"-{flag}" if f"-{flag}" in flags else flag  # with one dash
             settings.unknown(written, meant, flags, "an option of elastic-agent")
             settings.broken.add(SCRIPT.name)
-            if not equals:
-                _skip_value(flags.get(closest(flag, flags)), words)
             continue
         if option is not None and option.flag:
             settings.put(option, text if equals else "true", written)
@@ -202,12 +289,6 @@ def _flags(more: Sequence[Option[object]]) -> dict[str, Option[object]]:
     }
     flags |= {option.short: option for option in OPTIONS if option.short}
     return flags
-
-
-def _skip_value(guess: Option[object] | None, words: list[str]) -> None:
-    """Of a flag that is not known, and was probably meant to be `guess`: the next word may be its value."""
-    if not (guess and guess.flag) and words and not words[0].startswith("-"):
-        words.pop(0)
 
 
 def _put_command(
@@ -312,7 +393,88 @@ def _toml_text(option: Option[object], value: object) -> str | None:
     return None
 
 
+# --- Causes ---
+
+KEY = "cause"
+MOST_ROWS = 32
+MOST_TEXT = 500
+
+_ACTIONS = {action.value: action for action in Action if action is not Action.EXCLUDE_NODE}
+"""A script can print any text, so none of it excludes a node."""
+_OF_METRICS = frozenset(("ok", "join", "leave", "lost"))
+"""Other values of the metrics' label `reason`, which are no failures."""
+
+
+def read_causes(value: object, path: str) -> tuple[tuple[UserCause, ...], list[Problem]]:
+    """The rows, and the first problem of each. `value` is the file's value of `KEY`."""
+    rows: list[UserCause] = []
+    problems = []
+    if not isinstance(value, list) or len(value) > MOST_ROWS:
+        advice = "write each as [[cause]], with name, contains and action below it"
+        return (), [Problem(f"{path}: {KEY}", None, f"tables, at most {MOST_ROWS} rows", advice)]
+    for number, row in enumerate(value, 1):
+        try:
+            rows.append(_cause(row, {cause.name: cause.action for cause in reversed(rows)}))
+        except ValueError as error:
+            advice = "docs/configuration.md says how to write one"
+            problems.append(Problem(f"{path}: {KEY} {number}", str(row), str(error), advice))
+    return tuple(rows), problems
+
+
+def _cause(row: object, actions: Mapping[str, Action | None]) -> UserCause:
+    """`actions` are those of the rows before, by name. The ValueError says what is expected."""
+    if not isinstance(row, dict) or not row.keys() <= {"name", "contains", "action"}:
+        raise ValueError("a table with name, contains and action")
+    name, text, action = row.get("name"), row.get("contains", ""), row.get("action", "")
+    if not isinstance(name, str) or not CAUSE.fullmatch(name) or name in _OF_METRICS:
+        raise ValueError(
+            "a name of at most 40 small letters, digits and _, beginning with a letter; none of"
+            f" {', '.join(sorted(_OF_METRICS))}"
+        )
+    if (
+        not isinstance(text, str)
+        or "\n" in text
+        or len(text) > MOST_TEXT
+        or ("contains" in row) != bool(text.strip())
+    ):
+        raise ValueError(f"as contains a part of a line, at most {MOST_TEXT} characters")
+    if not isinstance(action, str) or ("action" in row and action not in _ACTIONS):
+        raise ValueError(f"as action one of {', '.join(_ACTIONS)}")
+    known = name in BUILT_IN_CAUSES or name in actions
+    if not (text and action) and not (known and (text or action)):
+        raise ValueError("contains and action, or one of them with the name of a known cause")
+    if action and (before := actions.get(name)) not in (None, _ACTIONS[action]):
+        raise ValueError(f"the action of the row before with this name, {before.value}")
+    return UserCause(name, text, _ACTIONS.get(action))
+
+
 # --- Words ---
+
+
+def comment(text: str) -> str:
+    """A TOML comment of ASCII characters, which stays one whatever the text is."""
+    return f"# {_plain(text)}"
+
+
+def _quoted(text: str) -> str:
+    """A TOML string."""
+    return '"' + _plain(text, escaped='"\\') + '"'
+
+
+def _plain(text: str, escaped: str = "") -> str:
+    """In ASCII characters, which every terminal can show; those in `escaped` are written by number, too."""
+    return "".join(c if " " <= c <= "~" and c not in escaped else f"\\U{ord(c):08x}" for c in text)
+
+
+def correction(option: Option[object]) -> str:
+    return "correct it, or leave it out" + (f" (default: {option.default})" if option.default else "")
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """The known name that comes nearest, or nothing. A common beginning counts for more."""
+    names = sorted(known)
+    begun = [candidate for candidate in names if len(name) > 3 and candidate.startswith(name)]
+    return next(iter(begun + get_close_matches(name, names, n=1, cutoff=0.7)), "")
 
 
 def _variable(prefix: str, name: str) -> str:

@@ -28,7 +28,7 @@ from ..common.folders import own_path
 from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
-from ..configuration.settings import Settings
+from ..configuration.load import Settings
 from ..configuration.stopping import ladder
 from ..configuration.values import Command
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent

@@ -47,9 +47,9 @@ from ..common.exits import CannotStart
 from ..common.ports import OfferedPort, PortError, bind_listener
 from ..configuration.config import LOCAL_ADDR, MAX_NODES, MIN_NODES, NO_PYTHON, Config, ConfigError, Problem
 from ..configuration.derive import resolve
+from ..configuration.load import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS, Settings
 from ..configuration.rendezvous import BACKEND as BACKEND_OPTION
 from ..configuration.rendezvous import ENDPOINT, JOB_ID
-from ..configuration.settings import IGNORED_RDZV_CONF_KEYS, RDZV_CONF_KEYS, Settings
 from ..machine.network import unique_node_id, wait_for_network
 from ..rendezvous_io.store_opening import connect_to_store, policy_of
 from .membership import NEVER_GIVE_UP, End, Membership, Place, Status

@@ -18,8 +18,8 @@ import pytest
 
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
+from elastic_agent.agent.configuration.config import OPTIONS
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.configuration.options import OPTIONS
 from elastic_agent.agent.configuration.parse import Source
 from elastic_agent.agent.configuration.stopping import whole_stop_s
 from elastic_agent.agent.main.run import HOST_LINGERS_S

@@ -14,14 +14,7 @@ import pytest
 
 from elastic_agent import __version__
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.configuration.config import Config
-from elastic_agent.agent.configuration.options import (
-    COMMANDS,
-    OPTIONS,
-    bash_completion,
-    full_help,
-    short_help,
-)
+from elastic_agent.agent.configuration.config import OPTIONS, Config
 from elastic_agent.agent.configuration.parse import Source
 from elastic_agent.agent.configuration.values import Command, NodeCounts
 from elastic_agent.agent.machine import inventory as machine
@@ -29,7 +22,7 @@ from elastic_agent.agent.machine.devices import Inventory
 from elastic_agent.agent.machine.inventory import Machine
 from elastic_agent.agent.machine.network import Network, NetworkChoice
 from elastic_agent.agent.main.assembly import Prepared
-from elastic_agent.cli import main
+from elastic_agent.cli import COMMANDS, bash_completion, help_text, main
 
 NETWORK = Network(NetworkChoice("lo", "127.0.0.1", "no other node can join"))
 MACHINE = Machine(Inventory((), 2), (), (), NETWORK, ("devices: one", 'odd: "\\" ä\nmin-nodes = 7'))
@@ -78,7 +71,7 @@ def agent(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_names_every_option_with_its_default(started: list[Config]) -> None:
-    text = full_help()
+    text = help_text()
     for option in OPTIONS:
         if Source.CLI in option.sources:
             assert f"--{option.name}" in text
@@ -88,18 +81,13 @@ def test_help_names_every_option_with_its_default(started: list[Config]) -> None
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_the_short_help_fits_a_screen_and_leads_to_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(short_help().splitlines()) <= 64
-    assert main(["--help-all"]) == ExitCode.SUCCESS
-    assert capsys.readouterr().out == full_help() + "\n"
-
-
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["--min-nodes", "wrong", "--help"]])
-def test_help_wins_over_problems(
+def test_help_wins_over_problems_and_its_short_form_fits_a_screen(
     words: list[str], started: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == ExitCode.SUCCESS
-    assert capsys.readouterr().out == short_help() + "\n"
+    assert capsys.readouterr().out == help_text(short=words == ["-h"]) + "\n"
+    assert len(help_text(short=True).splitlines()) <= 72
     assert not started
 
 
@@ -143,8 +131,8 @@ def test_a_script_may_have_the_name_of_a_subcommand(
 
 
 def test_help_names_every_subcommand(asked: list[list[str]]) -> None:
-    assert "  look         look at it\n" in full_help()
-    assert "./NAME" in full_help()
+    assert "  look         look at it\n" in help_text()
+    assert "./NAME" in help_text()
 
 
 def test_version(started: list[Config], capsys: pytest.CaptureFixture[str]) -> None:

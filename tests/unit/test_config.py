@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import PortRange
-from elastic_agent.agent.configuration.config import Config, ConfigError, LogConfig
+from elastic_agent.agent.configuration.config import GROUPS, OPTIONS, Config, ConfigError, LogConfig
 from elastic_agent.agent.configuration.derive import Resolved, resolve, resolve_daemon, resolve_pool
-from elastic_agent.agent.configuration.load import MOST_FILE_BYTES, read_argv
-from elastic_agent.agent.configuration.options import GROUPS, OPTIONS
-from elastic_agent.agent.configuration.parse import Option, Source
-from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
-from elastic_agent.agent.configuration.settings import (
+from elastic_agent.agent.configuration.load import (
     IGNORED_RDZV_CONF_KEYS,
     IGNORED_TORCHRUN_OPTIONS,
+    MOST_FILE_BYTES,
+    read_argv,
 )
+from elastic_agent.agent.configuration.parse import Option, Source
+from elastic_agent.agent.configuration.rendezvous import ETCD_OPTIONS, EtcdConfig, RendezvousConfig
 from elastic_agent.agent.configuration.stopping import StopConfig, TimeoutConfig
 from elastic_agent.agent.configuration.values import (
     Command,
@@ -211,7 +211,7 @@ def test_each_option_fills_at_most_one_field_and_gives_its_default() -> None:
         *("script", "module", "no-python", "args", "min-nodes", "max-nodes"),
         *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone", "etcd-insecure"),
         *("master-addr", "master-port"),
-        *("run-path", "config", "check-config", "print-completion", "version", "help", "help-all"),
+        *("run-path", "config", "check-config", "print-completion", "version", "help"),
     }
 
 
@@ -261,7 +261,7 @@ def test_one_pass_reports_the_problems_of_all_sources(tmp_path: Path) -> None:
     file = tmp_path / "agent.toml"
     file.write_text('min-nodes = 0\nlog_dirr = "x"\n[rendezvous]\nbackend = "c10d"\n')
     argv = [
-        *("--config", str(file), "--nproc-per-nod", "2", "--lease-ttl", "0.1"),
+        *("--config", str(file), "--nproc-per-nod=2", "--lease-ttl", "0.1"),
         *("--node-id", "a/b", "--last-call", "--rdzv-backend", "etcd-v2", "train.py"),
     ]
     environ = {"ELASTIC_AGENT_PORT_RANGE": "x", "ELASTIC_AGENT_MAXNODES": "4", "PET_MAX_RESTARTS": "-1"}
@@ -714,10 +714,7 @@ def test_the_documented_exit_codes_are_the_exit_codes() -> None:
     [
         ("folder", "but it is a folder; name a file in it, or run a package with -m"),
         ("none.py", "but there is none of this name; check the path, seen from"),
-        ("trian.py", "did you mean train.py? Else check the path, seen from"),
         ("9" * 300, "but there is none of this name; check the path, seen from"),
-        ("statsu", "did you mean elastic-agent status? Else check the path"),
-        ("version", "did you mean elastic-agent --version?"),
     ],
 )
 def test_the_problem_with_a_script_is_named(
@@ -725,7 +722,6 @@ def test_the_problem_with_a_script_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    (tmp_path / "train.py").touch()
     [problem] = problems_of([name])
     assert said in problem
 

@@ -18,7 +18,7 @@ from elastic_agent.agent.commands.runs.events import EVENTS_OPTIONS
 from elastic_agent.agent.commands.runs.report import REPORT_OPTIONS
 from elastic_agent.agent.commands.status import AGENT, STATUS_OPTIONS
 from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.configuration.options import COMMANDS
+from elastic_agent.cli import COMMANDS
 from elastic_agent.pool import commands as pool_commands
 from elastic_agent.pool import submit
 

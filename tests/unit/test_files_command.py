@@ -10,8 +10,9 @@ import pytest
 
 from elastic_agent.agent.commands.files import DEPLOY, KINDS, main
 from elastic_agent.agent.common.exits import ExitCode
-from elastic_agent.agent.configuration.options import OPTIONS, bash_completion
+from elastic_agent.agent.configuration.config import OPTIONS
 from elastic_agent.agent.configuration.parse import Source
+from elastic_agent.cli import bash_completion
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

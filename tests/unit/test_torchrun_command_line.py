@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from elastic_agent.agent.configuration.config import ConfigError
+from elastic_agent.agent.configuration.config import OPTIONS, ConfigError
 from elastic_agent.agent.configuration.derive import Resolved, resolve
-from elastic_agent.agent.configuration.load import read_argv
-from elastic_agent.agent.configuration.options import OPTIONS
-from elastic_agent.agent.configuration.settings import IGNORED_TORCHRUN_OPTIONS
+from elastic_agent.agent.configuration.load import IGNORED_TORCHRUN_OPTIONS, read_argv
 from elastic_agent.rendezvous.records import Endpoint
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating.md"
@@ -196,7 +194,7 @@ def test_run_path_is_for_scripts(target: str) -> None:
         ("--nproc_per_nod=2", "did you mean --nproc-per-node?"),
         ("--lease-tll=3", "did you mean --lease-ttl?"),
         ("--print-completions=bash", "did you mean --print-completion?"),
-        ("--frobnicate", "see elastic-agent --help-all"),
+        ("--frobnicate", "see elastic-agent --help"),
     ],
 )
 def test_what_no_torchrun_has_is_a_mistake(written: str, advice: str, script: str) -> None:

@@ -26,9 +26,8 @@ from .... import __version__
 from ....rendezvous.text import NAME
 from ...common.exits import CannotDo, ExitCode, exit_codes
 from ...configuration.config import HELP, LOG_DIR, SCRIPT, ConfigError
-from ...configuration.load import read_argv, read_environ
+from ...configuration.load import Settings, read_argv, read_environ
 from ...configuration.parse import PATH, Group, Option
-from ...configuration.settings import Settings
 from ...output.journal import JobEvent, journals, read_file
 from ...output.log_files import FLIGHT_RECORDS, is_run, newest_run, own_logs
 from ...output.masking import masked, secrets_in

@@ -20,8 +20,8 @@ from ....rendezvous.records import Endpoint
 from ....rendezvous.text import NAME
 from ...common.exits import CannotDo, ExitCode
 from ...configuration.config import ConfigError
+from ...configuration.load import Settings
 from ...configuration.parse import Group, Option, duration
-from ...configuration.settings import Settings
 from ...observability.sources import Unreachable, ask, problem
 from ...output.journal import EVENT, EVENTS_PATH, JobEvent, Kind
 from ...workers.processes.run_files import agents_here, run_directory_parents

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from ....rendezvous.statements.inquiry import HANG
 from ....rendezvous.text import counted
 from ...common.exits import CannotDo, ExitCode
+from ...configuration.load import Settings
 from ...configuration.parse import Group
-from ...configuration.settings import Settings
 from ...output.journal import JobEvent, Kind
 from ..status import span
 from .diagnose import folder_of, journals_in, run_command
