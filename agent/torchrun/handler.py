@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from ...rendezvous.errors import RendezvousError, StoreError
 from ...rendezvous.etcd.kind import ETCD
 from ...rendezvous.node.node_actions import Refusal
-from ...rendezvous.records import NodeRecord, Phase, Result
+from ...rendezvous.records import NodeRecord, Result
 from ...rendezvous.store.interface import Store
 from ...threads import Thread
 from ..common.exits import CannotStart
@@ -64,13 +64,10 @@ OURS_IN_TORCHRUN = (
 )
 
 MEET_S = 60.0
-"""For the nodes of a new world to reach its store."""
+"""For the nodes of a new world to reach its store, and then for what torchrun's agents exchange there."""
 
 LOOK_S = 0.01
 """Between two looks whether all are there."""
-
-EXCHANGE_S = 60.0
-"""For what torchrun's agents exchange there, right after they have met."""
 
 
 class EtcdV3Handler(RendezvousHandler):
@@ -83,9 +80,7 @@ class EtcdV3Handler(RendezvousHandler):
         self._membership: Membership | None = None
         self._place: Place | None = None
         self._stop_announced = False
-        self._closed = False
         self._left = False
-        self._handled_outside = sys.exc_info()[1]
 
     def get_backend(self) -> str:
         return BACKEND
@@ -101,9 +96,9 @@ class EtcdV3Handler(RendezvousHandler):
         """Raises what torch's interface names: closed, timed out, cannot connect, another's data in the store, or a
         graceful exit where the job has succeeded without this node."""
         membership = self._join()
-        if self._closed:
-            raise RendezvousClosedError("this node has closed the rendezvous")
-        status = self._end_place(End.STOPPED if self._must_stop(membership.status) else End.FAILED)
+        status = membership.status
+        must_stop = self._stop_announced or status.stop or status.problem
+        status = self._end_place(End.STOPPED if must_stop else End.FAILED)
         while not status.problem:
             membership.want_place()
             status = membership.wait(lambda now: now.place is not None or now.leave is not None)
@@ -134,31 +129,24 @@ class EtcdV3Handler(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """As far as this node knows. A job that ended before this node came is no matter: it begins anew."""
-        if self._membership is None or self._closed or self._left:
-            return self._closed or self._left
-        status = self._membership.status
-        ended = status.world is not None and status.world.phase is Phase.ENDED
-        return ended and (status.place is not None or status.leave is not None)
+        return self._left or (self._membership is not None and self._membership.status.leave is not None)
 
     def set_closed(self) -> None:
-        """Ends the job for all nodes."""
+        """Ends the job for all nodes that have met."""
         try:
             self._join().end_job(f"torchrun on node {self._node} gave up")
         except RendezvousError as error:
             raise RendezvousConnectionError(f"the job could not be closed: {error}") from error
-        self._closed = True
 
     def shutdown(self) -> bool:
         """torchrun calls this when its agent has finished, and when it fails: then an exception is under way.
 
         Who has finished waits for the other nodes, lest they take it for lost and start again.
         """
-        membership, place = self._membership, self._place
+        membership = self._membership
         error = sys.exc_info()[1]
-        if error is self._handled_outside:
-            error = None
         try:
-            if membership is not None and place is not None and not self._left:
+            if membership is not None and self._place is not None and not self._left:
                 if error is None:
                     self._end_place(End.SUCCEEDED)
                     membership.wait(lambda status: not status.finishing)
@@ -208,9 +196,6 @@ class EtcdV3Handler(RendezvousHandler):
         )
         membership.start()
         return membership
-
-    def _must_stop(self, status: Status) -> bool:
-        return self._stop_announced or bool(status.stop or status.problem)
 
     def _end_place(self, end: End) -> Status:
         membership, place, status = self._membership, self._place, Status()
@@ -269,7 +254,6 @@ class _Meeting(Thread):
             while not meeting.check(["all"]):
                 if self.abandoned.wait(LOOK_S):
                     return
-            store.set_timeout(timedelta(seconds=EXCHANGE_S))
             self.store = store
             self._wake()
         except Exception as error:  # the first node may have died: the next world says so
@@ -277,21 +261,15 @@ class _Meeting(Thread):
 
 
 def _open(place: Place) -> TCPStore:
+    """On the first node also its server, on the socket that was bound before the world was made."""
     master, listener = place.world.master, place.listener
-    if listener is None:
-        return TCPStore(
-            master.address,
-            master.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=MEET_S),
-        )
     return TCPStore(
         master.address,
         master.port,
-        is_master=True,
+        is_master=listener is not None,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=MEET_S),
+        master_listen_fd=listener.detach() if listener is not None else None,
     )
 
 

@@ -37,13 +37,11 @@ from ...rendezvous.records import (
     Cause,
     CauseKind,
     Condition,
-    Endpoint,
     Failure,
     NodeRecord,
     Phase,
     Result,
     World,
-    line_up,
 )
 from ...rendezvous.store.interface import Compare, Put, Store
 from ...threads import Thread
@@ -96,7 +94,6 @@ class Place:
 class Status:
     """What the other program may know, as of the thread's last turn."""
 
-    world: World | None = None
     place: Place | None = None
     """Taken and not given back yet."""
     stop: str = ""
@@ -158,8 +155,8 @@ class Membership:
         self._wanted = False
         self._place: Place | None = None
         self._taken_at = 0.0
-        self._finished: tuple[int, str] | None = None
-        """Generation and incarnation in which the workers here succeeded."""
+        self._finished = 0
+        """The generation in which the workers here succeeded."""
         self._problem = ""
 
     def start(self) -> None:
@@ -205,13 +202,15 @@ class Membership:
         identity, policy = self._participant.identity, self._participant.policy
         for _ in range(CLOSING_TRIES):
             found = self._store.read((WORLD_KEY,)).entries
-            world = World.from_json(found[0].value) if found else _no_world_yet(policy.job, identity)
+            if not found:
+                return  # nobody has met
+            world = World.from_json(found[0].value)
             if world.phase is Phase.ENDED:
                 return
             failure = Failure(world.generation, reason[:200], reason[:MAX_TEXT])
             cause = Cause(CauseKind.FAILURE, identity.node, reason[:MAX_TEXT], failure)
             ended = replace(world, phase=Phase.ENDED, cause=cause, result=Result.RESTARTS_EXHAUSTED)
-            compare = Compare(WORLD_KEY, found[0].mod_revision if found else 0)
+            compare = Compare(WORLD_KEY, found[0].mod_revision)
             if self._store.transact((compare,), (Put(WORLD_KEY, ended.to_json()),)).succeeded:
                 return
         raise StoreUnavailable(f"the world of job {policy.job!r} changes all the time: it could not be ended")
@@ -234,8 +233,8 @@ class Membership:
 
     def _run(self) -> None:
         while not self._problem:
-            wake_at = self._turn()
-            pause_s = math.inf if wake_at is None else max(0.0, wake_at - self._clock())
+            again_at = self._turn()
+            pause_s = TURNS_EVERY_S if again_at is None else max(0.0, again_at - self._clock())
             run_next(self._events, min(TURNS_EVERY_S, pause_s), self._thread_failed)
         self._ended()
 
@@ -258,7 +257,6 @@ class Membership:
         again_at, action = self._driver.turn(now), self._action
         self._publish(
             Status(
-                participant.world,
                 self._place,
                 action.reason if isinstance(action, Stop) else "",
                 self._is_finishing(now),
@@ -267,8 +265,7 @@ class Membership:
             )
         )
         self._turned_at = now
-        lasting_at = self._taken_at + STABLE_AFTER_S if self._place is not None else None
-        return min((at for at in (again_at, lasting_at) if at is not None and at > now), default=None)
+        return again_at
 
     @property
     def undisturbed(self) -> int:
@@ -305,10 +302,9 @@ class Membership:
     def _is_finishing(self, now: float) -> bool:
         participant, world = self._participant, self._participant.world
         return (
-            self._finished is not None
-            and world is not None
+            world is not None
             and world.trains
-            and self._finished == (world.generation, participant.incarnation)
+            and world.generation == self._finished
             and participant.lease_good(now)
         )
 
@@ -331,7 +327,7 @@ class Membership:
             participant.workers_failed(Failure(generation, f"workers on node {node}", summary))
         elif end is End.SUCCEEDED:
             participant.workers_succeeded(generation)
-            self._finished = (generation, participant.incarnation)
+            self._finished = generation
         self._place = None
         participant.workers_gone(generation)
 
@@ -343,8 +339,3 @@ class Membership:
         with self._changed:
             self._status = status
             self._changed.notify_all()
-
-
-def _no_world_yet(job: str, node: NodeRecord) -> World:
-    master = Endpoint(node.address, node.port)
-    return World(job, 1, Phase.STOPPING, line_up((node,)), master, Cause(CauseKind.START))

@@ -378,26 +378,16 @@ def test_a_job_that_has_ended_can_be_run_again_under_its_name(
         assert node.handler.is_closed()
 
 
-def test_a_rendezvous_can_be_closed_before_anybody_came(
-    new_node: Callable[..., Node], store: SharedStore
-) -> None:
-    a = new_node("2")
-    a.do(a.handler.set_closed).result(PATIENCE_S)
-    with pytest.raises(RendezvousClosedError):
-        a.meet().result(PATIENCE_S)
-    a.do(a.handler.set_closed).result(PATIENCE_S)
-
-
-def test_who_waits_for_others_hears_that_the_rendezvous_is_closed(
-    new_node: Callable[..., Node], store: SharedStore
-) -> None:
-    waiting, closing = new_node("3"), new_node("3")
-    refused = waiting.meet()
-    wait_for(store.nodes)
+def test_who_stands_by_hears_that_the_rendezvous_is_closed(new_node: Callable[..., Node]) -> None:
+    closing, standing_by = new_node("1:1"), new_node("1:1")
+    met(closing.meet())
+    refused = standing_by.meet()
+    wait([refused], 0.5)
+    closing.do(closing.handler.set_closed).result(PATIENCE_S)
     closing.do(closing.handler.set_closed).result(PATIENCE_S)
     with pytest.raises(RendezvousClosedError, match="gave up"):
         refused.result(PATIENCE_S)
-    assert waiting.handler.is_closed()
+    assert standing_by.handler.is_closed()
 
 
 def test_a_shutdown_may_be_repeated_and_leaves_nothing_to_call(new_node: Callable[..., Node]) -> None:
