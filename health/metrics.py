@@ -476,13 +476,6 @@ class Metrics(Registry):
             for phase, seconds in phases_s.items():
                 self.recovery_phase_duration_seconds.observe(seconds, phase=phase)
 
-    def account(self, productive_s: float, lost_s: Mapping[str, float]) -> None:
-        """What the agent's life until now went into."""
-        with self.lock:
-            self.productive_time_seconds_total.reach(productive_s)
-            for cause, seconds in lost_s.items():
-                self.lost_time_seconds_total.reach(seconds, cause=cause)
-
     def count_steps(self, *, new: int, lost: int, timed: int, mean_s: float) -> None:
         """`timed` steps took `mean_s` each."""
         with self.lock:

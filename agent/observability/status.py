@@ -21,7 +21,7 @@ from typing import Annotated
 from ...codec import AtMost, Count, Document, Seconds, Within
 from ...health.checks.finding import Finding, Outcome, worst_first
 from ...health.checks.table import AT_JOIN
-from ...health.metrics import SAVE_TIERS, Metrics
+from ...health.metrics import LOST_TIME_CAUSES, SAVE_TIERS, Metrics
 from ...rendezvous.node.snapshot import NodeSnapshot
 from ...rendezvous.records import MAX_EXCEPTION, MAX_RECORD_BYTES, MAX_TEXT, Failure, NodeRecord, Phase, World
 from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON
@@ -182,6 +182,8 @@ class NodeState:
         self.step = _Saved(0, None)
         """The newest that a worker here has finished."""
         self.rate = StepRate()
+        self.spent = dict.fromkeys(("productive", *LOST_TIME_CAUSES), 0.0)
+        """Seconds since the start of the agent: productive ones, and lost ones by cause."""
         self.saved: dict[str, _Saved] = {}
         """The newest copy of each tier (SAVE_TIERS), and of `replica`."""
         self.partners_unreachable: tuple[str, ...] | None = None
@@ -299,6 +301,10 @@ class NodeState:
                 metrics.checkpoint_last_step.set(saved.step, tier=tier)
                 at_s = self._on_the_wall(saved.at, now)
                 metrics.checkpoint_last_success_timestamp_seconds.set(at_s, tier=tier)
+        spent = dict(self.spent)
+        metrics.productive_time_seconds_total.reach(spent.pop("productive"))
+        for cause, seconds in spent.items():
+            metrics.lost_time_seconds_total.reach(seconds, cause=cause)
         detector, limit_s = self.hangs
         metrics.hang_detector_state.choose(detector)
         metrics.hang_timeout_seconds.set(limit_s)

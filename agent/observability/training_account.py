@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from ...health.metrics import Metrics
 from ...rendezvous.records import CauseKind, World
-from ...worker.wire.messages import LoadReport, Report, SaveReport, Tier
+from ...worker.wire.messages import LoadReport, Report, SaveReport
 from ...worker.wire.shared_progress import Reading
 from ..output.journal import Journal, Kind
 from .status import NodeState
@@ -149,6 +149,12 @@ class GoodputAccount:
     def recovering(self) -> bool:
         return self._before_recovery is not None
 
+    def spent(self) -> dict[str, float]:
+        """The seconds so far, by the labels of the metrics: STARTUP is one cause of lost time."""
+        seconds = {activity.value: spent_s for activity, spent_s in self.seconds.items()}
+        seconds["startup"] = sum(seconds.pop(activity.value) for activity in STARTUP)
+        return seconds
+
     def advance(self, now: float) -> None:
         """Book what is known to have gone into the present activity."""
         if self.activity not in STEPPING:
@@ -205,9 +211,9 @@ class TrainingAccount:
         self._metrics = metrics
         self._node = node
         self._journal = journal
-        self._saves = SaveEvents(journal)
         self._accounted_at = started_at
-        self._done = Counter(steps=0, steps_redone=0)
+        self._done = Counter(steps=0, steps_redone=0, saves=0, saves_failed=0)
+        self._blocked_s = 0.0
         """Since the start of this agent."""
         self._goodput = GoodputAccount(started_at)
         self._steps = StepCount()
@@ -260,23 +266,21 @@ class TrainingAccount:
         return recovery
 
     def advance(self, now: float) -> None:
-        """Publish what all seconds until now went into."""
+        """Until now."""
         self._goodput.advance(now)
         if now - self._accounted_at >= ACCOUNTING_EVERY_S:
             self.account(now)
-        lost_s = {activity.value: seconds for activity, seconds in self._goodput.seconds.items()}
-        productive_s = lost_s.pop(Activity.PRODUCTIVE.value)
-        lost_s["startup"] = sum(lost_s.pop(activity.value) for activity in STARTUP)
-        self._metrics.account(productive_s, lost_s)
+        self._node.spent = self._goodput.spent()
 
     def account(self, now: float) -> None:
         """Write an account of all seconds until now into the journal."""
         self._accounted_at = now
         self._goodput.advance(now)
-        self._saves.flush()
         seconds = {activity.value: spent_s for activity, spent_s in self._goodput.seconds.items()}
+        seconds["blocked"] = self._blocked_s
         done = self._done
-        productive_s, all_s = seconds[Activity.PRODUCTIVE.value], sum(seconds.values())
+        productive_s = seconds[Activity.PRODUCTIVE.value]
+        all_s = sum(self._goodput.seconds.values())
         text = f"{done['steps']} steps, {productive_s:.0f} s of {all_s:.0f} s were productive"
         self._journal.note(Kind.ACCOUNTING, text, seconds=seconds, counts=done)
 
@@ -338,6 +342,7 @@ class TrainingAccount:
             self._loaded(report)
             return
         self._count_save(report)
+        self._blocked_s += report.blocked_s
         self._metrics.checkpoint_blocked_seconds_total.inc(report.blocked_s)
         if report.result != "ok":
             if report.tier == "local":  # the worker says it once of its memory
@@ -356,8 +361,9 @@ class TrainingAccount:
         self._count_save(report)
 
     def _count_save(self, report: SaveReport) -> None:
-        self._saves.add(report)
         good = report.result == "ok"
+        if report.tier == "local":
+            self._done["saves" if good else "saves_failed"] += 1
         self._metrics.checkpoint_saves_total.inc(tier=report.tier, result="ok" if good else "error")
         if good:
             self._metrics.checkpoint_save_duration_seconds.observe(report.duration_s, tier=report.tier)
@@ -383,36 +389,3 @@ class TrainingAccount:
             seconds={"duration": report.duration_s},
             counts={"step": report.step},
         )
-
-
-_PLACES: dict[Tier, str] = {"memory": "in memory", "local": "on disk", "part": "on disk in part"}
-
-
-class SaveEvents:
-    """Some jobs copy their state into memory at every step: saves are summed up into events, one of each tier with each
-    account of seconds."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._counts: dict[Tier, Counter[str]] = {}
-        self._seconds: dict[Tier, dict[str, float]] = {}
-
-    def add(self, report: SaveReport) -> None:
-        good = report.result == "ok"
-        counts = self._counts.setdefault(report.tier, Counter())
-        counts.update(saves=int(good), failed=int(not good), bytes=report.bytes if good else 0)
-        if good or not counts["saves"]:
-            counts["step"] = report.step
-        seconds = self._seconds.setdefault(report.tier, {"duration": 0.0, "blocked": 0.0})
-        seconds["duration"] += report.duration_s
-        seconds["blocked"] += report.blocked_s
-
-    def flush(self) -> None:
-        """Write the events of all saves that have none yet."""
-        for tier, counts in self._counts.items():
-            saves, failed = counts["saves"], counts["failed"]
-            text = f"step {counts['step']} is {'' if saves else 'not '}{_PLACES[tier]}"
-            text += f" ({saves} saves)" if saves > 1 else ""
-            text += f", {failed} failed" if failed else ""
-            self._journal.note(Kind.SAVE, text, cause=tier, seconds=self._seconds[tier], counts=counts)
-        self._counts, self._seconds = {}, {}

@@ -73,23 +73,21 @@ class Kind(enum.Enum):
     """The cloud or scheduler is about to take this machine away, or has withdrawn that notice."""
     DRAIN = "drain"
     """A planned change: workers end between two steps."""
-    SAVE = "save"
-    """The saves of one tier (`cause`) since the event before. `counts`: `saves`, `failed`, `bytes`, and the newest
-    `step`; `seconds`: how long they took (`duration`), and how long training stood still for them (`blocked`)."""
     LOAD = "load"
     """`cause` is the tier; `counts` has the `step`."""
     RECOVERY = "recovery"
-    """Training goes on. `seconds` by phase: `goodput.PHASES`."""
+    """Training goes on. `seconds` by phase (`training_account.PHASES`)."""
     ACCOUNTING = "accounting"
     """Totals since the start of this agent, written each minute, whenever workers begin or cease to step, and at the
-    end: `seconds` of each `goodput.Activity`, `counts` of `steps` and `steps_redone`."""
+    end: `seconds` of each `training_account.Activity`, and those of them for which training stood still for saves
+    (`blocked`); `counts` of `steps`, `steps_redone`, and of `saves` and `saves_failed` to disk."""
     JOB_ENDED = "job_ended"
     """`cause` is the result."""
     AGENT_ENDED = "agent_ended"
     """`counts` has the exit `code`."""
 
 
-ROUTINE = frozenset({Kind.SAVE, Kind.LOAD, Kind.ACCOUNTING})
+ROUTINE = frozenset({Kind.LOAD, Kind.ACCOUNTING})
 """Kinds that come again and again in a job that goes well."""
 
 

@@ -276,7 +276,7 @@ def test_a_script_that_reports_no_steps_has_no_chart_and_one_hint(agent: Agent, 
 
 
 def test_it_says_when_it_has_lost_its_agent_and_goes_on_with_the_next(agent: Agent, browser: Browser) -> None:
-    agent.journal.note(Kind.SAVE, "saved by the first")
+    agent.journal.note(Kind.LOAD, "saved by the first")
     browser.open(agent.url)
     browser.wait_for("document.title === 'running · digits'")
     agent.end()
@@ -284,7 +284,7 @@ def test_it_says_when_it_has_lost_its_agent_and_goes_on_with_the_next(agent: Age
     assert browser.value("document.getElementById('all').classList.contains('stale')")
     assert "running" in shown(browser, "#state"), "the last that is known stays"
     agent.journal = Journal("n0", time.time)
-    agent.journal.note(Kind.SAVE, "saved by the next")
+    agent.journal.note(Kind.LOAD, "saved by the next")
     agent.serve()
     browser.wait_for("document.getElementById('link').innerText === 'live'")
     browser.wait_for("document.getElementById('events').innerText.includes('saved by the next')")

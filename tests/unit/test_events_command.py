@@ -84,8 +84,8 @@ def test_events_of_all_agents_here_are_in_the_order_of_their_clocks(
 
 def test_only_the_agents_of_the_job_count(here: list[Endpoint], capsys: pytest.CaptureFixture[str]) -> None:
     a, b = a_journal("a"), a_journal("b")
-    a.note(Kind.SAVE, "of digits")
-    b.note(Kind.SAVE, "of letters")
+    a.note(Kind.LOAD, "of digits")
+    b.note(Kind.LOAD, "of letters")
     with (
         serving(a, "a-1") as first,
         serving(b, "b-1", job="letters") as second,
@@ -112,7 +112,7 @@ def test_more_events_than_an_answer_holds_are_all_shown(capsys: pytest.CaptureFi
 
 def test_who_follows_ends_when_its_reader_does_though_nothing_happens() -> None:
     journal = a_journal()
-    journal.note(Kind.SAVE, "one")
+    journal.note(Kind.LOAD, "one")
     with serving(journal, "a-1") as http:
         words = [sys.executable, "-m", "elastic_agent", "events", "--agent", str(http), "--follow"]
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
@@ -142,13 +142,13 @@ def test_it_follows_an_agent_into_its_next_life_and_to_its_end(
 ) -> None:
     """Each sleep is the next thing that happens."""
     first, second = a_journal(), a_journal()
-    first.note(Kind.SAVE, "one")
-    second.note(Kind.SAVE, "of the next life")
+    first.note(Kind.LOAD, "one")
+    second.note(Kind.LOAD, "of the next life")
     life = serving(first, "a-1")
     http = life.__enter__()
 
     def steps() -> Iterator[None]:
-        first.note(Kind.SAVE, "two")
+        first.note(Kind.LOAD, "two")
         yield
         life.__exit__(None, None, None)
         with serving(second, "a-2", http.port):
@@ -158,7 +158,7 @@ def test_it_follows_an_agent_into_its_next_life_and_to_its_end(
     happens = steps()
     monkeypatch.setattr(command, "pause", lambda seconds: next(happens))
     assert command.main(["--agent", str(http), "--follow"]) == ExitCode.SUCCESS
-    assert [line.rpartition("save             ")[2] for line in lines(capsys)] == [
+    assert [line.rpartition("load             ")[2] for line in lines(capsys)] == [
         "one",
         "two",
         "of the next life",
@@ -251,7 +251,7 @@ def test_an_agent_that_stands_still_gives_no_answer(capsys: pytest.CaptureFixtur
 
 def test_events_of_a_kind_of_tomorrow_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     journal = a_journal()
-    journal.note(Kind.SAVE, "one")
+    journal.note(Kind.LOAD, "one")
     [event] = journal.since(0, 1)
     known = json.loads(EVENT.encode(event))
     read = command._readable([{**known, "kind": "of_tomorrow"}, 5, known])

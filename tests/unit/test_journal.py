@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.observability.training_account import SaveEvents
 from elastic_agent.agent.output import log_files
 from elastic_agent.agent.output.journal import (
     EVENT,
@@ -26,7 +25,6 @@ from elastic_agent.agent.output.journal import (
     read_file,
 )
 from elastic_agent.agent.output.log_files import MARK, delete_run
-from elastic_agent.worker.wire.messages import SaveReport
 
 PATIENCE_S = 20.0
 
@@ -89,7 +87,7 @@ def test_an_event_is_of_the_newest_world() -> None:
     journal = Journal("a", lambda: 0.0)
     journal.note(Kind.AGENT_STARTED, "starts")
     journal.note(Kind.WORLD, "the job starts", generation=4)
-    journal.note(Kind.SAVE, "saved")
+    journal.note(Kind.LOAD, "saved")
     assert [event.generation for event in journal.since(0, 10)] == [0, 4, 4]
 
 
@@ -143,7 +141,7 @@ def test_what_comes_again_and_again_pushes_nothing_else_out() -> None:
     journal = Journal("a", lambda: 0.0, kept=8)
     journal.note(Kind.WORLD, "world 1")
     for number in range(2, 1000):
-        journal.note(Kind.SAVE, f"save {number}")
+        journal.note(Kind.LOAD, f"save {number}")
     journal.note(Kind.WORLD, "world 1000")
     assert texts(journal.since(0, 10)) == ["world 1", "save 998", "save 999", "world 1000"]
     assert texts(journal.since(0, 2)) == ["world 1", "save 998"]
@@ -190,7 +188,7 @@ def test_the_file_is_bounded_and_the_part_before_is_kept(tmp_path: Path, lost: L
     journal = a_journal(lost, most_bytes=2000)
     journal.begin(tmp_path)
     for number in range(100):
-        journal.note(Kind.SAVE, str(number))
+        journal.note(Kind.LOAD, str(number))
     journal.close()
     older, newest = parts = journals(tmp_path)["a"]
     assert [path.name for path in parts] == ["events-a.jsonl.1", "events-a.jsonl"]
@@ -214,10 +212,10 @@ def test_no_event_waits_for_a_disk_that_stands_still(
     monkeypatch.setattr(log_files.os, "write", still)
     journal = a_journal(lost)
     journal.begin(tmp_path)
-    journal.note(Kind.SAVE, "first")
+    journal.note(Kind.LOAD, "first")
     assert stuck.wait(PATIENCE_S)
     for number in range(100):
-        journal.note(Kind.SAVE, str(number))
+        journal.note(Kind.LOAD, str(number))
     assert lost.events > 80
     assert len(journal.since(0, 1000)) == 101, "memory has them"
     moves.set()
@@ -248,7 +246,7 @@ def test_a_full_disk_costs_its_events_and_is_told_once(
         done.clear()
         assert journal._file is not None
         journal._file.do(lambda value=is_full: full.__setitem__(0, value))  # type: ignore[misc]
-        journal.note(Kind.SAVE, text)
+        journal.note(Kind.LOAD, text)
     journal.close()
     assert written(tmp_path / "events-a.jsonl") == ["one", "four"]
     assert lost.events == 2
@@ -262,8 +260,8 @@ def test_a_folder_that_cannot_be_made_costs_the_file_alone(
     (tmp_path / "file").touch()
     journal = a_journal(lost)
     journal.begin(tmp_path / "file" / "job-run")
-    journal.note(Kind.SAVE, "one")
-    journal.note(Kind.SAVE, "two")
+    journal.note(Kind.LOAD, "one")
+    journal.note(Kind.LOAD, "two")
     journal.close()
     assert lost.events == 2
     assert len(caplog.records) == 1
@@ -282,7 +280,7 @@ def test_files_about_the_node_lie_beside_and_are_for_this_user_alone(tmp_path: P
     journal = Journal("a", lambda: 1000.0, EventFile(lost, beside=beside))
     journal.start()
     journal.begin(tmp_path / "job-run")
-    journal.note(Kind.SAVE, "one")
+    journal.note(Kind.LOAD, "one")
     journal.close()
     file = tmp_path / "job-run" / "configuration-a.toml"
     assert file.read_text() == "nnodes = 2\n"
@@ -294,7 +292,7 @@ def test_a_file_beside_that_cannot_be_written_costs_no_event(tmp_path: Path, los
     journal = Journal("a", lambda: 1000.0, EventFile(lost, beside={"configuration-a.toml": "nnodes = 2"}))
     journal.start()
     journal.begin(tmp_path / "job-run")
-    journal.note(Kind.SAVE, "one")
+    journal.note(Kind.LOAD, "one")
     journal.close()
     [written] = (tmp_path / "job-run").glob("*.jsonl")
     assert "one" in written.read_text()
@@ -313,14 +311,14 @@ def test_a_file_that_the_disk_has_lost_is_opened_again(
 
     monkeypatch.setattr(log_files.os, "write", refuse)
     journal.begin(tmp_path / "job-run")
-    journal.note(Kind.SAVE, "one")
+    journal.note(Kind.LOAD, "one")
     flushed(journal)
     shutil.rmtree(tmp_path / "job-run")
     stale[0] = True
-    journal.note(Kind.SAVE, "two")
+    journal.note(Kind.LOAD, "two")
     flushed(journal)
     stale[0] = False
-    journal.note(Kind.SAVE, "three")
+    journal.note(Kind.LOAD, "three")
     journal.close()
     assert written(tmp_path / "job-run" / "events-a.jsonl") == ["three"]
 
@@ -330,7 +328,7 @@ def test_no_link_is_followed(tmp_path: Path, lost: Lost) -> None:
     (tmp_path / "job" / file_name("a")).symlink_to(tmp_path / "of-another")
     journal = a_journal(lost)
     journal.begin(tmp_path / "job")
-    journal.note(Kind.SAVE, "one")
+    journal.note(Kind.LOAD, "one")
     journal.close()
     assert lost.events == 1
     assert not (tmp_path / "of-another").exists()
@@ -343,7 +341,7 @@ def test_a_run_that_is_deleted_goes_with_its_events_and_not_before_the_agent_end
     journal = a_journal(lost, most_bytes=1000)
     journal.begin(folder)
     for number in range(20):
-        journal.note(Kind.SAVE, str(number))
+        journal.note(Kind.LOAD, str(number))
     written = threading.Event()
     assert journal._file is not None
     journal._file.do(written.set)
@@ -356,35 +354,6 @@ def test_a_run_that_is_deleted_goes_with_its_events_and_not_before_the_agent_end
 
 
 # --- Saves
-
-
-def saved(tier: str, step: int, result: str = "ok") -> SaveReport:
-    return SaveReport(1, 0, step, result, 0.5, 100, tier, 0.25)  # type: ignore[arg-type]
-
-
-def test_all_saves_since_the_last_account_are_one_event() -> None:
-    journal = Journal("a", lambda: 0.0)
-    saves = SaveEvents(journal)
-    for step in range(1, 1001):
-        saves.add(saved("memory", step))
-    for _ in range(2):
-        saves.flush()
-    (event,) = journal.since(0, 10)
-    assert event.text == "step 1000 is in memory (1000 saves)"
-    assert event.counts == {"saves": 1000, "failed": 0, "bytes": 100_000, "step": 1000}
-    assert event.seconds == {"duration": 500.0, "blocked": 250.0}
-
-
-def test_a_save_that_failed_is_said() -> None:
-    journal = Journal("a", lambda: 0.0)
-    saves = SaveEvents(journal)
-    saves.add(saved("local", 10, "error"))
-    saves.flush()
-    saves.add(saved("local", 15))
-    saves.add(saved("local", 20, "error"))
-    saves.flush()
-    first, last = journal.since(0, 10)
-    assert (first.text, last.text) == ("step 10 is not on disk, 1 failed", "step 15 is on disk, 1 failed")
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from elastic_agent.rendezvous.records import (
 from elastic_agent.rendezvous.statements.exclusion import Exclusion
 from elastic_agent.rendezvous.statements.inquiry import Finding, Inquiry
 from elastic_agent.rendezvous.statements.paces import Comparison, Straggler
+from elastic_agent.worker.wire.messages import SaveReport
 from elastic_agent.worker.wire.shared_progress import Reading
 
 MEMBER = Member("a", "a-1", 1, 0)
@@ -162,8 +163,8 @@ def test_what_all_seconds_went_into_is_an_event_a_minute(observer: Observer, jou
         observer.update(NodeSnapshot("a", "a-1", waiting_for="others"), None, now)
     events = [event for event in journal.since(0, 99) if event.kind is Kind.ACCOUNTING]
     assert [event.seconds["waiting"] for event in events] == [60.0, 120.5]
-    assert events[0].seconds.keys() == {activity.value for activity in Activity}
-    assert events[0].counts == {"steps": 0, "steps_redone": 0}
+    assert events[0].seconds.keys() == {*(activity.value for activity in Activity), "blocked"}
+    assert events[0].counts == dict.fromkeys(("steps", "steps_redone", "saves", "saves_failed"), 0)
 
 
 @pytest.mark.parametrize(
@@ -263,3 +264,30 @@ def test_a_straggler_that_ends_with_its_generation_has_not_recovered(
     observer.update(compared(SLOW), None, 0.0)
     observer.update(compared(Comparison(4, 200_000), generation=4), None, 0.0)
     assert len(caplog.records) == 1
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_an_account_has_the_saves_and_what_training_stood_still_for_them(
+    observer: Observer, node: NodeState, metrics: Metrics, journal: Journal
+) -> None:
+    def saved(step: int, result: str = "ok", tier: str = "local") -> SaveReport:
+        return SaveReport(1, 0, step, result, 0.5, 100, tier, 0.25)  # type: ignore[arg-type]
+
+    training = observer.training
+    for report in (saved(10, "error"), saved(12), saved(15, tier="memory"), saved(14, tier="part")):
+        training.reported(report, 3.0)
+    training.saved_later(saved(16), 9.0)
+    training.account(60.0)
+    (event,) = journal.since(0, 9)
+    assert event.counts == {"steps": 0, "steps_redone": 0, "saves": 2, "saves_failed": 1}
+    assert event.seconds["blocked"] == 1.0, "not while the disk was written behind it"
+    samples = metrics.checkpoint_saves_total.samples()
+    assert {tuple(labels.values()): count for _, labels, count in samples if count} == {
+        ("local", "error"): 1,
+        ("local", "ok"): 2,
+        ("memory", "ok"): 1,
+        ("part", "ok"): 1,
+    }
+    assert {tier: copy.step for tier, copy in node.saved.items()} == {"local": 16, "memory": 15, "part": 14}

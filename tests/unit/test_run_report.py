@@ -35,9 +35,11 @@ class Journal(list[JobEvent]):
         self._spent = dict.fromkeys(Activity, 0.0)
         self._number = 0
         self._at = 0.0
+        self.blocked_s = 0.0
 
     def begin(self, at: float) -> None:
         self._number, self._at, self._spent = 0, at, dict.fromkeys(Activity, 0.0)
+        self.blocked_s = 0.0
         self.note(Kind.AGENT_STARTED)
 
     def note(self, kind: Kind, generation: int | None = None, **more: Any) -> None:
@@ -63,7 +65,11 @@ class Journal(list[JobEvent]):
             self._at += spent
         if told:
             self.note(
-                Kind.ACCOUNTING, seconds={activity.value: spent for activity, spent in self._spent.items()}
+                Kind.ACCOUNTING,
+                seconds={
+                    "blocked": self.blocked_s,
+                    **{activity.value: spent for activity, spent in self._spent.items()},
+                },
             )
 
 
@@ -187,10 +193,9 @@ def test_training_stands_still_for_the_slowest_save() -> None:
     a, b = Journal("a"), Journal("b")
     for node, blocked in ((a, 4.0), (b, 1.0)):
         node.begin(0.0)
-        for _ in range(2):
-            node.note(Kind.SAVE, cause="local", seconds={"duration": 9.0, "blocked": blocked / 2})
+        node.blocked_s = blocked
         node.spend(productive=20.0)
-        node.note(Kind.SAVE, cause="memory", seconds={"blocked": 99.0})
+        node.blocked_s += 99.0
         node.spend(recompute=5.0, stop=5.0)
     assert shown(report(a, b)) == {"productive": 16.0, "saving": 4.0 + 5.0, "stop": 5.0}
 
@@ -388,7 +393,7 @@ def any_journals(draw: st.DrawFn) -> list[Journal]:
                 generation = node._generation + draw(st.integers(0, 1))
                 kind = draw(st.sampled_from([Kind.WORLD, Kind.DRAIN, Kind.LOAD, Kind.FAILURE]))
                 node.note(kind, generation, about=f"node{number}", cause=draw(st.sampled_from(["", "lost"])))
-                node.note(Kind.SAVE, seconds={"blocked": draw(SECONDS)})
+                node.blocked_s += draw(SECONDS)
                 spent: Mapping[str, float] = draw(
                     st.dictionaries(
                         st.sampled_from([activity.name.lower() for activity in Activity]), SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -384,6 +385,7 @@ def test_levels_are_what_the_node_knows_when_it_is_asked(node: NodeState, clock:
     node.stepped(17, clock() - 0.5)
     node.reported(saved(12), clock())
     node.hangs = "watching", 60.0
+    node.spent |= {"productive": 7.0, "stop": 2.0}
     node.partners_unreachable = ("b",)
     node.findings = (Finding("gpu-ecc", Outcome.FAIL, "errors", "replace it"),)
     clock.now += 1.0
@@ -413,6 +415,9 @@ def test_levels_are_what_the_node_knows_when_it_is_asked(node: NodeState, clock:
         "check_outcome:gpu-ecc": 2,
     }
     assert {name: value for name, value in shown(node).items() if name in expected} == expected
+    page = node.metrics().decode()
+    assert re.search(r"^elastic_agent_productive_time_seconds_total{.*} 7.0$", page, re.MULTILINE)
+    assert re.search(r'^elastic_agent_lost_time_seconds_total{cause="stop",.*} 2.0$', page, re.MULTILINE)
     node.trains = False
     node.update(replace(seen, coordinates=False, confirmed_at=None), None, "stopping")
     now = shown(node)

@@ -134,7 +134,7 @@ class _Unfinished:
     parts: list[tuple[dict[Use, float], float]] = field(default_factory=list)
     """One entry between each two accounts: the seconds by use, and how long saves blocked training."""
     blocked_s: float = 0.0
-    """How long saves have blocked training since the last account."""
+    """How long saves had blocked training at the last account."""
     generation: int = 0
     """The generation of the workers at the last account."""
     drained: set[int] = field(default_factory=set)
@@ -145,9 +145,7 @@ class _Unfinished:
         self.number, self.node = event.number, event.node
         if event.kind in NOTED:
             self.events.append(event)
-        if event.kind is Kind.SAVE:
-            self.blocked_s += event.seconds.get("blocked", 0.0)
-        elif event.kind is Kind.DRAIN:
+        if event.kind is Kind.DRAIN:
             self.drained.add(event.generation)
         elif event.kind is Kind.ACCOUNTING:
             self._account(event)
@@ -157,8 +155,10 @@ class _Unfinished:
         part = {use: max(0.0, known[use] - self.spent.get(use, 0.0)) for use in known}
         if self.generation in self.drained:
             part[Use.DRAINING] = sum(part.pop(use) for use in _STOPS)
-        self.parts.append(({use: seconds for use, seconds in part.items() if seconds}, self.blocked_s))
-        self.spent, self.blocked_s = known, 0.0
+        blocked_s = event.seconds.get("blocked", 0.0)
+        blocked = max(0.0, blocked_s - self.blocked_s)
+        self.parts.append(({use: seconds for use, seconds in part.items() if seconds}, blocked))
+        self.spent, self.blocked_s = known, blocked_s
         self.generation = event.generation
         earliest = event.at - sum(known.values())
         self.began_at = earliest if self.began_at is None else min(self.began_at, earliest)
