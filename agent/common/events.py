@@ -17,6 +17,7 @@ import errno
 import heapq
 import itertools
 import logging
+import math
 import os
 import queue
 import selectors
@@ -26,7 +27,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -87,10 +87,10 @@ def unless_stopped(
     *,
     requeues: bool = False,
 ) -> T:
-    """What `work` returns or raises; CannotStart as soon as a signal is among the events.
+    """What `work` returns or raises; CannotStart as soon as there is a signal.
 
-    The others stay for the main loop. `on_wait` is called all the while, ten times a second. `requeues` as in
-    `code_of_leave`. `doing` is logged when the work takes longer than `ANNOUNCED_AFTER_S`.
+    Calls are made meanwhile, and `on_wait` ten times a second. `requeues` as in `code_of_leave`. `doing` is logged when
+    the work takes longer than `ANNOUNCED_AFTER_S`.
     """
     done: Future[T] = Future()
 
@@ -100,31 +100,23 @@ def unless_stopped(
         except BaseException as error:
             done.set_exception(error)
 
+    def refuse(event: Signalled | ThreadFailed) -> None:
+        if isinstance(event, ThreadFailed):
+            raise CannotStart(event.code, event.reason)
+        raise CannotStart(code_of_leave(event.number, requeues=requeues), f"stopped while {doing}")
+
     lack = REMEDIES[errno.EAGAIN]
     failed = CannotStart(ExitCode.NOT_HERE, f"no thread could be started for {doing}: {lack}")
+    done.add_done_callback(lambda _: events.put(lambda: None))  # so that it is not waited for
     Thread(run, doing.replace(" ", "-"), lambda: done.set_exception(failed)).start()
-    kept: list[Event] = []
-    try:
-        announce_at, announced = time.monotonic() + ANNOUNCED_AFTER_S, False
-        while True:
-            try:
-                return done.result(timeout=0.1)
-            except FutureTimeout:
-                on_wait()
-                if not announced and time.monotonic() >= announce_at:
-                    log.info("%s", doing)
-                    announced = True
-                while not events.empty():
-                    event = events.get()
-                    if isinstance(event, ThreadFailed):
-                        raise CannotStart(event.code, event.reason) from None
-                    if isinstance(event, Signalled):
-                        code = code_of_leave(event.number, requeues=requeues)
-                        raise CannotStart(code, f"stopped while {doing}") from None
-                    kept.append(event)
-    finally:
-        for event in kept:
-            events.put(event)
+    announce_at = time.monotonic() + ANNOUNCED_AFTER_S
+    while not done.done():
+        on_wait()
+        run_next(events, 0.1, refuse)
+        if time.monotonic() >= announce_at:
+            log.info("%s", doing)
+            announce_at = math.inf
+    return done.result()
 
 
 class IoThread:

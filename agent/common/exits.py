@@ -7,7 +7,6 @@ in the main, 128 + n is a shell's way to say "ended by signal n". `docs/configur
 from __future__ import annotations
 
 import errno
-import math
 import signal
 from enum import IntEnum
 
@@ -96,15 +95,7 @@ class CannotStart(CannotDo):
     """This agent cannot begin its work. Nothing is running yet."""
 
 
-# --- What this machine lacks
-#
-# A lack is no failure of the script. While a job runs, what this node cannot have is tried again for `GIVES_UP_S` by
-# this node alone; then it leaves, with exit code 73, as it does at once for a lack at its own start.
-
-PAUSE_S, PAUSE_AFTER_FAILURE_S = 0.5, 5.0
-"""Between two tries."""
-GIVES_UP_S = 10.0
-MOST_FAILURES = 2
+# --- What this machine lacks: no failure of the script
 
 REMEDIES = {
     errno.EMFILE: "this process has no file descriptors left; raise `ulimit -n` (systemd: LimitNOFILE)",
@@ -129,32 +120,6 @@ def lack_in(error: BaseException) -> str:
         return str(error)
     remedy = REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{error}: {remedy}" if remedy else ""
-
-
-class Lack:
-    """What is lacking in one thread, from the first try that shows it to the one that goes well."""
-
-    def __init__(self) -> None:
-        self.over()
-
-    def over(self) -> None:
-        self._since = math.inf
-        self._failures = 0
-        self.again_at = -math.inf
-        """When there may be another try."""
-
-    def __bool__(self) -> bool:
-        return self._since < math.inf
-
-    def met(self, now: float, *, failed: bool = False) -> bool:
-        """By a try. Whether there may be another. `failed`: a generation fails by it, which is free of cost only for a
-        while (`coordinator/restarts`)."""
-        if now > self.again_at + GIVES_UP_S:
-            self.over()  # of another lack
-        self._since = min(self._since, now)
-        self.again_at = now + (PAUSE_AFTER_FAILURE_S if failed else PAUSE_S)
-        self._failures += failed
-        return now < self._since + GIVES_UP_S and self._failures < MOST_FAILURES
 
 
 # --- How another process has ended, in words

@@ -50,7 +50,7 @@ class PortError(Exception):
 
 
 class PortLacking(PortError):
-    """This machine lacks descriptors or memory for it: try again (`exits.Lack`)."""
+    """This machine lacks descriptors or memory for it: one moment later it may not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start
 from ...rendezvous.records import Failure, Result
 from ...threads import Thread
 from ..common.events import Signalled, ThreadFailed, run_next
-from ..common.exits import ENDINGS, GIVES_UP_S, TIME_IS_OVER, ExitCode, Lack, code_of_leave, lack_in
+from ..common.exits import ENDINGS, TIME_IS_OVER, ExitCode, code_of_leave, lack_in
 from ..common.ports import OfferedPort, PortError, PortLacking
 from ..configuration.stopping import last_saves_s, obeys_before_s
 from ..workers.supervisor import Supervisor
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """The loop turns at least this often, so that liveness can tell a waiting loop from a stuck one."""
+
+TRIES_AGAIN_S = 5.0
+"""After a try to have something for the next workers has shown that this machine lacks it."""
 
 JOBS_END = "SLURM_JOB_END_TIME"
 
@@ -114,9 +117,8 @@ class Loop:
         self._departing: Ending | None = None
         """How this agent ends, as soon as the last saves are on disk."""
         self._ending: Ending | None = None
-        self._lack = Lack()
-        """Of what the next workers need."""
-        self._lacking = "what this machine lacks for its workers"
+        self._lacking, self._again_at = "", -math.inf
+        """What this machine lacks for the next workers, as the newest try has shown, and when there may be another."""
         self._fatal: Ending | None = None
         """Set when the agent must end as soon as its workers are gone, whatever the rendezvous says."""
 
@@ -154,7 +156,7 @@ class Loop:
         wake_at = (
             again_at,
             obey_at,
-            self._lack.again_at,
+            self._again_at,
             self._agent.gpu_memory.turn(now),
             self._agent.checks.turn(participant, now),
             *supervisor.wake_at(),
@@ -168,7 +170,7 @@ class Loop:
         return self._supervisor.undisturbed
 
     def new_port(self) -> int | None:
-        if self._clock() < self._lack.again_at:
+        if self._clock() < self._again_at:
             return None
         try:
             return self._port.renew()
@@ -179,13 +181,13 @@ class Loop:
             self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, str(error))
         return None
 
-    def _lacks(self, what: str, now: float, *, failed: bool = False) -> None:
-        """A try to have something for the next workers has shown that this machine lacks it. `failed`: their generation
-        fails by it."""
-        first, self._lacking = not self._lack, what
-        if self._lack.met(now, failed=failed):
-            if first:
-                log.warning("%s: trying again for %g s", what, GIVES_UP_S)
+    def _lacks(self, what: str, now: float) -> None:
+        """That is no failure of the script. It is tried once more: a start in vain is a failed generation for all
+        nodes, and free of cost only twice (`coordinator/restarts`)."""
+        lasts = self._lacking and now < self._again_at + TRIES_AGAIN_S
+        self._lacking, self._again_at = what, now + TRIES_AGAIN_S
+        if not lasts:
+            log.warning("%s: trying again in %g s", what, TRIES_AGAIN_S)
             return
         log.error("%s: that lasts, and this node leaves", what)
         self._fatal = self._fatal or Ending(ExitCode.NOT_HERE, what)
@@ -195,7 +197,7 @@ class Loop:
             workers_gone = self._supervisor.turn(now)
         except OSError as error:
             lack = lack_in(error)
-            if lack and now >= self._lack.again_at:
+            if lack and now >= self._again_at:
                 self._lacks(lack, now)
             if not lack or self._fatal is not None:
                 raise
@@ -225,9 +227,9 @@ class Loop:
             if self._agent.memory_server is not None:
                 self._agent.memory_server.renew_key()
             if lack := supervisor.start(action.world, action.member, self._port.listener, now):
-                self._lacks(lack, now, failed=True)
+                self._lacks(lack, now)
             else:
-                self._lack.over()
+                self._lacking = ""
             return True
         elif isinstance(action, Drain):
             return supervisor.drain(action)
@@ -246,7 +248,7 @@ class Loop:
 
     def _not_ready_for(self, start: Start, now: float) -> str:
         """What keeps this node from starting its workers; empty where nothing does."""
-        if now < self._lack.again_at:
+        if now < self._again_at:
             return self._lacking
         if self._agent.gpu_memory.waiting:
             return "the killed workers' GPU memory to be free"

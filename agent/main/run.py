@@ -53,7 +53,7 @@ from ..rendezvous_io.node_checks import NodeChecks
 from ..rendezvous_io.store_link import PeerLink, StoreLink
 from ..rendezvous_io.store_opening import open_store, policy_of, program_of, store_options
 from ..rendezvous_io.worker_answers import CommitFence, LastSteps
-from ..rendezvous_io.worker_links import ReportReceiver, WorkerLinks
+from ..rendezvous_io.worker_links import WorkerLinks
 from ..workers.causes import CauseTable
 from ..workers.environment import Node, worker_env
 from ..workers.generation import Processes
@@ -377,14 +377,16 @@ def _serve_workers(agent: Agent) -> Processes:
         WorkerLogs(agent.run_directory, node.name, agent.console, count_lost=lost, files=files)
     )
     last_steps = LastSteps(agent.store, latest, post, clock)
-    reports = ReportReceiver(
-        Path(env.reports),
+    links = WorkerLinks(
+        env,
+        CommitFence(agent.store, latest, clock),
+        last_steps,
+        io,
         post,
         lambda: agent.events.qsize() < MAX_WAITING_EVENTS,
         clock,
         partial(dropped.inc, what="reports"),
     )
-    links = WorkerLinks(env, CommitFence(agent.store, latest, clock), last_steps, reports, io, post)
     agent.ends.callback(links.close)
     disk_writer = agent.disk_writer = agent.started(
         DiskWriter(node.run_dir / "writes", env.socket, env.reports, agent.environment, io, post)

@@ -26,7 +26,6 @@ import socket
 from array import array
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from ...codec import Invalid, kind_of
 from ...threads import Thread
@@ -60,11 +59,7 @@ ACCEPT_PAUSE_S = 0.1
 ANSWER_S = 2.0
 """How long a worker may take to take its answer."""
 
-MAX_CLIENTS = 512
-"""Connections at once, of workers that have not asked yet or guard; the next one is closed."""
-
-MAX_LOCKS = 64
-"""Checkpoint directories of one job whose locks are kept."""
+BACKLOG = 512
 
 MAX_AT_ONCE = 64
 """Datagrams that are read before other sockets have their turn."""
@@ -78,15 +73,19 @@ class WorkerLinks:
         env: WorkerEnv,
         commits: CommitFence,
         steps: LastSteps,
-        reports: ReportReceiver,
         io: IoThread,
         post: Callable[[Event], None],
+        has_room: Callable[[], bool],
+        clock: Callable[[], float],
+        count_dropped: Callable[[], None],
     ) -> None:
-        self._commits = commits
-        self._steps = steps
-        self._reports = reports
-        self._io = io
-        self._post = post
+        """`has_room`: for one more event."""
+        self._commits, self._steps = commits, steps
+        self._io, self._post, self._has_room, self._clock = io, post, has_room, clock
+        self._count_dropped = count_dropped
+        self._warned = False
+        """That reports are dropped."""
+        self._locks = _LentLocks()
         self._receiver: Receiver | None = None
         """Since `start`."""
         self._clients: dict[socket.socket, _Client] = {}
@@ -96,13 +95,15 @@ class WorkerLinks:
         self._out_of_descriptors = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(env.socket)
-        self._listener.listen(MAX_CLIENTS)
+        self._listener.listen(BACKLOG)
         self._listener.setblocking(False)
+        self._reports = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._reports.bind(env.reports)
 
     def start(self, receiver: Receiver) -> None:
         """`receiver` is told what workers send, in the main loop."""
         self._receiver = receiver
-        self._io.watch(self._reports.socket.fileno(), partial(self._reports.read, receiver))
+        self._io.watch(self._reports.fileno(), partial(self._read_reports, receiver))
         self._listen()
 
     def close(self) -> None:
@@ -121,7 +122,7 @@ class WorkerLinks:
     def _end(self) -> None:
         for client in list(self._clients.values()):
             self._drop(client)
-        for ours in (self._listener, self._reports.socket):
+        for ours in (self._listener, self._reports):
             self._io.forget(ours.fileno())
             ours.close()
 
@@ -136,9 +137,6 @@ class WorkerLinks:
             self._io.later(ACCEPT_PAUSE_S, self._listen)
             return
         self._out_of_descriptors = False
-        if len(self._clients) == MAX_CLIENTS:
-            connection.close()
-            return
         client = self._clients[connection] = _Client(connection)
         self._io.watch(connection.fileno(), partial(self._read, client))
 
@@ -195,6 +193,45 @@ class WorkerLinks:
         self._forget(client)
         client.connection.close()
 
+    def _read_reports(self, receiver: Receiver) -> None:
+        """Raises OSError."""
+        for _ in range(MAX_AT_ONCE):
+            try:
+                datagram, lent, flags, _ = self._reports.recvmsg(
+                    MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                )
+            except BlockingIOError:
+                return
+            self._take_report(receiver, datagram, lent, flags)
+
+    def _take_report(
+        self, receiver: Receiver, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int
+    ) -> None:
+        descriptors = [number for _, _, raw in lent for number in array("i", raw)]
+        if flags & socket.MSG_CTRUNC:
+            self._drop_report("the lock of a checkpoint directory: this agent has no descriptors left")
+        try:
+            report = REPORTS.decode(datagram)
+        except Invalid as error:
+            self._drop_report("a report that does not decode: %s", error)
+            report = None
+        if descriptors or isinstance(report, LentLock):
+            self._locks.put(report if isinstance(report, LentLock) else None, descriptors)
+        if report is None or isinstance(report, LentLock):
+            return
+        if isinstance(report, ReplicationReport):
+            self._post(partial(receiver.replicated, report))
+        elif self._has_room():
+            self._post(partial(receiver.reported, report, self._clock()))
+        else:
+            self._drop_report("reports: the agent is too busy")
+
+    def _drop_report(self, why: str, *details: object) -> None:
+        self._count_dropped()
+        if not self._warned:
+            self._warned = True
+            log.warning("dropping " + why + " (logged once; later ones are only counted)", *details)
+
     # ---------------------------------------------------------------- answering
 
     def _answer(self, connection: socket.socket, question: Question) -> None:
@@ -219,70 +256,20 @@ class _Client:
         """Its generation and local rank, of one that guards its last step."""
 
 
-class ReportReceiver:
-    """Posts what datagrams say; a thread keeps locks."""
+class _LentLocks:
+    """Of checkpoint directories, in a thread that starts with the first."""
 
-    def __init__(
-        self,
-        path: Path,
-        post: Callable[[Event], None],
-        has_room: Callable[[], bool],
-        clock: Callable[[], float],
-        count_dropped: Callable[[], None],
-    ) -> None:
-        self.path = path
-        self._post = post
-        self._has_room = has_room
-        self._clock = clock
-        self._count_dropped = count_dropped
-        self._warned = False
+    def __init__(self) -> None:
         self._lent: queue.SimpleQueue[tuple[LentLock | None, list[int]]] = queue.SimpleQueue()
-        self._keeper: Thread | None = None
-        """Started with the first files."""
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.socket.bind(str(path))
+        self._thread: Thread | None = None
 
-    def read(self, receiver: Receiver) -> bool:
-        """The datagrams that have come, `MAX_AT_ONCE` at most. Whether there may be more. Raises OSError."""
-        for _ in range(MAX_AT_ONCE):
-            try:
-                datagram, lent, flags, _ = self.socket.recvmsg(
-                    MAX_BYTES + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-                )
-            except BlockingIOError:
-                return False
-            self._take(receiver, datagram, lent, flags)
-        return True
+    def put(self, message: LentLock | None, descriptors: list[int]) -> None:
+        self._lent.put((message, descriptors))
+        if self._thread is None:
+            self._thread = Thread(self._keep, "directory-locks")
+            self._thread.start()
 
-    def _take(
-        self, receiver: Receiver, datagram: bytes, lent: list[tuple[int, int, bytes]], flags: int
-    ) -> None:
-        descriptors = [number for _, _, raw in lent for number in array("i", raw)]
-        if flags & socket.MSG_CTRUNC:
-            self._drop("the lock of a checkpoint directory: this agent has no descriptors left")
-        try:
-            report = REPORTS.decode(datagram)
-        except Invalid as error:
-            self._drop("a report that does not decode: %s", error)
-            report = None
-        if descriptors or isinstance(report, LentLock):
-            self._lent.put((report if isinstance(report, LentLock) else None, descriptors))
-            self._start_keeper()
-        if report is None or isinstance(report, LentLock):
-            return
-        if isinstance(report, ReplicationReport):
-            self._post(partial(receiver.replicated, report))
-        elif self._has_room():
-            self._post(partial(receiver.reported, report, self._clock()))
-        else:
-            self._drop("reports: the agent is too busy")
-
-    def _start_keeper(self) -> None:
-        if self._keeper is None:
-            self._keeper = Thread(self._keep_locks, "directory-locks")
-            self._keeper.start()
-
-    def _keep_locks(self) -> None:
+    def _keep(self) -> None:
         generation, run = 0, ""
         kept: dict[tuple[int, int], int] = {}
         while True:
@@ -294,19 +281,13 @@ class ReportReceiver:
                     unneeded, run, kept = list(kept.values()), message.run, {}
                 for descriptor in given:
                     place = _place_of(descriptor)
-                    if place is None or place in kept or len(kept) == MAX_LOCKS:
+                    if place is None or place in kept:
                         unneeded.append(descriptor)
                     else:
                         kept[place] = descriptor
             for descriptor in unneeded:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-
-    def _drop(self, why: str, *details: object) -> None:
-        self._count_dropped()
-        if not self._warned:
-            self._warned = True
-            log.warning("dropping " + why + " (logged once; later ones are only counted)", *details)
 
 
 def _place_of(descriptor: int) -> tuple[int, int] | None:

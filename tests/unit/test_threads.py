@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import queue
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from elastic_agent.agent.common.exits import CannotStart, ExitCode
 from elastic_agent.agent.main.process import thread_failed
 from elastic_agent.agent.rendezvous_io.store_link import PeerLink, StoreLink
 from elastic_agent.agent.rendezvous_io.worker_answers import CommitFence, LastSteps
-from elastic_agent.agent.rendezvous_io.worker_links import ReportReceiver, WorkerLinks
+from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks, _LentLocks
 from elastic_agent.agent.workers.processes import guard
 from elastic_agent.codec import Invalid
 from elastic_agent.rendezvous.errors import StoreUnavailable
@@ -37,7 +36,6 @@ from elastic_agent.worker.wire.messages import (
     CommitQuestion,
     CommitRefused,
     LentLock,
-    encode,
 )
 from tests.io_threads import started_io
 from tests.recorder import Recorder
@@ -203,13 +201,13 @@ def test_a_short_lived_thread_that_fails_has_answered(
 def test_a_worker_whose_answering_thread_fails_loses_its_connection_and_the_next_is_answered(
     monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path, how: str
 ) -> None:
-    env, store = WorkerEnv(socket=str(tmp_path / "socket")), MemoryStore()
+    env, store = WorkerEnv(socket=str(tmp_path / "socket"), reports=str(tmp_path / "reports")), MemoryStore()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    reports = ReportReceiver(tmp_path / "reports", events.put, lambda: True, time.monotonic, lambda: None)
     latest = NodeSnapshot("a", "a-1")
     fence = CommitFence(store, lambda: latest, time.monotonic)
     steps = LastSteps(store, lambda: latest, events.put, time.monotonic)
-    links = WorkerLinks(env, fence, steps, reports, started_io(), events.put)
+    io, room = started_io(), lambda: True
+    links = WorkerLinks(env, fence, steps, io, events.put, room, time.monotonic, lambda: None)
     links.start(Recorder())
 
     def asked() -> CommitAnswer:
@@ -225,17 +223,12 @@ def test_a_worker_whose_answering_thread_fails_loses_its_connection_and_the_next
     links.close()
 
 
-def test_the_thread_that_keeps_lent_locks_is_missed(
-    monkeypatch: pytest.MonkeyPatch, failed: Failed, tmp_path: Path
-) -> None:
+def test_the_thread_that_keeps_lent_locks_is_missed(monkeypatch: pytest.MonkeyPatch, failed: Failed) -> None:
     """Nothing is posted: its failure ends the agent."""
     fail(monkeypatch, "dies", "directory-locks")
-    receiver = ReportReceiver(tmp_path / "reports", lambda _: None, lambda: True, lambda: 1.0, lambda: None)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
-        for _ in range(2):
-            worker.sendto(encode(LentLock(1, 0, "run")), str(receiver.path))
-    receiver.read(Recorder())
-    receiver.socket.close()
+    locks = _LentLocks()
+    for _ in range(2):
+        locks.put(LentLock(1, 0, "run"), [])
     assert failed.next() == "directory-locks"
 
 

@@ -19,7 +19,7 @@ import pytest
 from elastic_agent.agent.common.events import Event, IoThread
 from elastic_agent.agent.rendezvous_io import worker_links as server
 from elastic_agent.agent.rendezvous_io.worker_answers import CommitFence, LastSteps
-from elastic_agent.agent.rendezvous_io.worker_links import ReportReceiver, WorkerLinks
+from elastic_agent.agent.rendezvous_io.worker_links import WorkerLinks
 from elastic_agent.rendezvous.node.snapshot import NodeSnapshot
 from elastic_agent.rendezvous.records import WORLD_KEY, Cause, CauseKind, Endpoint, Member, Phase, World
 from elastic_agent.rendezvous.store.interface import Put, Snapshot
@@ -89,10 +89,9 @@ class Scene:
         latest = NodeSnapshot("a", "life-a", proven_until=103.0)
         fence = CommitFence(self.store, lambda: latest, lambda: 100.0)
         steps = LastSteps(self.store, lambda: latest, self.events.put, lambda: 100.0)
-        reports = ReportReceiver(
-            Path(self.env.reports), self.events.put, lambda: self.has_room, lambda: 12.5, self.dropped.release
-        )
-        self.links = WorkerLinks(self.env, fence, steps, reports, started_io(), self.events.put)
+        room, dropped = lambda: self.has_room, self.dropped.release
+        io = started_io()
+        self.links = WorkerLinks(self.env, fence, steps, io, self.events.put, room, lambda: 12.5, dropped)
         self.reporter = Reporter(self.env.variables())
         self.recorder = Recorder()
         self.links.start(self.recorder)
@@ -252,22 +251,13 @@ def test_broken_clients_delay_no_other(scene: Scene, garbage: bytes) -> None:
             client.close()
 
 
-def test_places_are_given_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_given_back(scene: Scene) -> None:
     """Also by clients that hang up without a question, ask nonsense, or do not wait for the answer."""
-    monkeypatch.setattr(server, "MAX_CLIENTS", 4)
     for what in (b"", b"hello\n", encode(CommitQuestion(7)), encode(Guarding(7, 1))):
         for _ in range(6):
             scene.connect(what).close()
     scene.may_commit()
-
-
-def test_a_house_full_of_guards_takes_no_other(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CLIENTS", 2)
-    guards = [scene.guard(number) for number in range(2)]
-    with scene.connect() as other:
-        assert other.recv(1) == b""
-    for guard in guards:
-        guard.close()
+    eventually(lambda: not scene.links._clients)
 
 
 def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
@@ -277,16 +267,20 @@ def test_closed_it_leaves_commits_undecided(scene: Scene) -> None:
         scene.may_commit()
 
 
+def links_at(scene: Scene, path: Path, io: IoThread, post: Callable[[Event], None]) -> WorkerLinks:
+    env = replace(scene.env, socket=str(path), reports=f"{path}.reports")
+    commits, steps = scene.links._commits, scene.links._steps
+    return WorkerLinks(env, commits, steps, io, post, lambda: True, lambda: 1.0, lambda: None)
+
+
 def test_closed_after_the_io_threads_end_it_leaves_no_socket(scene: Scene, tmp_path: Path) -> None:
     io = IoThread()
     io.start()
-    env = replace(scene.env, socket=str(tmp_path / "other"))
-    reports = ReportReceiver(tmp_path / "others", scene.events.put, lambda: True, lambda: 1.0, lambda: None)
-    links = WorkerLinks(env, scene.links._commits, scene.links._steps, reports, io, scene.events.put)
+    links = links_at(scene, tmp_path / "other", io, scene.events.put)
     links.start(Recorder())
     io.close()
     links.close()
-    assert (links._listener.fileno(), reports.socket.fileno()) == (-1, -1)
+    assert (links._listener.fileno(), links._reports.fileno()) == (-1, -1)
 
 
 # --- Guards
@@ -345,19 +339,19 @@ def test_what_cannot_be_read_or_has_no_room_is_counted(scene: Scene) -> None:
 
 
 def test_reports_are_read_together_and_not_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_AT_ONCE", 2)
     posted: list[Event] = []
-    receiver = ReportReceiver(tmp_path / "alone", posted.append, lambda: True, lambda: 1.0, lambda: None)
+    links = links_at(scene, tmp_path / "alone", scene.links._io, posted.append)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as worker:
         for _ in range(3):
-            worker.sendto(encode(LOADED), str(tmp_path / "alone"))
+            worker.sendto(encode(LOADED), str(tmp_path / "alone.reports"))
     counts = []
     for _ in range(3):
-        receiver.read(Recorder())
+        links._read_reports(Recorder())
         counts.append(len(posted))
-    receiver.socket.close()
+    links.close()
     assert counts == [2, 3, 3]
 
 
