@@ -7,11 +7,10 @@ libraries are shown.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...rendezvous.records import Cause, CauseKind, Endpoint, NodeRecord, Phase, World, line_up
@@ -21,21 +20,17 @@ from ..common.exits import ExitCode
 from ..common.variables import USER, Variable, settle
 from ..configuration.config import HELP, Config, ConfigError
 from ..configuration.load import read_argv
-from ..configuration.parse import Group, Source
 from ..machine.inventory import Machine, prepare
 from ..machine.network import NotReady
 from ..output.log_files import FLIGHT_RECORDS, run_folder
 from ..workers.environment import WorkerPlace, chosen_variables, worker_env
 
 _USAGE = """\
-usage: elastic-agent explain-env [--json] [options of a run] SCRIPT [arguments]
+usage: elastic-agent explain-env [options of a run] SCRIPT [arguments]
 
 Prints the variables that you or the agent choose for a worker, each with its value, who chose it and why. Starts
-nothing; --json prints a list of objects. docs/tuning.md explains how to use it.
+nothing. docs/tuning.md explains how to use it.
 """
-
-OWN_OPTIONS = Group("explain-env")
-JSON = OWN_OPTIONS.flag("json", "one JSON document instead of text", sources=Source.CLI)
 
 NEW_ID = "<new for every start>"
 RUN_DIR = Path("<run dir>")
@@ -54,23 +49,12 @@ THEIRS = ("NCCL_", "TORCH_", "GLOO_", "TP_", "UCX_", "FI_", "CUDA_", "OMP_", "MK
 _COLUMN = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """One variable. `value` has one for each worker of the node, with commas between, where they differ."""
-
-    name: str
-    value: str
-    by: str
-    why: str
-
-
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    command_line = read_argv(words, OWN_OPTIONS)
+    command_line = read_argv(words)
     if HELP in command_line:
         print(_USAGE, end="")
         return ExitCode.SUCCESS
-    environ = dict(os.environ)
     try:
         resolved, machine = prepare(command_line, os.environ, lambda: NEW_ID)
     except ConfigError as error:
@@ -80,38 +64,34 @@ def main(words: Sequence[str]) -> int:
         print(f"elastic-agent explain-env: warning: {warning}", file=sys.stderr)
     if isinstance(machine.network, NotReady):
         print(f"elastic-agent explain-env: without the network's: {machine.network.missing}", file=sys.stderr)
-    rows = explain(resolved.config, machine, environ)
-    if command_line[JSON].value:
-        print(json.dumps([asdict(row) for row in rows], indent=2), flush=True)
-    else:
-        print("\n".join(_lines(rows)), flush=True)
+    for each in explain(resolved.config, machine, dict(os.environ)):
+        assignment = _printable(f"{each.name}={each.value}")
+        print(f"{assignment:<{_COLUMN}}  # {each.by}: {_printable(each.reason)}")
     return ExitCode.SUCCESS
 
 
-def explain(config: Config, machine: Machine, environ: Mapping[str, str]) -> tuple[Explained, ...]:
-    """By who chose them, the user first, and by name."""
+def explain(config: Config, machine: Machine, environ: Mapping[str, str]) -> list[Variable]:
+    """By who chose them, the user first, and by name. A value that differs between the node's workers is that of each,
+    with commas between."""
     by_name: dict[str, list[Variable]] = {}
     for local_rank in range(machine.workers):
         for variable in settle(environ, _chosen(config, machine, local_rank)):
             by_name.setdefault(variable.name, []).append(variable)
-    rows = [_row(name, variables) for name, variables in by_name.items()]
+    rows = [replace(each[0], value=_value(each)) for each in by_name.values()]
     rows += [
-        Explained(name, value, USER, "your own; the agent neither sets nor changes it")
+        Variable(name, value, "your own; the agent neither sets nor changes it", by=USER)
         for name, value in environ.items()
         if name.startswith(THEIRS) and name not in by_name
     ]
-    return tuple(sorted(rows, key=lambda row: (row.by != USER, row.by, row.name)))
+    return sorted(rows, key=lambda row: (row.by != USER, row.by, row.name))
 
 
-def _row(name: str, variables: Sequence[Variable]) -> Explained:
-    first = variables[0]
+def _value(variables: Sequence[Variable]) -> str:
+    name = variables[0].name
     if name in OF_A_WORLD:
-        value = (
-            f"<{name.removeprefix('ELASTIC_AGENT_').removeprefix('TORCHELASTIC_').lower().replace('_', ' ')}>"
-        )
-    else:
-        value = ", ".join(dict.fromkeys(variable.value for variable in variables))
-    return Explained(name, value, first.by, first.reason)
+        short = name.removeprefix("ELASTIC_AGENT_").removeprefix("TORCHELASTIC_")
+        return f"<{short.lower().replace('_', ' ')}>"
+    return ", ".join(dict.fromkeys(variable.value for variable in variables))
 
 
 def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable, ...]:
@@ -139,16 +119,6 @@ def _chosen(config: Config, machine: Machine, local_rank: int) -> tuple[Variable
         flight_records=records,
     )
     return chosen_variables(config, machine, place)
-
-
-# --- Shown
-
-
-def _lines(rows: Sequence[Explained]) -> Iterator[str]:
-    """One line for each variable, to search in."""
-    for row in rows:
-        assignment = f"{row.name}={_printable(row.value)}"
-        yield f"{assignment:<{_COLUMN}}  # {row.by}: {_printable(row.why)}"
 
 
 def _printable(text: str) -> str:

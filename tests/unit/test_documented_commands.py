@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands.check import OWN_OPTIONS as CHECK_OPTIONS
-from elastic_agent.agent.commands.explain_env import OWN_OPTIONS as EXPLAIN_OPTIONS
 from elastic_agent.agent.commands.files import KINDS
 from elastic_agent.agent.commands.nodes import REASON, TIMEOUT
 from elastic_agent.agent.commands.runs.diagnose import DIAGNOSE_OPTIONS
@@ -29,7 +28,6 @@ STARTERS = re.compile(r"(\$ |sudo (-u \S+ )?|srun (-\S+ )*|[A-Z_]+=\S+ )*")
 OF_SUBCOMMANDS = {
     "check": CHECK_OPTIONS,
     "status": STATUS_OPTIONS,
-    "explain-env": EXPLAIN_OPTIONS,
     "drain": [TIMEOUT],
     "exclude": [REASON, TIMEOUT],
     "readmit": [],
