@@ -13,7 +13,7 @@ A *core* is a physical one, with its hardware threads. *Next to* a device are th
 over the NUMA nodes. `cores`: those who would share a set of cores so divide it, evenly and disjointly.
 
 Invariants: under `index` and `mask`, on a node with devices, each worker has `per_worker` of them and no two have the
-same one. An entry of an outer CUDA_VISIBLE_DEVICES that can be seen not to exist is an error: CUDA would go on with the
+same one. An index in an outer CUDA_VISIBLE_DEVICES that does not exist is an error: CUDA would go on with the
 entries before it, without an error. No worker gets a CPU that the agent itself may not use, and each gets at least one
 whole core of what the agent has; only with more workers than cores do two of them share one under `cores`.
 
@@ -43,6 +43,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 BY_ADDRESS = "PCI_BUS_ID"
 THREADS = "OMP_NUM_THREADS"
+
+OTHER_DRIVERS = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
+"""Entries of /dev that show devices which are not counted here (AMD, WSL, Jetson), but obey the same variable."""
 
 T = TypeVar("T")
 
@@ -92,7 +95,7 @@ def probe(environ: Mapping[str, str], proc: Path = Path("/proc"), dev: Path = Pa
     addresses = [gpu.address if by_address else None for gpu in installed]
     indices = [Device(str(index), address) for index, address in enumerate(addresses)]
     listed = environ.get(VISIBLE)
-    if listed is None or not installed:  # devices of another make obey the same variable
+    if listed is None or (not installed and any((dev / name).exists() for name in OTHER_DRIVERS)):
         return Inventory(tuple(indices), cpus)
     return Inventory(_visible(listed, installed, indices), cpus)
 
@@ -182,7 +185,7 @@ class _Gpu:
     """As far as the driver's /proc tree shows it: nothing is asked of the driver."""
 
     address: str | None = None
-    uuid: str | None = None
+    uuid: str = ""
     minor: int | None = None
 
 
@@ -208,9 +211,9 @@ def _installed(proc: Path, dev: Path) -> Sequence[_Gpu]:
 def _read_gpu(folder: Path) -> _Gpu:
     lines = (line.partition(":") for line in read(folder / "information").splitlines())
     found = {key.strip(): value.strip() for key, _, value in lines}
-    uuid, minor = found.get("GPU UUID", ""), found.get("Device Minor", "")
-    known = re.fullmatch(r"GPU-[0-9a-fA-F-]+", uuid)  # question marks, until the GPU is first used
-    return _Gpu(folder.name.lower(), uuid if known else None, int(minor) if minor.isdecimal() else None)
+    minor = found.get("Device Minor", "")
+    uuid = found.get("GPU UUID", "")  # of question marks, until the GPU is first used
+    return _Gpu(folder.name.lower(), uuid, int(minor) if minor.isdecimal() else None)
 
 
 # --- What is visible
@@ -230,8 +233,7 @@ def _visible(listed: str, installed: Sequence[_Gpu], indices: Sequence[Device]) 
             break
         device = _device(entry.strip(), installed, indices)
         if device is None or device.nvml_name in cuda:
-            names = [device.entry for device in indices], [gpu.uuid for gpu in installed if gpu.uuid]
-            there = ", ".join(name for group in names for name in group)
+            there = ", ".join(device.entry for device in indices) or "it has no CUDA device"
             raise _wrong(
                 VISIBLE,
                 listed,
@@ -243,17 +245,15 @@ def _visible(listed: str, installed: Sequence[_Gpu], indices: Sequence[Device]) 
 
 
 def _device(entry: str, installed: Sequence[_Gpu], indices: Sequence[Device]) -> Device | None:
-    """None if there is no such device for sure. Only the driver knows the uuids of MIG devices, and of unused GPUs."""
+    """None if there is no such device. Uuids are believed: only the driver knows those of MIG devices."""
     if entry.isdecimal():
         return indices[int(entry)] if int(entry) < len(indices) else None
-    if entry.startswith("MIG-"):
+    if entry.startswith("MIG-") and installed:
         return Device(entry, installed[0].address if len(installed) == 1 else None)
-    if not entry.startswith("GPU-"):
+    if not entry.startswith("GPU-") or not installed:
         return None
-    found = [gpu for gpu in installed if gpu.uuid and gpu.uuid.lower().startswith(entry.lower())]
-    if len(found) == 1:
-        return Device(entry, found[0].address)
-    return Device(entry) if any(gpu.uuid is None for gpu in installed) else None
+    found = [gpu.address for gpu in installed if gpu.uuid.lower().startswith(entry.lower())]
+    return Device(entry, found[0] if len(found) == 1 else None)
 
 
 # --- Which CPUs

@@ -23,8 +23,6 @@ from typing import TypeVar
 
 from ...health.checks.finding import NodeNeeds
 from ..checkpoints.folder import SHARED_MEMORY, describe_folder
-from ..common.exits import NoTemporaryDirectory
-from ..common.folders import own_path
 from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
@@ -223,11 +221,7 @@ def _memory(limit: int | None) -> Iterator[Problem]:
 def _run_directory(environ: Mapping[str, str]) -> Iterator[Problem]:
     if run_directory_parent(environ) is None:
         expected = f"a folder that takes a new file now, of at most {MAX_PARENT_BYTES} bytes, for the agent's sockets"
-        advice = "name one in TMPDIR"
-        try:
-            own_path("")
-        except NoTemporaryDirectory as error:
-            advice = str(error)
+        advice = "make room there, let this user write there, or name another one in TMPDIR"
         yield Problem("TMPDIR", environ.get("TMPDIR"), expected, advice, here=True)
 
 

@@ -398,7 +398,7 @@ def _towards(addresses: list[str | None], given: int) -> str | None:
     """The address whose route is this node's way to the others."""
     distant = [address for address in addresses if address is not None and not is_loopback(address)]
     if distant:
-        return next((address for address in distant if source_address(address) is not None), distant[0])
+        return distant[0]
     # The others may be elsewhere than a member on loopback, so it counts only when all are.
     return addresses[0] if addresses and None not in addresses and len(addresses) == given else None
 

@@ -90,7 +90,6 @@ def a_config(
         (a_config("c10d", "etcd1", local_addr="eth1"), OTHER, "10.0.0.7"),
         (a_config("c10d", "etcd1", local_addr=OTHER), OTHER, "10.0.0.7"),
         (a_config("etcd", "etcd1", "etcd2"), OWN, None),
-        (a_config("etcd", "nowhere", "etcd2", "etcd1"), OTHER, None),
         (a_config("etcd", "unknown", "etcd2", "etcd1"), OTHER, None),
         (a_config("etcd", "localhost"), "127.0.0.1", None),
         (a_config("etcd", "::1", "localhost"), "::1", None),
