@@ -124,23 +124,14 @@ def words_of(config: Any) -> list[str]:
             words.append(f"--{_OPTIONS[each.name]}={text}")
     if config.rdzv_endpoint and config.rdzv_backend:
         words.append(f"--rdzv-backend={config.rdzv_backend}")
-    if _logs_are_set(getattr(config, "logs_specs", None)):
-        _log.warning(
-            "LaunchConfig.logs_specs is ignored: write options={'log-dir': ..., 'tee': ..., 'redirects': ...} in "
-            "elastic_agent's LaunchConfig"
-        )
     configs = dict(config.rdzv_configs or {})
     if "rank" in configs:  # of torch's static rendezvous
         words.append(f"--node-rank={configs.pop('rank')}")
-    if configs.get("timeout") == _RDZV_TIMEOUT_S:
-        del configs["timeout"]
+    configs.pop("timeout", None)  # nothing here, and always there in torch's
     if configs:
         words.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in configs.items()))
     return words + [f"--{name}={value}" for name, value in getattr(config, "options", {}).items()]
 
-
-_RDZV_TIMEOUT_S = 900
-"""What torch's LaunchConfig writes into `rdzv_configs` where its user has given no timeout."""
 
 _OPTIONS: Mapping[str, str] = {
     "min_nodes": "min-nodes",
@@ -167,14 +158,8 @@ _ALWAYS = {"min_nodes", "max_nodes", "nproc_per_node", "max_restarts"}
 """Also where they are torch's defaults, which are not ours."""
 
 _READ_APART = {"rdzv_backend", "rdzv_configs", "rdzv_timeout", "options", "logs_specs", "numa_options"}
-"""The last two are always there in torch's, whether its user has set them or not: they are ignored."""
-
-
-def _logs_are_set(specs: Any) -> bool:
-    """torch's own defaults are a fresh folder of its, and nothing more."""
-    folder = str(getattr(specs, "_root_log_dir", None) or "torchelastic_")
-    more = (getattr(specs, name, None) for name in ("_tee", "_redirects", "_local_ranks_filter"))
-    return any(more) or not Path(folder).name.startswith("torchelastic_")
+"""The last two are always there in torch's, whether its user has set them or not: they are ignored, for `options` of
+ours."""
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -251,20 +251,17 @@ NPROC_PER_NODE: Option[WorkerCount] = NODES.option(
     default="1",
     torchrun="nproc-per-node",
 )
+VIRTUAL_LOCAL_RANK = NODES.flag(
+    "virtual-local-rank",
+    "each worker sees only its own devices, with LOCAL_RANK 0; without it all devices, of which LOCAL_RANK selects",
+    torchrun="virtual-local-rank",
+)
 DEVICES_PER_WORKER: Option[int] = NODES.option(
     "devices-per-worker",
-    whole_number(1, MOST_WORKERS, "devices"),
+    whole_number(0, MOST_WORKERS, "devices"),
     "each worker has N devices, for a model that is spread over them: cuda:(LOCAL_RANK * N) and the next ones."
-    " --nproc-per-node gpu is then one worker for N GPUs",
+    " --nproc-per-node gpu is then one worker for N GPUs. 0: devices are left alone, for workers that share them",
     default="1",
-)
-DEVICE_PINNING: Option[DevicePinning] = NODES.option(
-    "device-pinning",
-    one_of(DevicePinning),
-    "index: all devices visible, LOCAL_RANK selects; mask: each worker sees only its own device, with"
-    " LOCAL_RANK 0; none: devices are left alone",
-    metavar="HOW",
-    default="index",
 )
 ROLE: Option[str] = NODES.option(
     "role",
@@ -273,12 +270,6 @@ ROLE: Option[str] = NODES.option(
     metavar="NAME",
     default="default",
     torchrun="role",
-)
-VIRTUAL_LOCAL_RANK = NODES.flag(
-    "virtual-local-rank",
-    "torchrun's name for --device-pinning mask",
-    torchrun="virtual-local-rank",
-    shorthand=True,
 )
 AFFINITY: Option[Affinity] = NODES.option(
     "affinity",
@@ -394,7 +385,7 @@ class Config:
     nodes_multiple_of: int = NODES_MULTIPLE_OF.field()
     nproc_per_node: WorkerCount = NPROC_PER_NODE.field()
     devices_per_worker: int = DEVICES_PER_WORKER.field()
-    device_pinning: DevicePinning = DEVICE_PINNING.field()
+    virtual_local_rank: bool = VIRTUAL_LOCAL_RANK.field()
     affinity: Affinity = AFFINITY.field()
     gpu_memory_wait_s: float = 30.0
     """A restart waits so long until the memory of killed workers is free."""
@@ -419,6 +410,11 @@ class Config:
     logs: LogConfig = LogConfig()
     http_address: Endpoint | None = HTTP_ADDRESS.field()
     """None: where other nodes reach this one (memory: loopback), any free port."""
+
+    @property
+    def device_pinning(self) -> DevicePinning:
+        """Which devices a worker sees."""
+        return "none" if not self.devices_per_worker else "mask" if self.virtual_local_rank else "index"
 
     @property
     def solitary(self) -> bool:

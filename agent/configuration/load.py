@@ -23,7 +23,6 @@ from ...rendezvous.text import CAUSE
 from ...worker.wire.environment import WORKER_VARIABLES
 from .config import (
     ARGS,
-    DEVICE_PINNING,
     LOG_LEVEL,
     MAX_NODES,
     MIN_NODES,
@@ -35,7 +34,6 @@ from .config import (
     RDZV_CONF,
     SCRIPT,
     TARGETS,
-    VIRTUAL_LOCAL_RANK,
     Problem,
 )
 from .parse import Option, Source
@@ -153,9 +151,6 @@ class Settings:
         elif option is RDZV_CONF:
             for key, part in cast("tuple[tuple[str, str], ...]", value):
                 self._put_rdzv_conf(key, part, f"{origin} {key}")
-        elif option is VIRTUAL_LOCAL_RANK:
-            if value:
-                self.put(DEVICE_PINNING, "mask", origin)
         else:
             self.given[option.name] = Setting(value, origin, option.parser.shown(text))
 

@@ -220,15 +220,3 @@ def obeys_before_s(grace_s: float) -> float:
 
 def watchdog_s(process_group_s: float) -> int:
     return math.ceil(process_group_s * WATCHDOG_PER_PROCESS_GROUP)
-
-
-def ladder(chosen: TimeoutConfig) -> str:
-    """In words, for --check-config."""
-    group_s = chosen.process_group_s
-    if group_s is None:
-        limit = "hang limit auto" if chosen.hang == "auto" else "no hang limit"
-        return f"{limit}; process group and watchdog as torch and the script have them"
-    return (
-        f"hang limit {chosen.hang_s:g} s < process group {group_s:g} s < watchdog's heartbeat"
-        f" {watchdog_s(group_s)} s"
-    )

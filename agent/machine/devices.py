@@ -133,17 +133,17 @@ def pin(
         return PinnedDevices(f"{pinning}: this node has no CUDA device, worker {local_rank} runs on the CPU")
     if workers * per_worker > len(available):
         expected = f"at most as many workers, each with {per_worker}, as there are CUDA devices: {_listed(inventory)}"
-        advice = "lower it or --devices-per-worker, or let workers share devices with --device-pinning none"
+        advice = "lower it or --devices-per-worker, or let workers share devices with --devices-per-worker 0"
         raise _wrong("--nproc-per-node", workers, expected, advice)
     first = local_rank * per_worker
     own = available[first : first + per_worker]
     if own[0].entry.startswith("MIG-") and (per_worker > 1 or (pinning == "index" and workers > 1)):
         raise _wrong(
-            "--device-pinning",
-            pinning,
-            "mask and one device for each worker where the devices are MIG devices: CUDA shows one process only the "
+            "--virtual-local-rank",
+            pinning == "mask",
+            "true, and one device for each worker where the devices are MIG devices: CUDA shows one process only the "
             "first MIG device of CUDA_VISIBLE_DEVICES",
-            "use --device-pinning mask without --devices-per-worker, or train on whole GPUs",
+            "write --virtual-local-rank without --devices-per-worker, or train on whole GPUs",
         )
     ordered = "the driver's order is by speed, not the one that nvidia-smi shows"
     order = Variable(ORDER, BY_ADDRESS, ordered, by="devices")

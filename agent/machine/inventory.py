@@ -27,7 +27,6 @@ from ..common.variables import Variable, settle
 from ..configuration.config import Config, ConfigError, Problem
 from ..configuration.derive import Resolved, resolve
 from ..configuration.load import Settings
-from ..configuration.stopping import ladder
 from ..configuration.values import Command
 from ..workers.processes.run_files import MAX_PARENT_BYTES, run_directory_parent
 from ..workers.processes.workers import job_python
@@ -117,7 +116,6 @@ def inspect_machine(config: Config, environ: Mapping[str, str], *, resources: bo
         *_device_facts(environ, inventory, pinned, shares),
         _network_fact(config, network),
         f"workers use {software}",
-        f"timeouts of training: {ladder(config.timeouts)}",
     )
     return Machine(inventory, pinned, shares, network, facts, software)
 
@@ -148,7 +146,7 @@ def _ask(step: Callable[[], T], problems: list[Problem]) -> T | None:
 
 
 def _pinned(config: Config, inventory: Inventory) -> tuple[PinnedDevices, ...]:
-    per_worker = config.devices_per_worker
+    per_worker = config.devices_per_worker or 1
     workers = resolve_workers(config.nproc_per_node, per_worker, inventory)
     pinning = config.device_pinning
     return tuple(pin(pinning, local_rank, workers, per_worker, inventory) for local_rank in range(workers))

@@ -69,7 +69,7 @@ def worker_env(
         memory_address = ""
     return WorkerEnv(
         incarnation=incarnation,
-        devices=config.devices_per_worker,
+        devices=config.devices_per_worker or 1,
         socket=str(run_dir / "socket"),
         reports=str(run_dir / "reports"),
         memory=str(memory.path) if memory is not None else "",

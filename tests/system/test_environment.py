@@ -200,7 +200,7 @@ def test_one_worker_per_gpu_is_refused_where_there_is_none(job: Job) -> None:
 
 
 def test_a_device_that_does_not_exist_is_refused(job: Job) -> None:
-    agent = job.start("a", environment={"CUDA_VISIBLE_DEVICES": "0,999"})
+    agent = job.start("a", enter=ON_GPUS, environment={"CUDA_VISIBLE_DEVICES": "0,999", "FAKE_GPUS": "4"})
     assert agent.exit_code() == 73
     assert agent.says("CUDA_VISIBLE_DEVICES '0,999': expected devices of this node")
     assert not job.history()
@@ -214,7 +214,11 @@ def test_each_worker_has_two_devices_before_and_after_a_kill(
     job: Job, monkeypatch: pytest.MonkeyPatch, pinning: str, local_ranks: list[str], visible: list[str | None]
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    options = ("--nproc-per-node=gpu", "--devices-per-worker=2", f"--device-pinning={pinning}")
+    options = (
+        "--nproc-per-node=gpu",
+        "--devices-per-worker=2",
+        f"--virtual-local-rank={str(pinning == 'mask').lower()}",
+    )
     job.start("a", *options, enter=ON_GPUS, environment={"FAKE_GPUS": "4"})
     first = job.wait_for_training(world=2)
     os.kill(first.pid(1), signal.SIGKILL)
@@ -251,7 +255,7 @@ def test_a_worker_s_devices_are_shown_before_a_run(command: list[str]) -> None:
         *command,
         "--nproc-per-node=auto",
         "--devices-per-worker=2",
-        "--device-pinning=mask",
+        "--virtual-local-rank",
         str(RECORDER),
     ]
     shown = subprocess.check_output(
@@ -276,7 +280,7 @@ def test_workers_keep_to_their_cores_and_their_threads_match(job: Job) -> None:
 
 
 def test_masked_devices_leave_a_node_without_any_as_it_is(job: Job) -> None:
-    options = ("--nproc-per-node=2", "--device-pinning=mask")
+    options = ("--nproc-per-node=2", "--virtual-local-rank")
     job.start("a", *options, environment={"CUDA_VISIBLE_DEVICES": ""})
     for rank, environment in environments(job).items():
         assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == (str(rank), "")

@@ -70,7 +70,7 @@ def test_by_index_every_worker_sees_all_devices_and_takes_its_own(job: Job) -> N
 
 
 def test_by_mask_every_worker_sees_its_own_device_alone(job: Job) -> None:
-    seen = look(job, "--device-pinning=mask")
+    seen = look(job, "--virtual-local-rank")
     assert [(worker["count"], worker["LOCAL_RANK"]) for worker in seen] == [(1, "0")] * DEVICES
     assert len({worker["uuid"] for worker in seen}) == DEVICES
     entries = tuple(worker["CUDA_VISIBLE_DEVICES"] for worker in seen)
@@ -106,7 +106,7 @@ def weights(checkpoints: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("pinning", ["index", "mask"])
 def test_ddp_over_nccl_survives_a_kill(job: Job, second_job: Job, pinning: str) -> None:
-    option = f"--device-pinning={pinning}"
+    option = f"--virtual-local-rank={str(pinning == 'mask').lower()}"
     expected = train(second_job, "undisturbed", option)
     assert second_job.agents[0].exit_code(PATIENCE_S) == 0
 

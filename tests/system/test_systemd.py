@@ -210,11 +210,11 @@ def test_an_agent_that_is(service: Service, number: signal.Signals, said: str) -
 
 
 def test_a_bad_configuration_fails_the_start_at_once_and_is_not_tried_again(service: Service) -> None:
-    service.configure('device-pinning = "nonsense"')
+    service.configure('check = "nonsense"')
     assert service.start() != 0
     assert service["ActiveState"] == "failed"
     assert (service["ExecMainStatus"], service["NRestarts"]) == ("78", "0")
-    assert "expected index, mask or none" in service.log()
+    assert "expected fail, warn or off" in service.log()
     service.machine.run("systemctl", "reset-failed", service.unit)
 
 

@@ -308,9 +308,9 @@ def test_pinning(
 @pytest.mark.parametrize(
     ("pinning", "workers", "each", "inventory", "expected"),
     [
-        ("index", 5, 1, FOUR_GPUS, ["'5'", "CUDA devices: 4", "0,1,2,3", "pinning none"]),
-        ("mask", 3, 1, UUIDS, ["'3'", "CUDA devices: 2", "GPU-aa,GPU-bb", "pinning none"]),
-        ("index", 2, 1, MIGS, ["only the first MIG", "--device-pinning mask"]),
+        ("index", 5, 1, FOUR_GPUS, ["'5'", "CUDA devices: 4", "0,1,2,3", "per-worker 0"]),
+        ("mask", 3, 1, UUIDS, ["'3'", "CUDA devices: 2", "GPU-aa,GPU-bb", "per-worker 0"]),
+        ("index", 2, 1, MIGS, ["only the first MIG", "--virtual-local-rank"]),
         (
             "index",
             3,

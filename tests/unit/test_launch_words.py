@@ -55,9 +55,7 @@ def test_a_launch_config_of_ours_or_of_torch(config: object, ours: str) -> None:
             [],
         ),
         ({"start_method": "fork", "monitor_interval": 0.1}, ["--max-restarts=3"], ["start_method"]),
-        ({"logs_specs": DefaultLogsSpecs()}, ["--max-restarts=3"], []),
-        ({"logs_specs": DefaultLogsSpecs(tee=Std.ALL)}, ["--max-restarts=3"], ["logs_specs"]),
-        ({"logs_specs": DefaultLogsSpecs(log_dir="logs")}, ["--max-restarts=3"], ["logs_specs"]),
+        ({"logs_specs": DefaultLogsSpecs(tee=Std.ALL)}, ["--max-restarts=3"], []),
     ],
 )
 def test_each_field_of_torchs_config_is_an_option_or_a_warning(
@@ -72,10 +70,8 @@ def test_each_field_of_torchs_config_is_an_option_or_a_warning(
 
 
 def test_the_rank_of_torchs_static_rendezvous_is_the_node_rank() -> None:
-    config = TorchConfig(
-        1, 1, 1, rdzv_endpoint="h:1", rdzv_backend="static", rdzv_configs={"rank": 0, "timeout": 9}
-    )
-    assert {"--node-rank=0", "--rdzv-conf=timeout=9"} <= set(launcher.words_of(config))
+    config = TorchConfig(1, 1, 1, rdzv_endpoint="h:1", rdzv_backend="static", rdzv_configs={"rank": 0})
+    assert "--node-rank=0" in launcher.words_of(config)
 
 
 def test_the_function_s_name_is_the_argument_that_agents_compare(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The ladder of training's timeouts: in words, and a leave has one time for its last saves."""
+"""A leave has one time for its last saves."""
 
 from __future__ import annotations
 
@@ -9,30 +9,9 @@ import pytest
 from elastic_agent.agent.configuration.stopping import (
     LAST_SAVE_S,
     LEAST_SAVE_S,
-    TimeoutConfig,
-    ladder,
     last_saves_s,
     whole_stop_s,
 )
-
-
-@pytest.mark.parametrize(
-    ("chosen", "words"),
-    [
-        (
-            TimeoutConfig(),
-            "hang limit auto; process group and watchdog as torch and the script have them",
-        ),
-        (TimeoutConfig(None), "no hang limit; process group and watchdog as torch and the script have them"),
-        (
-            TimeoutConfig(60.0),
-            "hang limit 60 s < process group 120 s < watchdog's heartbeat 180 s",
-        ),
-    ],
-)
-def test_the_ladder_in_words(chosen: TimeoutConfig, words: str) -> None:
-    assert ladder(chosen) == words
-
 
 # --- The last saves of a leave, at 100
 

@@ -209,7 +209,7 @@ def _device() -> torch.device:
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")
     first = int(local_rank) * WorkerEnv.of(os.environ).devices if local_rank is not None else None
-    # With --device-pinning none more workers than devices may share them, as the script decides.
+    # With --devices-per-worker 0 more workers than devices may share them, as the script decides.
     if first is None or first >= torch.cuda.device_count():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda", first)
