@@ -5,7 +5,7 @@ A thread *fails* when its work raises what the work was not made for. That calls
 its lease lives on. Without a listener, as in a program that only uses the stores, the failure is logged.
 
 A start that the machine does not allow now (out of process ids, out of memory) is tried again where it is wanted, for
-`START_WITHIN_S` since the first refusal. Then the part that wants the thread goes on without it, if it has passed
+`START_WITHIN_S`. Then the part that wants the thread goes on without it, if it has passed
 `otherwise`: one answer is missing. A thread without `otherwise` is one that the process cannot be without, and fails:
 `NotStarted`.
 
@@ -43,8 +43,6 @@ def _into_the_log(name: str, error: BaseException) -> None:
 
 
 _listener: Listener = _into_the_log
-_refused_since: float | None = None
-"""Monotonic: no thread has been started from then on, and none has been given up."""
 
 
 def listen(listener: Listener | None = None) -> None:
@@ -71,17 +69,13 @@ class Thread(threading.Thread):
 
     def start(self) -> None:
         """Never raises."""
-        global _refused_since
+        given_up_at = time.monotonic() + START_WITHIN_S
         while True:
             try:
                 super().start()
-                _refused_since = None
                 return
             except (RuntimeError, MemoryError) as error:
-                now = time.monotonic()
-                _refused_since = now if _refused_since is None else _refused_since
-                if now >= _refused_since + START_WITHIN_S:
-                    _refused_since = None  # the next one has its own time
+                if time.monotonic() >= given_up_at:
                     self._not_started(NotStarted(error))
                     return
             time.sleep(_PAUSE_S)

@@ -23,7 +23,7 @@ from ...health.checks.table import checks_for
 from ...rendezvous.text import counted
 from ..common.exits import CannotStart, ExitCode, exit_codes
 from ..configuration.config import HELP, Config, ConfigError
-from ..configuration.derive import resolve_check
+from ..configuration.derive import resolve
 from ..configuration.load import Settings, read_argv
 from ..configuration.parse import Group, Option, Source, duration, whole_number
 from ..configuration.values import NodeCounts
@@ -115,7 +115,7 @@ def main(words: Sequence[str]) -> int:
 def _inspect(command_line: Settings, environ: Mapping[str, str]) -> tuple[Config, Machine, Sequence[str]]:
     """The configuration, this machine as the job sees it, and warnings. With --nodes, waits for the network. Raises
     ConfigError and CannotStart."""
-    resolved = resolve_check(command_line, os.environ, lambda: "check")
+    resolved = resolve(command_line, os.environ, lambda: "check", runs=False)
     config, count = resolved.config, command_line[NODES].value
     if count is not None:
         check_meeting_place(config)

@@ -83,12 +83,15 @@ class Resolved:
     warnings: tuple[str, ...]
 
 
-def resolve(command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]) -> Resolved:
+def resolve(
+    command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str], *, runs: bool = True
+) -> Resolved:
     """Merge all sources into one `Config`. `fresh_id` names a job whose store this agent starts itself.
 
-    Raises `ConfigError` with all problems of all sources: print it and end with its code.
+    `runs`: there has to be something to run. Raises `ConfigError` with all problems of all sources.
     """
-    return _resolved(_merged(command_line, environ, fresh_id), environ)
+    settings = _merged(command_line, environ, fresh_id)
+    return _resolved(settings, environ, None if runs else _command(settings) or Command("script", ""))
 
 
 def resolve_daemon(command_line: Settings, environ: Mapping[str, str]) -> Resolved:
@@ -101,14 +104,6 @@ def resolve_daemon(command_line: Settings, environ: Mapping[str, str]) -> Resolv
             multiple.problem("1 for a daemon, as each job has its own", "give it to elastic-agent submit")
         )
     return _resolved(settings, environ, Command("script", ""), of_pool=True)
-
-
-def resolve_check(
-    command_line: Settings, environ: Mapping[str, str], fresh_id: Callable[[], str]
-) -> Resolved:
-    """As `resolve`, for a command that may leave out what there is to run. Raises `ConfigError`."""
-    settings = _merged(command_line, environ, fresh_id)
-    return _resolved(settings, environ, _command(settings) or Command("script", ""), of_pool=False)
 
 
 def resolve_pool(command_line: Settings, environ: Mapping[str, str]) -> RendezvousConfig:
@@ -414,17 +409,12 @@ def derive_slurm(settings: Settings, environ: Mapping[str, str]) -> None:
     def refuse(name: str, expected: str, advice: str) -> None:
         problems.append(Problem(name, environ.get(name), expected, advice))
 
-    number: dict[str, int] = {}
-    for what, name in _NUMBERS.items():
-        text = environ.get(name, "")
-        if re.fullmatch("[0-9]{1,11}", text):
-            number[what] = int(text)
-        elif text:
-            refuse(name, "a whole number", "Slurm sets it: leave it as it was")
+    texts = {what: environ.get(name, "") for what, name in _NUMBERS.items()}
+    number = {what: int(text) for what, text in texts.items() if re.fullmatch("[0-9]{1,11}", text)}
     nodes = number.get("nodes") or number.get("nodes of job") or 1
     list_name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
     host = ""
-    if not environ.get("SLURM_JOB_ID"):
+    if "job" not in number:
         refuse("SLURM_JOB_ID", "a job of Slurm", f"{HOW}; or leave out --slurm")
     elif "step" not in number and nodes > 1:
         refuse("SLURM_NNODES", "an agent on each of these nodes; the batch script runs on one", HOW)

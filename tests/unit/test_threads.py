@@ -67,7 +67,6 @@ def failed() -> Iterator[Failed]:
     hook, failed = threading.excepthook, Failed()
     listen(failed)
     yield failed
-    threads._refused_since = None
     listen()
     threading.excepthook = hook
 
@@ -140,14 +139,6 @@ def test_a_thread_that_cannot_be_started_for_a_moment_is_started_after_it(
     thread.join(PATIENCE_S)
     assert done.is_set()
     assert failed._heard.empty()
-
-
-def test_each_thread_that_is_given_up_leaves_the_next_one_its_own_time(
-    monkeypatch: pytest.MonkeyPatch, failed: Failed
-) -> None:
-    fail(monkeypatch, "cannot be started", "one")
-    Thread(lambda: None, "one", lambda: None).start()
-    assert threads._refused_since is None
 
 
 def test_a_thread_that_another_library_started_is_missed_too(failed: Failed) -> None:
