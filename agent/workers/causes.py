@@ -91,9 +91,7 @@ NOT_STARTED = Cause("not_started", Action.FREE, "the agent could not start it: i
 STORE_SERVER = Cause(
     "store_server", Action.FREE, "the process that serves the workers' store ended, or its port was taken"
 )
-UNKNOWN = Cause(
-    "unknown", Action.RESTART, "read its last lines", also=lambda worker: worker.code != 0, of_gpu=True
-)
+UNKNOWN = Cause("unknown", Action.RESTART, "read its last lines", of_gpu=True)
 
 CAUSES: tuple[Cause, ...] = (
     Cause(
@@ -244,7 +242,7 @@ CAUSES: tuple[Cause, ...] = (
         "command",
         Action.STOP,
         "the program or script is not there, or may not be run",
-        also=lambda worker: worker.code in (126, 127),
+        also=lambda worker: worker.returncode in (126, 127),
     ),
     Cause(
         "killed",

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from ...rendezvous.node.participant import Participant
 from ...rendezvous.records import Failure, Phase
 from ...rendezvous.statements.inquiry import HANG, Inquiry, Suspicion, Urgency
 from ..common.events import Event
-from ..configuration.config import Config
 from ..machine.cgroups import OomKills, find_counter
 from ..observability.observer import Observer
 from .causes import SUMMARY_MAX, Cause, CauseTable, describe_failure, shown_file
@@ -33,7 +33,7 @@ from .environment import Node, error_file
 from .generation import Crash, Generation, Processes
 from .hangs.detector import LOOK_EVERY_S, ActivitySample
 from .hangs.keeper import Look
-from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, cut, gpu_events, read_error_file
+from .post_mortem import RANK_PREFIX, ErrorReport, PostMortem, clean, cut, read_error_file
 from .stopping import HANG_SIGNAL
 
 log = logging.getLogger(__name__)
@@ -53,34 +53,21 @@ def _wake() -> None:
     """The main loop turns, and looks at the `Look` itself."""
 
 
+@dataclass(slots=True, eq=False)
 class FailureHandler:
     """The failures of one generation after the other; each `generation` that it is given is the newest here."""
 
-    def __init__(
-        self,
-        config: Config,
-        node: Node,
-        participant: Participant,
-        observer: Observer,
-        processes: Processes,
-        stop: Callable[[signal.Signals], None],
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """`stop` asks all workers here to end, by this signal, for a failure that the log has already."""
-        self._node = node
-        self._participant = participant
-        self._observer = observer
-        self._logs = processes.logs
-        self._gpus = processes.gpus
-        self._activity = processes.activity
-        self._evidence = processes.evidence
-        self._stop = stop
-        self._post = post
-        self._clock = clock
-        self._causes = CauseTable(config.causes)
-        self._oom_kills = OomKills(find_counter())
-        self._samples_due_at = 0.0
+    _node: Node
+    _participant: Participant
+    _observer: Observer
+    _processes: Processes
+    _causes: CauseTable
+    _stop: Callable[[signal.Signals], None]
+    """Asks all workers here to end, by this signal, for a failure that the log has already."""
+    _post: Callable[[Event], None]
+    _clock: Callable[[], float]
+    _oom_kills: OomKills = field(init=False, default_factory=lambda: OomKills(find_counter()))
+    _samples_due_at: float = field(init=False, default=0.0)
 
     def update(self, now: float) -> None:
         """Call on each turn: out-of-memory kills are only known by when their counter changes."""
@@ -91,7 +78,7 @@ class FailureHandler:
     def look(self, generation: Generation, why: str, then: Callable[[Look], None] | None = None) -> Look:
         """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
         targets = generation.targets(self._clock())
-        return self._evidence.look(
+        return self._processes.evidence.look(
             why,
             targets,
             then or (lambda look: self._post(_wake)),
@@ -107,8 +94,10 @@ class FailureHandler:
         crash = Crash(local_rank, returncode, at, self._clock() + KNOWN_WITHIN_S, asked)
         generation.crashes.append(crash)
         read = partial(self._lines_read, generation, crash)
-        self._logs.drain(generation.number, generation.group.ranks[local_rank], lambda: self._post(read))
-        self._gpus.worker_failed()
+        self._processes.logs.drain(
+            generation.number, generation.group.ranks[local_rank], lambda: self._post(read)
+        )
+        self._processes.gpus.worker_failed()
 
     def _lines_read(self, generation: Generation, crash: Crash) -> None:
         crash.read = True
@@ -126,8 +115,10 @@ class FailureHandler:
         """The crashes whose facts are here, and those that have waited for them too long, the first first."""
         crashes = generation.crashes
         if crashes and now >= crashes[0].due_at:
-            self._gpus.overdue()
-        while crashes and (now >= crashes[0].due_at or (crashes[0].read and not self._gpus.waiting)):
+            self._processes.gpus.overdue()
+        while crashes and (
+            now >= crashes[0].due_at or (crashes[0].read and not self._processes.gpus.waiting)
+        ):
             self._examine(generation, crashes.popleft(), now)
 
     def _examine(self, generation: Generation, crash: Crash, now: float) -> None:
@@ -149,21 +140,21 @@ class FailureHandler:
     def _post_mortem(self, generation: Generation, crash: Crash, now: float) -> PostMortem:
         number, local_rank = generation.number, crash.local_rank
         rank = generation.group.ranks[local_rank]
-        faults, own_gpus = self._gpus.faults, self._node.machine.gpus_of(local_rank)
-        self._gpus.told(own_gpus)
+        gpus, own_gpus = self._processes.gpus, self._node.machine.gpus_of(local_rank)
+        gpus.told(own_gpus)
         return PostMortem(
             *(self._node.name, number, rank, local_rank, crash.returncode),
             report=read_error_file(error_file(self._node, number, local_rank)) or ErrorReport(),
-            log_tail=self._logs.tail(number, rank),
+            log_tail=self._processes.logs.tail(number, rank),
             log_file=self._log_file(generation, local_rank),
             master_port=generation.world.master.port,
             asked=crash.asked,
             oom_killed=self._oom_kills.lately(now),
-            own_gpus=gpu_events(faults, own_gpus),
+            own_gpus=tuple(f"NVML: {clean(fault.text)}" for fault in gpus.faults if fault.gpu in own_gpus),
         )
 
     def _log_file(self, generation: Generation, local_rank: int) -> Path | None:
-        return self._logs.log_file(generation.number, generation.group.ranks[local_rank])
+        return self._processes.logs.log_file(generation.number, generation.group.ranks[local_rank])
 
     def fail(self, generation: Generation, cause: Cause, what: str) -> None:
         """The generation fails on this node without a worker to blame."""
@@ -243,14 +234,16 @@ class FailureHandler:
         self._samples_due_at = now + LOOK_EVERY_S
         number, group = generation.number, generation.group
         pids = {local_rank: group.pid(local_rank) for local_rank in generation.running}
-        printed = {local_rank: self._logs.printed(number, group.ranks[local_rank]) for local_rank in pids}
+        printed = {
+            local_rank: self._processes.logs.printed(number, group.ranks[local_rank]) for local_rank in pids
+        }
         stalled_s = generation.hang.stalled_s(generation.running, now)
 
         def read(at: float, seen: Mapping[int, ActivitySample]) -> None:
             if not generation.over:
                 generation.hang.sampled(at, seen)
 
-        self._activity.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
+        self._processes.activity.look(read, pids, printed, threads=stalled_s >= STILL_FOR_S)
 
     def _inquiry(self, generation: int) -> Inquiry | None:
         world = self._participant.world
@@ -264,7 +257,7 @@ class FailureHandler:
             self._hear(generation)
         self._observer.failure_shown(failure)
         own = generation is not None and generation.number == failure.generation
-        evidence = self._evidence.where() if own else ""
+        evidence = self._processes.evidence.where() if own else ""
         if failure.local_rank is None:
             log.error("generation %d failed: %s%s", failure.generation, failure.summary, _kept(evidence))
             return
@@ -288,7 +281,12 @@ class FailureHandler:
         asking: signal.Signals = signal.SIGTERM,
     ) -> None:
         """`reason`: for the log, in which the worker's own last lines stand above it."""
-        log.error("stopping generation %d: %s%s", failure.generation, reason, _kept(self._evidence.where()))
+        log.error(
+            "stopping generation %d: %s%s",
+            failure.generation,
+            reason,
+            _kept(self._processes.evidence.where()),
+        )
         generation.told = failure
         self._observer.failure_shown(failure)
         self._participant.workers_failed(failure)

@@ -20,7 +20,6 @@ from ...rendezvous.statements.inquiry import Doing, Inquiry, RankState, Testimon
 from ...rendezvous.text import counted, shortened
 from ...worker.wire.shared_progress import Reading
 from ..configuration.config import Config
-from ..configuration.stopping import drain_timeout_s
 from ..machine.gpus import GpuHealth
 from ..output.worker_logs import WorkerLogs
 from ..rendezvous_io.worker_answers import LastSteps
@@ -308,12 +307,6 @@ class Generation:
             f"{where}. The others go on without this node; whatever device or disk these wait for must be repaired, "
             "or the machine started anew"
         )
-
-    def planned_grace_s(self, now: float) -> float:
-        """What is left of --stop-grace for a signal, of which a drain may have taken a part already."""
-        stop, since = self.config.stop, self.drain.since
-        taken_s = now - since if since is not None else 0.0
-        return stop.grace_s - min(taken_s, drain_timeout_s(stop))
 
     @property
     def all_listen(self) -> bool:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...health.checks.gpus import GpuFault
 from ...rendezvous.text import clean as clean_line
 from ..common.ports import find_owner
 
@@ -114,7 +113,7 @@ def cut(text: str, most: int, *, keep_end: bool = False) -> str:
 # --- Its end, with what the machine says
 
 BY_ITSELF = frozenset(
-    (
+    {
         signal.SIGABRT,
         signal.SIGBUS,
         signal.SIGFPE,
@@ -122,7 +121,7 @@ BY_ITSELF = frozenset(
         signal.SIGSEGV,
         signal.SIGTRAP,
         signal.SIGSYS,
-    )
+    }
 )
 """Signals that a process causes itself: its last output says why."""
 
@@ -164,11 +163,6 @@ class PostMortem:
         return code - 128 if 128 < code <= 128 + signal.SIGRTMAX else 0
 
     @property
-    def code(self) -> int:
-        """The exit code; 0: success, or ended by a signal."""
-        return 0 if self.signal else self.returncode
-
-    @property
     def words(self) -> tuple[str, ...]:
         """The texts in which the worker says why it ended: its exception, or else its last lines. Empty if another
         process ended it by a signal."""
@@ -182,11 +176,6 @@ class PostMortem:
     def lines(self) -> tuple[str, ...]:
         """All that is known of what the worker said, however it ended."""
         return (*self.exception.split("\n"), *self.log_tail)
-
-
-def gpu_events(faults: Sequence[GpuFault], own: Collection[str]) -> tuple[str, ...]:
-    """What NVML shows of the GPUs `own` of a worker."""
-    return tuple(f"NVML: {clean(fault.text)}" for fault in faults if fault.gpu in own)
 
 
 # --- Ports: a worker that found one taken

@@ -14,7 +14,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ...rendezvous.coordinator.restarts import STABLE_AFTER_S
@@ -28,10 +28,11 @@ from ...worker.wire.messages import FromGuard, ReplicationReport, Report, SaveRe
 from ..common.events import Event
 from ..common.exits import lack_in
 from ..configuration.config import Config
+from ..configuration.stopping import drain_timeout_s
 from ..observability.observer import Observer
 from ..output.log_files import FLIGHT_RECORDS
 from ..rendezvous_io.worker_links import RefusedSaves
-from .causes import NOT_STARTED, STORE_SERVER
+from .causes import NOT_STARTED, STORE_SERVER, CauseTable
 from .environment import Node, WorkerPlace, bind_of_rank_0_failed, error_file, make_directory, worker_spec
 from .failure_handler import FailureHandler
 from .generation import Generation, HowToStop, Processes, check_master, log_bad_state
@@ -44,37 +45,38 @@ from .stopping import HANG_SIGNAL, Exit, Orders
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Supervisor:
     """Routes what happens to the generation that runs here, and carries out what follows."""
 
-    def __init__(
-        self,
-        config: Config,
-        node: Node,
-        participant: Participant,
-        observer: Observer,
-        processes: Processes,
-        post: Callable[[Event], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._node = node
-        self._participant = participant
-        self._observer = observer
-        self._processes = processes
-        self._clock = clock
-        self._generation: Generation | None = None
-        """The newest, which stays until the next one begins: its failure may have to be shown."""
-        self._post = post
-        self._spares_due_at: float | None = None
-        self._refused_saves = RefusedSaves()
-        self._learned = Durations()
-        """Of steps, over all generations."""
+    _config: Config
+    _node: Node
+    _participant: Participant
+    _observer: Observer
+    _processes: Processes
+    _post: Callable[[Event], None]
+    _clock: Callable[[], float]
+    _generation: Generation | None = field(init=False, default=None)
+    """The newest, which stays until the next one begins: its failure may have to be shown."""
+    _failures: FailureHandler = field(init=False)
+    _learned: Durations = field(init=False, default_factory=Durations)
+    """Of steps, over all generations."""
+    _refused_saves: RefusedSaves = field(init=False, default_factory=RefusedSaves)
+    _spares_due_at: float | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
         self._failures = FailureHandler(
-            config, node, participant, observer, processes, self._stop_failed, post, clock
+            *(
+                self._node,
+                self._participant,
+                self._observer,
+                self._processes,
+                CauseTable(self._config.causes),
+            ),
+            *(self._stop_failed, self._post, self._clock),
         )
-        processes.worker_store.on_failure = self._store_failed
-        processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
+        self._processes.worker_store.on_failure = self._store_failed
+        self._processes.subreaper.add_known(lambda: group.pids if (group := self.group) is not None else ())
 
     @property
     def _running(self) -> Generation | None:
@@ -211,11 +213,12 @@ class Supervisor:
         self.stop(self._config.stop.failure_grace_s, gently=gently, reason=None, asking=asking)
 
     def planned_grace_s(self) -> float:
-        """How long the workers have after the signal of a planned stop."""
-        generation = self._running
-        if generation is None:
-            return self._config.stop.grace_s
-        return generation.planned_grace_s(self._clock())
+        """How long the workers have after the signal of a planned stop: --stop-grace, of which a drain may have taken
+        a part already."""
+        generation, stop = self._running, self._config.stop
+        if generation is None or generation.drain.since is None:
+            return stop.grace_s
+        return stop.grace_s - min(self._clock() - generation.drain.since, drain_timeout_s(stop))
 
     def stops_at(self, now: float) -> float | None:
         """When the next thing is to be done to end the workers here, if nothing more happens; None without any."""

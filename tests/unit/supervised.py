@@ -36,7 +36,7 @@ from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
 from elastic_agent.agent.workers.processes.worker_store import WorkerStore
 from elastic_agent.agent.workers.supervisor import Supervisor
-from elastic_agent.health.checks.gpus import GPU_READING, GpuFacts, NvmlFacts
+from elastic_agent.health.checks.gpus import GpuFacts, NvmlFacts
 from elastic_agent.health.metrics import Build, Metrics
 from elastic_agent.rendezvous.node.participant import Participant
 from elastic_agent.rendezvous.records import (
@@ -305,7 +305,7 @@ class Supervised:
 
     def nvml_says(self, uncorrected: int) -> None:
         reading = NvmlFacts(gpus=(GpuFacts(name="0000:3b:00.0", uncorrected=uncorrected),))
-        self.gpus.handle(GPU_READING.encode(reading))
+        self.gpus.handle(reading)
 
     @property
     def group(self) -> FakeWorkers:

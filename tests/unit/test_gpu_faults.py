@@ -8,7 +8,7 @@ import pytest
 
 from elastic_agent.agent.configuration.values import UserCause
 from elastic_agent.agent.workers.causes import CauseTable, describe_failure
-from elastic_agent.agent.workers.post_mortem import PostMortem, gpu_events
+from elastic_agent.agent.workers.post_mortem import PostMortem
 from elastic_agent.health.checks.gpus import (
     GPU_IS_LOST,
     NOT_FOUND,
@@ -115,7 +115,7 @@ def examined(
     worker = PostMortem(
         *("a", 1, 0, 0, returncode),
         log_tail=log_tail,
-        own_gpus=gpu_events(faults, {own}),
+        own_gpus=tuple(f"NVML: {fault.text}" for fault in faults if fault.gpu == own),
     )
     return describe_failure(worker, CauseTable(users))
 
