@@ -58,15 +58,12 @@ def exit_codes() -> list[str]:
     return ["Exit codes:", *(f"  {int(code):>3}  {code.meaning}" for code in ExitCode if code in OF_COMMANDS)]
 
 
-TIME_IS_OVER = signal.SIGALRM
-"""Of the agent's own timer: the job ends soon (SLURM_JOB_END_TIME)."""
-
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What ends the agent: the second one cuts the workers' grace short."""
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 """What a scheduler sends some time before it ends the job, like Slurm's --signal: leave by plan, and take the time. So
-are the agent's own timer, and those that only --signals-to-handle names."""
+are those that only --signals-to-handle names."""
 
 
 def signal_name(number: int) -> str:
@@ -76,8 +73,9 @@ def signal_name(number: int) -> str:
         return "a signal without a name"
 
 
-def code_of_leave(number: int, *, requeues: bool) -> ExitCode:
-    """Of an agent that leaves by this signal. `requeues`: the scheduler may start the job again."""
+def code_of_leave(number: int | None, *, requeues: bool) -> ExitCode:
+    """Of an agent that leaves by this signal, or, None, before a known end of its machine or job. `requeues`: the
+    scheduler may start the job again."""
     if requeues and number not in ENDINGS:
         return ExitCode.LEFT_IN_TIME
     return ExitCode.STOPPED_BY_SIGINT if number == signal.SIGINT else ExitCode.STOPPED_BY_SIGTERM

@@ -21,9 +21,9 @@ from ...rendezvous.node.node_actions import Action, Drain, Leave, Refusal, Start
 from ...rendezvous.records import Failure, Result
 from ...threads import Thread
 from ..common.events import Signalled, ThreadFailed, run_next
-from ..common.exits import ENDINGS, TIME_IS_OVER, ExitCode, code_of_leave, lack_in
+from ..common.exits import ENDINGS, ExitCode, code_of_leave, lack_in
 from ..common.ports import OfferedPort, PortError, PortLacking
-from ..configuration.stopping import last_saves_s, obeys_before_s
+from ..configuration.stopping import last_saves_s, leaves_in_s, obeys_before_s
 from ..workers.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ class Loop:
         port: OfferedPort,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`wall_clock` is for the job's end alone."""
         self._agent = agent
         self._stop = agent.config.stop
         self._participant = agent.participant
@@ -94,7 +93,6 @@ class Loop:
         self._port = port
         self._events = agent.events
         self._clock = agent.clock
-        self._wall_clock = wall_clock
         self._driver = Driver(agent.participant, agent.link, agent.peers.ask, self)
         self.start_waits_for = ""
         """What keeps the workers of the present world from being started here; empty where nothing does."""
@@ -106,8 +104,11 @@ class Loop:
         """How this agent ends then."""
         self._notice: Notice | None = None
         """This machine goes away, as far as is known now."""
-        self._job_ends_at = math.inf
-        """On the monotonic clock; known once this node leaves."""
+        self._job_ends_at = self._leaves_job_at = math.inf
+        """Monotonic: the job's end, where it is known, and when this node begins to leave because of it."""
+        if self._stop.job_ends_at is not None and (left_s := self._stop.job_ends_at - wall_clock()) > 0:
+            self._job_ends_at = self._clock() + left_s
+            self._leaves_job_at = self._clock() + leaves_in_s(left_s, self._stop.grace_s)
         self._handover: Handover | None = None
         """Of this leave, once the workers have ended."""
         self._handing_since = math.inf
@@ -142,9 +143,10 @@ class Loop:
         if participant.wanted_to_leave and not self._left_as:
             log.info("%s: leaving the job", DRAIN_COMMAND)
             self._leave(DRAIN_COMMAND, now)
-        notice, obey_at = self._notice, self._obey_at()
-        if notice is not None and obey_at is not None and now >= obey_at:
-            self._leave(f"a notice: {notice.text}", now, TIME_IS_OVER)
+        leaves_at, why = self._known_leave()
+        if now >= leaves_at:
+            log.info("%s: leaving the job before something ends it", why)
+            self._leave(why, now, None)
         if (findings := self._agent.checks.take(participant, now)) is not None:
             self._agent.state.findings = findings
         observer.compare(participant)
@@ -155,7 +157,7 @@ class Loop:
         self._agent.heartbeat.turned(supervisor.stops_at(now))
         wake_at = (
             again_at,
-            obey_at,
+            leaves_at,
             self._again_at,
             self._agent.gpu_memory.turn(now),
             self._agent.checks.turn(participant, now),
@@ -385,8 +387,7 @@ class Loop:
 
     def _warned(self, number: int, now: float) -> None:
         """It may be repeated, and the real end follows it: neither cuts anything short."""
-        ours = number == TIME_IS_OVER and self._stop.job_ends_at is not None
-        name = JOBS_END if ours else signal.Signals(number).name
+        name = signal.Signals(number).name
         if self._left_as:
             log.info("%s: leaving the job already, because of %s", name, self._left_as)
             return
@@ -410,13 +411,18 @@ class Loop:
         self._notice = None
         self._agent.observer.noticed("", None)
 
-    def _obey_at(self) -> float | None:
-        """When this node leaves because of the notice; None: there is none, or it leaves already."""
-        if self._notice is None or self._left_as:
-            return None
-        if self._notice.deadline is None:
-            return -math.inf
-        return self._notice.deadline - obeys_before_s(self._stop.grace_s)
+    def _known_leave(self) -> tuple[float, str]:
+        """When this node leaves because its job or its machine ends, and who says so."""
+        job, notice = (self._leaves_job_at, JOBS_END), self._notice
+        if self._left_as:
+            return math.inf, ""
+        if notice is None:
+            return job
+        # without a known end it is at once
+        obeys_at = (
+            notice.deadline - obeys_before_s(self._stop.grace_s) if notice.deadline is not None else -math.inf
+        )
+        return min(job, (obeys_at, f"a notice: {notice.text}"))
 
     def _divide_leave(self, now: float) -> None:
         """By what is known of the end of this machine and of the job here."""
@@ -425,12 +431,10 @@ class Loop:
         if self._handover is not None:
             self._handover.hurry(self._participant.leave_times.saved_by)
 
-    def _leave(self, asked_by: str, now: float, number: int = signal.SIGTERM) -> None:
-        """`number`: of the signal that it was, or counts as."""
+    def _leave(self, asked_by: str, now: float, number: int | None = signal.SIGTERM) -> None:
+        """`number` as in `code_of_leave`."""
         if self._left_as:
             return
-        if self._stop.job_ends_at is not None and (left_s := self._stop.job_ends_at - self._wall_clock()) > 0:
-            self._job_ends_at = now + left_s
         if self._agent.memory_server is not None:
             self._agent.memory_server.expect_handover()
         self._left_as, self._left_with = asked_by, code_of_leave(number, requeues=self._stop.requeues)

@@ -29,9 +29,8 @@ from typing import Any
 from ...rendezvous.records import Failure
 from ...threads import Thread
 from ..common.events import Event, Signalled, ThreadFailed
-from ..common.exits import ENDINGS, TIME_IS_OVER, WARNINGS, ExitCode, lack_in
+from ..common.exits import ENDINGS, WARNINGS, ExitCode, lack_in
 from ..configuration.config import LogConfig
-from ..configuration.stopping import StopConfig, leaves_in_s
 from ..output.console import Console, ConsoleHandler, JsonLines, TextLines
 from ..workers.processes.guard import Guard
 
@@ -67,20 +66,12 @@ def end_stuck(problem: str, guard: Guard, console: Console) -> None:
     os._exit(ExitCode.LOOP_STUCK)
 
 
-def end_in_time(stop: StopConfig) -> None:
-    """Sets the timer that warns this agent before its job's end."""
-    if stop.job_ends_at is not None:
-        in_s = leaves_in_s(stop.job_ends_at - time.time(), stop.grace_s)
-        log.info("leaving the job in %.0f s, before its end (SLURM_JOB_END_TIME)", in_s)
-        signal.setitimer(signal.ITIMER_REAL, max(in_s, 0.001))  # 0 would set none
-
-
 def catch_signals(events: queue.SimpleQueue[Event], more: Collection[signal.Signals]) -> None:
     """A handler runs between any two bytecodes: it may only put an event, which SimpleQueue allows at any moment.
 
     A signal that this process was started to ignore stays ignored: `nohup` and a shell's `trap '' USR1` mean it.
     """
-    for number in {*ENDINGS, *WARNINGS, TIME_IS_OVER, *more}:
+    for number in {*ENDINGS, *WARNINGS, *more}:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _frame: events.put(Signalled(number)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)  # blocked since the process began

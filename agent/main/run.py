@@ -84,7 +84,6 @@ from .loop import Ending, Loop
 from .process import (
     ServiceManager,
     catch_signals,
-    end_in_time,
     end_stuck,
     log_to,
     take_environment,
@@ -139,7 +138,6 @@ def run(
 def _run(agent: Agent) -> Ending:
     """In the order that the module's docstring explains."""
     catch_signals(agent.events, agent.config.stop.more_signals)
-    end_in_time(agent.config.stop)
     if agent.prepared.adoption_error:
         log.warning("what workers leave behind is not adopted: %s", agent.prepared.adoption_error)
     _wait_for_network(agent)

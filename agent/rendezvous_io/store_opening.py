@@ -5,17 +5,10 @@ Invariant: the kind that was chosen imports torch or gRPC here and not earlier, 
 seconds and tens of megabytes.
 
 `StoreMemory` is what the agent that hosts a c10d store leaves for its next life on this machine: the newest world, in
-a file. The store itself is gone with its agent. Its next host must not give a generation's number away a second time,
-and must not let a world begin while members of the last one may still train; the file has both. It lies in the
-machine's memory: a machine that starts anew takes longer than any lease lasts.
-
-The file outlives a job whose agents were all killed, and the next job at the endpoint may be another one of the same
-id. So its number and its members count for every job, but restarts, step and run only where an agent of that world
-has joined again (`decide`). The file's age does not tell these apart: another job may come after a second, and the
-same job, started again as a whole, is a new run either way, which takes over the checkpoints of the dead one
-(`worker/storage/disk/ownership.py`).
-
-All users share that memory, so the file lies in a folder of this user's alone (`make_own`).
+a file in the machine's memory, in a folder of this user's alone. The store itself is gone with its agent. Its next host
+must not give a generation's number away a second time, and must not let a world begin while members of the last one may
+still train; the file has both. The next job at the endpoint may be another one of the same id: so number and members
+count for every job, but restarts, step and run only where an agent of that world has joined again (`decide`).
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ import os
 import queue
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 from ...rendezvous.coordinator.restarts import RestartPolicy
@@ -232,18 +225,13 @@ def _access(
     timeout_s: float,
     lease_ttl_s: float | None,
 ) -> Access:
-    access = Access(
+    etcd = rendezvous.etcd or EtcdConfig()
+    return Access(
         endpoints,
         rendezvous.pool or rendezvous.job_id,
         timeout_s,
         lease_ttl_s,
         folder=rendezvous.folder,
-    )
-    etcd = rendezvous.etcd
-    if etcd is None:
-        return access
-    return replace(
-        access,
         prefix=etcd.prefix,
         tls=Tls(etcd.ca, etcd.cert, etcd.key) if etcd.ca is not None else None,
         login=Login(etcd.user, lambda: etcd_password(etcd)) if etcd.user is not None else None,

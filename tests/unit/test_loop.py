@@ -20,7 +20,7 @@ import pytest
 from elastic_agent.agent.common.events import Event, Signalled, ThreadFailed
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.common.ports import OfferedPort, PortError, PortLacking
-from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig
+from elastic_agent.agent.configuration.stopping import LAST_SAVE_S, LEAST_SAVE_S, StopConfig, whole_stop_s
 from elastic_agent.agent.configuration.values import CheckMode
 from elastic_agent.agent.main.heartbeat import Probes
 from elastic_agent.agent.main.loop import DRAIN_COMMAND, TRIES_AGAIN_S, Ending, Loop
@@ -435,7 +435,6 @@ def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
     ("number", "code", "asked_by"),
     [
         (signal.SIGUSR1, ExitCode.LEFT_IN_TIME, "SIGUSR1"),
-        (signal.SIGALRM, ExitCode.LEFT_IN_TIME, "SLURM_JOB_END_TIME"),
         (signal.SIGTERM, ExitCode.STOPPED_BY_SIGTERM, "SIGTERM"),
         (signal.SIGINT, ExitCode.STOPPED_BY_SIGINT, "SIGINT"),
     ],
@@ -443,7 +442,7 @@ def test_a_warning_may_be_repeated(number: signal.Signals) -> None:
 def test_under_slurm_a_warnings_exit_code_asks_for_another_start(
     number: signal.Signals, code: ExitCode, asked_by: str
 ) -> None:
-    scene = Scene(stop=StopConfig(requeues=True, job_ends_at=1))
+    scene = Scene(stop=StopConfig(requeues=True))
     scene.at(10.0, Signalled(number))
     assert scene.loop.run() == Ending(code, f"stopped by {asked_by}")
 
@@ -525,7 +524,7 @@ def killed_at(scene: Scene) -> float:
 @pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR1", DRAIN_COMMAND])
 @pytest.mark.parametrize("noticed_first", [True, False])
 def test_each_way_to_leave_minds_a_notice_and_the_end_of_the_job(by: str, noticed_first: bool) -> None:
-    """Both are known before the notice would make the node leave, and before SIGALRM comes."""
+    """Both are known before they would make the node leave."""
     scene = Scene(stop=replace(STOP, job_ends_at=100 + (160 if noticed_first else 140)))
     noticed(scene, 140.0 if noticed_first else 160.0, after_s=0.0)
     if by == DRAIN_COMMAND:
@@ -537,9 +536,8 @@ def test_each_way_to_leave_minds_a_notice_and_the_end_of_the_job(by: str, notice
 
 def test_a_notice_does_not_prolong_the_time_until_the_end_of_the_job() -> None:
     scene = Scene(stop=replace(STOP, job_ends_at=130))
-    scene.at(10.0, Signalled(signal.SIGALRM))
-    noticed(scene, 120.0, after_s=11.0)
-    assert killed_at(scene) == pytest.approx(110.0 + 20.0 * 5 / 6)
+    noticed(scene, 120.0, after_s=16.0)
+    assert killed_at(scene) == pytest.approx(115.0 + 15.0 * 5 / 6)
 
 
 def test_a_notice_that_is_moved_moves_a_leave_that_is_under_way() -> None:
@@ -549,16 +547,19 @@ def test_a_notice_that_is_moved_moves_a_leave_that_is_under_way() -> None:
     assert killed_at(scene) == pytest.approx(111.0 + 60.0 * 5 / 6)
 
 
-@pytest.mark.parametrize(("ends_in_s", "killed_in_s"), [(30.0, 25.0), (-5.0, 30.0)])
-def test_the_end_of_the_job_bounds_its_leave_unless_it_is_over(ends_in_s: float, killed_in_s: float) -> None:
-    scene = Scene(stop=replace(STOP, job_ends_at=int(110.0 + ends_in_s)))
-    scene.training.undying = "worker 0 is at work"
-    scene.training.unkillable = lambda: ""  # type: ignore[method-assign]
-    scene.at(10.0, Signalled(signal.SIGALRM))
-    scene.plan[scene.now + 60.0] = lambda: setattr(scene.training, "undying", "")
-    scene.loop.run()
-    at, grace_s = scene.stopped[0]
-    assert at + grace_s == pytest.approx(110.0 + killed_in_s, abs=3.1)
+def test_a_node_leaves_before_the_end_of_its_job() -> None:
+    for requeues, code in ((False, ExitCode.STOPPED_BY_SIGTERM), (True, ExitCode.LEFT_IN_TIME)):
+        scene = Scene(stop=replace(STOP, requeues=requeues, job_ends_at=300))
+        assert scene.loop.run() == Ending(code, "stopped by SLURM_JOB_END_TIME")
+        assert scene.stopped[0][0] == pytest.approx(300.0 - whole_stop_s(STOP.grace_s), abs=3.1)
+
+
+def test_an_end_of_the_job_that_is_over_is_not_its_end() -> None:
+    """Its time limit was changed after it had started."""
+    scene = Scene(stop=replace(STOP, job_ends_at=95))
+    scene.at(60.0, Signalled(signal.SIGTERM))
+    assert scene.loop.run() == Ending(ExitCode.STOPPED_BY_SIGTERM, "stopped by SIGTERM")
+    assert scene.stopped[0] == (pytest.approx(160.0, abs=3.1), STOP.grace_s)
 
 
 def test_a_success_whose_last_save_is_not_on_disk_is_none() -> None:
