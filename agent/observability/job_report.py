@@ -162,7 +162,7 @@ def report(found: Found, answers: Mapping[str, NodeAnswer]) -> JobReport:
     job, world = found.job, found.job.world
     nodes = tuple(_nodes(found, answers))
     statuses = [node.status for node in nodes if node.status is not None]
-    leading = next((status for status in statuses if status.coordinates), None)
+    leading = next((node.status for node in nodes if node.coordinates), None)
     best = leading or found.agent or next(iter(statuses), None)
     state = _state(world, nodes)
     written = [node.step for node in job.nodes] + ([world.step] if world is not None else [])

@@ -60,13 +60,10 @@ class NodeStatus:
     """A state of the metric elastic_agent_state."""
     waiting_for: Annotated[str, line(MAX_TEXT)]
     """Empty while its workers run."""
-    coordinates: bool
     phase_s: Seconds | None
     """Since when it has known the present phase of the world."""
-    generation: Count
-    """The generation whose workers are on this node; 0 when there are none."""
     workers: Annotated[int, Within(0, 4096)]
-    """How many of them are alive."""
+    """How many are alive on this node."""
     step: Count
     step_age_s: Seconds | None
     checkpoint: Checkpoint | None
@@ -171,10 +168,10 @@ class NodeState:
         self._lease_ttl_s = lease_ttl_s
         self.clock, self.wall_clock = clock, wall_clock
         self._lock = threading.Lock()
-        """Of what a turn changes together: the next four."""
+        """Of what a turn changes together: the next three."""
         self.snapshot = NodeSnapshot(node, incarnation, waiting_for="the rendezvous store")
         self.state = "init"
-        self._generation = self._workers = 0
+        self._workers = 0
         self.started: World | None = None
         """The newest world whose workers were started here."""
         self.trains = False
@@ -201,7 +198,6 @@ class NodeState:
         """After every turn."""
         with self._lock:
             self.snapshot, self.state = snapshot, state
-            self._generation = group.generation if group is not None else 0
             self._workers = group.running if group is not None else 0
             failure = snapshot.world.cause.failure if snapshot.world is not None else None
             self.failure = failure or self.failure
@@ -245,9 +241,7 @@ class NodeState:
             incarnation=snapshot.incarnation,
             state=self.state,
             waiting_for=_masked(waiting_for, MAX_TEXT, self.secrets),
-            coordinates=snapshot.coordinates,
             phase_s=age(snapshot.world_since, now) if world is not None else None,
-            generation=self._generation,
             workers=self._workers,
             step=self.step.step,
             step_age_s=age(self.step.at, now),

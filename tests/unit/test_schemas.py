@@ -114,8 +114,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         9,
         {
             "NodeStatus": (
-                "node incarnation state waiting_for coordinates phase_s "
-                "generation workers step step_age_s checkpoint memory replica lease_age_s "
+                "node incarnation state waiting_for phase_s "
+                "workers step step_age_s checkpoint memory replica lease_age_s "
                 "lease_ttl_s backoff_s notice notice_s checks partners_unreachable"
             ),
             "JobStatus": "job world nodes coordinator complete",

@@ -51,9 +51,7 @@ STATUS = NodeStatus(
     incarnation="a-1",
     state="running",
     waiting_for="",
-    coordinates=True,
     phase_s=4.5,
-    generation=3,
     workers=2,
     step=17,
     step_age_s=0.5,
@@ -184,10 +182,9 @@ HOSTILE: list[tuple[str, Any]] = [
     ("state", "run ning"),
     ("waiting_for", "x" * 4097),
     ("waiting_for", 7),
-    ("coordinates", 1),
     ("phase_s", True),
-    ("generation", 1.5),
-    ("generation", 2**63),
+    ("step", 1.5),
+    ("step", 2**63),
     ("workers", 4097),
     ("step", "17"),
     ("step_age_s", {}),
@@ -311,7 +308,7 @@ def status_of(node: NodeState) -> NodeStatus:
 def test_before_it_has_found_the_store_an_agent_waits_for_it(node: NodeState) -> None:
     status = status_of(node)
     assert (status.state, status.waiting_for) == ("init", "the rendezvous store")
-    assert (status.generation, status.checkpoint, status.lease_age_s, status.phase_s) == (0, None, None, None)
+    assert (status.workers, status.checkpoint, status.lease_age_s, status.phase_s) == (0, None, None, None)
     assert JOB_PAGE.decode(node.job()) == JobStatus("digits", None, (), None, complete=False)
 
 

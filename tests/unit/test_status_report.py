@@ -46,7 +46,7 @@ THREE = replace(WORLD, members=line_up((A, B, C)), restarts=Restarts(2, 1))
 
 
 def status(name: str, **more: Any) -> NodeStatus:
-    return replace(STATUS, node=name, incarnation=f"{name}-1", coordinates=name == "a", **more)
+    return replace(STATUS, node=name, incarnation=f"{name}-1", **more)
 
 
 def found(world: World | None = THREE, nodes: tuple[NodeRecord, ...] = (A, B, C), **more: Any) -> Found:
@@ -174,7 +174,7 @@ def test_a_node_that_was_not_asked_is_hidden() -> None:
 
 
 def test_an_agent_that_was_asked_and_is_not_in_any_record_yet_is_listed() -> None:
-    asked = status("d", state="init", waiting_for="the rendezvous store", generation=0)
+    asked = status("d", state="init", waiting_for="the rendezvous store")
     job = made(Found("agent", JobStatus("digits", None, (), None, complete=False), asked), {})
     assert states(job) == [("d", "", "init")]
     assert (job.state, job.waiting_for) == ("waiting", "the rendezvous store")
@@ -312,7 +312,7 @@ d     -      standby  -     -           1.0 s  10.0.0.4:9100
 
 
 def test_a_job_that_has_no_world_yet_to_the_line() -> None:
-    joining = status("a", state="joining", waiting_for="1 of 2 nodes is here", generation=0, step=0)
+    joining = status("a", state="joining", waiting_for="1 of 2 nodes is here", step=0)
     job = made(found(None, (A,)), {"a-1": replace(joining, checkpoint=None)})
     assert (
         "\n".join(lines(job))
