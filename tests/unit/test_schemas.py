@@ -37,7 +37,7 @@ FORMATS: dict[str, tuple[int, tuple[type, ...]]] = {
 
 PINNED: dict[str, tuple[int, dict[str, str]]] = {
     "records": (
-        18,
+        19,
         {
             "NodeRecord": (
                 "node incarnation address port slots http limits program node_rank "
@@ -122,8 +122,8 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
             "Checkpoint": "step age_s",
             "Finding": "check outcome summary advice",
             "Outcome": "fail warn unknown ok",
-            "World": "records 18",
-            "NodeRecord": "records 18",
+            "World": "records 19",
+            "NodeRecord": "records 19",
         },
     ),
     "run file": (
