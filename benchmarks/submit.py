@@ -203,7 +203,7 @@ def elastic_agent(*words: str) -> list[str]:
 
 
 def wait_until_warm(pids: Sequence[int]) -> None:
-    """Each has a standby with a preloaded process, and none of them does anything."""
+    """Each has a standby with a fork server, and none of them does anything."""
     quiet, since = -1.0, time.monotonic()
 
     def warm() -> bool:

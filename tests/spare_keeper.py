@@ -76,7 +76,7 @@ class SpareKeeper:
 
     @property
     def preloaded(self) -> int:
-        """The number of the preloaded process."""
+        """The number of the fork server."""
         [pid, *_] = self.spares.sessions
         return pid
 

@@ -87,7 +87,7 @@ def preload(prepared: Prepared, words: Sequence[str], environment: Mapping[str, 
 
 
 def interpreter_of(prepared: Prepared, environment: Mapping[str, str]) -> Interpreter:
-    """By its mark the guard finds the preloaded process, too."""
+    """By its mark the guard finds the fork server, too."""
     marked = {**environment, **WorkerEnv(incarnation=prepared.incarnation).variables()}
     return Interpreter(job_python(environment), marked)
 

@@ -1,4 +1,4 @@
-"""A real preloaded process, with cheap modules in place of torch, and what becomes of its spares. The test stands where
+"""A real fork server, with cheap modules in place of torch, and what becomes of its spares. The test stands where
 the agent does, and adopts them as it does."""
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def test_no_start_waits_for_ever_for_a_preloaded_process_that_stands_still(
     assert not agent.prepared(4)
     agent.late_s += 1.0
     assert agent.prepared(4), "cold, as far as there are no spares"
-    assert "the preloaded process is gone: it has not" in caplog.text
+    assert "the fork server is gone: it has not" in caplog.text
     agent.run_until_ready()
     agent.run_until(lambda: gone(first) and agent.spares.sessions != [] and agent.preloaded != first)
 
@@ -276,7 +276,7 @@ with adopting():
     agent.kill()
     deadline = time.monotonic() + 5.0
     while not all(map(gone, pids)):
-        assert time.monotonic() < deadline, "preloaded process, spare and worker"
+        assert time.monotonic() < deadline, "fork server, spare and worker"
         time.sleep(0.01)
     agent.communicate()
 

@@ -144,7 +144,7 @@ def test_a_worker_starts_like_from_a_shell(job: Job, preload: str) -> None:
     os.write(write, b"one\ntwo\n")
     os.close(write)
     assert agent.exit_code() == 0
-    assert not agent.says("cold"), "with a preloaded process there was a spare"
+    assert not agent.says("cold"), "with a fork server there was a spare"
     seen = json.loads(out.read_text())
     assert seen == {
         "fds": [0, 1, 2] if preload == "--preload=none" else [0, 1, 2, DESCRIPTOR],

@@ -1,4 +1,4 @@
-"""Workers that were forked from a preloaded process, in real jobs: they live, end and are stopped like all others."""
+"""Workers that were forked from a fork server, in real jobs: they live, end and are stopped like all others."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def preloaded(job: Job, agent: Agent) -> Process:
     def found() -> Process | None:
         for process in job.processes():
             leads = process.parent == agent.pid and process.session == process.pid
-            if leads and "/preloader/process.py" in str(process):
+            if leads and "/preloader/fork_server.py" in str(process):
                 return process
         return None
 
-    process = job.wait_for(found, "the preloaded process to run")
+    process = job.wait_for(found, "the fork server to run")
     assert process is not None
     return process
 
 
 def spares(job: Job, agent: Agent) -> set[int]:
-    """Those that the agent has adopted: one that is just being forked dies with the preloaded process."""
+    """Those that the agent has adopted: one that is just being forked dies with the fork server."""
     session = preloaded(job, agent).pid
     of_agent = [process for process in job.processes() if process.parent == agent.pid]
     return {process.pid for process in of_agent if process.session == session} - {session}
@@ -90,7 +90,7 @@ def test_workers_and_spares_outlive_the_preloaded_process(job: Job) -> None:
         0.5
     )  # one that has just been forked, and has not said so, ends with the process that forked it
     os.kill(first, signal.SIGKILL)
-    job.wait_for_text(agent, "the preloaded process is gone: killed by SIGKILL")
+    job.wait_for_text(agent, "the fork server is gone: killed by SIGKILL")
     os.kill(old.pid(0), signal.SIGKILL)
     job.wait_for_training(world=2, after=old.number)
     from_spares(job, agent, 2, 2)
@@ -105,7 +105,7 @@ def test_a_preloaded_process_that_stands_still_is_waited_for_only_so_long(job: J
     os.kill(first, signal.SIGSTOP)
     os.kill(old.pid(0), signal.SIGKILL)
     new = job.wait_for_training(world=2, after=old.number)
-    job.wait_for_text(agent, "the preloaded process is gone: it has not forked")
+    job.wait_for_text(agent, "the fork server is gone: it has not forked")
     assert preloaded(job, agent).pid != first
     job.wait_for(lambda: len(spares(job, agent)) >= 2, "spares of its successor")
     os.kill(new.pid(1), signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_a_preloaded_process_that_stands_still_is_waited_for_only_so_long(job: J
 def test_after_sigkill_of_the_agent_nothing_is_left_within_a_second(job: Job) -> None:
     agent = job.start("a", WARM, "--nproc-per-node=2")
     job.wait_for_training(world=2)
-    everyone = 1 + 2 + 2 + 3  # workers, spares, preloaded process, store server and guard
+    everyone = 1 + 2 + 2 + 3  # workers, spares, fork server, store server and guard
     job.wait_for(lambda: len(family(agent.pid)) >= everyone, "idle spares")
     agent.signal(signal.SIGKILL)
     killed_at = time.monotonic()

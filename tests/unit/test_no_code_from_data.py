@@ -23,9 +23,9 @@ OWN_FUNCTIONS = {ROOT / "elastic_agent" / "launcher.py"}
 """A user's own function goes to that user's own workers and its results come back, through a folder that is private to
 that user: whoever could write there could change the script as well."""
 SCRIPT = {
-    ROOT / "agent/workers/preloader/process.py": "calls compile",
+    ROOT / "agent/workers/preloader/fork_server.py": "calls compile",
 }
-"""Where a preloaded process runs the user's script, as a new Python would."""
+"""Where a fork server runs the user's script, as a new Python would."""
 
 
 def offences(tree: ast.AST) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the preloaded process has imported, and whether a fork with it is what a fresh process would be.
+"""What the fork server has imported, and whether a fork with it is what a fresh process would be.
 
 A fork has its parent's memory, and of its threads only the one that forked. So before each fork `check` makes sure that
 the process has one thread and no CUDA context. It never computes anything: OpenMP's threads do not survive a fork
@@ -124,7 +124,7 @@ ROOM = {ROOM_NAME: " " * 2**16}
 """For the variables that the kernel shall show of a worker, see `become`."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""For the preloaded process, so that its libraries start no threads: a fork would not have them. MKL does as
+"""For the fork server, so that its libraries start no threads: a fork would not have them. MKL does as
 OpenMP."""
 
 HARMLESS = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONBREAKPOINT", "PYTHONSTARTUP")

@@ -1,15 +1,15 @@
-"""The agent's end of warm starts: keeps a preloaded process and its spares, and hands spares out to become workers.
+"""The agent's end of warm starts: keeps a fork server and its spares, and hands spares out to become workers.
 
-The preloaded process (`process`) is started with the agent, imports in the background, and forks spares on demand; each
+The fork server (`fork_server`) is started with the agent, imports in the background, and forks spares on demand; each
 has its own socket to the agent and is the agent's child. Without a spare workers start cold, for the reason `why_cold`.
 
 The io thread waits for all sockets and posts `read`; the main thread, which has all state, reads them.
 
 Words: a spare is *ready* when it has reported so, and *coming* from the moment it was asked for.
 
-Invariants: no start waits for a preloaded process or for spares any longer than is declared here. A spare that was
+Invariants: no start waits for a fork server or for spares any longer than is declared here. A spare that was
 taken is never offered again, and one that was not taken receives nothing. Spares that were forked live on when the
-preloaded process ends.
+fork server ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .imported import ONE_THREAD, ROOM, obstacle
 
 log = logging.getLogger(__name__)
 
-PROCESS = Path(__file__).with_name("process.py")
+FORK_SERVER = Path(__file__).with_name("fork_server.py")
 
 LOADING_S = 60.0
 """For the imports: a cold start beside them would import the same on the same cores and from the same disk."""
@@ -46,7 +46,7 @@ CALM_S = 2.0
 """A generation is left alone for so long before spares are made for its successor: its start needs the cores."""
 
 RETRY_S = 15.0
-"""Before a preloaded process that has ended or hung is replaced: its imports need the cores of the workers."""
+"""Before a fork server that has ended or hung is replaced: its imports need the cores of the workers."""
 
 ROOM_FOR_WORDS = 4096
 """In the command line that ps shows of a worker, see `become`."""
@@ -78,7 +78,7 @@ class Spare:
 
 
 @dataclass(slots=True, eq=False)
-class _Preloaded:
+class _ForkServer:
     """The process, and what is known of it."""
 
     process: subprocess.Popen[bytes]
@@ -100,7 +100,7 @@ class Interpreter:
 
 
 class Spares:
-    """The preloaded process and its spares. For the main thread: what it starts dies with the thread that starts it."""
+    """The fork server and its spares. For the main thread: what it starts dies with the thread that starts it."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Spares:
         self._io = io
         self._post = post
         self._clock = clock
-        self._preloaded: _Preloaded | None = None
+        self._server: _ForkServer | None = None
         self._spares: list[Spare] = []
         self._asked_at = 0.0
         """When the first of those coming were asked for."""
@@ -130,25 +130,25 @@ class Spares:
         self._retry_at: float | None = None
         self._calm_at = 0.0
         self._ending: list[subprocess.Popen[bytes]] = []
-        self._owners: dict[int, _Preloaded | Spare] = {}
+        self._owners: dict[int, _ForkServer | Spare] = {}
 
     def start(self) -> None:
-        self._preloaded = self._launch(self._clock())
+        self._server = self._launch(self._clock())
 
     def adopt(self, interpreter: Interpreter, names: Sequence[str], wanted: int) -> str:
         """From now on for workers like these, with what is preloaded already. Why that cannot be; empty if it is so.
 
-        The preloaded process was started before its job was known, with `wanted` 0."""
-        preloaded, base = self._preloaded, {**self._interpreter.environment, **ONE_THREAD}
-        if preloaded is None:
+        The fork server was started before its job was known, with `wanted` 0."""
+        server, base = self._server, {**self._interpreter.environment, **ONE_THREAD}
+        if server is None:
             return self.why_cold
         if tuple(names) != self._names:
             return f"--preload is {','.join(names)}, and was {','.join(self._names)}"
         if interpreter.python != self._interpreter.python:
             return f"workers run {interpreter.python}, and not {self._interpreter.python}"
-        if not preloaded.loaded and interpreter.environment != self._interpreter.environment:
+        if not server.loaded and interpreter.environment != self._interpreter.environment:
             return "the job has variables of its own, and its imports are not done yet"
-        if problem := obstacle(base, interpreter.environment, preloaded.reads):
+        if problem := obstacle(base, interpreter.environment, server.reads):
             return problem
         self._interpreter, self._wanted = interpreter, wanted
         return ""
@@ -156,8 +156,8 @@ class Spares:
     def close(self) -> None:
         """The agent is ending."""
         self._retry_at = None
-        if self._preloaded is not None:
-            self._end(self._preloaded)
+        if self._server is not None:
+            self._end(self._server)
         ready = [spare for spare in self._spares if spare.pid]
         self._drop_all()
         for spare in ready:
@@ -174,8 +174,8 @@ class Spares:
 
     @property
     def sessions(self) -> Collection[int]:
-        """Of preloaded processes: the sessions from which spares come."""
-        living = [self._preloaded.process] if self._preloaded is not None else []
+        """Of fork servers: the sessions from which spares come."""
+        living = [self._server.process] if self._server is not None else []
         return [process.pid for process in (*living, *self._ending)]
 
     @property
@@ -185,7 +185,7 @@ class Spares:
     @property
     def loaded(self) -> bool:
         """Whether there is nothing to wait for any more: it is ready, or gone, and then for an unknown time."""
-        return self._preloaded is None or self._preloaded.loaded
+        return self._server is None or self._server.loaded
 
     # --- What the agent asks for
 
@@ -193,9 +193,9 @@ class Spares:
         """Whether so many processes may be started now, warm or cold. If not: again after an event, or `turn`'s
         instant."""
         self._replace_if_overdue(now)
-        if self._preloaded is None or self.ready >= count:
+        if self._server is None or self.ready >= count:
             return True
-        if not self._preloaded.loaded:
+        if not self._server.loaded:
             return False
         if self._fork_failed:
             return True
@@ -230,15 +230,15 @@ class Spares:
         self._ending = [process for process in self._ending if process.poll() is None]
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
-            self._preloaded = self._launch(now)
+            self._server = self._launch(now)
         self._replace_if_overdue(now)
-        if self._preloaded is not None and self._preloaded.loaded and now >= self._calm_at:
+        if self._server is not None and self._server.loaded and now >= self._calm_at:
             self._ask_for(self._wanted - len(self._spares), now)
         instants = [self._retry_at, self._due_at, self._calm_at if now < self._calm_at else None]
         return min((at for at in instants if at is not None), default=None)
 
     def read(self, descriptor: int) -> None:
-        """The socket of the preloaded process, or of a spare, can be read: a message, or its end."""
+        """The socket of the fork server, or of a spare, can be read: a message, or its end."""
         now, owner = self._clock(), self._owners.get(descriptor)
         if owner is None:
             return  # it was closed meanwhile
@@ -248,7 +248,7 @@ class Spares:
             self._await(descriptor)
             return
         except (OSError, Invalid) as error:
-            log.warning("a spare or the preloaded process has sent an invalid message: %s", error)
+            log.warning("a spare or the fork server has sent an invalid message: %s", error)
             received = None
         message = received[0] if received is not None else None
         if message is not None:
@@ -256,11 +256,11 @@ class Spares:
         if isinstance(owner, Spare):
             self._on_spare_message(owner, message, now)
         else:
-            self._on_preloaded_message(owner, message, now)
+            self._on_server_message(owner, message, now)
 
-    # --- The preloaded process
+    # --- The fork server
 
-    def _launch(self, now: float) -> _Preloaded | None:
+    def _launch(self, now: float) -> _ForkServer | None:
         """None when that failed, which is logged."""
         ours, theirs = wire.pair()
         job = self._interpreter
@@ -268,7 +268,7 @@ class Spares:
         try:
             with theirs:
                 process = subprocess.Popen(
-                    tied([job.python, "-u", str(PROCESS), *words]),
+                    tied([job.python, "-u", str(FORK_SERVER), *words]),
                     env={**job.environment, **ONE_THREAD, **ROOM},
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
@@ -279,43 +279,43 @@ class Spares:
             ours.close()
             self._failed(f"it cannot be started: {error}", now)
             return None
-        preloaded = _Preloaded(process, ours, now)
-        self._watch(ours, preloaded)
-        self.why_cold = "the preloaded process has not yet done its imports"
-        return preloaded
+        server = _ForkServer(process, ours, now)
+        self._watch(ours, server)
+        self.why_cold = "the fork server has not yet done its imports"
+        return server
 
-    def _on_preloaded_message(self, preloaded: _Preloaded, message: wire.Message | None, now: float) -> None:
+    def _on_server_message(self, server: _ForkServer, message: wire.Message | None, now: float) -> None:
         if message is None:
-            returncode = reap_within(preloaded.process, ENDING_S)
-            self._end(preloaded)
+            returncode = reap_within(server.process, ENDING_S)
+            self._end(server)
             ended = "it has closed its socket" if returncode is None else describe_exit(returncode)
             self._failed(ended, now)
         elif isinstance(message, wire.Loaded):
-            preloaded.loaded, preloaded.reads = True, frozenset(message.reads)
+            server.loaded, server.reads = True, frozenset(message.reads)
             self.why_cold = "no spare was ready"
-            log.info("preloaded %d modules in %.1f s", message.modules, now - preloaded.since)
+            log.info("preloaded %d modules in %.1f s", message.modules, now - server.since)
             for name, why in message.skipped.items():
                 asked_for = logging.WARNING if name in self._names else logging.INFO
                 log.log(asked_for, "not preloaded: %s (%s); workers import it themselves", name, why)
         elif isinstance(message, wire.Problem):
-            self._end(preloaded)
+            self._end(server)
             self._drop_all()
-            self.why_cold = f"the preloaded process cannot be forked: {message.text}"
+            self.why_cold = f"the fork server cannot be forked: {message.text}"
             log.warning("workers start cold from now on: %s", self.why_cold)
 
     def _failed(self, why: str, now: float) -> None:
         """It is not there any more; another one will be, after a pause."""
         self._retry_at = now + RETRY_S
-        self.why_cold = f"there is no preloaded process: {why}"
-        log.warning("the preloaded process is gone: %s; starting another in %g s", why, RETRY_S)
+        self.why_cold = f"there is no fork server: {why}"
+        log.warning("the fork server is gone: %s; starting another in %g s", why, RETRY_S)
 
     @property
     def _due_at(self) -> float | None:
-        """When the preloaded process must be taken to hang."""
-        if self._preloaded is None:
+        """When the fork server must be taken to hang."""
+        if self._server is None:
             return None
-        if not self._preloaded.loaded:
-            return self._preloaded.since + LOADING_S
+        if not self._server.loaded:
+            return self._server.since + LOADING_S
         return self._asked_at + FORKING_S if len(self._spares) > self.ready else None
 
     def _replace_if_overdue(self, now: float) -> None:
@@ -323,36 +323,36 @@ class Spares:
             # Its messages may have come long ago, while this process stood still or had not begun to read.
             for descriptor in list(self._owners):
                 self.read(descriptor)
-        preloaded = self._preloaded
-        if preloaded is None or self._due_at is None or now < self._due_at:
+        server = self._server
+        if server is None or self._due_at is None or now < self._due_at:
             return
         problem = (
             f"it has not forked all spares within {FORKING_S:g} s"
-            if preloaded.loaded
+            if server.loaded
             else f"it has not done its imports within {LOADING_S:g} s"
         )
-        self._end(preloaded)
+        self._end(server)
         self._failed(problem, now)
 
-    def _end(self, preloaded: _Preloaded) -> None:
+    def _end(self, server: _ForkServer) -> None:
         """It has nothing to finish. There is no wait for its end, which a dead disk may delay."""
-        self._close(preloaded.channel)
-        self._ending.append(preloaded.process)
-        preloaded.process.kill()
-        self._preloaded = None
+        self._close(server.channel)
+        self._ending.append(server.process)
+        server.process.kill()
+        self._server = None
         for coming in [spare for spare in self._spares if not spare.pid]:
             self._discard(coming)
 
     # --- Spares
 
     def _ask_for(self, count: int, now: float) -> None:
-        """Of the preloaded process, which has loaded; nothing if none are missing."""
+        """Of the fork server, which has loaded; nothing if none are missing."""
         if count <= 0:
             return
-        assert self._preloaded is not None
+        assert self._server is not None
         pairs = [wire.pair() for _ in range(min(count, wire.MOST_DESCRIPTORS))]
         try:
-            wire.send(self._preloaded.channel, wire.Fork(), [theirs.fileno() for _, theirs in pairs])
+            wire.send(self._server.channel, wire.Fork(), [theirs.fileno() for _, theirs in pairs])
         except OSError:
             pass  # it has ended, as its socket will show, or does not read any more, and will be overdue
         if len(self._spares) == self.ready:
@@ -374,7 +374,7 @@ class Spares:
         elif isinstance(message, wire.Ready):
             spare.pid = message.pid
         elif isinstance(message, wire.Problem):
-            log.warning("worker process %d is no fork of the preloaded one: %s", spare.pid, message.text)
+            log.warning("worker process %d is no fork: %s", spare.pid, message.text)
 
     def _discard(self, spare: Spare) -> None:
         """It has nothing to finish, and is reaped as any orphan."""
@@ -390,7 +390,7 @@ class Spares:
 
     # --- Sockets
 
-    def _watch(self, channel: socket.socket, owner: _Preloaded | Spare) -> None:
+    def _watch(self, channel: socket.socket, owner: _ForkServer | Spare) -> None:
         channel.setblocking(False)
         self._owners[channel.fileno()] = owner
         self._await(channel.fileno())

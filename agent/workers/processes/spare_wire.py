@@ -1,4 +1,4 @@
-"""What the agent, the preloaded process and its spares send each other, with descriptors, on socket pairs.
+"""What the agent, the fork server and its spares send each other, with descriptors, on socket pairs.
 
 A message is one datagram of a SOCK_SEQPACKET pair, so it arrives whole, once, or not at all. Its text is in a memory
 file that goes with it: a worker's environment may be longer than any socket takes at once.
@@ -28,12 +28,12 @@ LONGEST = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """To the preloaded process: fork a spare for each socket that comes with this."""
+    """To the fork server: fork a spare for each socket that comes with this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """From the preloaded process: so many modules are loaded; `skipped` has others, and why.
+    """From the fork server: so many modules are loaded; `skipped` has others, and why.
 
     `reads`: the variables that they have read of its environment."""
 
@@ -51,7 +51,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """From a spare that is to become a worker: why it starts cold. From the preloaded process, which ends: why no
+    """From a spare that is to become a worker: why it starts cold. From the fork server, which ends: why no
     spares can be forked."""
 
     text: str

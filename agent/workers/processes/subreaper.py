@@ -1,7 +1,7 @@
 """The agent as a subreaper: it adopts its workers' orphans, reaps those that end, and lists those that live.
 
 The kernel gives an orphan to the nearest ancestor that asked for it, a *subreaper*, else to process 1. The agent asks:
-so the idle spares of the preloaded process become its own children, whose exit status it can wait for, and so does
+so the idle spares of the fork server become its own children, whose exit status it can wait for, and so does
 what a worker leaves behind, also what has left the worker's session and forgotten its environment (`guard`).
 
 An *unknown* child of the agent is one that no other part of it has registered. Only these are reaped here: to wait for

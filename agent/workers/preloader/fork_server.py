@@ -1,11 +1,11 @@
-"""The preloaded process: imports what workers import, once, and forks *spares* that wait to become workers.
+"""The fork server: imports what workers import, once, and forks *spares* that wait to become workers.
 
-`spares` starts it, through `shim`, as `python -u process.py AGENT_PID NAME,NAME...`, with one end of a socket pair as
-its standard input (`wire`). It imports the modules of these names, tells the result, and is then asked for spares, each
-with its own socket to the agent. It is never the parent of a spare: it forks an intermediate process, which forks the
-spares and ends, so that they become children of the agent, which adopts orphans. From then on a spare has nothing to do
-with this process: it dies with the agent, survives this process, and waits for the one message with what it shall be:
-`python -u script.py args`.
+`spares` starts it, through `shim`, as `python -u fork_server.py AGENT_PID NAME,NAME...`, with one end of a socket pair
+as its standard input (`wire`). It imports the modules of these names, tells the result, and is then asked for spares,
+each with its own socket to the agent. It is never the parent of a spare: it forks an intermediate process, which forks
+the spares and ends, so that they become children of the agent, which adopts orphans. From then on a spare has nothing
+to do with this process: it dies with the agent, survives this process, and waits for the one message with what it shall
+be: `python -u script.py args`.
 
 Environment, command line, streams, signals, `__main__` and `sys.path` are the worker's; the modules that were imported
 stay, as if the script had imported them, with what they registered for the end of the process. Where that would not do,
@@ -281,7 +281,7 @@ def _take_interpreter(start: wire.BecomeWorker, first_on_path: str) -> None:
     if not _safe_path():
         sys.path.insert(0, first_on_path)
     importlib.invalidate_caches()
-    gc.enable()  # what the preloaded process has frozen stays so: to look through it would copy all of it
+    gc.enable()  # what the fork server has frozen stays so: to look through it would copy all of it
 
 
 def _renew() -> None:
@@ -328,7 +328,7 @@ def show_process(command: Sequence[str], environment: Mapping[str, str]) -> None
     """Shows these words to ps and py-spy, and these variables, which become the process' own, to all who look for
     workers by their marks.
 
-    The kernel shows what lay on the stack at exec: that of the preloaded process, which was started with room for more.
+    The kernel shows what lay on the stack at exec: that of the fork server, which was started with room for more.
     What finds no room is not shown."""
     os.environ.clear()
     os.environ.update(environment)  # C's `getenv` finds copies from here on
