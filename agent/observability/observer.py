@@ -271,10 +271,6 @@ class Observer:
             )
         self._shown = failure
 
-    def evidence_kept(self, path: str, generation: int) -> None:
-        """Evidence of the workers of `generation` is in the folder `path`. For any thread."""
-        self.journal.note(Kind.EVIDENCE, path, generation=generation)
-
     def stopping(self, now: float) -> None:
         self.training.record(TrainingEvent.STOPPING, now)
 

@@ -61,8 +61,6 @@ class Kind(enum.Enum):
     VERDICT = "verdict"
     """The result of an inquiry into a hang: `rank` and `about` are the guilty rank and its node, if one is found;
     `cause` is the finding."""
-    EVIDENCE = "evidence"
-    """`text` is the folder in which evidence was kept."""
     EXCLUSION = "exclusion"
     """The node `about` is excluded from the next worlds, which `counts` has as its `times`-th exclusion. An agent that
     comes later notes those in force once more."""

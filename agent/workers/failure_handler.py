@@ -78,12 +78,7 @@ class FailureHandler:
     def look(self, generation: Generation, why: str, then: Callable[[Look], None] | None = None) -> Look:
         """Begin a look at what the running workers do; `then` is called in another thread when it is over."""
         targets = generation.targets(self._clock())
-        return self._processes.evidence.look(
-            why,
-            targets,
-            then or (lambda look: self._post(_wake)),
-            lambda path: self._observer.evidence_kept(str(path), generation.number),
-        )
+        return self._processes.evidence.look(why, targets, then or (lambda look: self._post(_wake)))
 
     # ---------------------------------------------------------------- crashes
 

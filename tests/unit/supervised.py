@@ -101,7 +101,6 @@ class FakeEvidence(Ignored):
         why: str,
         targets: Sequence[Target],
         then: Callable[[Look], None],
-        kept: Callable[[Path], None],
     ) -> Look:
         look = Look(None, self.clock())
         self.looks.append((why, look))

@@ -113,10 +113,9 @@ class EvidenceKeeper:
         why: str,
         targets: Sequence[Target],
         then: Callable[[Look], None] = lambda look: None,
-        kept: Callable[[Path], None] = lambda path: None,
     ) -> Look:
         """Begins one at these workers; `why` is a part of its folder's name. In another thread, `then` is called when
-        it is over, and `kept` when its files are written, with their folder."""
+        it is over."""
         writing = self._thread is not None and self._thread.is_alive()
         look = Look(None if writing else self._next_path(why), self._clock())
         if self._newest is not None and not self._newest.over:
@@ -124,7 +123,7 @@ class EvidenceKeeper:
             then(look)
             return look
         self._newest = look
-        work = partial(self._look, look, tuple(targets), then, kept, self._generation, self._records)
+        work = partial(self._look, look, tuple(targets), then, self._generation, self._records)
         thread = Thread(work, "evidence", otherwise=look.end)
         if not writing:
             self._thread = thread
@@ -149,7 +148,6 @@ class EvidenceKeeper:
         look: Look,
         targets: tuple[Target, ...],
         then: Callable[[Look], None],
-        kept: Callable[[Path], None],
         generation: int,
         records: FlightRecords | None,
     ) -> None:
@@ -165,8 +163,8 @@ class EvidenceKeeper:
             for one, state in zip(seen, states, strict=True)
         }
         texts["summary.txt"] = "".join(f"{one_line(state)}\n" for state in states)
-        if targets and look.path is not None and self._write(look.path, texts, generation):
-            kept(look.path)
+        if targets and look.path is not None:
+            self._write(look.path, texts, generation)
 
     def _recorded(
         self, records: FlightRecords, targets: Sequence[Target], until: float
@@ -180,21 +178,18 @@ class EvidenceKeeper:
             self._asking.join(max(0.0, until - self._clock()))
         return records.recorded(asked_at)
 
-    def _write(self, path: Path, texts: dict[str, str], generation: int) -> bool:
+    def _write(self, path: Path, texts: dict[str, str], generation: int) -> None:
         try:
             _make_private(path)
             for name, text in texts.items():
                 _write_private(path / name, masked(text, self._secrets).encode(errors="backslashreplace"))
-            self._failing = False
+            self._failing, self._written_of = False, generation
         except OSError as error:
             if not self._failing:
                 self._failing = True
                 log.warning(
                     "evidence is not kept in %s: %s; make room, or set another --log-dir", path, error
                 )
-            return False
-        self._written_of = generation
-        return True
 
 
 def _make_private(path: Path) -> None:
