@@ -67,7 +67,7 @@ from ..workers.processes.run_files import (
     run_directory_parent,
 )
 from ..workers.processes.worker_store import WorkerStore
-from ..workers.processes.workers import GroupHelpers, WorkerGroup
+from ..workers.processes.workers import WorkerGroup
 from ..workers.supervisor import Supervisor
 from .assembly import (
     Agent,
@@ -365,8 +365,8 @@ def _serve_workers(agent: Agent) -> Processes:
 
     def new_group(generation: int, exited: Callable[[int, int, float], object]) -> WorkerGroup:
         cgroup = node.cgroup / f"generation-{generation}" if node.cgroup is not None else None
-        lasting = GroupHelpers(guard, logs, io)
-        return WorkerGroup(generation, lasting, exited, post, clock, cgroup, subreaper.unknown_children)
+        orphans = subreaper.unknown_children
+        return WorkerGroup(generation, guard, logs, io, exited, post, clock, cgroup, orphans)
 
     worker_store = WorkerStore(agent.environment, spares, io, post)
     agent.ends.callback(worker_store.close)

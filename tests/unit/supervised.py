@@ -271,8 +271,7 @@ class Supervised:
 
     def new_group(self, generation: int, exited: Callable[[int, int, float], object]) -> FakeWorkers:
         guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, self.logs)
-        helpers = workers.GroupHelpers(guard, logs, IoThread())
-        group = FakeWorkers(generation, helpers, exited, self.events.append, self.clock)
+        group = FakeWorkers(generation, guard, logs, IoThread(), exited, self.events.append, self.clock)
         group.lacks, group.before_lack = self.lacks, self.before_lack
         return group
 

@@ -20,7 +20,6 @@ from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
 from elastic_agent.agent.workers.processes.workers import (
     LEFTOVER_LONGEST_PAUSE_S,
-    GroupHelpers,
     WorkerGroup,
     WorkerSpec,
 )
@@ -58,8 +57,7 @@ def group_of(
     unknown_children: Callable[[], Collection[int]] = tuple,
 ) -> WorkerGroup:
     guard, logs = cast(Guard, Ignored()), cast(WorkerLogs, Logs())
-    helpers = GroupHelpers(guard, logs, started_io())
-    return WorkerGroup(1, helpers, exited, post, clock, cgroup, unknown_children)
+    return WorkerGroup(1, guard, logs, started_io(), exited, post, clock, cgroup, unknown_children)
 
 
 def specs(count: int = 3) -> list[WorkerSpec]:

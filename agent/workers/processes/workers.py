@@ -146,22 +146,15 @@ def _place(cpus: Sequence[int], cgroup: Path | None) -> tuple[str, str]:
     return ",".join(map(str, cpus)), str(cgroup) if cgroup is not None else ""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupHelpers:
-    """What outlives a generation, and each group of workers uses."""
-
-    guard: Guard
-    logs: WorkerLogs
-    io: IoThread
-
-
 class WorkerGroup:
     """All methods are for the main thread."""
 
     def __init__(
         self,
         generation: int,
-        helpers: GroupHelpers,
+        guard: Guard,
+        logs: WorkerLogs,
+        io: IoThread,
         exited: Callable[[int, int, float], object],
         post: Callable[[Event], None],
         clock: Callable[[], float],
@@ -181,9 +174,9 @@ class WorkerGroup:
         """Why, of those that did not start from a spare."""
         self.killed = False
         """Those that were left after the grace, or after a start that failed, were sent SIGKILL."""
-        self._guard = helpers.guard
-        self._logs = helpers.logs
-        self._io = helpers.io
+        self._guard = guard
+        self._logs = logs
+        self._io = io
         self._on_exit = exited
         self._post = post
         self._clock = clock
