@@ -37,10 +37,7 @@ DEFAULT_PRELOAD = (
     "elastic_agent.worker",
     "elastic_agent.worker.checkpointing.checkpointer",
 )
-"""What makes the construction of DDP, its first steps and checkpoints import nothing."""
-
-NOT_IN_EVERY_TORCH = frozenset({"torch.profiler._cupti_monitor"})  # in 2.13, and gone in 2.14
-"""Of the modules above: the absence of one is no news."""
+"""What makes the construction of DDP, its first steps and checkpoints import nothing. Not every torch has all of it."""
 
 
 class Unfit(Exception):
@@ -55,18 +52,16 @@ class Imported:
         self.base = dict(os.environ)
         """The environment that the modules have read."""
         self.skipped: dict[str, str] = {}
-        """Names that could not be imported, and why."""
+        """Words that name what could not be imported, and why."""
         before = len(sys.modules)
         with _recorded_reads() as self.reads:
-            for name in (
-                name for word in words for name in (DEFAULT_PRELOAD if word == "default" else (word,))
-            ):
-                try:
-                    importlib.import_module(name)
-                except (Exception, SystemExit) as error:
-                    absent = isinstance(error, ModuleNotFoundError) and error.name == name
-                    if not absent or name not in NOT_IN_EVERY_TORCH:
-                        self.skipped[name] = f"{type(error).__name__}: {error}"
+            for word in words:
+                for name in DEFAULT_PRELOAD if word == "default" else (word,):
+                    try:
+                        importlib.import_module(name)
+                    except (Exception, SystemExit) as error:
+                        if word != "default":
+                            self.skipped[word] = f"{type(error).__name__}: {error}"
         importlib.invalidate_caches()
         self.count = len(sys.modules) - before
         self.variables = {name: value for name, value in os.environ.items() if self.base.get(name) != value}

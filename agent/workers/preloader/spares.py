@@ -295,8 +295,7 @@ class Spares:
             self.why_cold = "no spare was ready"
             log.info("preloaded %d modules in %.1f s", message.modules, now - server.since)
             for name, why in message.skipped.items():
-                asked_for = logging.WARNING if name in self._names else logging.INFO
-                log.log(asked_for, "not preloaded: %s (%s); workers import it themselves", name, why)
+                log.warning("not preloaded: %s (%s); workers import it themselves", name, why)
         elif isinstance(message, wire.Problem):
             self._end(server)
             self._drop_all()
