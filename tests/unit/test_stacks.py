@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 
+from elastic_agent.agent.workers.hangs import facts
 from elastic_agent.agent.workers.hangs.detector import ActivityReader
 from elastic_agent.agent.workers.hangs.facts import (
     MOST_FRAMES,
-    Answer,
     Frame,
     StackFile,
     Target,
@@ -51,11 +52,17 @@ def running(file: StackFile, script: str, lines: int = 1, begin: str = BEGIN) ->
         process.kill()
 
 
+@dataclass
+class Answer:
+    text: str
+    refused: str
+
+
 def asked(file: StackFile, pid: int, within_s: float = 10.0) -> Answer:
-    [answer] = ask(
-        [Target(0, 0, pid, file)], time.monotonic() + within_s, time.monotonic, time.sleep
-    ).values()
-    return answer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "ANSWER_S", within_s)
+        [answer] = ask([Target(0, 0, pid, file)], time.monotonic, time.sleep).values()
+    return Answer(*answer)
 
 
 def functions(text: str) -> list[str]:
@@ -182,7 +189,7 @@ time.sleep(100)
 
 def test_one_that_blocks_the_signal_is_given_up(file: StackFile) -> None:
     with running(file, f"signal.pthread_sigmask(signal.SIG_BLOCK, [{SIGNAL}]); stand_here()") as [pid]:
-        assert "may block" in asked(file, pid).refused
+        assert "may block" in asked(file, pid, 0.3).refused
 
 
 def test_a_file_goes_with_the_last_who_uses_it() -> None:

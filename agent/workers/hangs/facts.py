@@ -5,8 +5,8 @@ wait for a process that holds its memory's lock in the kernel, and the last two 
 What the kernel shows is read before a signal is sent, for the signal itself may wake what it asks.
 
 By that signal workers are asked where their Python threads stand (`worker.wire.stack_dump`), all at the same time; each
-writes it to a file of its own. There is no mark at the end of what one writes: it is over when nothing more has come
-for `QUIET_S`. A process that is stopped, or in uninterruptible sleep, would answer when it goes on: it is not asked.
+writes it to a file of its own. There is no mark at the end of what one writes: it is over when nothing more comes. A
+process that is stopped, or in uninterruptible sleep, would answer when it goes on: it is not asked.
 
 All texts come from processes that are not trusted, and are cleaned and bounded where they are made.
 """
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ....rendezvous.statements.inquiry import LOOK_S, Recorded
+from ....rendezvous.statements.inquiry import Recorded
 from ....rendezvous.text import clean
 from ....worker.wire.stack_dump import DESCRIPTOR, SIGNAL
 from ..processes.proc import read, stat_of, status_field
@@ -181,10 +181,10 @@ def _names(folder: str) -> list[str]:
 
 # --- Python stacks
 
-QUIET_S = 0.004
-PAUSE_S = 0.0005
-ANSWER_S = 0.3
-"""A process that has not begun to write after so long does not: its main thread blocks the signal, maybe."""
+PAUSE_S = 0.02
+"""When all have written, and nothing more comes for so long, that was all."""
+ANSWER_S = 0.5
+"""A process that has not written after so long does not: its main thread blocks the signal, maybe."""
 
 MOST_BYTES = 256 * 1024
 """Of one process' stacks."""
@@ -246,55 +246,35 @@ def _catches(pid: int) -> bool:
     return bool(int(status_field(f"/proc/{pid}", "SigCgt") or "0", 16) >> (SIGNAL - 1) & 1)
 
 
-@dataclass(slots=True)
-class Answer:
-    """What one worker says of itself."""
-
-    pid: int
-    file: StackFile | None
-    text: str = ""
-    refused: str = ""
-    """Why there is no text."""
-    _size: int = 0
-    _grown_at: float = 0.0
-
-    def ask(self, now: float) -> None:
-        self.refused, self._grown_at = why_not(self.pid, self.file), now
-        if self.refused or self.file is None:
-            return
-        try:
-            self.file.clear()
-            os.kill(self.pid, SIGNAL)
-        except OSError as error:
-            self.refused = error.strerror or str(error)
-
-    def waits(self, now: float) -> bool:
-        """Whether there is more to come."""
-        if self.refused or self.file is None:
-            return False
-        size = self.file.size
-        if size != self._size:
-            self._size, self._grown_at = size, now
-        return now - self._grown_at < (QUIET_S if size else ANSWER_S)
-
-    def end(self) -> None:
-        if not self.refused and self.file is not None:
-            self.text = self.file.read()
-            self.refused = "" if self.text else "it has not answered: it may block the signal"
-
-
 def ask(
-    targets: Sequence[Target], until: float, clock: Callable[[], float], sleep: Callable[[float], None]
-) -> dict[int, Answer]:
-    """By pid: the stacks of all these processes, as far as they come before the instant `until`."""
-    answers = [Answer(one.pid, one.stacks) for one in targets]
-    for one in answers:
-        one.ask(clock())
-    while sum(one.waits(clock()) for one in answers) and clock() < until:
+    targets: Sequence[Target], clock: Callable[[], float], sleep: Callable[[float], None]
+) -> dict[int, tuple[str, str]]:
+    """By pid: the stacks of each of these processes, or empty, and why there are none."""
+    refused = {one.pid: _ask(one) for one in targets}
+    files = {one.pid: one.stacks for one in targets if one.stacks is not None and not refused[one.pid]}
+    until, before = clock() + ANSWER_S, list[int]()
+    while files and clock() < until:
+        sizes = [file.size for file in files.values()]
+        if sizes == before and all(sizes):
+            break
+        before = sizes
         sleep(PAUSE_S)
-    for one in answers:
-        one.end()
-    return {one.pid: one for one in answers}
+    texts = {pid: file.read() for pid, file in files.items()}
+    silent = {pid: "it has not answered: it may block the signal" for pid, text in texts.items() if not text}
+    return {pid: (texts.get(pid, ""), why or silent.get(pid, "")) for pid, why in refused.items()}
+
+
+def _ask(target: Target) -> str:
+    """Why this process is not asked; empty if it is."""
+    why = why_not(target.pid, target.stacks)
+    if why or target.stacks is None:
+        return why
+    try:
+        target.stacks.clear()
+        os.kill(target.pid, SIGNAL)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def parse(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> tuple[ThreadStack, ...]:
@@ -322,25 +302,22 @@ _MOST_LINE = 200
 
 
 def look_at(
-    targets: Sequence[Target],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-    within_s: float = LOOK_S,
+    targets: Sequence[Target], clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> tuple[WorkerFacts, ...]:
-    """At all of them, for `within_s` at most. Never raises for what it may find. For any thread."""
+    """At all of them, for WINDOW_S and ANSWER_S at most. Never raises for what it may find. For any thread."""
     began_at = clock()
     before = {one.pid: main_cpu_s(one.pid) for one in targets}
     sleep(WINDOW_S)
     window_s = clock() - began_at
     spent = {one.pid: main_cpu_s(one.pid) - before[one.pid] for one in targets}
     threads = {one.pid: threads_of(one.pid) for one in targets}
-    answers = ask(targets, began_at + within_s, clock, sleep)
+    answers = ask(targets, clock, sleep)
     return tuple(
         WorkerFacts(
             one,
             threads[one.pid],
-            parse(answers[one.pid].text, _source),
-            answers[one.pid].refused,
+            parse(answers[one.pid][0], _source),
+            answers[one.pid][1],
             window_s,
             spent[one.pid],
             has_gpu(one.pid),
