@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from ...worker.wire.channel import Lines, send
 from ...worker.wire.messages import UNSAVED_STEPS, FinishWrites, UnsavedStep, UnsavedSteps
 from ..common.events import Event, IoThread
 from ..workers.processes.helper import Helper, end
+from ..workers.processes.proc import reap_within
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,9 @@ class DiskWriter:
                 send(connection, FinishWrites(), within_s)
                 for message in _messages(connection, deadline):
                     self._report_unsaved(message.unsaved, within_s)
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except (OSError, Invalid, subprocess.TimeoutExpired):
+            if reap_within(process, deadline - time.monotonic()) is None:
+                raise TimeoutError
+        except (OSError, Invalid):
             if self._unsaved is None:
                 log.warning("a save may not be on disk: it was not written within %g s", within_s)
             end(process, LOST)

@@ -60,13 +60,13 @@ from ..workers.generation import Processes
 from ..workers.hangs.detector import ActivityReader
 from ..workers.hangs.keeper import EvidenceKeeper
 from ..workers.processes.guard import Guard
+from ..workers.processes.helper import WorkerStore
 from ..workers.processes.run_files import (
     RUN_DIR_PREFIX,
     announce,
     keep_from_tmpfiles,
     run_directory_parent,
 )
-from ..workers.processes.worker_store import WorkerStore
 from ..workers.processes.workers import WorkerGroup
 from ..workers.supervisor import Supervisor
 from .assembly import (

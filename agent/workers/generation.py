@@ -30,9 +30,9 @@ from .hangs.facts import StackFile, Target
 from .hangs.keeper import EvidenceKeeper, Look
 from .preloader.spares import Spares
 from .processes.guard import Guard
+from .processes.helper import WorkerStore
 from .processes.proc import process_status
 from .processes.subreaper import Subreaper
-from .processes.worker_store import WorkerStore
 from .processes.workers import WorkerGroup
 from .stopping import DrainState, JustInTimeState
 

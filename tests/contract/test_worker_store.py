@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from elastic_agent.agent.common.events import Event
 from elastic_agent.agent.common.ports import bind_listener
-from elastic_agent.agent.workers.processes.worker_store import WorkerStore
+from elastic_agent.agent.workers.processes.helper import WorkerStore
 from tests.io_threads import started_io
 from tests.spare_keeper import SpareKeeper, adopting
 
@@ -120,12 +120,12 @@ def test_a_worker_that_comes_before_torch_is_imported_waits_and_is_served(node: 
 
 def test_each_generation_has_an_empty_store_and_the_last_ones_port_refuses(node: Node) -> None:
     node.serve()
-    client, first, pid = node.client(), node.port, node.store.pid
+    client, first, [pid] = node.client(), node.port, node.store.pids
     client.set("key", "of the first generation")
     node.store.close()
     assert refused(first)
     with pytest.raises(ProcessLookupError):
-        os.kill(pid or 0, 0)
+        os.kill(pid, 0)
     node.serve()
     assert not node.client().check(["key"])
     node.run_until(node.events.empty)
@@ -135,18 +135,18 @@ def test_each_generation_has_an_empty_store_and_the_last_ones_port_refuses(node:
 def test_a_killed_server_ends_its_generation_and_the_next_one_gets_another(node: Node) -> None:
     node.serve()
     node.client()
-    pid = node.store.pid
-    os.kill(pid or 0, signal.SIGKILL)
+    [pid] = node.store.pids
+    os.kill(pid, signal.SIGKILL)
     node.run_until(lambda: bool(node.problems))
     (problem,) = node.problems
     assert problem.startswith(
-        f"the workers' store is gone: the process {pid} that served it ended: killed by SIGKILL"
+        "the workers' store is gone: the process that served it ended: killed by SIGKILL"
     )
     assert refused(node.port), "workers are not left to wait"
     node.store.close()
     node.serve()
     node.client().set("key", "value")
-    assert node.store.pid != pid
+    assert node.store.pids != (pid,)
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem_that_is_reported(
@@ -182,11 +182,11 @@ def test_without_a_server_no_port_listens(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_end_of_a_generation_ends_the_server_also_during_its_import(tmp_path: Path) -> None:
     node = Node(torch_that("import time; time.sleep(600)", tmp_path))
     node.serve()
-    pid = node.store.pid
+    [pid] = node.store.pids
     node.store.close()
     assert refused(node.port)
     with pytest.raises(ProcessLookupError):
-        os.kill(pid or 0, 0)
+        os.kill(pid, 0)
 
 
 def test_a_service_managers_signals_to_all_do_not_take_the_store_from_workers_in_their_grace(
@@ -195,6 +195,6 @@ def test_a_service_managers_signals_to_all_do_not_take_the_store_from_workers_in
     node.serve()
     client = node.client()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(node.store.pid or 0, number)
+        os.kill(*node.store.pids, number)
     client.set("key", "value")
     assert client.get("key") == b"value"

@@ -33,8 +33,8 @@ from elastic_agent.agent.workers.hangs.keeper import EvidenceKeeper, Look
 from elastic_agent.agent.workers.preloader.spares import Spares
 from elastic_agent.agent.workers.processes import workers
 from elastic_agent.agent.workers.processes.guard import Guard
+from elastic_agent.agent.workers.processes.helper import WorkerStore
 from elastic_agent.agent.workers.processes.subreaper import Subreaper
-from elastic_agent.agent.workers.processes.worker_store import WorkerStore
 from elastic_agent.agent.workers.supervisor import Supervisor
 from elastic_agent.health.checks.gpus import GpuFacts, NvmlFacts
 from elastic_agent.health.metrics import Build, Metrics

@@ -1,6 +1,6 @@
 """The server of the workers' store of one generation, so that the agent need not import torch for it.
 
-`worker_store` starts it as `python store_server.py`, through `shim`, so that it dies with the agent wherever it is, in
+`helper` starts it as `python store_server.py`, through `shim`, so that it dies with the agent wherever it is, in
 the import of torch too; or a spare becomes it. Its standard input is the listening socket. It serves until it is
 killed, and its keys die with it: who still asks is cut off.
 """
