@@ -56,31 +56,27 @@ POOL_COMMANDS = {
 }
 """Those about a pool and its jobs, each a function of `pool/commands.py` or `pool/submit.py`."""
 
-RUN_COMMANDS = {
-    "events": "the events of a job, from its agents or from the files of a run",
-    "report": "how a run spent its time, and which nodes cost most of it",
-    "diagnose": "pack the files of a run into one archive, with secrets masked",
-}
-"""Commands about the folder of a run. `agent/commands/runs` has a module for each."""
-
-NODE_COMMANDS = {
-    "drain": "let a node leave its job without losing a step",
-    "exclude": "keep a node out of its job, without losing a step",
-    "readmit": "let an excluded node back into its job",
-}
-"""Commands about one node of a job: `agent/commands/nodes.py`."""
-
 COMMANDS = {
     "explain-env": "which variables a worker would see, who chose each and why; same options as a run",
     "check": "is this node fit to train? Same options as a run",
     "status": "how a job is, and why",
-    **NODE_COMMANDS,
+    "drain": "let a node leave its job without losing a step",
+    "exclude": "keep a node out of its job, without losing a step",
+    "readmit": "let an excluded node back into its job",
     **POOL_COMMANDS,
     "files": "write the files for systemd, Slurm, Helm, Grafana, Prometheus or Docker",
-    **RUN_COMMANDS,
+    "events": "the events of a run",
+    "report": "how a run spent its time, and what happened to which node",
+    "diagnose": "pack the files of a run into one archive, with secrets masked",
     "forget": "delete what an ended job left in etcd",
 }
-"""Sub-commands, each with its line in `--help`. `agent/commands` has a module for each that is in no group above."""
+"""Sub-commands, each with its line in `--help`."""
+
+ROOMS = {
+    **dict.fromkeys(("drain", "exclude", "readmit", "forget"), "control"),
+    **dict.fromkeys(("events", "diagnose"), "runs"),
+}
+"""Modules of `agent/commands` that have several of them. The others have a module each, but for those of a pool."""
 
 
 def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) -> int:
@@ -95,16 +91,11 @@ def main(argv: Sequence[str] | None = None, prepared: Prepared | None = None) ->
         module = "submit" if words[0] == "submit" else "commands"
         work = getattr(importlib.import_module(f".pool.{module}", __package__), words[0])
         return int(work(words[1:]))
-    if words and words[0] in NODE_COMMANDS:
-        from .agent.commands import nodes
-
-        return nodes.main(words)
     if words and words[0] in COMMANDS:
         # Imported when it is called: a process that runs a job needs none of them.
-        rooms = {"commands.runs": RUN_COMMANDS}
-        room = next((room for room, names in rooms.items() if words[0] in names), "commands")
-        command = importlib.import_module(f".agent.{room}.{words[0].replace('-', '_')}", __package__)
-        return int(command.main(words[1:]))
+        room = ROOMS.get(words[0], words[0].replace("-", "_"))
+        commands = importlib.import_module(f".agent.commands.{room}", __package__)
+        return int(getattr(commands, words[0] if words[0] in ROOMS else "main")(words[1:]))
     try:
         return _run(words, prepared)
     except OSError as error:

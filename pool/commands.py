@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlencode
 
-from ..agent.commands.store_command import pause, store_command
+from ..agent.commands.command import pause, store_command
 from ..agent.common.exits import CannotDo, ExitCode
 from ..agent.common.http_client import NoAnswer, request
 from ..agent.configuration.config import TARGETS, ConfigError, Problem

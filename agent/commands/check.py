@@ -21,16 +21,16 @@ from ...health.checks.pairs import MOST_NODES, PairsReport
 from ...health.checks.runner import run_checks
 from ...health.checks.table import checks_for
 from ...rendezvous.text import counted
-from ..common.exits import CannotStart, ExitCode, exit_codes
-from ..configuration.config import HELP, Config, ConfigError
+from ..common.exits import ExitCode
+from ..configuration.config import Config
 from ..configuration.derive import resolve
-from ..configuration.load import Settings, read_argv
+from ..configuration.load import Settings
 from ..configuration.parse import Group, Option, Source, duration, whole_number
 from ..configuration.values import NodeCounts
 from ..machine.inventory import Machine, inspect_machine, needs_of
 from ..machine.network import Network, NotReady, unique_node_id, wait_for_network
 from .check_nodes import check_meeting_place, check_nodes
-from .store_command import one_line_errors, printable
+from .command import printable, run_command
 
 SCHEMA = 1
 """Of the JSON form. It grows only by new keys; anything else makes a new number."""
@@ -69,24 +69,17 @@ _COUNTED = {Outcome.FAIL: "failed", Outcome.WARN: "to look at", Outcome.UNKNOWN:
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    command_line = read_argv(words, OWN_OPTIONS)
-    if HELP in command_line:
-        own = [option.help_text() for option in OWN_OPTIONS]
-        print("\n".join([_USAGE, *own, "", *exit_codes()]))
-        return ExitCode.SUCCESS
-    environ = dict(os.environ)
-    count = command_line[NODES].value
-    try:
-        config, machine, warnings = _inspect(command_line, environ)
-    except (ConfigError, CannotStart) as error:
-        print(f"elastic-agent check: {error}", file=sys.stderr)
-        return error.code
+    return run_command("check", words, _USAGE, OWN_OPTIONS, _work, subject=False)
+
+
+def _work(_: str, command_line: Settings) -> int:
+    environ, count = dict(os.environ), command_line[NODES].value
+    config, machine, warnings = _inspect(command_line, environ)
     for warning in warnings:
-        print(f"elastic-agent check: warning: {warning}", file=sys.stderr)
+        _say(f"elastic-agent check: warning: {warning}")
     needs = needs_of(config, machine)
     began_at = time.monotonic()
-    with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-        findings = run_checks(checks_for(needs), needs, environ)
+    findings = run_checks(checks_for(needs), needs, environ)
     if isinstance(machine.network, NotReady):
         missing = f"no network for the job: there is no {machine.network.missing}"
         findings = (*findings, Finding("interface", Outcome.FAIL, missing, machine.network.advice))
@@ -94,14 +87,7 @@ def main(words: Sequence[str]) -> int:
     whole = f"node {name}"
     report: PairsReport | None = None
     if count is not None and isinstance(machine.network, Network):
-        try:
-            with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-                report = check_nodes(
-                    config, machine, name, findings, count, command_line[WAIT].value, environ, _say
-                )
-        except CannotStart as error:
-            print(f"elastic-agent check: {error}", file=sys.stderr)
-            return error.code
+        report = check_nodes(config, machine, name, findings, count, command_line[WAIT].value, environ, _say)
         findings = tuple(one.finding for one in report.findings)
         whole = counted(len(report.nodes), "node")
     seconds = time.monotonic() - began_at

@@ -25,7 +25,7 @@ from ...rendezvous.text import NAME, counted
 from ..common.exits import CannotDo, ExitCode
 from ..configuration.config import CONFIG_FILE, HELP, SCRIPT, ConfigError, Problem
 from ..configuration.derive import resolve_meeting_place, resolve_pool
-from ..configuration.load import Settings, read_argv
+from ..configuration.load import Settings
 from ..configuration.parse import Group, Option, Parser, duration, read_endpoint
 from ..configuration.rendezvous import (
     ETCD_OPTIONS,
@@ -36,7 +36,7 @@ from ..configuration.rendezvous import (
 from ..observability.job_report import SCHEMA, JobReport, NodeReport, RestartReport, as_json, look
 from ..observability.sources import AgentsSource, Source, StoreSource
 from ..workers.processes.run_files import agents_here, run_directory_parents
-from .store_command import command_help, one_line_errors, pause, printable
+from .command import STORE_OPTIONS, pause, printable, run_command
 
 _USAGE = """\
 usage: elastic-agent status [--json] [--watch[=SECONDS]] [--agent HOST:PORT]
@@ -86,19 +86,14 @@ _OF_THE_STORE = [option for option in (*MEETING, *ETCD_OPTIONS) if option is not
 
 def main(words: Sequence[str]) -> int:
     """Returns an `ExitCode`."""
-    job = words[0] if words and not words[0].startswith("-") else None
-    command_line = read_argv(words[1:] if job is not None else words, STATUS_OPTIONS)
-    if HELP in command_line:
-        print(command_help(_USAGE, STATUS_OPTIONS))
-        return ExitCode.SUCCESS
-    try:
-        source = choose_source(command_line, os.environ, job)
-        timeout_s, interval_s = command_line[TIMEOUT].value, command_line[WATCH].value
-        with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-            return _show(source, timeout_s, interval_s, as_document=command_line[JSON].value)
-    except ConfigError as error:
-        print(f"elastic-agent status: {error}", file=sys.stderr)
-        return ExitCode.BAD_CONFIG
+    others = (HELP, CONFIG_FILE)
+    return run_command("status", words, _USAGE, STATUS_OPTIONS, _work, others=others, note=STORE_OPTIONS)
+
+
+def _work(job: str, command_line: Settings) -> int:
+    source = choose_source(command_line, os.environ, job or None)
+    timeout_s, interval_s = command_line[TIMEOUT].value, command_line[WATCH].value
+    return _show(source, timeout_s, interval_s, as_document=command_line[JSON].value)
 
 
 # --- Which source
@@ -162,8 +157,7 @@ def _show(source: Source, timeout_s: float, interval_s: float | None, *, as_docu
         else:
             _print_text(jobs, source.silent, problem, interval_s)
         if problem is not None and (interval_s is None or problem.code is ExitCode.BAD_CONFIG):
-            print(f"elastic-agent status: {problem}", file=sys.stderr)
-            return problem.code
+            raise problem
         if interval_s is None:
             return ExitCode.SUCCESS
         pause(interval_s)

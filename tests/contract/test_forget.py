@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, main
+from elastic_agent.agent.commands import control
+from elastic_agent.agent.commands.control import KEYS_AT_ONCE
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.rendezvous.etcd.access import EtcdAccess
 from elastic_agent.rendezvous.etcd.store import EtcdStore
@@ -70,7 +71,7 @@ def ended(shared_etcd: EtcdCluster) -> Iterator[Job]:
 
 def forget(cluster: EtcdCluster, job: str) -> int:
     [(host, port)] = cluster.endpoints
-    return main([job, f"--rdzv-endpoint=etcd://{host}:{port}"])
+    return control.forget([job, f"--rdzv-endpoint=etcd://{host}:{port}"])
 
 
 def test_all_that_an_ended_job_has_left_is_deleted_and_nothing_of_another(

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from elastic_agent.agent.commands import nodes, store_command
+from elastic_agent.agent.commands import command, control
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.agent.configuration.rendezvous import EtcdConfig, RendezvousConfig
 from elastic_agent.agent.observability import sources as status_sources
@@ -260,11 +260,11 @@ def test_a_command_about_a_node_asks_which_of_the_jobs_here_is_meant(
         asked.append(place.job_id)
         return MemoryStore()
 
-    monkeypatch.setattr(nodes, "stores_here", lambda *_: stores)
-    monkeypatch.setattr(store_command, "open_to_look", open_job)
-    assert nodes.main(["drain", "b", "--rdzv-id=digits"]) == ExitCode.NO_JOB
+    monkeypatch.setattr(control, "stores_here", lambda *_: stores)
+    monkeypatch.setattr(command, "open_to_look", open_job)
+    assert control.drain(["b", "--rdzv-id=digits"]) == ExitCode.NO_JOB
     assert asked == ["digits"]
-    assert nodes.main(["drain", "b"]) == ExitCode.BAD_CONFIG
+    assert control.drain(["b"]) == ExitCode.BAD_CONFIG
     assert "one of the jobs here: digits, words" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_agent.agent.commands.nodes import exclude_node, readmit_node
+from elastic_agent.agent.commands.control import JobStore
 from elastic_agent.rendezvous.coordinator.blame import MOST_IN_A_ROW
 from elastic_agent.rendezvous.coordinator.restarts import RestartPolicy
 from elastic_agent.rendezvous.coordinator.view import Decision, Policy, Publish, View
@@ -261,7 +261,7 @@ class KeptOut(Scenario):
         self.ends_at = 60.0
         self.after(self.KILLED_AT, self.kill)
         self.after(self.EXCLUDED_AT, self.exclude)
-        self.after(self.READMITTED_AT, lambda: readmit_node(self.store, "sim", self.AWAY, self.note))
+        self.after(self.READMITTED_AT, lambda: JobStore(self.store, "sim").readmit(self.AWAY))
 
     @property
     def store(self) -> MemoryStore:
@@ -274,7 +274,7 @@ class KeptOut(Scenario):
     def exclude(self) -> None:
         if any(entry.key == node_key(self.AWAY) for entry in self.kv.read((NODES_PREFIX,), self.now).entries):
             self.broken("I13", "the node to exclude is not away")
-        exclude_node(self.store, "sim", self.AWAY, "it reboots", 0.0, self.note)
+        JobStore(self.store, "sim").exclude(self.AWAY, "it reboots", 0.0)
         self.store_changed()
 
     def decision(self, view: View, policy: Policy, now: float) -> Decision:

@@ -48,26 +48,19 @@ def test_a_run_with_a_killed_worker_is_reported_as_it_was(job: Job) -> None:
     seconds = report["seconds"]
     assert report["result"] == "succeeded"
     assert sum(seconds.values()) == pytest.approx(report["wall_seconds"], abs=0.01)
-    assert [(one["generation"], one["cause"]) for one in report["generations"]] == [
-        (1, "start"),
-        (2, "killed"),
-    ]
-    assert report["causes"] == {"killed": 1}
-    assert [(one["node"], one["failures"]) for one in report["nodes"]] == [
-        (node, 1),
-        ("a" if node == "b" else "b", 0),
-    ]
+    assert (report["nodes"], report["generations"]) == (2, 2)
+    assert report["troubles"] == [{"cause": "killed", "node": node, "times": 1}]
     [recovery] = report["slowest_recoveries"]
     assert (recovery["generation"], recovery["cause"]) == (2, "killed")
     assert {"start", "init"} <= set(recovery["phases"])
 
     # While one of the two nodes trains alone, half of a second counts, or all of it where the other has no world.
-    stepped = seconds["productive"] + seconds["redone"] + seconds["saving"]
+    stepped = seconds["productive"] + seconds["recompute"] + seconds["saving"]
     by_rank = [trained(job, number, rank=rank) for number in (1, 2) for rank in (0, 1)]
     by_any = [trained(job, number) for number in (1, 2)]
     assert 0.85 * sum(by_rank) / 2 < stepped < 1.15 * sum(by_any)
     lost = max(step_of(job, 1, rank) for rank in (0, 1)) - min_step(job, 2)
-    assert seconds["redone"] > 0 or lost <= 1, "what came after the last save"
+    assert seconds["recompute"] > 0 or lost <= 1, "what came after the last save"
     assert seconds["saving"] > 0
     assert report["ettr"] == pytest.approx(seconds["productive"] / report["wall_seconds"], abs=1e-3)
     gap_s = first_step(job, 2) - last_step(job, 1)

@@ -30,7 +30,6 @@ class JobScene:
         """`things` are in the store."""
         self.store = MemoryStore()
         self.now = 0.0
-        self.shown: list[str] = []
         self.happens: Iterator[Callable[[], object]] = iter(())
         self.put(*things)
 

@@ -85,13 +85,12 @@ workers: common output configuration checkpoints machine rendezvous_io workers/p
     workers/hangs workers/preloader observability
 commands: common output configuration workers/processes machine checkpoints workers rendezvous_io \
     observability
-commands/runs: common output configuration workers/processes observability commands
 main: common output configuration workers/processes machine checkpoints \
     workers/hangs workers/preloader rendezvous_io observability workers
 pool: worker/wire health/checks health rendezvous/text rendezvous rendezvous/store common output \
     configuration machine workers/preloader rendezvous_io main commands
 torchrun: rendezvous/etcd common configuration machine rendezvous_io main
-start: common configuration workers/processes machine commands main pool
+start: common configuration workers/processes machine main pool
 """
 """From the bottom up: each folder, and those above it in this table that it may import; `codec` and
 `threads` are for all. Names without a library before them are folders of agent; each of these may import `LIBRARIES`

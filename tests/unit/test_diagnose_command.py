@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands.runs import diagnose
-from elastic_agent.agent.commands.runs.diagnose import main
+from elastic_agent.agent.commands import runs
+from elastic_agent.agent.commands.runs import diagnose as main
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.main.assembly import about_node
 from elastic_agent.agent.output.journal import EventFile, Journal, Kind
@@ -88,7 +88,7 @@ def test_journal_and_settings_have_no_secret_of_the_agents(tmp_path: Path) -> No
 def test_the_end_of_a_long_file_is_kept_and_links_and_pipes_are_not_read(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnose, "MOST_OF_A_FILE", 100)
+    monkeypatch.setattr(runs, "MOST_OF_A_FILE", 100)
     (run / "gen1" / "long.log").write_text("".join(f"line {number}\n" for number in range(1000)))
     (tmp_path / "elsewhere.log").write_text("elsewhere")
     (run / "gen1" / "link.log").symlink_to(tmp_path / "elsewhere.log")
@@ -101,13 +101,15 @@ def test_the_end_of_a_long_file_is_kept_and_links_and_pipes_are_not_read(
         assert f"gen1/{name}.log: " in found["about.txt"]
 
 
-def test_an_archive_has_a_bound_and_the_newest_generation_comes_first(
+def test_an_archive_has_a_bound_and_the_newest_file_comes_first(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnose, "MOST_IN_ALL", 1000)
+    monkeypatch.setattr(runs, "MOST_IN_ALL", 1000)
     for number in (2, 10):
         (run / f"gen{number}").mkdir()
-        (run / f"gen{number}" / "full.log").write_text("x" * 600 + "\n")
+        file = run / f"gen{number}" / "full.log"
+        file.write_text("x" * 600 + "\n")
+        os.utime(file, (2e9 + number,) * 2)
     found = bundled(run, tmp_path)
     assert "gen10/full.log" in found
     assert "gen2/full.log: left out: the archive is full" in found["about.txt"]

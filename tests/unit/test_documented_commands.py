@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from elastic_agent.agent.commands.check import OWN_OPTIONS as CHECK_OPTIONS
+from elastic_agent.agent.commands.control import REASON, TIMEOUT
 from elastic_agent.agent.commands.files import KINDS
-from elastic_agent.agent.commands.nodes import REASON, TIMEOUT
-from elastic_agent.agent.commands.runs.diagnose import DIAGNOSE_OPTIONS
-from elastic_agent.agent.commands.runs.events import EVENTS_OPTIONS
-from elastic_agent.agent.commands.runs.report import REPORT_OPTIONS
-from elastic_agent.agent.commands.status import AGENT, STATUS_OPTIONS
+from elastic_agent.agent.commands.report import REPORT_OPTIONS
+from elastic_agent.agent.commands.runs import DIAGNOSE_OPTIONS, EVENTS_OPTIONS
+from elastic_agent.agent.commands.status import STATUS_OPTIONS
 from elastic_agent.agent.configuration.load import read_argv
 from elastic_agent.cli import COMMANDS
 from elastic_agent.pool import commands as pool_commands
@@ -31,7 +30,7 @@ OF_SUBCOMMANDS = {
     "drain": [TIMEOUT],
     "exclude": [REASON, TIMEOUT],
     "readmit": [],
-    "events": [*EVENTS_OPTIONS, AGENT],
+    "events": EVENTS_OPTIONS,
     "report": REPORT_OPTIONS,
     "diagnose": DIAGNOSE_OPTIONS,
     "forget": [],

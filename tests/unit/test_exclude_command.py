@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_agent.agent.commands import nodes
-from elastic_agent.agent.commands.nodes import exclude_node, read_reason, readmit_node
+from elastic_agent.agent.commands import control
+from elastic_agent.agent.commands.control import JobStore, read_reason
 from elastic_agent.agent.common.exits import OF_COMMANDS, CannotDo, ExitCode
 from elastic_agent.rendezvous.errors import StoreUnavailable
 from elastic_agent.rendezvous.records import (
@@ -37,16 +37,11 @@ class Scene(JobScene):
         return World.from_json(entry.value)
 
     def exclude(self, node: str = "b", timeout_s: float = 60.0) -> None:
-        exclude_node(
-            self.store,
-            "job",
-            node,
-            "a fan is loud",
-            timeout_s,
-            self.shown.append,
-            lambda: self.now,
-            self.sleep,
-        )
+        self.job.exclude(node, "a fan is loud", timeout_s)
+
+    @property
+    def job(self) -> JobStore:
+        return JobStore(self.store, "job", lambda: self.now, self.sleep)
 
 
 @pytest.fixture
@@ -54,7 +49,9 @@ def scene() -> Scene:
     return Scene(WORLD, A, B)
 
 
-def test_a_node_is_excluded_and_the_command_waits_until_the_job_goes_on_without_it(scene: Scene) -> None:
+def test_a_node_is_excluded_and_the_command_waits_until_the_job_goes_on_without_it(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     def goes_on() -> None:
         assert scene.world == replace(WORLD, exclusions=(OUT,))
         scene.put(replace(scene.world, phase=Phase.DRAINING, cause=Cause(CauseKind.LEAVE, "b", "it goes")))
@@ -66,8 +63,10 @@ def test_a_node_is_excluded_and_the_command_waits_until_the_job_goes_on_without_
         ]
     )
     scene.exclude()
-    assert scene.shown[0] == "node b is excluded from job job: a fan is loud"
-    assert scene.shown[-1] == "generation 5 runs on a"
+    assert capsys.readouterr().out.splitlines() == [
+        "node b is excluded from job job: a fan is loud",
+        "job job goes on without node b",
+    ]
 
 
 def test_a_node_that_stands_by_is_excluded_at_once(scene: Scene) -> None:
@@ -77,12 +76,14 @@ def test_a_node_that_stands_by_is_excluded_at_once(scene: Scene) -> None:
     assert scene.world.exclusion("c") is not None
 
 
-def test_a_member_whose_agent_is_away_is_excluded_and_the_command_does_not_wait(scene: Scene) -> None:
+def test_a_member_whose_agent_is_away_is_excluded_and_the_command_does_not_wait(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     scene.delete(node_key("b"))
     scene.exclude()
     assert scene.now == 0.0
     assert scene.world.exclusions == (OUT,)
-    assert scene.shown == [
+    assert capsys.readouterr().out.splitlines() == [
         "node b is excluded from job job: a fan is loud",
         "its agent is away: it is left out when it comes (nodes of the job now: a)",
     ]
@@ -96,10 +97,12 @@ def test_a_node_that_the_job_has_excluded_before_may_be_away(scene: Scene) -> No
     assert scene.world.exclusions == (replace(OUT, node="c", life="life-c", times=2),)
 
 
-def test_a_name_that_the_job_does_not_know_is_left_out_when_it_comes(scene: Scene) -> None:
+def test_a_name_that_the_job_does_not_know_is_left_out_when_it_comes(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     scene.exclude("c")
     assert scene.world.exclusions == (replace(OUT, node="c", life=""),)
-    assert scene.shown[-1] == "its agent is away: it is left out when it comes (nodes of the job now: a, b)"
+    assert capsys.readouterr().out.endswith("left out when it comes (nodes of the job now: a, b)\n")
 
 
 def test_a_node_that_is_needed_stays_and_the_command_says_so(scene: Scene) -> None:
@@ -176,16 +179,18 @@ def test_what_cannot_be_done_is_said(
     assert caught.value.code is code
 
 
-def test_a_node_is_readmitted_whether_the_job_or_an_operator_has_excluded_it(scene: Scene) -> None:
+def test_a_node_is_readmitted_whether_the_job_or_an_operator_has_excluded_it(
+    scene: Scene, capsys: pytest.CaptureFixture[str]
+) -> None:
     for row in (OUT, replace(OUT, cause="gpu_fault", by_operator=False)):
         scene.put(replace(WORLD, exclusions=(row,)))
-        readmit_node(scene.store, "job", "b", scene.shown.append)
+        scene.job.readmit("b")
         assert scene.world.exclusions == (replace(row, readmitted=True),)
-    assert scene.shown == ["node b is readmitted to job job"] * 2
+    assert capsys.readouterr().out == "node b is readmitted to job job\n" * 2
     with pytest.raises(
         CannotDo, match="node 'b' of job 'job' is not excluded; those that are: none"
     ) as caught:
-        readmit_node(scene.store, "job", "b", scene.shown.append)
+        scene.job.readmit("b")
     assert caught.value.code is ExitCode.NOT_FOUND
 
 
@@ -197,11 +202,12 @@ def test_agents_do_what_the_commands_write() -> None:
     bench.join("c").listens = True
     bench.settle()
     store = MemoryStore(lambda: bench.now, bench.kv)
-    exclude_node(store, "job", "a", "a fan is loud", 5.0, print, lambda: bench.now, lambda _: bench.settle())
+    job = JobStore(store, "job", lambda: bench.now, lambda _: bench.settle())
+    job.exclude("a", "a fan is loud", 5.0)
     assert bench.members() == ["c", "b"]
     bench.after(10 * 60.0)
     assert bench.members() == ["c", "b"]
-    readmit_node(store, "job", "a", print)
+    job.readmit("a")
     bench.settle()
     assert sorted(bench.members()) == ["a", "b", "c"]
     assert not [peer for peer in bench.peers if peer.stops()], "no worker was signalled"
@@ -215,13 +221,13 @@ def test_a_reason_is_a_short_text(text: str) -> None:
 
 
 def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("exclude", "readmit"):
-        assert nodes.main([command, "--help"]) == 0
+    for command in (control.exclude, control.readmit):
+        assert command(["--help"]) == 0
         told = capsys.readouterr().out
         for code in OF_COMMANDS:
             assert f"{int(code):>3}  {code.meaning}" in told
 
 
 def test_a_command_without_a_node_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert nodes.main(["exclude", "--rdzv-endpoint", "etcd://nowhere:1"]) == ExitCode.BAD_CONFIG
-    assert "elastic-agent exclude NODE" in capsys.readouterr().err
+    assert control.exclude(["--rdzv-endpoint", "etcd://nowhere:1"]) == ExitCode.BAD_CONFIG
+    assert "the name of a node" in capsys.readouterr().err

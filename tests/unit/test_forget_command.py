@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands import store_command
-from elastic_agent.agent.commands.forget import KEYS_AT_ONCE, forget, main
+from elastic_agent.agent.commands import command
+from elastic_agent.agent.commands.control import KEYS_AT_ONCE, JobStore, forget
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.rendezvous.errors import StoreMismatch, StoreUnavailable
 from elastic_agent.rendezvous.records import (
@@ -40,7 +40,7 @@ def keys(store: MemoryStore) -> list[str]:
 
 
 def test_all_that_an_ended_job_has_left_is_deleted(store: MemoryStore) -> None:
-    assert forget(store, "job") == 2 * KEYS_AT_ONCE + 2
+    JobStore(store, "job").forget()
     assert keys(store) == []
 
 
@@ -48,7 +48,7 @@ def test_a_job_with_live_nodes_is_left_alone(store: MemoryStore) -> None:
     before = keys(store)
     store.transact((), (Put(node_key("b"), "{}"),))
     with pytest.raises(CannotDo, match="has 1 live nodes: b") as caught:
-        forget(store, "job")
+        JobStore(store, "job").forget()
     assert caught.value.code is ExitCode.LATER
     assert keys(store) == sorted([*before, node_key("b")])
 
@@ -63,7 +63,7 @@ def test_a_job_that_begins_meanwhile_keeps_its_world(store: MemoryStore) -> None
     busy = Busy()
     busy.transact((), (Put(WORLD_KEY, "{}"),))
     with pytest.raises(StoreUnavailable, match="others write"):
-        forget(busy, "job")
+        JobStore(busy, "job").forget()
     assert keys(busy) == [WORLD_KEY]
 
 
@@ -74,14 +74,15 @@ def test_the_world_of_another_job_is_left_alone() -> None:
     )
     store.transact((), (Put(WORLD_KEY, other.to_json()),))
     with pytest.raises(StoreMismatch, match="the store holds job 'job', not 'another'"):
-        forget(store, "another")
+        JobStore(store, "another").forget()
     assert keys(store) == [WORLD_KEY]
-    assert forget(store, other.job) == 1
+    JobStore(store, other.job).forget()
+    assert keys(store) == []
 
 
 def test_an_unknown_job_is_named() -> None:
     with pytest.raises(CannotDo, match="nothing of a job 'job'") as caught:
-        forget(MemoryStore(), "job")
+        JobStore(MemoryStore(), "job").forget()
     assert caught.value.code is ExitCode.NO_JOB
 
 
@@ -101,7 +102,7 @@ ETCD = "--rdzv-endpoint=etcd://127.0.0.1"
 def test_words_that_cannot_be_meant_are_problems(
     words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == ExitCode.BAD_CONFIG
+    assert forget(words) == ExitCode.BAD_CONFIG
     assert text in capsys.readouterr().err
 
 
@@ -109,7 +110,7 @@ def test_the_command_asks_the_etcd_of_that_job(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
-    monkeypatch.setattr(store_command, "open_to_look", lambda place, timeout_s: asked.append(place) or store)
-    assert main(["digits", ETCD]) == ExitCode.SUCCESS
+    monkeypatch.setattr(command, "open_to_look", lambda place, timeout_s: asked.append(place) or store)
+    assert forget(["digits", ETCD]) == ExitCode.SUCCESS
     assert [(place.backend, place.job_id) for place in asked] == [("etcd", "digits")]
     assert f"job digits is forgotten: {2 * KEYS_AT_ONCE + 2} keys deleted" in capsys.readouterr().out

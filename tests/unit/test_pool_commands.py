@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands import store_command
+from elastic_agent.agent.commands import command as head
 from elastic_agent.agent.common.exits import CannotDo, ExitCode
 from elastic_agent.pool import commands
 from elastic_agent.pool.commands import (
@@ -79,7 +79,7 @@ class PoolStore(MemoryStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolStore]:
     store = PoolStore()
-    monkeypatch.setattr(store_command, "open_to_look", lambda place, timeout_s: store)
+    monkeypatch.setattr(head, "open_to_look", lambda place, timeout_s: store)
     monkeypatch.setattr("elastic_agent.pool.submit.os.getcwd", lambda: "/here")
     before = signal.getsignal(signal.SIGINT)
     yield store

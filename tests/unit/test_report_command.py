@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_agent.agent.commands.runs.report import main
+from elastic_agent.agent.commands.report import main
 from elastic_agent.agent.common.exits import ExitCode
 from elastic_agent.agent.output.journal import EVENT
 from elastic_agent.agent.output.log_files import MARK, RunFolder, run_folder
@@ -39,7 +39,7 @@ def test_the_folder_of_a_run_is_reported(run: Path, capsys: pytest.CaptureFixtur
     document = json.loads(capsys.readouterr().out)
     assert document["ettr"] == pytest.approx(120 / 148)
     assert sum(document["seconds"].values()) == document["wall_seconds"] == 148.0
-    assert document["causes"] == {"killed": 1}
+    assert document["troubles"] == [{"cause": "killed", "node": "a", "times": 1}]
 
 
 def test_a_torn_line_an_unknown_kind_and_a_schema_of_tomorrow_are_skipped(
@@ -101,7 +101,7 @@ def test_the_folder_that_an_agent_makes_is_found_by_its_job(tmp_path: Path) -> N
         (["--log-dir={tmp}/empty"], ExitCode.NOT_FOUND, "no run is in {tmp}/empty"),
         (["{run}", "{run}"], ExitCode.BAD_CONFIG, "one run"),
         (["{run}", "--jsn"], ExitCode.BAD_CONFIG, "--json"),
-        (["none", "--log-dir={tmp}"], ExitCode.NOT_FOUND, "has no run of a job of this name"),
+        (["none", "--log-dir={tmp}"], ExitCode.NOT_FOUND, "no run of a job of this name is in"),
         (["none", "--log-dir={tmp}/none"], ExitCode.NOT_FOUND, "No such file or directory"),
         (["{tmp}/empty"], ExitCode.NOT_FOUND, "is no folder of a run"),
         (["{tmp}/early"], ExitCode.NO_JOB, "nothing of how time was spent"),

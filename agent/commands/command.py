@@ -1,4 +1,4 @@
-"""What the commands about a job have in common: their help, the options of the store, how they end."""
+"""What all commands have in common: their help, the store that some of them ask, their errors, and how they end."""
 
 from __future__ import annotations
 
@@ -24,12 +24,55 @@ from ..rendezvous_io.store_opening import open_to_look
 ANSWER_S = 10.0
 """How long the store may take at the beginning."""
 STDOUT = 1
-
+STORE_OPTIONS = (
+    "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help."
+)
 
 Find = Callable[[str, Settings], RendezvousConfig]
 """Where the store is, for the command's subject. Raises ConfigError with all problems, and CannotDo."""
 Work = Callable[[Store, RendezvousConfig, str, Settings], int | None]
 """Returns the exit code; None: done. Raises CannotDo, StoreError and RecordInvalid."""
+
+
+def run_command(
+    name: str,
+    words: Sequence[str],
+    usage: str,
+    options: Iterable[Option[Any]],
+    work: Callable[[str, Settings], int | None],
+    *,
+    subject: bool = True,
+    others: Iterable[Option[Any]] = (),
+    note: str = "",
+) -> int:
+    """Returns what `work` does (None: done), or the code of why it has failed, which is said in one line.
+
+    With a `subject` the first word, if it is no option, is for `work` alone; empty: there is none. `options` are the
+    command's own; its help has `others`, too, and the `note`. `work` raises ConfigError, CannotDo, StoreError and
+    RecordInvalid.
+    """
+    options = tuple(options)
+    named = bool(subject and words) and not words[0].startswith("-")
+    command_line = read_argv(words[1:] if named else words, options)
+    if HELP in command_line:
+        shown = [option.help_text() for option in (*options, *others)]
+        print("\n".join([usage, *shown, "", *([note, ""] if note else []), *exit_codes()]))
+        return ExitCode.SUCCESS
+    code: ExitCode
+    reason: Exception
+    try:
+        with one_line_errors():
+            return work(words[0] if named else "", command_line) or ExitCode.SUCCESS
+    except CannotDo as error:
+        code, reason = error.code, error
+    except (ConfigError, StoreRefused) as error:
+        code, reason = getattr(error, "code", ExitCode.BAD_CONFIG), error
+    except (StoreMismatch, RecordInvalid) as error:
+        code, reason = ExitCode.MISMATCH, error
+    except StoreError as error:
+        code, reason = ExitCode.NO_ANSWER, error
+    print(f"elastic-agent {name}: {reason}", file=sys.stderr)
+    return code
 
 
 def store_command(
@@ -41,38 +84,21 @@ def store_command(
     *options: Option[Any],
     subject: str = "",
 ) -> int:
-    """Returns what `work` does, or the code of why it has failed, which is said in one line.
+    """As `run_command`, with the store that `find` says. With a `subject`, as NODE or JOB, the first word is one."""
 
-    With a `subject`, as NODE or JOB, the first word is one. `options` are the command's own.
-    """
-    named = bool(subject and words) and not words[0].startswith("-")
-    first = words[0] if named else ""
-    command_line = read_argv(words[1:] if named else words, options)
-    if HELP in command_line:
-        print(command_help(usage, options))
-        return 0
-    code: ExitCode
-    reason: Exception
-    try:
-        with one_line_errors(ExitCode.STOPPED_BY_SIGINT):
-            place = find(first, command_line)
-            if subject and not first:
-                raise CannotDo(
-                    ExitCode.BAD_CONFIG, f"expected {subject}; write elastic-agent {name} {subject}"
-                )
-            place.kind.load()
-            with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
-                return work(store, place, first, command_line) or ExitCode.SUCCESS
-    except CannotDo as error:
-        code, reason = error.code, error
-    except (ConfigError, StoreRefused) as error:
-        code, reason = ExitCode.BAD_CONFIG, error
-    except (StoreMismatch, RecordInvalid) as error:
-        code, reason = ExitCode.MISMATCH, error
-    except StoreError as error:
-        code, reason = ExitCode.NO_ANSWER, error
-    print(f"elastic-agent {name}: {reason}", file=sys.stderr)
-    return code
+    def ask(first: str, command_line: Settings) -> int | None:
+        place = find(first, command_line)
+        if subject and not first:
+            advice = f"expected {subject}; write elastic-agent {name} {subject}"
+            raise CannotDo(ExitCode.BAD_CONFIG, advice)
+        place.kind.load()
+        with contextlib.closing(open_to_look(place, ANSWER_S)) as store:
+            return work(store, place, first, command_line)
+
+    others = (HELP, CONFIG_FILE)
+    return run_command(
+        name, words, usage, options, ask, subject=bool(subject), others=others, note=STORE_OPTIONS
+    )
 
 
 def world_of(job: str, entries: Iterable[Entry]) -> World | None:
@@ -101,21 +127,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
-def command_help(usage: str, options: Iterable[Option[Any]]) -> str:
-    """`options` are the command's own."""
-    store = (
-        "Also the options of the agent's rendezvous and of etcd, and their variables: elastic-agent --help."
-    )
-    own = [option.help_text() for option in (*options, HELP, CONFIG_FILE)]
-    return "\n".join([usage, *own, "", store, "", *exit_codes()])
-
-
 @contextlib.contextmanager
-def one_line_errors(interrupted: int) -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """No log line of torch, and Ctrl-C ends the process at once and from anywhere: a KeyboardInterrupt may come where
     Python ignores it, or where it breaks a lock."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(interrupted))
+    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(ExitCode.STOPPED_BY_SIGINT))
     try:
         yield
     finally:

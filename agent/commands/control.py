@@ -1,0 +1,363 @@
+"""`elastic-agent drain NODE`, `exclude NODE`, `readmit NODE` and `forget JOB`: the commands that change a job's store.
+
+*drain* asks a node to leave its job. The request is a key of its own in the job's store, which the node's agent
+watches. It names the agent's incarnation, so that a request that was not read in time has no effect later. The rest is
+as after SIGTERM to the agent: all workers end after the same step, and the next generation goes on without the node.
+
+*exclude* leaves a node out of its job's worlds until *readmit*, which needs neither a cool-down nor a check. They write
+the job's `world` by compare-and-set, and try again if another writer was faster. The coordinator does the rest: a
+member leaves by a planned change, without a lost step, as soon as the other nodes are enough.
+
+*forget* deletes what an ended job has left in its etcd, so that its name begins anew. Only a job without live nodes is
+forgotten: to delete the world of one that runs would make it stop and begin anew. A node that joins meanwhile is
+noticed, because it writes the world: the world goes last, and only as it was read.
+
+The store is found by the options of the agents, their file, or the environment; without any of them `drain`, `exclude`
+and `readmit` take that of the job that this user's agents on this machine belong to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...rendezvous.coordinator import exclusions
+from ...rendezvous.errors import RecordInvalid, StoreUnavailable
+from ...rendezvous.records import (
+    NODES_PREFIX,
+    WORLD_KEY,
+    DrainRequest,
+    NodeRecord,
+    Phase,
+    World,
+    drain_key,
+    life_of,
+)
+from ...rendezvous.statements.exclusion import MAX_EXCLUSION_REASON, MAX_EXCLUSIONS, Exclusion
+from ...rendezvous.store.interface import MOST_OPERATIONS, Compare, Delete, Entry, Put, Store
+from ...rendezvous.text import NAME, clean, shortened
+from ..common.exits import CannotDo, ExitCode
+from ..configuration.config import ConfigError, Problem
+from ..configuration.derive import resolve_meeting_place
+from ..configuration.load import ENV_PREFIX, Settings
+from ..configuration.parse import Option, Parser, duration
+from ..configuration.rendezvous import JOB_ID, RendezvousConfig
+from ..workers.processes.run_files import run_directory_parents, stores_here
+from .command import store_command, world_of
+
+LOOK_S = 0.2
+"""How often a command that waits reads the store."""
+TRIES = 10
+"""How often a command tries to write a key that others write, too."""
+KEYS_AT_ONCE = MOST_OPERATIONS // 2
+"""Each is compared, and deleted."""
+
+_STORE = "--rdzv-endpoint HOST:PORT --rdzv-id NAME [--etcd-...] [--config FILE.toml]"
+
+_DRAIN = f"""\
+usage: elastic-agent drain NODE
+       elastic-agent drain NODE {_STORE}
+
+Lets a node leave its job. The workers of all nodes end after the same step and the next generation begins there,
+without this node: no step is lost. It may come back: start its agent again. On the node itself, SIGTERM to the agent
+does the same.
+"""
+
+_EXCLUDE = f"""\
+usage: elastic-agent exclude NODE [--reason TEXT]
+       elastic-agent exclude NODE {_STORE}
+
+Leaves a node out of all worlds of its job until elastic-agent readmit NODE. If it trains, the workers of all nodes end
+after the same step and the next generation begins there, without it: no step is lost. Its agent stays. A node whose
+agent is away, or that the job does not know, is left out when it comes.
+"""
+
+_READMIT = f"""\
+usage: elastic-agent readmit NODE
+       elastic-agent readmit NODE {_STORE}
+
+Ends the exclusion of a node, also one that the job itself has decided: at once, without a cool-down or a check. The job
+takes the node in by a planned change, if there is room for it.
+"""
+
+_FORGET = """\
+usage: elastic-agent forget JOB --rdzv-endpoint etcd://HOST,... [--etcd-...] [--config FILE.toml]
+
+Deletes what a job that has ended left in etcd. A job with live nodes is refused. Its checkpoints and logs stay.
+"""
+
+
+def read_reason(text: str) -> str:
+    """Raises ValueError."""
+    reason = clean(text).strip()
+    if not reason or len(reason) > MAX_EXCLUSION_REASON:
+        raise ValueError("empty or too long")
+    return reason
+
+
+REASON: Option[str] = Option(
+    "reason",
+    Parser(f"a text of at most {MAX_EXCLUSION_REASON} characters", read_reason),
+    "why, for those who read status and logs",
+    default="no reason given",
+)
+TIMEOUT: Option[float] = Option(
+    "timeout",
+    duration(0.1),
+    "how long to wait until the job goes on without the node; longer than the --stop-grace of its job",
+    default="2m",
+)
+
+
+def drain(words: Sequence[str]) -> int:
+    """Returns an `ExitCode`, as all of them do."""
+
+    def work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
+        JobStore(store, place.job_id).drain(node, command_line[TIMEOUT].value)
+
+    return store_command("drain", words, _DRAIN, _place_of_node, work, TIMEOUT, subject="NODE")
+
+
+def exclude(words: Sequence[str]) -> int:
+    def work(store: Store, place: RendezvousConfig, node: str, command_line: Settings) -> None:
+        job = JobStore(store, place.job_id)
+        job.exclude(node, command_line[REASON].value, command_line[TIMEOUT].value)
+
+    return store_command("exclude", words, _EXCLUDE, _place_of_node, work, REASON, TIMEOUT, subject="NODE")
+
+
+def readmit(words: Sequence[str]) -> int:
+    def work(store: Store, place: RendezvousConfig, node: str, _: Settings) -> None:
+        JobStore(store, place.job_id).readmit(node)
+
+    return store_command("readmit", words, _READMIT, _place_of_node, work, subject="NODE")
+
+
+def forget(words: Sequence[str]) -> int:
+    def work(store: Store, place: RendezvousConfig, job: str, _: Settings) -> None:
+        JobStore(store, job).forget()
+
+    return store_command("forget", words, _FORGET, _place_of_job, work, subject="JOB")
+
+
+# --- Where the store is
+
+
+def _place_of_node(node: str, command_line: Settings) -> RendezvousConfig:
+    """Where the options say; else the store of the only job of this user's agents on this machine, or of that one of
+    them which --rdzv-id names. Raises ConfigError with all problems."""
+    if not NAME.fullmatch(node):
+        advice = "write its name first, as elastic-agent status shows it"
+        command_line.problems.append(Problem("node", node or None, "the name of a node", advice))
+    place = resolve_meeting_place(command_line, os.environ)
+    if place is not None:
+        return place
+    job, here = command_line[JOB_ID].value, stores_here(run_directory_parents(), os.getuid())
+    stores = [store for store in here if job in (None, store[JOB_ID.name])]
+    if len(stores) == 1:
+        words = {ENV_PREFIX + name.upper().replace("-", "_"): text for name, text in stores[0].items()}
+        place = resolve_meeting_place(command_line, {**os.environ, **words})
+        assert place is not None, "an endpoint is among the words"
+        return place
+    if stores:
+        jobs = ", ".join(sorted({store[JOB_ID.name] for store in stores}))
+        advice = "add --rdzv-id, or --rdzv-endpoint as the agents have it"
+        raise ConfigError([Problem("rdzv-id", None, f"one of the jobs here: {jobs}", advice)])
+    advice = (
+        "add --rdzv-endpoint as the agents have it, or ask on a machine where one of them runs; on the node itself,"
+        " send SIGTERM to its agent"
+    )
+    raise ConfigError([Problem("rdzv-endpoint", None, "the address of the job's store", advice)])
+
+
+def _place_of_job(job: str, command_line: Settings) -> RendezvousConfig:
+    """Of one that has ended. Raises ConfigError."""
+    if not NAME.fullmatch(job):
+        problem = Problem("job", job, "the name of a job", "write it first: elastic-agent forget JOB")
+        command_line.problems.append(problem)
+    else:
+        command_line.derive(JOB_ID, job, "job")
+    place = resolve_meeting_place(command_line, os.environ)
+    if place is None or not place.kind.outlives_job:
+        advice = "add --rdzv-endpoint etcd://HOST,... as the agents have it; another store ends with its job"
+        raise ConfigError([Problem("rdzv-endpoint", None, "the etcd that the job's nodes met in", advice)])
+    return replace(place, job_id=job)
+
+
+# --- What is done there
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A job at one look."""
+
+    world: World | None
+    nodes: Mapping[str, NodeRecord]
+    entries: Mapping[str, Entry]
+    """By key."""
+
+    @property
+    def names(self) -> str:
+        return shortened(self.nodes) or "none"
+
+    def life_of(self, node: str) -> str:
+        """Of its agent, also as the world remembers it; empty: the job knows nothing of the node."""
+        if node in self.nodes:
+            return life_of(self.nodes[node].incarnation)
+        members, rows = (self.world.members, self.world.exclusions) if self.world is not None else ((), ())
+        lives = [life_of(member.incarnation) for member in members if member.node == node]
+        return next(iter(lives or [row.life for row in rows if row.node == node]), "")
+
+
+class JobStore:
+    """The keys of one job. All methods show what is done, and raise CannotDo, StoreError and RecordInvalid."""
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store, self._job = store, job
+        self._clock, self._sleep = clock, sleep
+
+    def drain(self, node: str, timeout_s: float) -> None:
+        """Until the node has left."""
+
+        def request(seen: Seen) -> str:
+            if node in seen.nodes:
+                return DrainRequest(seen.life_of(node)).to_json()
+            if seen.world is None or seen.world.phase is Phase.ENDED:
+                raise self._no_job(seen.world)
+            reason = f"job {self._job!r} has no node {node!r} now; its nodes: {seen.names}"
+            raise CannotDo(ExitCode.NOT_FOUND, reason)
+
+        life = self._rewrite(drain_key(node), request).life_of(node)
+        _show(f"node {node} is asked to leave job {self._job}")
+        self._wait(node, lambda seen: node not in seen.nodes or seen.life_of(node) != life, timeout_s)
+        _show(f"node {node} has left")
+
+    def exclude(self, node: str, reason: str, timeout_s: float) -> None:
+        """Until the job trains without the node, or nothing of it is there."""
+
+        def rows(seen: Seen, before: Sequence[Exclusion]) -> tuple[Exclusion, ...]:
+            record, life = seen.nodes.get(node), seen.life_of(node)
+            after = exclusions.exclude(
+                before, node, life, exclusions.BY_OPERATOR, reason, record=record, operator=True
+            )
+            if node not in exclusions.left_out(after):
+                raise CannotDo(
+                    ExitCode.NOT_HERE,
+                    f"{MAX_EXCLUSIONS} nodes of job {self._job!r} are excluded already, and a world remembers no more: "
+                    f"stop the agent of node {node} instead (`elastic-agent drain {node}`), or readmit another node",
+                )
+            return after
+
+        seen = self._change_exclusions(rows)
+        _show(f"node {node} is excluded from job {self._job}: {reason}")
+        if node not in seen.nodes:
+            _show(f"its agent is away: it is left out when it comes (nodes of the job now: {seen.names})")
+            return
+
+        def gone(seen: Seen) -> bool:
+            members = seen.world.members if seen.world is not None else ()
+            return node not in seen.nodes or all(one.node != node for one in members)
+
+        self._wait(node, gone, timeout_s)
+        _show(f"job {self._job} goes on without node {node}")
+
+    def readmit(self, node: str) -> None:
+        def rows(_: Seen, before: Sequence[Exclusion]) -> tuple[Exclusion, ...]:
+            out = exclusions.left_out(before)
+            if node not in out:
+                those = shortened(out) or "none"
+                reason = f"node {node!r} of job {self._job!r} is not excluded; those that are: {those}"
+                raise CannotDo(ExitCode.NOT_FOUND, reason)
+            return exclusions.readmit(before, frozenset({node}))
+
+        self._change_exclusions(rows)
+        _show(f"node {node} is readmitted to job {self._job}")
+
+    def forget(self) -> None:
+        entries = sorted(self._store.read(("",)).entries, key=lambda entry: entry.key == WORLD_KEY)
+        if not entries:
+            raise self._no_job(None)
+        with contextlib.suppress(RecordInvalid):  # what another version has left is to be forgotten, too
+            world_of(self._job, entries)
+        nodes = [entry.key for entry in entries if entry.key.startswith(NODES_PREFIX)]
+        if nodes:
+            names = shortened(key.removeprefix(NODES_PREFIX) for key in nodes)
+            raise CannotDo(
+                ExitCode.LATER,
+                f"job {self._job!r} has {len(nodes)} live nodes: {names}. Stop their agents first (SIGTERM, or"
+                " elastic-agent drain NODE); one that was killed is gone when its lease ends",
+            )
+        for begin in range(0, len(entries), KEYS_AT_ONCE):
+            some = entries[begin : begin + KEYS_AT_ONCE]
+            compares = tuple(Compare(entry.key, entry.mod_revision) for entry in some)
+            if not self._store.transact(compares, tuple(Delete(entry.key) for entry in some)).succeeded:
+                raise StoreUnavailable(
+                    f"others write the keys of job {self._job!r} at this moment; try again"
+                )
+        _show(f"job {self._job} is forgotten: {len(entries)} keys deleted")
+
+    def _look(self, *more: str) -> Seen:
+        """With the keys `more`."""
+        entries = self._store.read((WORLD_KEY, NODES_PREFIX, *more)).entries
+        nodes = [
+            NodeRecord.from_json(entry.key, entry.value)
+            for entry in entries
+            if entry.key.startswith(NODES_PREFIX)
+        ]
+        by_key = {entry.key: entry for entry in entries}
+        return Seen(world_of(self._job, entries), {node.node: node for node in nodes}, by_key)
+
+    def _rewrite(self, key: str, change: Callable[[Seen], str]) -> Seen:
+        """Writes what `change` makes of the job as it is. Returns how it was."""
+        for _ in range(TRIES):
+            seen = self._look(key)
+            text, before = change(seen), seen.entries.get(key)
+            compare = Compare(key, before.mod_revision if before is not None else 0)
+            if self._store.transact((compare,), (Put(key, text),)).succeeded:
+                return seen
+        raise StoreUnavailable(f"others write {key!r} all the time")
+
+    def _change_exclusions(
+        self, change: Callable[[Seen, Sequence[Exclusion]], tuple[Exclusion, ...]]
+    ) -> Seen:
+        def write(seen: Seen) -> str:
+            if seen.world is None or seen.world.phase is Phase.ENDED:
+                raise self._no_job(seen.world)
+            return replace(seen.world, exclusions=change(seen, seen.world.exclusions)).to_json()
+
+        return self._rewrite(WORLD_KEY, write)
+
+    def _wait(self, node: str, gone: Callable[[Seen], bool], timeout_s: float) -> None:
+        """Until the node has gone; the store may be away meanwhile."""
+        deadline = self._clock() + timeout_s
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                if gone(self._look()):
+                    return
+            if self._clock() >= deadline:
+                raise CannotDo(
+                    ExitCode.LATER,
+                    f"node {node} was still there when --timeout was over. It may still leave: look with "
+                    "elastic-agent status. One that is excluded stays while the others are fewer than the job needs "
+                    "(--min-nodes, --nodes-multiple-of)",
+                )
+            self._sleep(min(LOOK_S, max(0.0, deadline - self._clock())))
+
+    def _no_job(self, world: World | None) -> CannotDo:
+        why = f"the store holds nothing of a job {self._job!r}: check --rdzv-id and --rdzv-endpoint"
+        if world is not None:
+            why = f"job {self._job!r} has ended: {world.cause.detail}"
+        return CannotDo(ExitCode.NO_JOB, why)
+
+
+def _show(line: str) -> None:
+    print(line, flush=True)

@@ -1,1 +1,0 @@
-"""The commands about runs: `events`, `report` and `diagnose`."""
