@@ -4,16 +4,15 @@
 
     results = elastic_launch(LaunchConfig(nproc_per_node=2), train)(learning_rate)
 
-The shape is that of `torch.distributed.launcher`, and a `LaunchConfig` of torch is taken, too. The job is that of the
-command `elastic-agent`, which runs beside this process and ends with it: restarts, planned changes and checkpoints are
-the same. The function is called anew in every generation.
+The shape is that of `torch.distributed.launcher`. The job is that of the command `elastic-agent`, which runs beside
+this process and ends with it: restarts, planned changes and checkpoints are the same. The function is called anew in
+every generation.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import pickle
 import signal
@@ -23,16 +22,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from .agent.common.exits import ExitCode
-from .agent.configuration.parse import join_texts
 from .agent.workers.processes.workers import tied
-
-_log = logging.getLogger(__name__)
 
 WORKER = "elastic_agent.launcher"
 """What workers run, with the function's name as its argument."""
@@ -81,14 +77,18 @@ class elastic_launch:
     """Runs `entrypoint` on the workers of a job; call it with the arguments of `entrypoint`.
 
     A function gives {rank: result} of the workers on this node. A text is a program, and gives an empty dict.
-    Raises LaunchError when the job fails, and TypeError for a function that cannot be sent to other processes.
+    Raises LaunchError when the job fails, and TypeError for a function that cannot be sent to other processes, or a
+    `LaunchConfig` of torch: what it has besides goes into `options` of ours.
     """
 
-    config: Any
-    """A `LaunchConfig`, of this module or of torch."""
+    config: LaunchConfig
     entrypoint: Callable[..., Any] | str
 
     def __call__(self, *args: Any) -> dict[int, Any]:
+        if not isinstance(self.config, LaunchConfig):
+            raise TypeError(
+                f"expected {LaunchConfig}, with what else there is in its options, not {type(self.config)}"
+            )
         with tempfile.TemporaryDirectory(prefix="elastic-agent-launch-") as name:  # for this user alone
             folder = Path(name)
             if isinstance(self.entrypoint, str):
@@ -107,59 +107,21 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '')}.{qualified}"
 
 
-def words_of(config: Any) -> list[str]:
-    """The options of `elastic-agent` for this `LaunchConfig`. What has none is ignored with a warning."""
-    words = []
-    for each in fields(config):
-        value = getattr(config, each.name)
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
-        default = _TORCHS_OWN.get(each.name, default)
-        if each.name in _READ_APART or (value == default and each.name not in _ALWAYS):
-            continue
-        if each.name not in _OPTIONS:
-            _log.warning("LaunchConfig.%s=%r is ignored: elastic-agent has nothing like it", each.name, value)
-        elif value is not None:
-            text = join_texts(value) if isinstance(value, list) else str(value)
-            text = text.lower() if isinstance(value, bool) else text
-            words.append(f"--{_OPTIONS[each.name]}={text}")
-    if config.rdzv_endpoint and config.rdzv_backend:
-        words.append(f"--rdzv-backend={config.rdzv_backend}")
-    configs = dict(config.rdzv_configs or {})
-    if "rank" in configs:  # of torch's static rendezvous
-        words.append(f"--node-rank={configs.pop('rank')}")
-    configs.pop("timeout", None)  # nothing here, and always there in torch's
-    if configs:
-        words.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in configs.items()))
-    return words + [f"--{name}={value}" for name, value in getattr(config, "options", {}).items()]
-
-
-_OPTIONS: Mapping[str, str] = {
-    "min_nodes": "min-nodes",
-    "max_nodes": "max-nodes",
-    "nproc_per_node": "nproc-per-node",
-    "rdzv_endpoint": "rdzv-endpoint",
-    "run_id": "rdzv-id",
-    "max_restarts": "max-restarts",
-    "local_addr": "local-addr",
-    "role": "role",
-    "log_line_prefix_template": "log-line-prefix-template",
-    "signals_to_handle": "signals-to-handle",
-    "duplicate_stdout_filters": "duplicate-stdout-filters",
-    "duplicate_stderr_filters": "duplicate-stderr-filters",
-    "virtual_local_rank": "virtual-local-rank",
-    "shutdown_timeout": "shutdown-timeout",
-}
-"""By the field of torch's LaunchConfig: the option that means the same."""
-
-_TORCHS_OWN = {"shutdown_timeout": 30}
-"""What torch's LaunchConfig writes where its user has set nothing: our defaults and variables hold then."""
-
-_ALWAYS = {"min_nodes", "max_nodes", "nproc_per_node", "max_restarts"}
-"""Also where they are torch's defaults, which are not ours."""
-
-_READ_APART = {"rdzv_backend", "rdzv_configs", "rdzv_timeout", "options", "logs_specs", "numa_options"}
-"""The last two are always there in torch's, whether its user has set them or not: they are ignored, for `options` of
-ours."""
+def words_of(config: LaunchConfig) -> list[str]:
+    """The options of `elastic-agent` for this `LaunchConfig`."""
+    options = {
+        "min-nodes": config.min_nodes,
+        "max-nodes": config.max_nodes,
+        "nproc-per-node": config.nproc_per_node,
+        "rdzv-endpoint": config.rdzv_endpoint,
+        "rdzv-backend": config.rdzv_backend if config.rdzv_endpoint else "",
+        "rdzv-id": config.run_id,
+        "rdzv-conf": ",".join(f"{key}={value}" for key, value in config.rdzv_configs.items()),
+        "max-restarts": config.max_restarts,
+        "local-addr": config.local_addr,
+        **config.options,
+    }
+    return [f"--{name}={value}" for name, value in options.items() if value not in (None, "")]
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -229,8 +229,7 @@ def read_argv(
                 target, target_origin = option, written
                 continue
         if option is None and flag not in ignored:
-            meant = f"-{flag}" if f"-{flag}" in flags else flag  # with one dash
-            settings.unknown(written, meant, flags, "an option of elastic-agent")
+            settings.unknown(written, flag, flags, "an option of elastic-agent")
             settings.broken.add(SCRIPT.name)
             continue
         if option is not None and option.flag:
@@ -262,14 +261,7 @@ def _parted(word: str, flags: Mapping[str, Option[object]]) -> tuple[str, bool, 
     """The flag, whether its value is in the same word, and that value: `--tee=3`, or `-t3` for a short flag."""
     written, equals, text = word.partition("=")
     short = flags.get(word[:2])
-    with_one_dash = f"-{written}".replace("_", "-") in flags
-    if (
-        len(written) > 2
-        and not with_one_dash
-        and short is not None
-        and short not in TARGETS
-        and not short.flag
-    ):
+    if len(written) > 2 and short is not None and short not in TARGETS and not short.flag:
         return word[:2], True, word[2:]
     return written, bool(equals), text
 

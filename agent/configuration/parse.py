@@ -19,7 +19,7 @@ import re
 import shlex
 import signal
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Flag
 from pathlib import Path
@@ -310,11 +310,6 @@ def read_texts(text: str) -> tuple[str, ...]:
     """
     texts = (part.replace("\0", ",") for part in text.replace(",,", "\0").split(","))
     return tuple(filter(None, texts))
-
-
-def join_texts(texts: Iterable[str]) -> str:
-    """As `read_texts` reads them."""
-    return ",".join(text.replace(",", ",,") for text in texts)
 
 
 _NO_REQUESTS = frozenset(

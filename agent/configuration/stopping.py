@@ -1,17 +1,7 @@
 """When a job restarts, how its workers stop, and when training that stands still is given up.
 
-The ladder of timeouts above one training step, for a collective that does not end:
-
-    step  <  hang limit  <  process-group timeout  <  watchdog's heartbeat
-
-And another one, above a planned stop:
-
-    step  <  time of a drain  <  stop grace  <  time of a whole stop (`whole_stop_s`)
-
-The *hang limit* is this agent's: no progress is seen. The *process-group timeout* is torch's: it names the collective,
-and ends the process. The *heartbeat* watches the thread that watches the collectives, where that is itself stuck in
-CUDA. A rung that fires too early hides the finding of one that knows more, so each is derived from the one below it,
-unless the user has chosen it.
+Of the timeouts above one training step, and above a planned stop, each follows from the one below it: one that fires
+too early hides the finding of another that knows more. `docs/tuning.md` has the ladder.
 """
 
 from __future__ import annotations

@@ -204,11 +204,6 @@ def test_what_no_torchrun_has_is_a_mistake(written: str, advice: str, script: st
         run(written, script)
 
 
-def test_one_dash_too_few_is_seen(script: str) -> None:
-    [problem] = read_argv(["-rdzv-endpoint=x", script]).problems
-    assert "did you mean --rdzv-endpoint?" in str(problem)
-
-
 def test_a_text_that_is_not_utf_8_is_refused(script: str) -> None:
     [problem] = read_argv(["--duplicate-stdout-filters=\udcff", script]).problems
     assert "a text in UTF-8" in str(problem)
