@@ -271,7 +271,7 @@ class DaemonLoop:
         self._link.follow(member.subscription)
         self._show(now)
         if self._leaving is None and self._fatal is None and member.tracks:
-            self._standby.turn(now)
+            self._standby.turn()
         return member.wake_at(now)
 
     def _start(self, due: Assignment) -> None:
@@ -281,14 +281,11 @@ class DaemonLoop:
             if not os.path.isdir(job.directory):
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
             with self._folders.begin(job.job) as output:
-                waiting = self._standby.take(command.environment, command.directory)
-                agent = JobAgent(command, output, waiting, self._agent_ended)
+                agent = JobAgent(command, output, self._standby, self._agent_ended)
         except OSError as error:
             log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
             self._over(SeatEnd(job.job, due.seat.ticket, SeatOutcome.NOT_HERE, 0, str(error)))
             return
-        if waiting is not None and not agent.was_standby:
-            log.warning("job %s: the standby has ended without it; its agent starts cold", job.job)
         how = " by the standby" if agent.was_standby else ""
         started = "job %s (%s): started%s, attempt %d; its output is in %s"
         log.info(started, job.job, job.name, how, due.run.attempt, output.name)
@@ -343,7 +340,7 @@ class DaemonLoop:
 
     def _over(self, end: SeatEnd) -> None:
         self._member.ended(end)
-        self._standby.idle(clock())
+        self._standby.idle()
         if self._member.tracks:
             self._folders.tidy({job.job for job in self._member.view.jobs})
 

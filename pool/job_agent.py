@@ -35,7 +35,7 @@ from ..agent.output.masking import masked, secrets_in
 from ..threads import Thread
 from .member import Assignment
 from .records import SeatEnd, SeatOutcome, short
-from .standby import DAEMON_ENDED, AgentCommand, StandbyProcess, start_child
+from .standby import DAEMON_ENDED, AgentCommand, Standby, start_child
 
 OF_THE_POOL: frozenset[str] = frozenset(
     option.name
@@ -127,12 +127,12 @@ class JobAgent:
         self,
         command: AgentCommand,
         output: BinaryIO,
-        waiting: StandbyProcess | None,
+        standby: Standby,
         ended: Callable[[int, str], object],
     ) -> None:
-        """Starts it: as the standby, or as a process of its own where none waits, or that does not take the job. What
-        it prints goes to the file. `ended` is called in another thread, with its exit code as `subprocess` counts it,
-        and why, as far as it has said that. Raises OSError: then nothing was started."""
+        """Starts it: as the standby, or as a process of its own. What it prints goes to the file. `ended` is called in
+        another thread, with its exit code as `subprocess` counts it, and why, as far as it has said that. Raises
+        OSError: then nothing was started."""
         # Its name is that of a log, for JobFolders to delete it where a daemon that was killed has left it.
         folder, name = os.path.split(output.name)
         self._error_file = Path(folder, f".{name}.error.log")
@@ -142,18 +142,16 @@ class JobAgent:
         command = replace(command, environment=self._environment)
         self._call = ended
         self.leaves = False
-        self.was_standby = waiting is not None and waiting.hand_over(command, output.fileno())
-        if waiting is not None and self.was_standby:
-            self._process = waiting.process
-        else:
-            self._process = start_child(
-                ["elastic_agent", *command.words],
-                DAEMON_ENDED,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=command.directory,
-                env=command.environment,
-            )
+        taken = standby.hand_over(command, output.fileno())
+        self.was_standby = taken is not None
+        self._process = taken or start_child(
+            ["elastic_agent", *command.words],
+            DAEMON_ENDED,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=command.directory,
+            env=command.environment,
+        )
         self._await_end()
 
     def _await_end(self) -> None:

@@ -5,7 +5,7 @@ and holds a fork server, from which the job's workers will be forked. Everything
 environment, console, log level, signals, cgroup) it takes over with the job, as a process does that starts with it.
 It ends when the daemon ends: with its socket, and by the signal of its parent's death.
 
-On a socket pair the daemon sends `AgentCommand`, with the file for what is printed, maybe before the standby is ready.
+On a socket pair the daemon sends the file for what is printed and `AgentCommand`, maybe before the standby is ready.
 That answers `TAKEN` before it does anything for the job. So one that has ended without it has started nothing, and the
 job's agent may be started in another way.
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -31,12 +30,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __file__ as _package
-from ..agent.common.events import ThreadFailed
+from ..agent.common.events import ThreadFailed, run_next
 from ..agent.common.exits import ExitCode
 from ..agent.configuration.values import STORES
 from ..agent.workers.preloader.imported import obstacle
@@ -74,34 +72,22 @@ TAKEN = b"taken"
 _COMMAND = Document(AgentCommand, 1, LONGEST)
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
-    """For messages that arrive whole, or not at all."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
 def send_job(channel: socket.socket, job: AgentCommand, output: int) -> None:
-    """Never waits. Raises OSError: nothing was sent then."""
-    text = os.memfd_create("job", os.MFD_CLOEXEC)
-    try:
-        with open(text, "wb", closefd=False) as file:
-            file.write(_COMMAND.encode(job).encode())
-        socket.send_fds(channel, [b"."], [text, output], socket.MSG_DONTWAIT)
-    finally:
-        os.close(text)
+    """`output` is the file for what is printed. Raises OSError."""
+    socket.send_fds(channel, [b"."], [output])
+    channel.sendall(_COMMAND.encode(job).encode() + b"\n")
 
 
 def receive_job(channel: socket.socket) -> tuple[AgentCommand, int] | None:
     """None when the daemon has ended. The file for what is printed is the caller's. Raises Invalid, OSError."""
-    data, descriptors, _, _ = socket.recv_fds(channel, 1, 2)
+    data, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     if not data:
         return None
-    if len(descriptors) != 2:
-        raise Invalid("job without its text or its output")
-    text, output = descriptors
-    os.set_inheritable(output, False)
-    with open(text) as file:
-        file.seek(0)
-        return _COMMAND.decode(file.read(LONGEST + 1)), output
+    if not descriptors:
+        raise Invalid("job without its output")
+    os.set_inheritable(descriptors[0], False)
+    with channel.makefile("rb") as text:
+        return _COMMAND.decode(text.readline(LONGEST).decode()), descriptors[0]
 
 
 _PR_SET_PDEATHSIG = 1
@@ -147,35 +133,6 @@ def start_child(command: list[str], at_our_end: signal.Signals, **how: Any) -> s
         raise OSError(f"cannot be started: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class StandbyProcess:
-    """A standby, and this end of its socket."""
-
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-
-    def hand_over(self, job: AgentCommand, output: int) -> bool:
-        """Whether it is the job's agent from now on; else it is gone, and has started nothing."""
-        try:
-            send_job(self.channel, job, output)
-            self.channel.settimeout(TAKEN_WITHIN_S)
-            taken = self.channel.recv(1024) == TAKEN
-        except OSError:  # its end, or its silence
-            taken = False
-        if taken:
-            self.channel.close()
-        else:
-            self.end()
-        return taken
-
-    def end(self) -> None:
-        """It has nothing to finish. One that SIGKILL does not end is left to be reaped when it does."""
-        self.channel.close()
-        self.process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(ENDED_WITHIN_S)
-
-
 CALM_S = 20.0
 """The first steps of a job are left alone for so long before a standby is made for the next one."""
 
@@ -200,46 +157,54 @@ class Standby:
         self._environment = environment
         self._clock = clock
         self._directory = os.getcwd()
-        self._waiting: StandbyProcess | None = None
+        self._waiting: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        """The process, and this end of its socket."""
         self._start_at = clock()
 
-    def turn(self, now: float) -> None:
+    def turn(self) -> None:
         """Replace one that is gone."""
-        if not self._preloads:
-            return
-        if self._waiting is not None and self._waiting.process.poll() is not None:
-            self._lost(self._waiting, now)
-        if self._waiting is None and now >= self._start_at:
-            self._start(now)
+        if self._waiting is not None and (code := self._waiting[0].poll()) is not None:
+            self._drop(f"it ended with {code}")
+        if self._waiting is None and self._preloads and self._clock() >= self._start_at:
+            self._start()
 
-    def take(self, environment: Mapping[str, str], directory: str) -> StandbyProcess | None:
-        """For one job with this environment, in this directory; None where it must start cold."""
-        now = self._clock()
-        waiting = self._waiting
-        if waiting is None:
+    def hand_over(self, job: AgentCommand, output: int) -> subprocess.Popen[bytes] | None:
+        """The process that is the job's agent from now on; None where the job must start cold: then none has begun."""
+        if self._waiting is None:
             return None
-        if waiting.process.poll() is not None:
-            self._lost(waiting, now)
-            return None
-        if why := why_cold(self._environment, environment, self._directory, directory):
+        if why := why_cold(self._environment, job.environment, self._directory, job.directory):
             log.info("the job's agent starts cold: %s", why)
             return None
-        self._waiting, self._start_at = None, now + CALM_S
-        return waiting
+        process, channel = self._waiting
+        channel.settimeout(TAKEN_WITHIN_S)
+        try:
+            send_job(channel, job, output)
+            taken = channel.recv(len(TAKEN)) == TAKEN
+        except OSError:  # its end, or its silence
+            taken = False
+        if not taken:
+            self._drop("it has not taken its job")
+            return None
+        channel.close()
+        self._waiting, self._start_at = None, self._clock() + CALM_S
+        return process
 
-    def idle(self, now: float) -> None:
+    def idle(self) -> None:
         """The node has nothing to do: no reason to wait any longer."""
-        self._start_at = now
+        self._start_at = self._clock()
 
     def close(self) -> None:
-        """The daemon ends."""
-        self._start_at = float("inf")
-        if (waiting := self._waiting) is not None:
-            self._waiting = None
-            waiting.end()
+        """Ends the one that waits: it has nothing to finish. If SIGKILL does not end it, it is left."""
+        if self._waiting is None:
+            return
+        (process, channel), self._waiting = self._waiting, None
+        channel.close()
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDED_WITHIN_S)
 
-    def _start(self, now: float) -> None:
-        ours, theirs = pair()
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
         try:
             with theirs:
                 process = start_child(
@@ -250,17 +215,13 @@ class Standby:
                 )
         except OSError as error:
             ours.close()
-            self._failed(f"it cannot be started: {error}", now)
+            self._drop(f"it cannot be started: {error}")
             return
-        self._waiting = StandbyProcess(process, ours)
+        self._waiting = process, ours
 
-    def _lost(self, waiting: StandbyProcess, now: float) -> None:
-        self._waiting = None
-        waiting.channel.close()
-        self._failed(f"it ended with {waiting.process.returncode}", now)
-
-    def _failed(self, why: str, now: float) -> None:
-        self._start_at = now + RETRY_S
+    def _drop(self, why: str) -> None:
+        self.close()
+        self._start_at = self._clock() + RETRY_S
         log.warning("the process that waits for the next job is gone: %s; another in %g s", why, RETRY_S)
 
 
@@ -315,24 +276,19 @@ def await_job(
 
 def _wait(channel: socket.socket, prepared: Prepared) -> None:
     """Until the daemon speaks, or has ended. What is preloaded is served meanwhile."""
-    spares, events = prepared.spares, prepared.events
-    spoke = threading.Event()
-    prepared.io.watch(channel.fileno(), partial(_tell_once, prepared, channel.fileno(), spoke.set))
+    spares, events, spoke = prepared.spares, prepared.events, threading.Event()
+
+    def tell_once() -> None:
+        prepared.io.forget(channel.fileno())
+        events.put(spoke.set)
+
+    prepared.io.watch(channel.fileno(), tell_once)
     while not spoke.is_set():
-        now = clock()
-        due_at = spares.turn(now) if spares is not None else None
-        timeout_s = due_at - now if due_at is not None and due_at > now else LONGEST_TURN_S
-        try:
-            event: object = events.get(timeout=min(timeout_s, LONGEST_TURN_S))
-        except queue.Empty:
-            continue
-        if isinstance(event, ThreadFailed):
-            raise SystemExit(event.reason)
-        if callable(event):
-            event()
+        due_at = spares.turn(clock()) if spares is not None else None
+        until_s = LONGEST_TURN_S if due_at is None else min(LONGEST_TURN_S, max(0.0, due_at - clock()))
+        run_next(events, until_s, _fail)
 
 
-def _tell_once(prepared: Prepared, descriptor: int, spoke: Callable[[], object]) -> None:
-    """In the io thread."""
-    prepared.io.forget(descriptor)
-    prepared.events.put(spoke)
+def _fail(event: object) -> None:
+    if isinstance(event, ThreadFailed):
+        raise SystemExit(event.reason)

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_agent.agent.common.exits import WARNINGS, ExitCode
 from elastic_agent.pool.job_agent import JobAgent
-from elastic_agent.pool.standby import AgentCommand
+from elastic_agent.pool.standby import AgentCommand, Standby
 
 PATIENCE_S = 20.0
 
@@ -30,7 +30,7 @@ while True:
 DAEMON = """
 import os, signal, stat, sys, threading, time
 from pathlib import Path
-from elastic_agent.pool.standby import AgentCommand
+from elastic_agent.pool.standby import AgentCommand, Standby
 from elastic_agent.pool.job_agent import JobAgent
 
 folder, sys.executable = Path(sys.argv[1]), sys.argv[2]
@@ -38,7 +38,7 @@ os.register_at_fork(after_in_child=(folder / "python_ran_after_fork").touch)
 for _ in range(30):
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 job = AgentCommand((), {**os.environ, "PYTHONPATH": str(folder)}, str(folder))
-agent = JobAgent(job, (folder / "output").open("ab"), None, lambda code, error: None)
+agent = JobAgent(job, (folder / "output").open("ab"), Standby((), "", {}, time.monotonic), lambda code, error: None)
 print(agent._process.pid, flush=True)
 time.sleep(60)
 """
@@ -96,7 +96,9 @@ def test_one_that_is_asked_to_leave_before_it_can_hear_that_has_left(
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     command = AgentCommand((), dict(os.environ), str(tmp_path))
     with (tmp_path / "output").open("ab") as output:
-        agent = JobAgent(command, output, None, lambda code, error: ended.put(code))
+        agent = JobAgent(
+            command, output, Standby((), "", {}, time.monotonic), lambda code, error: ended.put(code)
+        )
     agent.leave()
     assert ended.get(timeout=PATIENCE_S) == ExitCode.STOPPED_BY_SIGTERM
 

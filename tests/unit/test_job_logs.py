@@ -7,6 +7,7 @@ import fcntl
 import os
 import queue
 import subprocess
+import time
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -22,7 +23,7 @@ from elastic_agent.pool.job_agent import JobAgent
 from elastic_agent.pool.job_logs import KEPT_BEYOND, MARK, JobFolders, prune, read_piece
 from elastic_agent.pool.pages import LogPage
 from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, PoolNode, PoolView, Record, Run, Seat
-from elastic_agent.pool.standby import AgentCommand
+from elastic_agent.pool.standby import AgentCommand, Standby
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.interface import Entry, Snapshot
 
@@ -188,7 +189,9 @@ def test_a_job_is_found_on_nfs_which_asks_how_a_file_that_is_locked_was_opened(
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     with JobFolders(tmp_path, "pool", "a").begin("one") as output:
         command = AgentCommand((), {}, str(tmp_path))
-        agent = JobAgent(command, output, None, lambda code, error: ended.put(code))
+        agent = JobAgent(
+            command, output, Standby((), "", {}, time.monotonic), lambda code, error: ended.put(code)
+        )
     try:
         assert JobFolders(tmp_path, "pool", "a").unfinished() == ("one",)
     finally:

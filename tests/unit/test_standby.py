@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import subprocess
 import sys
 import time
@@ -19,8 +20,6 @@ from elastic_agent.pool.standby import (
     RETRY_S,
     AgentCommand,
     Standby,
-    StandbyProcess,
-    pair,
     receive_job,
     send_job,
     why_cold,
@@ -62,7 +61,7 @@ def test_a_path_that_depends_on_the_directory_is_the_same_only_there(path: str) 
 
 def test_a_job_is_handed_over_whole_however_long_it_is(tmp_path: Path) -> None:
     job = AgentCommand(("--node-id=a", "--", "x.py"), {"LONG": "x" * 2**20, "NOT_UTF_8": "\udcff"}, "/there")
-    ours, theirs = pair()
+    ours, theirs = socket.socketpair()
     with ours, theirs, (tmp_path / "output").open("wb") as output:
         send_job(ours, job, output.fileno())
         received = receive_job(theirs)
@@ -74,7 +73,7 @@ def test_a_job_is_handed_over_whole_however_long_it_is(tmp_path: Path) -> None:
 
 
 def test_what_is_no_job_is_refused_and_the_end_of_the_daemon_is_none() -> None:
-    ours, theirs = pair()
+    ours, theirs = socket.socketpair()
     with theirs:
         ours.send(b"?")
         with pytest.raises(Invalid):
@@ -86,10 +85,11 @@ def test_what_is_no_job_is_refused_and_the_end_of_the_daemon_is_none() -> None:
 class Started:
     """A job's agent, which prints to this file."""
 
-    def __init__(self, command: AgentCommand, output: Path, waiting: StandbyProcess | None = None) -> None:
+    def __init__(self, command: AgentCommand, output: Path, standby: Standby | None = None) -> None:
         self._ends: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        standby = standby or Standby((), "local", {}, time.monotonic)
         with output.open("ab") as file:
-            self.agent = JobAgent(command, file, waiting, lambda code, error: self._ends.put((code, error)))
+            self.agent = JobAgent(command, file, standby, lambda code, error: self._ends.put((code, error)))
 
     def end(self) -> tuple[int, str]:
         return self._ends.get(timeout=PATIENCE_S)
@@ -99,7 +99,7 @@ class Handed(Started):
     """A job's agent that was handed over to a process which runs this code with the socket `channel`."""
 
     def __init__(self, folder: Path, code: str) -> None:
-        ours, theirs = pair()
+        ours, theirs = socket.socketpair()
         program = (
             "import socket, sys\n"
             "from elastic_agent.pool.standby import TAKEN, receive_job\n"
@@ -108,8 +108,10 @@ class Handed(Started):
         with theirs:
             command = [sys.executable, "-c", program + code, str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        standby = Standby(("json",), "local", {}, time.monotonic)
+        standby._waiting = self.process, ours
         job = AgentCommand(("--version",), {"PATH": "/bin"}, str(folder))
-        super().__init__(job, folder / "output", StandbyProcess(self.process, ours))
+        super().__init__(job, folder / "output", standby)
 
 
 def test_a_standby_that_has_taken_its_job_ends_as_the_jobs_agent(tmp_path: Path) -> None:
@@ -129,10 +131,12 @@ def test_a_standby_that_sigkill_does_not_end_holds_up_nothing() -> None:
             assert timeout is not None
             raise subprocess.TimeoutExpired("standby", timeout)
 
-    ours, theirs = pair()
+    ours, theirs = socket.socketpair()
     process = Hangs()
+    standby = Standby(("json",), "local", {}, time.monotonic)
+    standby._waiting = cast(Any, process), ours
     with theirs:
-        StandbyProcess(cast(Any, process), ours).end()
+        standby.close()
     assert process.killed
 
 
@@ -164,13 +168,13 @@ def test_one_that_has_not_is_gone_before_another_agent_is_started(tmp_path: Path
 def test_a_real_standby_takes_no_job_whose_directory_it_cannot_enter(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     standby = Standby(("json",), "local", os.environ, time.monotonic)
-    standby.turn(time.monotonic())
-    waiting = standby.take(os.environ, str(folder))
-    assert waiting is not None
+    standby.turn()
+    assert standby._waiting is not None
+    process, _ = standby._waiting
     job = AgentCommand(("--version",), dict(os.environ), str(folder))
     with pytest.raises(OSError, match="gone"):  # nor can it be entered by a process of its own
-        Started(job, tmp_path / "output", waiting)
-    assert waiting.process.returncode is not None
+        Started(job, tmp_path / "output", standby)
+    assert process.returncode is not None
 
 
 def test_a_cold_start_imports_nothing_of_the_jobs_directory(tmp_path: Path) -> None:
@@ -230,10 +234,10 @@ def test_one_that_ends_is_replaced_after_a_pause(monkeypatch: pytest.MonkeyPatch
     clock = Clock()
     standby = Standby(("json",), "local", OURS, clock)
     for number in (1, 2):
-        standby.turn(clock.now)
+        standby.turn()
         started[-1].wait()
-        standby.turn(clock.now)
-        assert standby.take(OURS, "/here") is None
+        standby.turn()
+        assert standby.hand_over(AgentCommand((), OURS, "/here"), 1) is None
         assert len(started) == number
         clock.now += RETRY_S
     standby.close()
@@ -241,5 +245,5 @@ def test_one_that_ends_is_replaced_after_a_pause(monkeypatch: pytest.MonkeyPatch
 
 def test_without_a_word_of_preload_there_is_none() -> None:
     standby = Standby((), "local", OURS, Clock())
-    standby.turn(1000.0)
-    assert standby.take(OURS, "/here") is None
+    standby.turn()
+    assert standby._waiting is None
