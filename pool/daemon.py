@@ -47,9 +47,9 @@ from ..threads import listen
 from ..worker.wire.shared_progress import clock
 from .job_agent import JobAgent, agent_words, own_words, seat_end
 from .job_logs import PATH as LOGS_PATH
-from .job_logs import JobFolders
+from .job_logs import JobLogs, LogPage
 from .member import Assignment, PoolMember
-from .pages import DaemonPages, DaemonSnapshot, LogPage, PoolMetrics
+from .pages import DaemonPages, DaemonSnapshot, PoolMetrics
 from .records import MOST_NODES, PoolNode, SeatEnd, SeatOutcome
 from .standby import AgentCommand, Standby
 
@@ -103,9 +103,10 @@ def _run(
         listener, http = store_listener(config, network.endpoint, address), http_listener(config, address)
     except PortError as error:
         raise CannotStart(ExitCode.NOT_HERE, str(error)) from error
-    logs = _log_root(config)
+    root = _log_root(config)
+    logs = JobLogs(root, name)
     pages = DaemonPages(PoolMetrics(pool, name), name, clock)
-    served_at = _serve(http, pages, LogPage(logs, name, token), parts)
+    served_at = _serve(http, pages, LogPage(logs, token), parts)
     options = store_options(config, network.endpoint, listener)
     store = open_store(config, network.endpoint, listener, events, lambda: on_turn(looking))
     parts.callback(store.close)
@@ -119,8 +120,7 @@ def _run(
     )
     member = PoolMember(record, lease_ttl_s=lease_ttl_s, rng=rng, now=clock(), wall=time.time)
     link = StoreLink(store, member, lease_ttl_s, events.put, clock, rng)
-    place = f"{pool} at {options[ENDPOINT.name]}"
-    log.info("node %s offers itself to pool %s", name, place)
+    log.info("node %s offers itself to pool %s at %s", name, pool, options[ENDPOINT.name])
     standby = Standby(config.preload, config.rendezvous.kind.name, environment, clock)
     parts.callback(standby.close)
     checks = IdleChecks(config.check, _new_run(config, environment, network.choice), events.put)
@@ -132,11 +132,10 @@ def _run(
 
     def command(assignment: Assignment) -> AgentCommand:
         job = assignment.job
-        words = agent_words(assignment, name, options, own, str(logs / job.job))
+        words = agent_words(assignment, name, options, own, str(root))
         return AgentCommand(tuple(words), {**environment, **job.environment}, job.directory)
 
-    folders = JobFolders(logs, place, name)
-    loop = DaemonLoop(member, link, folders, standby, checks, command, events, on_turn)
+    loop = DaemonLoop(member, link, logs, standby, checks, command, events, on_turn)
     pages.begin(lambda: loop.snapshot, store)
     link.start()
     ending = loop.run()
@@ -178,7 +177,7 @@ def _serve(
 
 
 def _log_root(config: Config) -> Path:
-    """The folder for the folders of jobs: absolute, as jobs run elsewhere; it is there when this returns. Raises
+    """The folder for what jobs print: absolute, as jobs run elsewhere; it is there when this returns. Raises
     CannotStart."""
     given = config.logs.given_directory
     try:
@@ -205,7 +204,7 @@ class DaemonLoop:
         self,
         member: PoolMember,
         link: StoreLink,
-        folders: JobFolders,
+        logs: JobLogs,
         standby: Standby,
         checks: IdleChecks,
         command: Callable[[Assignment], AgentCommand],
@@ -213,7 +212,7 @@ class DaemonLoop:
         on_turn: Callable[[str], None],
     ) -> None:
         """`command` is what starts the agent of a job here."""
-        self._member, self._link, self._folders = member, link, folders
+        self._member, self._link, self._logs = member, link, logs
         self._standby, self._checks = standby, checks
         self._command, self._events, self._on_turn = command, events, on_turn
         self._agent: JobAgent | None = None
@@ -248,7 +247,7 @@ class DaemonLoop:
     def _report_problem(self) -> None:
         """Why this node must not be given a job. What a daemon has started that was killed leaves its job by plan,
         which takes its time."""
-        self._unfinished = self._folders.unfinished()
+        self._unfinished = self._logs.unfinished()
         jobs = ", ".join(self._unfinished)
         earlier = f"job {jobs}, which an earlier daemon of this node has started, is ending" if jobs else ""
         self._member.report_problem("; ".join(filter(None, (earlier, self._checks.problem))))
@@ -280,7 +279,7 @@ class DaemonLoop:
         try:
             if not os.path.isdir(job.directory):
                 raise NotADirectoryError(f"the job's directory {job.directory} is not there on this node")
-            with self._folders.begin(job.job) as output:
+            with self._logs.begin(job.job) as output:
                 agent = JobAgent(command, output, self._standby, self._agent_ended)
         except OSError as error:
             log.error("job %s (%s) cannot be started here: %s", job.job, job.name, error)
@@ -341,8 +340,6 @@ class DaemonLoop:
     def _over(self, end: SeatEnd) -> None:
         self._member.ended(end)
         self._standby.idle()
-        if self._member.tracks:
-            self._folders.tidy({job.job for job in self._member.view.jobs})
 
     def _signalled(self, event: Signalled) -> None:
         if event.number not in ENDINGS:

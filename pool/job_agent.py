@@ -133,7 +133,7 @@ class JobAgent:
         """Starts it: as the standby, or as a process of its own. What it prints goes to the file. `ended` is called in
         another thread, with its exit code as `subprocess` counts it, and why, as far as it has said that. Raises
         OSError: then nothing was started."""
-        # Its name is that of a log, for JobFolders to delete it where a daemon that was killed has left it.
+        # Its name is that of a log, for JobLogs to delete it where a daemon that was killed has left it.
         folder, name = os.path.split(output.name)
         self._error_file = Path(folder, f".{name}.error.log")
         with contextlib.suppress(OSError):

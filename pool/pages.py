@@ -1,27 +1,24 @@
-"""What a daemon answers over HTTP: probes, numbers of its pool and of the job that runs here, and logs of jobs.
+"""What a daemon answers over HTTP: probes, and numbers of its pool and of the job that runs here.
 
 docs/metrics.md lists the numbers of the pool, like those of an agent.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from pathlib import Path
 
 from ..agent.common.http_client import NoAnswer, get
 from ..agent.main.heartbeat import STUCK_AFTER_S
-from ..health.http import TEXT, Page, Probe, Request
+from ..health.http import Page, Probe, Request
 from ..health.metrics import CONTENT_TYPE, Gauge, Level, Registry, Row
 from ..rendezvous.errors import RecordInvalid, StoreError
 from ..rendezvous.records import NodeRecord, node_key
 from ..rendezvous.store.interface import Store
 from ..rendezvous.store.scoped import run_prefix
-from .job_logs import read_piece
 from .records import PoolCounts
 
 log = logging.getLogger(__name__)
@@ -107,25 +104,3 @@ class DaemonPages:
         except (OSError, NoAnswer, StoreError, RecordInvalid) as error:
             log.debug("no metrics of job %s: %s", job, error)
             return ""
-
-
-class LogPage:
-    """Pieces of the logs of jobs, for readers of the store: the token is in this node's record there."""
-
-    def __init__(self, root: Path, node: str, token: str) -> None:
-        self._root, self._node, self._token = root, node, token
-
-    def answer(self, request: Request) -> Page:
-        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-            return Page(
-                HTTPStatus.UNAUTHORIZED, TEXT, b"the token in this node's record of the pool is missing\n"
-            )
-        try:
-            piece = read_piece(
-                self._root, self._node, request.query.get("job", ""), int(request.query.get("start", 0))
-            )
-        except FileNotFoundError as error:
-            return Page(HTTPStatus.NOT_FOUND, TEXT, f"{error}\n".encode())
-        except (ValueError, OverflowError, OSError) as error:
-            return Page(HTTPStatus.BAD_REQUEST, TEXT, f"{type(error).__name__}\n".encode())
-        return Page(HTTPStatus.OK, "application/octet-stream", piece)

@@ -60,9 +60,9 @@ SCHEMA = 2
 HISTORY = 1024
 """Revisions for which a deletion is remembered. A watch that falls further behind reads again (`Compacted`)."""
 REQUEST_TIMEOUT_S = 5.0
-LOOK_S, POLL_S = 1.0, 0.05
-"""Between two looks of a watch that hears nothing, as of a lease that is due or from a process that was killed; and
-where this user has no instance of inotify left."""
+LOOK_S = 1.0
+"""Between two looks of a watch that hears nothing, as of a lease that is due, from a process that was killed, or where
+this user has no instance of inotify left."""
 ROOM = 1024 * 1024
 """Bytes that are kept free in the file and in its log: on a full disk leases are written there."""
 FULL_PAUSE_S = 0.005
@@ -72,8 +72,6 @@ LONG, WRITE = 8 * 1024 * 1024, 8192
 wait for the disk); and of one write, besides its values."""
 SLACK_S = 1.0
 """Of the clock, between processes."""
-BUSY_S = 1.0
-"""A process that finds others writing ends no leases for so long: they may be about to confirm them."""
 
 _TABLES = (
     "CREATE TABLE state (revision INTEGER NOT NULL)",
@@ -96,10 +94,6 @@ _libc = ctypes.CDLL(None)
 R = TypeVar("R")
 
 
-class NotHosted(StoreUnavailable):
-    """No daemon has made the store yet."""
-
-
 def store_file(folder: Path, job: str) -> Path:
     """Of the pool of this name. Several pools may have the same folder."""
     return folder / f"{job}.db"
@@ -114,10 +108,8 @@ class LocalStore(Store):
         self._timeout_s = request_timeout_s
         self._closed = False
         self._lock = threading.Lock()
-        self._sweeps_after = 0.0
         self._written = 0
         self._syncs, self._tidies = threading.Lock(), threading.Lock()
-        self._folder = -1
         if make:
             self._make_file()
         self._identity = _checked(file)
@@ -131,7 +123,9 @@ class LocalStore(Store):
                     self._make_tables()
                 (version,) = self._database.execute("PRAGMA user_version").fetchone()
             if not version:
-                raise NotHosted(f"{file} is empty: the daemon that makes the pool's store is about to start")
+                raise StoreUnavailable(
+                    f"{file} is empty: the daemon that makes the pool's store is about to start"
+                )
             if version != SCHEMA:
                 raise StoreMismatch(
                     f"{file} is of another version of elastic-agent (schema {version}, not {SCHEMA}): use the version"
@@ -184,9 +178,6 @@ class LocalStore(Store):
             self._within(lambda database: database.execute("INSERT INTO room VALUES (zeroblob(?))", (ROOM,)))
             self._within(lambda database: database.execute("DELETE FROM room"))
             self._checkpoint()
-        with suppress(OSError):  # systemd-tmpfiles leaves a folder alone while someone has a lock on it
-            self._folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     # ---------------------------------------------------------------- what a store does
 
@@ -247,9 +238,6 @@ class LocalStore(Store):
             with suppress(sqlite3.Error):
                 self._database.close()
             self._lock.release()
-        if self._folder >= 0:
-            os.close(self._folder)
-            self._folder = -1
 
     def changes(self, scopes: tuple[str, ...], after: int) -> tuple[int, tuple[Change, ...]]:
         """The revision up to which these are all changes. Raises Compacted."""
@@ -323,8 +311,7 @@ class LocalStore(Store):
 
     def _end_due(self, database: sqlite3.Connection) -> None:
         """End the leases that are due, if that can be done now without waiting for anything."""
-        now = time.monotonic()
-        if now < self._sweeps_after or not _due(database):
+        if not _due(database):
             return
         try:
             database.execute("PRAGMA busy_timeout = 0")
@@ -334,7 +321,6 @@ class LocalStore(Store):
             database.execute("COMMIT")
             self.ring()
         except sqlite3.OperationalError:
-            self._sweeps_after = now + BUSY_S
             if database.in_transaction:
                 database.execute("ROLLBACK")
         finally:
@@ -445,8 +431,8 @@ class _LocalWatch(Watch):
         bell = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         self._bell = FileIO(bell) if bell >= 0 else None
         hears = bell >= 0 and _libc.inotify_add_watch(bell, os.fsencode(store.file), _IN_ATTRIB) >= 0
-        self._poll, self._look_s = select.poll(), LOOK_S if hears else POLL_S
-        if bell >= 0:
+        self._poll = select.poll()
+        if hears:
             self._poll.register(bell, select.POLLIN)
 
     def next(self, timeout_s: float) -> tuple[Change, ...]:
@@ -460,7 +446,7 @@ class _LocalWatch(Watch):
                     left_s = until - time.monotonic()
                     if changes or left_s <= 0:
                         return changes
-                    self._poll.poll(min(left_s, self._look_s) * 1000 + 1)
+                    self._poll.poll(min(left_s, LOOK_S) * 1000 + 1)
                 raise StoreClosed("the watch was closed")
             finally:
                 if self._closed:
@@ -485,11 +471,11 @@ def _retried(open_it: Callable[[], LocalStore], timeout_s: float) -> LocalStore:
 
 
 def _checked(file: Path) -> tuple[int, int]:
-    """Which file it is. Raises NotHosted, and StoreRefused where it is not for this user, or may be another's trap."""
+    """Which file it is. Raises StoreUnavailable, and StoreRefused where it is not for this user, or may be a trap."""
     try:
         found = file.lstat()
     except FileNotFoundError:
-        raise NotHosted(
+        raise StoreUnavailable(
             f"no daemon has made the store of pool {file.stem} in {file.parent}: start elastic-agent without a script "
             "on this machine, as the same user"
         ) from None

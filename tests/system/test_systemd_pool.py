@@ -98,7 +98,7 @@ def test_what_is_submitted_runs_and_a_killed_daemon_comes_back_with_its_queue(po
     seen = json.loads(pool.machine.path(f"{pool.state}/first").read_text())
     assert seen["folder"] == "/srv/job"
     assert f"/{UNIT}" in seen["cgroup"]
-    printed = pool.machine.run("find", f"/var/log/elastic-agent/pool/{first}", "-name", "*.log").stdout
+    printed = pool.machine.run("find", "/var/log/elastic-agent/pool", "-name", f"{first}.log").stdout
     assert printed
 
     running, waiting = pool.submit("running", "600"), pool.submit("waiting", "0")

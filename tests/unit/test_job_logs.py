@@ -15,19 +15,15 @@ from typing import IO
 
 import pytest
 
-from elastic_agent.agent.output.log_files import RunFolder
 from elastic_agent.health.http import Request
 from elastic_agent.pool import commands, job_logs
 from elastic_agent.pool.commands import JobLog, Unreadable, ask_daemon, nodes_of
 from elastic_agent.pool.job_agent import JobAgent
-from elastic_agent.pool.job_logs import KEPT_BEYOND, MARK, JobFolders, prune, read_piece
-from elastic_agent.pool.pages import LogPage
+from elastic_agent.pool.job_logs import JobLogs, LogPage
 from elastic_agent.pool.records import Job, JobResult, Outcome, Plan, PoolNode, PoolView, Record, Run, Seat
 from elastic_agent.pool.standby import AgentCommand, Standby
 from elastic_agent.rendezvous.records import Endpoint
 from elastic_agent.rendezvous.store.interface import Entry, Snapshot
-
-POOL = "pool at local:///x"
 
 
 @pytest.fixture
@@ -35,57 +31,43 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "logs"
 
 
-def begin(root: Path, job: str, pool: str = POOL) -> None:
-    with JobFolders(root, pool, "a").begin(job) as output:
-        output.write(f"of {job}\n".encode())
+@pytest.fixture
+def logs(root: Path) -> JobLogs:
+    logs = JobLogs(root, "a")
+    with logs.begin("j") as output:
+        output.write(b"of j\n")
+    return logs
 
 
 # --- Which file
 
 
 @pytest.mark.parametrize("job", ["..", ".", "", "a/b", "../j", "j\0", "x" * 129, "other", "-j"])
-def test_only_the_folder_of_a_job_is_read(root: Path, job: str) -> None:
-    begin(root, "j")
-    (root / "other").mkdir()
-    (root / "other/a.log").write_text("private")
+def test_only_the_log_of_a_job_is_read(logs: JobLogs, root: Path, job: str) -> None:
+    (root / "j.log").write_text("private")
     with pytest.raises(FileNotFoundError):
-        read_piece(root, "a", job, 0)
+        logs.read(job, 0)
 
 
-def test_what_cannot_be_read_is_no_failure_of_the_daemon(root: Path) -> None:
-    begin(root, "j")
-    (root / "j/a.log").unlink()
-    (root / "j/a.log").symlink_to("/etc/passwd")
-    status, _, text, _ = LogPage(root, "a", "t").answer(Request({"job": "j"}, "t"))
+def test_what_cannot_be_read_is_no_failure_of_the_daemon(logs: JobLogs, root: Path) -> None:
+    (root / "a/j.log").unlink()
+    (root / "a/j.log").symlink_to("/etc/passwd")
+    with pytest.raises(OSError, match="symbolic link"):
+        logs.read("j", 0)
+    status, _, text, _ = LogPage(logs, "t").answer(Request({"job": "j"}, "t"))
     assert status == HTTPStatus.BAD_REQUEST
     assert b"root" not in text
 
 
-def test_a_link_is_no_file_of_a_job(root: Path, tmp_path: Path) -> None:
-    begin(root, "j")
-    secret = tmp_path / "secret"
-    secret.write_text("private")
-    (root / "j/a.log").unlink()
-    (root / "j/a.log").symlink_to(secret)
-    with pytest.raises(OSError, match="symbolic link"):
-        read_piece(root, "a", "j", 0)
-    os.rename(root / "j", tmp_path / "moved")
-    (root / "j").symlink_to(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError):
-        read_piece(root, "a", "j", 0)
+def test_a_pipe_in_the_place_of_a_file_holds_no_reader_up(logs: JobLogs, root: Path) -> None:
+    (root / "a/j.log").unlink()
+    os.mkfifo(root / "a/j.log")
+    assert logs.read("j", 0) == b""
 
 
-def test_a_pipe_in_the_place_of_a_file_holds_no_reader_up(root: Path) -> None:
-    begin(root, "j")
-    (root / "j/a.log").unlink()
-    os.mkfifo(root / "j/a.log")
-    assert read_piece(root, "a", "j", 0) == b""
-
-
-def test_a_file_comes_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_comes_in_pieces(logs: JobLogs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_logs, "MOST_BYTES", 3)
-    begin(root, "j")
-    assert [read_piece(root, "a", "j", start) for start in (0, 3, 99)] == [b"of ", b"j\n", b""]
+    assert [logs.read("j", start) for start in (0, 3, 99)] == [b"of ", b"j\n", b""]
 
 
 # --- Who may read
@@ -105,69 +87,54 @@ def test_a_file_comes_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"job": "j", "start": "9" * 30}, "t", HTTPStatus.BAD_REQUEST),
     ],
 )
-def test_only_who_has_the_token_reads(root: Path, query: dict[str, str], token: str, status: int) -> None:
-    begin(root, "j")
-    assert LogPage(root, "a", "t").answer(Request(query, token))[0] == status
+def test_only_who_has_the_token_reads(logs: JobLogs, query: dict[str, str], token: str, status: int) -> None:
+    assert LogPage(logs, "t").answer(Request(query, token))[0] == status
 
 
 # --- What is kept
 
 
-def test_folders_of_forgotten_jobs_go_but_for_the_newest(root: Path) -> None:
-    ended = [f"e{number:02}" for number in range(KEPT_BEYOND + 3)]
-    for age, job in enumerate((*ended, "known", "elsewhere", "runs")):
-        pool = "another pool" if job == "elsewhere" else POOL
-        begin(root, job, pool=pool)
-        rank = root / job / f"{job}-r1"
-        run = RunFolder(rank)
-        run.hold()
-        run.release()
-        (rank / "gen1/rank0").mkdir(parents=True)
-        os.utime(root / job / MARK, (age, age))
-    output = JobFolders(root, POOL, "b").begin("runs")
-    os.utime(root / "runs" / MARK, (0, 0))
-    (root / "mine").mkdir()
-    (root / "file").write_text("")
-    (root / ended[1] / "notes.txt").write_text("of a person")
-    with output:
-        prune(root, POOL, {"known"})
-    left = {path.name for path in root.iterdir()}
-    assert left == {*ended[1:2], *ended[4:], "known", "elsewhere", "runs", "mine", "file"} | {ended[3]}
-    assert {path.name for path in (root / ended[1]).iterdir()} == {"notes.txt", MARK}
+def test_the_newest_logs_are_kept_and_those_of_jobs_that_go_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_logs, "KEPT", 4)
+    logs = JobLogs(root, "a")
+    with logs.begin("goes_on"):
+        for age, job in enumerate(("oldest", "old", "new", "newer")):
+            logs.begin(job).close()
+            os.utime(root / "a" / f"{job}.log", (age, age))
+        os.utime(root / "a/goes_on.log", (0, 0))
+        (root / "a/notes.txt").write_text("of a person")
+        logs.begin("newest").close()
+    left = {path.name for path in (root / "a").iterdir()}
+    assert left == {"goes_on.log", "old.log", "new.log", "newer.log", "newest.log", "notes.txt"}
 
 
 def test_a_job_whose_name_leads_elsewhere_does_not_begin(root: Path) -> None:
     for job in ("..", ".hidden", "a/b"):
-        with pytest.raises(OSError, match="no name for a folder"):
-            JobFolders(root, POOL, "a").begin(job)
+        with pytest.raises(OSError, match="no name for a file"):
+            JobLogs(root, "a").begin(job)
     assert not root.exists()
-
-
-def test_tidying_does_without_a_disk(root: Path) -> None:
-    folders = JobFolders(root, POOL, "a")
-    folders.tidy(set())
-    assert folders._tidying is not None
-    folders._tidying.join(10.0)
 
 
 # --- Which have processes here still
 
 
 def test_a_job_is_unfinished_while_a_process_has_its_output_open(tmp_path: Path) -> None:
-    earlier = JobFolders(tmp_path, "pool", "a")
+    earlier = JobLogs(tmp_path, "a")
     for job in ("one", "two"):
         with earlier.begin(job) as output:
             if job == "one":
                 child = subprocess.Popen(["sleep", "600"], stdout=output)
-    other = JobFolders(tmp_path, "pool", "b")
+    other = JobLogs(tmp_path, "b")
     assert other.unfinished() == (), "another node's"
-    later = JobFolders(tmp_path, "pool", "a")
+    later = JobLogs(tmp_path, "a")
     assert later.unfinished() == ("one",)
     assert later.unfinished() == ("one",)
     child.kill()
     child.wait()
     assert later.unfinished() == ()
-    assert JobFolders(tmp_path / "none", "pool", "a").unfinished() == ()
+    assert JobLogs(tmp_path / "none", "a").unfinished() == ()
 
 
 def test_a_job_is_found_on_nfs_which_asks_how_a_file_that_is_locked_was_opened(
@@ -187,13 +154,13 @@ def test_a_job_is_found_on_nfs_which_asks_how_a_file_that_is_locked_was_opened(
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     monkeypatch.setattr("elastic_agent.pool.job_agent.start_child", start_child)
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with JobFolders(tmp_path, "pool", "a").begin("one") as output:
+    with JobLogs(tmp_path, "a").begin("one") as output:
         command = AgentCommand((), {}, str(tmp_path))
         agent = JobAgent(
             command, output, Standby((), "", {}, time.monotonic), lambda code, error: ended.put(code)
         )
     try:
-        assert JobFolders(tmp_path, "pool", "a").unfinished() == ("one",)
+        assert JobLogs(tmp_path, "a").unfinished() == ("one",)
     finally:
         agent.leave()
         ended.get(timeout=20.0)

@@ -7,6 +7,7 @@ import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -63,8 +64,10 @@ def test_a_job_is_handed_over_whole_however_long_it_is(tmp_path: Path) -> None:
     job = AgentCommand(("--node-id=a", "--", "x.py"), {"LONG": "x" * 2**20, "NOT_UTF_8": "\udcff"}, "/there")
     ours, theirs = socket.socketpair()
     with ours, theirs, (tmp_path / "output").open("wb") as output:
-        send_job(ours, job, output.fileno())
+        sending = threading.Thread(target=send_job, args=(ours, job, output.fileno()))
+        sending.start()
         received = receive_job(theirs)
+        sending.join()
         assert received is not None
         assert received[0] == job
         with open(received[1], "wb") as same:
