@@ -58,7 +58,7 @@ def main() -> None:
 
 def measure(case: str, jobs: list[tuple[int, int]], nodes: int = NODES) -> Run:
     view = PoolView()
-    records: list[Record] = [PoolNode(f"n{number}", f"n{number}-1", "10.0.0.1") for number in range(nodes)]
+    records: list[Record] = [PoolNode(f"n{number}", f"n{number}-1") for number in range(nodes)]
     records += [_job(f"j{number}", least, most) for number, (least, most) in enumerate(jobs)]
     for revision, record in enumerate(records, 1):
         entry = Entry(record.key, record.to_json(), revision, revision)

@@ -113,7 +113,6 @@ def _run(
     record = PoolNode(
         name,
         uuid.uuid4().hex[:12],
-        address,
         most_nodes=MOST_NODES if resolved.settings[MAX_NODES].is_default else config.nodes.max,
         http=reachable_at(served_at, address),
         token=token,

@@ -139,28 +139,13 @@ class PoolMember:
         return self.tracks and oldest is not None and oldest.node == self.record.node
 
     @property
-    def assignment(self) -> Assignment | None:
-        """The seat that this node has, if it knows the plan. What it does not know it cannot lose: None is no order to
-        leave a seat, see `must_leave`."""
-        found = self._seat if self.tracks else None
-        if found is None:
-            return None
-        run, seat = found
-        job = next((job for job in self.view.jobs if job.job == run.job), None)
-        return Assignment(job, run, seat) if job is not None else None
-
-    @property
     def to_start(self) -> Assignment | None:
         """A seat that it has not taken yet; none is taken twice."""
-        due = self.assignment
-        if (
-            due is None
-            or self.record.running
-            or self._has_ended(due.seat)
-            or self._is_over(due.run, due.seat)
-        ):
+        found = self._untaken
+        if found is None or self._is_over(*found):
             return None
-        return due
+        job = next((job for job in self.view.jobs if job.job == found[0].job), None)
+        return Assignment(job, *found) if job is not None else None
 
     @property
     def must_leave(self) -> bool:
@@ -181,23 +166,22 @@ class PoolMember:
     def _seat(self) -> tuple[Run, Seat] | None:
         return self.view.plan.seat_of(self.record.node, self.record.incarnation)
 
-    def _decline(self) -> None:
-        """A seat that is to be left before it was taken is left at once."""
-        found = self._seat if self.tracks else None
-        if found is None or self.record.running or self._has_ended(found[1]):
-            return
-        run, seat = found
-        if self._is_over(run, seat):
-            self.record = replace(
-                self.record, ended=SeatEnd(run.job, seat.ticket, SeatOutcome.LEFT, 0, "before it began")
-            )
+    @property
+    def _untaken(self) -> tuple[Run, Seat] | None:
+        """The seat that this node has and has not taken in this life, if it knows the plan."""
+        found = self._seat if self.tracks and not self.record.running else None
+        ended = self.record.ended
+        return None if found is None or (ended and ended.ticket >= found[1].ticket) else found
 
     def _is_over(self, run: Run, seat: Seat) -> bool:
         return seat.leaving or run.ending is not None or self.record.leaving
 
-    def _has_ended(self, seat: Seat) -> bool:
-        """Here, and in this life."""
-        return self.record.ended is not None and self.record.ended.ticket >= seat.ticket
+    def _decline(self) -> None:
+        """A seat that is to be left before it was taken is left at once."""
+        if (found := self._untaken) is not None and self._is_over(*found):
+            run, seat = found
+            end = SeatEnd(run.job, seat.ticket, SeatOutcome.LEFT, 0, "before it began")
+            self.record = replace(self.record, ended=end)
 
     def request(self, now: float) -> Request | None:
         """What to ask of the store next; None while an answer is due, or nothing is wanted."""

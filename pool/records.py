@@ -29,7 +29,7 @@ from ..rendezvous.text import Name, clean, line
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of all records of a pool. A reader refuses any other."""
 
 PLAN_KEY = "plan"
@@ -173,7 +173,6 @@ class PoolNode(Record):
 
     node: Name
     incarnation: Name
-    address: Annotated[str, line(256)]
     most_nodes: Annotated[int, Within(1, MOST_NODES)] = MOST_NODES
     """No job may need more; what its operator expects of the pool."""
     running: Count = 0

@@ -120,7 +120,7 @@ class Daemon:
         self.running, self.leaves_since = True, math.inf
         self.children.clear()  # they end with their daemon
         sim = self.sim
-        record = PoolNode(self.name, f"{self.name}-{self.life}", "10.0.0.1")
+        record = PoolNode(self.name, f"{self.name}-{self.life}")
         self.member = PoolMember(
             record,
             lease_ttl_s=LEASE_TTL_S,

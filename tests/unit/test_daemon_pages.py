@@ -129,11 +129,11 @@ def test_the_next_job_has_another_agent(pages: DaemonPages, store: MemoryStore, 
 def test_nodes_and_jobs_are_counted() -> None:
     job = Job("r", "t", (), (), {}, "/", 1, 1, 0.0, "u")
     records: list[Record] = [
-        PoolNode("idle", "i1", ""),
-        PoolNode("seated", "s1", ""),
-        PoolNode("leaving", "l1", "", leaving=True),
-        PoolNode("broken", "b1", "", problem="no GPU"),
-        PoolNode("busy", "y1", "", running=3),
+        PoolNode("idle", "i1"),
+        PoolNode("seated", "s1"),
+        PoolNode("leaving", "l1", leaving=True),
+        PoolNode("broken", "b1", problem="no GPU"),
+        PoolNode("busy", "y1", running=3),
         job,
         replace(job, job="q"),
         Plan(1, (Run("r", 1, 0.0, (Seat("seated", "s1", 1),)),)),

@@ -92,7 +92,7 @@ def test_an_agent_that_a_signal_ends_may_do_better_on_another_node(number: int) 
     end = seat_end(DUE, -number)
     assert (end.outcome, end.code) == (SeatOutcome.NOT_HERE, -number)
     assert "killed by" in end.reason
-    PoolNode("a", "a-1", "", ended=end).to_json()
+    PoolNode("a", "a-1", ended=end).to_json()
 
 
 @pytest.mark.parametrize("code", [42, 127, 255])

@@ -190,7 +190,7 @@ def view_of(*records: Record) -> PoolView:
 
 
 JOB = Job("j", "train.py", (), ("--", "train.py"), {}, "/", 2, 2, 0.0, "u")
-A, B, C = (PoolNode(name, f"{name}1", "10.0.0.1") for name in "abc")
+A, B, C = (PoolNode(name, f"{name}1") for name in "abc")
 BOTH = Plan(2, (Run("j", 1, 0.0, (Seat("a", "a1", 1), Seat("b", "b1", 2))),))
 ON_A = Plan(1, (Run("j", 1, 0.0, (Seat("a", "a1", 1),)),))
 RUNNING = view_of(A, B, C, JOB, BOTH)
@@ -261,4 +261,4 @@ def test_a_node_that_is_gone_is_named(nodes: Nodes, capsysbinary: Screen) -> Non
 )
 def test_a_daemon_that_cannot_be_asked(http: Endpoint | None, expected: str) -> None:
     with pytest.raises(Unreadable, match=expected):
-        ask_daemon(PoolNode("a", "a1", "10.0.0.1", http=http), "j", 0)
+        ask_daemon(PoolNode("a", "a1", http=http), "j", 0)

@@ -88,7 +88,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolStore]:
 
 @pytest.fixture
 def pool(store: PoolStore) -> PoolStore:
-    store.put(PoolNode("a", "a1", "10.0.0.1", most_nodes=2), PoolNode("b", "b1", "10.0.0.2", most_nodes=2))
+    store.put(PoolNode("a", "a1", most_nodes=2), PoolNode("b", "b1", most_nodes=2))
     return store
 
 

@@ -39,7 +39,7 @@ class Daemon:
     def __init__(self, bench: Bench, name: str, life: int) -> None:
         self.bench = bench
         self.member = PoolMember(
-            PoolNode(name, f"{name}-{life}", "10.0.0.1"),
+            PoolNode(name, f"{name}-{life}"),
             lease_ttl_s=TTL_S,
             rng=random.Random(1),
             now=bench.now,
@@ -407,7 +407,7 @@ def test_other_records_that_cannot_be_read_are_ignored(bench: Bench, key: str) -
 
 def test_a_record_under_the_key_of_another_is_ignored(bench: Bench) -> None:
     a = bench.daemon("a")
-    bench.put("nodes/b", PoolNode("c", "c-1", "").to_json())
+    bench.put("nodes/b", PoolNode("c", "c-1").to_json())
     assert [node.node for node in a.member.view.nodes] == ["a"]
     assert a.member.coordinates
 

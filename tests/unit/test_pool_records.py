@@ -49,7 +49,7 @@ JOB = Job(
     submitted_by="me@here",
 )
 END = SeatEnd("ab12", 3, SeatOutcome.NOT_HERE, -9, "killed")
-NODE = PoolNode("a", "a-1", "10.0.0.1", 4, running=4, ended=END, leaving=True, problem="disk full")
+NODE = PoolNode("a", "a-1", 4, running=4, ended=END, leaving=True, problem="disk full")
 NODE = replace(NODE, http=Endpoint("10.0.0.1", 80), token="t")
 SEAT = Seat("a", "a-1", 3, leaving=True)
 RUN = Run("ab12", 2, 1.7e9, (SEAT, Seat("b", "b-1", 4)), Ending(Outcome.FAILED, "a: why", 1, 1.7e9))
@@ -96,7 +96,6 @@ WRONG: dict[type[Record], dict[tuple[str | int, ...], list[Any]]] = {
     PoolNode: {
         ("node",): NAME,
         ("incarnation",): NAME,
-        ("address",): text(256),
         ("most_nodes",): number(1, MOST_NODES),
         ("running",): number(0, BIG),
         ("ended",): OBJECT,
@@ -186,7 +185,7 @@ def refused(kind: type[Record], body: Any) -> RecordInvalid:
     "record",
     [
         *ALL,
-        PoolNode("a", "a-1", ""),
+        PoolNode("a", "a-1"),
         Plan(),
         replace(JOB, options=(), environment={}),
         replace(RESULT, started_at=1.5),

@@ -61,7 +61,7 @@ def job(
 
 
 def node(name: str, ended: SeatEnd | None = None, **facts: object) -> PoolNode:
-    return replace(PoolNode(name, f"{name}-1", "10.0.0.1", ended=ended), **facts)  # type: ignore[arg-type]
+    return replace(PoolNode(name, f"{name}-1", ended=ended), **facts)  # type: ignore[arg-type]
 
 
 def nodes(names: str) -> tuple[PoolNode, ...]:

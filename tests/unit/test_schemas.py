@@ -89,10 +89,10 @@ PINNED: dict[str, tuple[int, dict[str, str]]] = {
         },
     ),
     "pool": (
-        3,
+        4,
         {
             "Plan": "tickets runs setbacks",
-            "PoolNode": ("node incarnation address most_nodes running ended leaving problem http token"),
+            "PoolNode": ("node incarnation most_nodes running ended leaving problem http token"),
             "Endpoint": "address port",
             "Job": (
                 "job name options command environment directory min_nodes max_nodes "
